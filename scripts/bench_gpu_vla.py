@@ -174,11 +174,9 @@ class NewOpenVLA(CheckpointVLA):
     def _open(self, config: ModelConfig) -> Any:
         sizes, device = self._new
         self.actions = ActionTokens.from_config(sizes)
-        return OpenVLA(
-            OpenVLABody(sizes, dtype=self.dtype, device=device),
-            words,
-            actions=self.chunk * self.size,
-        )
+        body = OpenVLABody(sizes, dtype=self.dtype, device=device)
+        body.recompute = config.gradient_checkpointing
+        return OpenVLA(body, words, actions=self.chunk * self.size)
 
 
 def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> CheckpointVLA | PI0:
@@ -460,7 +458,7 @@ def measure(
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated())
     rows, ops = told[0].mask.numel(), operations(policy)
-    kept = isinstance(policy, PI0) and policy.frozen and rows <= policy.most_rows()
+    kept = isinstance(policy, PI0) and policy.frozen and rows <= policy.max_kept_rows()
     done = rows * (work.epochs * ops.learn + ops.once * (1 if kept else work.epochs))
     return Measured(
         rows,

@@ -138,16 +138,12 @@ class ActorCritic(nn.Module):
             log_prob = dist.categorical_log_prob(action, params)
             return Evaluation(log_prob, dist.categorical_entropy(params), value, params)
         if self.kind == "gaussian":
-            log_prob, entropy = (
-                dist.gaussian_log_prob(action, params, log_std),
-                dist.gaussian_entropy(params, log_std),
-            )
+            log_prob = dist.gaussian_log_prob(action, params, log_std)
+            entropy = dist.gaussian_entropy(params, log_std)
         else:
             u = replay["pre_squash"]
-            log_prob, entropy = (
-                dist.squashed_log_prob(u, params, log_std),
-                dist.squashed_entropy(u, params, log_std),
-            )
+            log_prob = dist.squashed_log_prob(u, params, log_std)
+            entropy = dist.squashed_entropy(u, params, log_std)
         return Evaluation(self._by_action(log_prob), self._by_action(entropy), value)
 
     @torch.no_grad()
@@ -172,12 +168,8 @@ def _distribution(config: ModelConfig, spec: ActionSpec) -> str:
     if kind == "auto":
         return "categorical" if discrete else "gaussian"
     if discrete != (kind == "categorical"):
-        have, need = (
-            ("discrete", "categorical")
-            if discrete
-            else ("continuous", "gaussian or squashed_gaussian")
-        )
-        raise ConfigError(
-            f"model.distribution={kind}: the task's actions are {have}; use {need}, or auto"
-        )
+        fact = "discrete; use categorical"
+        if not discrete:
+            fact = "continuous; use gaussian or squashed_gaussian"
+        raise ConfigError(f"model.distribution={kind}: the task's actions are {fact}, or auto")
     return kind

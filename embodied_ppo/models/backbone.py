@@ -118,8 +118,7 @@ def linear(size_in: int, size_out: int, gain: float, orthogonal: bool) -> nn.Lin
         gain: Scale of the orthogonal matrix; 0 initialises with zeros.
         orthogonal: Whether to initialise weights orthogonally and biases with zeros.
     """
-    layer = nn.Linear(size_in, size_out)
-    return _init(layer, gain, orthogonal)
+    return _init(nn.Linear(size_in, size_out), gain, orthogonal)
 
 
 def _init(layer: Layer, gain: float, orthogonal: bool) -> Layer:
@@ -147,11 +146,8 @@ class NatureCNN(nn.Module):
             )
 
         def conv(size_in: int, size_out: int, kernel: int, stride: int) -> nn.Conv2d:
-            return _init(
-                nn.Conv2d(size_in, size_out, kernel, stride),
-                config.hidden_gain,
-                config.orthogonal_init,
-            )
+            layer = nn.Conv2d(size_in, size_out, kernel, stride)
+            return _init(layer, config.hidden_gain, config.orthogonal_init)
 
         self.layers = nn.Sequential(
             conv(channels, 32, 8, 4),

@@ -28,6 +28,7 @@ from embodied_ppo.core.collectives import gathered
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.backbone import InferenceModule
 from embodied_ppo.models.checkpoint_files import (
+    LOCAL_WEIGHTS,
     config_errors,
     forward_mismatch,
     import_transformers,
@@ -43,7 +44,7 @@ CHUNK_BYTES = 64 << 20
 """Size of the logits that may exist at once. More are computed in parts, and again in the backward
 pass.
 """
-WRITTEN_OUT = 1024
+ELEMENTARY_LIMIT = 1024
 """Largest product of queries and keys of a row for which compiled attention uses elementary
 operations.
 """
@@ -75,18 +76,13 @@ class Attention:
         if (
             self.softcap is None
             and get_proxy_mode() is not None
-            and q.shape[2] * k.shape[2] <= WRITTEN_OUT
+            and q.shape[2] * k.shape[2] <= ELEMENTARY_LIMIT
         ):
-            return self._written_out(q, k, v, visible)
+            return self._elementary(q, k, v, visible)
         if self.softcap is None:
+            gqa = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=visible,
-                is_causal=visible is None,
-                scale=self.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+                q, k, v, visible, is_causal=visible is None, scale=self.scale, enable_gqa=gqa
             )
         groups, queries = k.shape[1], q.shape[2]
         logits = q.unflatten(1, (groups, -1)) @ k.unsqueeze(2).transpose(-1, -2) * self.scale
@@ -98,7 +94,7 @@ class Attention:
         p = logits.masked_fill(~visible, float("-inf")).softmax(-1)
         return (p @ v.unsqueeze(2)).flatten(1, 2)
 
-    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    def _elementary(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """Compute attention from elementary operations, which the compiler fuses.
 
         For few tokens this is faster than an attention kernel.
@@ -110,7 +106,7 @@ class Attention:
         p = logits.masked_fill(~visible, -1e30).softmax(-1)
         return (p.unsqueeze(-1) * v.unsqueeze(2)).sum(3)
 
-    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+    def visible_keys(self, query: Tensor, key: Tensor) -> Tensor:
         """Return which keys at places [.., L] the queries at [.., Q] attend to, bool [.., Q, L]."""
         distance = query.unsqueeze(-1) - key.unsqueeze(-2)
         visible = distance >= 0
@@ -174,10 +170,10 @@ class Decoder(InferenceModule):
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             attention = self.attention[i]
             if place is not None and i == len(self.attention) - 1:
-                return attention(q, k, v, attention.sees(place, all_places).unsqueeze(1))
+                return attention(q, k, v, attention.visible_keys(place, all_places).unsqueeze(1))
             if attention.window is None or attention.window >= length:
                 return attention(q, k, v, None)
-            return attention(q, k, v, attention.sees(all_places, all_places))
+            return attention(q, k, v, attention.visible_keys(all_places, all_places))
 
         return attend
 
@@ -210,14 +206,15 @@ class Decoder(InferenceModule):
         """Run the layers on embeddings [B, L, D] at positions int64 [1 or B, L]; result as
         ``forward``.
         """
-        kinds = {kind: self._rotation(x, positions, kind) for kind in dict.fromkeys(self.types)}
+        rotations = {kind: self._rotation(x, positions, kind) for kind in dict.fromkeys(self.types)}
         last = len(self.layers) - 1
         for i, kind in enumerate(self.types):
             at = place if i == last else None
+            args = (self.layers[i], self._compute, i, x, *rotations[kind], attend, at)
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(self._layer, i, x, *kinds[kind], attend, at, use_reentrant=False)
+                x = checkpoint(gathered, *args, use_reentrant=False)
             else:
-                x = self._layer(i, x, *kinds[kind], attend, at)
+                x = gathered(*args)
         return self.base.norm(x)
 
     def packed(self, ids: Tensor, place: Tensor, blocks: Callable[[Packing], Attend]) -> Tensor:
@@ -236,25 +233,15 @@ class Decoder(InferenceModule):
 
     def varlen(self, packing: Packing) -> Attend:
         """Return attention of packed rows by flash attention, for half precision on a GPU."""
-        kernel, start, longest = _varlen_kernel(), packing.start, packing.longest
+        kernel = _varlen_kernel()
+        rows = (packing.start, packing.start, packing.longest, packing.longest)
         assert kernel is not None
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [n, heads, d]
             window, gqa = (-1, 0), q.shape[1] != k.shape[1]  # all earlier keys, no later ones
             scale = self.attention[i].scale
-            out = kernel(
-                q,
-                k,
-                v,
-                start,
-                start,
-                longest,
-                longest,
-                scale=scale,
-                window_size=window,
-                enable_gqa=gqa,
-            )
+            out = kernel(q, k, v, *rows, scale=scale, window_size=window, enable_gqa=gqa)
             return out.transpose(0, 1).unsqueeze(0)
 
         return attend
@@ -274,11 +261,8 @@ class Decoder(InferenceModule):
             a.softcap is None and (a.window is None or a.window >= ids.shape[1])
             for a in self.attention
         )
-        fits = (
-            dtype in (torch.bfloat16, torch.float16)
-            and self.head_dim % 8 == 0
-            and self.head_dim <= 256
-        )
+        fits = self.head_dim % 8 == 0 and self.head_dim <= 256
+        fits = fits and dtype in (torch.bfloat16, torch.float16)
         return plain and fits and torch.cuda.get_device_capability(ids.device) >= (8, 0)
 
     def _rotation(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
@@ -287,11 +271,6 @@ class Decoder(InferenceModule):
         return (
             rotary(x, positions, kind) if hasattr(rotary, "layer_types") else rotary(x, positions)
         )
-
-    def _layer(
-        self, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, place: Tensor | None
-    ) -> Tensor:
-        return gathered(self.layers[i], self._compute, i, x, cos, sin, attend, place)
 
     @staticmethod
     def _compute(
@@ -308,7 +287,12 @@ class Decoder(InferenceModule):
         key, value = _heads(a, "k", h), _heads(a, "v", h)
         key = rotate(key, cos, sin)
         if place is not None:
-            x, h, cos, sin = _at(x, place), _at(h, place), _at(cos, place), _at(sin, place)
+            x, h, cos, sin = (
+                _gather(x, place),
+                _gather(h, place),
+                _gather(cos, place),
+                _gather(sin, place),
+            )
         query = rotate(_heads(a, "q", h), cos, sin)
         h = a.o_proj(attend(i, query, key, value).transpose(1, 2).flatten(2))
         if not hasattr(layer, "pre_feedforward_layernorm"):
@@ -377,7 +361,7 @@ def _varlen_kernel() -> Callable[..., Any] | None:
     return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
 
 
-def _at(x: Tensor, place: Tensor) -> Tensor:
+def _gather(x: Tensor, place: Tensor) -> Tensor:
     """Gather rows [1 or B, L, K] at places [B, R]."""
     x = x.expand(place.shape[0], *x.shape[1:])
     return x.gather(1, place.unsqueeze(-1).expand(*place.shape, x.shape[-1]))
@@ -385,7 +369,7 @@ def _at(x: Tensor, place: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------- policy
 def precision(
-    weight: Tensor, compute: torch.dtype, *, again: bool = True
+    weight: Tensor, compute: torch.dtype, *, cache_weights: bool = True
 ) -> AbstractContextManager[Any]:
     """Return the context in which float32 weights like ``weight`` are multiplied in ``compute``.
 
@@ -394,17 +378,17 @@ def precision(
     Args:
         weight: A weight of the model.
         compute: Type of the arithmetic.
-        again: Keep converted weights until the context ends. A CUDA graph must convert them each
-            time.
+        cache_weights: Keep converted weights until the context ends. A CUDA graph must convert
+            them each time.
     """
     kind = weight.device.type
     if (
         weight.dtype != torch.float32
         or compute == torch.float32
-        or (again and torch.is_autocast_enabled(kind))
+        or (cache_weights and torch.is_autocast_enabled(kind))
     ):
         return nullcontext()
-    return torch.autocast(kind, compute, cache_enabled=again)
+    return torch.autocast(kind, compute, cache_enabled=cache_weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,16 +614,12 @@ def load(
         if path is not None:
             if not Path(path, "config.json").is_file():
                 raise ConfigError(
-                    f"{section}.path={path}: holds no config.json; name a directory that transformers"
-                    " wrote (hf download NAME --local-dir DIR), or leave path null for a new,"
-                    " small model"
+                    f"{section}.path={path}: holds no config.json; name a directory that"
+                    " transformers wrote (hf download NAME --local-dir DIR), or leave path null for"
+                    " a new, small model"
                 )
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
+                path, dtype=dtype, **LOCAL_WEIGHTS
             )
         else:
             fields = dict(architecture)
@@ -652,8 +632,8 @@ def load(
     if mismatch is None:
         return model
     raise ConfigError(
-        f"{section}: {type(model).__name__} computes something else than models of the Llama family do"
-        f" ({mismatch}); Llama, SmolLM, Mistral, Qwen 2 to 3 and Gemma 1 to 3 are supported"
+        f"{section}: {type(model).__name__} computes something else than models of the Llama family"
+        f" do ({mismatch}); Llama, SmolLM, Mistral, Qwen 2 to 3 and Gemma 1 to 3 are supported"
     )
 
 

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError, one_line
 
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of ``from_pretrained``: never download files or run code of a checkpoint."""
+LOCAL_WEIGHTS = LOCAL | {"use_safetensors": True}
+"""The same for weights. Other formats can run code when they are read."""
 TOLERANCE = 1e-4
 """Largest accepted difference between our logits and those of transformers, relative to the largest
 logit, in float32.

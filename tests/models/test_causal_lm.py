@@ -309,7 +309,11 @@ def test_the_state_holds_every_weight_once() -> None:
 def test_attention_written_out_for_a_compiler_is_the_same(seen: bool) -> None:
     how = causal_lm.Attention(0.3, None, None)
     q, k, v = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
-    mask = how.sees(torch.tensor([[1, 2, 3, 4, 0]]), torch.arange(5)).unsqueeze(1) if seen else None
+    mask = (
+        how.visible_keys(torch.tensor([[1, 2, 3, 4, 0]]), torch.arange(5)).unsqueeze(1)
+        if seen
+        else None
+    )
     graph = make_fx(lambda *x: how(*x, mask))(q, k, v)
     assert "scaled_dot_product" not in graph.code
     torch.testing.assert_close(graph(q, k, v), how(q, k, v, mask), rtol=1e-5, atol=1e-6)

@@ -21,7 +21,7 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, VLAPolicy, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, VLAPolicy
 
 Context = TypeVar("Context")
 
@@ -39,10 +39,6 @@ class Tokens(VLAPolicy, Generic[Context]):
     autoregressive: bool
 
     # ---------------------------------------------------------------------------------------- model
-    @abstractmethod
-    def encode_context(self, inputs: dict[str, Tensor]) -> Context:
-        """Return what the tokens are predicted from, given the result of ``encode``."""
-
     @abstractmethod
     def hidden(self, context: Context, bins: Tensor | None) -> Tensor:
         """Return the hidden states [B, C·A, D] that predict the action tokens, with gradient.
@@ -66,11 +62,9 @@ class Tokens(VLAPolicy, Generic[Context]):
         ``state`` changes in place. No gradient.
         """
 
-    @abstractmethod
-    def first(self, context: Context) -> Tensor:
-        """Return hidden states [B, D] that predict the first token in either mode, without
-        gradient.
-        """
+    def first_hidden(self, context: Context) -> Tensor:
+        """Return hidden states [B, D] that predict the first token in either mode."""
+        return self.start(context)[0] if self.autoregressive else self.hidden(context, None)[:, 0]
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -83,24 +77,24 @@ class Tokens(VLAPolicy, Generic[Context]):
         """
 
     @property
-    def parts(self) -> int:
+    def intervals(self) -> int:
         """Number of bins in use, which is odd so that the centre of one bin is 0.
 
         Without a bin at 0 a policy that should stand still would drift.
         """
         return self.bins - (self.bins + 1) % 2
 
-    def centre(self, bins: Tensor) -> Tensor:
-        """Return the centres of bins int64 [B, C, A] as actions in [-1, 1].
+    def actions_of(self, bins: Tensor) -> Tensor:
+        """Return the actions of bins int64 [B, C, A]: their centres, in [-1, 1].
 
         The last of an even number of bins has the centre of the bin before it (OpenVLA's 256 tokens
         are 255 intervals).
         """
-        return (2 * bins.float().clamp_max(self.parts - 1) + 1) / self.parts - 1
+        return (2 * bins.float().clamp_max(self.intervals - 1) + 1) / self.intervals - 1
 
-    def bin_of(self, action: Tensor) -> Tensor:
+    def bins_of(self, action: Tensor) -> Tensor:
         """Return the bin that contains each action, int64."""
-        return ((action + 1) * (0.5 * self.parts)).long().clamp(0, self.parts - 1)
+        return ((action + 1) * (0.5 * self.intervals)).long().clamp(0, self.intervals - 1)
 
     # ------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
@@ -119,19 +113,19 @@ class Tokens(VLAPolicy, Generic[Context]):
         context = self.encode_context(inputs)
         if not self.autoregressive:
             hidden = self.hidden(context, None)
-            logits = self._tempered(hidden)
+            logits = self._scaled_logits(hidden)
             bins, first = choose(logits, noise), hidden[:, 0]
         else:
             first, state = self.start(context)
-            rows, chosen = [self._tempered(first)], []
+            rows, chosen = [self._scaled_logits(first)], []
             for i in range(self.chunk * self.size):
                 if i:
-                    rows.append(self._tempered(self.next(chosen[-1], state)))
+                    rows.append(self._scaled_logits(self.next(chosen[-1], state)))
                 chosen.append(choose(rows[-1], None if noise is None else noise[:, i]))
             bins, logits = torch.stack(chosen, 1), torch.stack(rows, 1)
         shape = (len(bins), self.chunk, self.size)
         return Decision(
-            self.centre(bins.view(shape)).flatten(1),
+            self.actions_of(bins.view(shape)).flatten(1),
             dist.categorical_log_prob(bins, logits).view(shape),
             self.value_head(first),
             {"bins": bins.view(shape).short()},
@@ -143,7 +137,7 @@ class Tokens(VLAPolicy, Generic[Context]):
         """See ``Policy.evaluate``."""
         bins = replay["bins"].flatten(1).long()
         hidden = self.hidden(self.encode_context(inputs), bins if self.autoregressive else None)
-        logits = self._tempered(hidden)
+        logits = self._scaled_logits(hidden)
         shape = (len(bins), self.chunk, self.size)
         return Evaluation(
             dist.categorical_log_prob(bins, logits).view(shape),
@@ -151,34 +145,20 @@ class Tokens(VLAPolicy, Generic[Context]):
             self.value_head(hidden[:, 0]),
         )
 
-    @torch.no_grad()
-    def value(self, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``Policy.value``."""
-        return self.value_head(self.first(self.encode_context(inputs)))
+    def value_of(self, context: Context) -> Tensor:
+        """See ``VLAPolicy.value_of``."""
+        return self.value_head(self.first_hidden(context))
 
-    def bc_loss(
-        self,
-        inputs: dict[str, Tensor],
-        action: Tensor,
-        executed: Tensor,
-        generator: Generator | None = None,
+    def action_loss(
+        self, context: Context, action: Tensor, generator: Generator | None
     ) -> tuple[Tensor, Grounding | None]:
-        """Return the cross-entropy of demonstrated actions, and the input of the auxiliary loss.
-
-        Args:
-            inputs: Result of ``encode``.
-            action: [B, C, A].
-            executed: bool [B, C], actions that the mean is taken over.
-            generator: Not used here; other heads draw noise.
-        """
-        bins, context = self.bin_of(action).flatten(1), self.encode_context(inputs)
+        """Return the cross-entropy of the tokens; see ``VLAPolicy.action_loss``."""
+        bins = self.bins_of(action).flatten(1)
         hidden = self.hidden(context, bins if self.autoregressive else None)
         loss = F.cross_entropy(self.logits(hidden).flatten(0, 1), bins.flatten(), reduction="none")
-        return mean_executed(loss.view(action.shape), executed), self.grounding(
-            context, hidden[:, 0]
-        )
+        return loss.view(action.shape), self.grounding(context, hidden[:, 0])
 
-    def _tempered(self, hidden: Tensor) -> Tensor:
+    def _scaled_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that actions are sampled from, float32 [.., K]."""
         return self.logits(hidden) / self.temperature
 
@@ -189,13 +169,13 @@ class _DecodingState:
 
     Attributes:
         memory: What the tokens attend to.
-        kept: Keys and values of the memory, by block.
+        memory_kv: Keys and values of the memory, by block.
         past: Keys and values of earlier tokens, by block.
         count: Tokens so far.
     """
 
     memory: Memory
-    kept: list[tuple[Tensor, Tensor]]
+    memory_kv: list[tuple[Tensor, Tensor]]
     past: list[list[Tensor]]
     count: int = 0
 
@@ -230,21 +210,15 @@ class TokenVLA(VLA, Tokens[Memory]):
         state = _DecodingState(
             context, self.decoder.project_memory(context), [[] for _ in self.decoder.blocks]
         )
-        return (
-            self.next(torch.full((len(context.summary),), self.bins, device=self.device), state),
-            state,
-        )
+        first = torch.full((len(context.summary),), self.bins, device=self.device)
+        return self.next(first, state), state
 
     def next(self, bins: Tensor, state: _DecodingState) -> Tensor:
         """See ``Tokens.next``."""
         assert self.before is not None
         x = (self.query[state.count] + state.memory.summary + self.before(bins)).unsqueeze(1)
         state.count += 1
-        return self.decoder(x, state.memory, state.kept, past=state.past)[:, 0]
-
-    def first(self, context: Memory) -> Tensor:
-        """See ``Tokens.first``."""
-        return self.start(context)[0] if self.autoregressive else self.hidden(context, None)[:, 0]
+        return self.decoder(x, state.memory, state.memory_kv, past=state.past)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Tokens.logits``."""

@@ -25,7 +25,7 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, VLAPolicy, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, VLAPolicy
 
 PERIODS = (4e-3, 4.0)
 """Shortest and longest period of the sinusoidal encoding of τ, as in π0."""
@@ -70,19 +70,11 @@ class Flow(VLAPolicy):
 
     # ---------------------------------------------------------------------------------------- model
     @abstractmethod
-    def encode_context(self, inputs: dict[str, Tensor]) -> Any:
-        """Return what the flow is conditioned on, given the result of ``encode``.
-
-        Its attribute ``grounding`` is the input of cloning's auxiliary loss.
-        """
-
-    @abstractmethod
     def field(self, context: Any) -> Field:
-        """Return the velocity field given the context."""
+        """Return the velocity field given the context.
 
-    @abstractmethod
-    def value_of(self, context: Any) -> Tensor:
-        """Return V, float32 [B] or [B, C] (``ValueHead``)."""
+        The context's attribute ``grounding`` is the input of cloning's auxiliary loss.
+        """
 
     def start(self, rows: int) -> Tensor:
         """Return the x_1 of a deterministic chain, [B, H, P]."""
@@ -132,7 +124,7 @@ class Flow(VLAPolicy):
         total = torch.stack(parts).sum(0)
         if self.chain != "mean":
             return total
-        return (total + _normal(self._executed(latents[:, 0]))) / (len(parts) + 1)
+        return (total + _standard_normal_log_prob(self._executed(latents[:, 0]))) / (len(parts) + 1)
 
     # ------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
@@ -159,21 +151,21 @@ class Flow(VLAPolicy):
                 # Φ(noise) is uniform, so that one generator provides all randomness of ``act``.
                 u = torch.special.ndtr(noise[:, -1].flatten(1)[:, 0])
                 step = (u * self.steps).long().clamp(max=self.steps - 1)
-        xs, ys, log_probs = [], [], []  # of each step: latent before, latent after, log-probability
+        # Of each stochastic step: the latent before it, the latent after it, its log-probability.
+        before, after, log_probs = [], [], []
         for k in range(self.steps):
             ahead, mean, log_std = self._step(field, x, torch.full_like(step, k))
-            y = (
-                ahead
-                if noise is None
-                else dist.gaussian_sample(mean, log_std, noise[:, 1 if one else 1 + k])
-            )
-            xs.append(x)
-            ys.append(y)
+            y = ahead
+            if noise is not None:
+                y = dist.gaussian_sample(mean, log_std, noise[:, 1 if one else 1 + k])
+            before.append(x)
+            after.append(y)
             log_probs.append(self._step_log_prob(y, mean, log_std))
             x = torch.where((step == k).view(-1, 1, 1), y, ahead) if one else y
         if one:
-            xs, ys, log_probs = ([_at(parts, step)] for parts in (xs, ys, log_probs))
-        latents = torch.stack([*xs, ys[-1]], dim=1)
+            chains = (before, after, log_probs)
+            before, after, log_probs = ([_select_step(parts, step)] for parts in chains)
+        latents = torch.stack([*before, after[-1]], dim=1)
         action = self.denormalize_actions(self._executed(x)).flatten(1)
         return Decision(
             action, self._log_prob(latents, log_probs), value, {"latents": latents, "step": step}
@@ -196,32 +188,21 @@ class Flow(VLAPolicy):
             self.value_of(context),
         )
 
-    @torch.no_grad()
-    def value(self, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``Policy.value``."""
-        return self.value_of(self.encode_context(inputs))
-
-    def bc_loss(
-        self,
-        inputs: dict[str, Tensor],
-        action: Tensor,
-        executed: Tensor,
-        generator: Generator | None = None,
+    def action_loss(
+        self, context: Any, action: Tensor, generator: Generator | None
     ) -> tuple[Tensor, Grounding | None]:
-        """Return the squared error of the velocity at a random time; see ``Tokens.bc_loss``.
+        """Return the squared error of the velocity at a random time.
 
         Times near the noise are more frequent (Beta(1.5, 1), as in π0).
         """
-        context = self.encode_context(inputs)
         u = torch.rand(len(action), 1, 1, generator=generator, device=action.device)
+        # The target is 0 where nothing is executed, as π0's padding.
         padding = (0, self.padded - self.size, 0, self.horizon - self.chunk)
-        a = F.pad(
-            self.normalize_actions(action), padding
-        )  # target 0 where not executed, as π0's padding
+        a = F.pad(self.normalize_actions(action), padding)
         e = dist.gaussian_noise(a.shape, generator, action.device)
         tau = 0.001 + 0.999 * u.pow(1 / 1.5)
         v, _ = self.field(context)(tau * e + (1 - tau) * a, tau.flatten())
-        return mean_executed(self._executed((v - (e - a)).square()), executed), context.grounding
+        return self._executed((v - (e - a)).square()), context.grounding
 
 
 class FlowVLA(VLA, Flow):
@@ -241,21 +222,18 @@ class FlowVLA(VLA, Flow):
         return partial(self._flow, context, self.decoder.project_memory(context))
 
     def _flow(
-        self, memory: Memory, kept: list[tuple[Tensor, Tensor]], x: Tensor, tau: Tensor
+        self, memory: Memory, memory_kv: list[tuple[Tensor, Tensor]], x: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Compute velocity and log-deviation, float32 [B, C, A]; see ``Field``."""
-        h = (
-            self.query
-            + (memory.summary + self.time(waves(tau, self.query.shape[1]))).unsqueeze(1)
-            + self.latent(x)
-        )
-        h = self.decoder(h, memory, kept)
+        time = self.time(time_encoding(tau, self.width))
+        h = self.query + (memory.summary + time).unsqueeze(1) + self.latent(x)
+        h = self.decoder(h, memory, memory_kv)
         return self.velocity(h).float(), None if self.scale is None else learned_log_std(
             self.scale(h)
         )
 
     def value_of(self, context: Memory) -> Tensor:
-        """See ``Flow.value_of``."""
+        """See ``VLAPolicy.value_of``."""
         return self.value_head(F.layer_norm(context.summary, context.summary.shape[-1:]))
 
 
@@ -265,7 +243,7 @@ def learned_log_std(x: Tensor) -> Tensor:
     return low + (high - low) * (0.5 + 0.5 * x.float().tanh())
 
 
-def waves(tau: Tensor, width: int) -> Tensor:
+def time_encoding(tau: Tensor, width: int) -> Tensor:
     """Return sin and cos of 2 π τ / period, periods in geometric series: [B] -> [B, width]."""
     low, high = PERIODS
     period = low * (high / low) ** torch.linspace(0, 1, width // 2, device=tau.device)
@@ -273,11 +251,11 @@ def waves(tau: Tensor, width: int) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), dim=1)
 
 
-def _normal(x: Tensor) -> Tensor:
+def _standard_normal_log_prob(x: Tensor) -> Tensor:
     """Return the standard normal log-density."""
     return dist.gaussian_log_prob(x, torch.zeros_like(x), torch.zeros_like(x))
 
 
-def _at(parts: list[Tensor], step: Tensor) -> Tensor:
+def _select_step(parts: list[Tensor], step: Tensor) -> Tensor:
     """Select row b of the tensor ``parts[step[b]]``, for K tensors [B, ..]."""
     return torch.stack(parts)[step, torch.arange(len(step), device=step.device)]

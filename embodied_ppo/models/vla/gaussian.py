@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory, mean_executed
+from embodied_ppo.models.vla.trunk import VLA, Grounding, Memory
 
 
 class GaussianVLA(VLA):
@@ -62,21 +62,13 @@ class GaussianVLA(VLA):
             self.value_head(first),
         )
 
-    @torch.no_grad()
-    def value(self, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``Policy.value``."""
-        return self.value_head(self._read(self.encode_context(inputs))[2])
+    def value_of(self, context: Memory) -> Tensor:
+        """See ``VLAPolicy.value_of``."""
+        return self.value_head(self._read(context)[2])
 
-    def bc_loss(
-        self,
-        inputs: dict[str, Tensor],
-        action: Tensor,
-        executed: Tensor,
-        generator: Generator | None = None,
+    def action_loss(
+        self, context: Memory, action: Tensor, generator: Generator | None
     ) -> tuple[Tensor, Grounding | None]:
-        """Return -log p of demonstrated actions; see ``Tokens.bc_loss``."""
-        memory = self.encode_context(inputs)
-        mean, log_std, _ = self._read(memory)
-        return mean_executed(
-            -dist.gaussian_log_prob(action, mean, log_std), executed
-        ), memory.grounding
+        """Return -log p; see ``VLAPolicy.action_loss``."""
+        mean, log_std, _ = self._read(context)
+        return -dist.gaussian_log_prob(action, mean, log_std), context.grounding

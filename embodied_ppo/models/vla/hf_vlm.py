@@ -8,10 +8,11 @@ tokens (C·A of a chunk), D size of a hidden state, M axes of a position (3 in Q
 Weights and modules are those of transformers. The prompt follows the model's own chat template,
 with the instruction as the user's message and as many image tokens as the vision tower returns
 visual tokens. The forward pass between the modules is implemented here, so that tokens can be
-decoded in parallel and only K logits are computed; ``VisionLanguage.from_directory`` compares it with that of
-transformers. Images are resized and normalised here by the numbers of preprocessor_config.json,
-because the processors of transformers need torchvision and process one image at a time. An image is
-resized as a whole: models that cut large images into tiles (SmolVLM) get a single tile.
+decoded in parallel and only K logits are computed; ``VisionLanguage.from_directory`` compares it
+with that of transformers. Images are resized and normalised here by the numbers of
+preprocessor_config.json, because the processors of transformers need torchvision and process one
+image at a time. An image is never cut: models that cut large images into tiles (SmolVLM) get a
+single tile.
 
 These models have no action tokens. Bin k of K equal intervals of [-1, 1] is the k-th word from the
 end of the vocabulary that no prompt uses (the order of OpenVLA). Its rows of the embedding and of
@@ -36,6 +37,8 @@ from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.backbone import InferenceModule
 from embodied_ppo.models.causal_lm import ModuleReference
 from embodied_ppo.models.checkpoint_files import (
+    LOCAL,
+    LOCAL_WEIGHTS,
     config_errors,
     forward_mismatch,
     import_transformers,
@@ -81,15 +84,17 @@ class ImageProcessor:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Process uint8 [N, 3, H, W] to float32 [N, 3, height, width]."""
-        x, size = images.float(), (self.height, self.width)
-        if x.shape[-2:] != size:
-            x = (
-                F.interpolate(x, size, mode=self.mode, antialias=True, align_corners=False)
-                .round()
-                .clamp(0, 255)
-            )
+        x = resize(images.float(), (self.height, self.width), self.mode)
         mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (self.mean, self.std))
         return (x / 255 - mean) / std
+
+
+def resize(images: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+    """Resize float32 [N, 3, H, W] to ``size`` (height, width), rounded to whole levels 0 to 255."""
+    if images.shape[-2:] == size:
+        return images
+    x = F.interpolate(images, size, mode=mode, antialias=True, align_corners=False)
+    return x.round().clamp(0, 255)
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ class VisionLanguage(InferenceModule):
         self.hidden_size = int(embed.weight.shape[1])
         self.recompute = False
         """Whether activations are recomputed in the backward pass."""
-        reserved = self.tokens()
+        reserved = self.reserved_ids()
         head: Any = self.model.lm_head
         vocabulary = min(len(embed.weight), len(head.weight))
         words = [i for i in range(vocabulary - 1, -1, -1) if i not in reserved][:bins]
@@ -192,9 +197,9 @@ class VisionLanguage(InferenceModule):
             raise ConfigError(
                 f"model.bins={bins}: the vocabulary has only {len(words)} words that no prompt uses"
             )
-        self.words: Tensor
+        self.word_ids: Tensor
         """int64 [K], id of the word of each bin."""
-        self.register_buffer("words", torch.tensor(words), persistent=False)
+        self.register_buffer("word_ids", torch.tensor(words), persistent=False)
         self.tied = embed.weight is head.weight
         self.head = nn.Parameter(head.weight.detach()[words].clone())
         self.embed = self.query = None
@@ -244,7 +249,7 @@ class VisionLanguage(InferenceModule):
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
-        return self.words.device
+        return self.word_ids.device
 
     def vision_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that turn images into visual tokens."""
@@ -256,7 +261,7 @@ class VisionLanguage(InferenceModule):
         return [p for p in (self.head, self.query, self.embed) if p is not None]
 
     # -------------------------------------------------------------------------------------- prompts
-    def tokens(self) -> set[int]:
+    def reserved_ids(self) -> set[int]:
         """Return ids with a special meaning, which cannot become actions."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         named = {i for i, token in added.items() if token.special}
@@ -271,20 +276,14 @@ class VisionLanguage(InferenceModule):
         request = REQUEST.format(sentence.lower())
         image, t = self.tokenizer.convert_ids_to_tokens(self.image_id), self.tokenizer
         if self.template is not None:
-            content = [
-                *({"type": "image"} for _ in range(self.cameras)),
-                {"type": "text", "text": request},
-            ]
+            content: list[dict[str, str]] = [{"type": "image"}] * self.cameras
+            content += [{"type": "text", "text": request}]
             messages = [{"role": "user", "content": content}]
             with config_errors(f"its chat template refuses {request!r}: ", kind=True):
-                text = t.apply_chat_template(
-                    messages,
-                    chat_template=self.template,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-            begun = t.bos_token is not None and text.startswith(t.bos_token)
-            ids = t(text, add_special_tokens=not begun).input_ids
+                options = {"tokenize": False, "add_generation_prompt": True}
+                text = t.apply_chat_template(messages, chat_template=self.template, **options)
+            has_bos = t.bos_token is not None and text.startswith(t.bos_token)
+            ids = t(text, add_special_tokens=not has_bos).input_ids
         elif self.kind in PREFIX_LM:
             ids = t(
                 f"{image * self.cameras}{t.bos_token}{request}\n", add_special_tokens=False
@@ -352,7 +351,7 @@ class VisionLanguage(InferenceModule):
             features["/deep"] = torch.stack([by_row(x) for x in deep], dim=1)
         return features
 
-    def read(
+    def embed_prompt(
         self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
     ) -> Prefix:
         """Embed a prompt, with the result of ``encode_images`` in place of its image tokens.
@@ -379,10 +378,10 @@ class VisionLanguage(InferenceModule):
             assert self.query is not None
             more, count = self.query.expand(len(prefix.x), -1, -1), len(self.query)
         else:
-            more, count = self.words_of(bins[:, :-1]), bins.shape[1]
+            more, count = self.embed_bins(bins[:, :-1]), bins.shape[1]
         begin = prefix.x.shape[1]
         valid = F.pad(prefix.valid, (0, more.shape[1]), value=True)
-        position = self._after(prefix.position, prefix.valid, more.shape[1])
+        position = self._append_positions(prefix.position, prefix.valid, more.shape[1])
         x = torch.cat((prefix.x, more.to(prefix.x.dtype)), dim=1)
         mask = self._mask(valid, begin, causal=bins is not None)
         options = self._deep_features(prefix, more.shape[1])
@@ -397,7 +396,9 @@ class VisionLanguage(InferenceModule):
 
         options = self._deep_features(prefix, 0)
         state = DecodingState(
-            DynamicCache(), prefix.valid, self._after(prefix.position, prefix.valid, 1)[..., -1]
+            DynamicCache(),
+            prefix.valid,
+            self._append_positions(prefix.position, prefix.valid, 1)[..., -1],
         )
         mask = self._mask(prefix.valid, prefix.x.shape[1], causal=True)
         return self._run(prefix.x, mask, prefix.position, state.cache, options)[:, -1], state
@@ -406,7 +407,7 @@ class VisionLanguage(InferenceModule):
     def next(self, bins: Tensor, state: DecodingState) -> Tensor:
         """Append ``bins`` int64 [B] and return the hidden states [B, D] before the next token."""
         state.valid = F.pad(state.valid, (0, 1), value=True)
-        mask, x = state.valid[:, None, None], self.words_of(bins.unsqueeze(1))
+        mask, x = state.valid[:, None, None], self.embed_bins(bins.unsqueeze(1))
         hidden = self._run(x, mask, state.position.unsqueeze(-1), state.cache, {})[:, 0]
         state.position = state.position + 1
         return hidden
@@ -418,12 +419,11 @@ class VisionLanguage(InferenceModule):
         softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def words_of(self, bins: Tensor) -> Tensor:
+    def embed_bins(self, bins: Tensor) -> Tensor:
         """Return the embeddings [.., D] of bins."""
         words = self.language.get_input_embeddings()
-        x = F.embedding(bins.long(), self.head if self.embed is None else self.embed).to(
-            words.weight.dtype
-        )
+        table = self.head if self.embed is None else self.embed
+        x = F.embedding(bins.long(), table).to(words.weight.dtype)
         scale = getattr(words, "embed_scale", None)  # Gemma's
         return x if scale is None else x * scale.to(x.dtype)
 
@@ -453,7 +453,7 @@ class VisionLanguage(InferenceModule):
 
     @staticmethod
     def _deep_features(prefix: Prefix, count: int) -> dict[str, Any]:
-        """Return the model's arguments for features of deeper layers, with ``count`` more tokens."""
+        """Return the model's arguments for deep features, with ``count`` more tokens."""
         if not prefix.deep:
             return {}
         visual = F.pad(prefix.visual, (0, count))
@@ -475,7 +475,7 @@ class VisionLanguage(InferenceModule):
         return (valid[:, None, None] & visible) | diagonal
 
     @staticmethod
-    def _after(position: Tensor, valid: Tensor, count: int) -> Tensor:
+    def _append_positions(position: Tensor, valid: Tensor, count: int) -> Tensor:
         """Append ``count`` positions: [B, M, L] -> [B, M, L + count].
 
         All axes continue from the largest position of any axis.
@@ -519,16 +519,9 @@ class VisionLanguage(InferenceModule):
             image_processor = read_image_processor(Path(folder), raw, image_size)
             with config_errors(f"holds a {kind}, which transformers refuses: ", kind=True):
                 model, loading_info = transformers.AutoModelForImageTextToText.from_pretrained(
-                    folder,
-                    dtype=dtype,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    output_loading_info=True,
+                    folder, dtype=dtype, output_loading_info=True, **LOCAL_WEIGHTS
                 )
-                tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
-                )
+                tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
             # transformers initialises missing weights randomly.
             if missing := sorted(map(str, loading_info["missing_keys"])):
                 raise ConfigError(
@@ -563,8 +556,8 @@ class VisionLanguage(InferenceModule):
             bodies[0].model.lm_head = nn.Identity()
             return bodies[0]
         raise ConfigError(
-            f"{option}: holds a {kind}, whose forward pass is not the one computed here ({mismatch});"
-            " PaliGemma, SmolVLM, Idefics 3, LLaVA, Qwen 2 to 3 VL are supported"
+            f"{option}: holds a {kind}, whose forward pass is not the one computed here"
+            f" ({mismatch}); PaliGemma, SmolVLM, Idefics 3, LLaVA, Qwen 2 to 3 VL are supported"
         )
 
     @torch.no_grad()
@@ -590,8 +583,10 @@ class VisionLanguage(InferenceModule):
         output = self.model(
             input_ids=p.ids, attention_mask=mask, use_cache=False, logits_to_keep=1, **options
         )
-        expected = output.logits[:, -1, self.words].float()
-        hidden, _ = self.start(self.read(self.encode_images(images), p.ids, p.mask, p.position))
+        expected = output.logits[:, -1, self.word_ids].float()
+        hidden, _ = self.start(
+            self.embed_prompt(self.encode_images(images), p.ids, p.mask, p.position)
+        )
         return relative_difference(self.logits(hidden), expected)
 
     @torch.no_grad()
@@ -601,9 +596,9 @@ class VisionLanguage(InferenceModule):
         Adapters must be merged before.
         """
         embed, head = self.language.get_input_embeddings().weight, self.vocabulary.module
-        head.weight[self.words.to(head.weight.device)] = self.head.to(head.weight)
+        head.weight[self.word_ids.to(head.weight.device)] = self.head.to(head.weight)
         if self.embed is not None:
-            embed[self.words] = self.embed.to(embed)
+            embed[self.word_ids] = self.embed.to(embed)
         self.model.lm_head = head
         try:
             self.model.save_pretrained(folder)
@@ -643,10 +638,13 @@ def read_image_processor(
     if raw.get("model_type") in PATCH_INPUT:
         factor = vision.get("patch_size", 14) * vision.get("spatial_merge_size", 2)
         size = options.get("size") or {}
-        fewest = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-        most = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+        min_pixels = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+        max_pixels = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
         return ImageProcessor(
-            *_fitted(*image_size, factor=factor, fewest=fewest, most=most), mean, std, mode
+            *smart_resize(*image_size, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels),
+            mean,
+            std,
+            mode,
         )
     side = vision.get("image_size")
     if side is None:
@@ -659,18 +657,19 @@ def read_image_processor(
     return ImageProcessor(int(side), int(side), mean, std, mode)
 
 
-def _fitted(height: int, width: int, *, factor: int, fewest: int, most: int) -> tuple[int, int]:
-    """Return multiples of ``factor`` near height and width with between ``fewest`` and ``most``
-    pixels.
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Return multiples of ``factor`` near height and width, within limits of their product.
 
     Source: smart_resize of Qwen2-VL.
     """
     h, w = (max(factor, round(x / factor) * factor) for x in (height, width))
     scale, rounding = 1.0, None
-    if h * w > most:
-        scale, rounding = math.sqrt(most / (height * width)), math.floor
-    elif h * w < fewest:
-        scale, rounding = math.sqrt(fewest / (height * width)), math.ceil
+    if h * w > max_pixels:
+        scale, rounding = math.sqrt(max_pixels / (height * width)), math.floor
+    elif h * w < min_pixels:
+        scale, rounding = math.sqrt(min_pixels / (height * width)), math.ceil
     if rounding is not None:
         h, w = (max(factor, rounding(x * scale / factor) * factor) for x in (height, width))
     return h, w

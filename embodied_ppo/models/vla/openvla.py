@@ -37,6 +37,7 @@ from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.backbone import InferenceModule
 from embodied_ppo.models.causal_lm import Attend, Decoder, ModuleReference
 from embodied_ppo.models.checkpoint_files import config_errors, import_transformers
+from embodied_ppo.models.vla.hf_vlm import resize
 
 BOS, STOP, EMPTY = 1, 2, 29871
 """Llama 2's ids of begin and end of sequence, and of the empty word between "Out:" and the action.
@@ -45,7 +46,7 @@ MEANS = (0.485, 0.456, 0.406, 0.5, 0.5, 0.5)
 """Means of the six channels, three for each tower: ImageNet's for DINOv2, then SigLIP's. Pixels are
 in [0, 1].
 """
-DEVIATIONS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
+STDS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
 
 
 # ------------------------------------------------------------------------------------ configuration
@@ -94,7 +95,7 @@ class OpenVLAConfig:
     pad_token_id: int = 32000
     norm_stats: Mapping[str, Any] = field(default_factory=dict)
     """{dataset: {action: {q01, q99, mask}}}, see ``ActionTokens.of``."""
-    others: Mapping[str, Any] = field(default_factory=dict)
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
     """Unused fields of config.json, which ``save`` writes back."""
 
     @property
@@ -208,7 +209,7 @@ class Embedded(NamedTuple):
     valid: Tensor
     position: Tensor
 
-    def plus(self, x: Tensor) -> Embedded:
+    def append(self, x: Tensor) -> Embedded:
         """Append [B, n, D] without padding."""
         more = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         valid = torch.cat((self.valid, more), dim=1)
@@ -304,18 +305,14 @@ class OpenVLABody(InferenceModule):
     def pixels(self, images: Tensor) -> Tensor:
         """Resize and normalise uint8 [N, 3, H, W] to float32 [N, 6, image_size, image_size].
 
-        The first three channels are normalised for DINOv2, the others for SigLIP. Resizing equals
-        Pillow's cubic filter up to one level: first the width, then the height, rounded in between.
+        The first three channels are normalised for DINOv2, the others for SigLIP. Resizing
+        equals Pillow's cubic filter up to one level: first the width, then the height, rounded in
+        between.
         """
         side, x = self.config.image_size, images.float()
         for size in ((x.shape[-2], side), (side, side)):
-            if x.shape[-2:] != size:
-                x = (
-                    F.interpolate(x, size, mode="bicubic", antialias=True, align_corners=False)
-                    .round()
-                    .clamp(0, 255)
-                )
-        channels = [(x[:, c % 3] / 255 - MEANS[c]) / DEVIATIONS[c] for c in range(6)]
+            x = resize(x, size, "bicubic")
+        channels = [(x[:, c % 3] / 255 - MEANS[c]) / STDS[c] for c in range(6)]
         return torch.stack(channels, dim=1)
 
     def features(self, pixels: Tensor) -> Tensor:
@@ -327,9 +324,8 @@ class OpenVLABody(InferenceModule):
     def _dino(self, pixels: Tensor) -> Tensor:
         e = self.dino.embeddings
         x = e.patch_embeddings(pixels) + e.position_embeddings[:, 1:]
-        prefix = (
-            torch.cat((e.cls_token, e.register_tokens), dim=1).expand(len(x), -1, -1).to(x.dtype)
-        )
+        prefix = torch.cat((e.cls_token, e.register_tokens), dim=1)
+        prefix = prefix.expand(len(x), -1, -1).to(x.dtype)
         x = self._layers(self.dino.encoder.layer[:-1], torch.cat((prefix, x), dim=1))
         return x[:, prefix.shape[1] :]
 
@@ -353,7 +349,7 @@ class OpenVLABody(InferenceModule):
         return x.unflatten(0, (-1, cameras)).flatten(1, 2)
 
     # --------------------------------------------------------------------------------------- hidden
-    def read(self, visual: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
+    def embed_prompt(self, visual: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
         """Concatenate BOS, the visual tokens and the other tokens of the prompt; S = P + L.
 
         Args:
@@ -368,11 +364,8 @@ class OpenVLABody(InferenceModule):
         first = mask & (mask.cumsum(1) == 1)
         valid = torch.ones(len(ids), 1 + visual.shape[1], dtype=torch.bool, device=ids.device)
         valid = torch.cat((valid, (mask & ~first)[:, 1:]), dim=1)
-        return Embedded(
-            torch.cat((bos, visual.to(words.dtype), words[:, 1:]), dim=1),
-            valid,
-            valid.cumsum(1) - 1,
-        )
+        x = torch.cat((bos, visual.to(words.dtype), words[:, 1:]), dim=1)
+        return Embedded(x, valid, valid.cumsum(1) - 1)
 
     def predict(
         self, before: Embedded, actions: Tensor | None = None, *, placeholders: int = 0
@@ -390,12 +383,12 @@ class OpenVLABody(InferenceModule):
         if actions is not None:
             assert placeholders == 0
             count = actions.shape[1]
-            sequence = before.plus(self._embed(self._id(actions[:, :-1])))
+            sequence = before.append(self._embed(self._id(actions[:, :-1])))
         else:
             assert placeholders > 0
             count = placeholders
             stop = self._embed(torch.full((rows, 1), STOP, device=device))
-            sequence = before.plus(F.pad(stop, (0, 0, placeholders, 0)))
+            sequence = before.append(F.pad(stop, (0, 0, placeholders, 0)))
         place = before.x.shape[1] - 1 + torch.arange(count, device=device)
         attend = self.trunk.module.masked(sequence.visible_keys(causal=actions is not None), place)
         return self.trunk.module.run(sequence.x, sequence.position, attend, place.expand(rows, -1))
@@ -419,12 +412,8 @@ class OpenVLABody(InferenceModule):
             cache.value.append(F.pad(v, (0, 0, 0, room)))
             return masked(i, q, k, v)
 
-        return (
-            trunk.run(sequence.x, sequence.position, attend, place.expand(len(sequence.x), -1))[
-                :, 0
-            ],
-            cache,
-        )
+        places = place.expand(len(sequence.x), -1)
+        return trunk.run(sequence.x, sequence.position, attend, places)[:, 0], cache
 
     @torch.no_grad()
     def step(self, bins: Tensor, cache: Cache) -> Tensor:
@@ -468,45 +457,36 @@ def _models(
 ) -> tuple[Any, Any, Any]:
     """Return transformers' DINOv2, SigLIP and Llama."""
     transformers = import_transformers("OpenVLA")
-    dino, siglip = config.dino, config.siglip
-    text = {
-        name: value
-        for name, value in config.text.items()
-        if name not in ("model_type", "torch_dtype", "dtype")
-    }
+    text = dict(config.text)
+    for name in ("model_type", "torch_dtype", "dtype"):
+        text.pop(name, None)
+
+    def sizes(tower: TowerConfig) -> dict[str, Any]:
+        # timm's SigLIP uses the exact GELU; the default of transformers is the tanh approximation.
+        return {
+            "hidden_size": tower.hidden_size,
+            "num_hidden_layers": tower.layers,
+            "num_attention_heads": tower.heads,
+            "image_size": config.image_size,
+            "patch_size": tower.patch_size,
+            "layer_norm_eps": 1e-6,
+            "hidden_act": "gelu",
+        }
+
     with config_errors("text_config or vision_sizes: transformers refuses: ", kind=True):
-        configs: list[Any] = [
-            transformers.Dinov2WithRegistersConfig(
-                hidden_size=dino.hidden_size,
-                num_hidden_layers=dino.layers,
-                num_attention_heads=dino.heads,
-                mlp_ratio=dino.intermediate_size // dino.hidden_size,
-                image_size=config.image_size,
-                patch_size=dino.patch_size,
-                num_register_tokens=config.registers,
-                layer_norm_eps=1e-6,
-                hidden_act="gelu",
-            ),
-            # timm's SigLIP uses the exact GELU; the default of transformers is the tanh
-            # approximation.
-            transformers.SiglipVisionConfig(
-                hidden_size=siglip.hidden_size,
-                num_hidden_layers=siglip.layers,
-                num_attention_heads=siglip.heads,
-                intermediate_size=siglip.intermediate_size,
-                image_size=config.image_size,
-                patch_size=siglip.patch_size,
-                layer_norm_eps=1e-6,
-                hidden_act="gelu",
-            ),
-            transformers.LlamaConfig(**text),
-        ]
+        dino = transformers.Dinov2WithRegistersConfig(
+            **sizes(config.dino),
+            mlp_ratio=config.dino.intermediate_size // config.dino.hidden_size,
+            num_register_tokens=config.registers,
+        )
+        siglip = transformers.SiglipVisionConfig(
+            **sizes(config.siglip), intermediate_size=config.siglip.intermediate_size
+        )
+        llama = transformers.LlamaConfig(**text)
+        options = {"dtype": dtype, "trust_remote_code": False}
         with torch.device(device):
-            towers = [
-                transformers.AutoModel.from_config(c, dtype=dtype, trust_remote_code=False)
-                for c in configs[:2]
-            ]
-            llama = transformers.AutoModelForCausalLM.from_config(
-                configs[2], dtype=dtype, trust_remote_code=False
+            return (
+                transformers.AutoModel.from_config(dino, **options),
+                transformers.AutoModel.from_config(siglip, **options),
+                transformers.AutoModelForCausalLM.from_config(llama, **options),
             )
-    return towers[0], towers[1], llama

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,28 +49,28 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     Raises:
         ConfigError: A field is not supported.
     """
-    others = dict(raw)
-    backbone = others.pop("vision_backbone_id", None)
+    extra_fields = dict(raw)
+    backbone = extra_fields.pop("vision_backbone_id", None)
     if backbone not in BACKBONES:
         raise ConfigError(
             f"vision_backbone_id={backbone}: "
             + choose(str(backbone), list(BACKBONES), "read are DINOv2 with SigLIP: ")
         )
-    if others.pop("use_fused_vision_backbone", True) is False:
+    if extra_fields.pop("use_fused_vision_backbone", True) is False:
         raise ConfigError(
             "use_fused_vision_backbone=false: models of two towers are read; name one of OpenVLA's"
         )
-    strategy = others.pop("image_resize_strategy", "resize-naive")
+    strategy = extra_fields.pop("image_resize_strategy", "resize-naive")
     if strategy != "resize-naive":
         raise ConfigError(
             f"image_resize_strategy={strategy}: only resize-naive, OpenVLA's, is computed"
         )
-    text = dict(others.pop("text_config", None) or {})
+    text = dict(extra_fields.pop("text_config", None) or {})
     if text.get("model_type", "llama") != "llama":
         raise ConfigError(
             f"text_config.model_type={text['model_type']}: the language model must be llama"
         )
-    sizes = dict(others.pop("vision_sizes", None) or {})
+    sizes = dict(extra_fields.pop("vision_sizes", None) or {})
     try:
         return OpenVLAConfig(
             vision_backbone_id=backbone,
@@ -78,11 +79,11 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
             siglip=TowerConfig(**sizes["siglip"]) if "siglip" in sizes else SIGLIP,
             image_size=int(sizes.get("image_size", BACKBONES[backbone])),
             registers=int(sizes.get("registers", 4)),
-            action_bins=int(others.pop("n_action_bins", 256)),
-            pad_to_multiple_of=int(others.pop("pad_to_multiple_of", 64)),
-            pad_token_id=int(others.pop("pad_token_id", 32000)),
-            norm_stats=others.pop("norm_stats", None) or {},
-            others=others,
+            action_bins=int(extra_fields.pop("n_action_bins", 256)),
+            pad_to_multiple_of=int(extra_fields.pop("pad_to_multiple_of", 64)),
+            pad_token_id=int(extra_fields.pop("pad_token_id", 32000)),
+            norm_stats=extra_fields.pop("norm_stats", None) or {},
+            extra_fields=extra_fields,
         )
     except ConfigError:
         raise
@@ -95,7 +96,7 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
 def write_config(config: OpenVLAConfig) -> dict[str, Any]:
     """Return the contents of config.json in the published layout."""
     written: dict[str, Any] = {"model_type": "openvla", "arch_specifier": "no-align+fused-gelu-mlp"}
-    written |= dict(config.others) | {
+    written |= dict(config.extra_fields) | {
         "vision_backbone_id": config.vision_backbone_id,
         "use_fused_vision_backbone": True,
         "image_resize_strategy": "resize-naive",
@@ -123,10 +124,7 @@ def prompt(instruction: str) -> str:
 
 
 def encode_prompts(
-    tokenize: Callable[[str], Sequence[int]],
-    instructions: Iterable[str],
-    *,
-    pad: int = 32000,
+    tokenize: Callable[[str], Sequence[int]], instructions: Iterable[str], *, pad: int = 32000
 ) -> tuple[Tensor, Tensor]:
     """Tokenise prompts, padded on the left: BOS, words, the empty word.
 
@@ -182,7 +180,7 @@ class ActionTokens:
 
     n edges -1 = e_0 < .. < e_{n-1} = 1, evenly spaced, enclose n-1 intervals. Bin k in 0..n-1
     contains e_k <= x < e_{k+1}; its id is vocab_size - 1 - k (published: vocab_size minus the
-    number of edges not above x), see ``OpenVLABody``. Bin n-1 contains x = 1 alone and has the centre of the last
+    number of edges not above x). Bin n-1 contains x = 1 alone and has the centre of the last
     interval, as bin n-2. The value of a bin is (e_k + e_{k+1}) / 2.
 
     Units: for an action a of the environment, x = 2 (a - q01) / (q99 - q01 + 1e-8) - 1 in [-1, 1]
@@ -216,10 +214,8 @@ class ActionTokens:
                 f"unnorm_key={show(unnorm_key)}: "
                 + choose(str(unnorm_key), names, "norm_stats has: ")
             )
-        label, stats = (
-            f"norm_stats.{unnorm_key}.action",
-            config.norm_stats[unnorm_key].get("action", {}),
-        )
+        label = f"norm_stats.{unnorm_key}.action"
+        stats = config.norm_stats[unnorm_key].get("action", {})
         for name in ("q01", "q99"):
             if name not in stats:
                 raise ConfigError(
@@ -238,10 +234,8 @@ class ActionTokens:
                 f"{label}: q01 must not exceed q99 but does in dimension"
                 f" {int((low > high).int().argmax())}"
             )
-        edges = (
-            torch.arange(config.action_bins, dtype=torch.float64) * (2 / (config.action_bins - 1))
-            - 1
-        )
+        width = 2 / (config.action_bins - 1)
+        edges = torch.arange(config.action_bins, dtype=torch.float64) * width - 1
         edges[-1] = 1.0
         return cls(edges, low, high, mask)
 
@@ -284,7 +278,7 @@ class Part(NamedTuple):
     start: int = 0
     length: int = -1
 
-    def of(self, parameters: Mapping[str, Tensor]) -> Tensor:
+    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return the slice as a view."""
         parameter = parameters[self.name]
         length = parameter.shape[self.dim] - self.start if self.length < 0 else self.length
@@ -298,49 +292,49 @@ def layout(config: OpenVLAConfig) -> dict[str, tuple[Part, ...]]:
     """
     parts_by_key: dict[str, tuple[Part, ...]] = {}
 
-    def both(key: str, *names: str) -> None:
-        """Weight and bias."""
+    def add_layer(key: str, *names: str) -> None:
+        """Add weight and bias of a layer."""
         for end in ("weight", "bias"):
             parts_by_key[f"{key}.{end}"] = tuple(Part(f"{name}.{end}") for name in names)
 
     for i in (1, 2, 3):
-        both(f"projector.fc{i}", f"projector.fc{i}")
+        add_layer(f"projector.fc{i}", f"projector.fc{i}")
 
-    key, ours = "vision_backbone.featurizer", "dino"
-    parts_by_key[f"{key}.cls_token"] = (Part(f"{ours}.embeddings.cls_token"),)
-    parts_by_key[f"{key}.reg_token"] = (Part(f"{ours}.embeddings.register_tokens"),)
-    parts_by_key[f"{key}.pos_embed"] = (Part(f"{ours}.embeddings.position_embeddings", 1, 1),)
-    both(f"{key}.patch_embed.proj", f"{ours}.embeddings.patch_embeddings.projection")
-    both(f"{key}.norm", f"{ours}.layernorm")
+    key, prefix = "vision_backbone.featurizer", "dino"
+    parts_by_key[f"{key}.cls_token"] = (Part(f"{prefix}.embeddings.cls_token"),)
+    parts_by_key[f"{key}.reg_token"] = (Part(f"{prefix}.embeddings.register_tokens"),)
+    parts_by_key[f"{key}.pos_embed"] = (Part(f"{prefix}.embeddings.position_embeddings", 1, 1),)
+    add_layer(f"{key}.patch_embed.proj", f"{prefix}.embeddings.patch_embeddings.projection")
+    add_layer(f"{key}.norm", f"{prefix}.layernorm")
     for i in range(config.dino.layers):
-        block, layer = f"{key}.blocks.{i}", f"{ours}.encoder.layer.{i}"
+        block, layer = f"{key}.blocks.{i}", f"{prefix}.encoder.layer.{i}"
         for name in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
-            both(f"{block}.{name}", f"{layer}.{name}")
-        both(f"{block}.attn.qkv", *(f"{layer}.attention.{x}_proj" for x in "qkv"))
-        both(f"{block}.attn.proj", f"{layer}.attention.o_proj")
+            add_layer(f"{block}.{name}", f"{layer}.{name}")
+        add_layer(f"{block}.attn.qkv", *(f"{layer}.attention.{x}_proj" for x in "qkv"))
+        add_layer(f"{block}.attn.proj", f"{layer}.attention.o_proj")
         for j in (1, 2):
             parts_by_key[f"{block}.ls{j}.scale_factor"] = (Part(f"{layer}.layer_scale{j}.lambda1"),)
 
-    key, ours = "vision_backbone.fused_featurizer", "siglip"
-    parts_by_key[f"{key}.pos_embed"] = (Part(f"{ours}.embeddings.position_embedding.weight"),)
-    both(f"{key}.patch_embed.proj", f"{ours}.embeddings.patch_embedding")
-    both(f"{key}.norm", f"{ours}.post_layernorm")
+    key, prefix = "vision_backbone.fused_featurizer", "siglip"
+    parts_by_key[f"{key}.pos_embed"] = (Part(f"{prefix}.embeddings.position_embedding.weight"),)
+    add_layer(f"{key}.patch_embed.proj", f"{prefix}.embeddings.patch_embedding")
+    add_layer(f"{key}.norm", f"{prefix}.post_layernorm")
     for i in range(config.siglip.layers):
-        block, layer = f"{key}.blocks.{i}", f"{ours}.encoder.layers.{i}"
+        block, layer = f"{key}.blocks.{i}", f"{prefix}.encoder.layers.{i}"
         for j in (1, 2):
-            both(f"{block}.norm{j}", f"{layer}.layer_norm{j}")
-            both(f"{block}.mlp.fc{j}", f"{layer}.mlp.fc{j}")
-        both(f"{block}.attn.qkv", *(f"{layer}.self_attn.{x}_proj" for x in "qkv"))
-        both(f"{block}.attn.proj", f"{layer}.self_attn.out_proj")
-    pool, head, size = f"{key}.attn_pool", f"{ours}.head", config.siglip.hidden_size
+            add_layer(f"{block}.norm{j}", f"{layer}.layer_norm{j}")
+            add_layer(f"{block}.mlp.fc{j}", f"{layer}.mlp.fc{j}")
+        add_layer(f"{block}.attn.qkv", *(f"{layer}.self_attn.{x}_proj" for x in "qkv"))
+        add_layer(f"{block}.attn.proj", f"{layer}.self_attn.out_proj")
+    pool, head, size = f"{key}.attn_pool", f"{prefix}.head", config.siglip.hidden_size
     parts_by_key[f"{pool}.latent"] = (Part(f"{head}.probe"),)
     for end in ("weight", "bias"):
         parts_by_key[f"{pool}.q.{end}"] = (Part(f"{head}.attention.in_proj_{end}", 0, 0, size),)
         parts_by_key[f"{pool}.kv.{end}"] = (Part(f"{head}.attention.in_proj_{end}", 0, size),)
-    both(f"{pool}.proj", f"{head}.attention.out_proj")
-    both(f"{pool}.norm", f"{head}.layernorm")
+    add_layer(f"{pool}.proj", f"{head}.attention.out_proj")
+    add_layer(f"{pool}.norm", f"{head}.layernorm")
     for j in (1, 2):
-        both(f"{pool}.mlp.fc{j}", f"{head}.mlp.fc{j}")
+        add_layer(f"{pool}.mlp.fc{j}", f"{head}.mlp.fc{j}")
     return parts_by_key
 
 
@@ -353,10 +347,8 @@ class Entry:
 
     def read(self, tensor: Tensor) -> None:
         """Copy a published tensor into our parameters, converted to their type and device."""
-        rows = tensor.reshape(-1, *self.parts[0].shape[1:]).split(
-            [len(part) for part in self.parts]
-        )
-        for part, row in zip(self.parts, rows):
+        rows = tensor.reshape(-1, *self.parts[0].shape[1:])
+        for part, row in zip(self.parts, rows.split([len(part) for part in self.parts])):
             part.copy_(row)
 
     def write(self) -> Tensor:
@@ -376,7 +368,7 @@ def entries(body: OpenVLABody) -> dict[str, Entry]:
     )
     entries_by_key = {}
     for key, parts in named.items():
-        tensors = tuple(part.of(parameters) for part in parts)
+        tensors = tuple(part.view(parameters) for part in parts)
         shape = (sum(len(x) for x in tensors), *tensors[0].shape[1:])
         if key.endswith("fused_featurizer.pos_embed"):
             shape = (1, *shape)
@@ -384,11 +376,7 @@ def entries(body: OpenVLABody) -> dict[str, Entry]:
     return entries_by_key
 
 
-def load(
-    path: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> OpenVLABody:
+def load(path: str | Path, *, dtype: torch.dtype = torch.float32) -> OpenVLABody:
     """Load a directory of the published layout.
 
     It holds config.json, and model.safetensors or its shards with their index. Every key is used
@@ -418,7 +406,7 @@ def load(
             " diffusion, proprioception, FiLM) that is not computed; name a checkpoint with action"
             " tokens alone"
         )
-    files = _weights(folder, label)
+    files = _weight_files(folder, label)
     try:
         config = read_config(raw)
         with no_init_weights():
@@ -458,7 +446,7 @@ def save(body: OpenVLABody, path: str | Path) -> None:
     os.replace(part, folder / "config.json")
 
 
-def _weights(folder: Path, label: str) -> list[Path]:
+def _weight_files(folder: Path, label: str) -> list[Path]:
     """Return the files that hold weights."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -499,11 +487,7 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                key = (
-                    name[: -len("gamma")] + "scale_factor"
-                    if name.endswith((".ls1.gamma", ".ls2.gamma"))
-                    else name
-                )
+                key = re.sub(r"(\.ls[12]\.)gamma$", r"\1scale_factor", name)
                 if key in locations:
                     twice.append(name)
                 locations[key] = file, name
@@ -521,7 +505,7 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
         "not of a floating type (quantised?)": quantised,
     }
     text = "; ".join(
-        f"{len(keys)} {problem}: {_some(keys)}" for problem, keys in problems.items() if keys
+        f"{len(keys)} {problem}: {_first_keys(keys)}" for problem, keys in problems.items() if keys
     )
     if text:
         raise ConfigError(
@@ -544,6 +528,6 @@ def _copy(locations: Mapping[str, tuple[Path, str]], expected: Mapping[str, Entr
                     expected[key].read(tensors.get_tensor(name))
 
 
-def _some(keys: Sequence[str]) -> str:
+def _first_keys(keys: Sequence[str]) -> str:
     """List the first three keys."""
     return ", ".join(keys[:3]) + (", .." if len(keys) > 3 else "")

@@ -49,7 +49,7 @@ PAD = -1
 """Id of padding words."""
 FROZEN_ROWS = 32
 """Observations that a frozen trunk processes at a time."""
-SHARE = 0.5
+MEMORY_SHARE = 0.5
 """Share of the device's memory that prefixes of a frozen trunk may use."""
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"
 """Names of the inputs that hold a prefix."""
@@ -74,7 +74,7 @@ class Prefix(NamedTuple):
 
     @property
     def grounding(self) -> Grounding:
-        """Input of cloning's auxiliary loss, see ``Flow.encode_context``."""
+        """Input of cloning's auxiliary loss, see ``VLAPolicy.encode_context``."""
         return Grounding(self.pooled)
 
 
@@ -243,7 +243,8 @@ class PI0(Flow, lora.Adapted):
 
     The value is computed from the pooled prefix and the state, which π0's prefix does not contain.
     With model.freeze_trunk ``encode`` returns keys, values and pooled prefix instead of images if
-    they fit into memory (``most_rows``). The epochs of an update then run the action expert only.
+    they fit into memory (``max_kept_rows``). The epochs of an update then run the action expert
+    only.
     """
 
     def __init__(
@@ -270,8 +271,8 @@ class PI0(Flow, lora.Adapted):
             chunk: Actions of a chunk.
             sentences: The simulator's instructions.
             mapping: Value of env.action_mapping.
-            memory_gb: Memory for prefixes of a frozen trunk in GB. None: SHARE of the device's
-                memory.
+            memory_gb: Memory for prefixes of a frozen trunk in GB. None: MEMORY_SHARE of the
+                device's memory.
             values: Outputs of the value head, see ``ValueHead``.
 
         Raises:
@@ -322,9 +323,11 @@ class PI0(Flow, lora.Adapted):
         if published.action is not None:
             self.statistics = published.action.first(self.size, "actions")
             check_units(action_spec, config, mapping)
-        first = torch.randn(self.horizon, self.padded, generator=torch.Generator().manual_seed(0))
-        self.first: Tensor
-        self.register_buffer("first", first, persistent=False)
+        initial_noise = torch.randn(
+            self.horizon, self.padded, generator=torch.Generator().manual_seed(0)
+        )
+        self.initial_noise: Tensor
+        self.register_buffer("initial_noise", initial_noise, persistent=False)
         self.dtype = getattr(torch, config.dtype)
         self.rank, self.memory_gb = config.lora_rank, memory_gb
         if self.rank:
@@ -339,7 +342,7 @@ class PI0(Flow, lora.Adapted):
         if folder is not None and (config.freeze_trunk or self.rank):
             self.set_base_weights(folder)
 
-    # ---------------------------------------------------------------------------------- trained parts
+    # --------------------------------------------------------------------------- trained parameters
     def freeze(self, frozen: bool) -> None:
         """Exclude PaliGemma from training, or include it; with adapters only these are trained.
 
@@ -378,17 +381,17 @@ class PI0(Flow, lora.Adapted):
         each = numbers * self.dtype.itemsize
         return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.state_size
 
-    def most_rows(self) -> int:
+    def max_kept_rows(self) -> int:
         """Return the number of prefixes that fit into their share of the device's memory."""
-        return int(self._room_gb() * 1e9) // self.prefix_bytes()
+        return int(self._memory_limit_gb() * 1e9) // self.prefix_bytes()
 
-    def _room_gb(self) -> float:
+    def _memory_limit_gb(self) -> float:
         """Return the memory that prefixes may use, in GB."""
         if self.memory_gb is not None:
             return self.memory_gb
         if self.device.type == "cuda":
-            return SHARE * torch.cuda.get_device_properties(self.device).total_memory / 1e9
-        return SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+            return MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory / 1e9
+        return MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
     def memory_notice(self, rows: int) -> str | None:
         """Return the log line about the memory of an update's prefixes, None if no prefix is kept.
@@ -398,16 +401,16 @@ class PI0(Flow, lora.Adapted):
         """
         if not self.frozen:
             return None
-        each, room = self.prefix_bytes(), self._room_gb()
-        sizes = (
-            f"model.freeze_trunk: {rows} prefixes of {each / 1e6:.3g} MB are"
-            f" {rows * each / 1e9:.3g} GB"
-        )
-        if rows <= self.most_rows():
-            return f"{sizes}, kept through the epochs of an update (they may take {room:.3g} GB)"
+        each, limit_gb = self.prefix_bytes(), self._memory_limit_gb()
+        sizes = f"model.freeze_trunk: {rows} prefixes of {each / 1e6:.3g} MB are"
+        sizes = f"{sizes} {rows * each / 1e9:.3g} GB"
+        if rows <= self.max_kept_rows():
+            return (
+                f"{sizes}, kept through the epochs of an update (they may take {limit_gb:.3g} GB)"
+            )
         return (
-            f"{sizes} and may take {room:.3g} GB: every minibatch computes them anew; at most"
-            f" {self.most_rows()} (algorithm.horizon x env.num_envs) are kept"
+            f"{sizes} and may take {limit_gb:.3g} GB: every minibatch computes them anew; at most"
+            f" {self.max_kept_rows()} (algorithm.horizon x env.num_envs) are kept"
         )
 
     # ------------------------------------------------------------------------------------- the body
@@ -415,7 +418,7 @@ class PI0(Flow, lora.Adapted):
         """See ``Policy.encode``."""
         inputs = self.trunk.encode(obs)
         rows = len(inputs[WORDS])
-        if not self.frozen or rows > self.most_rows():
+        if not self.frozen or rows > self.max_kept_rows():
             return inputs
         kept: dict[str, Tensor] = {}
         for i in range(0, rows, FROZEN_ROWS):
@@ -429,7 +432,7 @@ class PI0(Flow, lora.Adapted):
         return kept
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Prefix:
-        """See ``Flow.encode_context``."""
+        """See ``VLAPolicy.encode_context``."""
         if KEYS in inputs:
             keys, values = (inputs[name].unbind(1) for name in (KEYS, VALUES))
             return Prefix(keys, values, inputs[VALID], inputs[POOLED], inputs[VECTOR])
@@ -463,7 +466,7 @@ class PI0(Flow, lora.Adapted):
         return flow
 
     def value_of(self, context: Prefix) -> Tensor:
-        """See ``Flow.value_of``."""
+        """See ``VLAPolicy.value_of``."""
         pooled = F.layer_norm(context.pooled, context.pooled.shape[-1:])
         return self.value_head(torch.cat((pooled, context.state), dim=1))
 
@@ -473,7 +476,7 @@ class PI0(Flow, lora.Adapted):
 
         The flow was not trained on x_1 = 0, which has probability zero in so many dimensions.
         """
-        return self.first.expand(rows, -1, -1)
+        return self.initial_noise.expand(rows, -1, -1)
 
     def denormalize_actions(self, x: Tensor) -> Tensor:
         """Convert to the units of the dataset if the checkpoint has its statistics."""

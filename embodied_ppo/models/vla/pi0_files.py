@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.models.checkpoint_files import config_errors, import_transformers, read_json
+from embodied_ppo.models.checkpoint_files import (
+    LOCAL,
+    LOCAL_WEIGHTS,
+    config_errors,
+    import_transformers,
+    read_json,
+)
 
 CURE = "name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
 
@@ -157,9 +163,10 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         raise ConfigError(
             f"model.checkpoint={folder}: config.json is refused: {one_line(error)}"
         ) from error
-    cure = "name a directory of π0 (lerobot's or transformers'), or another model.policy"
+    name = UNSUPPORTED.get(kind, kind)
     raise ConfigError(
-        f"model.checkpoint={folder}: is a directory of {UNSUPPORTED.get(kind, kind)}, not of π0; {cure}"
+        f"model.checkpoint={folder}: is a directory of {name}, not of π0; name a directory of π0"
+        " (lerobot's or transformers'), or another model.policy"
     )
 
 
@@ -198,18 +205,16 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             folder,
             config=config,
             dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
             output_loading_info=True,
             key_mapping=OLD_KEYS,
+            **LOCAL_WEIGHTS,
         )
     unknown = [name for name in loading_info["unexpected_keys"] if "normalize_" not in name]
     for problem, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
         if names:
             raise ConfigError(
-                f"model.checkpoint={folder}: the weights {problem} {min(names)} ({len(names)} in all);"
-                " they are of another model"
+                f"model.checkpoint={folder}: the weights {problem} {min(names)} ({len(names)}"
+                " in all); they are of another model"
             )
     return model
 
@@ -233,18 +238,14 @@ class PromptTokenizer:
 
 def _tokenizer(folder: Path) -> PromptTokenizer:
     """Load the tokenizer."""
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in files):
         raise ConfigError(
             f"model.checkpoint={folder}: holds no tokenizer; copy tokenizer.json and"
             " tokenizer_config.json of google/paligemma-3b-pt-224 into it"
         )
     try:
-        tokenizer = import_transformers(
-            "model.checkpoint", "PI0Config"
-        ).AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, **LOCAL)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer cannot be read: {one_line(error)}"
@@ -297,9 +298,8 @@ def _statistics(folder: Path) -> dict[str, Statistics]:
         named = {name: stats[key] for name, key in _STATISTICS_KEYS.items() if key in stats}
         return {name: Statistics(x["mean"], x["std"]) for name, x in named.items()}
     out: dict[str, Statistics] = {}
-    for file in sorted(folder.glob("*normalizer_processor.safetensors")) + sorted(
-        folder.glob("model*.safetensors")
-    ):
+    files = sorted(folder.glob("*normalizer_processor.safetensors"))
+    for file in files + sorted(folder.glob("model*.safetensors")):
         for name, feature in _LEROBOT_FEATURES.items():
             for pair in () if name in out else _pairs(file, feature):
                 # lerobot's buffers are infinite until filled.

@@ -11,7 +11,7 @@ Actions: those of OpenVLA are un-normalised by its statistics (q01, q99 of ``mod
 are in the units of the dataset. Use env.action_mapping=clip where the simulator's bounds are not -1
 and 1. The gripper is not normalised: in all datasets of OpenVLA 0 is closed and 1 is open. It is
 mapped to the closing value of the simulator or its negative (``closes``). Bins of other models are
-equal intervals of [-1, 1] (``Tokens.parts``).
+equal intervals of [-1, 1] (``Tokens.intervals``).
 
 Training: with model.lora_rank the adapters of the language model's linear layers, the value head
 and, in models without action tokens, the embeddings of the tokens that become actions; without it
@@ -49,7 +49,7 @@ from embodied_ppo.models.vla.trunk import (
     check_units,
 )
 
-OTHERS = {
+UNSUPPORTED = {
     "pi0": "write model.policy=flow",
     "pi05": "π0.5 is not supported",
     "smolvla": "SmolVLA is not supported",
@@ -83,26 +83,14 @@ class OpenVLA(nn.Module):
         self.hidden_size = body.hidden_size
 
     @property
-    def recompute(self) -> bool:
-        """See ``VisionLanguage.recompute``."""
-        return self.body.recompute
-
-    @recompute.setter
-    def recompute(self, value: bool) -> None:
-        self.body.recompute = value
-
-    @property
     def language(self) -> nn.Module:
         """See ``VisionLanguage.language``."""
         return self.body.language_model.model
 
     def vision_parameters(self) -> list[nn.Parameter]:
         """See ``VisionLanguage.vision_parameters``."""
-        return [
-            p
-            for module in (self.body.dino, self.body.siglip, self.body.projector)
-            for p in module.parameters()
-        ]
+        parts = nn.ModuleList((self.body.dino, self.body.siglip, self.body.projector))
+        return [*parts.parameters()]
 
     def new_parameters(self) -> list[nn.Parameter]:
         """See ``VisionLanguage.new_parameters``."""
@@ -118,11 +106,11 @@ class OpenVLA(nn.Module):
         """See ``VisionLanguage.encode_images``."""
         return {"/visual": self.body.vision(images)}
 
-    def read(
+    def embed_prompt(
         self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
     ) -> Embedded:
-        """See ``VisionLanguage.read``."""
-        return self.body.read(image_features["/visual"], ids, mask)
+        """See ``VisionLanguage.embed_prompt``."""
+        return self.body.embed_prompt(image_features["/visual"], ids, mask)
 
     def hidden(self, context: Embedded, bins: Tensor | None) -> Tensor:
         """See ``VisionLanguage.hidden``."""
@@ -221,7 +209,6 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         self.value_head = ValueHead(
             width, config.detach_value, min(4 * width, VALUE_UNITS), values=values
         )
-        self.body.recompute = config.gradient_checkpointing
         # ``train`` does nothing, so switch off the dropout that some models have once.
         for module in self.modules():
             module.training = False
@@ -247,7 +234,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                     f"model.unnorm_key={config.unnorm_key}: {folder} holds a {kind}, which has no"
                     " statistics of actions; leave it null"
                 )
-            return VisionLanguage.from_directory(
+            vlm = VisionLanguage.from_directory(
                 folder,
                 cameras=len(self.trunk.names),
                 actions=None if self.autoregressive else count,
@@ -255,7 +242,10 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                 image_size=self.trunk.image_size,
                 dtype=dtype,
             )
+            vlm.recompute = config.gradient_checkpointing
+            return vlm
         body = openvla_files.load(folder, dtype=dtype)
+        body.recompute = config.gradient_checkpointing
         try:
             self.actions = ActionTokens.from_config(body.config, config.unnorm_key)
         except ConfigError as error:
@@ -272,7 +262,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             )
         return OpenVLA(body, openvla_files.tokenizer(folder), actions=count)
 
-    # ---------------------------------------------------------------------------------- trained parts
+    # --------------------------------------------------------------------------- trained parameters
     def freeze(self, frozen: bool) -> None:
         """Exclude the vision encoder from training, or include it.
 
@@ -324,12 +314,12 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             return self.body.encode_images(images)
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Any:
-        """See ``Tokens.encode_context``."""
+        """See ``VLAPolicy.encode_context``."""
         image_features = (
             inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
         )
         with lora.autocast(self.device, self.dtype):
-            return self.body.read(
+            return self.body.embed_prompt(
                 image_features, inputs["/ids"], inputs["/mask"], inputs["/position"]
             )
 
@@ -350,10 +340,6 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         with lora.autocast(self.device, self.dtype):
             return self.body.next(bins, state).float()
 
-    def first(self, context: Any) -> Tensor:
-        """See ``Tokens.first``."""
-        return self.start(context)[0] if self.autoregressive else self.hidden(context, None)[:, 0]
-
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Tokens.logits``."""
         return self.body.logits(hidden)
@@ -362,10 +348,10 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """See ``Tokens.grounding``."""
         return Grounding(first)
 
-    def centre(self, bins: Tensor) -> Tensor:
+    def actions_of(self, bins: Tensor) -> Tensor:
         """Return actions [B, C, A] of bins; units as described in the module."""
         if self.actions is None:
-            return super().centre(bins)
+            return super().actions_of(bins)
         self.actions = self.actions.to(bins.device)
         action = self.actions.actions(bins)
         if self.closes is None:
@@ -374,10 +360,10 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes)
         )
 
-    def bin_of(self, action: Tensor) -> Tensor:
-        """See ``Tokens.bin_of``."""
+    def bins_of(self, action: Tensor) -> Tensor:
+        """See ``Tokens.bins_of``."""
         if self.actions is None:
-            return super().bin_of(action)
+            return super().bins_of(action)
         self.actions = self.actions.to(action.device)
         if self.closes is not None:
             action = torch.where(self.actions.mask, action, (1 - action / self.closes) / 2)
@@ -420,8 +406,10 @@ def _kind(folder: str) -> str:
         )
     raw = read_json(Path(folder) / "config.json", label, openvla_files.CURE)
     kind = str(raw.get("model_type") or raw.get("type") or "nothing that it says")
-    if kind in OTHERS:
-        raise ConfigError(f"{label}: holds {kind}, not a model of action tokens: {OTHERS[kind]}")
+    if kind in UNSUPPORTED:
+        raise ConfigError(
+            f"{label}: holds {kind}, not a model of action tokens: {UNSUPPORTED[kind]}"
+        )
     if kind == "openvla":
         return kind
     if raw.get("vision_config") is None:

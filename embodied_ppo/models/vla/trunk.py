@@ -4,10 +4,10 @@ It maps images, a sentence and the robot's state to a memory for the action deco
 actions of a chunk, A dimensions of each, D width, P tokens of the memory, Q tokens of the decoder,
 L words of a sentence.
 
-The words attend to places in the images (``Trunk._point``). A plain transformer of this size clones
-the motion and ignores the words. The memory is computed once per observation; the action tokens
-attend to it and to each other. The action heads are in ``action_tokens``, ``gaussian`` and
-``flow_matching``.
+The words attend to places in the images (``Trunk._attend_to_cells``). A plain transformer of this
+size clones the motion and ignores the words. The memory is computed once per observation; the
+action tokens attend to it and to each other. The action heads are in ``action_tokens``,
+``gaussian`` and ``flow_matching``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import functools
 import math
 import re
 import zlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import gathered
@@ -36,9 +37,9 @@ CELL = 4
 """Side of a cell, the smallest image patch, in pixels."""
 MASKED_WORD = -1
 """Word id that replaces a masked word: it has a position but no embedding."""
-FASTEST, SLOWEST = 12.0, 192.0
+SHORTEST_PERIOD, LONGEST_PERIOD = 12.0, 192.0
 """Shortest and longest period of the position encoding of words, in words."""
-NEVER = -1e4
+MASKED_LOGIT = -1e4
 """Logit of entries that must not be chosen. Finite, so that a softmax over such entries alone is
 defined.
 """
@@ -49,10 +50,8 @@ def word_ids(sentence: str, buckets: int) -> list[int]:
 
     No vocabulary has to be stored, and words unseen in training have an id, too.
     """
-    return [
-        1 + zlib.crc32(word.encode()) % (buckets - 1)
-        for word in re.findall(r"\w+", sentence.lower())
-    ]
+    words = re.findall(r"\w+", sentence.lower())
+    return [1 + zlib.crc32(word.encode()) % (buckets - 1) for word in words]
 
 
 @functools.lru_cache(maxsize=4)
@@ -83,13 +82,13 @@ class Memory(NamedTuple):
 
     Attributes:
         tokens: [B, P, D], images, state and words.
-        hidden: bool [B, P], padding tokens.
+        padding: bool [B, P], padding tokens.
         summary: [B, D], sum of sentence, attended image features and state.
         grounding: None if a frozen trunk computed the memory in ``encode``.
     """
 
     tokens: Tensor
-    hidden: Tensor
+    padding: Tensor
     summary: Tensor
     grounding: Grounding | None = None
 
@@ -116,7 +115,7 @@ class Stem(nn.Module):
 
     def cells(self, image: Tensor) -> Tensor:
         """Return cell features [B, HW/16, D/2] of images uint8 [B, 3, H, W]."""
-        x = _merged(image.permute(0, 2, 3, 1).contiguous(), CELL).float() * (1 / 127.5) - 1
+        x = _merge_patches(image.permute(0, 2, 3, 1).contiguous(), CELL).float() * (1 / 127.5) - 1
         x = F.silu(self.patch(x)).permute(0, 3, 1, 2)
         for near in self.near:
             x = x + F.silu(near(x))
@@ -124,16 +123,14 @@ class Stem(nn.Module):
 
     def tokens(self, cells: Tensor) -> Tensor:
         """Merge cells [B, HW/16, D/2] to tokens [B, HW/64, D]."""
-        return (
-            F.silu(self.merge(_merged(cells.unflatten(1, self.grid).contiguous(), 2))).flatten(1, 2)
-            + self.position
-        )
+        x = self.merge(_merge_patches(cells.unflatten(1, self.grid).contiguous(), 2))
+        return F.silu(x).flatten(1, 2) + self.position
 
 
-def _order(length: int, like: Tensor) -> Tensor:
-    """Return sinusoidal position encodings [L, D] with periods FASTEST to SLOWEST words."""
+def _position_encoding(length: int, like: Tensor) -> Tensor:
+    """Return sinusoidal position encodings [L, D] of words."""
     half = like.shape[-1] // 2
-    period = FASTEST * (SLOWEST / FASTEST) ** (
+    period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD) ** (
         torch.arange(half, device=like.device) / max(1, half - 1)
     )
     angle = torch.arange(length, device=like.device).unsqueeze(1) / period * (2 * math.pi)
@@ -142,7 +139,7 @@ def _order(length: int, like: Tensor) -> Tensor:
     )
 
 
-def _merged(x: Tensor, n: int) -> Tensor:
+def _merge_patches(x: Tensor, n: int) -> Tensor:
     """Join patches of n x n: [B, H, W, K] -> [B, H/n, W/n, n·n·K]."""
     b, h, w, k = x.shape
     return x.view(b, h // n, n, w // n, n, k).transpose(2, 3).reshape(b, h // n, w // n, n * n * k)
@@ -166,14 +163,10 @@ class ObservationEncoder(nn.Module):
         self.has_instruction = named.pop(INSTRUCTION, None) is not None
         self.encoder = Encoder(named, config)
         if not self.encoder.images:
-            option = (
-                f"model.policy={config.policy}"
-                if config.checkpoint is None
-                else f"model.checkpoint={config.checkpoint}"
-            )
+            option = "policy" if config.checkpoint is None else "checkpoint"
             raise ConfigError(
-                f"{option}: the observation holds no image; name a camera with"
-                " env.cameras=[front], or use model.policy=actor_critic"
+                f"model.{option}={getattr(config, option)}: the observation holds no image;"
+                " name a camera with env.cameras=[front], or use model.policy=actor_critic"
             )
         self.names = list(self.encoder.images)
 
@@ -220,9 +213,9 @@ class Trunk(ObservationEncoder):
         zone" and "the blue block to the red zone" are the same bag of words."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
-        # Parts of ``_point``; the names are keys of checkpoints. choose: which words a head reads;
-        # ask: its query; show: keys and contents of cells; place: positions of cells; mark: adds
-        # the attention of all heads to the cells.
+        # Layers of ``_attend_to_cells``; the names are keys of checkpoints. choose: words that a
+        # head reads; ask: its query; show: keys and contents of cells; place: positions of cells;
+        # mark: adds the attention of all heads to the cells.
         self.choose, self.ask = nn.Linear(width, config.heads), nn.Linear(width, width)
         self.show = nn.Linear(width // 2, 2 * width)
         self.place = nn.Linear(width, width)
@@ -232,7 +225,7 @@ class Trunk(ObservationEncoder):
 
     @torch.no_grad()
     def initialize_words(
-        self, sentences: Sequence[str], generator: torch.Generator | None = None
+        self, sentences: Sequence[str], generator: Generator | None = None
     ) -> None:
         """Draw random embeddings for words that have none yet.
 
@@ -256,23 +249,19 @@ class Trunk(ObservationEncoder):
         words = inputs.get(WORDS)
         if words is None:
             words = image.new_zeros((len(image), 1), dtype=torch.int64)
-        used = words != 0  # [B, L], not padding
+        valid = words != 0  # [B, L], not padding
         # MASKED_WORD keeps its place in the sentence but has a zero embedding.
         embedded = self.words(words.clamp_min(0)) * (words > 0).unsqueeze(-1)
-        embedded = (embedded + _order(words.shape[1], embedded)) * used.unsqueeze(-1)
+        embedded = (embedded + _position_encoding(words.shape[1], embedded)) * valid.unsqueeze(-1)
         embedded = embedded + F.silu(self.beside(embedded.transpose(1, 2)).transpose(1, 2))
-        mean = (embedded * used.unsqueeze(-1)).sum(1) / used.sum(1, keepdim=True).clamp_min(1)
+        mean = (embedded * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
         stems = cast("list[Stem]", list(self.stems))
         raw = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
-        focus, detail, marks = self._point(
-            embedded, used, _joined(raw), torch.cat([s.places for s in stems])
+        focus, detail, marks = self._attend_to_cells(
+            embedded, valid, _concatenate(raw), torch.cat([s.places for s in stems])
         )
-        cells = [
-            x + m
-            for x, m in zip(
-                raw, self.mark(marks).split([x.shape[1] for x in raw], dim=1), strict=True
-            )
-        ]
+        added = self.mark(marks).split([x.shape[1] for x in raw], dim=1)
+        cells = [x + m for x, m in zip(raw, added, strict=True)]
         tokens = [stem.tokens(x) for stem, x in zip(stems, cells, strict=True)]
         summary = self.sentence(mean) + focus + detail
         if self.state is not None:
@@ -280,13 +269,16 @@ class Trunk(ObservationEncoder):
             summary = summary + state
             tokens.append(state.unsqueeze(1))
         count = sum(x.shape[1] for x in tokens)
-        hidden = torch.cat((used.new_zeros(len(used), count), ~used), dim=1)
+        padding = torch.cat((valid.new_zeros(len(valid), count), ~valid), dim=1)
         return Memory(
-            torch.cat([*tokens, embedded], dim=1), hidden, summary, Grounding(focus, _joined(cells))
+            torch.cat([*tokens, embedded], dim=1),
+            padding,
+            summary,
+            Grounding(focus, _concatenate(cells)),
         )
 
-    def _point(
-        self, words: Tensor, used: Tensor, cells: Tensor, places: Tensor
+    def _attend_to_cells(
+        self, words: Tensor, valid: Tensor, cells: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend from the words to image cells, one spatial softmax per head.
 
@@ -297,7 +289,7 @@ class Trunk(ObservationEncoder):
 
         Args:
             words: [B, L, D].
-            used: bool [B, L], words that are not padding.
+            valid: bool [B, L], words that are not padding.
             cells: [B, P, D/2].
             places: [P, D], position embeddings of the cells.
 
@@ -305,7 +297,7 @@ class Trunk(ObservationEncoder):
             Mean position [B, D], mean content [B, D] and attention logits [B, P, heads].
         """
         chosen = (
-            self.choose(words).masked_fill(~used.unsqueeze(-1), NEVER).softmax(1)
+            self.choose(words).masked_fill(~valid.unsqueeze(-1), MASKED_LOGIT).softmax(1)
         )  # [B, L, heads]
         query = torch.einsum(
             "blh,blhd->bhd", chosen, self.ask(words).unflatten(-1, (self.heads, -1))
@@ -329,7 +321,7 @@ class Trunk(ObservationEncoder):
         return place.flatten(1), pooled.flatten(1), marks
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate(parts: list[Tensor]) -> Tensor:
     """Concatenate [B, n, D] along n."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -401,18 +393,18 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
 
-    def _all(self) -> list[Block]:
+    def _blocks(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks))
 
     def project_memory(self, memory: Memory) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of the memory for each block, which replace it in decoding."""
-        return [gathered(block, Block.project_memory, memory.tokens) for block in self._all()]
+        return [gathered(block, Block.project_memory, memory.tokens) for block in self._blocks()]
 
     def forward(
         self,
         x: Tensor,
         memory: Memory,
-        kept: list[tuple[Tensor, Tensor]] | None = None,
+        memory_kv: list[tuple[Tensor, Tensor]] | None = None,
         *,
         causal: bool = False,
         past: list[list[Tensor]] | None = None,
@@ -422,14 +414,16 @@ class Decoder(nn.Module):
         Args:
             x: Tokens.
             memory: What the tokens attend to.
-            kept: Result of ``project_memory``, None: computed here.
+            memory_kv: Result of ``project_memory``, None: computed here.
             causal: As in ``Block``.
             past: ``past`` of each block, for decoding token by token.
         """
-        kept = self.project_memory(memory) if kept is None else kept  # keys and values by block
-        visible = ~memory.hidden[:, None, None, :]
-        for i, block in enumerate(self._all()):
-            x = block(x, kept[i], visible, causal=causal, past=None if past is None else past[i])
+        if memory_kv is None:
+            memory_kv = self.project_memory(memory)
+        visible = ~memory.padding[:, None, None, :]
+        for i, block in enumerate(self._blocks()):
+            block_past = None if past is None else past[i]
+            x = block(x, memory_kv[i], visible, causal=causal, past=block_past)
         return self.norm(x)
 
 
@@ -520,6 +514,43 @@ class VLAPolicy(nn.Module):
         """Device of the parameters."""
         return next(self.value_head.parameters()).device
 
+    @abstractmethod
+    def encode_context(self, inputs: dict[str, Tensor]) -> Any:
+        """Return what actions and value are computed from, given the result of ``encode``."""
+
+    @abstractmethod
+    def value_of(self, context: Any) -> Tensor:
+        """Return V, float32 [B] or [B, C] (``ValueHead``)."""
+
+    @abstractmethod
+    def action_loss(
+        self, context: Any, action: Tensor, generator: Generator | None
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return the loss [B, C, A] of ``bc_loss`` and the input of the auxiliary loss."""
+
+    @torch.no_grad()
+    def value(self, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``Policy.value``."""
+        return self.value_of(self.encode_context(inputs))
+
+    def bc_loss(
+        self,
+        inputs: dict[str, Tensor],
+        action: Tensor,
+        executed: Tensor,
+        generator: Generator | None = None,
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return the behaviour cloning loss, and the input of the auxiliary loss.
+
+        Args:
+            inputs: Result of ``encode``.
+            action: Demonstrated actions [B, C, A].
+            executed: bool [B, C], actions that the mean is taken over.
+            generator: Source of the noise, in heads that draw any.
+        """
+        loss, grounding = self.action_loss(self.encode_context(inputs), action, generator)
+        return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1), grounding
+
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``Policy.observe``."""
         self.trunk.observe(obs, mask)
@@ -538,7 +569,7 @@ class VLA(VLAPolicy):
 
     FROZEN_ROWS = 256
     """Observations that a frozen trunk processes at a time."""
-    KEPT = ("tokens", "hidden", "summary")
+    MEMORY_FIELDS = ("tokens", "padding", "summary")
     """Fields of a frozen trunk's memory that ``encode`` returns."""
 
     def __init__(
@@ -596,15 +627,16 @@ class VLA(VLAPolicy):
             cuts = (slice(i, i + self.FROZEN_ROWS) for i in range(0, rows, self.FROZEN_ROWS))
             parts = [self.trunk({name: x[cut] for name, x in inputs.items()}) for cut in cuts]
         return {
-            f"/{name}": torch.cat([getattr(part, name) for part in parts]) for name in self.KEPT
+            f"/{name}": torch.cat([getattr(part, name) for part in parts])
+            for name in self.MEMORY_FIELDS
         }
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Memory:
         """Return the memory for the result of ``encode``."""
         if not self.frozen:
             return self.trunk(inputs)
-        tokens, hidden, summary = (inputs[f"/{name}"] for name in self.KEPT)
-        return Memory(tokens, hidden, summary)
+        tokens, padding, summary = (inputs[f"/{name}"] for name in self.MEMORY_FIELDS)
+        return Memory(tokens, padding, summary)
 
     def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
@@ -616,8 +648,3 @@ class VLA(VLAPolicy):
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
         return [*self.decoder.blocks]
-
-
-def mean_executed(loss: Tensor, executed: Tensor) -> Tensor:
-    """Return the mean of [B, C, A] over the actions with ``executed``, bool [B, C]."""
-    return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1)

@@ -97,7 +97,7 @@ class StaticDecode:
         slot = torch.arange(n, device=held.device)
         places = torch.arange(width, device=held.device)
         seen = {
-            a: a.sees(held.unsqueeze(1), places).unsqueeze(1)
+            a: a.visible_keys(held.unsqueeze(1), places).unsqueeze(1)
             for a in dict.fromkeys(decoder.attention)
         }
 
@@ -111,7 +111,7 @@ class StaticDecode:
             out = how(q, self.keys[i][:n, :, :width], self.values[i][:n, :, :width], seen[how])
             return out.flatten(1, 2).unsqueeze(2)
 
-        with precision(self.policy.model.lm_head.weight, self.policy.compute, again=False):
+        with precision(self.policy.model.lm_head.weight, self.policy.compute, cache_weights=False):
             hidden = decoder(self.last[:n].unsqueeze(1), held.unsqueeze(1), attend=attend)
             logits = self.policy.logits(hidden[:, 0])
         at = self._at.expand(n, 1)

@@ -291,7 +291,7 @@ class Engine:
         new = state.widest if even else held
         keys = torch.arange(width, device=held.device)
         seen = {
-            a: a.sees(held.unsqueeze(1), keys).unsqueeze(1)
+            a: a.visible_keys(held.unsqueeze(1), keys).unsqueeze(1)
             for a in dict.fromkeys(self._decoder.attention)
         }
 

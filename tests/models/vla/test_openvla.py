@@ -81,7 +81,7 @@ def bins(seed: int = 0, count: int = A) -> Tensor:
 
 def embed(body: OpenVLABody, images: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
     """Return the embeddings of images and prompts."""
-    return body.read(body.vision(images), ids, mask)
+    return body.embed_prompt(body.vision(images), ids, mask)
 
 
 def hidden_states(

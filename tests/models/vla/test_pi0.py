@@ -143,7 +143,7 @@ def test_how_much_memory_prefixes_take(folder: Path) -> None:
     held = sum(x[0].numel() * x.itemsize for x in inputs.values())
     assert policy.prefix_bytes() == held == 38 * (2 * 2 * 8 * 4 + 1) + 4 * 64 + 4 * 8
     policy.memory_gb = 10.5 * held / 1e9
-    assert policy.most_rows() == 10
+    assert policy.max_kept_rows() == 10
     assert "10 prefixes of 0.00" in str(policy.memory_notice(10)) and "kept through the ep" in str(
         policy.memory_notice(10)
     )
@@ -177,7 +177,7 @@ def test_at_its_published_size() -> None:
     assert expert / 1e9 == pytest.approx(0.315, abs=0.002) and 0 < count[True] - expert < 2e7
     assert policy.prefix_bytes() == 560 * (18 * 2 * 256 * 2 + 1) + 4 * 2048 + 4 * 32 == 10_330_800
     policy.memory_gb = 75.0
-    assert policy.most_rows() == 7259
+    assert policy.max_kept_rows() == 7259
     assert policy.noise(1).shape == (1, 3, 50, 32)
 
 

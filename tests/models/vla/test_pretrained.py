@@ -21,8 +21,8 @@ from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete
 from embodied_ppo.models import lora
-from embodied_ppo.models.vla import pretrained
-from embodied_ppo.models.vla.hf_vlm import VisionLanguage, _fitted
+from embodied_ppo.models.vla import hf_vlm, pretrained
+from embodied_ppo.models.vla.hf_vlm import VisionLanguage
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.training import checkpoint
 
@@ -138,7 +138,7 @@ def test_teacher_forcing_is_the_models_own(folders: Any, kind: str) -> None:
         options["token_type_ids"] = torch.nn.functional.pad(torch.zeros_like(ids), (0, n), value=1)
     with torch.no_grad():
         theirs = body.core(
-            input_ids=torch.cat((ids, body.words[bins[:, :-1]]), dim=1),
+            input_ids=torch.cat((ids, body.word_ids[bins[:, :-1]]), dim=1),
             attention_mask=torch.nn.functional.pad(mask.long(), (0, n), value=1),
             **options,
         ).last_hidden_state[:, -n - 1 :]
@@ -360,10 +360,8 @@ def test_patches_are_transformers(folders: Any) -> None:
         ours["pixel_values"], told["pixel_values"].float(), rtol=1e-5, atol=1e-5
     )
     for size in ((64, 64), (480, 640), (30, 100), (2000, 1000)):
-        fitted = _fitted(*size, factor=28, fewest=56 * 56, most=28 * 28 * 1280)
-        assert fitted == smart_resize(
-            *size, factor=28, min_pixels=56 * 56, max_pixels=28 * 28 * 1280
-        )
+        limits = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+        assert hf_vlm.smart_resize(*size, **limits) == smart_resize(*size, **limits)
 
 
 def test_pixels_by_hand(folders: Any) -> None:
@@ -399,11 +397,11 @@ def test_prompts(folders: Any) -> None:
 
 def test_words_of_actions_are_the_last_that_no_prompt_uses(folders: Any) -> None:
     body: VisionLanguage = policy_of(folders("smolvlm"), lively=False).body
-    assert body.words.tolist() == list(range(399, 399 - K, -1))
+    assert body.word_ids.tolist() == list(range(399, 399 - K, -1))
     body.tokenizer.add_special_tokens({"additional_special_tokens": ["<extra>"]})
-    assert len(body.tokenizer) - 1 in body.tokens()
+    assert len(body.tokenizer) - 1 in body.reserved_ids()
     whole = body.vocabulary.module.weight
-    assert torch.equal(body.head, whole[body.words])
+    assert torch.equal(body.head, whole[body.word_ids])
 
 
 def test_several_cameras(folders: Any) -> None:
@@ -427,13 +425,13 @@ def test_openvlas_actions_are_its_statistics(folders: Any) -> None:
     2.
     """
     policy = policy_of(folders("openvla"))
-    action = policy.centre(torch.zeros(1, C, A, dtype=torch.int64))
+    action = policy.actions_of(torch.zeros(1, C, A, dtype=torch.int64))
     x = -1 + 1 / 15
     torch.testing.assert_close(action, torch.tensor([2 * x, (x + 1) / 2]).expand(1, C, A))
     bins = torch.randint(0, K - 1, (B, C, A), generator=torch.Generator())
-    assert torch.equal(policy.bin_of(policy.centre(bins)), bins)
+    assert torch.equal(policy.bins_of(policy.actions_of(bins)), bins)
     other = policy_of(folders("openvla"), unnorm_key="tabletop")
-    assert not torch.equal(other.centre(bins), policy.centre(bins))
+    assert not torch.equal(other.actions_of(bins), policy.actions_of(bins))
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -684,8 +682,8 @@ def test_the_gripper_closes_as_the_simulators_does(folders: Any, tmp_path: Path)
     policy = CheckpointVLA(SPEC, box, config, chunk=C, sentences=SENTENCES, closes=1.0)
     bins = torch.arange(K).view(K, 1, 1).expand(K, C, A)
     assert policy.actions is not None
-    raw, action = policy.actions.actions(bins), policy.centre(bins)
+    raw, action = policy.actions.actions(bins), policy.actions_of(bins)
     assert torch.equal(action[..., 0], raw[..., 0])
     assert torch.equal(action[..., 1], torch.where(raw[..., 1] > 0.5, -1.0, 1.0))
-    found = policy.bin_of(torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))  # closed is 0, open is 1
-    assert torch.equal(policy.centre(found)[..., 1], torch.tensor([[1.0, -1.0]]))
+    found = policy.bins_of(torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))  # closed is 0, open is 1
+    assert torch.equal(policy.actions_of(found)[..., 1], torch.tensor([[1.0, -1.0]]))

@@ -256,14 +256,14 @@ def test_one_stochastic_step_drawn_for_each_chain() -> None:
 def test_bins(bins: int, parts: int) -> None:
     policy = make(bins=bins)
     centres = torch.linspace(-1 + 1 / parts, 1 - 1 / parts, parts)
-    assert torch.allclose(policy.centre(torch.arange(parts)), centres, atol=1e-6)
-    assert policy.centre(torch.tensor(bins - 1)) == policy.centre(torch.tensor(parts - 1))
-    assert torch.equal(policy.bin_of(policy.centre(torch.arange(parts))), torch.arange(parts))
+    assert torch.allclose(policy.actions_of(torch.arange(parts)), centres, atol=1e-6)
+    assert policy.actions_of(torch.tensor(bins - 1)) == policy.actions_of(torch.tensor(parts - 1))
+    assert torch.equal(policy.bins_of(policy.actions_of(torch.arange(parts))), torch.arange(parts))
     edges = torch.tensor(
         [-2.0, -1.0, -1 + 1.99 / parts, -1 + 2.01 / parts, 1 - 1.99 / parts, 1.0, 3.0]
     )
-    assert policy.bin_of(edges).tolist() == [0, 0, 0, 1, parts - 1, parts - 1, parts - 1]
-    assert policy.centre(policy.bin_of(torch.zeros(1))) == 0  # standing still is an action
+    assert policy.bins_of(edges).tolist() == [0, 0, 0, 1, parts - 1, parts - 1, parts - 1]
+    assert policy.actions_of(policy.bins_of(torch.zeros(1))) == 0  # standing still is an action
 
 
 def test_cloning_counts_executed_actions_only() -> None:
@@ -277,7 +277,7 @@ def test_cloning_counts_executed_actions_only() -> None:
     assert found is not None and found.cells is not None
     assert found.focus.shape == (B, 32) and found.cells.shape == (B, 16 * 24 // 16, 16)
     logits = policy.logits(policy.hidden(policy.trunk(inputs), None)).view(B, C, A, 16)
-    rows = -logits.log_softmax(-1).gather(-1, policy.bin_of(action).unsqueeze(-1)).squeeze(-1)
+    rows = -logits.log_softmax(-1).gather(-1, policy.bins_of(action).unsqueeze(-1)).squeeze(-1)
     assert torch.allclose(loss, rows[:, :-1].mean(), atol=1e-6)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     for _ in range(60):
