@@ -1,6 +1,4 @@
-"""A batched physics task in torch, and the three shapes in which simulators hand such a thing
-out.
-"""
+"""A batched physics task in torch with the interfaces of Gymnasium, ManiSkill and Isaac Lab."""
 
 from __future__ import annotations
 
@@ -15,12 +13,10 @@ from torch import Tensor
 
 
 class Cart(VectorEnv):
-    """A cart on a rail (position m, velocity m/s) is pushed towards 0; it falls off at 2 m, the
-    clock ends it else.
+    """A cart on a rail (position in m, velocity in m/s) falls off at 2 m; else the time limit ends.
 
-    Semi-implicit Euler, 0.1 s: v += 0.1 * 3 a, x += 0.1 v; reward 2 - |x|. Everything happens in
-    place and without looking at a value, so that an adapter that hands out a buffer or waits for
-    the device is found out.
+    Semi-implicit Euler with 0.1 s: v += 0.1 * 3 a, x += 0.1 v; reward 2 - |x|. All operations are
+    in place and asynchronous, so that tests detect adapters that return a buffer or synchronise.
     """
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
@@ -35,17 +31,16 @@ class Cart(VectorEnv):
         self.reward = torch.zeros(num_envs, device=device)
 
     def draw(self) -> Tensor:
-        """How the next episodes begin, [N, 2]; one draw for all, whoever needs it."""
+        """Draw initial states [N, 2] of all environments, also of those that are not reset."""
         if self.generators[0] is self.generators[-1]:
-            return (
-                torch.rand(self.num_envs, 2, generator=self.generators[0], device=self.device) * 2
-                - 1
-            )
+            shape = (self.num_envs, 2)
+            return torch.rand(shape, generator=self.generators[0], device=self.device) * 2 - 1
         return torch.stack(
             [torch.rand(2, generator=g, device=self.device) * 2 - 1 for g in self.generators]
         )
 
     def begin(self, where: Tensor) -> None:
+        """Start new episodes where bool [N] is True."""
         self.state.copy_(torch.where(where.unsqueeze(1), self.draw(), self.state))
         self.clock.masked_fill_(where, 0)
 
@@ -58,7 +53,7 @@ class Cart(VectorEnv):
         return self.state, {}
 
     def physics(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        """One step without a reset -> terminated [N], truncated [N]."""
+        """Advance one step without a reset; return terminated [N] and truncated [N]."""
         assert action.shape == (self.num_envs, 1) and action.dtype == torch.float32
         self.state[:, 1] += 0.3 * action.clamp_(-1, 1)[:, 0]
         self.state[:, 0] += 0.1 * self.state[:, 1]
@@ -67,7 +62,7 @@ class Cart(VectorEnv):
         return self.state[:, 0].abs() > 2, self.clock >= self.limit
 
     def step(self, actions: Tensor) -> Any:
-        """Gymnasium's: info["final_obs"]."""
+        """Step as Gymnasium does, with info["final_obs"]."""
         fell, out = self.physics(actions)
         info = {"final_obs": self.state.clone(), "is_success": self.state[:, 0].abs() < 0.1}
         self.begin(fell | out)
@@ -78,8 +73,10 @@ class Cart(VectorEnv):
 
 
 class ManiSkillLike(Cart):
-    """As ManiSkill's vector: nested observations, final_observation, final_info, env_idx, a seed
-    each, no metadata.
+    """Interface of ManiSkill's vector.
+
+    It has nested observations, final_observation, final_info, env_idx and a list of seeds, and no
+    metadata.
     """
 
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -98,11 +95,11 @@ class ManiSkillLike(Cart):
 
     def obs(self) -> dict[str, Any]:
         x = self.state[:, 0]
-        picture = (x * 100).clamp(0, 255).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 4, 4, 3)
+        image = (x * 100).clamp(0, 255).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 4, 4, 3)
         return {
             "agent": {"qpos": self.state[:, :1], "qvel": self.state[:, 1:].double()},
             "extra": {"near": x.abs() < 0.1, "where": x.sign().long()},
-            "rgb": picture.contiguous(),
+            "rgb": image.contiguous(),
         }
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -120,11 +117,10 @@ class ManiSkillLike(Cart):
 
     def step(self, actions: Tensor) -> Any:
         fell, out = self.physics(actions)
-        reward, info = (
-            self.reward.clone(),
-            {"success": self.state[:, 0].abs() < 0.1, "elapsed_steps": self.clock.clone()},
-        )
-        done, obs = fell | out, self.obs()
+        reward, obs = self.reward.clone(), self.obs()
+        success = self.state[:, 0].abs() < 0.1
+        info: dict[str, Any] = {"success": success, "elapsed_steps": self.clock.clone()}
+        done = fell | out
         if bool(done.any()):
             final = {
                 "final_observation": {k: v if k == "rgb" else dict(v) for k, v in obs.items()},
@@ -137,9 +133,7 @@ class ManiSkillLike(Cart):
 
 
 class IsaacLike:
-    """As Isaac Lab's: no vector class, groups, buffers, the global seed, a final observation only
-    if asked.
-    """
+    """Interface of Isaac Lab: observation groups, buffers, global seed, final_obs on request."""
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
     single_observation_space = spaces.Dict(
@@ -185,7 +179,7 @@ class IsaacLike:
 
 
 class StudentLike(IsaacLike):
-    """Groups of observations without the name that Isaac Lab gives to the policy's."""
+    """Observation groups without Isaac Lab's name of the policy's group."""
 
     single_observation_space = spaces.Dict(
         {"student": Cart.single_observation_space, "critic": spaces.Box(-9, 9, (3,))}

@@ -1,6 +1,4 @@
-"""check_env passes what keeps the contract and names what does not: one broken toy per fault, and
-the real adapters.
-"""
+"""check_env on a correct environment, on one environment per fault, and on the adapters."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ LIMIT = 7
 class Walk:
     """A correct VectorEnv: a random walk [position, steps since reset] that ends outside [-3, 3].
 
-    ``same_step``: resets in the step that ends an episode and gives ``final_obs``; else on the next
-    one, masked. ``fault``: the name of one thing to do wrong.
+    ``same_step``: reset in the step that ends an episode and return ``final_obs``; else reset in
+    the next one, which is masked. ``fault``: name of one violation of the contract.
     """
 
     id = "Walk"
@@ -59,11 +57,9 @@ class Walk:
     def reset_where(self, where: Tensor) -> Any:
         if self.fault == "no reset_where":
             return None
-        for i in (
-            range(self.num_envs)
-            if self.fault == "reset_where others"
-            else where.nonzero().flatten().tolist()
-        ):
+        if self.fault == "reset_where others":
+            where = torch.ones_like(where)
+        for i in where.nonzero().flatten().tolist():
             self._reset(i)
         if self.fault == "reset_where masked":
             self.ended |= where
@@ -91,7 +87,7 @@ class Walk:
             self._buffer[:, 0], self._buffer[:, 1] = self.position, self.clock
             return self._buffer
         obs = torch.stack([self.position, self.clock], 1)
-        if self.fault == "handed out":
+        if self.fault == "shared state":
             self.position = obs[:, 0]
         if self.fault == "obs dtype":
             obs = obs.double()
@@ -122,16 +118,16 @@ class Walk:
             if self.ended[i]:
                 if self.fault != "off by one":
                     self._reset(i)
-                if self.fault == "dummy acts":
+                if self.fault == "dummy row moves":
                     self.position[i] += 0.1 * action[i, 0]
             else:
                 self.position[i] += action[i, 0] + self._draw(i, 0.5)
                 self.clock[i] += 1
         terminated = mask & (self.position.abs() > 3)
         truncated = mask & (self.clock >= LIMIT)
-        truncated = (
-            truncated | terminated if self.fault == "both flags" else truncated & ~terminated
-        )
+        truncated &= ~terminated
+        if self.fault == "both flags":
+            truncated |= terminated
         ended = terminated | truncated
         reward = torch.where(mask, self.position, 0.0)
         success = mask & (self.position > 1)
@@ -149,9 +145,9 @@ class Walk:
             mask = mask & ~ended
         if self.fault == "masks nothing":
             mask = torch.ones_like(mask)
-        return self._answer(reward, terminated, truncated, mask, ended, success)
+        return self._result(reward, terminated, truncated, mask, ended, success)
 
-    def _answer(
+    def _result(
         self, reward: Any, terminated: Any, truncated: Any, mask: Any, ended: Tensor, success: Any
     ) -> Step:
         final_obs = None
@@ -174,15 +170,10 @@ class Walk:
     def state(self) -> dict[str, Any] | None:
         if self.fault == "no state":
             return None
-        random = (
-            [] if self.fault == "state without random" else [r.get_state() for r in self.random]
-        )
-        return {
-            "position": self.position,
-            "clock": self.clock,
-            "ended": self.ended,
-            "random": random,
-        }
+        fields = {"position": self.position, "clock": self.clock, "ended": self.ended}
+        if self.fault == "state without random":
+            return fields | {"random": []}
+        return fields | {"random": [r.get_state() for r in self.random]}
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         self.position, self.clock, self.ended = (
@@ -190,12 +181,12 @@ class Walk:
         )
         for generator, saved in zip(self.random, state["random"], strict=False):
             generator.set_state(saved)
-        if self.fault == "load_state answers reset":
+        if self.fault == "load_state returns reset":
             return torch.zeros(self.num_envs, 2)
         return self._obs()
 
     def render(self) -> Tensor:
-        raise EnvError("made without pictures")
+        raise EnvError("rendering is disabled")
 
     def close(self) -> None:
         if self._closed and self.fault == "close twice":
@@ -203,8 +194,11 @@ class Walk:
         self._closed = True
 
 
+RESTART_DIFFERS = (
+    r"with the same seeds and actions after restart\(seeds\), observation differs in reset"
+)
 FAULTS = {
-    # fault: (a part of the message, same_step)
+    # fault: (pattern of the message, same_step)
     "num_envs": ("num_envs is 0", False),
     "bounds": ("not in order", False),
     "device": (r"observation of reset\(\) is on cpu; it must be on env.device, meta", False),
@@ -220,7 +214,7 @@ FAULTS = {
     "dummy reward": ("a masked row has a reward", False),
     "dummy success": ("a masked row is a success", False),
     "dummy ends": ("a masked row ends an episode", False),
-    "dummy acts": ("another action on a masked row changes observation", False),
+    "dummy row moves": ("another action on a masked row changes observation", False),
     "masks all": ("a masked row", False),
     "masks nothing": ("ended at step .* with final_obs None, and step .* is not masked", False),
     "no final": ("ended at step .* with final_obs None, and step .* is not masked", True),
@@ -230,48 +224,38 @@ FAULTS = {
     "clock long": ("an episode continues after 6 steps", False),
     "changes action": (r"step\(\) modified its argument at step 0", False),
     "aliasing": ("overwrote observation of the previous result", False),
-    "handed out": ("overwrote observation|overwriting earlier results", False),
-    "global random": (
-        r"with the same seeds and actions after restart\(seeds\), observation differs in reset",
-        False,
-    ),
-    "time": (
-        r"with the same seeds and actions after restart\(seeds\), observation differs in reset",
-        False,
-    ),
-    "restart": (r"after restart\(seeds\), observation differs in reset", False),
+    "shared state": ("overwrote observation|overwriting earlier results", False),
+    "global random": (RESTART_DIFFERS, False),
+    "time": (RESTART_DIFFERS, False),
+    "restart": (RESTART_DIFFERS, False),
     "reset mid-episode": ("the first step after reset.. is masked", False),
     "reset_where masked": (r"first step after reset_where\(\) is masked", False),
-    "reset_where others": (
-        r"reset_where\(\) of environment 0 changes observation of another",
-        False,
-    ),
+    "reset_where others": (r"reset_where\(\) of environment 0 changes observation", False),
     "state without random": (r"1 steps after load_state\(\), observation differs", False),
-    "load_state answers reset": (r"load_state\(\) returned another observation", False),
+    "load_state returns reset": (r"load_state\(\) returned another observation", False),
     "close twice": (r"a second close\(\) raises", False),
     "open": (r"step\(\) works after close\(\)", False),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_named(fault: str) -> None:
+def test_check_env_reports_each_fault(fault: str) -> None:
     message, same_step = FAULTS[fault]
     with pytest.raises(EnvError, match=message):
         check_env(lambda seeds: Walk(seeds, same_step=same_step, fault=fault), steps=60)
 
 
 @pytest.mark.parametrize("same_step", [False, True])
-def test_a_correct_environment_passes(same_step: bool) -> None:
+def test_correct_environment_passes(same_step: bool) -> None:
     report = check_env(lambda seeds: Walk(seeds, same_step=same_step), steps=60)
     assert isinstance(Walk([0]), VectorEnv)
-    # Every episode is a row per step; with same_step no row is spent on resets: 4 environments x 60
-    # steps.
+    # 4 environments x 60 steps. With same_step all of these rows count; else resets take some.
     assert report.rows == 240 if same_step else 180 < report.rows < 240
     assert report.episodes > 20 and report.longest == LIMIT
     assert report.seeded and report.notes == ()
 
 
-def test_an_environment_itself_can_be_checked_and_stays_usable() -> None:
+def test_check_of_an_instance_leaves_it_usable() -> None:
     env = Walk([5, 6])
     report = check_env(env, steps=40)
     assert report.num_envs == 2 and report.steps == 40
@@ -279,7 +263,7 @@ def test_an_environment_itself_can_be_checked_and_stays_usable() -> None:
     env.step(torch.zeros(2, 1))
 
 
-def test_what_could_not_be_checked_is_noted() -> None:
+def test_report_notes_unchecked_properties() -> None:
     report = check_env(lambda seeds: Walk(seeds, fault="no state"), steps=2)
     assert [note.split(":")[0].split(" in ")[0] for note in report.notes] == [
         "no episode ended",
@@ -289,13 +273,14 @@ def test_what_could_not_be_checked_is_noted() -> None:
     assert report.notes == ("reset_where() is None: episodes cannot be staggered",)
 
 
-@pytest.mark.parametrize("thing", [object(), 3, lambda seeds: object()])
-def test_what_is_no_environment_is_refused(thing: Any) -> None:
+@pytest.mark.parametrize("candidate", [object(), 3, lambda seeds: object()])
+def test_objects_without_the_interface_are_rejected(candidate: Any) -> None:
     with pytest.raises(EnvError, match="is not a VectorEnv: it lacks id, num_envs"):
-        check_env(thing)
+        check_env(candidate)
 
 
-REAL = [
+GYMNASIUM: dict[str, Any] = {"simulator": "gymnasium", "max_episode_steps": 12}
+TASKS = [
     ("CartPole-v1", {"max_episode_steps": 12}),
     ("InvertedPendulum-v4", {"max_episode_steps": 5}),
     ("HalfCheetah-v4", {"max_episode_steps": 8}),
@@ -306,35 +291,21 @@ REAL = [
     ("MetaWorld/Reach-v3", {"max_episode_steps": 8}),
     ("CheetahRun-v1", {"max_episode_steps": 8}),
     ("FingerSpin-v1", {"max_episode_steps": 8}),
-    ("CartPole-v1", {"simulator": "gymnasium", "max_episode_steps": 12}),
-    (
-        "CartPole-v1",
-        {
-            "simulator": "gymnasium",
-            "max_episode_steps": 12,
-            "kwargs": {"autoreset_mode": "same_step"},
-        },
-    ),
+    ("CartPole-v1", GYMNASIUM),
+    ("CartPole-v1", GYMNASIUM | {"kwargs": {"autoreset_mode": "same_step"}}),
+    ("CartPole-v1", GYMNASIUM | {"kwargs": {"vectorization_mode": "async"}}),
     (
         "CartPole-v1",
         {"simulator": "gymnasium", "kwargs": {"vectorization_mode": "vector_entry_point"}},
-    ),
-    (
-        "CartPole-v1",
-        {
-            "simulator": "gymnasium",
-            "max_episode_steps": 12,
-            "kwargs": {"vectorization_mode": "async"},
-        },
     ),
     ("InvertedPendulum-v5", {"simulator": "gymnasium", "max_episode_steps": 5}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("id", "options"), REAL, ids=[f"{id}-{i}" for i, (id, _) in enumerate(REAL)]
+    ("id", "options"), TASKS, ids=[f"{id}-{i}" for i, (id, _) in enumerate(TASKS)]
 )
-def test_the_real_adapters_pass(id: str, options: dict[str, Any]) -> None:
+def test_adapters_satisfy_the_contract(id: str, options: dict[str, Any]) -> None:
     def make(seeds: list[int]) -> VectorEnv:
         return embodied_envs.make(id, num_envs=2, seeds=seeds[:2], **options)
 

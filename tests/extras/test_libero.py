@@ -1,6 +1,4 @@
-"""LiberoEnv: what the wheel holds (instructions, initial states) always, the scenes where
-LIBERO_ASSETS names them.
-"""
+"""LiberoEnv: instructions and initial states of the wheel; scenes if LIBERO_ASSETS is set."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ scenes = pytest.mark.skipif(not ASSETS, reason="LIBERO_ASSETS names no folder wi
 
 @pytest.fixture
 def empty(tmp_path: Path) -> str:
-    """Every folder that the meshes need, and nothing in them."""
+    """The folders of the meshes, without files."""
     for name in libero_env._ASSETS:
         (tmp_path / name).mkdir()
     return str(tmp_path)
@@ -76,8 +74,8 @@ def test_tasks_and_their_instructions(
     assert states.shape[0] == libero_env.STATES
 
 
-def test_environments_are_dealt_out_to_tasks_in_blocks(empty: str) -> None:
-    """Members of a group are neighbours: they get the same task."""
+def test_tasks_are_assigned_in_blocks(empty: str) -> None:
+    """Adjacent environments, which form a group, have the same task."""
     env = make(
         "libero_goal",
         empty,
@@ -92,7 +90,7 @@ def test_environments_are_dealt_out_to_tasks_in_blocks(empty: str) -> None:
         make("libero_goal", empty, kwargs={"tasks": [10]})
 
 
-def test_missing_meshes_are_named_with_the_command_that_downloads_them(tmp_path: Path) -> None:
+def test_missing_meshes_error_names_the_download_command(tmp_path: Path) -> None:
     with pytest.raises(
         EnvError,
         match=r"206 MB.* are not in .*hf download lerobot/libero-assets --repo-type dataset",
@@ -100,8 +98,8 @@ def test_missing_meshes_are_named_with_the_command_that_downloads_them(tmp_path:
         make("libero_goal", str(tmp_path))
 
 
-def test_importing_asks_nothing_and_touches_no_home(empty: str, tmp_path: Path) -> None:
-    """LIBERO asks on stdin where its data sets shall lie, unless ~/.libero/config.yaml says so."""
+def test_import_does_not_prompt_or_write_to_home(empty: str, tmp_path: Path) -> None:
+    """Without ~/.libero/config.yaml, LIBERO prompts on stdin for the folder of its data sets."""
     code = (
         "from embodied_envs.adapters.base import AdapterOptions\n"
         "from embodied_envs.adapters.libero_env import LiberoEnv\n"
@@ -112,20 +110,21 @@ def test_importing_asks_nothing_and_touches_no_home(empty: str, tmp_path: Path) 
     home = tmp_path / "home"
     home.mkdir()
     env = {k: v for k, v in os.environ.items() if k != "LIBERO_CONFIG_PATH"} | {"HOME": str(home)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env=env,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0 and done.stdout.splitlines() == ["turn on the stove"], done.stderr
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == ["turn on the stove"]
     assert not (home / ".libero").exists()
 
 
 # ---------------------------------------------------------------------------------- with the meshes
 @scenes
-def test_a_scene_keeps_the_contract() -> None:
+def test_scene_satisfies_the_contract() -> None:
     env = make(
         "libero_object", ASSETS, kwargs={"tasks": 0}, max_episode_steps=5, image_size=(64, 64)
     )
@@ -135,8 +134,8 @@ def test_a_scene_keeps_the_contract() -> None:
 
 
 @scenes
-def test_pictures_are_mirrored_where_asked() -> None:
-    seen = []
+def test_mirror_flips_images() -> None:
+    images = []
     for mirror in (False, True):
         env = make(
             "libero_object",
@@ -146,14 +145,14 @@ def test_pictures_are_mirrored_where_asked() -> None:
             render=True,
         )
         obs: Any = env.reset()
-        seen.append(obs["agentview"][0].float())
+        images.append(obs["agentview"][0].float())
         env.close()
-    assert torch.equal(seen[0], seen[1].flip(-1))
+    assert torch.equal(images[0], images[1].flip(-1))
 
 
 @scenes
-def test_two_processes_and_a_success() -> None:
-    """The stove's knob is turned by hand: the task is done."""
+def test_two_processes_and_success() -> None:
+    """Setting the angle of the stove's knob fulfils the task."""
     env = make(
         "libero_goal", ASSETS, 2, kwargs={"tasks": [7, 3]}, max_episode_steps=4, image_size=(32, 32)
     )
@@ -172,5 +171,5 @@ def test_two_processes_and_a_success() -> None:
             assert reward == 1.0 and info["success"]
             break
     else:
-        raise AssertionError("the stove is still off")
+        raise AssertionError("the task is not fulfilled")
     task.close()

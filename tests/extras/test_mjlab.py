@@ -1,6 +1,6 @@
-"""MjlabEnv on mjlab's own tasks, on the CPU.
+"""MjlabEnv with mjlab's tasks on the CPU.
 
-The first run compiles Warp's kernels, about a minute.
+The first run compiles Warp's kernels, which takes about a minute.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ def make(id: str = BALANCE, n: int = 4, seeds: list[int] | None = None, **option
     return MjlabEnv(id, AdapterOptions(num_envs=n, seeds=seeds or list(range(n)), **options))
 
 
-def test_cartpole_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cartpole_satisfies_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_env(lambda seeds: make(seeds=seeds, max_episode_steps=10), steps=25)
     assert (report.episodes, report.longest, report.rows, report.seeded) == (8, 10, 100, True)
     assert report.notes == ("state() is None: a resumed run starts new episodes",)
     assert "Module" not in capsys.readouterr().out
 
 
-def test_what_the_policy_sees_and_when_the_clock_ends() -> None:
+def test_observation_groups_and_time_limit() -> None:
     env = make()
-    assert (
-        env.obs_spec == ArraySpec((5,)) and env.max_episode_steps == 1000
-    )  # 50 s of 0.05 s; the group "actor"
+    assert env.obs_spec == ArraySpec((5,))  # the group "actor"
+    assert env.max_episode_steps == 1000  # 50 s in steps of 0.05 s
     assert make(kwargs={"observe": ["actor", "critic"]}).obs_spec == {
         "actor": ArraySpec((5,)),
         "critic": ArraySpec((5,)),
@@ -47,21 +46,18 @@ def test_what_the_policy_sees_and_when_the_clock_ends() -> None:
     assert make(max_episode_steps=7).max_episode_steps == 7
 
 
-def test_the_last_observation_is_that_of_the_end() -> None:
-    """Pushed with all force for 20 steps the cart is far from where it starts (within 0.1 m)."""
+def test_final_obs_precedes_the_reset() -> None:
+    """Full force for 20 steps moves the cart far from its start, which is within 0.1 m."""
     env = make(max_episode_steps=20)
     env.reset()
     for _ in range(20):
         step = env.step(torch.ones(4, 1))
     final, obs = torch.as_tensor(step.final_obs), torch.as_tensor(step.obs)
-    assert (
-        step.truncated.all()
-        and bool((final[:, 0] > 0.5).all())
-        and bool((obs[:, 0].abs() <= 0.1).all())
-    )
+    assert step.truncated.all()
+    assert bool((final[:, 0] > 0.5).all()) and bool((obs[:, 0].abs() <= 0.1).all())
 
 
-def test_a_command_that_is_fulfilled_is_a_success() -> None:
+def test_fulfilled_command_is_a_success() -> None:
     env = make("Mjlab-Lift-Cube-Yam")
     env.reset()
     step = env.step(torch.zeros(4, env.action_spec.size))
@@ -71,13 +67,11 @@ def test_a_command_that_is_fulfilled_is_a_success() -> None:
     assert env.step(torch.zeros(4, env.action_spec.size)).success.tolist() == [True] * 4
 
 
-def test_pictures() -> None:
+def test_render_returns_an_image() -> None:
     env = make(render=True, render_size=(48, 64))
     env.reset()
-    picture = env.render()
-    assert (
-        picture.shape == (48, 64, 3) and picture.dtype == torch.uint8 and picture.float().std() > 10
-    )
+    image = env.render()
+    assert image.shape == (48, 64, 3) and image.dtype == torch.uint8 and image.float().std() > 10
 
 
 @pytest.mark.parametrize(
@@ -101,12 +95,12 @@ def test_pictures() -> None:
         ),
     ],
 )
-def test_refusals(id: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(id: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(EnvError, match=message):
         make(id, **options)
 
 
-def test_fields_of_the_configuration_can_be_set() -> None:
+def test_config_fields_can_be_set() -> None:
     env = make(
         kwargs={
             "config": {"decimation": 2, "events.reset_slider.params.position_range": [0.3, 0.3]}
@@ -118,9 +112,7 @@ def test_fields_of_the_configuration_can_be_set() -> None:
 
 
 def test_ppo_learns_to_balance() -> None:
-    """A step is worth 0.05 at best; random forces lose the pole within 2 s and get 0.015, start
-    included, over 5 s.
-    """
+    """The reward per step is at most 0.05; random forces reach 0.015 on average over 5 s."""
     updates = 40
     algorithm = {"horizon": 25, "global_batch_size": 400, "lr": 2e-3, "gamma": 0.97}
     c = run_helpers.tiny_config(
@@ -137,6 +129,5 @@ def test_ppo_learns_to_balance() -> None:
         rewards.append(trajectory.reward[trajectory.mask].mean().item())
         learner.update(trajectory, update=update)
     print("mean reward:", [round(r, 4) for r in rewards[::4]])
-    assert sum(rewards[-4:]) / 4 > 1.3 * sum(rewards[4:8]) / 4, (
-        rewards
-    )  # [4:8]: every phase of an episode
+    # Updates 4 to 7 contain every phase of an episode.
+    assert sum(rewards[-4:]) / 4 > 1.3 * sum(rewards[4:8]) / 4, rewards

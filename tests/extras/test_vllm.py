@@ -1,6 +1,6 @@
-"""vLLM for real, against the policy whose weights it was given.
+"""vLLM compared with the policy whose weights it uses.
 
-Needs an environment of its own: make test-vllm.
+Needs a separate environment: make test-vllm.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ SAMPLING = Sampling(12, temperature=0.8, stop_ids=(2, *range(30, 34)))
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LanguagePolicy, VllmEngine]]:
+def policy_and_engine(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[LanguagePolicy, VllmEngine]]:
     sizes: dict[str, Any] = {
         "hidden_size": 128,
         "head_dim": 32,
         "intermediate_size": 128,
-    }  # vLLM's CPU kernels want such heads
+    }  # sizes that vLLM's CPU kernels support
     policy = make(tie_word_embeddings=True, **sizes)
     policy.temperature = SAMPLING.temperature
     path = tmp_path_factory.mktemp("model")
@@ -58,74 +60,76 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LanguagePol
     yield policy, engine
 
 
-def agrees(policy: LanguagePolicy, found: Any) -> bool:
-    """Whether log-probabilities are the policy's."""
+def matches_policy(policy: LanguagePolicy, responses: Any) -> bool:
+    """Return whether log-probabilities equal the policy's."""
     for i, prompt in enumerate(PROMPTS):
-        n = int(found.length[i])
-        row = torch.tensor([[*prompt, *found.token[i, :n].tolist()]])
-        place = torch.arange(len(prompt) - 1, len(prompt) - 1 + n).unsqueeze(0)
-        view = policy.view(policy.hidden(row, place), row.gather(1, place + 1))
-        if float((view.log_prob[0].detach() - found.log_prob[i, :n]).abs().max()) > 1e-3:
+        n = int(responses.length[i])
+        row = torch.tensor([[*prompt, *responses.token[i, :n].tolist()]])
+        position = torch.arange(len(prompt) - 1, len(prompt) - 1 + n).unsqueeze(0)
+        view = policy.view(policy.hidden(row, position), row.gather(1, position + 1))
+        if float((view.log_prob[0].detach() - responses.log_prob[i, :n]).abs().max()) > 1e-3:
             return False
     return True
 
 
-def test_responses_are_the_policy_s(both: tuple[LanguagePolicy, VllmEngine]) -> None:
-    policy, engine = both
-    found = engine.generate(PROMPTS, SAMPLING, seed=3)
-    assert agrees(policy, found) and len(set(found.length.tolist())) > 1, "lengths should differ"
-    for i, n in enumerate(found.length.tolist()):
-        assert bool(found.stopped[i]) == (int(found.token[i, n - 1]) in SAMPLING.stop_ids)
-        assert not found.token[i, n:].any() and not found.log_prob[i, n:].any()
-        assert not set(found.token[i, : n - 1].tolist()) & set(SAMPLING.stop_ids)
+def test_responses_match_the_policy(policy_and_engine: tuple[LanguagePolicy, VllmEngine]) -> None:
+    policy, engine = policy_and_engine
+    responses = engine.generate(PROMPTS, SAMPLING, seed=3)
+    assert matches_policy(policy, responses) and len(set(responses.length.tolist())) > 1, (
+        "lengths should differ"
+    )
+    for i, n in enumerate(responses.length.tolist()):
+        assert bool(responses.stopped[i]) == (int(responses.token[i, n - 1]) in SAMPLING.stop_ids)
+        assert not responses.token[i, n:].any() and not responses.log_prob[i, n:].any()
+        assert not set(responses.token[i, : n - 1].tolist()) & set(SAMPLING.stop_ids)
 
 
-def test_a_sample_is_a_function_of_seed_and_number(both: tuple[LanguagePolicy, VllmEngine]) -> None:
-    _, engine = both
-    whole = engine.generate(PROMPTS, SAMPLING, seed=3)
-    few = engine.generate(PROMPTS[3:0:-1], SAMPLING, seed=3, samples=torch.tensor([3, 2, 1]))
-    assert torch.equal(few.token, whole.token[[3, 2, 1]])
-    assert not torch.equal(engine.generate(PROMPTS, SAMPLING, seed=4).token, whole.token)
+def test_samples_depend_on_seed_and_number(
+    policy_and_engine: tuple[LanguagePolicy, VllmEngine],
+) -> None:
+    _, engine = policy_and_engine
+    batch = engine.generate(PROMPTS, SAMPLING, seed=3)
+    subset = engine.generate(PROMPTS[3:0:-1], SAMPLING, seed=3, samples=torch.tensor([3, 2, 1]))
+    assert torch.equal(subset.token, batch.token[[3, 2, 1]])
+    assert not torch.equal(engine.generate(PROMPTS, SAMPLING, seed=4).token, batch.token)
 
 
-def test_new_weights_are_used_at_once(both: tuple[LanguagePolicy, VllmEngine]) -> None:
-    """Prompts that the prefix cache holds, too: one of 16 tokens or more is kept there."""
-    policy, engine = both
+def test_new_weights_are_used_at_once(policy_and_engine: tuple[LanguagePolicy, VllmEngine]) -> None:
+    """The prefix cache, which holds prompts of 16 or more tokens, is invalidated, too."""
+    policy, engine = policy_and_engine
     greedy, prompts = Sampling(8, temperature=0.0), [list(range(5, 23)), *PROMPTS]
-    before, again = (engine.generate(prompts, greedy, seed=0) for _ in range(2))
-    assert torch.equal(before.token, again.token)
+    before, repeated = (engine.generate(prompts, greedy, seed=0) for _ in range(2))
+    assert torch.equal(before.token, repeated.token)
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     assert torch.equal(engine.generate(prompts, greedy, seed=0).token, before.token), (
-        "a copy of its own"
+        "the engine has its own copy"
     )
     engine.update_weights(1)
     after = engine.generate(prompts, greedy, seed=0)
     assert engine.version == 1 and not torch.equal(after.token, before.token)
-    assert agrees(policy, engine.generate(PROMPTS, SAMPLING, seed=3))
+    assert matches_policy(policy, engine.generate(PROMPTS, SAMPLING, seed=3))
     engine.sleep()
     engine.wake()
     assert torch.equal(engine.generate(prompts, greedy, seed=0).token, after.token)
 
 
 def test_stop_texts(
-    both: tuple[LanguagePolicy, VllmEngine], monkeypatch: pytest.MonkeyPatch
+    policy_and_engine: tuple[LanguagePolicy, VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token that completes one is the response's last; the model's own end of sequence is
-    none.
-    """
-    _, engine = both
+    """The last token of a response completes a stop text; the end-of-sequence token is not one."""
+    _, engine = policy_and_engine
     free = engine.generate(PROMPTS, Sampling(12), seed=3)
     assert free.length.tolist() == [12] * 5 and not free.stopped.any()
     stop = f"w{int(free.token[1, 4])}"
-    found = engine.generate(PROMPTS, Sampling(12, stop=(stop,)), seed=3)
-    said = [f"w{i}" for i in free.token[1].tolist()]
-    n = next(i for i, word in enumerate(said) if stop in word) + 1
+    responses = engine.generate(PROMPTS, Sampling(12, stop=(stop,)), seed=3)
+    words = [f"w{i}" for i in free.token[1].tolist()]
+    n = next(i for i, word in enumerate(words) if stop in word) + 1
     assert (
-        found.length[1] == n <= 5
-        and found.stopped[1]
-        and torch.equal(found.token[1, :n], free.token[1, :n])
+        responses.length[1] == n <= 5
+        and responses.stopped[1]
+        and torch.equal(responses.token[1, :n], free.token[1, :n])
     )
     monkeypatch.setattr(engine, "texts", False)
     with pytest.raises(ConfigError, match=r"rollout.stop: stop texts need .*tokenizer"):

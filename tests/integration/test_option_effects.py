@@ -483,7 +483,7 @@ PAIRS: dict[str, Pair] = {
         False,
         True,
         "refused where the files of the task differ",
-        test="envs/test_task_files.py::test_a_changed_task_is_reported",
+        test="envs/test_task_files.py::test_changed_task_is_reported",
     ),
     "env.step_timeout_s": Pair(
         0.05,
@@ -691,7 +691,7 @@ PAIRS: dict[str, Pair] = {
         False,
         True,
         "refused where the files of the task differ",
-        test="envs/test_task_files.py::test_a_changed_task_is_reported",
+        test="envs/test_task_files.py::test_changed_task_is_reported",
     ),
     "evaluate env": Pair(
         {"max_episode_steps": 3}, {"max_episode_steps": 4}, "report", of_evaluate("report", "env")

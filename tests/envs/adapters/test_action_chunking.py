@@ -1,4 +1,4 @@
-"""Action chunks against a plain loop over the same simulator."""
+"""Action chunks compared with single steps of the same simulator."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from embodied_ppo.rollout.simulation import Rollout
 def chunked(
     lengths: list[int], clock: list[bool], chunk: int, *, same_step: bool
 ) -> ChunkedActions:
+    """Return scripted episodes of these lengths; ``clock``: the time limit ends them."""
     return ChunkedActions(toy_envs.ScriptedEnv(lengths, clock, same_step=same_step), chunk)
 
 
 @pytest.mark.parametrize("same_step", [True, False], ids=["same_step", "next_step"])
-def test_an_end_inside_a_chunk_leaves_the_rest_unexecuted(same_step: bool) -> None:
-    """Lengths 2 (terminates), 3 (clock), 7 and 3 = the chunk itself (terminates at its last
-    step).
-    """
+def test_episode_end_inside_a_chunk_skips_remaining_actions(same_step: bool) -> None:
+    """Chunks of 3; episode lengths 2, 4 (truncated), 7, and 3, which ends with the chunk."""
     env = chunked([2, 4, 7, 3], [False, True, False, False], 3, same_step=same_step)
     assert env.action_spec.size == 3 and env.reset().shape == (
         4,
@@ -36,39 +35,31 @@ def test_an_end_inside_a_chunk_leaves_the_rest_unexecuted(same_step: bool) -> No
     # rewards are 100 i + 10 episode + step
     assert step.reward.tolist() == [[1, 2, 0], [101, 102, 103], [201, 202, 203], [301, 302, 303]]
     assert step.executed is not None and step.executed.sum(1).tolist() == [2, 3, 3, 3]
-    assert (
-        step.terminated.tolist() == [True, False, False, True]
-        and not step.truncated.any()
-        and step.mask.all()
-    )
+    assert step.terminated.tolist() == [True, False, False, True]
+    assert not step.truncated.any() and step.mask.all()
     assert step.final_obs is not None
     assert step.final_obs[0].tolist() == [0, 0, 2] and step.final_obs[3].tolist() == [3, 0, 3]
-    fresh = step.obs[:, 1:].tolist()
-    assert fresh[1:3] == [[0, 3], [0, 3]], "these go on"
-    assert [at[1] for at in (fresh[0], fresh[3])] == [0, 0], "these begin their next episode"
+    episode_and_step = step.obs[:, 1:].tolist()
+    assert episode_and_step[1:3] == [[0, 3], [0, 3]], "these episodes continue"
+    assert [episode_and_step[i][1] for i in (0, 3)] == [0, 0], "these environments start the next"
     step = env.step(torch.zeros(4, 3))
-    assert step.reward[1].tolist() == [104, 0, 0] and step.truncated.tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert step.reward[1].tolist() == [104, 0, 0]
+    assert step.truncated.tolist() == [False, True, False, False]
     assert step.executed is not None and step.executed[1].tolist() == [True, False, False]
     assert step.final_obs is not None and step.final_obs[1].tolist() == [1, 0, 4]
 
 
-def test_success_inside_a_chunk_counts() -> None:
+def test_success_after_the_episode_end_is_ignored() -> None:
     env = chunked([2, 9], [False, False], 4, same_step=False)
     env.reset()
     flags = [env.step(torch.zeros(2, 4)).success for _ in range(2)]
-    won = [f.tolist() for f in flags if f is not None]
-    # odd episodes succeed; what the simulator does unseen after the end of episode 0 is not one of
-    # ours
-    assert won[0] == [False, False]
+    success = [f.tolist() for f in flags if f is not None]
+    # Odd episodes succeed. The steps of episode 1 in the first chunk are discarded.
+    assert success[0] == [False, False]
 
 
-def test_a_rollout_discounts_inside_and_between() -> None:
-    """Σ γ^i r_i is the reward of a decision that lasted k steps, and the next value counts γ^k."""
+def test_rollout_discounts_within_and_between_chunks() -> None:
+    """A decision of k steps has the reward Σ γ^i r_i, and its next value is discounted by γ^k."""
     env = chunked([2, 5], [False, True], 3, same_step=True)
 
     class Policy(toy_envs.CountingPolicy):
@@ -80,10 +71,8 @@ def test_a_rollout_discounts_inside_and_between() -> None:
     t, metrics = rollout.collect(2, update=0, version=0)
     assert t.steps is not None and t.steps.tolist() == [[2, 3], [2, 2]]
     assert t.reward[:, 1].tolist() == [101 + 0.5 * 102 + 0.25 * 103, 104 + 0.5 * 105]
-    assert t.truncated[:, 1].tolist() == [False, True] and t.terminated[:, 0].tolist() == [
-        True,
-        True,
-    ]
+    assert t.truncated[:, 1].tolist() == [False, True]
+    assert t.terminated[:, 0].tolist() == [True, True]
     assert t.next_value[1, 1].item() == 1005.5, "V of the final observation, episode 0 step 5"
     adv, _ = advantages.gae(
         t.reward,
@@ -104,8 +93,8 @@ def test_a_rollout_discounts_inside_and_between() -> None:
     assert [e[1] for e in rollout.finished][-1] == 5 and metrics["rollout/episodes"] == 3
 
 
-def test_a_chunk_is_the_same_steps_of_the_simulator() -> None:
-    """Against EnvPool step by step, up to the first end."""
+def test_chunk_equals_single_steps() -> None:
+    """Compare with EnvPool stepped one action at a time, up to the first episode end."""
     options: dict[str, Any] = {"num_envs": 2, "seeds": [3, 4], "num_threads": 1}
     plain = embodied_envs.make("HalfCheetah-v4", **options)
     env = embodied_envs.make("HalfCheetah-v4", **options, action_chunk=4)
@@ -113,15 +102,15 @@ def test_a_chunk_is_the_same_steps_of_the_simulator() -> None:
     assert torch.equal(plain.reset(), env.reset())
     actions = torch.rand(3, 2, 4, 6, generator=torch.Generator().manual_seed(0)) * 2 - 1
     for chunk in actions:
-        rewards = [plain.step(a) for a in chunk.unbind(1)]
+        steps = [plain.step(a) for a in chunk.unbind(1)]
         step = env.step(chunk)
-        assert torch.equal(step.reward, torch.stack([s.reward for s in rewards], 1))
-        assert torch.equal(step.obs, rewards[-1].obs)
+        assert torch.equal(step.reward, torch.stack([s.reward for s in steps], 1))
+        assert torch.equal(step.obs, steps[-1].obs)
 
 
 @pytest.mark.parametrize("id", ["HalfCheetah-v4", "CartPole-v1", "toy_envs:Balance"])
-def test_every_simulator_begins_single_episodes(id: str) -> None:
-    """Ends everywhere, and none leaks into the next episode: lengths add up to the clock."""
+def test_single_environments_restart_inside_a_chunk(id: str) -> None:
+    """The executed steps of each episode add up to the time limit."""
     simulator = {"CartPole-v1": "gymnasium"}.get(id, "auto")
     options: dict[str, Any] = {
         "num_envs": 3,
@@ -145,7 +134,7 @@ def test_every_simulator_begins_single_episodes(id: str) -> None:
         lengths[ended] = 0
 
 
-def test_gymnasium_environments_begin_single_episodes() -> None:
+def test_gymnasium_environments_restart_inside_a_chunk() -> None:
     options: dict[str, Any] = {
         "num_envs": 3,
         "seeds": [1, 2, 3],
@@ -157,13 +146,13 @@ def test_gymnasium_environments_begin_single_episodes() -> None:
     for k in range(8):
         step = env.step(torch.zeros(3, 3))
         assert step.executed is not None and step.executed.all(), (
-            "6 = 2 x 3: a dummy row would show here"
+            "6 = 2 x 3; a dummy row would move episode ends into the chunks"
         )
         assert step.truncated.tolist() == [k % 2 == 1] * 3
 
 
-def test_one_picture_for_a_chunk() -> None:
-    """And it is the right one, also of the episode that begins in the middle."""
+def test_camera_renders_once_per_chunk() -> None:
+    """The image is that of the last step, also if an episode starts inside the chunk."""
     options: dict[str, Any] = {
         "num_envs": 2,
         "seeds": [1, 2],
@@ -174,19 +163,19 @@ def test_one_picture_for_a_chunk() -> None:
     plain: Any = embodied_envs.make("toy_envs:Balance", **options)
     assert isinstance(env, ChunkedActions)
     inner: Any = env.env
-    taken: list[int] = []
+    rendered: list[int] = []
     images = inner.physics.cameras.images
     inner.physics.cameras.images = lambda worlds, where: (
-        taken.append(int(where.sum())),
+        rendered.append(int(where.sum())),
         images(worlds, where),
     )[1]
     env.reset(), plain.reset()
     step = env.step(torch.zeros(2, 3))
-    assert sum(taken) == 2, "one for each world"
+    assert sum(rendered) == 2, "one for each world"
     for _ in range(3):
         reference = plain.step(torch.zeros(2, 1))
     assert torch.equal(step.obs["eye"], reference.obs["eye"])
-    taken.clear()
+    rendered.clear()
     step = env.step(torch.zeros(2, 3))  # ends at the second of three
     for _ in range(2):
         reference = plain.step(torch.zeros(2, 1))
@@ -199,7 +188,7 @@ def test_one_picture_for_a_chunk() -> None:
     )
 
 
-def test_wrong_shapes() -> None:
+def test_wrong_action_shape_is_rejected() -> None:
     env = embodied_envs.make("toy_envs:Balance", num_envs=2, seeds=[1, 2], action_chunk=3)
     env.reset()
     with pytest.raises(EnvError, match=r"actions of shape \[2, 4\]; it takes \[2, 3, 1\]"):

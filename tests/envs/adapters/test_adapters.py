@@ -1,6 +1,4 @@
-"""The EnvPool and Gymnasium adapters on the real simulators: where episodes end, seeds, actions,
-pictures, refusals.
-"""
+"""EnvPool and Gymnasium adapters: episode ends, seeds, actions, specs, images and errors."""
 
 from __future__ import annotations
 
@@ -39,26 +37,26 @@ def random_actions(env: VectorEnv, steps: int) -> list[Tensor]:
     return [torch.rand(env.num_envs, spec.size, generator=generator) * 2 - 1 for _ in range(steps)]
 
 
-def play(env: VectorEnv, steps: int) -> list[Any]:
-    """The first observation, then the answers to ``steps`` random actions."""
+def rollout(env: VectorEnv, steps: int) -> list[Any]:
+    """Return the first observation, then the results of ``steps`` random actions."""
     return [env.reset(), *(env.step(action) for action in random_actions(env, steps))]
 
 
-def same(a: list[Any], b: list[Any]) -> bool:
-    """Bit-equal answers."""
+def are_equal(a: list[Any], b: list[Any]) -> bool:
+    """Return whether all tensors of two rollouts are equal bit for bit."""
     return all(
         all(torch.equal(x, y) for x, y in zip(tree.leaves(u), tree.leaves(v), strict=True))
         for u, v in zip(a, b, strict=True)
     )
 
 
-# --------------------------------------------------------------------- where episodes begin and end
+# ------------------------------------------------------------------------------------ episode ends
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
-def test_each_end_is_followed_by_exactly_one_masked_row(simulator: str) -> None:
+def test_each_episode_end_is_followed_by_one_masked_row(simulator: str) -> None:
     env = make("InvertedPendulum-v4", 3, simulator=simulator, max_episode_steps=5)
     env.reset()
     ended = torch.zeros(3, dtype=torch.bool)
-    seen = {"terminated": 0, "truncated": 0, "masked": 0}
+    counts = {"terminated": 0, "truncated": 0, "masked": 0}
     for action in random_actions(env, 60):
         step = env.step(action)
         assert torch.equal(step.mask, ~ended)
@@ -67,35 +65,30 @@ def test_each_end_is_followed_by_exactly_one_masked_row(simulator: str) -> None:
         )
         assert step.final_obs is None
         ended = step.terminated | step.truncated
-        for name, count in (
-            ("terminated", step.terminated),
-            ("truncated", step.truncated),
-            ("masked", ~step.mask),
-        ):
-            seen[name] += int(count.sum())
-    assert min(seen.values()) > 0
-    assert seen["terminated"] + seen["truncated"] - int(ended.sum()) == seen["masked"]
+        counts["terminated"] += int(step.terminated.sum())
+        counts["truncated"] += int(step.truncated.sum())
+        counts["masked"] += int((~step.mask).sum())
+    assert min(counts.values()) > 0
+    assert counts["terminated"] + counts["truncated"] - int(ended.sum()) == counts["masked"]
 
 
 @pytest.mark.parametrize(
     ("simulator", "kwargs"),
     [("envpool", {}), ("gymnasium", {}), ("gymnasium", {"autoreset_mode": "same_step"})],
 )
-def test_the_last_observation_is_the_true_successor(simulator: str, kwargs: dict[str, Any]) -> None:
-    """Cut by the clock at step 4, or not: the same seeds and actions lead to the same state."""
-    cut = make("HalfCheetah-v5", simulator=simulator, kwargs=kwargs, max_episode_steps=4)
-    free = make("HalfCheetah-v5", simulator=simulator, kwargs=kwargs)
-    a, b = play(cut, 4)[-1], play(free, 4)[-1]
+def test_last_observation_is_the_true_successor(simulator: str, kwargs: dict[str, Any]) -> None:
+    """The same seeds and actions lead to the same state with and without a limit of 4 steps."""
+    limited = make("HalfCheetah-v5", simulator=simulator, kwargs=kwargs, max_episode_steps=4)
+    unlimited = make("HalfCheetah-v5", simulator=simulator, kwargs=kwargs)
+    a, b = rollout(limited, 4)[-1], rollout(unlimited, 4)[-1]
     assert a.truncated.all() and not b.truncated.any()
     assert torch.equal(a.final_obs if a.final_obs is not None else a.obs, b.obs)
-    if a.final_obs is not None:  # obs already is the next episode's first, close to zero velocity
+    if a.final_obs is not None:  # then obs is the first observation of the next episode
         assert not torch.equal(a.obs, b.obs)
 
 
-def test_envpool_answers_what_its_own_step_answers() -> None:
-    """The adapter reads EnvPool's arrays directly; bit for bit the same as ``pool.step`` and
-    ``info``.
-    """
+def test_envpool_adapter_equals_envpool_step() -> None:
+    """The adapter reads EnvPool's arrays directly; they equal those of ``pool.step``."""
     options = {"num_envs": 3, "seed": [5, 6, 7], "max_episode_steps": 6, "num_threads": 1}
     for id in ("InvertedPendulum-v4", "FetchReach-v4"):
         env: Any = make(id, 3, seeds=[5, 6, 7], max_episode_steps=6, num_threads=2)
@@ -106,9 +99,9 @@ def test_envpool_answers_what_its_own_step_answers() -> None:
         raw: Any = pool.reset()[0]
         obs: Any = env.reset()
         for action in random_actions(env, 20):
-            given, want = (x if isinstance(x, dict) else {"": x} for x in (obs, raw))
-            for name in want:
-                assert np.array_equal(want[name].astype(np.float32), given[name].numpy())
+            actual, expected = (x if isinstance(x, dict) else {"": x} for x in (obs, raw))
+            for name in expected:
+                assert np.array_equal(expected[name].astype(np.float32), actual[name].numpy())
             raw, reward, terminated, truncated, info = pool.step(
                 action.numpy() * (high - low) / 2 + (high + low) / 2
             )
@@ -124,28 +117,25 @@ def test_envpool_answers_what_its_own_step_answers() -> None:
                 )
 
 
-def test_rewards_that_envpool_repeats_on_a_reset_are_dropped() -> None:
-    """dm_control tasks answer the last reward again on the row that only resets."""
+def test_rewards_of_envpool_reset_rows_are_dropped() -> None:
+    """dm_control tasks return the last reward again on the row that only resets."""
     env = make("CheetahRun-v1", max_episode_steps=4)
-    steps = play(env, 5)
+    steps = rollout(env, 5)
     assert steps[4].truncated.all() and (steps[4].reward > 0).any()
     assert not steps[5].mask.any() and not steps[5].reward.any()
 
 
-def test_reset_begins_anew_in_the_middle_of_an_episode() -> None:
+def test_reset_inside_an_episode_starts_a_new_one() -> None:
     env = make("InvertedPendulum-v4", max_episode_steps=5)
-    play(env, 3)
-    steps = play(env, 5)
-    assert [bool(step.truncated.any()) for step in steps[1:5]] == [False] * 4 and steps[
-        1
-    ].mask.all()
+    rollout(env, 3)
+    steps = rollout(env, 5)
+    assert [bool(step.truncated.any()) for step in steps[1:5]] == [False] * 4
+    assert steps[1].mask.all()
 
 
-def test_both_autoreset_modes_play_the_same_episodes() -> None:
-    """A policy that looks only at the observation: rows shift by the masked ones, episodes do not
-    change.
-    """
-    played = {}
+def test_autoreset_modes_give_equal_episodes() -> None:
+    """With a policy of the observation alone, rows shift by the masked ones; episodes are equal."""
+    episodes_of = {}
     for mode in ("next_step", "same_step"):
         env = make(
             "CartPole-v1",
@@ -171,11 +161,11 @@ def test_both_autoreset_modes_play_the_same_episodes() -> None:
                     current[i] = []
             obs = step.obs
         for i in range(3):
-            played[mode, i] = [episode for episode in episodes if episode[0] == i]
+            episodes_of[mode, i] = [episode for episode in episodes if episode[0] == i]
     for i in range(3):
-        n = len(played["next_step", i])
-        assert 4 <= n <= len(played["same_step", i])
-        assert played["next_step", i] == played["same_step", i][:n]
+        n = len(episodes_of["next_step", i])
+        assert 4 <= n <= len(episodes_of["same_step", i])
+        assert episodes_of["next_step", i] == episodes_of["same_step", i][:n]
 
 
 # -------------------------------------------------------------------------------------------- seeds
@@ -188,30 +178,29 @@ def test_both_autoreset_modes_play_the_same_episodes() -> None:
         ("CartPole-v1", {"simulator": "gymnasium"}),
     ],
 )
-def test_streams_depend_on_the_seeds_alone(id: str, options: dict[str, Any]) -> None:
+def test_results_depend_on_seeds_only(id: str, options: dict[str, Any]) -> None:
     env = make(id, seeds=[3, 4], max_episode_steps=8, **options)
-    first = play(env, 12)
+    first = rollout(env, 12)
     env.restart([3, 4])
-    assert same(first, play(env, 12))
+    assert are_equal(first, rollout(env, 12))
     env.restart([8, 9])
-    assert not same(first, play(env, 12))
+    assert not are_equal(first, rollout(env, 12))
     env.restart([8, 9])
     env.restart([3, 4])
-    assert same(first, play(env, 12))
+    assert are_equal(first, rollout(env, 12))
 
 
-def test_threads_change_nothing() -> None:
+def test_number_of_threads_does_not_change_results() -> None:
     runs = [
-        play(make("HalfCheetah-v4", 5, num_threads=n, max_episode_steps=8), 20) for n in (1, 2, 5)
+        rollout(make("HalfCheetah-v4", 5, num_threads=n, max_episode_steps=8), 20)
+        for n in (1, 2, 5)
     ]
-    assert same(runs[0], runs[1]) and same(runs[0], runs[2])
+    assert are_equal(runs[0], runs[1]) and are_equal(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
-def test_an_environment_follows_its_own_seed_not_its_place(simulator: str) -> None:
-    """Environment 0 with seed 9 answers what environment 2 with seed 9 does, given the same
-    actions.
-    """
+def test_results_depend_on_the_seed_and_not_on_the_index(simulator: str) -> None:
+    """Environments 0 and 2 with the same seed and actions return the same observations."""
     a = make("InvertedPendulum-v4", 3, seeds=[9, 1, 2], simulator=simulator, max_episode_steps=4)
     b = make("InvertedPendulum-v4", 3, seeds=[1, 2, 9], simulator=simulator, max_episode_steps=4)
     assert torch.equal(a.reset()[0], b.reset()[2])
@@ -227,7 +216,7 @@ BOUNDS = Box(low=(-3.0, 0.0, -torch.inf), high=(3.0, 10.0, 2.0))
 @pytest.mark.parametrize(
     ("mapping", "action", "expected"),
     [
-        ("rescale", [1.0, 1.0, 5.0], [3.0, 10.0, 5.0]),  # an infinite bound: as it is
+        ("rescale", [1.0, 1.0, 5.0], [3.0, 10.0, 5.0]),  # an infinite bound: unchanged
         ("rescale", [-1.0, -1.0, -7.0], [-3.0, 0.0, -7.0]),
         ("rescale", [0.5, 0.5, 0.0], [1.5, 7.5, 0.0]),  # 0 + 1.5 * 10 / 2
         ("rescale", [4.0, -4.0, 0.0], [3.0, 0.0, 0.0]),
@@ -237,24 +226,21 @@ BOUNDS = Box(low=(-3.0, 0.0, -torch.inf), high=(3.0, 10.0, 2.0))
     ],
 )
 def test_action_mappings(mapping: str, action: list[float], expected: list[float]) -> None:
-    given = torch.tensor([action, action])
-    assert mapper(mapping, BOUNDS)(given).tolist() == [expected, expected]
-    assert given.tolist() == [action, action]
+    batch = torch.tensor([action, action])
+    assert mapper(mapping, BOUNDS)(batch).tolist() == [expected, expected]
+    assert batch.tolist() == [action, action]
 
 
-def test_unit_bounds_are_clamped_by_both_mappings() -> None:
+def test_unit_bounds_are_clamped_by_each_mapping() -> None:
     unit = Box((-1.0, -1.0), (1.0, 1.0))
     for mapping in ("rescale", "clip"):
-        assert mapper(mapping, unit)(torch.tensor([[-2.0, 0.3]])).tolist() == [
-            [-1.0, pytest.approx(0.3)]
-        ]
+        mapped = mapper(mapping, unit)(torch.tensor([[-2.0, 0.3]]))
+        assert mapped.tolist() == [[-1.0, pytest.approx(0.3)]]
 
 
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
-def test_actions_reach_the_simulator_in_its_units(simulator: str) -> None:
-    """InvertedPendulum takes forces in [-3, 3] N: 0.5 rescaled is 1.5 as it is, and 9 clipped
-    is 3.
-    """
+def test_actions_are_mapped_to_simulator_units(simulator: str) -> None:
+    """InvertedPendulum takes forces in [-3, 3] N: 0.5 is rescaled to 1.5, and 9 clipped to 3."""
 
     def after(mapping: str, value: float) -> Tensor:
         env = make("InvertedPendulum-v5", simulator=simulator, action_mapping=mapping)
@@ -307,17 +293,16 @@ def test_specs(id: str, options: dict[str, Any], obs: Any, action: Any, limit: i
     assert action is None or env.action_spec == action
 
 
-def test_nested_and_single_number_observations_get_flat_names() -> None:
+def test_nested_and_scalar_observations_get_flat_names() -> None:
     kitchen = make("FrankaKitchen-v1").obs_spec
     assert isinstance(kitchen, dict) and kitchen["desired_goal/kettle"] == ArraySpec((7,))
     finger = make("FingerSpin-v1", 2)
-    assert isinstance(finger.obs_spec, dict) and all(
-        len(spec.shape) == 1 for spec in finger.obs_spec.values()
-    )
+    assert isinstance(finger.obs_spec, dict)
+    assert all(len(spec.shape) == 1 for spec in finger.obs_spec.values())
     obs = finger.reset()
-    assert isinstance(obs, dict) and {k: tuple(x.shape) for k, x in obs.items()} == {
-        k: (2, *spec.shape) for k, spec in finger.obs_spec.items()
-    }
+    assert isinstance(obs, dict)
+    shapes = {name: (2, *spec.shape) for name, spec in finger.obs_spec.items()}
+    assert {name: tuple(x.shape) for name, x in obs.items()} == shapes
 
 
 @pytest.mark.parametrize(
@@ -331,44 +316,40 @@ def test_nested_and_single_number_observations_get_flat_names() -> None:
 )
 def test_obs_keys_select_observations(id: str, keys: list[str], options: dict[str, Any]) -> None:
     env = make(id, obs_keys=keys, **options)
-    obs, step = play(env, 1)
+    obs, step = rollout(env, 1)
     names = {
         "test/Teacher-v0": ["critic/force", "critic/mass"],
         "toy_envs:Privileged": ["state", "eye"],
     }.get(id, keys)
-    assert (
-        isinstance(env.obs_spec, dict)
-        and list(env.obs_spec) == list(obs) == list(step.obs) == names
-    )
+    assert isinstance(env.obs_spec, dict)
+    assert list(env.obs_spec) == list(obs) == list(step.obs) == names
     assert all(tuple(x.shape) == (2, *env.obs_spec[name].shape) for name, x in step.obs.items())
 
 
-def test_success_where_the_task_says_it() -> None:
-    """A proportional controller reaches every Fetch goal; none is reached at once."""
+def test_success_is_read_from_the_info() -> None:
+    """A proportional controller reaches every Fetch goal; not all are reached in one step."""
     env = make("FetchReach-v4", 3, max_episode_steps=20)
     obs: Any = env.reset()
-    seen = []
+    success = []
     for _ in range(20):
         error = obs["desired_goal"] - obs["achieved_goal"]
         step = env.step(torch.cat([20 * error, torch.zeros(3, 1)], 1))
         obs = step.obs
         assert step.success is not None and step.success.dtype == torch.bool
-        seen.append(step.success.tolist())
-    assert seen[0] != [True] * 3 and seen[-1] == [True] * 3
-    assert play(make("HalfCheetah-v4"), 1)[-1].success is None
-    assert play(make("MetaWorld/Reach-v3"), 1)[-1].success.tolist() == [False, False]
+        success.append(step.success.tolist())
+    assert success[0] != [True] * 3 and success[-1] == [True] * 3
+    assert rollout(make("HalfCheetah-v4"), 1)[-1].success is None
+    assert rollout(make("MetaWorld/Reach-v3"), 1)[-1].success.tolist() == [False, False]
 
 
 # ------------------------------------------------------------ the user's own Gymnasium environments
 class Corridor(gymnasium.Env):
-    """Walk to the right: success and termination at 4, in the very step in which a clock of 4 ends
-    the episode.
-    """
+    """A walk that succeeds and terminates at 4; the time limit of 4 ends the same step."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
     observation_space = spaces.Dict(
         {
-            "where": spaces.Discrete(6, start=-1),
+            "position": spaces.Discrete(6, start=-1),
             "body": spaces.Dict(
                 {"x": spaces.Box(-9, 9, (2,), np.float64), "flags": spaces.MultiBinary(3)}
             ),
@@ -385,7 +366,7 @@ class Corridor(gymnasium.Env):
             "x": np.array([self.x, -self.x], dtype=np.float64),
             "flags": np.array([1, 0, 1], dtype=np.int8),
         }
-        return {"where": np.int64(self.x), "body": body}
+        return {"position": np.int64(self.x), "body": body}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -404,13 +385,13 @@ class Corridor(gymnasium.Env):
         )
 
     def render(self) -> Any:
-        picture = np.zeros((8, 8, 3), dtype=np.uint8)
-        picture[:, :4] = 200
-        return picture
+        image = np.zeros((8, 8, 3), dtype=np.uint8)
+        image[:, :4] = 200
+        return image
 
 
 class Teacher(Corridor):
-    """Observations of a policy and of a critic that reads more."""
+    """Observations of a policy, and more of them for a critic."""
 
     observation_space = spaces.Dict(
         {
@@ -430,9 +411,7 @@ class Teacher(Corridor):
 
 
 class OwnVector(gymnasium.vector.VectorEnv):
-    """A vector implementation of the user's own: resets in the same step, one seed only, one buffer
-    for everything.
-    """
+    """A user's vector environment: same-step resets, a single seed, one reused buffer."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
     single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -478,25 +457,25 @@ gymnasium.register(
 
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step"])
-def test_a_registered_environment_of_the_users_own(mode: str) -> None:
+def test_registered_user_environment(mode: str) -> None:
     env = make("test/Corridor-v0", 2, kwargs={"autoreset_mode": mode})
     assert env.obs_spec == {
-        "where": ArraySpec((6,)),
+        "position": ArraySpec((6,)),
         "body/x": ArraySpec((2,)),
         "body/flags": ArraySpec((3,)),
     }
     assert env.action_spec == Discrete(2) and env.max_episode_steps == 4
     obs: Any = env.reset()
-    assert obs["where"].tolist() == [[0, 1, 0, 0, 0, 0]] * 2  # -1 is the first of six
+    assert obs["position"].tolist() == [[0, 1, 0, 0, 0, 0]] * 2  # -1 has index 0 of 6
     steps: list[Step] = [env.step(torch.tensor([1, 0])) for _ in range(4)]
     last = steps[-1]
-    # Environment 0 reaches 4 as its clock ends: terminated counts. Environment 1 stays at -1:
+    # Environment 0 reaches 4 at its time limit: terminated counts. Environment 1 stays at -1:
     # truncated.
     assert last.terminated.tolist() == [True, False] and last.truncated.tolist() == [False, True]
     assert last.success is not None and last.success.tolist() == [True, False]
     assert last.reward.tolist() == [4.0, -1.0]
     final: Any = last.obs if mode == "next_step" else last.final_obs
-    assert final["body/x"].tolist() == [[4, -4], [-1, 1]] and final["where"][0].argmax() == 5
+    assert final["body/x"].tolist() == [[4, -4], [-1, 1]] and final["position"][0].argmax() == 5
     if mode == "same_step":
         assert last.obs["body/x"].tolist() == [[0, 0], [0, 0]]
     check_env(
@@ -506,7 +485,7 @@ def test_a_registered_environment_of_the_users_own(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step"])
-def test_a_success_key_that_no_info_has_is_refused(mode: str) -> None:
+def test_unknown_success_key_is_rejected(mode: str) -> None:
     env = make("test/Corridor-v0", 2, success_key="won", kwargs={"autoreset_mode": mode})
     env.reset()
     with pytest.raises(
@@ -517,7 +496,7 @@ def test_a_success_key_that_no_info_has_is_refused(mode: str) -> None:
             env.step(torch.tensor([1, 0]))
 
 
-def test_a_module_before_the_colon_is_imported(
+def test_module_before_the_colon_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_tasks_for_test.py").write_text(
@@ -528,17 +507,17 @@ def test_a_module_before_the_colon_is_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     env = make("my_tasks_for_test:MyPole-v0")
     assert env.id == "my_tasks_for_test:MyPole-v0"
-    assert play(env, 3)[-1].truncated.all()
+    assert rollout(env, 3)[-1].truncated.all()
 
 
-def test_a_vector_implementation_of_the_users_own() -> None:
+def test_user_vector_environment_satisfies_the_contract() -> None:
     report = check_env(lambda seeds: make("test/Own-v0", 4, seeds=seeds), steps=40)
     assert report.longest == 6 and report.rows == 160 and report.seeded
 
 
-# ----------------------------------------------------------------------------------- life and death
+# ----------------------------------------------------------------------------------- errors, memory
 @pytest.mark.parametrize("simulator", ["envpool", "gymnasium"])
-def test_after_close_nothing_works(simulator: str) -> None:
+def test_invalid_calls_are_rejected(simulator: str) -> None:
     env = make("CartPole-v1", simulator=simulator)
     with pytest.raises(EnvError, match=r"step\(\) before reset\(\)"):
         env.step(torch.zeros(2, dtype=torch.int64))
@@ -563,7 +542,7 @@ def test_after_close_nothing_works(simulator: str) -> None:
             call()
 
 
-REFUSED = [
+INVALID = [
     (
         "HalfCheeta-v4",
         {},
@@ -668,9 +647,9 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore:.*is missing AutoresetMode metadata")
 @pytest.mark.parametrize(
-    ("id", "options", "message"), REFUSED, ids=[f"{r[0]}-{i}" for i, r in enumerate(REFUSED)]
+    ("id", "options", "message"), INVALID, ids=[f"{r[0]}-{i}" for i, r in enumerate(INVALID)]
 )
-def test_refusals_name_the_id_the_limit_and_the_cure(
+def test_errors_name_the_id_the_limit_and_the_cure(
     id: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EnvError, match=message):
@@ -685,7 +664,7 @@ def test_refusals_name_the_id_the_limit_and_the_cure(
         (spaces.Text(5), "action space Text"),
     ],
 )
-def test_action_spaces_that_are_not_supported(
+def test_unsupported_action_spaces_are_rejected(
     space: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Corridor, "action_space", space)
@@ -693,7 +672,7 @@ def test_action_spaces_that_are_not_supported(
         make("test/Corridor-v0")
 
 
-def test_observation_spaces_that_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_observation_spaces_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Corridor, "observation_space", spaces.Dict({"say": spaces.Text(5)}))
     with pytest.raises(
         EnvError, match=r"observation 'say': observation space Text.*wrap the environment"
@@ -701,19 +680,18 @@ def test_observation_spaces_that_are_not_supported(monkeypatch: pytest.MonkeyPat
         make("test/Corridor-v0")
 
 
-def test_many_heavy_robots_are_announced() -> None:
+def test_large_memory_use_is_announced() -> None:
     before = make("PandaPickCube-v1", 3)
     before.reset()
-    before.close()  # what it gives back to the C library must not hide what others take
-    # 55 MB each; 48 where the first of all is among them, 100 where the C library cannot say what
-    # is in use
+    before.close()  # memory that is freed must not hide the growth of the others
+    # 55 MB each; 48 if the first of all is among them, 100 without statistics of the C library.
     with pytest.warns(
         UserWarning, match=r"60 environments will take \d\.\d GB of memory \(([4-9]|10)\d MB each"
     ):
-        make("PandaPickCube-v1", 60)  # nothing is built for them before reset()
+        make("PandaPickCube-v1", 60)  # reset() would create the simulators
 
 
-def test_mujocos_own_warnings_do_not_flood_the_terminal(
+def test_mujoco_warnings_are_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -724,18 +702,20 @@ def test_mujocos_own_warnings_do_not_flood_the_terminal(
     assert not list(tmp_path.iterdir())
 
 
-def test_importing_the_package_loads_no_simulator() -> None:
-    """EnvPool takes 1 to 3 s to import; whoever only asks for help should not wait for it."""
+def test_import_loads_no_simulator() -> None:
+    """The import of EnvPool takes 1 to 3 s, which would slow down commands such as --help."""
     code = (
         "import embodied_envs, sys; print([m for m in ('envpool', 'mujoco', 'ray') if m in"
         " sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "[]"
 
 
-# ----------------------------------------------------------------------------------------- pictures
-def _can_draw() -> bool:
+# ------------------------------------------------------------------------------------------- images
+def _can_render() -> bool:
     envpool_env.load()
     return envpool_env._egl_error == ""
 
@@ -746,26 +726,26 @@ def _can_draw() -> bool:
         ("Pong-v5", {}),
         ("test/Corridor-v0", {"render_size": (4, 4)}),
         pytest.param(
-            "HalfCheetah-v4", {}, marks=pytest.mark.skipif("not _can_draw()", reason="no libEGL")
+            "HalfCheetah-v4", {}, marks=pytest.mark.skipif("not _can_render()", reason="no libEGL")
         ),
         pytest.param(
             "InvertedPendulum-v5",
             {"simulator": "gymnasium"},
-            marks=pytest.mark.skipif("not _can_draw()", reason="no libEGL"),
+            marks=pytest.mark.skipif("not _can_render()", reason="no libEGL"),
         ),
     ],
 )
-def test_pictures(id: str, options: dict[str, Any]) -> None:
+def test_render_returns_an_image(id: str, options: dict[str, Any]) -> None:
     size = options.setdefault("render_size", (48, 64))
     env = make(id, render=True, **options)
     env.reset()
-    picture = env.render()
-    assert picture.shape == (*size, 3) and picture.dtype == torch.uint8
-    assert picture.float().std() > 1
+    image = env.render()
+    assert image.shape == (*size, 3) and image.dtype == torch.uint8
+    assert image.float().std() > 1
     env.close()
 
 
-def test_a_drawing_package_that_is_missing_is_named() -> None:
+def test_missing_render_package_is_named() -> None:
     env = make("CartPole-v1", simulator="gymnasium", render=True)
     env.reset()
     if importlib.util.find_spec("pygame") is None:
@@ -775,8 +755,8 @@ def test_a_drawing_package_that_is_missing_is_named() -> None:
         assert env.render().shape == (240, 320, 3)
 
 
-def test_a_picture_is_averaged_down_to_the_size_asked_for() -> None:
-    """8x8, left half 200, right half 0 -> 2x4: columns 200 200 0 0."""
+def test_render_resizes_by_area_average() -> None:
+    """8 x 8 with a left half of 200 and a right half of 0 gives 2 x 4: columns 200 200 0 0."""
     env = make("test/Corridor-v0", render=True, render_size=(2, 4))
     env.reset()
     assert env.render()[..., 0].tolist() == [[200, 200, 0, 0]] * 2

@@ -1,6 +1,4 @@
-"""TorchVectorEnv on a batched physics task in torch, handed out as Gymnasium, ManiSkill and Isaac
-Lab do.
-"""
+"""TorchVectorEnv on one physics task with the interfaces of Gymnasium, ManiSkill and Isaac Lab."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ def make(name: str, n: int = 3, seeds: list[int] | None = None, **options: Any) 
     return TorchVectorEnv(f"torch_tasks:{name}", adapter_options)
 
 
-def push(n: int = 3) -> Tensor:
-    """All carts to the right with all force: 2 m after at most 14 steps."""
+def full_force(n: int = 3) -> Tensor:
+    """Return full force to the right for all carts: they reach 2 m within 14 steps."""
     return torch.ones(n, 1)
 
 
@@ -44,17 +42,19 @@ def push(n: int = 3) -> Tensor:
         ("maniskill", {"observe": "agent"}, {"qpos": ArraySpec((1,)), "qvel": ArraySpec((1,))}),
     ],
 )
-def test_every_shape_keeps_the_contract(name: str, kwargs: dict[str, Any], spec: Any) -> None:
+def test_each_interface_satisfies_the_contract(
+    name: str, kwargs: dict[str, Any], spec: Any
+) -> None:
     report = check_env(lambda seeds: make(name, 4, seeds, kwargs=kwargs), steps=60)
     assert report.episodes > 8 and report.longest == 20 and report.seeded and report.rows == 240
-    staggers = not any("staggered" in note for note in report.notes)
-    assert staggers == ("partial_reset" in kwargs)
+    can_stagger = not any("staggered" in note for note in report.notes)
+    assert can_stagger == ("partial_reset" in kwargs)
     env = make(name, kwargs=kwargs)
     assert spec is None or env.obs_spec == spec
     assert env.max_episode_steps == (20 if name == "maniskill" else None)
 
 
-def test_nested_observations_are_tensors_in_the_policys_types() -> None:
+def test_nested_observations_become_tensors_of_the_spec() -> None:
     env = make("maniskill")
     assert env.obs_spec == {
         "agent/qpos": ArraySpec((1,)),
@@ -65,44 +65,39 @@ def test_nested_observations_are_tensors_in_the_policys_types() -> None:
     }
     obs: Any = env.reset()
     x = obs["agent/qpos"]
-    assert (
-        obs["agent/qvel"].dtype == torch.float32
-        and obs["extra/near"].tolist() == (x.abs() < 0.1).float().tolist()
-    )
-    # Discrete(3, start=-1): -1, 0, 1 are the first, second and third of three
-    assert obs["extra/where"].argmax(1).tolist() == [
-        0 if v < 0 else 2 for v in x.flatten().tolist()
-    ]
+    assert obs["agent/qvel"].dtype == torch.float32
+    assert obs["extra/near"].tolist() == (x.abs() < 0.1).float().tolist()
+    # Discrete(3, start=-1): -1, 0 and 1 have the indices 0, 1 and 2.
+    indices = [0 if v < 0 else 2 for v in x.flatten().tolist()]
+    assert obs["extra/where"].argmax(1).tolist() == indices
     assert obs["rgb"].dtype == torch.uint8
     assert env.action_spec == Box((-1.0,), (1.0,))
 
 
 @pytest.mark.parametrize(("name", "kwargs"), [("cart", {}), ("maniskill", {"observe": "agent"})])
-def test_the_last_observation_is_the_fall_and_the_next_one_the_start(
-    name: str, kwargs: dict[str, Any]
-) -> None:
+def test_final_obs_is_the_state_before_the_reset(name: str, kwargs: dict[str, Any]) -> None:
     env = make(name, kwargs=kwargs)
     env.reset()
     for _ in range(14):
-        step = env.step(push())
+        step = env.step(full_force())
         ended = step.terminated | step.truncated
         if bool(ended.any()):
             both: Any = (step.final_obs, step.obs)
             final, obs = ((x["qpos"] if isinstance(x, dict) else x)[ended, 0] for x in both)
             assert bool((final > 2).all()) and bool((obs.abs() <= 1).all())
-            assert torch.equal(step.reward[ended], 2 - final)  # the reward is the fall's
+            assert torch.equal(step.reward[ended], 2 - final)  # computed before the reset
             return
-    raise AssertionError("nobody fell")
+    raise AssertionError("no cart fell off")
 
 
-def test_an_observation_alone_is_the_policys_and_not_the_critics() -> None:
-    """Isaac Lab hands the critic's privileged observations out beside the policy's."""
+def test_observation_group_of_the_policy_is_the_default() -> None:
+    """Isaac Lab returns privileged observations for the critic in another group."""
     env = make("isaac", kwargs={"compute_final_obs": True})
     assert env.obs_spec == ArraySpec((2,))
     both = make("isaac", kwargs={"compute_final_obs": True, "observe": ["policy", "critic"]})
     assert both.obs_spec == {"policy": ArraySpec((2,)), "critic": ArraySpec((3,))}
-    chosen = make("isaac", kwargs={"compute_final_obs": True}, obs_keys=["critic"])
-    assert chosen.obs_spec == {"critic": ArraySpec((3,))}
+    critic = make("isaac", kwargs={"compute_final_obs": True}, obs_keys=["critic"])
+    assert critic.obs_spec == {"critic": ArraySpec((3,))}
     with pytest.raises(
         EnvError,
         match=r"env.obs_keys and env.kwargs.observe both select observations; leave one out",
@@ -110,51 +105,51 @@ def test_an_observation_alone_is_the_policys_and_not_the_critics() -> None:
         make("isaac", kwargs={"observe": "policy"}, obs_keys=["critic"])
 
 
-def test_every_environment_begins_from_its_own_seed_if_the_simulator_takes_a_list() -> None:
+def test_seed_list_is_used_if_the_simulator_accepts_it() -> None:
     a, b = make("maniskill", seeds=[5, 5, 7]), make("cart", seeds=[5, 5, 7])
     x: Any = a.reset()
     assert x["agent/qpos"][0] == x["agent/qpos"][1] != x["agent/qpos"][2]
     y: Any = b.reset()
-    assert y[0, 0] != y[1, 0]  # one seed for all of them
+    assert y[0, 0] != y[1, 0]  # one seed for all environments
     before = y.clone()
     b.restart([5, 1, 2])
     assert torch.equal(torch.as_tensor(b.reset()), before)
-    assert not torch.equal(torch.as_tensor(b.reset()), before)  # without new seeds, other episodes
+    assert not torch.equal(torch.as_tensor(b.reset()), before)  # other episodes
 
 
-def test_a_new_episode_for_some() -> None:
+def test_reset_where_resets_selected_environments() -> None:
     env = make("maniskill", kwargs={"partial_reset": True})
     env.reset()
-    before: Any = env.step(push()).obs
+    before: Any = env.step(full_force()).obs
     after: Any = env.reset_where(torch.tensor([False, True, False]))
-    same = (after["agent/qpos"] == before["agent/qpos"]).flatten().tolist()
-    assert same == [True, False, True]
+    is_equal = (after["agent/qpos"] == before["agent/qpos"]).flatten().tolist()
+    assert is_equal == [True, False, True]
     assert make("cart").reset_where(torch.tensor([True, False, False])) is None
 
 
-def test_neither_another_environment_nor_the_learner_disturbs_its_random_numbers() -> None:
-    """Isaac Lab draws from torch's global generator, and seeds it at every seeded reset."""
+def test_random_numbers_are_independent_of_other_users_of_the_generator() -> None:
+    """Isaac Lab draws from torch's global generator, and seeds it in every seeded reset."""
 
-    def starts(disturb: bool) -> list[Tensor]:
+    def observations(disturb: bool) -> list[Tensor]:
         env = make("isaac", kwargs={"compute_final_obs": True})
-        seen = [torch.as_tensor(env.reset())]
+        result = [torch.as_tensor(env.reset())]
         for _ in range(2):
             if disturb:
                 make("isaac", seeds=[9, 9, 9], kwargs={"compute_final_obs": True}).reset()
                 torch.rand(3)
-            seen += [torch.as_tensor(env.step(push()).obs) for _ in range(20)]
-        return seen
+            result += [torch.as_tensor(env.step(full_force()).obs) for _ in range(20)]
+        return result
 
     torch.manual_seed(5)
     expected = torch.rand(4)
     torch.manual_seed(5)
-    calm = starts(False)
+    undisturbed = observations(False)
     assert torch.equal(torch.rand(4), expected)
-    assert all(torch.equal(a, b) for a, b in zip(calm, starts(True)))
+    assert all(torch.equal(a, b) for a, b in zip(undisturbed, observations(True)))
 
 
 # ------------------------------------------------------------------------ without last observations
-def test_an_end_without_its_last_observation_is_refused() -> None:
+def test_end_without_final_obs_is_rejected() -> None:
     env = make("isaac")
     env.reset()
     with pytest.raises(
@@ -162,11 +157,11 @@ def test_an_end_without_its_last_observation_is_refused() -> None:
         match=r"not in info\['final_obs'\].*compute_final_obs=True.*final_observation=prev",
     ):
         for _ in range(20):
-            env.step(push())
+            env.step(full_force())
 
 
-def test_the_observation_before_the_last_stands_in_if_asked_and_a_warning_says_so() -> None:
-    """V of the truncated row is then V(s_t), as rsl_rl's r + gamma V(s_t)."""
+def test_previous_observation_replaces_final_obs_with_a_warning() -> None:
+    """A truncated row is then bootstrapped with V(s_t), as rsl_rl's r + gamma V(s_t)."""
     with pytest.warns(UserWarning, match="final_observation=previous.*biased by one step"):
         env = make("isaac", kwargs={"final_observation": "previous"})
     obs: Any = env.reset()
@@ -174,7 +169,7 @@ def test_the_observation_before_the_last_stands_in_if_asked_and_a_warning_says_s
         step = env.step(torch.zeros(3, 1))
         assert torch.equal(torch.as_tensor(step.final_obs), obs)
         obs = torch.as_tensor(step.obs).clone()
-        step.obs.zero_()  # what was handed out is not what stands in
+        step.obs.zero_()  # the adapter keeps its own copy
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_env(
@@ -183,26 +178,24 @@ def test_the_observation_before_the_last_stands_in_if_asked_and_a_warning_says_s
         )
 
 
-def test_where_the_horizon_is_finite_the_clock_terminates() -> None:
+def test_time_limit_terminates_with_a_finite_horizon() -> None:
     for finite in (False, True):
         env = make("isaac", kwargs={"compute_final_obs": True, "is_finite_horizon": finite})
         env.reset()
-        ends = [env.step(torch.zeros(3, 1)) for _ in range(20)]
-        assert bool(torch.stack([s.truncated for s in ends]).any()) != finite
+        steps = [env.step(torch.zeros(3, 1)) for _ in range(20)]
+        assert bool(torch.stack([s.truncated for s in steps]).any()) != finite
 
 
-# -------------------------------------------------------------------------------- success, refusals
+# ---------------------------------------------------------------------------------- success, errors
 @pytest.mark.parametrize(
     ("name", "key"), [("cart", None), ("maniskill", None), ("maniskill", "success")]
 )
-def test_success_is_that_of_the_step_and_not_of_the_reset_after_it(
-    name: str, key: str | None
-) -> None:
+def test_success_is_read_before_the_reset(name: str, key: str | None) -> None:
     env = make(
         name, 64, success_key=key, kwargs={"observe": "agent"} if name == "maniskill" else {}
     )
     env.reset()
-    seen = set()
+    values = set()
     for _ in range(25):
         step = env.step(torch.zeros(64, 1))
         final: Any = step.obs if step.final_obs is None else step.final_obs
@@ -210,11 +203,11 @@ def test_success_is_that_of_the_step_and_not_of_the_reset_after_it(
         ended = step.terminated | step.truncated
         assert step.success is not None
         assert step.success[ended].tolist() == (x[ended, 0].abs() < 0.1).tolist()
-        seen |= set(step.success[ended].tolist())
-    assert seen == {False, True}
+        values |= set(step.success[ended].tolist())
+    assert values == {False, True}
 
 
-def test_a_success_key_that_is_nowhere_is_refused() -> None:
+def test_missing_success_key_is_rejected() -> None:
     env = make("maniskill", success_key="episode/won")
     env.reset()
     with pytest.raises(
@@ -222,16 +215,16 @@ def test_a_success_key_that_is_nowhere_is_refused() -> None:
         match=r"success_key='episode/won' is not in the info.*it has elapsed_steps, reconf",
     ):
         for _ in range(20):
-            env.step(push())
-    silent = make("isaac", kwargs={"compute_final_obs": True})
-    silent.reset()
-    assert silent.step(push()).success is None
+            env.step(full_force())
+    without_success = make("isaac", kwargs={"compute_final_obs": True})
+    without_success.reset()
+    assert without_success.step(full_force()).success is None
 
 
 @pytest.mark.parametrize(
     ("id", "options", "message"),
     [
-        ("torch_tasks:nobody", {}, "names no function; simulator=torch needs"),
+        ("torch_tasks:missing", {}, "names no function; simulator=torch needs"),
         ("Ant-v5", {}, "names no function"),
         ("no_such_module:make", {}, "cannot import 'no_such_module'"),
         (
@@ -266,12 +259,12 @@ def test_a_success_key_that_is_nowhere_is_refused() -> None:
         ("torch_tasks:one", {}, "num_envs=2, but its vector has 1"),
     ],
 )
-def test_refusals(id: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_rejected(id: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(EnvError, match=message):
         TorchVectorEnv(id, AdapterOptions(num_envs=2, seeds=[0, 1], **options))
 
 
-def test_observations_that_are_no_tensors_or_of_another_shape_are_refused(
+def test_observations_of_wrong_type_or_shape_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_tasks.Cart, "reset", lambda self, **_: (self.state.numpy(), {}))
@@ -286,13 +279,13 @@ def test_observations_that_are_no_tensors_or_of_another_shape_are_refused(
         make("cart").reset()
 
 
-def test_after_close_and_before_reset_nothing_works() -> None:
+def test_calls_before_reset_and_after_close_are_rejected() -> None:
     env = make("cart")
     with pytest.raises(EnvError, match=r"step\(\) before reset\(\)"):
-        env.step(push())
+        env.step(full_force())
     env.reset()
     with pytest.raises(EnvError, match=r"actions of shape \[4, 1\]; it takes \[3, 1\]"):
-        env.step(push(4))
+        env.step(full_force(4))
     with pytest.raises(EnvError, match="rendering is disabled"):
         env.render()
     with pytest.raises(EnvError, match="cannot be loaded"):
@@ -303,27 +296,22 @@ def test_after_close_and_before_reset_nothing_works() -> None:
         env.reset()
 
 
-def test_pictures_of_all_or_of_one() -> None:
+def test_render_returns_the_image_of_one_environment() -> None:
     for name, value in (("cart", 7), ("isaac", 9)):
         env = make(name, render=True, render_size=(2, 4))
-        picture = env.render()
-        assert (
-            picture.shape == (2, 4, 3)
-            and picture.dtype == torch.uint8
-            and bool((picture == value).all())
-        )
+        image = env.render()
+        assert image.shape == (2, 4, 3) and image.dtype == torch.uint8
+        assert bool((image == value).all())
 
 
-def test_a_function_is_told_from_other_ids() -> None:
+def test_factory_accepts_functions_only() -> None:
     assert torch_env.factory("torch_tasks:cart") is torch_tasks.cart
     assert torch_env.factory("torch_tasks:Cart-v0") is None and torch_env.factory("Ant-v5") is None
 
 
-# ----------------------------------------------------------------------------------------- together
-def test_ppo_learns_to_hold_the_cart() -> None:
-    """Random pushes stay 0.7 m from the middle on average, a held cart at most 0.3 m (with the way
-    there).
-    """
+# ----------------------------------------------------------------------------------------- training
+def test_ppo_learns_to_center_the_cart() -> None:
+    """The mean distance from the center is 0.7 m with random forces, at most 0.3 m when learned."""
     c = run_helpers.tiny_config(
         {
             "env.num_envs": 64,
@@ -350,7 +338,7 @@ def test_ppo_learns_to_hold_the_cart() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kwargs", [{"compute_final_obs": True}, {"final_observation": "previous"}])
 @pytest.mark.filterwarnings("ignore:.*final_observation=previous")
-def test_a_step_never_waits_for_the_gpu(kwargs: dict[str, Any]) -> None:
+def test_step_does_not_synchronize_with_the_gpu(kwargs: dict[str, Any]) -> None:
     env = make("isaac", 256, device="cuda", kwargs=kwargs)
     env.reset()
     action = torch.zeros(256, 1, device="cuda")
