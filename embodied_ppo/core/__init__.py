@@ -2,7 +2,7 @@
 
 Belongs here: the data types and protocols that other folders exchange (``types``), functions over
 nested tensors (``tree``), errors, random numbers, running statistics, collectives, compilation of
-tensor functions.
+tensor functions, free memory of the host.
 
 Does not belong here: anything that reads an option, loads a simulator or a model, or imports Ray or
 Hydra.

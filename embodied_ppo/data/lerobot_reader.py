@@ -26,6 +26,7 @@ from PIL.Image import DecompressionBombError
 from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError, one_line
+from embodied_ppo.core.host_memory import free_memory
 
 VERSION = "v3.0"
 """Version that is written."""
@@ -465,7 +466,7 @@ def _check_memory(
 
     ``numbers``: dimensions of state and action of a frame.
     """
-    free = _free_bytes()
+    free = free_memory()
     need = frames * (sum(3 * height * width for height, width in cameras.values()) + 4 * numbers)
     if free is not None and need > free / 2:
         sizes = " + ".join(
@@ -478,23 +479,6 @@ def _check_memory(
             f" limit={fits} of its {episodes} episodes would fit; else use smaller pictures, or a"
             " machine with more memory"
         )
-
-
-def _free_bytes() -> float | None:
-    """Return the memory that this process may still allocate, None if the system does not report
-    it.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(
-            float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
-        )
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{x}") for x in ("max", "current"))
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            free = min(free, float(most) - float(used.read_text()))
-    except (OSError, StopIteration, ValueError):
-        return None
-    return max(free, 0.0)
 
 
 # ------------------------------------------------------------------------------------------ parquet

@@ -489,7 +489,7 @@ def test_too_little_memory_is_told_with_the_sum(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        lerobot_reader, "_free_bytes", lambda: 20000.0
+        lerobot_reader, "free_memory", lambda: 20000.0
     )  # 25 frames of 1172 bytes are 29300
     with pytest.raises(
         ConfigError,

@@ -18,6 +18,7 @@ from torch import Tensor
 from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter, AdapterOptions
 from embodied_ppo.core import tree
+from embodied_ppo.core.host_memory import free_memory
 from embodied_ppo.core.types import EnvError, Obs, Step
 
 _RESERVED = (
@@ -307,7 +308,7 @@ class EnvPoolEnv(Adapter):
 
         The memory of one environment is measured on three of them (0.1 to 1.5 s).
         """
-        if not Path("/proc/self/statm").exists():
+        if free_memory() is None:
             return
         first = self._make(1)  # loads the data that all environments share
         first.reset()
@@ -318,7 +319,7 @@ class EnvPoolEnv(Adapter):
         pair.reset()
         each_gb = max((_allocated_gb() - before_gb) / 2, 0.001)
         del first, pair
-        needed_gb, free_gb = each_gb * self.num_envs, free_memory_gb()
+        needed_gb, free_gb = each_gb * self.num_envs, (free_memory() or 0.0) / 1e9
         if needed_gb > free_gb:
             raise EnvError(
                 f"env.id={self.id}: {self.num_envs} environments need {needed_gb:.1f} GB"
@@ -366,13 +367,3 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def free_memory_gb() -> float:
-    """Return the memory that the machine, or the container (cgroup v2), has available."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, max(int(text) - int(used.read_text()), 0))
-    return free / 1e9
