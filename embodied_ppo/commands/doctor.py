@@ -1,4 +1,4 @@
-"""`embodied-ppo doctor`: check what works on this machine and print the cure for what does not.
+"""`embodied-ppo doctor`: check this machine and print the cure of every problem.
 
 This module needs the standard library only. A check that may hang or crash is a probe: it runs in a
 separate process with a deadline (``python -m embodied_ppo.commands.doctor NAME``).
@@ -46,26 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine the machine, print the result, return the exit code."""
+    """Run all checks, print the results, and return the exit code."""
     arguments.reject_overrides(args)
-    rows = examine()
+    checks = run_checks()
     if args.json:
-        print(output.as_json([vars(row) for row in rows]))
+        print(output.as_json([check.as_dict() for check in checks]))
     else:
-        print_rows(rows)
-    return PROBLEM_FOUND if any(row.state == "problem" and row.needed for row in rows) else 0
+        print_checks(checks)
+    return PROBLEM_FOUND if any(check.breaks_default_recipes for check in checks) else 0
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print one line for each check, followed by the cure unless the check is OK."""
-    width = max(len(row.name) for row in rows)
-    for row in rows:
-        state = row.state.upper() if row.state == "ok" else row.state
-        print(f"{state:<7}  {row.name:<{width}}  {row.found}")
-        if row.cure:
-            print(f"{'':<7}  {'':<{width}}  cure: {row.cure}")
-    broken = [row.name for row in rows if row.state == "problem" and row.needed]
-    if broken:
+def print_checks(checks: Sequence[Check]) -> None:
+    """Print one line for each check, followed by the cure of a problem."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        state = check.state.upper() if check.state == "ok" else check.state
+        print(f"{state:<7}  {check.name:<{width}}  {check.result}")
+        if check.cure:
+            print(f"{'':<7}  {'':<{width}}  cure: {check.cure}")
+    if broken := [check.name for check in checks if check.breaks_default_recipes]:
         print(f"broken, and the default recipes need it: {', '.join(broken)}")
     else:
         print("all that the default recipes need works")
@@ -78,14 +77,14 @@ class Version:
 
     Attributes:
         tested: The version in scripts/constraints.txt.
-        least: The lowest version that works.
+        lowest: The lowest version that works.
         below: The lowest version that is too new; "" if none is known.
         module: Name of the Python module.
         extra: The extra that installs the package; "" for a package that is always installed.
     """
 
     tested: str
-    least: str
+    lowest: str
     below: str
     module: str
     extra: str = ""
@@ -116,85 +115,92 @@ VERSIONS: dict[str, Version] = {
     "mujoco-warp": Version("3.17.0", "3.17", "4", "mujoco_warp", "warp"),
     "warp-lang": Version("1.19.0", "1.19", "2", "warp", "warp"),
 }
-"""The versions in pyproject.toml and scripts/constraints.txt (compared by a test)."""
+"""The versions of pyproject.toml and scripts/constraints.txt; a test compares them."""
 
-WHY = {"mujoco": " (4.0.0 has a diverging solver)"}
+REASONS = {"mujoco": " (4.0.0 has a diverging solver)"}
+"""Package -> reason of its upper limit, if it is not obvious."""
 
 RECIPES = {"": True, "language": True, "vla": False, "warp": False}
 """Extra -> whether the default recipes (quickstart, arithmetic) use it."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Check:
     """The result of a check.
 
     Attributes:
-        name: What was checked.
+        name: Subject of the check.
         state: ok; problem: broken, or needed and missing; absent: missing and optional.
-        found: What the check found.
-        cure: What to do unless the state is ok.
+        result: Description of the result.
+        cure: Cure unless the state is ok.
         needed: Whether the default recipes need it.
     """
 
     name: str
     state: Literal["ok", "problem", "absent"]
-    found: str
+    result: str
     cure: str = ""
     needed: bool = True
 
+    @property
+    def breaks_default_recipes(self) -> bool:
+        """Return whether the default recipes cannot run."""
+        return self.state == "problem" and self.needed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the check for --json."""
+        fields = {"name": self.name, "state": self.state, "found": self.result}
+        return fields | {"cure": self.cure, "needed": self.needed}
+
 
 @dataclass(frozen=True)
-class Answer:
-    """The result of a probe: what it found, or the error, "" if there was none."""
+class ProbeResult:
+    """The value that a probe returned, or its error; "" if there was none."""
 
-    found: Any = None
+    value: Any = None
     error: str = ""
 
 
 # ------------------------------------------------------------------------------------------- probes
 def _imports() -> dict[str, str]:
     """Return installed package -> error of its import, for those that cannot be imported."""
-    found = {}
-    for name, about in VERSIONS.items():
+    errors = {}
+    for name, package in VERSIONS.items():
         print(json.dumps({"at": name}), flush=True)  # if an import crashes, the last line names it
         try:
             version(name)
         except PackageNotFoundError:
             continue
         try:
-            pkgutil.resolve_name(about.module)
+            pkgutil.resolve_name(package.module)
         except Exception as error:  # any error means that the package is broken
-            found[name] = one_line(error, kind=True)
-    return found
+            errors[name] = one_line(error, kind=True)
+    return errors
 
 
 def _torch() -> dict[str, Any]:
-    """Return the versions and GPUs that torch finds, after one sum on each GPU."""
+    """Return the versions and GPUs of torch, after one sum on each GPU."""
     import torch
 
     gpus, reason = [], ""
     try:
         if torch.version.cuda is not None:
             torch.cuda.init()
-    except (
-        RuntimeError,
-        AssertionError,
-        torch.cuda.DeferredCudaCallError,
-    ) as error:  # no driver, no GPU, or a broken one
-        reason = one_line(error)
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
+        reason = one_line(error)  # no driver, no GPU, or a broken GPU
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         assert float(torch.ones(1000, device=f"cuda:{i}").sum()) == 1000
         free, total = torch.cuda.mem_get_info(i)
         gpus.append({"name": torch.cuda.get_device_name(i), "free": free, "total": total})
     assert float(torch.ones(64, 64).matmul(torch.ones(64, 64)).sum()) == 64**3
-    return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "gpus": gpus,
-        "reason": reason,
-    }
+    versions = {"version": torch.__version__, "cuda": torch.version.cuda}
+    return {**versions, "gpus": gpus, "reason": reason}
 
 
+PROGRAM = """#include <vector>
+#include <omp.h>
+int main() { return std::vector<int>(7).size(); }
+"""
 SCENE = """<mujoco><worldbody><light pos="0 0 3"/>
 <geom type="plane" size="2 2 .1" rgba=".3 .6 .3 1"/>
 <body pos="0 0 1"><freejoint/><geom type="sphere" size=".3" rgba="1 0 0 1"/></body>
@@ -222,13 +228,13 @@ def _frame() -> str:
     model = mujoco.MjModel.from_xml_string(SCENE)
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
-    began = time.perf_counter()
+    start = time.perf_counter()
     renderer = mujoco.Renderer(model, height=48, width=64)
     renderer.update_scene(data)
     frame = renderer.render()  # [48, 64, 3]
-    took = time.perf_counter() - began
+    duration_s = time.perf_counter() - start
     assert frame.std() > 5, "the frame is blank"
-    return f"a frame of 64 x 48 in {took:.1f} s"
+    return f"a frame of 64 x 48 in {duration_s:.1f} s"
 
 
 def _envpool() -> str:
@@ -239,7 +245,7 @@ def _envpool() -> str:
     env = envpool.make_gymnasium("HalfCheetah-v4", num_envs=2)
     env.reset()
     obs = env.step(numpy.zeros((2, 6)))[0]
-    assert obs.shape == (2, 17), f"HalfCheetah-v4 gave observations of shape {obs.shape}"
+    assert obs.shape == (2, 17), f"HalfCheetah-v4 has observations of shape {obs.shape}"
     return "HalfCheetah-v4 makes a step"
 
 
@@ -260,17 +266,17 @@ def _ray() -> str:
     import ray
 
     @ray.remote
-    def other() -> int:
+    def worker_pid() -> int:
         return os.getpid()
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     options = dict[str, Any](include_dashboard=False, log_to_driver=False)
     ray.init(address="local", num_cpus=1, **options)
     try:
-        assert ray.get(other.remote()) != os.getpid()
+        assert ray.get(worker_pid.remote()) != os.getpid()
     finally:
         ray.shutdown()
-    return f"starts and answers in {time.perf_counter() - began:.1f} s"
+    return f"starts and answers in {time.perf_counter() - start:.1f} s"
 
 
 PROBES: dict[str, Callable[[], Any]] = {
@@ -287,32 +293,28 @@ PROBES: dict[str, Callable[[], Any]] = {
 def _probe(name: str) -> None:
     """Run a probe in this process, print its result as the last line, and exit at once."""
     try:
-        answer = {"found": PROBES[name]()}
+        result = {"value": PROBES[name]()}
     except Exception as error:  # the top of the process: every error is a result
-        answer = {"error": one_line(error, kind=True)}
-    print("\n" + json.dumps(answer), flush=True)
+        result = {"error": one_line(error, kind=True)}
+    print("\n" + json.dumps(result), flush=True)
     os._exit(0)
 
 
-def _ask(names: Sequence[str]) -> dict[str, Answer]:
+def run_probes(names: Sequence[str]) -> dict[str, ProbeResult]:
     """Run probes concurrently and return their results after at most DEADLINE_S.
 
     Processes that the probes started are ended, too.
     """
-    deadline, running = (
-        time.monotonic() + DEADLINE_S,
-        dict[str, tuple[subprocess.Popen[bytes], Any]](),
-    )
+    deadline = time.monotonic() + DEADLINE_S
+    running: dict[str, tuple[subprocess.Popen[bytes], Any]] = {}
     with ExitStack() as stack:
         for name in names:
-            # only the probe of MuJoCo reports a $MUJOCO_GL that MuJoCo refuses
+            # Only the probe of MuJoCo reports a $MUJOCO_GL that MuJoCo refuses.
             gl = {} if name == "mujoco" else {"MUJOCO_GL": name if name in BACKENDS else ""}
-            out = stack.enter_context(
-                tempfile.TemporaryFile()
-            )  # a process that a probe started would keep a pipe open
-            command = [sys.executable, "-m", "embodied_ppo.commands.doctor", name]
+            # A file, because a process that a probe started would keep a pipe open.
+            out = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "embodied_ppo.commands.doctor", name],
                 env={**os.environ, **gl},
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -320,10 +322,10 @@ def _ask(names: Sequence[str]) -> dict[str, Answer]:
             )
             stack.callback(_end, process)
             running[name] = process, out
-        return {name: _answer(process, out, deadline) for name, (process, out) in running.items()}
+        return {name: _result(process, out, deadline) for name, (process, out) in running.items()}
 
 
-def _answer(process: subprocess.Popen[bytes], out: Any, deadline: float) -> Answer:
+def _result(process: subprocess.Popen[bytes], out: Any, deadline: float) -> ProbeResult:
     """Wait for a probe and parse the last line of its output."""
     try:
         code = process.wait(max(0.0, deadline - time.monotonic()))
@@ -333,15 +335,15 @@ def _answer(process: subprocess.Popen[bytes], out: Any, deadline: float) -> Answ
     out.seek(0)
     lines = [line for line in out.read().decode(errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    result = json.loads(last) if re.match(r'\{"(found|error|at)"', last) else {}
+    result = json.loads(last) if re.match(r'\{"(value|error|at)"', last) else {}
     at = f", at {result['at']}" if "at" in result else ""
     if code is None:
-        return Answer(error=f"did not answer in {DEADLINE_S:g} s{at}")
+        return ProbeResult(error=f"did not answer in {DEADLINE_S:g} s{at}")
     if code < 0:
-        return Answer(error=f"crashed ({signal.Signals(-code).name}){at}")
-    if not {"found", "error"} & result.keys():
-        return Answer(error=f"ended with {code}{at}: {last}")
-    return Answer(result.get("found"), result.get("error", ""))
+        return ProbeResult(error=f"crashed ({signal.Signals(-code).name}){at}")
+    if not {"value", "error"} & result.keys():
+        return ProbeResult(error=f"ended with {code}{at}: {last}")
+    return ProbeResult(**result)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -352,29 +354,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 # ------------------------------------------------------------------------------------------- checks
-def examine() -> list[Row]:
-    """Run all checks and return their results in the order of printing."""
-    answers = _ask([name for name in PROBES if name != "warp" or _installed("warp-lang")])
+def run_checks() -> list[Check]:
+    """Run all checks and return them in the order of printing."""
+    probes = run_probes([name for name in PROBES if name != "warp" or _installed("warp-lang")])
     return [
-        _python(),
-        *_packages(answers["imports"]),
-        *_gpu(answers["torch"]),
-        _compiler(),
-        _of("mujoco", answers["mujoco"], _gl_cure() or _pip("mujoco")),
-        *_pictures({name: answers[name] for name in BACKENDS}),
-        _of("envpool", answers["envpool"], _pip("envpool")),
-        _of_warp(answers.get("warp")),
-        _of("ray", answers["ray"], _pip("ray"), needed=False),
-        *_disks(),
-        *_ports(),
+        check_python(),
+        *check_packages(probes["imports"]),
+        *check_torch(probes["torch"]),
+        check_compiler(),
+        check_probe("mujoco", probes["mujoco"], _gl_cure() or _pip("mujoco")),
+        *check_rendering({name: probes[name] for name in BACKENDS}),
+        check_probe("envpool", probes["envpool"], _pip("envpool")),
+        check_warp(probes.get("warp")),
+        check_probe("ray", probes["ray"], _pip("ray"), needed=False),
+        *check_disks(),
+        *check_ports(),
     ]
 
 
-def _of(name: str, answer: Answer, cure: str, *, needed: bool = True) -> Row:
-    """Return the row of a probe whose result is a text."""
-    if answer.error:
-        return Row(name, "problem", answer.error, cure, needed)
-    return Row(name, "ok", answer.found, needed=needed)
+def check_probe(name: str, probe: ProbeResult, cure: str, *, needed: bool = True) -> Check:
+    """Return the check of a probe whose value is a text."""
+    if probe.error:
+        return Check(name, "problem", probe.error, cure, needed)
+    return Check(name, "ok", probe.value, needed=needed)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -392,114 +394,94 @@ def _installed(name: str) -> str:
 
 def _pip(name: str) -> str:
     """Return the command that reinstalls a package."""
-    about = VERSIONS[name]
-    return f"pip install --force-reinstall --no-deps {name}=={about.tested}"
+    return f"pip install --force-reinstall --no-deps {name}=={VERSIONS[name].tested}"
 
 
-def _python() -> Row:
+def check_python() -> Check:
     """Check the version of Python."""
-    now, name = sys.version_info[:2], f"{platform.python_version()} at {sys.executable}"
-    least, below = PYTHON
+    description = f"{platform.python_version()} at {sys.executable}"
+    lowest, below = PYTHON
+    if lowest <= sys.version_info[:2] < below:
+        return Check("python", "ok", description)
     cure = "make PYTHON=/path/to/python3.11 train; without root: conda create -n ppo python=3.11"
-    if not least <= now < below:
-        return Row("python", "problem", f"{name}; works with 3.11, 3.12 and 3.13", cure)
-    return Row("python", "ok", name)
+    return Check("python", "problem", f"{description}; works with 3.11, 3.12 and 3.13", cure)
 
 
-def _packages(imports: Answer) -> Iterator[Row]:
+def check_packages(imports: ProbeResult) -> Iterator[Check]:
     """Check the packages.
 
-    Yields a row for each missing, too old, too new or broken package, and one for each extra
+    Yields a check for each missing, too old, too new or broken package, and one for each extra
     without a problem.
     """
-    broken = imports.found or {}
+    import_errors = imports.value or {}
     if imports.error:
-        yield Row("imports", "problem", imports.error, INSTALL)
-    for extra in RECIPES:
-        names = [name for name, about in VERSIONS.items() if about.extra == extra]
-        missing = [name for name in names if not _installed(name)]
-        title, needed = f"extra {extra}" if extra else "packages", RECIPES[extra]
-        install = INSTALL if not extra else INSTALL.replace("-e .", f"-e '.[{extra}]'")
+        yield Check("imports", "problem", imports.error, INSTALL)
+    for extra, needed in RECIPES.items():
+        names = [name for name, package in VERSIONS.items() if package.extra == extra]
+        installed = {name: now for name in names if (now := _installed(name))}
+        missing = [name for name in names if name not in installed]
+        title = f"extra {extra}" if extra else "packages"
         if missing:
-            state = "problem" if not extra else "absent"
-            yield Row(title, state, f"not installed: {', '.join(missing)}", install, needed)
-        bad = list[str]()
-        for name in (name for name in names if name not in missing):
-            about, now = VERSIONS[name], _installed(name)
-            limit = f">={about.least}" + (f",<{about.below}" if about.below else "")
-            if _numbers(now) < _numbers(about.least) or (
-                about.below and _numbers(now) >= _numbers(about.below)
-            ):
-                bad.append(name)
-                why = f"{now}: works with {limit}{WHY.get(name, '')}"
-                yield Row(name, "problem", why, f"pip install '{name}{limit}'", needed)
-            elif name in broken:
-                bad.append(name)
-                yield Row(
-                    name, "problem", f"{now} cannot be imported: {broken[name]}", _pip(name), needed
-                )
-        if not missing and not bad:
-            other = [
-                f"{n} {_installed(n)} (tested: {VERSIONS[n].tested})"
-                for n in names
-                if not _as_tested(n)
-            ]
-            tested = f"{len(names) - len(other)} of {len(names)} as tested"
-            yield Row(title, "ok", "; ".join([tested, *other]), needed=needed)
+            cure = INSTALL.replace("-e .", f"-e '.[{extra}]'") if extra else INSTALL
+            state = "absent" if extra else "problem"
+            yield Check(title, state, f"not installed: {', '.join(missing)}", cure, needed)
+        problems, untested = list[Check](), list[str]()
+        for name, now in installed.items():
+            package = VERSIONS[name]
+            limit = f">={package.lowest}" + (f",<{package.below}" if package.below else "")
+            too_new = package.below and _numbers(now) >= _numbers(package.below)
+            if _numbers(now) < _numbers(package.lowest) or too_new:
+                result = f"{now}: works with {limit}{REASONS.get(name, '')}"
+                cure = f"pip install '{name}{limit}'"
+                problems.append(Check(name, "problem", result, cure, needed))
+            elif name in import_errors:
+                result = f"{now} cannot be imported: {import_errors[name]}"
+                problems.append(Check(name, "problem", result, _pip(name), needed))
+            elif now.partition("+")[0] != package.tested:
+                untested.append(f"{name} {now} (tested: {package.tested})")
+        yield from problems
+        if not missing and not problems:
+            tested = f"{len(names) - len(untested)} of {len(names)} as tested"
+            yield Check(title, "ok", "; ".join([tested, *untested]), needed=needed)
 
 
-def _as_tested(name: str) -> bool:
-    """Return whether the installed version of a package is the tested one."""
-    return _installed(name).partition("+")[0] == VERSIONS[name].tested
-
-
-def _gpu(answer: Answer) -> Iterator[Row]:
-    """Check torch, whether it finds the GPUs of the driver, and their free memory."""
-    if answer.error:
-        yield Row("torch", "problem", answer.error, _pip("torch"))
+def check_torch(probe: ProbeResult) -> Iterator[Check]:
+    """Check torch, whether it can use the GPUs of the driver, and their free memory."""
+    if probe.error:
+        yield Check("torch", "problem", probe.error, _pip("torch"))
         return
-    torch, driver = answer.found, _driver()
-    built = (
-        f"{torch['version']}, built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'CPU only'}"
-    )
+    torch, driver = probe.value, _driver()
+    cuda = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
+    build = f"{torch['version']}, built for {cuda}"
     if driver and not torch["gpus"]:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = f"{built}; the driver has {', '.join(driver)}, torch finds none"
-        if hidden is not None and hidden.strip() in ("", "-1"):
-            yield Row(
-                "torch",
-                "problem",
-                f"{found}: CUDA_VISIBLE_DEVICES = '{hidden}'",
-                "unset CUDA_VISIBLE_DEVICES",
-            )
+        result = f"{build}; the driver has {', '.join(driver)}, torch finds none"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None and visible.strip() in ("", "-1"):
+            result += f": CUDA_VISIBLE_DEVICES = '{visible}'"
+            cure = "unset CUDA_VISIBLE_DEVICES"
         elif torch["cuda"]:
-            yield Row(
-                "torch",
-                "problem",
-                f"{found}: {torch['reason'] or 'no reason given'}",
+            result += f": {torch['reason'] or 'no reason given'}"
+            cure = (
                 "a newer NVIDIA driver; without root an older CUDA: pip install --force-reinstall "
-                "torch "
-                "--index-url https://download.pytorch.org/whl/cu126",
+                "torch --index-url https://download.pytorch.org/whl/cu126"
             )
         else:
-            yield Row(
-                "torch", "problem", found, _pip("torch") + " --index-url https://pypi.org/simple"
-            )
+            cure = _pip("torch") + " --index-url https://pypi.org/simple"
+        yield Check("torch", "problem", result, cure)
         return
-    yield Row("torch", "ok", built)
+    yield Check("torch", "ok", build)
     if not torch["gpus"]:
-        yield Row("gpu", "absent", "no NVIDIA GPU: device=cpu", needed=False)
+        yield Check("gpu", "absent", "no NVIDIA GPU: device=cpu", needed=False)
     for i, gpu in enumerate(torch["gpus"]):
-        free, total = gpu["free"] / GB, gpu["total"] / GB
-        found = f"{gpu['name']}, {free:.1f} of {total:.1f} GB free"
+        result = f"{gpu['name']}, {gpu['free'] / GB:.1f} of {gpu['total'] / GB:.1f} GB free"
         if gpu["free"] < 0.5 * gpu["total"]:
             cure = (
                 "nvidia-smi lists the processes that use it; to use another GPU: "
                 f"device=cuda:{i + 1}, or CUDA_VISIBLE_DEVICES"
             )
-            yield Row(f"gpu {i}", "problem", found, cure, needed=False)
+            yield Check(f"gpu {i}", "problem", result, cure, needed=False)
         else:
-            yield Row(f"gpu {i}", "ok", found)
+            yield Check(f"gpu {i}", "ok", result)
 
 
 def _driver() -> list[str]:
@@ -509,85 +491,58 @@ def _driver() -> list[str]:
         return ["a GPU (/dev/nvidia0)"] if Path("/dev/nvidia0").exists() else []
     query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, errors="replace", timeout=30, check=False
+        process = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=30
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    lines = process.stdout.splitlines() if process.returncode == 0 else []
     return [" (driver".join(line.rsplit(",", 1)) + ")" for line in lines if line.strip()]
 
 
-def _compiler() -> Row:
+def check_compiler() -> Check:
     """Compile and run a program with OpenMP."""
     name = os.environ.get("CXX") or "g++"
     cure = (
         "apt-get install g++; without root: conda install -c conda-forge gxx; export"
         " CXX=$CONDA_PREFIX/bin/g++"
     )
-    if shutil.which(name) is None:
-        if os.environ.get("CXX"):
-            return Row(
-                "compiler",
-                "problem",
-                f"CXX = {name} is not on the path",
-                "unset CXX; " + cure,
-                needed=False,
-            )
-        return Row(
-            "compiler",
-            "absent",
-            f"no {name} on the path; compile=auto then trains uncompiled, slower",
-            cure,
-            False,
-        )
+    path = shutil.which(name)
+    if path is None and os.environ.get("CXX"):
+        result = f"CXX = {name} is not on the path"
+        return Check("compiler", "problem", result, "unset CXX; " + cure, needed=False)
+    if path is None:
+        result = f"no {name} on the path; compile=auto then trains uncompiled, slower"
+        return Check("compiler", "absent", result, cure, needed=False)
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "a.cpp"), Path(folder, "a.out")
-        source.write_text(
-            "#include <vector>\n#include <omp.h>\nint main() { return"
-            " std::vector<int>(7).size(); }\n"
-        )
+        source.write_text(PROGRAM)
         try:
             command = [name, "-fopenmp", str(source), "-o", str(program)]
             build = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S
             )
-            works = (
-                build.returncode == 0
-                and subprocess.run([str(program)], timeout=DEADLINE_S).returncode == 7
-            )
             errors = build.stderr.strip().splitlines()[:1] or ["its program does not run"]
+            if build.returncode == 0:
+                code = subprocess.run([str(program)], timeout=DEADLINE_S).returncode
+                errors = [] if code == 7 else errors
         except (OSError, subprocess.TimeoutExpired) as error:
-            works, errors = False, [one_line(error)]
-    if not works:
-        return Row(
-            "compiler",
-            "problem",
-            f"{name} cannot compile with OpenMP: {errors[0]}",
-            cure,
-            needed=False,
-        )
-    return Row("compiler", "ok", f"{shutil.which(name)} builds a program that runs", needed=False)
+            errors = [one_line(error)]
+    if errors:
+        result = f"{name} cannot compile with OpenMP: {errors[0]}"
+        return Check("compiler", "problem", result, cure, needed=False)
+    return Check("compiler", "ok", f"{path} builds a program that runs", needed=False)
 
 
 def _gl_cure() -> str:
     """Return the cure for a $MUJOCO_GL that MuJoCo refuses, "" for a valid one."""
-    named = os.environ.get("MUJOCO_GL", "").lower().strip()
-    known = (
-        "",
-        *BACKENDS,
-        "off",
-        "0",
-        "false",
-        "disable",
-        "disabled",
-        "on",
-        "1",
-        "true",
-        "enable",
-        "enabled",
-    )
-    return "" if named in known else "unset MUJOCO_GL"
+    switches = ("off", "0", "false", "disable", "disabled", "on", "1", "true", "enable", "enabled")
+    return "" if _mujoco_gl() in ("", *BACKENDS, *switches) else "unset MUJOCO_GL"
+
+
+def _mujoco_gl() -> str:
+    """Return $MUJOCO_GL as MuJoCo reads it."""
+    return os.environ.get("MUJOCO_GL", "").lower().strip()
 
 
 GL_CURES = {
@@ -600,75 +555,68 @@ GL_CURES = {
 }
 
 
-def _pictures(answers: Mapping[str, Answer]) -> Iterator[Row]:
+def check_rendering(probes: Mapping[str, ProbeResult]) -> Iterator[Check]:
     """Check each rendering backend, and the one that training uses.
 
     Training uses $MUJOCO_GL, else the first of EGL and OSMesa that works.
     """
-    works = [name for name, answer in answers.items() if not answer.error]
-    for name, answer in answers.items():
-        state, cure = ("absent", GL_CURES[name]) if answer.error else ("ok", "")
-        yield Row(f"picture {name}", state, answer.error or answer.found, cure, needed=False)
-    named = os.environ.get("MUJOCO_GL", "").lower().strip()
-    if named in BACKENDS and named not in works:
-        cure = f"export MUJOCO_GL={works[0]}" if works else GL_CURES[named]
-        yield Row("pictures", "problem", f"MUJOCO_GL = {named} does not render", cure)
-    elif _gl_cure():
-        refused = f"MUJOCO_GL = {named} is not one of {', '.join(BACKENDS)}; MuJoCo refuses to load"
-        yield Row("pictures", "problem", refused, _gl_cure())
-    elif not {"egl", "osmesa"} & set(works):
-        yield Row("pictures", "problem", "no backend works without a screen", GL_CURES["egl"])
+    working = [name for name, probe in probes.items() if not probe.error]
+    for name, probe in probes.items():
+        state, cure = ("absent", GL_CURES[name]) if probe.error else ("ok", "")
+        yield Check(f"picture {name}", state, probe.error or probe.value, cure, needed=False)
+    backend = _mujoco_gl()
+    if backend in BACKENDS and backend not in working:
+        cure = f"export MUJOCO_GL={working[0]}" if working else GL_CURES[backend]
+        yield Check("pictures", "problem", f"MUJOCO_GL = {backend} does not render", cure)
+    elif cure := _gl_cure():
+        result = (
+            f"MUJOCO_GL = {backend} is not one of {', '.join(BACKENDS)}; MuJoCo refuses to load"
+        )
+        yield Check("pictures", "problem", result, cure)
+    elif backend in BACKENDS:
+        yield Check("pictures", "ok", f"training uses {backend} (MUJOCO_GL)")
+    elif {"egl", "osmesa"} & set(working):
+        yield Check("pictures", "ok", f"training uses {working[0]}")
     else:
-        used = named if named in BACKENDS else works[0]
-        yield Row(
-            "pictures",
-            "ok",
-            f"training uses {used}" + (" (MUJOCO_GL)" if named in BACKENDS else ""),
-        )
+        yield Check("pictures", "problem", "no backend works without a screen", GL_CURES["egl"])
 
 
-def _of_warp(answer: Answer | None) -> Row:
-    """Check MuJoCo Warp."""
-    install = INSTALL.replace("-e .", "-e '.[warp]'")
-    if answer is None:
-        return Row(
-            "warp", "absent", "not installed; env.simulator=warp needs it", install, needed=False
-        )
-    return _of("warp", answer, install, needed=False)
+def check_warp(probe: ProbeResult | None) -> Check:
+    """Check MuJoCo Warp; None if it is not installed."""
+    cure = INSTALL.replace("-e .", "-e '.[warp]'")
+    if probe is None:
+        result = "not installed; env.simulator=warp needs it"
+        return Check("warp", "absent", result, cure, needed=False)
+    return check_probe("warp", probe, cure, needed=False)
 
 
-def _disks() -> Iterator[Row]:
-    """Check free space where runs, compiled code and Ray write."""
+def check_disks() -> Iterator[Check]:
+    """Check the free space of the folders for runs, compiled code and Ray."""
     cache = os.environ.get("EMBODIED_PPO_CACHE") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "embodied_ppo"
     )
-    places = (
+    move_tmp = "export TMPDIR=/another/disk; files of earlier runs in /tmp/ray may be deleted"
+    disks = (  # name, folder, GB that must be free, cure, whether the default recipes need it
         ("disk here", Path.cwd(), 2.0, "run_dir=/another/disk/run", True),
         ("disk cache", Path(cache), 0.5, "export EMBODIED_PPO_CACHE=/another/disk", True),
-        (
-            "disk temporary",
-            Path(tempfile.gettempdir()),
-            1.0,
-            "export TMPDIR=/another/disk; files of earlier runs in /tmp/ray may be deleted",
-            True,
-        ),
+        ("disk temporary", Path(tempfile.gettempdir()), 1.0, move_tmp, True),
         ("shared memory", Path("/dev/shm"), 1.0, "in Docker: docker run --shm-size 8g ..", False),
     )
-    for name, folder, least, cure, needed in places:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        found = f"{folder}: {shutil.disk_usage(there).free / GB:.1f} GB free"
+    for name, folder, required, cure, needed in disks:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free / GB
+        result = f"{folder}: {free:.1f} GB free"
         try:
-            with tempfile.TemporaryFile(dir=there):
-                full = shutil.disk_usage(there).free < least * GB
+            with tempfile.TemporaryFile(dir=existing):
+                pass
         except OSError as error:
-            yield Row(
-                name, "problem", f"{folder}: cannot be written ({error.strerror})", cure, needed
-            )
+            result = f"{folder}: cannot be written ({error.strerror})"
+            yield Check(name, "problem", result, cure, needed)
             continue
-        if full:
-            yield Row(name, "problem", f"{found}, less than {least:g}", cure, needed)
+        if free < required:
+            yield Check(name, "problem", f"{result}, less than {required:g}", cure, needed)
         else:
-            yield Row(name, "ok", found, needed=needed)
+            yield Check(name, "ok", result, needed=needed)
 
 
 PORTS = {
@@ -678,28 +626,32 @@ PORTS = {
     ),
     6006: ("tensorboard", "tensorboard --logdir runs --port 6007"),
 }
+"""Port -> (program that uses it, cure if it is occupied)."""
 
 
-def _ports() -> Iterator[Row]:
+def check_ports() -> Iterator[Check]:
     """Check whether processes can listen, and whether well-known ports are free."""
-    try:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-        yield Row("ports", "ok", "processes can listen on 127.0.0.1", needed=False)
-    except OSError as error:
-        yield Row(
-            "ports", "problem", f"127.0.0.1: {error.strerror}", "ip link set lo up", needed=False
-        )
-    for port, (user, cure) in PORTS.items():
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                s.bind(("", port))
-                yield Row(f"port {port}", "ok", f"free, for {user}", needed=False)
-            except OSError as error:
-                yield Row(
-                    f"port {port}", "problem", f"{user}: {error.strerror}", cure, needed=False
-                )
+    error = _bind_error(("127.0.0.1", 0))
+    if error:
+        yield Check("ports", "problem", f"127.0.0.1: {error}", "ip link set lo up", needed=False)
+    else:
+        yield Check("ports", "ok", "processes can listen on 127.0.0.1", needed=False)
+    for port, (program, cure) in PORTS.items():
+        if error := _bind_error(("", port)):
+            yield Check(f"port {port}", "problem", f"{program}: {error}", cure, needed=False)
+        else:
+            yield Check(f"port {port}", "ok", f"free, for {program}", needed=False)
+
+
+def _bind_error(address: tuple[str, int]) -> str:
+    """Return the reason why a socket cannot be bound to an address, "" if it can."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(address)
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -22,16 +22,22 @@ import numpy as np
 from embodied_ppo.commands import output
 from embodied_ppo.core.errors import EnvError
 
-CONTROL_STEP_S, EPISODE_S, LEASH = 0.02, 5.0, 1.0
-"""Defaults of a new task: duration of a decision, length of an episode, and the distance from home
-(rad or m) at which a falling joint ends the episode."""
+CONTROL_STEP_S = 0.02
+"""Duration of a decision of a new task, s."""
+
+EPISODE_S = 5.0
+"""Length of an episode of a new task, s."""
+
+MAX_DISTANCE = 1.0
+"""Distance from home at which a falling joint ends the episode, rad or m."""
 
 FALLING = 0.1
-"""A passive joint falls (a pole does, a wheel does not) if gravity's lever arm exceeds this
-fraction of the radius of gyration (hinge), or its component along the axis this fraction
-(slide)."""
+"""Threshold of a falling passive joint (a pole falls, a wheel does not).
 
-DISTANCES = {
+It is compared with gravity's lever arm as a fraction of the radius of gyration (hinge), and with
+the component of gravity along the axis (slide)."""
+
+DISTANCE_SENSORS = {
     int(mujoco.mjtSensor.mjSENS_RANGEFINDER),
     int(mujoco.mjtSensor.mjSENS_GEOMDIST),
     int(mujoco.mjtSensor.mjSENS_GEOMNORMAL),
@@ -51,7 +57,7 @@ TEMPLATES = {
 FREE, BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
 """Types of joints in MjModel; the other types, slide and hinge, have one coordinate."""
 
-IMPORTED = ("Path", "State", "Task", "Tensor")
+RESERVED_NAMES = ("Path", "State", "Task", "Tensor")
 """Names that the generated module imports; its class must have another name."""
 
 
@@ -64,7 +70,7 @@ class NewTask:
     commands: tuple[str, ...]
 
 
-# -------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------------ command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
@@ -83,16 +89,12 @@ def run(args: argparse.Namespace) -> None:
         summary = {"files": files, "assumed": task.assumed, "commands": task.commands}
         print(output.as_json(summary))
         return
-    sections = (
-        ("written", task.files),
-        ("assumed, change it there", task.assumed),
-        ("next", task.commands),
-    )
-    for title, lines in sections:
+    titles = ("written", "assumed, change it there", "next")
+    for title, lines in zip(titles, (task.files, task.assumed, task.commands), strict=True):
         print("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
 
 
-# ---------------------------------------------------------------------------------------- the files
+# -------------------------------------------------------------------------------------------- files
 def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     """Generate the files of a task.
 
@@ -103,9 +105,9 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
 
     Raises:
         EnvError: The name is invalid, a file exists, MuJoCo refuses the model, or the model has
-            nothing to learn.
+            no joint or actuator.
     """
-    kind = _class_name(name)
+    class_name = _class_name(name)
     folder = Path(name) if out is None else out
     if folder.exists() and not folder.is_dir():
         raise EnvError(f"--out {folder}: is a file; name a folder")
@@ -126,16 +128,10 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
     environment.filters["py"] = _literal
     environment.filters["quoted"] = lambda text: _literal(text)[1:-1]
     path = Path(os.path.relpath(mjcf.resolve(), folder.resolve())).as_posix()
-    texts = {
-        file: (
-            environment.get_template(template).render(
-                name=name, kind=kind, mjcf=path, **description
-            )
-        )
-        for file, template in files.items()
-    }
+    variables = {"name": name, "kind": class_name, "mjcf": path, **description}
     try:
-        for file, text in texts.items():
+        for file, template in files.items():
+            text = environment.get_template(template).render(variables)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -164,29 +160,28 @@ def load(mjcf: Path) -> mujoco.MjModel:
     try:
         model = mujoco.MjSpec.from_file(str(mjcf)).compile()
     except (ValueError, OSError, mujoco.FatalError) as error:
-        place = (
-            f" (meshes and textures are searched from {mjcf.resolve().parent})"
-            if "file" in str(error)
-            else ""
-        )
-        raise EnvError(f"--mjcf {mjcf}: MuJoCo refuses it: {error}{place}") from error
-    where = f"--mjcf {mjcf}:"
-    if not TIMESTEPS[0] <= model.opt.timestep <= TIMESTEPS[1]:
-        raise EnvError(
-            f"{where} its timestep is {model.opt.timestep:g} s, not from {TIMESTEPS[0]:g} to "
-            f"{TIMESTEPS[1]:g}; write "
+        folder = mjcf.resolve().parent
+        hint = f" (meshes and textures are searched from {folder})" if "file" in str(error) else ""
+        raise EnvError(f"--mjcf {mjcf}: MuJoCo refuses it: {error}{hint}") from error
+    if problem := _problem(model, mjcf):
+        raise EnvError(f"--mjcf {mjcf}: {problem}")
+    return model
+
+
+def _problem(model: mujoco.MjModel, mjcf: Path) -> str:
+    """Return why no task can be generated for a model, with the cure; "" if it is valid."""
+    low, high = TIMESTEPS
+    if not low <= model.opt.timestep <= high:
+        return (
+            f"its timestep is {model.opt.timestep:g} s, not from {low:g} to {high:g}; write "
             '<option timestep="0.002"/>'
         )
-    if not np.isfinite(model.key_qpos).all():
-        raise EnvError(
-            f"{where} a keyframe's qpos holds {model.key_qpos[~np.isfinite(model.key_qpos)][0]};"
-            " correct it"
-        )
+    invalid = model.key_qpos[~np.isfinite(model.key_qpos)]
+    if invalid.size:
+        return f"a keyframe's qpos contains {invalid[0]}; correct it"
     if not model.njnt:
-        raise EnvError(
-            f"{where} nothing in it can move; add joints to its bodies: <joint name=.. type=hinge"
-            " axis=../>"
-        )
+        joint = "<joint name=.. type=hinge axis=../>"
+        return f"nothing in it can move; add joints to its bodies: {joint}"
     if not model.nu:
         cure = '<actuator><motor name=".." joint=".." ctrlrange="-1 1"/></actuator>'
         if "<robot" in mjcf.read_text(encoding="utf-8", errors="replace"):
@@ -194,52 +189,47 @@ def load(mjcf: Path) -> mujoco.MjModel:
                 f"s = mujoco.MjSpec.from_file({str(mjcf)!r}); s.compile(); open('robot.xml',"
                 " 'w').write(s.to_xml())"
             )
-            raise EnvError(
-                f"{where} is a URDF, which MuJoCo reads without actuators and with a fixed base; "
-                f'save it as MJCF: python -c "import mujoco; {save}", '
-                f"then add to that file {cure}, "
+            return (
+                "is a URDF, which MuJoCo reads without actuators and with a fixed base; save it as "
+                f'MJCF: python -c "import mujoco; {save}", then add to that file {cure}, '
                 "and a floor and a free joint if the robot is mobile"
             )
-        raise EnvError(
-            f"{where} it has no actuators, so there is nothing to learn; add some: {cure}"
-        )
+        return f"it has no actuators, so there is nothing to learn; add some: {cure}"
     for j in range(model.njnt):
-        free = model.jnt_type[j] == FREE
         body = model.body(model.jnt_bodyid[j])
-        if not (body.name if free else model.joint(j).name):
-            what = (
-                f"the free body {body.id}"
-                if free
-                else f"joint {j} (of body {body.name or body.id})"
-            )
-            raise EnvError(f"{where} {what} has no name, which the task needs; write name=..")
-    still = model.body_weldid[model.geom_bodyid] == 0
+        if model.jnt_type[j] == FREE:
+            name, element = body.name, f"the free body {body.id}"
+        else:
+            name, element = model.joint(j).name, f"joint {j} (of body {body.name or body.id})"
+        if not name:
+            return f"{element} has no name, which the task needs; write name=.."
+    fixed = model.body_weldid[model.geom_bodyid] == 0
     solid = (model.geom_contype | model.geom_conaffinity) != 0
-    supported = (
-        bool((still & solid).any()) or model.npair or model.neq or not model.opt.gravity.any()
-    )
-    driven = _driven(model)
-    for body, dof in _free(model):
-        if not supported and driven.isdisjoint(range(dof, dof + 6)):
-            raise EnvError(
-                f"{where} body {model.body(body).name} floats freely above nothing, so it falls "
-                'forever; add a floor to the worldbody: <geom type="plane" size="5 5 .1"/>, '
+    if (fixed & solid).any() or model.npair or model.neq or not model.opt.gravity.any():
+        return ""
+    driven = _driven_dofs(model)
+    for body, dof in _free_bodies(model):
+        if driven.isdisjoint(range(dof, dof + 6)):
+            return (
+                f"body {model.body(body).name} is free and there is no floor, so it falls without "
+                'end; add a floor to the worldbody: <geom type="plane" size="5 5 .1"/>, '
                 "or remove its free joint"
             )
-    return model
+    return ""
 
 
 def _class_name(name: str) -> str:
     """Convert my_robot to MyRobot. Raises EnvError if the name cannot be a new module and class."""
-    kind = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    class_name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or keyword.iskeyword(name):
         raise EnvError(
             f"NAME {name!r} must be the name of a Python module: letters, digits and _, "
             "a letter first, such as my_robot"
         )
-    if keyword.iskeyword(kind) or kind in IMPORTED:
+    if keyword.iskeyword(class_name) or class_name in RESERVED_NAMES:
         raise EnvError(
-            f"NAME {name!r}: its class would be called {kind}, which is taken; write {name}_robot"
+            f"NAME {name!r}: its class would be called {class_name}, which is taken; write"
+            f" {name}_robot"
         )
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin is not None:
@@ -247,17 +237,17 @@ def _class_name(name: str) -> str:
             f"NAME {name!r} is a Python module already ({spec.origin}); choose another name, such"
             f" as {name}_task"
         )
-    return kind
+    return class_name
 
 
-# ---------------------------------------------------------------------------------------- model
-def _free(model: mujoco.MjModel) -> list[tuple[int, int]]:
+# -------------------------------------------------------------------------------------------- model
+def _free_bodies(model: mujoco.MjModel) -> list[tuple[int, int]]:
     """Return (body, first degree of freedom) of every free body."""
     free = np.flatnonzero(model.jnt_type == FREE)
     return [(int(model.jnt_bodyid[j]), int(model.jnt_dofadr[j])) for j in free]
 
 
-def _driven(model: mujoco.MjModel) -> set[int]:
+def _driven_dofs(model: mujoco.MjModel) -> set[int]:
     """Return the degrees of freedom on which an actuator acts through its transmission."""
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
@@ -282,14 +272,14 @@ def _falls(model: mujoco.MjModel, joint: int, pose: np.ndarray) -> bool:
 
 
 def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
-    """Return sensors of positions in the world: they change if free bodies shift in x and y."""
+    """Return the sensors of global positions: they change when free bodies shift in x and y."""
     data = mujoco.MjData(model)
     readings = []
     for shift in ((0.0, 0.0), (0.37, -0.53)):
         data.qpos[:] = pose
-        for body, _ in _free(model):
-            at = int(model.jnt_qposadr[model.body_jntadr[body]])
-            data.qpos[at : at + 2] += shift
+        for body, _ in _free_bodies(model):
+            start = int(model.jnt_qposadr[model.body_jntadr[body]])
+            data.qpos[start : start + 2] += shift
         mujoco.mj_forward(model, data)
         readings.append(data.sensordata.copy())
     changed = ~np.isclose(*readings, rtol=0, atol=1e-6)
@@ -297,15 +287,14 @@ def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
     def is_global(i: int) -> bool:
         kind = int(model.sensor_type[i])
         if kind == int(mujoco.mjtSensor.mjSENS_CONTACT):  # the home pose may have no contact
-            return bool(
-                int(model.sensor_intprm[i, 0]) >> int(mujoco.mjtConDataField.mjCONDATA_POS) & 1
-            )
-        # velocities and forces are not positions; they change only with the ground
-        of_position = (
-            model.sensor_needstage[i] == int(mujoco.mjtStage.mjSTAGE_POS) and kind not in DISTANCES
-        )
+            position = int(mujoco.mjtConDataField.mjCONDATA_POS)
+            return bool(int(model.sensor_intprm[i, 0]) >> position & 1)
+        # Velocities and forces are not positions: they change only if the ground differs.
+        if model.sensor_needstage[i] != int(mujoco.mjtStage.mjSTAGE_POS):
+            return False
         first = model.sensor_adr[i]
-        return of_position and bool(changed[first : first + model.sensor_dim[i]].any())
+        is_changed = bool(changed[first : first + model.sensor_dim[i]].any())
+        return is_changed and kind not in DISTANCE_SENSORS
 
     return [i for i in range(model.nsensor) if is_global(i)]
 
@@ -313,20 +302,20 @@ def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
 def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     """Return the values of the templates' variables, and the sentences ``assumed``."""
     assumed: list[str] = []
-    driven = _driven(model)
+    driven = _driven_dofs(model)
     roots = {int(model.body_rootid[model.dof_bodyid[i]]) for i in driven}
     single = [j for j in range(model.njnt) if model.jnt_type[j] not in (FREE, BALL)]
-    of_robot = [
+    joints = [
         j for j in single if not roots or int(model.body_rootid[model.jnt_bodyid[j]]) in roots
     ]
-    joints = of_robot or single
+    joints = joints or single
     balls = [model.joint(j).name for j in np.flatnonzero(model.jnt_type == BALL)]
 
     key, pose = None, model.qpos0.copy()
     if model.nkey:
         names = [model.key(k).name for k in range(model.nkey)]
-        at = names.index("home") if "home" in names else 0
-        key, pose = names[at] or at, model.key_qpos[at]
+        index = names.index("home") if "home" in names else 0
+        key, pose = names[index] or index, model.key_qpos[index]
         assumed.append(f"the home pose is keyframe {key!r}")
     else:
         assumed.append("the home pose is qpos0 of the MJCF (there is no keyframe)")
@@ -336,22 +325,17 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
         if model.jnt_limited[j] and not low <= pose[model.jnt_qposadr[j]] <= high:
             moved[model.joint(j).name] = round(float(low + high) / 2, 4)
     if moved:
-        assumed.append(
-            f"at home {', '.join(moved)} are in the middle of their range, because 0 is outside"
-            " of it"
-        )
+        names = ", ".join(moved)
+        assumed.append(f"at home {names} are in the middle of their range, which excludes 0")
 
-    floating = [body for body, _ in _free(model)]
+    floating = [body for body, _ in _free_bodies(model)]
     robots = [body for body in floating if int(model.body_rootid[body]) in roots]
     base = model.body(robots[0]).name if robots else None
     falls = False
     if robots:
         falls = bool(pose[model.jnt_qposadr[model.body_jntadr[robots[0]]] + 2] > 0)
-        end = (
-            "an episode ends below half its height at home"
-            if falls
-            else "its height at home is not above 0"
-        )
+        below_half = "an episode ends below half its height at home"
+        end = below_half if falls else "its height at home is not above 0"
         assumed.append(f"{base} is the robot's floating base: its x and y are not observed; {end}")
     objects = [model.body(body).name for body in floating if body not in robots[:1]]
     if objects := [*objects, *(model.joint(j).name for j in single if j not in joints)]:
@@ -361,25 +345,22 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
     actuators = [model.actuator(i).name or f"actuator {i}" for i in range(model.nu)]
     unlimited = [i for i in range(model.nu) if not model.actuator_ctrllimited[i]]
     for i in unlimited:
-        assumed.append(
-            f"{actuators[i]} has no ctrlrange: its action is {bounds[i][2]}, {list(bounds[i][:2])}"
-        )
-    unlimited_joints = [j for j in joints if not model.jnt_limited[j]]
-    falling = [
-        j
-        for j in unlimited_joints
-        if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose)
-    ]
-    leash = {model.joint(j).name: LEASH for j in falling}
+        *control_range, source = bounds[i]
+        assumed.append(f"{actuators[i]} has no ctrlrange: its action is {source}, {control_range}")
+    leash, turning = {}, []
+    for j in joints:
+        if model.jnt_limited[j]:
+            continue
+        if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose):
+            leash[model.joint(j).name] = MAX_DISTANCE
+        else:
+            turning.append(model.joint(j).name)
     if leash:
         assumed.append(
             f"{', '.join(leash)}: no range and no actuator, and gravity moves it, so an episode "
-            f"ends {LEASH:g} "
-            "(rad, m) from home"
+            f"ends {MAX_DISTANCE:g} (rad, m) from home"
         )
-    if turning := [
-        model.joint(j).name for j in unlimited_joints if model.joint(j).name not in leash
-    ]:
+    if turning:
         assumed.append(f"{', '.join(turning)}: no range, so it never ends an episode")
     hidden = _global_sensors(model, pose) if base else []
     sensed = [
@@ -394,8 +375,7 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
         names = ", ".join(model.sensor(i).name or f"sensor {i}" for i in hidden)
         assumed.append(
             f"{model.nsensor - len(hidden)} of {model.nsensor} sensors are observed "
-            f"({len(sensed)} numbers); not "
-            f"{names}: positions in the world"
+            f"({len(sensed)} numbers); not {names}: positions in the world"
         )
     timestep = float(model.opt.timestep)
     decimation = max(1, round(CONTROL_STEP_S / timestep))
@@ -429,26 +409,17 @@ def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
 
 
 def _bounds(model: mujoco.MjModel, i: int) -> tuple[float, float, str]:
-    """Return the lowest and highest control of actuator i, and how they were determined."""
+    """Return the lowest and highest control of actuator i, and the source of these limits."""
     if model.actuator_ctrllimited[i]:
         low, high = model.actuator_ctrlrange[i]
         return float(low), float(high), "its ctrlrange"
     joint = int(model.actuator_trnid[i, 0])
-    servo = (
-        model.actuator_biastype[i] == int(mujoco.mjtBias.mjBIAS_AFFINE)
-        and model.actuator_biasprm[i, 1] != 0
-    )
-    if (
-        servo
-        and model.actuator_trntype[i] == int(mujoco.mjtTrn.mjTRN_JOINT)
-        and model.jnt_limited[joint]
-    ):
-        low, high = model.jnt_range[joint]
-        return (
-            round(float(low), 4),
-            round(float(high), 4),
-            f"the range of its joint {model.joint(joint).name}",
-        )
+    affine = model.actuator_biastype[i] == int(mujoco.mjtBias.mjBIAS_AFFINE)
+    is_servo = affine and model.actuator_biasprm[i, 1] != 0
+    moves_joint = model.actuator_trntype[i] == int(mujoco.mjtTrn.mjTRN_JOINT)
+    if is_servo and moves_joint and model.jnt_limited[joint]:
+        low, high = (round(float(x), 4) for x in model.jnt_range[joint])
+        return low, high, f"the range of its joint {model.joint(joint).name}"
     return -1.0, 1.0, "from -1 to 1"
 
 

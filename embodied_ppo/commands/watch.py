@@ -31,36 +31,40 @@ from embodied_ppo.core.errors import UsageError, one_line, show
 from embodied_ppo.training import health
 
 HOST = "127.0.0.1"
-ROWS = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 """A directory with this file is a run."""
 
 DEPTH = 4
 """Depth of the search for runs below a given folder."""
 
-CHUNK = 4 << 20
+BLOCK_SIZE = 4 << 20
 """Bytes of metrics.jsonl in one response; a longer line is skipped."""
 
-SMALL = 1 << 18
-"""Largest size in bytes of a config.yaml or summary.json that is read; usual are a few thousand."""
+MAX_FILE_SIZE = 1 << 18
+"""Largest size of a config.yaml or summary.json that is read, bytes; usual are a few thousand."""
 
-NOTE = 600
-"""Characters shown of a message from log.txt."""
+NOTE_LENGTH = 600
+"""Characters of a message from log.txt that the page shows."""
 
-MARK = 1024
+MARK_SIZE = 1024
 """Bytes before a position whose digest identifies the file that was read."""
 
-TAIL = 1 << 18
+TAIL_SIZE = 1 << 18
 """Bytes at the end of metrics.jsonl and log.txt from which the state of a run is derived."""
 
 SILENT_S = 60.0
 """A run that has written nothing for this long, and for three updates, is silent; seconds."""
 
-OWN = ("run_dir", "resume")
+RUN_OPTIONS = ("run_dir", "resume")
 """Options that differ between any two runs."""
 
-TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json", ".mp4": "video/mp4"}
-SHOWN = re.compile(r"(videos|reports/[^/.][^/\0]*)/[^/.][^/\0]*\.(html|json|mp4)")
-"""Files of a run that the page may show."""
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".json": "application/json",
+    ".mp4": "video/mp4",
+}
+SERVED = re.compile(r"(videos|reports/[^/.][^/\0]*)/[^/.][^/\0]*\.(html|json|mp4)")
+"""Files of a run that the server sends."""
 
 REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; sandbox"
@@ -69,24 +73,24 @@ REPORT_POLICY = (
 
 
 # ----------------------------------------------------------------------------------------- runs
-def find(roots: Sequence[Path]) -> dict[str, Path]:
+def find_runs(roots: Sequence[Path]) -> dict[str, Path]:
     """Return absolute path -> directory of every run that ``roots`` are or contain."""
     runs: dict[str, Path] = {}
     for root in roots:
-        for folder, inner, files in os.walk(root):
-            here = Path(folder)
-            deep = len(here.relative_to(root).parts) >= DEPTH
-            if ROWS in files:
-                # a browser cannot send bytes that are not UTF-8
-                runs[os.fsencode(here.absolute()).decode(errors="replace")] = here
-            inner[:] = (
-                () if ROWS in files or deep else sorted(n for n in inner if not n.startswith("."))
-            )
+        for name, subfolders, files in os.walk(root):
+            folder = Path(name)
+            if METRICS in files:
+                # A browser cannot send bytes that are not UTF-8.
+                runs[os.fsencode(folder.absolute()).decode(errors="replace")] = folder
+            if METRICS in files or len(folder.relative_to(root).parts) >= DEPTH:
+                subfolders.clear()
+            else:
+                subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
     return runs
 
 
 def labels(runs: Sequence[str]) -> dict[str, str]:
-    """Return a label for each run: its path without the parent folders that all share."""
+    """Return run -> label: its path without the common parent folders."""
     common = os.path.commonpath([str(Path(run).parent.parent) for run in runs]) if runs else ""
     return {run: os.path.relpath(run, common) for run in runs}
 
@@ -102,10 +106,9 @@ def status(run: Path) -> dict[str, Any]:
         video, report: Newest video and report, as arguments of /file.
         rows, config: Time of change and size of metrics.jsonl and config.yaml.
     """
+    names = (METRICS, "log.txt", "summary.json", "config.yaml")
     try:
-        stamps = {
-            name: _changed(run / name) for name in (ROWS, "log.txt", "summary.json", "config.yaml")
-        }
+        stamps = {name: _changed(run / name) for name in names}
         state = dict(_state(run, tuple(stamps.values())))
         age = time.time() - max(changed for changed, _ in stamps.values()) / 1e9
         if state["state"] == "running" and age > max(SILENT_S, 3 * state["update_s"]):
@@ -114,16 +117,11 @@ def status(run: Path) -> dict[str, Any]:
             "age_s": age,
             "video": _newest(run, "videos/*.mp4"),
             "report": _newest(run, "reports/*/report.html"),
-            "rows": stamps[ROWS],
+            "rows": stamps[METRICS],
             "config": stamps["config.yaml"],
         }
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ) as error:  # deleted or damaged
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        # A file is deleted or damaged.
         return {"state": "unreadable", "note": one_line(error, kind=True), "health": []}
 
 
@@ -136,26 +134,19 @@ def _changed(file: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def _size(file: Path) -> int | None:
-    """Return the size of a file in bytes, None without one.
+def _open(file: Path) -> BinaryIO:
+    """Open a regular file.
 
     Raises:
-        OSError: For a link, which could lead out of the run, and for a pipe or device.
+        OSError: For a missing file, a link, which could lead out of the run, a pipe or a device.
     """
     try:
-        status = file.lstat()
-    except FileNotFoundError:
-        return None
-    if stat.S_ISLNK(status.st_mode):
-        raise OSError(errno.EINVAL, "is a link, which is not followed", str(file))
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", str(file))
-    return status.st_size
-
-
-def _open(file: Path) -> BinaryIO:
-    """Open a file; refuse a link or a pipe even if it replaces the file after ``_size``."""
-    f = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        # Without O_NONBLOCK the opening of a pipe would wait for a writer.
+        f = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "is a link, which is not followed"
+        raise
     if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
         f.close()
         raise OSError(errno.EINVAL, "is not a regular file", str(file))
@@ -167,36 +158,37 @@ def _text(file: Path) -> str | None:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It has more than SMALL bytes.
+        ValueError: It has more than MAX_FILE_SIZE bytes.
     """
-    size = _size(file)
-    if size is None:
+    try:
+        with _open(file) as f:
+            block, size = f.read(MAX_FILE_SIZE + 1), os.fstat(f.fileno()).st_size
+    except FileNotFoundError:
         return None
-    with _open(file) as f:
-        block = f.read(SMALL + 1)
-    if len(block) > SMALL:
-        raise ValueError(f"{file}: has {size} bytes, more than {SMALL}, and is not read")
+    if len(block) > MAX_FILE_SIZE:
+        raise ValueError(f"{file}: has {size} bytes, more than {MAX_FILE_SIZE}, and is not read")
     return block.decode("utf-8")
 
 
 @lru_cache(maxsize=1000)
 def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
     """Derive the state of a run from its files; cached until one of ``stamps`` changes."""
-    rows = _rows(_tail(run / ROWS))[0]
-    update = max(
-        (int(row["update"]) for row in rows if row.get("update") is not None), default=None
-    )
+    rows = _rows(_tail(run / METRICS))[0]
+    updates = [int(row["update"]) for row in rows if row.get("update") is not None]
     stamped = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)$", re.M)
     lines = stamped.findall(_tail(run / "log.txt").decode(errors="replace"))
-    plans = [int(x) for line in lines for x in re.findall(r", updates \d+ to (\d+), in ", line)]
+    totals = [int(x) for line in lines for x in re.findall(r", updates \d+ to (\d+), in ", line)]
     last = lines[-1] if lines else ""
     summary = _text(run / "summary.json")
-    done = None if summary is None else json.loads(summary)["updates"]
+    completed = None if summary is None else json.loads(summary)["updates"]
+    update = max(updates, default=None)
+    total = totals[-1] if totals else None
+    durations = [sum(phases.values()) for row in rows if (phases := _phases(row))]
     if last.startswith("failed: "):
-        state, note = "failed", last.removeprefix("failed: ")[:NOTE]
+        state, note = "failed", last.removeprefix("failed: ")[:NOTE_LENGTH]
     elif last.startswith("interrupted"):
-        state, note = "interrupted", last[:NOTE]
-    elif done is not None and (update or 0) >= done >= (plans[-1] if plans else 0):
+        state, note = "interrupted", last[:NOTE_LENGTH]
+    elif completed is not None and (update or 0) >= completed >= (total or 0):
         state, note = "finished", ""
     else:
         state, note = "running", ""
@@ -204,8 +196,8 @@ def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
         "state": state,
         "note": note,
         "update": update,
-        "updates": plans[-1] if plans else done,
-        "update_s": median([sum(_phases(row).values()) for row in rows if _phases(row)] or [0.0]),
+        "updates": completed if total is None else total,
+        "update_s": median(durations or [0.0]),
         "health": [asdict(verdict) for verdict in health.judge(rows)],
     }
 
@@ -220,33 +212,30 @@ def _phases(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tail(file: Path) -> bytes:
-    """Return the last complete lines of a file, about TAIL bytes; empty without a file."""
-    size = _size(file)
-    if not size:
+    """Return the last complete lines of a file, about TAIL_SIZE bytes; empty without a file."""
+    try:
+        with _open(file) as f:
+            start = max(0, os.fstat(f.fileno()).st_size - TAIL_SIZE)
+            f.seek(start)
+            block = f.read(TAIL_SIZE)
+    except FileNotFoundError:
         return b""
-    with _open(file) as f:
-        f.seek(max(0, size - TAIL))
-        torn = f.tell() > 0
-        block = f.read(TAIL)
-    return block.partition(b"\n")[2] if torn else block
+    return block.partition(b"\n")[2] if start else block
 
 
 def _newest(run: Path, pattern: str) -> dict[str, Any] | None:
     """Return name and time of change of the newest file that matches a pattern."""
-    newest = max(
-        ((file.stat().st_mtime_ns, file) for file in run.glob(pattern) if file.is_file()),
-        default=None,
-    )
-    if newest is None:
+    files = [(file.stat().st_mtime_ns, file) for file in run.glob(pattern) if file.is_file()]
+    if not files:
         return None
-    changed, newest_file = newest
-    return {"name": newest_file.relative_to(run).as_posix(), "changed": changed}
+    changed, file = max(files)
+    return {"name": file.relative_to(run).as_posix(), "changed": changed}
 
 
-def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
+def read_rows(file: Path, start: int, mark: str) -> dict[str, Any]:
     """Read the rows of a growing metrics.jsonl.
 
-    A line of more than CHUNK bytes is skipped, CHUNK bytes at a time.
+    A line of more than BLOCK_SIZE bytes is skipped, BLOCK_SIZE bytes at a time.
 
     Args:
         file: The metrics.jsonl of a run.
@@ -262,36 +251,28 @@ def read_on(file: Path, start: int, mark: str) -> dict[str, Any]:
         broken: Number of lines that are not JSON, or skipped.
         more: Whether more can be read immediately.
     """
-    _size(file)
     with _open(file) as f:
         if start and _mark(f, start) != mark:
             start = 0
         f.seek(max(0, start - 1))
-        skipping = (
-            start > 0 and f.read(1) != b"\n"
-        )  # the previous response ended inside a long line
-        block = f.read(CHUNK)
-        more = len(block) == CHUNK
+        # The previous response may have ended inside a long line.
+        skipping = start > 0 and f.read(1) != b"\n"
+        block = f.read(BLOCK_SIZE)
+        more = len(block) == BLOCK_SIZE
         if more and b"\n" not in block:
-            size, rows, broken = CHUNK, [], 0 if skipping else 1
+            size, rows, broken = BLOCK_SIZE, [], 0 if skipping else 1
         else:
             size = block.rfind(b"\n") + 1
             begin = block.find(b"\n") + 1 if skipping else 0
             rows, broken = _rows(block[begin:size])
         end = start + size
-        return {
-            "from": start,
-            "next": end,
-            "mark": _mark(f, end),
-            "rows": rows,
-            "broken": broken,
-            "more": more,
-        }
+        position = {"from": start, "next": end, "mark": _mark(f, end), "more": more}
+        return position | {"rows": rows, "broken": broken}
 
 
 def _mark(f: BinaryIO, end: int) -> str:
     """Return a digest of the bytes before ``end``; it differs if the file is shorter."""
-    start = max(0, end - MARK)
+    start = max(0, end - MARK_SIZE)
     f.seek(start)
     return hashlib.sha256(f.read(end - start)).hexdigest()[:16]
 
@@ -307,13 +288,8 @@ def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
-            rows.append(
-                {
-                    tag: _finite(x)
-                    for tag, x in row.items()
-                    if x is None or isinstance(x, (int, float))
-                }
-            )
+            numbers = {tag: x for tag, x in row.items() if x is None or isinstance(x, (int, float))}
+            rows.append({tag: _finite(x) for tag, x in numbers.items()})
         else:
             broken += 1
     return rows, broken
@@ -343,13 +319,12 @@ def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
     rows = [
         {"option": name, "values": [values.get(name) for values in options]}
         for name in names
-        if name not in OWN and len({values.get(name) for values in valid}) > 1
+        if name not in RUN_OPTIONS and len({values.get(name) for values in valid}) > 1
     ]
-    return rows + (
-        [{"option": "config.yaml", "values": [broken.get(n) for n in range(len(runs))]}]
-        if broken
-        else []
-    )
+    if broken:
+        messages = [broken.get(n) for n in range(len(runs))]
+        rows.append({"option": "config.yaml", "values": messages})
+    return rows
 
 
 def _options(file: Path) -> dict[str, str]:
@@ -365,15 +340,13 @@ def _options(file: Path) -> dict[str, str]:
         raise ValueError(str(error.strerror)) from error
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML ({one_line(error)})") from error
-    return {
-        name: show(value)
-        for name, value in loader.flat(content if isinstance(content, dict) else {}).items()
-    }
+    options = loader.flat(content if isinstance(content, dict) else {})
+    return {name: show(value) for name, value in options.items()}
 
 
 # --------------------------------------------------------------------------------------- server
 class Server(ThreadingHTTPServer):
-    """Serve the page of the runs below ``roots``, including new runs, to this machine only."""
+    """Server of the page of the runs below ``roots``, for this machine only."""
 
     daemon_threads = True
 
@@ -381,26 +354,24 @@ class Server(ThreadingHTTPServer):
         """Bind the port; 0 selects a free one. Raises OSError."""
         self.roots = tuple(roots)
         self.page = (Path(__file__).parent / "templates" / "watch.html").read_bytes()
-        sources = {kind: _digests(self.page, kind) for kind in (b"script", b"style")}
         self.policy = (
-            f"default-src 'none'; script-src {sources[b'script']}; "
-            f"style-src {sources[b'style']}; connect-src 'self'; "
-            "media-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-            "frame-ancestors 'none'"
+            f"default-src 'none'; script-src {_digests(self.page, b'script')}; "
+            f"style-src {_digests(self.page, b'style')}; connect-src 'self'; media-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
         super().__init__((HOST, port), Handler)
 
     @property
     def address(self) -> str:
+        """Address of the page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
 
 def _digests(page: bytes, kind: bytes) -> str:
     """Return the digests of the page's scripts or styles for its Content-Security-Policy."""
     texts = re.findall(rb"<%b>(.*?)</%b>" % (kind, kind), page, re.S)
-    return " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts
-    )
+    digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in texts]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 class Refused(Exception):
@@ -418,50 +389,42 @@ class Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
+        """Respond to a request; errors are responses with one line of text."""
         try:
-            self._answer()
+            self._respond()
         except Refused as refused:
-            self._send(
-                refused.status, str(refused).encode(errors="replace"), "text/plain; charset=utf-8"
-            )
+            self._error(refused.status, str(refused))
         except ConnectionError:  # the browser has closed the connection, or seeks in a video
             self.close_connection = True
         except (OSError, ValueError) as error:  # a file is deleted or damaged
-            self._send(
-                HTTPStatus.INTERNAL_SERVER_ERROR,
-                one_line(error).encode(errors="replace"),
-                "text/plain; charset=utf-8",
-            )
+            self._error(HTTPStatus.INTERNAL_SERVER_ERROR, one_line(error))
 
-    def _answer(self) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if host not in (
-            HOST,
-            "localhost",
-        ):  # another host name that resolves to this machine (DNS rebinding)
+    def _respond(self) -> None:
+        """Send the response to a request. Raises Refused, OSError, ValueError."""
+        header = self.headers.get("Host", "")
+        # Another host name may resolve to this machine (DNS rebinding).
+        if (header.rpartition(":")[0] or header) not in (HOST, "localhost"):
             raise Refused(HTTPStatus.FORBIDDEN, f"this page is {self.server.address}")
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         match url.path:
             case "/":
-                self._send(
-                    HTTPStatus.OK, self.server.page, TYPES[".html"], policy=self.server.policy
-                )
+                page, policy = self.server.page, self.server.policy
+                self._send(HTTPStatus.OK, page, CONTENT_TYPES[".html"], policy=policy)
             case "/runs":
-                runs = find(self.server.roots)
-                names = labels(list(runs))
+                runs = find_runs(self.server.roots)
                 rows = [
-                    {"run": run, "label": names[run], **status(path)} for run, path in runs.items()
+                    {"run": run, "label": label, **status(runs[run])}
+                    for run, label in labels(list(runs)).items()
                 ]
                 self._json({"runs": rows, "ranges": [asdict(r) for r in health.RANGES]})
             case "/data":
                 (run,) = self._runs(query, 1)
                 start, mark = query.get("from", ["0"])[0], query.get("mark", [""])[0]
                 if not re.fullmatch(r"[0-9]{1,18}", start):
-                    raise Refused(
-                        HTTPStatus.BAD_REQUEST, f"from={start[:30]}: is not a number of bytes"
-                    )
-                self._json(read_on(run / ROWS, int(start), mark))
+                    message = f"from={start[:30]}: is not a number of bytes"
+                    raise Refused(HTTPStatus.BAD_REQUEST, message)
+                self._json(read_rows(run / METRICS, int(start), mark))
             case "/diff":
                 self._json(differences(self._runs(query)))
             case "/file":
@@ -472,7 +435,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _runs(self, query: Mapping[str, list[str]], count: int | None = None) -> list[Path]:
         """Return the directories of the requested runs; ``count`` is their required number."""
-        runs, names = find(self.server.roots), query.get("run", [])
+        runs, names = find_runs(self.server.roots), query.get("run", [])
         if unknown := [name for name in names if name not in runs]:
             raise Refused(HTTPStatus.NOT_FOUND, f"run={unknown[0]}: is not watched here")
         if count is not None and len(names) != count:
@@ -481,20 +444,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def _file(self, run: Path, name: str) -> None:
         """Send a video or a report of a run, or the requested range of it."""
-        file = (
-            (run / name).resolve() if SHOWN.fullmatch(name) else None
-        )  # links may not lead out of the run
+        file = (run / name).resolve() if SERVED.fullmatch(name) else None
+        # Links must not lead out of the run.
         if file is None or not file.is_relative_to(run.resolve()) or not file.is_file():
             raise Refused(HTTPStatus.NOT_FOUND, f"name={name}: is not a video or report of the run")
         with _open(file) as f:
             size = os.fstat(f.fileno()).st_size
-            part = _part(self.headers.get("Range", ""), size)
+            part = _parse_range(self.headers.get("Range", ""), size)
             status, headers = HTTPStatus.OK, {"Accept-Ranges": "bytes"}
             if part is not None:
                 status = HTTPStatus.PARTIAL_CONTENT
                 headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
-            part = range(size) if part is None else part
-            self._head(status, len(part), TYPES[file.suffix], policy=REPORT_POLICY, headers=headers)
+            else:
+                part = range(size)
+            self._head(
+                status, len(part), CONTENT_TYPES[file.suffix], policy=REPORT_POLICY, headers=headers
+            )
             try:
                 sent = self.connection.sendfile(f, part.start, len(part)) if part else 0
             except OSError:  # the headers have been sent, so the status cannot change
@@ -502,12 +467,18 @@ class Handler(BaseHTTPRequestHandler):
             if sent != len(part):
                 self.close_connection = True
 
+    def _error(self, status: HTTPStatus, message: str) -> None:
+        """Send a line of text."""
+        self._send(status, message.encode(errors="replace"), "text/plain; charset=utf-8")
+
     def _json(self, value: Any) -> None:
-        self._send(HTTPStatus.OK, output.as_json(value).encode(), TYPES[".json"])
+        """Send a value as JSON."""
+        self._send(HTTPStatus.OK, output.as_json(value).encode(), CONTENT_TYPES[".json"])
 
     def _send(
         self, status: HTTPStatus, body: bytes, kind: str, *, policy: str = "default-src 'none'"
     ) -> None:
+        """Send a complete response."""
         self._head(status, len(body), kind, policy=policy)
         self.wfile.write(body)
 
@@ -516,7 +487,7 @@ class Handler(BaseHTTPRequestHandler):
     ) -> None:
         """Send the headers of a response of ``size`` bytes."""
         self.send_response(status)
-        always = {
+        common = {
             "Content-Type": kind,
             "Content-Length": str(size),
             "Content-Security-Policy": policy,
@@ -525,7 +496,7 @@ class Handler(BaseHTTPRequestHandler):
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-store",
         }
-        for name, value in {**always, **(headers or {})}.items():
+        for name, value in {**common, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
 
@@ -533,7 +504,7 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-def _part(header: str, size: int) -> range | None:
+def _parse_range(header: str, size: int) -> range | None:
     """Parse a Range header (RFC 9110, section 14); None without one, or for several ranges."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", header.strip())
     if not match or not (match[1] or match[2]):
@@ -558,21 +529,20 @@ def listen(paths: Sequence[str], *, port: int = 0) -> Server:
             raise UsageError(
                 f"{path}: no such directory; name a run, or a folder of runs (runs by default)"
             )
-        if not find([Path(path)]):
+        if not find_runs([Path(path)]):
             raise UsageError(
-                f"{path}: is not a run and contains none ({ROWS} is missing); name a run directory,"
-                " or a folder of runs"
+                f"{path}: is not a run and contains none ({METRICS} is missing); name a run"
+                " directory, or a folder of runs"
             )
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: is not from 0 to 65535; leave it out for a free port")
     try:
         return Server([Path(path) for path in paths], port)
     except OSError as error:
-        why = (
-            "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        )
+        occupied = error.errno == errno.EADDRINUSE
+        reason = "is in use" if occupied else f"cannot be used ({error.strerror})"
         raise UsageError(
-            f"--port {port}: {why}; name another port, or leave it out for a free one"
+            f"--port {port}: {reason}; name another port, or leave it out for a free one"
         ) from error
 
 

@@ -1,6 +1,4 @@
-"""`embodied-ppo doctor` on this machine, and with each thing broken on purpose: its line, and the
-cure.
-"""
+"""Tests of `embodied-ppo doctor` on this machine, and with simulated problems."""
 
 from __future__ import annotations
 
@@ -22,136 +20,103 @@ import run_helpers
 from packaging.requirements import Requirement
 
 from embodied_ppo.commands import doctor, main
-from embodied_ppo.commands.doctor import Answer, Row
+from embodied_ppo.commands.doctor import Check, ProbeResult
 
 ROOT = Path(__file__).parents[2]
+INSTALL = "pip install -c scripts/constraints.txt"
 
 
 def command(*argv: str, **environment: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Exit code and rows of ``embodied-ppo doctor --json`` in a process of its own."""
-    line = [sys.executable, "-m", "embodied_ppo.commands.main", "doctor", "--json", *argv]
-    done = subprocess.run(
-        line, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, {row["name"]: row for row in json.loads(done.stdout)}
+    """Run ``embodied-ppo doctor --json`` in a process; return the exit code and name -> check."""
+    process = run_doctor("--json", *argv, **environment)
+    assert process.stdout, process.stderr
+    return process.returncode, {row["name"]: row for row in json.loads(process.stdout)}
+
+
+def run_doctor(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "embodied_ppo.commands.main", "doctor", *argv]
+    env = {**os.environ, **environment}
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
 
 
 def stub(folder: Path, name: str, text: str) -> str:
-    """A module ``name`` before the real one; $PYTHONPATH with it."""
+    """Write a module that hides the real one; return the $PYTHONPATH for it."""
     (folder / f"{name}.py").write_text(text)
-    return os.pathsep.join(
-        [
-            str(folder),
-            *filter(None, [os.environ.get("PYTHONPATH", "")]),
-            str(ROOT),
-            str(ROOT / "envs"),
-        ]
-    )
+    previous = filter(None, [os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join([str(folder), *previous, str(ROOT), str(ROOT / "envs")])
 
 
-def only(rows: Any) -> Row:
-    (row,) = rows
-    return row
+def torch_probe(cuda: str | None, gpus: Any = (), reason: str = "") -> ProbeResult:
+    return ProbeResult({"version": "2.13.0", "cuda": cuda, "gpus": list(gpus), "reason": reason})
 
 
 # ------------------------------------------------------------------------------------- this machine
-def test_a_healthy_machine() -> None:
+def test_this_machine_has_no_problem() -> None:
     code, rows = command()
     broken = [row for row in rows.values() if row["state"] == "problem" and row["needed"]]
     assert code == 0 and not broken, broken
-    for name in (
-        "python",
-        "packages",
-        "torch",
-        "compiler",
-        "mujoco",
-        "picture egl",
-        "pictures",
-        "envpool",
-        "ray",
-    ):
-        assert rows[name]["state"] == "ok" and rows[name]["found"] and not rows[name]["cure"], rows[
-            name
-        ]
+    names = ("python", "packages", "torch", "compiler", "mujoco", "picture egl", "pictures")
+    for name in (*names, "envpool", "ray"):
+        row = rows[name]
+        assert row["state"] == "ok" and row["found"] and not row["cure"], row
     assert rows["pictures"]["found"] == "training uses egl (MUJOCO_GL)"
     assert re.fullmatch(r"a frame of 64 x 48 in [\d.]+ s", rows["picture egl"]["found"])
-    assert {
-        "picture osmesa",
-        "picture glfw",
-        "warp",
-        "disk here",
-        "shared memory",
-        "port 6379",
-    } <= rows.keys()
+    optional = {"picture osmesa", "picture glfw", "warp", "disk here", "shared memory", "port 6379"}
+    assert optional <= rows.keys()
     assert all(row["cure"] for row in rows.values() if row["state"] == "problem")
 
 
-def test_the_tested_versions_are_those_of_the_files() -> None:
+def test_versions_equal_those_of_pyproject_and_constraints() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    tested = dict(
-        re.findall(
-            r"^([\w.-]+)==(\S+)", (ROOT / "scripts/constraints.txt").read_text(), re.MULTILINE
-        )
-    )
-    wanted = [("", line) for line in project["dependencies"]]
-    seen = set[str]()
+    constraints = (ROOT / "scripts/constraints.txt").read_text()
+    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints, re.MULTILINE))
+    requirements = [("", line) for line in project["dependencies"]]
     for extra in filter(None, doctor.RECIPES):
-        wanted += [(extra, line) for line in project["optional-dependencies"][extra]]
-    for extra, line in wanted:
-        one = Requirement(line)
-        if one.name in seen:  # of the extra named before
+        requirements += [(extra, line) for line in project["optional-dependencies"][extra]]
+    compared = set[str]()
+    for extra, line in requirements:
+        requirement = Requirement(line)
+        name = requirement.name
+        if name in compared:  # an earlier extra has it, too
             continue
-        seen.add(one.name)
-        about = doctor.VERSIONS[one.name]
-        limits = {(s.operator, s.version) for s in one.specifier}
-        assert limits == {(">=", about.least)} | ({("<", about.below)} if about.below else set()), (
-            one.name
-        )
-        assert (about.tested, about.extra) == (tested[one.name.lower()], extra), one.name
-    assert seen == doctor.VERSIONS.keys()
-    least, below = doctor.PYTHON
-    assert project["requires-python"] == f">={least[0]}.{least[1]},<{below[0]}.{below[1]}"
+        compared.add(name)
+        package = doctor.VERSIONS[name]
+        limits = {(">=", package.lowest)} | ({("<", package.below)} if package.below else set())
+        assert {(s.operator, s.version) for s in requirement.specifier} == limits, name
+        assert (package.tested, package.extra) == (tested[name.lower()], extra), name
+    assert compared == doctor.VERSIONS.keys()
+    lowest, below = doctor.PYTHON
+    assert project["requires-python"] == f">={lowest[0]}.{lowest[1]},<{below[0]}.{below[1]}"
 
 
-# ---------------------------------------------------------------------- broken on purpose, for real
-def test_three_things_broken_in_a_real_process(tmp_path: Path) -> None:
-    """No compiler on the path, a MUJOCO_GL that is none, and an EnvPool that does not load."""
+# --------------------------------------------------------------------------- problems in a process
+def test_three_problems_in_one_process(tmp_path: Path) -> None:
+    """There is no compiler, MUJOCO_GL is invalid, and EnvPool cannot be imported."""
     empty = tmp_path / "bin"
     empty.mkdir()
     paths = stub(tmp_path, "envpool", "raise ImportError('libGLEW.so: cannot open')")
     environment = {"PATH": str(empty), "MUJOCO_GL": "nonsense", "PYTHONPATH": paths}
     code, rows = command(**{**environment, "CXX": ""})
-    assert code == 1
-    assert (
-        rows["compiler"]["state"] == "absent" and "no g++ on the path" in rows["compiler"]["found"]
-    )
+    assert code == 1 and rows["compiler"]["state"] == "absent"
+    assert "no g++ on the path" in rows["compiler"]["found"]
     assert "conda install -c conda-forge gxx" in rows["compiler"]["cure"]
     assert "invalid value for environment variable MUJOCO_GL" in rows["mujoco"]["found"]
     assert rows["mujoco"]["cure"] == rows["pictures"]["cure"] == "unset MUJOCO_GL"
-    assert rows["picture egl"]["state"] == "ok"  # each backend is asked by its own name
-    assert (
-        rows["envpool"]["found"] == "ImportError: libGLEW.so: cannot open"
-        and rows["envpool"]["state"] == "problem"
-    )
+    assert rows["picture egl"]["state"] == "ok"  # each backend is selected by its own name
+    assert rows["envpool"]["found"] == "ImportError: libGLEW.so: cannot open"
+    assert rows["envpool"]["state"] == "problem"
     assert rows["envpool"]["cure"] == "pip install --force-reinstall --no-deps envpool==1.2.5"
     assert "packages" not in rows and rows["extra language"]["state"] == "ok"
-    human = subprocess.run(
-        [sys.executable, "-m", "embodied_ppo.commands.main", "doctor"],
-        env={**os.environ, **environment}, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
-    assert human.returncode == 1 and re.search(
-        r"^problem  envpool +ImportError: libGLEW", human.stdout, re.MULTILINE
-    )
-    assert re.search(r"^ +cure: unset MUJOCO_GL$", human.stdout, re.MULTILINE)
-    assert human.stdout.splitlines()[-1].startswith("broken, and the default recipes need it: ")
+    process = run_doctor(**environment)
+    assert process.returncode == 1
+    assert re.search(r"^problem  envpool +ImportError: libGLEW", process.stdout, re.MULTILINE)
+    assert re.search(r"^ +cure: unset MUJOCO_GL$", process.stdout, re.MULTILINE)
+    assert process.stdout.splitlines()[-1].startswith("broken, and the default recipes need it: ")
 
 
-def test_what_hangs_is_ended_at_the_deadline(
+def test_hanging_probe_and_its_child_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The probe and the process that it started."""
     child = tmp_path / "child"
     text = (
         "import subprocess, time\n"
@@ -160,9 +125,9 @@ def test_what_hangs_is_ended_at_the_deadline(
     )
     monkeypatch.setenv("PYTHONPATH", stub(tmp_path, "envpool", text))
     monkeypatch.setattr(doctor, "DEADLINE_S", 5.0)
-    began = time.monotonic()
-    answer = doctor._ask(["envpool"])["envpool"]
-    assert answer == Answer(error="did not answer in 5 s") and time.monotonic() - began < 30
+    start = time.monotonic()
+    probe = doctor.run_probes(["envpool"])["envpool"]
+    assert probe == ProbeResult(error="did not answer in 5 s") and time.monotonic() - start < 30
     assert run_helpers.processes_ended(int(child.read_text()))
 
 
@@ -174,41 +139,36 @@ def test_what_hangs_is_ended_at_the_deadline(
         ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
     ],
 )
-def test_what_crashes_takes_nothing_down(
+def test_crash_of_a_probe_is_reported(
     text: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", stub(tmp_path, "envpool", text))
-    assert doctor._ask(["envpool"])["envpool"].error == error
+    assert doctor.run_probes(["envpool"])["envpool"].error == error
 
 
-def test_a_package_that_crashes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_that_crashes_at_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", stub(tmp_path, "jinja2", "import os; os.abort()"))
-    found = list(doctor._packages(doctor._ask(["imports"])["imports"]))
-    assert (
-        found[0].name == "imports"
-        and found[0].state == "problem"
-        and "crashed (SIGABRT), at " in found[0].found
-    )
+    check, *_ = doctor.check_packages(doctor.run_probes(["imports"])["imports"])
+    assert (check.name, check.state) == ("imports", "problem")
+    assert "crashed (SIGABRT), at " in check.result
 
 
-def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EGL for which no driver is registered."""
+def test_egl_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nowhere.json")
-    answer = doctor._ask(["egl"])["egl"]
-    assert answer.error
-    rows = {
-        row.name: row for row in doctor._pictures({"egl": answer, "osmesa": Answer(error="none")})
-    }
-    assert (
-        rows["picture egl"].state == "absent"
-        and "apt-get install libegl1" in rows["picture egl"].cure
-    )
+    probe = doctor.run_probes(["egl"])["egl"]
+    assert probe.error
+    probes = {"egl": probe, "osmesa": ProbeResult(error="none")}
+    rows = {row.name: row for row in doctor.check_rendering(probes)}
+    assert rows["picture egl"].state == "absent"
+    assert "apt-get install libegl1" in rows["picture egl"].cure
     assert rows["pictures"].state == "problem" and "conda install" in rows["pictures"].cure
 
 
-# -------------------------------------------------------------------- broken on purpose, one by one
+# ---------------------------------------------------------------------------------- single problems
 @pytest.mark.parametrize(
-    ("named", "works", "state", "found", "cure"),
+    ("mujoco_gl", "working", "state", "result", "cure"),
     [
         ("", ("egl", "osmesa"), "ok", "training uses egl", ""),
         ("", ("osmesa",), "ok", "training uses osmesa", ""),
@@ -231,54 +191,54 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", ("glfw",), "problem", "no backend works without a screen", "apt-get install libegl1"),
     ],
 )
-def test_what_training_will_draw_with(
-    named: str,
-    works: tuple[str, ...],
+def test_rendering_backend_of_training(
+    mujoco_gl: str,
+    working: tuple[str, ...],
     state: str,
-    found: str,
+    result: str,
     cure: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MUJOCO_GL", named)
-    answers = {
-        name: Answer("a frame") if name in works else Answer(error="no library")
+    monkeypatch.setenv("MUJOCO_GL", mujoco_gl)
+    probes = {
+        name: ProbeResult("a frame") if name in working else ProbeResult(error="no library")
         for name in doctor.BACKENDS
     }
-    rows = {row.name: row for row in doctor._pictures(answers)}
+    rows = {row.name: row for row in doctor.check_rendering(probes)}
     row = rows.pop("pictures")
-    assert (
-        row.state == state
-        and row.found.startswith(found)
-        and row.cure.startswith(cure)
-        and bool(row.cure) == bool(cure)
-    )
-    assert [row.state for row in rows.values()] == [
-        "ok" if name in works else "absent" for name in doctor.BACKENDS
-    ]
+    assert row.state == state and row.result.startswith(result)
+    assert row.cure.startswith(cure) and bool(row.cure) == bool(cure)
+    states = ["ok" if name in working else "absent" for name in doctor.BACKENDS]
+    assert [row.state for row in rows.values()] == states
 
 
 @pytest.mark.parametrize("now", [(3, 10, 12), (3, 14, 0)])
-def test_another_python(now: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_python_version(now: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", now)
-    row = doctor._python()
-    assert row.state == "problem" and row.needed and "works with 3.11, 3.12 and 3.13" in row.found
+    row = doctor.check_python()
+    assert row.state == "problem" and row.needed and "works with 3.11, 3.12 and 3.13" in row.result
     assert "conda create -n ppo python=3.11" in row.cure
 
 
 @pytest.mark.parametrize(
-    ("name", "now", "state", "found", "cure"),
+    ("name", "now", "state", "result", "cure"),
     [
-        ("mujoco", "4.0.0", "problem", "4.0.0: works with >=3.8.1,<4 (4.0.0 has a diverging solver)",
-         "pip install 'mujoco>=3.8.1,<4'"),
+        (
+            "mujoco",
+            "4.0.0",
+            "problem",
+            "4.0.0: works with >=3.8.1,<4 (4.0.0 has a diverging solver)",
+            "pip install 'mujoco>=3.8.1,<4'",
+        ),
         ("torch", "2.8.1", "problem", "2.8.1: works with >=2.9,<3", "pip install 'torch>=2.9,<3'"),
         ("torch", "2.13.0+cu130", "ok", "15 of 15 as tested", ""),
         ("pillow", "99.1", "ok", "14 of 15 as tested; pillow 99.1 (tested: 13.0.0)", ""),
-        ("ray", None, "problem", "not installed: ray", "pip install -c scripts/constraints.txt -e ."),
-        ("peft", None, "absent", "not installed: peft", "pip install -c scripts/constraints.txt -e '.[vla]'"),
+        ("ray", None, "problem", "not installed: ray", f"{INSTALL} -e ."),
+        ("peft", None, "absent", "not installed: peft", f"{INSTALL} -e '.[vla]'"),
     ],
-)  # fmt: skip
-def test_versions(
-    name: str, now: str | None, state: str, found: str, cure: str, monkeypatch: pytest.MonkeyPatch
+)
+def test_package_versions(
+    name: str, now: str | None, state: str, result: str, cure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(package: str) -> str:
         if package == name:
@@ -290,12 +250,9 @@ def test_versions(
     monkeypatch.setattr(doctor, "version", version)
     extra = doctor.VERSIONS[name].extra
     title = name if state == "problem" and now else f"extra {extra}" if extra else "packages"
-    row = {row.name: row for row in doctor._packages(Answer({}))}[title]
-    assert (
-        (row.state, row.found) == (state, found)
-        and cure in row.cure
-        and bool(cure) == bool(row.cure)
-    )
+    row = {row.name: row for row in doctor.check_packages(ProbeResult({}))}[title]
+    assert (row.state, row.result) == (state, result)
+    assert cure in row.cure and bool(cure) == bool(row.cure)
 
 
 def nvidia_smi(folder: Path, text: str) -> None:
@@ -322,109 +279,88 @@ def nvidia_smi(folder: Path, text: str) -> None:
         ("13.0", "", "-1", ("CUDA_VISIBLE_DEVICES = '-1'", "unset CUDA_VISIBLE_DEVICES")),
     ],
 )
-def test_torch_that_does_not_see_the_gpu(
-    cuda: str | None, reason: str, visible: str | None, parts: tuple[str, ...], tmp_path: Path,
+def test_torch_without_the_gpus_of_the_driver(
+    cuda: str | None,
+    reason: str,
+    visible: str | None,
+    parts: tuple[str, ...],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     nvidia_smi(tmp_path, "echo 'NVIDIA L4, 535.1'")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    row = only(
-        doctor._gpu(Answer({"version": "2.13.0", "cuda": cuda, "gpus": [], "reason": reason}))
-    )
+    (row,) = doctor.check_torch(torch_probe(cuda, reason=reason))
     assert row.state == "problem" and row.needed
     for part in parts:
-        assert part in f"{row.found} {row.cure}"
+        assert part in f"{row.result} {row.cure}"
 
 
-def test_gpus_that_others_use_and_a_driver_that_fails(
+def test_occupied_gpus_and_a_failing_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi(tmp_path, "echo 'could not communicate with the driver'; exit 9")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     gpus = [{"name": "L4", "free": 20e9, "total": 24e9}, {"name": "L4", "free": 2e9, "total": 24e9}]
-    torch, free, full = doctor._gpu(
-        Answer({"version": "2.13.0", "cuda": "13.0", "gpus": gpus, "reason": ""})
-    )
-    assert (torch.state, free.state, full.state) == (
-        "ok",
-        "ok",
-        "problem",
-    ) and "2.0 of 24.0 GB free" in full.found
+    torch, free, full = doctor.check_torch(torch_probe("13.0", gpus))
+    assert (torch.state, free.state, full.state) == ("ok", "ok", "problem")
+    assert "2.0 of 24.0 GB free" in full.result
     assert "nvidia-smi" in full.cure and not full.needed
-    assert [
-        row.state
-        for row in doctor._gpu(Answer({"version": "2", "cuda": None, "gpus": [], "reason": ""}))
-    ] == [
-        "ok",
-        "absent",
-    ]
-    assert only(doctor._gpu(Answer(error="OSError: libcudart.so"))).cure.endswith("torch==2.13.0")
+    assert [row.state for row in doctor.check_torch(torch_probe(None))] == ["ok", "absent"]
+    (row,) = doctor.check_torch(ProbeResult(error="OSError: libcudart.so"))
+    assert row.cure.endswith("torch==2.13.0")
 
 
-def test_compilers_that_do_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nprintf 'omp.h: No such file \\377\\n' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    row = doctor._compiler()
-    assert (
-        row.state == "problem"
-        and "cannot compile with OpenMP: omp.h: No such file" in row.found
-        and row.cure
-    )
+    row = doctor.check_compiler()
+    assert row.state == "problem" and row.cure
+    assert "cannot compile with OpenMP: omp.h: No such file" in row.result
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    row = doctor._compiler()
-    assert (
-        row.state == "problem"
-        and "CXX = /nowhere/g++" in row.found
-        and row.cure.startswith("unset CXX")
-    )
+    row = doctor.check_compiler()
+    assert row.state == "problem" and "CXX = /nowhere/g++" in row.result
+    assert row.cure.startswith("unset CXX")
 
 
-def test_disks_that_are_full_or_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_and_unwritable_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EMBODIED_PPO_CACHE", "/proc/nowhere")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000_000))
-    rows = {row.name: row for row in doctor._disks()}
-    assert (
-        rows["disk here"].found == f"{tmp_path}: 0.0 GB free, less than 2"
-        and rows["disk here"].needed
-    )
+    rows = {row.name: row for row in doctor.check_disks()}
+    assert rows["disk here"].result == f"{tmp_path}: 0.0 GB free, less than 2"
+    assert rows["disk here"].needed
     assert rows["disk here"].cure == "run_dir=/another/disk/run"
-    assert (
-        "cannot be written" in rows["disk cache"].found
-        and "EMBODIED_PPO_CACHE" in rows["disk cache"].cure
-    )
+    assert "cannot be written" in rows["disk cache"].result
+    assert "EMBODIED_PPO_CACHE" in rows["disk cache"].cure
     assert rows["shared memory"].state == "problem" and "--shm-size" in rows["shared memory"].cure
 
 
-def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occupied_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
         port = s.getsockname()[1]
         monkeypatch.setattr(doctor, "PORTS", {port: ("tensorboard", "tensorboard --port 6007")})
-        loopback, row = doctor._ports()
-    assert loopback.state == "ok" and row == Row(
-        f"port {port}",
-        "problem",
-        "tensorboard: Address already in use",
-        "tensorboard --port 6007",
-        needed=False,
-    )
+        loopback, row = doctor.check_ports()
+    assert loopback.state == "ok"
+    assert (row.name, row.state, row.needed) == (f"port {port}", "problem", False)
+    assert row.result == "tensorboard: Address already in use"
+    assert row.cure == "tensorboard --port 6007"
 
 
-def test_without_optional_packages_it_is_well() -> None:
-    assert doctor._of_warp(None).state == "absent" and "'.[warp]'" in doctor._of_warp(None).cure
-    assert doctor._of("ray", Answer(error="no"), "cure", needed=False) == Row(
-        "ray", "problem", "no", "cure", False
-    )
+def test_optional_packages_are_not_needed() -> None:
+    warp = doctor.check_warp(None)
+    assert warp.state == "absent" and "'.[warp]'" in warp.cure
+    ray = doctor.check_probe("ray", ProbeResult(error="no"), "cure", needed=False)
+    assert ray == Check("ray", "problem", "no", "cure", False)
 
 
-def test_it_reads_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "experiment=quickstart"]) == 2
     assert "is not read by doctor" in capsys.readouterr().err

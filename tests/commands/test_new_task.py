@@ -1,6 +1,4 @@
-"""embodied-ppo new-task: what it writes for a robot works as it stands, and what makes no task is
-refused.
-"""
+"""Tests of `embodied-ppo new-task`: generated tasks train, and invalid models are refused."""
 
 from __future__ import annotations
 
@@ -54,41 +52,34 @@ SHELL = "v 0 0 0\nv .1 0 0\nv 0 .1 0\nv 0 0 .1\nf 1 3 2\nf 1 2 4\nf 1 4 3\nf 2 3
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with robots in a folder beside it; modules found there are forgotten
-    afterwards.
-    """
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to an empty folder beside ``robots``; restore sys.modules afterwards."""
     robots = tmp_path / "robots"
     (robots / "meshes").mkdir(parents=True)
     (robots / "balance.xml").write_text(BALANCE)
     (robots / "walker.xml").write_text(WALKER)
     (robots / "meshes" / "shell.obj").write_text(SHELL)
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     importlib.invalidate_caches()
-    return here
+    return folder
 
 
 def run(command: str) -> str:
-    done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+    process = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
+    return process.stdout + process.stderr
 
 
 @pytest.mark.slow
-def test_the_printed_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main.main(["new-task", "my_robot", "--mjcf", "../robots/balance.xml", "--out", "a folder"])
-        == 0
-    )
+def test_printed_commands_succeed(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["new-task", "my_robot", "--mjcf", "../robots/balance.xml", "--out", "a folder"]
+    assert main.main(command) == 0
     out = capsys.readouterr().out
-    assert (
-        "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 (rad, m) from"
-        " home" in out
-    )
+    assert "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 " in out
     assert "push has no ctrlrange: its action is from -1 to 1, [-1.0, 1.0]" in out
     assert "all 1 sensors are observed (1 numbers)" in out
     test, train, evaluate = (line.strip() for line in out.split("next:\n")[1].splitlines())
@@ -102,17 +93,16 @@ def test_the_printed_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_walker_with_meshes_passes_its_test_and_says_what_was_assumed(
+def test_walker_with_meshes_passes_its_generated_test(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main.main(["new-task", "--json", "my_walker", "--mjcf", "../robots/walker.xml"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["files"] == [
-        f"my_walker/{x}" for x in ("my_walker.py", "configs/experiment/my_walker.yaml")
-    ] + ["my_walker/test_my_walker.py"]
-    said = "; ".join(told["assumed"])
+    summary = json.loads(capsys.readouterr().out)
+    files = ["my_walker.py", "configs/experiment/my_walker.yaml", "test_my_walker.py"]
+    assert summary["files"] == [f"my_walker/{file}" for file in files]
+    assumed = "; ".join(summary["assumed"])
     for part in (
-        "at home front are in the middle of their range",
+        "at home front are in the middle of their range, which excludes 0",
         "trunk is the robot's floating base",
         "cube: objects, observed",
         "front has no ctrlrange: its action is the range of its joint front, [0.1745, 1.0472]",
@@ -121,51 +111,40 @@ def test_a_walker_with_meshes_passes_its_test_and_says_what_was_assumed(
         "all 2 sensors are observed (4 numbers)",
         "a decision every 0.02 s (5 x 0.004 s), episodes of 250 decisions",
     ):
-        assert part in said
-    assert "slow has no ctrlrange" not in said
-    run(told["commands"][0])
+        assert part in assumed
+    assert "slow has no ctrlrange" not in assumed
+    run(summary["commands"][0])
 
 
-def test_what_the_task_computes() -> None:
-    """Home is worth 1 a step, less the effort; away from it less; a fallen trunk and a joint out of
-    range end it.
-    """
+def test_reward_and_termination_of_a_generated_task() -> None:
+    """The reward is 1 at home, minus effort and distance; a fall and a joint's range end it."""
     new_task.write("my_walker", Path("../robots/walker.xml"))
     sys.path.append("my_walker")
     env = embodied_envs.make("my_walker:MyWalker", num_envs=1, seeds=[0])
-    assert env.action_spec.low == (0.1745, -1.0, -1.0) and env.action_spec.high == (
-        1.0472,
-        1.0,
-        2.0,
-    )
+    assert env.action_spec.low == (0.1745, -1.0, -1.0)
+    assert env.action_spec.high == (1.0472, 1.0, 2.0)
     task, s = env.task, {k: x.clone() for k, x in env.s.items()}
-    # 7 of the cube, 5 of the trunk (no x, y), 2 hinges, 4 of the neck; 6 + 6 + 2 + 3 velocities; 1
-    # filter; 4 of sensors
+    # positions: 7 of the cube, 5 of the trunk (no x and y), 2 hinges, 4 of the neck;
+    # 6 + 6 + 2 + 3 velocities; 1 filter; 4 of sensors
     assert env.obs_spec.shape == (18 + 17 + 1 + 4,)
     s["qpos"][0] = task.home
-    still = torch.zeros(1, 3, dtype=torch.float64)
-    assert task.reward({}, s, still).tolist() == [1.0] and not task.terminated(s)
+    zero_action = torch.zeros(1, 3, dtype=torch.float64)
+    assert task.reward({}, s, zero_action).tolist() == [1.0] and not task.terminated(s)
     # |action| / strength = 1 in each dimension: 1 - 0.01
     assert task.reward({}, s, task.strength[None]).item() == pytest.approx(0.99)
     front = env.physics.model.joint("front").qposadr[0]
     s["qpos"][0, front] += 0.3  # 1 / (1 + 10 · 0.09)
-    assert task.reward({}, s, still).item() == pytest.approx(1 / 1.9)
+    assert task.reward({}, s, zero_action).item() == pytest.approx(1 / 1.9)
     s["qpos"][0, front] += 0.3
-    assert task.terminated(s), "0.61 + 0.6 is beyond 1.05 by over a tenth of 0.87"
+    assert task.terminated(s), "0.61 + 0.6 exceeds 1.05 by more than a tenth of 0.87"
     s["qpos"][0] = task.home
-    s["qpos"][0, 10:14] = torch.tensor(
-        [0.0, 0.0, 0.0, 1.0]
-    )  # the trunk turned by half a turn: 1 / (1 + 10 ..)
     assert task.turns[-1].tolist() == [10, 11, 12, 13]
-    s["qpos"][0, 10:14], expected = (
-        torch.tensor([0.5, 0.0, 0.0, 0.75**0.5]),
-        1 - 0.25,
-    )  # by 120 degrees: cos² 60
-    away = 1 / task.reward({}, s, still).item() - 1
-    assert away == pytest.approx(10 * expected)
+    # The trunk is turned by 120 degrees: the distance is 1 - cos² 60 degrees = 0.75.
+    s["qpos"][0, 10:14] = torch.tensor([0.5, 0.0, 0.0, 0.75**0.5])
+    assert 1 / task.reward({}, s, zero_action).item() - 1 == pytest.approx(10 * 0.75)
     s["qpos"][0] = task.home
     s["qpos"][0, 9] = 0.14
-    assert task.terminated(s), "under half of 0.3"
+    assert task.terminated(s), "the height is below half of 0.3"
     env.close()
 
 
@@ -177,10 +156,9 @@ POSITIONS = """<sensor>
     <framelinvel name="speed" objtype="body" objname="trunk"/>"""
 
 
-def test_positions_in_the_world_are_not_observed_through_sensors() -> None:
-    text = WALKER.replace("<sensor>", POSITIONS).replace(
-        "<worldbody>", '<worldbody><site name="start" pos="1 1 0"/>'
-    )
+def test_sensors_of_global_positions_are_not_observed() -> None:
+    site = '<worldbody><site name="start" pos="1 1 0"/>'
+    text = WALKER.replace("<sensor>", POSITIONS).replace("<worldbody>", site)
     Path("../robots/lost.xml").write_text(text)
     written = new_task.write("my_lost", Path("../robots/lost.xml"))
     line = (
@@ -216,42 +194,36 @@ FINGER = """<mujoco model="finger"><worldbody>
   </worldbody><actuator><motor joint="upper" ctrlrange="-1 1"/></actuator></mujoco>"""
 
 
-def test_wheels_and_objects_may_turn() -> None:
-    """Only what gravity moves on the robot itself ends an episode; a spinner beside the robot is an
-    object.
-    """
+def test_wheels_and_objects_do_not_end_an_episode() -> None:
+    """Only joints of the robot that gravity moves end an episode; the spinner is an object."""
     Path("finger.xml").write_text(FINGER)
-    said = "; ".join(new_task.write("my_finger", Path("finger.xml"), Path(".")).assumed)
-    assert (
-        "spinner, drawer: objects, observed, not part of the reward" in said
-        and "so an episode ends" not in said
-    )
-    assert "upper, wheel: no range, so it never ends an episode" in said
+    assumed = "; ".join(new_task.write("my_finger", Path("finger.xml"), Path(".")).assumed)
+    assert "spinner, drawer: objects, observed, not part of the reward" in assumed
+    assert "so an episode ends" not in assumed
+    assert "upper, wheel: no range, so it never ends an episode" in assumed
     sys.path.append(".")
     env = embodied_envs.make("my_finger:MyFinger", num_envs=1, seeds=[0])
     task, s = env.task, {k: x.clone() for k, x in env.s.items()}
     s["qpos"][0] = task.home
     assert task.home[3] == 0.2, "the middle of the drawer's range"
-    still = torch.zeros(1, 1, dtype=torch.float64)
+    zero_action = torch.zeros(1, 1, dtype=torch.float64)
     s["qpos"][0, 2:] += torch.tensor([20.0, 0.2])
-    assert task.reward({}, s, still).item() == 1.0 and not task.terminated(s).any()
+    assert task.reward({}, s, zero_action).item() == 1.0 and not task.terminated(s).any()
     env.close()
 
 
-def test_the_home_pose_is_the_keyframe_of_that_name() -> None:
+def test_home_pose_is_the_keyframe_home() -> None:
     keys = (
         '<keyframe><key name="other" qpos="1 0"/><key name="home" qpos=".5'
         ' .25"/></keyframe></mujoco>'
     )
     Path("robot.xml").write_text(BALANCE.replace("</mujoco>", keys))
-    assert (
-        new_task.write("posed", Path("robot.xml"), Path(".")).assumed[0]
-        == "the home pose is keyframe 'home'"
-    )
+    task = new_task.write("posed", Path("robot.xml"), Path("."))
+    assert task.assumed[0] == "the home pose is keyframe 'home'"
     sys.path.append(".")
     env = embodied_envs.make("posed:Posed", num_envs=8, seeds=list(range(8)))
-    away = env.reset()[:, :2] - torch.tensor([0.5, 0.25])
-    assert 0.01 < float(away.abs().max()) <= 0.05
+    distance = (env.reset()[:, :2] - torch.tensor([0.5, 0.25])).abs()
+    assert 0.01 < float(distance.max()) <= 0.05
     env.close()
 
 
@@ -278,7 +250,7 @@ REFUSED = [
         f"<mujoco><worldbody>{ARM}</worldbody></mujoco>",
         "it has no actuators, .*<motor name=",
     ),
-    ("robot.xml", BALL.format("", ARM, MOTOR), "body ball floats freely above nothing"),
+    ("robot.xml", BALL.format("", ARM, MOTOR), "body ball is free and there is no floor"),
     (
         "robot.xml",
         BALL.format("", ARM, MOTOR).replace(' name="ball"', ""),
@@ -311,34 +283,33 @@ REFUSED = [
             f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}<keyframe><key"
             ' qpos="nan"/></keyframe></mujoco>'
         ),
-        "qpos holds nan",
+        "qpos contains nan",
     ),
 ]
 
 
-@pytest.mark.parametrize(("file", "text", "said"), REFUSED, ids=[x[2][:30] for x in REFUSED])
-def test_models_that_make_no_task_are_refused(file: str, text: str, said: str) -> None:
+@pytest.mark.parametrize(("file", "text", "message"), REFUSED, ids=[x[2][:30] for x in REFUSED])
+def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
     Path(file).write_text(text)
-    with pytest.raises(EnvError, match=said):
+    with pytest.raises(EnvError, match=message):
         new_task.write("my_robot", Path(file))
     assert [str(p) for p in Path().iterdir()] == [file], "nothing is written"
 
 
-def test_the_cure_for_a_urdf_makes_an_mjcf_that_lacks_actuators_only() -> None:
+def test_cure_of_a_urdf_writes_an_mjcf_without_actuators() -> None:
     Path("robot.urdf").write_text(URDF)
-    with pytest.raises(EnvError) as caught:
+    with pytest.raises(EnvError) as error:
         new_task.write("my_robot", Path("robot.urdf"))
-    code = re.search(r'python -c "(.*?)", then', str(caught.value))
+    code = re.search(r'python -c "(.*?)", then', str(error.value))
     assert code is not None
     subprocess.run([sys.executable, "-c", code[1]], check=True, timeout=60)
+    actuator = '<actuator><motor name="m" joint="j"/></actuator></mujoco>'
     text = Path("robot.xml").read_text()
-    Path("robot.xml").write_text(
-        text.replace("</mujoco>", '<actuator><motor name="m" joint="j"/></actuator></mujoco>')
-    )
+    Path("robot.xml").write_text(text.replace("</mujoco>", actuator))
     assert new_task.write("my_robot", Path("robot.xml")).files
 
 
-def test_names_of_a_model_stay_names() -> None:
+def test_names_of_a_model_are_escaped() -> None:
     file, name = Path('a\n"""b: \'${x}.xml'), "&quot;&quot;&quot;&#10;1/0&#10;\\"
     model = f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>".replace('"j"', f'"{name}"')
     file.write_text(model.replace("<motor", f'<motor name="{name}"'))
@@ -351,7 +322,7 @@ def test_names_of_a_model_stay_names() -> None:
             assert file.name in yaml.safe_load(written.read_text())["description"]
 
 
-def test_a_free_robot_with_thrusters_or_a_floor_is_none_of_these() -> None:
+def test_free_robot_with_thrusters_or_a_floor_is_valid() -> None:
     Path("a.xml").write_text(BALL.format('<geom type="plane" size="1 1 1"/>', ARM, MOTOR))
     new_task.load(Path("a.xml"))
     thrust = '<actuator><motor site="s" gear="0 0 1 0 0 0"/></actuator>'
@@ -360,7 +331,7 @@ def test_a_free_robot_with_thrusters_or_a_floor_is_none_of_these() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("my-robot", "letters, digits and _"),
         ("class", "letters, digits and _"),
@@ -370,24 +341,22 @@ def test_a_free_robot_with_thrusters_or_a_floor_is_none_of_these() -> None:
         ("json", "is a Python module already"),
     ],
 )
-def test_names_that_cannot_be_are_refused(name: str, said: str) -> None:
-    with pytest.raises(EnvError, match=said):
+def test_invalid_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(EnvError, match=message):
         new_task.write(name, Path("../robots/balance.xml"))
 
 
-def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["new-task", "my_robot", "--mjcf", "../robots/balance.xml"]
     assert main.main(command) == 0
-    Path("my_robot/my_robot.py").write_text("mine")
+    Path("my_robot/my_robot.py").write_text("edited")
     assert main.main(command) == 2
     assert "my_robot/my_robot.py exists and is not overwritten" in capsys.readouterr().err
-    assert Path("my_robot/my_robot.py").read_text() == "mine"
+    assert Path("my_robot/my_robot.py").read_text() == "edited"
     Path("file").touch()
-    for out, said in (
-        ("file", "is a file; name a folder"),
-        ("file/x", "cannot be written (Not a directory); name"),
-    ):
-        assert main.main([*command, "--out", out]) == 2 and said in capsys.readouterr().err
+    unwritable = "cannot be written (Not a directory); name"
+    for out, message in (("file", "is a file; name a folder"), ("file/x", unwritable)):
+        assert main.main([*command, "--out", out]) == 2 and message in capsys.readouterr().err
     assert main.main(["new-task", "x", "--mjcf", "nowhere.xml"]) == 2
     assert "--mjcf nowhere.xml: no such file" in capsys.readouterr().err
     assert main.main(["new-task", "x"]) == 2 and "--mjcf" in capsys.readouterr().err

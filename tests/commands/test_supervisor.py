@@ -1,6 +1,4 @@
-"""Ends of a command that no exception reports: crashes, foreign exits, calls that never return,
-lost memory.
-"""
+"""Tests of the supervisor: crashes, exits by libraries, calls that do not return."""
 
 from __future__ import annotations
 
@@ -61,33 +59,22 @@ def command(body: str) -> list[str]:
         ),
         (  # PyDLL keeps the interpreter's lock: no thread of the process could report it
             "watchdog.set_limit(0.2)\n    with watchdog.resetting: ctypes.PyDLL(None).sleep(60)",
-            *(
-                3,
-                (
-                    "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s)"
-                    " (update 4)"
-                ),
-            ),
+            3,
+            "env.id=Task-v0: reset() has not returned for 0.2 s (env.step_timeout_s) (update 4)",
         ),
         ("os.kill(os.getppid(), 15)\n    time.sleep(60)", 130, "interrupted"),
-        (
-            "import atexit; atexit.register(os.abort); return 2",
-            2,
-            "",
-        ),  # a library that crashes at the end
+        ("import atexit; atexit.register(os.abort); return 2", 2, ""),  # a crash at the exit
     ],
 )
-def test_every_end_has_a_line_and_an_exit_code(
-    body: str, code: int, last: str, tmp_path: Path
-) -> None:
+def test_last_line_and_exit_code(body: str, code: int, last: str, tmp_path: Path) -> None:
     start = time.monotonic()
-    done = subprocess.run(command(body), capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert (done.stderr.splitlines() or [""])[-1].startswith(f"error: {last}" if last else ""), (
-        done.stderr
-    )
-    assert last or not done.stderr
-    assert done.stdout.count("result") == body.count("result")
+    process = subprocess.run(command(body), capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == code, process.stderr
+    if last:
+        assert process.stderr.splitlines()[-1].startswith(f"error: {last}"), process.stderr
+    else:
+        assert not process.stderr
+    assert process.stdout.count("result") == body.count("result")
     assert time.monotonic() - start < 30
     if code == 3:
         assert f" failed: {last}" in (tmp_path / "log.txt").read_text()
@@ -106,7 +93,7 @@ REQUESTS = """
 
 
 @pytest.mark.parametrize("receiver", ["command", "group", "child", "group twice"])
-def test_a_signal_is_one_request_whoever_receives_it(receiver: str) -> None:
+def test_signal_is_one_request(receiver: str) -> None:
     run = subprocess.Popen(
         command(REQUESTS), stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -123,7 +110,7 @@ def test_a_signal_is_one_request_whoever_receives_it(receiver: str) -> None:
     assert run.wait(20) == 0
 
 
-def test_the_child_ends_with_the_command() -> None:
+def test_child_ends_with_the_command() -> None:
     run = subprocess.Popen(
         command(REQUESTS.replace("1.0", "60")), stdout=subprocess.PIPE, text=True
     )
@@ -134,28 +121,24 @@ def test_the_child_ends_with_the_command() -> None:
     assert run_helpers.processes_ended(child)
 
 
-def test_time_in_which_the_user_had_stopped_the_command_does_not_count(tmp_path: Path) -> None:
-    """Ctrl-Z stops the whole group in the middle of a simulator's call."""
-    body = (
-        "watchdog.set_limit(1.0)\n    with watchdog.stepping: print('ready', flush=True);"
-        " time.sleep(0.5)"
-    )
+def test_pause_by_the_user_does_not_count(tmp_path: Path) -> None:
+    """Ctrl-Z stops the process group during a simulator's call."""
+    call = "with watchdog.stepping: print('ready', flush=True); time.sleep(0.5)"
+    body = f"watchdog.set_limit(1.0)\n    {call}"
     run = subprocess.Popen(
         command(body), stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
     )
     assert run.stdout is not None and run.stdout.readline() == "ready\n"
     os.killpg(run.pid, signal.SIGSTOP)
     time.sleep(6.0)
-    os.kill(run.pid, signal.SIGCONT)  # first: the child has had no chance to end its call
+    os.kill(run.pid, signal.SIGCONT)  # the parent first: the child has not ended its call
     time.sleep(0.3)
     os.killpg(run.pid, signal.SIGCONT)
     assert run.wait(30) == 0
 
 
-def test_a_run_that_begins_forgets_the_log_of_the_one_before(record: Any, tmp_path: Path) -> None:
-    """The jobs of a sweep share a process: a crash while the next one is built is no end of the
-    last one.
-    """
+def test_new_run_does_not_use_the_log_of_the_previous_one(record: Any, tmp_path: Path) -> None:
+    """The jobs of a sweep share a process, so a crash must not be logged in the previous run."""
     record.log_to(tmp_path / "log.txt")
     record.describe(env_id="Old-v0", during="update 9")
     record.forget()
@@ -169,13 +152,13 @@ def test_a_run_that_begins_forgets_the_log_of_the_one_before(record: Any, tmp_pa
 
 @pytest.fixture
 def record() -> Any:
-    """The record of this process, as it was afterwards."""
+    """Return the watchdog of this process and reset it afterwards."""
     yield watchdog
     watchdog.set_limit(None)
     watchdog.describe(env_id="", during="")
 
 
-def test_a_simulator_that_exits_is_an_error(record: Any) -> None:
+def test_exit_of_a_simulator_is_an_error(record: Any) -> None:
     record.describe(env_id="Task-v0", during="evaluation")
     message = r"env\.id=Task-v0: step\(\) called sys\.exit\(5\) \(evaluation\)"
     with pytest.raises(TrainingError, match=message), record.stepping:
@@ -183,7 +166,7 @@ def test_a_simulator_that_exits_is_an_error(record: Any) -> None:
     assert not record.overdue()
 
 
-def test_only_calls_beyond_their_limit_are_overdue(record: Any) -> None:
+def test_calls_beyond_their_limit_are_overdue(record: Any) -> None:
     record.limit(0.05)
     assert not record.overdue()
     with record.stepping:
