@@ -186,11 +186,14 @@ def test_sensors_of_global_positions_are_not_observed() -> None:
 
 
 FINGER = """<mujoco model="finger"><worldbody>
-  <body name="upper"><joint name="upper" axis="0 1 0"/><geom type="capsule" fromto="0 0 0 0 0 -.2" size=".02"/>
+  <body name="upper"><joint name="upper" axis="0 1 0"/>
+    <geom type="capsule" fromto="0 0 0 0 0 -.2" size=".02"/>
     <body name="wheel" pos="0 0 -.2"><joint name="wheel" axis="0 1 0"/>
       <geom type="cylinder" size=".05 .01" zaxis="0 1 0"/></body></body>
-  <body name="spinner" pos="0 0 -.4"><joint name="spinner" axis="0 1 0"/><geom size=".02" pos=".05 0 0"/></body>
-  <body name="drawer"><joint name="drawer" type="slide" axis="1 0 0" range=".1 .3"/><geom size=".02"/></body>
+  <body name="spinner" pos="0 0 -.4"><joint name="spinner" axis="0 1 0"/>
+    <geom size=".02" pos=".05 0 0"/></body>
+  <body name="drawer"><joint name="drawer" type="slide" axis="1 0 0" range=".1 .3"/>
+    <geom size=".02"/></body>
   </worldbody><actuator><motor joint="upper" ctrlrange="-1 1"/></actuator></mujoco>"""
 
 

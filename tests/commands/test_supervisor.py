@@ -137,45 +137,45 @@ def test_pause_by_the_user_does_not_count(tmp_path: Path) -> None:
     assert run.wait(30) == 0
 
 
-def test_new_run_does_not_use_the_log_of_the_previous_one(record: Any, tmp_path: Path) -> None:
+def test_new_run_does_not_use_the_log_of_the_previous_one(
+    reset_watchdog: Any, tmp_path: Path
+) -> None:
     """The jobs of a sweep share a process, so a crash must not be logged in the previous run."""
-    record.log_to(tmp_path / "log.txt")
-    record.describe(env_id="Old-v0", during="update 9")
-    record.forget()
-    record.describe(env_id="New-v0")
-    with record.making:
-        assert record.cause("crashed").startswith(
-            "env.id=New-v0: its constructor: the process crashed; resume"
-        )
-    assert record.log_path() is None
+    reset_watchdog.log_to(tmp_path / "log.txt")
+    reset_watchdog.describe(env_id="Old-v0", during="update 9")
+    reset_watchdog.clear()
+    reset_watchdog.describe(env_id="New-v0")
+    with reset_watchdog.constructing:
+        message = "env.id=New-v0: its constructor: the process crashed; resume"
+        assert reset_watchdog.exit_message("crashed").startswith(message)
+    assert reset_watchdog.log_path() is None
 
 
 @pytest.fixture
-def record() -> Any:
+def reset_watchdog() -> Any:
     """Return the watchdog of this process and reset it afterwards."""
     yield watchdog
     watchdog.set_limit(None)
     watchdog.describe(env_id="", during="")
 
 
-def test_exit_of_a_simulator_is_an_error(record: Any) -> None:
-    record.describe(env_id="Task-v0", during="evaluation")
+def test_exit_of_a_simulator_is_an_error(reset_watchdog: Any) -> None:
+    reset_watchdog.describe(env_id="Task-v0", during="evaluation")
     message = r"env\.id=Task-v0: step\(\) called sys\.exit\(5\) \(evaluation\)"
-    with pytest.raises(TrainingError, match=message), record.stepping:
+    with pytest.raises(TrainingError, match=message), reset_watchdog.stepping:
         sys.exit(5)
-    assert not record.overdue()
+    assert not reset_watchdog.timeout_message()
 
 
-def test_calls_beyond_their_limit_are_overdue(record: Any) -> None:
-    record.limit(0.05)
-    assert not record.overdue()
-    with record.stepping:
-        assert not record.overdue()
-        with pytest.raises(
-            ProcessLost, match=r"step\(\) has not returned for 0\.05 s \(env\.step_timeout_s\)"
-        ):
-            record.wait_for_timeout()
-        record.limit(None)
-        assert not record.overdue()
-    record.limit(0.0)
-    assert not record.overdue()
+def test_calls_beyond_their_limit_are_overdue(reset_watchdog: Any) -> None:
+    reset_watchdog.set_limit(0.05)
+    assert not reset_watchdog.timeout_message()
+    with reset_watchdog.stepping:
+        assert not reset_watchdog.timeout_message()
+        message = r"step\(\) has not returned for 0\.05 s \(env\.step_timeout_s\)"
+        with pytest.raises(ProcessLost, match=message):
+            reset_watchdog.wait_for_timeout()
+        reset_watchdog.set_limit(None)
+        assert not reset_watchdog.timeout_message()
+    reset_watchdog.set_limit(0.0)
+    assert not reset_watchdog.timeout_message()
