@@ -37,13 +37,14 @@ FLAGS = "command line"
 PRIMARY = ("train", "demos", "clone", "evaluate", "export")
 """Commands with a primary config of their name; the others read train's."""
 RunJob: TypeAlias = "Callable[[Loaded, argparse.Namespace, dict[str, Any]], object]"
-"""Function that runs one job of a sweep and prints its number, overrides and differing options with
-the results.
-"""
+"""Function that runs one job of a sweep; the dictionary describes the job in its results."""
 SWEEPS = "runs/sweeps/"
 """Folder of the sweeps; a sweep whose jobs have the same name is in SWEEPS/NAME."""
-LONGEST = 120
+MAX_FOLDER_NAME = 120
 """Maximum length of the name of a job's folder, characters."""
+PACKAGE = "embodied_ppo.configs"
+DEMOS_ENV = ("id", "kwargs", "cameras", "image_size", "randomize", "num_threads")
+"""Options of the section env that demos reads."""
 
 
 def prepare(
@@ -84,7 +85,7 @@ def prepare(
                 )
         return loaded  # build.clone compares the rest
     checked = config
-    if args.command == "fit":  # which memory this is does not depend on the recipe's placement
+    if args.command == "fit":  # fit reads device_memory_gb, which placement=local does not
         checked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))
     compare = validation.check_tuning if args.command == "tune" else validation.check
     compare(checked, explicit=loaded.deliberate({FLAGS}))
@@ -98,64 +99,49 @@ def prepare(
 
 
 def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the part of the layers that demos reads: of files section env, of the command line
-    everything.
-    """
+    """Return what demos reads of the layers: section env of files, everything of the flags."""
     from embodied_ppo.config import loader as strict
     from embodied_ppo.config.readers import mode_of
     from embodied_ppo.config.schema import Config, DemosConfig
 
-    mode = [node["mode"] for _, node in layers if "mode" in node][-1:]
-    if mode and mode[0] != mode_of("env"):
+    modes = [node["mode"] for _, node in layers if "mode" in node]
+    if modes and modes[-1] != mode_of("env"):
         raise ConfigError(
-            f"mode = {mode[0]}: demos records a robot's expert; write experiment=tabletop_token, or"
-            " another robot's"
+            f"mode = {modes[-1]}: demos records a robot's expert; write experiment=tabletop_token,"
+            " or another robot's"
         )
-    ours = strict.describe(DemosConfig)
-    reads = [*(path for path in ours if "." not in path), *(f"env.{name}" for name in DEMOS_ENV)]
-    written = [
-        f"{key} = .."
-        for key in ("algorithm", "model", "placement")
-        if any(x.startswith(f"{key}=") for x in lines)
-    ]
+    options = strict.describe(DemosConfig)
+    readable = [*(path for path in options if "." not in path), *(f"env.{n}" for n in DEMOS_ENV)]
+    groups = ("algorithm", "model", "placement")
+    unread = [f"{g} = .." for g in groups if any(line.startswith(f"{g}=") for line in lines)]
+    train_sections = {path.partition(".")[0] for path in strict.describe(Config)}
     for label, node in layers:
         if label == FLAGS:
-            known = strict.read(Config, [_known(label, node)])
-            written += [
-                f"{path} = {show(attrgetter(path)(known.config))}"
-                for path in known.origin
-                if path not in reads
+            known = {k: v for k, v in node.items() if k in train_sections}
+            loaded = strict.read(Config, [(label, known)])
+            unread += [
+                f"{path} = {show(attrgetter(path)(loaded.config))}"
+                for path in loaded.origin
+                if path not in readable
             ]
-    if written:
+    if unread:
         raise ConfigError(
-            f"{written[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are"
-            f" {', '.join(reads)}"
+            f"{unread[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are"
+            f" {', '.join(readable)}"
         )
-    own = {path.partition(".")[0] for path in ours}
+    sections = {path.partition(".")[0] for path in options}
     return [
-        (label, node if label == FLAGS else {k: v for k, v in node.items() if k in own})
+        (label, node if label == FLAGS else {k: v for k, v in node.items() if k in sections})
         for label, node in layers
     ]
-
-
-DEMOS_ENV = ("id", "kwargs", "cameras", "image_size", "randomize", "num_threads")
-"""Options of the section env that demos reads."""
-
-
-def _known(label: str, node: Any) -> tuple[str, Any]:
-    """Return the part of a layer that consists of options of train."""
-    from embodied_ppo.config import loader as strict
-    from embodied_ppo.config.schema import Config
-
-    tops = {path.partition(".")[0] for path in strict.describe(Config)}
-    return label, {k: v for k, v in node.items() if k in tops}
 
 
 def _layers(
     args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return (label, mapping) from weak to strong: files in the order of the defaults list, chosen
-    groups, flags.
+    """Return (label, mapping) from weak to strong.
+
+    The order is: files as in the defaults list, groups that the command line chose, flags.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.defaults_list import create_defaults_list
@@ -164,27 +150,20 @@ def _layers(
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from embodied_ppo.config.rules.select import RULES
+    from embodied_ppo.config.loader import STORED
     from embodied_ppo.config.schema import OWN_OPTIONS, Config
 
     loader, name = loader_of(args)
     overrides = parse(lines, loader)
-    stored = None
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
-    resume = next(
-        (o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()), None
-    )
-    named = resume not in (None, "auto", "") and not isinstance(resume, bool)
-    if args.command == "train" and name == "train" and named and "experiment" not in groups:
-        stored = _stored(str(resume))
-        lines = [*lines, "~experiment"]
-    elif args.command == "train" and "experiment" not in groups:
-        rules = RULES.get(str(groups.get("mode")))
-        if (
-            rules is not None and rules.default_experiment is not None
-        ):  # train.yaml has that of another mode
-            own = any(o.key_or_group.startswith(rules.experiment_sections) for o in overrides)
-            lines = [*lines, f"experiment={'null' if own else rules.default_experiment}"]
+    stored = None
+    if args.command == "train" and "experiment" not in groups:
+        resume = _resumed_run(overrides) if name == "train" else None
+        if resume is not None:
+            stored = _stored(resume)
+            lines = [*lines, "~experiment"]
+        else:
+            lines = [*lines, *_default_experiment(str(groups.get("mode")), overrides)]
     try:
         parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
         chosen = create_defaults_list(
@@ -212,20 +191,11 @@ def _layers(
                 title = OmegaConf.create({"name": str(experiment).replace("/", "-")})
                 files.insert(0, (f"{root}/{path}.yaml", title))
         if stored is not None:
-            from embodied_ppo.config.loader import STORED
-
             files = [(f"{STORED}, {stored[0]}", OmegaConf.create(stored[1]))]
             flagged = [f for f in flagged if any(f"/{g}/" in f[0] for g in groups)]
         flags = _flags(overrides, loader)
-        task = None
-        if stored is None and "experiment" not in groups and OmegaConf.is_dict(flags.get("env")):
-            task = _plain(flags.env).get("id")
-            task = None if "${" in str(task) else task  # the value it names is in other layers
-        if (
-            name in ("train", "clone") and task is not None
-        ):  # another task than the default experiment's is not called so
-            own = {"name": str(task).replace("/", "-").replace(":", "-"), "description": ""}
-            flagged.append(("env.id", OmegaConf.create(own)))
+        if stored is None and "experiment" not in groups and name in ("train", "clone"):
+            flagged += _task_name(flags)
         layers = [*files, *flagged, (FLAGS, flags)]
         _delete(overrides, loader, layers)
     except RecursionError:
@@ -234,10 +204,39 @@ def _layers(
             " give your own config another name than the one it lists"
         ) from None
     except (HydraException, OmegaConfBaseException, YAMLError) as e:
-        raise ConfigError(_hydra_says(e)) from e
+        raise ConfigError(_hydra_message(e)) from e
     except UnicodeDecodeError as e:
         raise ConfigError(_not_utf8(args.config_dir)) from e
     return _resolved(layers, defaults, OWN_OPTIONS.get(args.command, Config))
+
+
+def _resumed_run(overrides: Sequence[Override]) -> str | None:
+    """Return the run that ``resume=..`` names; None: it names none, or the newest one."""
+    values = [o.value() for o in overrides if o.key_or_group == "resume" and not o.is_delete()]
+    unnamed = not values or values[0] in (None, "auto", "") or isinstance(values[0], bool)
+    return None if unnamed else str(values[0])
+
+
+def _default_experiment(mode: str, overrides: Sequence[Override]) -> list[str]:
+    """Return the override that replaces train.yaml's experiment by that of another mode."""
+    from embodied_ppo.config.rules.select import RULES
+
+    rules = RULES.get(mode)
+    if rules is None or rules.default_experiment is None:
+        return []
+    own = any(o.key_or_group.startswith(rules.experiment_sections) for o in overrides)
+    return [f"experiment={'null' if own else rules.default_experiment}"]
+
+
+def _task_name(flags: Any) -> list[tuple[str, Any]]:
+    """Return a layer that names the run after env.id of the command line."""
+    from omegaconf import OmegaConf
+
+    task = _plain(flags.env).get("id") if OmegaConf.is_dict(flags.get("env")) else None
+    if task is None or "${" in str(task):  # the value of ${..} is in other layers
+        return []
+    name = str(task).replace("/", "-").replace(":", "-")
+    return [("env.id", OmegaConf.create({"name": name, "description": ""}))]
 
 
 def _not_utf8(folder: str | None) -> str:
@@ -270,37 +269,35 @@ def _resolved(
     written = [(label, _plain(node)) for label, node in layers]
     try:
         merged = OmegaConf.merge(OmegaConf.create(defaults), *(node for _, node in layers))
-    except (
-        OmegaConfBaseException,
-        TypeError,
-        ValueError,
-    ) as e:  # a list or number where a section belongs
+    except (OmegaConfBaseException, TypeError, ValueError) as e:
+        # A list or number stands where a section belongs: let the loader name it.
         known = {path.partition(".")[0] for path in strict.describe(cls)}
         for label, node in written:
             values = {name: value for name, value in node.items() if name in known}
             strict.read(cls, [(label, _without_interpolations(values))], partial=True)
-        raise ConfigError(_hydra_says(e)) from e
+        raise ConfigError(_hydra_message(e)) from e
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
     except (OmegaConfBaseException, RecursionError) as error:
         for label, node in reversed(written):
             for path, value in strict.flat(node).items():
+                if "${" not in repr(value):
+                    continue
                 try:
-                    if "${" in repr(value) and OmegaConf.is_config(
-                        inner := OmegaConf.select(merged, path)
-                    ):
+                    inner = OmegaConf.select(merged, path)
+                    if OmegaConf.is_config(inner):
                         OmegaConf.to_container(inner, resolve=True)
                 except (OmegaConfBaseException, RecursionError) as e:
                     raise ConfigError(
-                        f"{path} = {show(value)} ({label}): {_hydra_says(e)}; write a value, or"
+                        f"{path} = {show(value)} ({label}): {_hydra_message(e)}; write a value, or"
                         " name an option that has one"
                     ) from e
-        raise ConfigError(_hydra_says(error)) from error
+        raise ConfigError(_hydra_message(error)) from error
     return [(label, _pick(node, resolved)) for label, node in written]
 
 
 def _without_interpolations(node: Any) -> Any:
-    """Nested dictionaries without the entries that are an interpolation."""
+    """Return nested dictionaries without the entries that are an interpolation."""
     if not isinstance(node, dict):
         return node
     return {
@@ -310,16 +307,14 @@ def _without_interpolations(node: Any) -> Any:
     }
 
 
-def _hydra_says(error: Exception) -> str:
+def _hydra_message(error: Exception) -> str:
     """Return Hydra's message without references to Hydra's documentation."""
     text = one_line(error)
     for tail in (" Config search path:", " See https://", " full_key:"):
         text = text.partition(tail)[0]
-    missing = re.fullmatch(
-        r"(.*Could not find '(?:.*/)?(.*?)') Available options in '.*?': (.*)", text
-    )
-    if missing:
-        return f"{missing[1]}; {choose(missing[2], missing[3].split(), 'there are: ')}"
+    pattern = r"(.*Could not find '(?:.*/)?(.*?)') Available options in '.*?': (.*)"
+    if match := re.fullmatch(pattern, text):
+        return f"{match[1]}; {choose(match[2], match[3].split(), 'there are: ')}"
     return text
 
 
@@ -343,7 +338,7 @@ def _flags(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> Any:
                 OmegaConf.update(node, o.key_or_group, o.value(), merge=True, force_add=True)
             except (OmegaConfBaseException, TypeError, ValueError) as e:
                 raise ConfigError(
-                    f"{o.input_line} is not understood ({_hydra_says(e)}); correct the value, or"
+                    f"{o.input_line} is not understood ({_hydra_message(e)}); correct the value, or"
                     " leave it out"
                 ) from e
     return node
@@ -371,9 +366,7 @@ def _delete(
 
 
 def _stored(resume: str) -> tuple[str, dict[str, Any]]:
-    """Return path and content of config.yaml of the run that ``resume`` (a run or its checkpoint)
-    names.
-    """
+    """Return path and content of config.yaml of a run, given its directory or a checkpoint's."""
     import yaml
 
     from embodied_ppo.config import loader as strict
@@ -411,15 +404,14 @@ def _config_of(folder: Path) -> Path | None:
 
 # -------------------------------------------------------------------------------------------- hydra
 def config_dir(args: argparse.Namespace) -> str | None:
+    """Return --config-dir. Raises UsageError where there is no such directory."""
     if args.config_dir and not Path(args.config_dir).is_dir():
         raise UsageError(f"--config-dir {args.config_dir}: no such directory")
     return args.config_dir
 
 
 def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
-    """Return Hydra's loader over --config-dir and the shipped configs, and the name of the primary
-    config.
-    """
+    """Return Hydra's loader of --config-dir and the shipped configs, and the primary config."""
     from hydra import version
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.utils import create_config_search_path
@@ -437,14 +429,14 @@ def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
         """Accept options that no YAML file has: ``loader`` decides which options exist."""
 
         def load_configuration(
-            self, config_name: str | None, overrides: list[str], *rest: Any, **more: Any
+            self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
         ) -> Any:
-            return super().load_configuration(config_name, _forced(overrides, self), *rest, **more)
+            forced = _forced(overrides, self)
+            return super().load_configuration(config_name, forced, *args, **kwargs)
 
-        def _compose_config_from_defaults_list(self, *args: Any, **more: Any) -> Any:
-            return OmegaConf.merge(
-                defaults, super()._compose_config_from_defaults_list(*args, **more)
-            )
+        def _compose_config_from_defaults_list(self, *args: Any, **kwargs: Any) -> Any:
+            composed = super()._compose_config_from_defaults_list(*args, **kwargs)
+            return OmegaConf.merge(defaults, composed)
 
     Plugins.instance()
     setup_globals()
@@ -454,13 +446,11 @@ def loader_of(args: argparse.Namespace) -> tuple[ConfigLoaderImpl, str]:
     if config_dir(args):
         path.prepend(provider="command line", path=f"file://{os.path.abspath(args.config_dir)}")
     loader = Loader(config_search_path=path)
-    name = (
-        args.config_name or (args.command if args.command in PRIMARY else "train")
-    ).removesuffix(".yaml")
+    primary = args.command if args.command in PRIMARY else "train"
+    name = (args.config_name or primary).removesuffix(".yaml")
     if not loader.repository.config_exists(name):
-        names = sorted(
-            {n for n in loader.get_group_options("", ObjectType.CONFIG) if not n.startswith("_")}
-        )
+        configs = loader.get_group_options("", ObjectType.CONFIG)
+        names = sorted({n for n in configs if not n.startswith("_")})
         raise UsageError(
             f"--config-name {name}: no such config; {choose(name, names, 'there are: ')}"
         )
@@ -482,29 +472,31 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
             )
         if override.is_hydra_override():
             raise ConfigError(f"{line} is set but not read; hydra.* is for --multirun")
-        group, value = override.key_or_group, override.value()
-        if value is not None and _is_group(override, loader):
-            options = loader.get_group_options(group)
-            for chosen in value if isinstance(value, list) else [value]:
-                if str(chosen) not in options:
-                    kind = PlacementError if group == "placement" else ConfigError
-                    raise kind(
-                        f"{group} = {chosen}: no such {group};"
-                        f" {choose(str(chosen), options, 'there are: ')}"
-                    )
-            if isinstance(value, list):
-                one = f"write {group}={value[0] if value else 'NAME'}"
-                several = (
-                    f", or --multirun {group}={','.join(map(str, value))}" if len(value) > 1 else ""
-                )
-                raise ConfigError(
-                    f"{group} = {show(value)} must be one name, not a list; {one}{several}"
-                )
+        if override.value() is not None and _is_group(override, loader):
+            _check_group(override.key_or_group, override.value(), loader)
         overrides.append(override)
     return overrides
 
 
+def _check_group(group: str, value: Any, loader: ConfigLoaderImpl) -> None:
+    """Check that ``group=value`` selects one member. Raises ConfigError or PlacementError."""
+    options = loader.get_group_options(group)
+    for member in value if isinstance(value, list) else [value]:
+        if str(member) not in options:
+            kind = PlacementError if group == "placement" else ConfigError
+            raise kind(
+                f"{group} = {member}: no such {group};"
+                f" {choose(str(member), options, 'there are: ')}"
+            )
+    if isinstance(value, list):
+        cure = f"write {group}={value[0] if value else 'NAME'}"
+        if len(value) > 1:
+            cure += f", or --multirun {group}={','.join(map(str, value))}"
+        raise ConfigError(f"{group} = {show(value)} must be one name, not a list; {cure}")
+
+
 def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
+    """Parse ``option=value``. Raises ConfigError that says how to write it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -522,29 +514,23 @@ def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
         )
     try:
         (override,) = OverridesParser.create(config_loader=loader).parse_overrides([line])
-    except (
-        HydraException,
-        ValueError,
-        RecursionError,
-    ) as e:  # the last two: of very long numbers, very deep lists
+    except (HydraException, ValueError, RecursionError) as e:  # very long numbers, deep lists
         quoted_value = shorten(f"{key}='{value}'", 60)
         raise ConfigError(
-            f"{shorten(line, 60)} is not understood ({_hydra_says(e)}); quote the value:"
+            f"{shorten(line, 60)} is not understood ({_hydra_message(e)}); quote the value:"
             f' "{quoted_value}"'
         ) from e
     return override
 
 
 def _is_group(override: Override, loader: ConfigLoaderImpl) -> bool:
-    return loader.repository.group_exists(override.key_or_group) and not isinstance(
-        override.value(), dict
-    )
+    """Return whether an override selects a member of a group, and not options of a section."""
+    exists = loader.repository.group_exists(override.key_or_group)
+    return exists and not isinstance(override.value(), dict)
 
 
 def quoted(line: str) -> str:
-    """Quote a dictionary with quoted keys, which YAML and JSON allow and Hydra's grammar does
-    not.
-    """
+    """Quote a dictionary with quoted keys, which Hydra's grammar does not allow."""
     key, equals, value = line.partition("=")
     if not (equals and value.startswith("{") and '"' in value):
         return line
@@ -553,21 +539,17 @@ def quoted(line: str) -> str:
 
 
 def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
-    """Write ``a=1`` as ``++a=1`` and ``group=null`` as ``~group``; keep deletions and Hydra's own
-    options.
-    """
+    """Write ``a=1`` as ``++a=1`` and ``group=null`` as ``~group``; keep what only Hydra reads."""
 
-    def force(line: str, override: Override) -> str:
+    def force(line: str) -> str:
+        override = _parse_line(line, loader)
         if loader.repository.group_exists(override.key_or_group):
             empty = override.value() is None and not override.is_delete()
             return f"~{override.key_or_group}" if empty else line.removeprefix("++")
-        return (
-            line
-            if override.is_delete() or override.is_hydra_override()
-            else "++" + line.lstrip("+")
-        )
+        unchanged = override.is_delete() or override.is_hydra_override()
+        return line if unchanged else "++" + line.lstrip("+")
 
-    return [force(line, _parse_line(line, loader)) for line in lines]
+    return list(map(force, lines))
 
 
 # ------------------------------------------------------------------------------------------- sweeps
@@ -603,7 +585,7 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
         fixed = {o.key_or_group for o in given if not o.is_sweep_override()}
         hydra.multirun(name, functools.partial(_job, args=args, run=run, fixed=fixed), lines)
     except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError(_hydra_says(e)) from e
+        raise ConfigError(_hydra_message(e)) from e
     except UnicodeDecodeError as e:
         raise ConfigError(_not_utf8(args.config_dir)) from e
     finally:
@@ -611,9 +593,7 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """Return Hydra's containers as lists and dictionaries, with ``${..}`` unresolved: each job
-    resolves its own.
-    """
+    """Return Hydra's containers as lists and dictionaries, with ``${..}`` unresolved."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
@@ -651,9 +631,8 @@ def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str
     loaded = prepare(args, lines)
     pairs = [line.lstrip("+~").partition("=") for line in lines]
     differing = [(key, value) for key, _, value in pairs if key not in fixed]
-    options = dict(
-        sorted(differing, key=lambda pair: pair[0] == "seed")
-    )  # the folders of an arm stay together
+    # With the seed last, the folders of runs that differ in the seed only are next to each other.
+    options = dict(sorted(differing, key=lambda pair: pair[0] == "seed"))
     if loaded.config.run_dir is None:
         folder = Path(job.runtime.output_dir)
         if _plain(job.sweep)["subdir"] == ".":
@@ -669,12 +648,12 @@ def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str
 
 
 def job_folder(sweep: Path, options: Mapping[str, str], number: int) -> Path:
-    """Return the folder of a job, named after the options that differ between jobs:
-    ``lr-0.001_seed-0``.
+    """Return the folder of a job, such as ``lr-0.001_seed-0``.
 
-    An option has its last name alone where that is unambiguous. What command lines would have to
-    quote becomes ``-``. The job's number is appended to a name that is too long or taken, and is
-    the name where no option differs.
+    It is named after the options that differ between jobs. An option is named without its section
+    where that is unambiguous. Characters that a command line would have to quote become ``-``. The
+    job's number is appended to a name that is too long or exists, and is the name where no option
+    differs.
     """
     leaves = [key.rpartition(".")[2] for key in options]
     parts = [
@@ -682,19 +661,13 @@ def job_folder(sweep: Path, options: Mapping[str, str], number: int) -> Path:
         for (key, value), leaf in zip(options.items(), leaves, strict=True)
     ]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts).replace("+", ""), flags=re.ASCII).strip(".-")
-    if len(name) > LONGEST or (sweep / name).exists():
-        name = f"{name[:LONGEST]}-{number}".lstrip("-")
+    if len(name) > MAX_FOLDER_NAME or (sweep / name).exists():
+        name = f"{name[:MAX_FOLDER_NAME]}-{number}".lstrip("-")
     return sweep / (name or str(number))
 
 
-PACKAGE = "embodied_ppo.configs"
-
-
 def shipped() -> Path:
-    """Return the folder of the shipped configurations.
-
-    Raises UsageError where the package is not installed.
-    """
+    """Return the folder of the shipped configs. Raises UsageError without an installation."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(f"{PACKAGE} is not installed; in a checkout run: pip install -e .")
