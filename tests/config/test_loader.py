@@ -525,8 +525,11 @@ def test_lengths_and_names_of_cleanrl_and_rsl_rl() -> None:
         "mine",
     )
     assert dict(loaded.aliases) == {
-        "total_timesteps": "env_steps", "max_iterations": "updates", "save_interval": "save_every", "exp_name": "name"
-    }  # fmt: skip
+        "total_timesteps": "env_steps",
+        "max_iterations": "updates",
+        "save_interval": "save_every",
+        "exp_name": "name",
+    }
 
 
 @pytest.mark.parametrize(

@@ -45,18 +45,37 @@ def one_each(*devices: int) -> list[tuple[int, ...]]:
 GOOD: list[tuple[Any, Hardware, dict[str, list[tuple[int, ...]]]]] = [
     ({"env,rollout,actor": "0-3"}, EIGHT, {"env,rollout,actor": one_each(0, 1, 2, 3)}),
     ({"env,rollout,actor": "all"}, EIGHT, {"env,rollout,actor": one_each(*range(8))}),
-    ({"env, rollout": 2, "actor": [5, "0-1"]}, EIGHT, {"env,rollout": one_each(2), "actor": one_each(0, 1, 5)}),
-    ({"env": "first half", "rollout,actor": "second half"}, EIGHT,
-     {"env": one_each(0, 1, 2, 3), "rollout,actor": one_each(4, 5, 6, 7)}),
-    ({"env": {"devices": 0, "processes": 3}, "rollout,actor": 1}, EIGHT,
-     {"env": [(0,), (0,), (0,)], "rollout,actor": one_each(1)}),
-    ({"env": {"devices": "0-1", "processes": 4}, "rollout,actor": "2-3"}, EIGHT,
-     {"env": [(0,), (0,), (1,), (1,)], "rollout,actor": one_each(2, 3)}),
-    ({"env": {"devices": "0-3", "processes": 2}, "rollout,actor": "4-5"}, EIGHT,
-     {"env": [(0, 1), (2, 3)], "rollout,actor": one_each(4, 5)}),
-    ({"env": {"node": "sim"}, "rollout,actor": {"devices": "0-1", "node": "train"}}, TWO_NODES,
-     {"env": one_each(0, 1, 2, 3), "rollout,actor": one_each(4, 5)}),
-]  # fmt: skip
+    (
+        {"env, rollout": 2, "actor": [5, "0-1"]},
+        EIGHT,
+        {"env,rollout": one_each(2), "actor": one_each(0, 1, 5)},
+    ),
+    (
+        {"env": "first half", "rollout,actor": "second half"},
+        EIGHT,
+        {"env": one_each(0, 1, 2, 3), "rollout,actor": one_each(4, 5, 6, 7)},
+    ),
+    (
+        {"env": {"devices": 0, "processes": 3}, "rollout,actor": 1},
+        EIGHT,
+        {"env": [(0,), (0,), (0,)], "rollout,actor": one_each(1)},
+    ),
+    (
+        {"env": {"devices": "0-1", "processes": 4}, "rollout,actor": "2-3"},
+        EIGHT,
+        {"env": [(0,), (0,), (1,), (1,)], "rollout,actor": one_each(2, 3)},
+    ),
+    (
+        {"env": {"devices": "0-3", "processes": 2}, "rollout,actor": "4-5"},
+        EIGHT,
+        {"env": [(0, 1), (2, 3)], "rollout,actor": one_each(4, 5)},
+    ),
+    (
+        {"env": {"node": "sim"}, "rollout,actor": {"devices": "0-1", "node": "train"}},
+        TWO_NODES,
+        {"env": one_each(0, 1, 2, 3), "rollout,actor": one_each(4, 5)},
+    ),
+]
 
 
 @pytest.mark.parametrize(("placement", "hardware", "expected"), GOOD)
@@ -65,69 +84,166 @@ def test_text_becomes_a_plan(placement: Any, hardware: Hardware, expected: Any) 
 
 
 BAD: list[tuple[Any, Hardware, str]] = [
-    ({"env,rollout,leaner": 0}, EIGHT,
-     C + " = {env,rollout,leaner: 0}: leaner is no role of mode=embodied; roles: env, rollout, actor"),
-    ({"env,rolout,actor": 0}, EIGHT,
-     C + " = {env,rolout,actor: 0}: rolout is no role of mode=embodied; did you mean rollout? "
-     "roles: env, rollout, actor"),
-    ({"env,rollout,actor,critic": 0}, EIGHT,
-     C + " = {env,rollout,actor,critic: 0}: critic is no role of mode=embodied (it is part of the actor); "
-     "roles: env, rollout, actor"),
-    ({"env,,actor": 0}, EIGHT, C + " = {env,,actor: 0}: '' is no role of mode=embodied; roles: env, rollout, actor"),
-    ({"env,rollout": 0}, EIGHT, C + " = {env,rollout: 0}: no device for actor; join it to an entry, as "
-     "'env,rollout,actor', or give it its own"),
-    ({}, EIGHT, C + " = {}: no device for env; join it to an entry, as 'env', or give it its own"),
-    ({"env,rollout,actor": 0, "actor": 1}, EIGHT,
-     C + " = {env,rollout,actor: 0, actor: 1}: actor is placed twice; name it once"),
-    ({"env,env,rollout,actor": 0}, EIGHT, C + " = {env,env,rollout,actor: 0}: env is placed twice; name it once"),
-    ({"env,rollout,actor": "0-9"}, EIGHT,
-     C + " = {env,rollout,actor: 0-9}: 0-9 needs device 9, but there are 8 (0-7); write 0-7, or say what there is in "
-     "cluster.num_nodes and cluster.devices_per_node"),
-    ({"env,rollout,actor": 8}, EIGHT,
-     C + " = {env,rollout,actor: 8}: 8 needs device 8, but there are 8 (0-7); write 0, or say what there is in "
-     "cluster.num_nodes and cluster.devices_per_node"),
-    ({"env,rollout,actor": "0-1"}, Hardware(),
-     C + " = {env,rollout,actor: 0-1}: 0-1 needs device 1, but there is 1 (0); write 0, or say what there is in "
-     "cluster.num_nodes and cluster.devices_per_node"),
-    ({"env,rollout,actor": "3-0"}, EIGHT, C + " = {env,rollout,actor: 3-0}: 3-0 runs backwards; write 0-3"),
-    ({"env,rollout,actor": ["0-3", 2]}, EIGHT,
-     C + " = {env,rollout,actor: [0-3, 2]}: device 2 is listed twice; list it once"),
-    ({"env,rollout,actor": []}, EIGHT,
-     C + " = {env,rollout,actor: []}: names no device; write all, a number or a range as 0-3"),
-    ({"env,rollout,actor": "0-1,4-5"}, EIGHT,
-     C + " = {env,rollout,actor: 0-1,4-5}: 0-1,4-5 is more than one range; write a list, as [0-1,4-5]"),
-    *(
-        ({"env,rollout,actor": value}, EIGHT,
-         f"{C} = {{env,rollout,actor: {text}}}: {text} is no device; write all, a number, a range as 0-3, "
-         "'first half', 'second half', or a list of these")
-        for value, text in (("0:3",) * 2, (90.5, "90.5"), (True, "true"), ("-1",) * 2, ("0-3-5",) * 2, (None, "null"),
-                            ("9" * 5000,) * 2)
+    (
+        {"env,rollout,leaner": 0},
+        EIGHT,
+        C + " = {env,rollout,leaner: 0}: leaner is no role of mode=embodied; roles: env, rollout,"
+        " actor",
     ),
-    ({"env,rollout,actor": {"devices": "0-3", "proceses": 2}}, EIGHT,
-     C + " = {env,rollout,actor: {devices: 0-3, proceses: 2}}: proceses is not known; did you mean processes? "
-     "devices, processes, node"),
-    ({"env,rollout,actor": {"devices": "0-2", "processes": 2}}, EIGHT,
-     C + " = {env,rollout,actor: {devices: 0-2, processes: 2}}: 2 processes do not divide evenly over 3 devices; "
-     "write processes: 1"),
-    ({"env,rollout,actor": {"devices": "0-2", "processes": 0}}, EIGHT,
-     C + " = {env,rollout,actor: {devices: 0-2, processes: 0}}: processes = 0 must be a number >= 1; leave it out: 3"),
-    ({"env,rollout,actor": {"devices": "0-1", "processes": 10**20}}, EIGHT,
-     C + " = {env,rollout,actor: {devices: 0-1, processes: 100000000000000000000}}: processes = 100000000000000000000 "
-     "are more than 1024 on a device; write processes: 2"),
-    ({"env,rollout,actor": {"node": ["sim"]}}, TWO_NODES,
-     C + " = {env,rollout,actor: {node: [sim]}}: no node bears the label ['sim']; labels: sim, train "
-     "(cluster.node_groups)"),
-    ({"env,rollout,actor": {"node": "simm"}}, TWO_NODES,
-     C + " = {env,rollout,actor: {node: simm}}: no node bears the label simm; did you mean sim? labels: sim, train "
-     "(cluster.node_groups)"),
-    ({"env,rollout,actor": {"devices": "all", "processes": 1}}, TWO_NODES,
-     C + " = {env,rollout,actor: {devices: all, processes: 1}}: a process would have devices "
-     "[0, 1, 2, 3, 4, 5, 6, 7] of two nodes; write processes: 8"),
-    ({"env": "first half", "rollout,actor": "second half"}, Hardware(),
-     C + " = {env: first half}: there is 1 device, which has no halves; write all"),
-    ("hybrid", Hardware(), "placement = hybrid: needs 2 devices, and there is 1; use fused or colocated, or say what "
-     "there is in cluster.devices_per_node"),
-]  # fmt: skip
+    (
+        {"env,rolout,actor": 0},
+        EIGHT,
+        C + " = {env,rolout,actor: 0}: rolout is no role of mode=embodied; did you mean rollout? "
+        "roles: env, rollout, actor",
+    ),
+    (
+        {"env,rollout,actor,critic": 0},
+        EIGHT,
+        C + " = {env,rollout,actor,critic: 0}: critic is no role of mode=embodied (it is part of"
+        " the actor); "
+        "roles: env, rollout, actor",
+    ),
+    (
+        {"env,,actor": 0},
+        EIGHT,
+        C + " = {env,,actor: 0}: '' is no role of mode=embodied; roles: env, rollout, actor",
+    ),
+    (
+        {"env,rollout": 0},
+        EIGHT,
+        C + " = {env,rollout: 0}: no device for actor; join it to an entry, as "
+        "'env,rollout,actor', or give it its own",
+    ),
+    ({}, EIGHT, C + " = {}: no device for env; join it to an entry, as 'env', or give it its own"),
+    (
+        {"env,rollout,actor": 0, "actor": 1},
+        EIGHT,
+        C + " = {env,rollout,actor: 0, actor: 1}: actor is placed twice; name it once",
+    ),
+    (
+        {"env,env,rollout,actor": 0},
+        EIGHT,
+        C + " = {env,env,rollout,actor: 0}: env is placed twice; name it once",
+    ),
+    (
+        {"env,rollout,actor": "0-9"},
+        EIGHT,
+        C + " = {env,rollout,actor: 0-9}: 0-9 needs device 9, but there are 8 (0-7); write 0-7, or"
+        " say what there is in "
+        "cluster.num_nodes and cluster.devices_per_node",
+    ),
+    (
+        {"env,rollout,actor": 8},
+        EIGHT,
+        C + " = {env,rollout,actor: 8}: 8 needs device 8, but there are 8 (0-7); write 0, or say"
+        " what there is in "
+        "cluster.num_nodes and cluster.devices_per_node",
+    ),
+    (
+        {"env,rollout,actor": "0-1"},
+        Hardware(),
+        C + " = {env,rollout,actor: 0-1}: 0-1 needs device 1, but there is 1 (0); write 0, or say"
+        " what there is in "
+        "cluster.num_nodes and cluster.devices_per_node",
+    ),
+    (
+        {"env,rollout,actor": "3-0"},
+        EIGHT,
+        C + " = {env,rollout,actor: 3-0}: 3-0 runs backwards; write 0-3",
+    ),
+    (
+        {"env,rollout,actor": ["0-3", 2]},
+        EIGHT,
+        C + " = {env,rollout,actor: [0-3, 2]}: device 2 is listed twice; list it once",
+    ),
+    (
+        {"env,rollout,actor": []},
+        EIGHT,
+        C + " = {env,rollout,actor: []}: names no device; write all, a number or a range as 0-3",
+    ),
+    (
+        {"env,rollout,actor": "0-1,4-5"},
+        EIGHT,
+        C + " = {env,rollout,actor: 0-1,4-5}: 0-1,4-5 is more than one range; write a list, as"
+        " [0-1,4-5]",
+    ),
+    *(
+        (
+            {"env,rollout,actor": value},
+            EIGHT,
+            f"{C} = {{env,rollout,actor: {text}}}: {text} is no device; write all, a number, a"
+            f" range as 0-3, "
+            "'first half', 'second half', or a list of these",
+        )
+        for value, text in (
+            ("0:3",) * 2,
+            (90.5, "90.5"),
+            (True, "true"),
+            ("-1",) * 2,
+            ("0-3-5",) * 2,
+            (None, "null"),
+            ("9" * 5000,) * 2,
+        )
+    ),
+    (
+        {"env,rollout,actor": {"devices": "0-3", "proceses": 2}},
+        EIGHT,
+        C + " = {env,rollout,actor: {devices: 0-3, proceses: 2}}: proceses is not known; did you"
+        " mean processes? "
+        "devices, processes, node",
+    ),
+    (
+        {"env,rollout,actor": {"devices": "0-2", "processes": 2}},
+        EIGHT,
+        C + " = {env,rollout,actor: {devices: 0-2, processes: 2}}: 2 processes do not divide evenly"
+        " over 3 devices; "
+        "write processes: 1",
+    ),
+    (
+        {"env,rollout,actor": {"devices": "0-2", "processes": 0}},
+        EIGHT,
+        C + " = {env,rollout,actor: {devices: 0-2, processes: 0}}: processes = 0 must be a number"
+        " >= 1; leave it out: 3",
+    ),
+    (
+        {"env,rollout,actor": {"devices": "0-1", "processes": 10**20}},
+        EIGHT,
+        C + " = {env,rollout,actor: {devices: 0-1, processes: 100000000000000000000}}: processes ="
+        " 100000000000000000000 "
+        "are more than 1024 on a device; write processes: 2",
+    ),
+    (
+        {"env,rollout,actor": {"node": ["sim"]}},
+        TWO_NODES,
+        C + " = {env,rollout,actor: {node: [sim]}}: no node bears the label ['sim']; labels: sim,"
+        " train "
+        "(cluster.node_groups)",
+    ),
+    (
+        {"env,rollout,actor": {"node": "simm"}},
+        TWO_NODES,
+        C + " = {env,rollout,actor: {node: simm}}: no node bears the label simm; did you mean sim?"
+        " labels: sim, train "
+        "(cluster.node_groups)",
+    ),
+    (
+        {"env,rollout,actor": {"devices": "all", "processes": 1}},
+        TWO_NODES,
+        C + " = {env,rollout,actor: {devices: all, processes: 1}}: a process would have devices "
+        "[0, 1, 2, 3, 4, 5, 6, 7] of two nodes; write processes: 8",
+    ),
+    (
+        {"env": "first half", "rollout,actor": "second half"},
+        Hardware(),
+        C + " = {env: first half}: there is 1 device, which has no halves; write all",
+    ),
+    (
+        "hybrid",
+        Hardware(),
+        "placement = hybrid: needs 2 devices, and there is 1; use fused or colocated, or say what "
+        "there is in cluster.devices_per_node",
+    ),
+]
 
 
 @pytest.mark.parametrize(("placement", "hardware", "text"), BAD)
@@ -236,24 +352,45 @@ def test_running_ahead_needs_devices_of_its_own() -> None:
         device = 4 if name == "hybrid" else 0
         assert (
             str(caught.value)
-            == f"cluster.max_lag = 1: {role} and actor share device {device}, so they cannot run at"
+            == f"cluster.max_lag = 1: {role} and actor share device {device}, so they cannot run"
+            f" at"
             " once; write cluster.max_lag=0, or give actor its own devices"
             " (placement=disaggregated)"
         )
 
 
 NUMBERS: list[tuple[Any, dict[str, int], str]] = [
-    ({"env": "0-2", "rollout,actor": "3-4"}, {}, f"{C}: 3 processes of env and 2 of rollout: one must divide the "
-     "other; write processes: 2 for env"),
-    ({"env,rollout": "0-3", "actor": "4-6"}, {}, f"{C}: 4 processes of rollout and 3 of actor: one must divide the "
-     "other; write processes: 3 for rollout"),
-    ("fused", {"num_envs": 20}, "env.num_envs = 20: cannot be divided evenly over 8 processes x cluster.stages = 1; "
-     "write env.num_envs=16"),
-    ("fused", {"num_envs": 8, "group_size": 4}, "env.num_envs = 8: cannot be divided evenly over 8 processes x "
-     "cluster.stages = 1 x algorithm.group_size = 4; write env.num_envs=32"),
-    ("fused", {"global_batch_size": 100}, "algorithm.global_batch_size = 100: cannot be divided evenly over 8 "
-     "processes of actor; write algorithm.global_batch_size=96"),
-]  # fmt: skip
+    (
+        {"env": "0-2", "rollout,actor": "3-4"},
+        {},
+        f"{C}: 3 processes of env and 2 of rollout: one must divide the "
+        "other; write processes: 2 for env",
+    ),
+    (
+        {"env,rollout": "0-3", "actor": "4-6"},
+        {},
+        f"{C}: 4 processes of rollout and 3 of actor: one must divide the "
+        "other; write processes: 3 for rollout",
+    ),
+    (
+        "fused",
+        {"num_envs": 20},
+        "env.num_envs = 20: cannot be divided evenly over 8 processes x cluster.stages = 1; "
+        "write env.num_envs=16",
+    ),
+    (
+        "fused",
+        {"num_envs": 8, "group_size": 4},
+        "env.num_envs = 8: cannot be divided evenly over 8 processes x "
+        "cluster.stages = 1 x algorithm.group_size = 4; write env.num_envs=32",
+    ),
+    (
+        "fused",
+        {"global_batch_size": 100},
+        "algorithm.global_batch_size = 100: cannot be divided evenly over 8 "
+        "processes of actor; write algorithm.global_batch_size=96",
+    ),
+]
 
 
 @pytest.mark.parametrize(("placement", "numbers", "text"), NUMBERS)
@@ -311,7 +448,8 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
         check_memory(of(13_000_000_000), NEEDS)
     assert (
         str(caught.value)
-        == "placement: cuda 0 needs 1 x 0.5 GB (env) + 1 x 0.5 GB (rollout) + 1 x 11.5 GB (actor) ="
+        == "placement: cuda 0 needs 1 x 0.5 GB (env) + 1 x 0.5 GB (rollout) + 1 x 11.5 GB (actor)"
+        " ="
         " 12.5 GB to update, more than 92% of its 13 GB; one process of actor: weights 2 GB,"
         " activations 9 GB, 0.5 GB of each for CUDA itself; lower algorithm.micro_batch_size"
     )
@@ -369,8 +507,9 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
     )
     assert parts < 0.9 * whole
     between = int(4 * (parts + whole) / 2 / USABLE_MEMORY)
-    assert refused(between, **wide).endswith("write cluster.shard=true: 4 processes of actor then hold a part of the "
-                                             "model each")  # fmt: skip
+    assert refused(between, **wide).endswith(
+        "write cluster.shard=true: 4 processes of actor then hold a part of the model each"
+    )
     assert refused(between, **wide, **{"cluster.shard": True}) == ""
     assert "cluster.shard" not in refused(int(3.9 * parts), **wide)
     assert "cluster.shard" not in refused(int(3.9 * parts), **wide, **{"cluster.shard": True})
