@@ -1,4 +1,4 @@
-"""What an update consists of, by hand; and that it is told once, before training."""
+"""Batch sizes of an update, computed by hand, and their line in the log of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LANGUAGE = {
 }
 
 
-def test_a_robots_update() -> None:
+def test_update_of_a_robot_policy() -> None:
     c = run_helpers.tiny_config(
         {**ROBOT, "algorithm.update_epoch": 4, "env_steps": 51_000, "updates": None}
     )
@@ -68,7 +68,7 @@ def language(**more: Any) -> Config:
     return loader.load(Config, run_helpers.nested(options), source="configs/small")
 
 
-def test_a_language_models_update() -> None:
+def test_update_of_a_language_model() -> None:
     assert lines(language()) == [
         "64 prompts x 4 responses = 256 responses an update",
         "2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps",
@@ -87,7 +87,7 @@ def test_a_language_models_update() -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_run_tells_it_once_before_it_trains(
+def test_run_logs_batch_sizes_once_before_training(
     quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {
@@ -100,9 +100,9 @@ def test_a_run_tells_it_once_before_it_trains(
         {**ROBOT, **small, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 1}
     )
     summary = run.train(c, quiet=quiet)
-    told, err = (tmp_path / "run" / "log.txt").read_text(), capsys.readouterr().err
+    log, err = (tmp_path / "run" / "log.txt").read_text(), capsys.readouterr().err
     for line in lines(c):
-        assert told.count(line) == 1 and err.count(line) == (0 if quiet else 1)
-        assert told.index(line) < told.index("update 1 is done")
-    assert summary["env_steps"] == 64 and "2 updates x 32 = 64 environment steps" in told
-    assert "will be at about" not in err  # the console tells the time left
+        assert log.count(line) == 1 and err.count(line) == (0 if quiet else 1)
+        assert log.index(line) < log.index("update 1 is done")
+    assert summary["env_steps"] == 64 and "2 updates x 32 = 64 environment steps" in log
+    assert "will be at about" not in err  # the console shows the time left

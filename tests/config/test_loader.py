@@ -1,6 +1,4 @@
-"""Strict loading: what is accepted becomes the right value, what is refused says path, value, limit
-and cure.
-"""
+"""Strict loading: accepted values are converted, refusals name path, value, limit and cure."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from run_helpers import nested
 
 from embodied_ppo.config import loader, validation
 from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
@@ -24,19 +23,6 @@ from embodied_ppo.core.errors import (
     show,
 )
 
-
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}."""
-    result: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split(".")
-        node = result
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return result
-
-
 TOKENS = {"model.policy": "token"}
 PUBLISHED = {**TOKENS, "model.checkpoint": "x"}
 FLOW = {"model.policy": "flow"}
@@ -48,7 +34,7 @@ LANGUAGE: dict[str, Any] = {
     "data.task": "arithmetic",
     "actor.model.architecture": {"model_type": "qwen2"},
 }
-"""What mode=reasoning needs at least."""
+"""The options that mode=reasoning requires."""
 
 
 def get(config: Any, path: str) -> Any:
@@ -60,7 +46,7 @@ def get(config: Any, path: str) -> Any:
 def refused(
     cls: type, flat: dict[str, Any], error: type[ValueError] = ConfigError, source: str = "my.yaml"
 ) -> str:
-    """The one line of a refusal."""
+    """Return the line of a refusal."""
     with pytest.raises(error) as caught:
         loader.load(cls, nested(flat), source=source)
     line = str(caught.value)
@@ -70,10 +56,10 @@ def refused(
 
 # -------------------------------------------------------------------------------------- description
 @pytest.mark.parametrize("cls", [Config, EvaluateConfig])
-def test_every_option_has_a_meaning_a_type_and_a_valid_default(cls: type) -> None:
+def test_option_has_meaning_type_and_valid_default(cls: type) -> None:
     options = loader.describe(cls)
     for path, option in options.items():
-        assert option.meaning.strip(), f"{path}: write its meaning under the field in config.py"
+        assert option.meaning.strip(), f"{path}: write its meaning under the field in schema.py"
         assert option.path == path and option.type
         assert loader.read(cls, [("", nested({path: option.default}))]).config == cls(), path
     assert len(options) > 10
@@ -94,13 +80,13 @@ def test_describe_gives_type_limit_and_default() -> None:
 
 
 @pytest.mark.parametrize("cls", [Config, EnvConfig])
-def test_dump_is_plain_and_load_is_its_inverse(cls: type) -> None:
+def test_load_inverts_dump(cls: type) -> None:
     plain = loader.dump(cls())
     assert type(plain) is dict and loader.load(cls, plain) == cls()
     assert loader.load(cls, {}) == cls()
 
 
-def test_dump_of_a_changed_config_loads_to_the_same() -> None:
+def test_load_inverts_dump_of_changed_config() -> None:
     changed = nested(
         {
             "model.hidden": [32, 16],
@@ -145,19 +131,19 @@ def test_configs_are_frozen() -> None:
         ("seed", 0, 0),
     ],
 )
-def test_value_becomes(path: str, written: object, value: object) -> None:
+def test_value_is_converted(path: str, written: object, value: object) -> None:
     read = get(loader.read(Config, [("", nested({path: written}))]).config, path)
     assert read == value and type(read) is type(value)
 
 
-def test_loaded_values_share_nothing_with_what_was_written() -> None:
+def test_loaded_values_are_copies() -> None:
     kwargs = {"a": [1]}
     config = loader.load(Config, {"env": {"kwargs": kwargs}})
     kwargs["a"].append(2)
     assert config.env.kwargs == {"a": [1]}
 
 
-def test_an_empty_heading_is_no_value() -> None:
+def test_empty_section_sets_nothing() -> None:
     assert loader.load(
         Config, {"algorithm": None, "env": {}, "model": {"hidden": [8]}}
     ).model.hidden == (8,)
@@ -165,7 +151,7 @@ def test_an_empty_heading_is_no_value() -> None:
 
 # ----------------------------------------------------------------------------------- refused values
 @pytest.mark.parametrize(
-    ("path", "value", "words"),
+    ("path", "value", "parts"),
     [
         ("algorithm.gamma", 1.5, ["1.5", ">= 0 and <= 1", "algorithm.gamma=0.99"]),
         ("algorithm.gamma", -0.1, ["-0.1", ">= 0 and <= 1", "0.99"]),
@@ -222,20 +208,20 @@ def test_an_empty_heading_is_no_value() -> None:
         ),
     ],
 )
-def test_bad_value(path: str, value: object, words: list[str]) -> None:
+def test_value_is_refused(path: str, value: object, parts: list[str]) -> None:
     line = refused(Config, {path: value})
     assert path in line
-    for word in words:
-        assert word in line, line
+    for part in parts:
+        assert part in line, line
 
 
-def test_the_line_says_where_the_value_was_set() -> None:
+def test_refusal_names_the_layer() -> None:
     assert "(my.yaml)" in refused(Config, {"algorithm.gamma": 2})
     assert "()" not in refused(Config, {"algorithm.gamma": 2}, source="")
 
 
 @pytest.mark.parametrize(("value", "cure"), [("fuzed", "did you mean placement=fused?"), (3, "")])
-def test_placements_that_are_not_there(value: object, cure: str) -> None:
+def test_unknown_placement_is_refused(value: object, cure: str) -> None:
     line = refused(Config, {"placement": value}, PlacementError)
     for word in (
         "placement",
@@ -246,14 +232,16 @@ def test_placements_that_are_not_there(value: object, cure: str) -> None:
         assert word in line
 
 
-def test_what_says_where_roles_run() -> None:
-    where = {"env,rollout,actor": "0-3"}
+def test_placement_and_component_placement_exclude_each_other() -> None:
+    devices = {"env,rollout,actor": "0-3"}
     assert (
-        loader.load(Config, {"cluster": {"component_placement": where}}).cluster.component_placement
-        == where
+        loader.load(
+            Config, {"cluster": {"component_placement": devices}}
+        ).cluster.component_placement
+        == devices
     )
     line = refused(
-        Config, {"placement": "fused", "cluster": {"component_placement": where}}, PlacementError
+        Config, {"placement": "fused", "cluster": {"component_placement": devices}}, PlacementError
     )
     assert "placement = fused: cluster.component_placement places the roles too; leave one" in line
     line = refused(Config, {"cluster": {"stages": 2}}, PlacementError)
@@ -263,7 +251,7 @@ def test_what_says_where_roles_run() -> None:
     )
 
 
-def test_long_messages_keep_their_beginning_and_their_end() -> None:
+def test_long_message_keeps_beginning_and_end() -> None:
     assert shorten("x" * 300) == "x" * 300
     line = shorten("env.id = " + "x" * 5000 + " must be short; write env.id=a")
     assert (
@@ -345,25 +333,25 @@ def test_unknown_key(path: str, suggestion: str) -> None:
 @pytest.mark.parametrize(
     "path", [p for p in loader.describe(Config) if len(p.rpartition(".")[2]) > 3]
 )
-def test_a_missing_letter_finds_the_option(path: str) -> None:
+def test_missing_letter_suggests_the_option(path: str) -> None:
     section, dot, leaf = path.rpartition(".")
     wrong = f"{section}{dot}{leaf[:1]}{leaf[2:]}"
     line = refused(Config, {wrong: 1})
     assert f"{path}?" in line or f"(= {path})" in line or f"belongs to {path}" in line, line
 
 
-def test_keys_that_are_no_text() -> None:
+def test_key_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^3 = 4"):
         loader.load(Config, {3: 4})
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
-def test_options_with_no_meaning_here_say_why(path: str) -> None:
+def test_refused_option_has_a_reason(path: str) -> None:
     line = refused(Config, {path: 8})
     assert line == f"{path} = 8 (my.yaml) is refused: {REFUSED[path]}"
 
 
-def test_the_other_modes_options_are_not_read() -> None:
+def test_option_of_the_other_mode_is_refused() -> None:
     for mode, other, flat in (
         ("embodied", "reasoning", {"critic.update_epoch": 3}),
         ("embodied", "reasoning", {"algorithm.response_length": 3}),
@@ -380,7 +368,7 @@ def test_the_other_modes_options_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("mode", ["embodied", "reasoning"])
-def test_relevant_is_what_one_mode_reads(mode: str) -> None:
+def test_relevant_omits_options_of_the_other_mode(mode: str) -> None:
     config = loader.load(Config, nested(LANGUAGE if mode == "reasoning" else {}))
     kept = loader.relevant(config)
     assert loader.load(Config, kept) == config
@@ -406,21 +394,21 @@ PLACED = [
 ]
 
 
-@pytest.mark.parametrize(("placement", "words"), PLACED)
-def test_component_placement(placement: dict[str, Any], words: str | None) -> None:
+@pytest.mark.parametrize(("placement", "message"), PLACED)
+def test_component_placement(placement: dict[str, Any], message: str | None) -> None:
     for name in ("component_placement", "cluster"):
         layer = {name: placement if name != "cluster" else {"component_placement": placement}}
-        if words is None:
+        if message is None:
             loaded = loader.read(Config, [("a.yaml", nested(LANGUAGE)), ("b.yaml", layer)]).config
             validation.check(loaded)
             assert loaded.cluster.component_placement == placement
         else:
             with pytest.raises(PlacementError) as caught:
                 loader.load(Config, {**nested(LANGUAGE), **layer})
-            assert words in str(caught.value) and "placement = {" in str(caught.value)
+            assert message in str(caught.value) and "placement = {" in str(caught.value)
 
 
-def test_several_nodes_need_a_placement() -> None:
+def test_num_nodes_needs_a_placement() -> None:
     line = refused(Config, {"cluster.num_nodes": 2}, PlacementError)
     assert line.startswith("cluster.num_nodes = 2: is not read with placement=local")
 
@@ -477,7 +465,7 @@ def test_alias_of_options_md(alias: str) -> None:
     assert [get(loaded.config, p) for p in paths] == [value] * len(paths)
     assert loaded.aliases == ((alias, ", ".join(paths)),)
     assert loaded.origin == dict.fromkeys(paths, "file")
-    # the same value twice is no contradiction, another one is
+    # The same value twice is accepted, a different value is refused.
     loader.read(Config, [("file", nested({alias: value, paths[0]: value}))])
     other = loader.describe(Config)[paths[0]].default
     with pytest.raises(ConfigError) as caught:
@@ -486,7 +474,7 @@ def test_alias_of_options_md(alias: str) -> None:
         assert word in str(caught.value)
 
 
-def test_every_alias_names_options_that_exist() -> None:
+def test_aliases_name_existing_options() -> None:
     known = {
         alias: targets
         for alias, targets in loader.alias_paths(Config).items()
@@ -502,7 +490,7 @@ def test_every_alias_names_options_that_exist() -> None:
     assert not set(known) & set(loader.describe(Config))
 
 
-def test_a_cure_is_of_no_name_that_is_read_and_names_options_that_exist() -> None:
+def test_cures_name_existing_options() -> None:
     read = {
         path.rpartition(".")[2] for path in (*loader.describe(Config), *loader.alias_paths(Config))
     }
@@ -514,15 +502,15 @@ def test_a_cure_is_of_no_name_that_is_read_and_names_options_that_exist() -> Non
             assert loader.load(Config, nested({path: yaml.safe_load(value)})), cure
 
 
-def test_lengths_and_names_of_cleanrl_and_rsl_rl() -> None:
-    theirs = {"total_timesteps": 5000, "max_iterations": 7, "save_interval": 3, "exp_name": "mine"}
-    loaded = loader.read(Config, [("file", theirs)])
+def test_aliases_of_cleanrl_and_rsl_rl() -> None:
+    options = {"total_timesteps": 5000, "max_iterations": 7, "save_interval": 3, "exp_name": "x"}
+    loaded = loader.read(Config, [("file", options)])
     config = loaded.config
     assert (config.env_steps, config.updates, config.save_every, config.name) == (
         5000,
         7,
         3,
-        "mine",
+        "x",
     )
     assert dict(loaded.aliases) == {
         "total_timesteps": "env_steps",
@@ -541,7 +529,7 @@ def test_alias_of_a_value(path: str, word: str) -> None:
     assert loaded.aliases == ((f"{path}={word}", f"{path}={VALUE_ALIASES[path][word]}"),)
 
 
-def test_dual_clip_switch_is_one_plus_two_clip_ratios() -> None:
+def test_dual_clip_is_one_plus_two_clip_ratios() -> None:
     def c(**algorithm: Any) -> float | None:
         return loader.load(Config, {"algorithm": algorithm}).algorithm.clip_ratio_c
 
@@ -567,7 +555,7 @@ def test_dual_clip_switch_is_one_plus_two_clip_ratios() -> None:
 
 
 # ------------------------------------------------------------------------------------------- layers
-def test_later_layers_win_whatever_name_they_use() -> None:
+def test_later_layer_wins_under_any_alias() -> None:
     low = {
         "algorithm": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "vf_coef": 0.5},
         "env": {"kwargs": {"a": 1}},
@@ -586,7 +574,7 @@ def test_later_layers_win_whatever_name_they_use() -> None:
     assert (a.clip_ratio_low, a.clip_ratio_high) == (0.3, 0.28)
 
 
-def test_deliberate_is_what_differs_or_was_said_by_flag() -> None:
+def test_deliberate_options_differ_or_are_flags() -> None:
     loaded = loader.read(
         Config, [("file", {"seed": 0, "updates": 3}), ("flag", {"save_every": 50})]
     )
@@ -600,7 +588,7 @@ def test_evaluate_needs_a_checkpoint() -> None:
     assert loader.load(EvaluateConfig, {"checkpoint": "runs/x"}).episodes == 100
 
 
-def test_changes_to_the_environment_are_typed_and_named_like_training() -> None:
+def test_env_options_of_evaluate_are_typed() -> None:
     config = loader.load(
         EvaluateConfig,
         nested({"checkpoint": "x", "env.env_id": "A-v1", "env.max_episode_steps": 5}),
@@ -616,6 +604,6 @@ def test_changes_to_the_environment_are_typed_and_named_like_training() -> None:
     assert "belongs to env.id" not in refused(EvaluateConfig, {"checkpoint": "x", "episods": 4})
 
 
-def test_film_options_without_a_film() -> None:
+def test_video_options_need_video() -> None:
     line = refused(EvaluateConfig, {"checkpoint": "x", "video": False, "video_size": 64})
     assert "video_size = 64 is set but not read; it needs video=true" in line

@@ -1,7 +1,4 @@
-"""Plans of placements: the grammar, every refusal's text, presets on 1 to 16 devices.
-
-Nothing is started.
-"""
+"""Plans of placements: grammar, text of each refusal, presets on 1 to 16 devices."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ GOOD: list[tuple[Any, Hardware, dict[str, list[tuple[int, ...]]]]] = [
 
 
 @pytest.mark.parametrize(("placement", "hardware", "expected"), GOOD)
-def test_text_becomes_a_plan(placement: Any, hardware: Hardware, expected: Any) -> None:
+def test_plan_of_a_placement(placement: Any, hardware: Hardware, expected: Any) -> None:
     assert shape(plan(placement, hardware)) == expected
 
 
@@ -255,7 +252,7 @@ def test_refusals_name_path_value_limit_and_cure(
     assert str(caught.value) == text
 
 
-def test_a_label_for_a_node_that_is_not_there() -> None:
+def test_label_of_an_absent_node_is_refused() -> None:
     with pytest.raises(
         PlacementError,
         match=r"^cluster.node_groups = \{train: 1\}: 1 needs node 1, but there is 1 \(0\)",
@@ -268,7 +265,7 @@ def test_a_label_for_a_node_that_is_not_there() -> None:
         )
 
 
-def test_presets_of_simulators_are_refused_for_language_models() -> None:
+def test_simulator_presets_are_refused_for_language_models() -> None:
     for name in ("hybrid", "pipelined"):
         with pytest.raises(
             PlacementError, match="mode=reasoning has none; use fused, colocated or disaggregated"
@@ -290,7 +287,7 @@ def test_presets_on_any_number_of_devices(name: str, devices: int, mode: str) ->
     p = plan(name, hardware, mode=mode)
     assert sorted(role for g in p.groups for role in g.roles) == sorted(ROLES[mode])
     used = {d for g in p.groups for d in g.devices}
-    assert used == set(range(devices))  # nothing idles
+    assert used == set(range(devices))  # every device is used
     turns = {g.name: {other.name for other in p.sharing(g)} for g in p.groups}
     if name == "fused":
         assert len(p.groups) == 1 and p.processes("actor") == devices
@@ -307,7 +304,7 @@ def test_presets_on_any_number_of_devices(name: str, devices: int, mode: str) ->
         check_numbers(p, num_envs=64, group_size=1, global_batch_size=1024)
 
 
-def test_weights_travel_as_they_are_asked_to_where_that_can_be() -> None:
+def test_weight_transport() -> None:
     two = Hardware((2, 2), "cuda")
     apart = {"env,rollout": "0-1", "actor": "2-3"}
     across = {"env,rollout": ["0", "2"], "actor": ["1", "3"]}
@@ -327,7 +324,7 @@ def test_weights_travel_as_they_are_asked_to_where_that_can_be() -> None:
     )
 
 
-def test_roles_that_a_run_lacks_are_left_out_of_presets_and_refused_elsewhere() -> None:
+def test_presets_omit_unused_roles() -> None:
     p = plan("colocated", EIGHT, mode="reasoning", without=("critic", "reference"))
     assert [g.name for g in p.groups] == ["rollout,reward", "actor"]
     with pytest.raises(PlacementError, match="this run has no critic; leave it out"):
@@ -339,7 +336,7 @@ def test_roles_that_a_run_lacks_are_left_out_of_presets_and_refused_elsewhere() 
         )
 
 
-def test_running_ahead_needs_devices_of_its_own() -> None:
+def test_max_lag_needs_separate_devices() -> None:
     assert plan("disaggregated", EIGHT, max_lag=2).max_lag == 2
     for name, role in (
         ("fused", "env"),
@@ -394,7 +391,7 @@ NUMBERS: list[tuple[Any, dict[str, int], str]] = [
 
 
 @pytest.mark.parametrize(("placement", "numbers", "text"), NUMBERS)
-def test_environments_and_samples_are_dealt_out_evenly(
+def test_environments_and_samples_divide_evenly(
     placement: Any, numbers: dict[str, int], text: str
 ) -> None:
     with pytest.raises(PlacementError) as caught:
@@ -405,7 +402,7 @@ def test_environments_and_samples_are_dealt_out_evenly(
     assert str(caught.value) == text
 
 
-def test_a_plan_is_told_as_a_table() -> None:
+def test_rows_of_a_plan() -> None:
     p = plan(
         {"env": {"node": "sim", "devices": "0-1"}, "rollout": "4-5", "actor": "4-7"}, TWO_NODES
     )
@@ -423,7 +420,7 @@ def test_a_plan_is_told_as_a_table() -> None:
     assert isinstance(p.group("actor"), Group)
 
 
-def test_positions_are_counted_within_what_there_is() -> None:
+def test_ranges_index_available_devices() -> None:
     assert ranges(["1-2", 0], (10, 20, 30), "here") == (10, 20, 30)
     assert ranges(" 0 - 1 ", (4, 5, 6), "here") == (4, 5)
 
@@ -436,14 +433,14 @@ NEEDS = {
 }
 
 
-def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
+def test_memory_refusal_contains_the_sum() -> None:
     def of(memory: int, kind: str = "cuda") -> Plan:
         return plan("colocated", Hardware((2,), kind, memory=memory))
 
     check_memory(
         of(14_000_000_000), NEEDS
-    )  # 11 GB for the actor while the others sleep, and three contexts
-    check_memory(plan("colocated", Hardware((2,), "cuda")), NEEDS)  # not known: not judged
+    )  # 11 GB for the actor while the others are offloaded, and three contexts
+    check_memory(plan("colocated", Hardware((2,), "cuda")), NEEDS)  # unknown memory is not checked
     with pytest.raises(PlacementError) as caught:
         check_memory(of(13_000_000_000), NEEDS)
     assert (
@@ -462,28 +459,28 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
         check_memory(of(15_000_000_000, "cpu"), NEEDS)  # all share it
 
 
-def test_whether_parts_of_a_model_would_fit_is_said() -> None:
+def test_memory_refusal_suggests_sharding_where_it_fits() -> None:
     p = plan("fused", Hardware((4,), "cuda", memory=10_000_000_000))
-    whole: dict[str, Any] = {
+    full: dict[str, Any] = {
         "env,rollout,actor": {"weights": 2_000_000_000, "optimiser": 9_000_000_000}
     }
-    some: dict[str, Any] = {
+    sharded: dict[str, Any] = {
         "env,rollout,actor": {"weights": 2_500_000_000, "optimiser": 2_250_000_000}
     }
     cure = "write cluster.shard=true: 4 processes of actor then hold a part of the model each"
     with pytest.raises(
         PlacementError, match=rf"more than 92% of its 10 GB; one process .*; {cure}$"
     ):
-        check_memory(p, whole, lambda: some)
-    for no_cure in (None, lambda: whole):
+        check_memory(p, full, lambda: sharded)
+    for no_cure in (None, lambda: full):
         with pytest.raises(
             PlacementError, match=r"; train adapters \(model\.lora_rank\), or give roles devices"
         ):
-            check_memory(p, whole, no_cure)
-    check_memory(p, some)
+            check_memory(p, full, no_cure)
+    check_memory(p, sharded)
 
 
-def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_suggests_sharding_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(memory: int, **options: Any) -> str:
         hardware = Hardware((4,), "cpu", memory=memory)
         monkeypatch.setattr(base, "hardware_of", lambda config, device: hardware)
@@ -497,7 +494,7 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
         return ""
 
     wide = {"model.hidden": [512, 512]}
-    whole, parts = (
+    full, parts = (
         sum(map(int, needs.values()))
         for shard in (False, True)
         for c in [run_helpers.tiny_config({"placement": "fused", "cluster.shard": shard, **wide})]
@@ -505,8 +502,8 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
             EmbodiedMode().memory_estimator(c).needs(plan("fused", Hardware((4,)))).values()
         )
     )
-    assert parts < 0.9 * whole
-    between = int(4 * (parts + whole) / 2 / USABLE_MEMORY)
+    assert parts < 0.9 * full
+    between = int(4 * (parts + full) / 2 / USABLE_MEMORY)
     assert refused(between, **wide).endswith(
         "write cluster.shard=true: 4 processes of actor then hold a part of the model each"
     )
@@ -515,17 +512,17 @@ def test_a_run_that_does_not_fit_hears_that_parts_would(monkeypatch: pytest.Monk
     assert "cluster.shard" not in refused(int(3.9 * parts), **wide, **{"cluster.shard": True})
 
 
-def test_parts_are_refused_where_there_is_nobody_to_share_with(
+def test_shard_needs_several_learners(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(devices: int) -> str:
         monkeypatch.setattr(base, "hardware_of", lambda config, device: Hardware((devices,)))
-        with pytest.raises((ConfigError, PlacementError)) as told:
+        with pytest.raises((ConfigError, PlacementError)) as caught:
             EmbodiedMode().plan(
                 run_helpers.tiny_config({"placement": "fused", "cluster.shard": True}),
                 torch.device("cpu"),
             )
-        return str(told.value)
+        return str(caught.value)
 
     assert refused(1).startswith(
         "cluster.shard = true: one process learns, and has no other to share a model with; give"
@@ -537,7 +534,7 @@ def test_parts_are_refused_where_there_is_nobody_to_share_with(
     )
 
 
-def test_memory_is_told_as_a_table() -> None:
+def test_memory_rows() -> None:
     p = plan("colocated", Hardware((1,), "cuda"))
     assert lines(memory_rows(p, NEEDS)) == [
         "one process needs  env   rollout  actor",
@@ -547,19 +544,21 @@ def test_memory_is_told_as_a_table() -> None:
     ]
 
 
-def test_what_takes_turns_on_a_gpu_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph knows where its tensors lie, and they move."""
+def test_compile_is_refused_for_groups_that_take_turns_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CUDA graph contains the addresses of its tensors, which change with each offload."""
     hardware = Hardware((1,), "cuda")
     monkeypatch.setattr(base, "hardware_of", lambda config, device: hardware)
-    for name, why in (("colocated", "take turns on a GPU"), ("fused", "")):
+    for name, reason in (("colocated", "take turns on a GPU"), ("fused", "")):
         c = run_helpers.tiny_config({"compile": "always", "placement": name})
-        if why:
-            with pytest.raises(ConfigError, match=f"compile=always: processes that {why}"):
+        if reason:
+            with pytest.raises(ConfigError, match=f"compile=always: processes that {reason}"):
                 EmbodiedMode().plan(c, torch.device("cuda"))
         else:
             assert EmbodiedMode().plan(c, torch.device("cuda")) is not None
     apart = {"rollout,actor,reward": 0, "critic": 1, "reference": 1}
-    asked = run_helpers.tiny_config({"compile": "always"})
+    compiled = run_helpers.tiny_config({"compile": "always"})
     with pytest.raises(ConfigError, match="compile=always: processes that take turns on a GPU"):
-        base.check_compile(asked, plan(apart, Hardware((2,), "cuda"), mode="reasoning"))
-    base.check_compile(asked, plan(apart, Hardware((2,)), mode="reasoning"))
+        base.check_compile(compiled, plan(apart, Hardware((2,), "cuda"), mode="reasoning"))
+    base.check_compile(compiled, plan(apart, Hardware((2,)), mode="reasoning"))

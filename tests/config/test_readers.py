@@ -22,11 +22,11 @@ from embodied_ppo.config.schema import Config, EvaluateConfig
         ("no.such.option", None),
     ],
 )
-def test_the_mode_that_reads_an_option(path: str, mode: str | None) -> None:
+def test_mode_of_an_option(path: str, mode: str | None) -> None:
     assert mode_of(path) == mode
 
 
-def test_a_command_may_declare_the_same_option_differently() -> None:
+def test_commands_declare_the_mode_separately() -> None:
     assert mode_of("allow_changed_task") is None
     assert mode_of("allow_changed_task", EvaluateConfig) == "embodied"
 
@@ -45,17 +45,17 @@ def test_a_command_may_declare_the_same_option_differently() -> None:
         ("critic", []),  # a section is no option
     ],
 )
-def test_the_conditions_of_an_option(path: str, conditions: list[str]) -> None:
+def test_conditions_of_an_option(path: str, conditions: list[str]) -> None:
     assert [condition.text for condition in readers()[path].conditions] == conditions
 
 
-def test_a_condition_of_one_mode_does_not_apply_to_the_other() -> None:
+def test_condition_of_one_mode_only() -> None:
     default = Config()
     grpo = replace(default, algorithm=replace(default.algorithm, adv_type="grpo"))
     assert "algorithm.value_clip" not in dict(unread(grpo, "embodied"))
     assert dict(unread(grpo, "reasoning"))["algorithm.value_clip"] == "algorithm.adv_type=gae"
 
 
-def test_options_of_evaluate_have_conditions_too() -> None:
+def test_conditions_of_evaluate_options() -> None:
     assert dict(unread(EvaluateConfig(video=False)))["video_size"] == "video=true"
     assert "video_size" not in dict(unread(EvaluateConfig()))

@@ -1,17 +1,16 @@
-"""Options compared with each other: what goes together, what is read under a condition, what
-excludes or needs what.
-"""
+"""Comparison of options: combinations that are refused, and options that are not read."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from run_helpers import nested
 
 from embodied_ppo.config import loader, readers, validation
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.errors import ConfigError, show
-from tests.config.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS, nested, refused
+from tests.config.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS, refused
 
 GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
 
@@ -152,10 +151,10 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
     ],
 )
-def test_options_that_exclude_each_other(flat: dict[str, Any], line: str) -> None:
-    said = refused(Config, flat)
+def test_conflicting_options_are_refused(flat: dict[str, Any], line: str) -> None:
+    message = refused(Config, flat)
     for part in line.split(" .. "):
-        assert part in said
+        assert part in message
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_options_that_exclude_each_other(flat: dict[str, Any], line: str) -> Non
         {"device": "cuda:3"},
     ],
 )
-def test_options_that_agree(flat: dict[str, Any]) -> None:
+def test_compatible_options_are_accepted(flat: dict[str, Any]) -> None:
     loader.load(Config, nested(flat))
 
 
@@ -192,7 +191,7 @@ FILES = {
 }
 NO_VALUE = {**LANGUAGE, "algorithm.adv_type": "grpo", "algorithm.group_size": 2}
 UNREAD = {
-    # option -> (a value, what makes it read; None: it is by default)
+    # option -> (a value, options under which it is read; None: it is read by default)
     "algorithm.desired_kl": (0.02, {"algorithm.lr_schedule": "adaptive"}),
     "algorithm.lr_end": (0.1, {"algorithm.lr_schedule": "cosine"}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
@@ -380,27 +379,25 @@ NOT_READ = {
 
 
 @pytest.mark.parametrize("path", UNREAD)
-def test_an_option_that_is_set_and_not_read(path: str) -> None:
+def test_option_that_is_not_read_is_refused(path: str) -> None:
     value, needs = UNREAD[path]
     base = LANGUAGE if readers.mode_of(path) == "reasoning" and path not in NOT_READ else {}
     line = refused(Config, {**base, **NOT_READ.get(path, {}), path: value})
-    for word in (path, show(value), "set but not read", "it needs", "leave it out"):
-        assert word in line
+    for part in (path, show(value), "set but not read", "it needs", "leave it out"):
+        assert part in line
     loader.load(Config, nested({**(needs or {}), path: value}))
 
 
-def test_the_table_of_unread_options_is_tested_whole() -> None:
+def test_every_condition_has_a_case() -> None:
     conditional = {path for path, reader in readers.readers().items() if reader.conditions}
     assert conditional == {*UNREAD, "critic.use_critic_model"}
 
 
-def test_check_flags_defaults_only_where_they_were_said() -> None:
+def test_check_refuses_unread_defaults_only_if_explicit() -> None:
     validation.check(Config())
     with pytest.raises(ConfigError, match=r"desired_kl = 0\.01 is set but not read"):
         validation.check(Config(), explicit={"algorithm.desired_kl"})
-    validation.check(
-        Config(), explicit={"algorithm.reward_shift"}
-    )  # false: said to be off, and it is
+    validation.check(Config(), explicit={"algorithm.reward_shift"})  # false switches the option off
     config = loader.load(Config, nested(NO_VALUE))
     with pytest.raises(
         ConfigError,
@@ -409,7 +406,7 @@ def test_check_flags_defaults_only_where_they_were_said() -> None:
         validation.check(config, explicit={"critic.use_critic_model"})
 
 
-def test_what_ships_may_go_unread_after_a_flag() -> None:
+def test_shipped_options_may_remain_unread() -> None:
     def deliberate(label: str, flat: dict[str, Any]) -> frozenset[str]:
         return loader.read(Config, [(label, nested(flat)), ("flag", nested(NO_VALUE))]).deliberate(
             {"flag"}

@@ -1,5 +1,6 @@
-"""A peer's options of PPO become ours: documented blocks without loss, values where they belong,
-nothing dropped.
+"""Conversion of another framework's PPO options: complete, correct values, a reason for the rest.
+
+The documented blocks of each framework convert without an unknown or refused option.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import yaml
 
 from embodied_ppo.commands import main
@@ -26,27 +28,15 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, leaf = path.split(".")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[leaf] = value
-    return tree
-
-
 def convert(peer: str, flat: dict[str, Any]) -> migrate.Migration:
-    Path("theirs.yaml").write_text(yaml.safe_dump(nested(flat), sort_keys=False))
-    return migrate.convert(peer, "theirs.yaml")
+    Path("source.yaml").write_text(yaml.safe_dump(run_helpers.nested(flat), sort_keys=False))
+    return migrate.convert(peer, "source.yaml")
 
 
-def told(found: migrate.Migration) -> dict[str, str]:
-    """theirs -> why it is no option of ours."""
-    return {
-        row["theirs"]: row["why"] for row in (*found.meaningless, *found.refused, *found.unknown)
-    }
+def reasons_of(migration: migrate.Migration) -> dict[str, str]:
+    """Return their option -> the reason why it has no counterpart."""
+    rows = (*migration.meaningless, *migration.refused, *migration.unknown)
+    return {row["theirs"]: row["why"] for row in rows}
 
 
 # -------------------------------------------------------------------------------- documented blocks
@@ -147,7 +137,7 @@ VERL = {  # the page on PPO
     "algorithm.kl_ctrl.horizon": 10000,
     "algorithm.kl_ctrl.target_kl": 0.2,
     f"{ACTOR}clip_ratio_c": 3.0,
-    # .. and its example
+    # the example on the same page
     "trainer.n_gpus_per_node": 1,
     f"{ROLLOUT}tensor_model_parallel_size": 1,
     "trainer.logger": "console",
@@ -224,38 +214,41 @@ DOCUMENTED = {
 
 
 @pytest.mark.parametrize(("peer", "block"), DOCUMENTED.values(), ids=list(DOCUMENTED))
-def test_a_documented_block_converts_without_loss(
+def test_documented_block_converts_without_loss(
     peer: str, block: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
-    found = convert(peer, block)
-    assert not found.unknown and not found.refused and found.conflict is None
-    mapped = {row["theirs"] for row in found.mapped if not row["default"]}
-    assert mapped | set(told(found)) == set(block), "every option is mapped or explained"
+    migration = convert(peer, block)
+    assert not migration.unknown and not migration.refused and migration.conflict is None
+    mapped = {row["theirs"] for row in migration.mapped if not row["default"]}
+    assert mapped | set(reasons_of(migration)) == set(block), (
+        "every option is mapped or has a reason"
+    )
 
-    out = "mine/experiment/imported.yaml"  # neither folder exists
-    assert main.main(["import-config", peer, "theirs.yaml", "--out", out]) == 0
+    out = "configs/experiment/imported.yaml"  # neither folder exists
+    assert main.main(["import-config", peer, "source.yaml", "--out", out]) == 0
     capsys.readouterr()
-    fill = [f"{path}={FILL[path]}" for path in found.to_write]
+    fill = [f"{path}={FILL[path]}" for path in migration.to_write]
     assert (
-        main.main(["config", "--json", "--config-dir", "mine", "experiment=imported", *fill]) == 0
+        main.main(["config", "--json", "--config-dir", "configs", "experiment=imported", *fill])
+        == 0
     )
     captured = capsys.readouterr()
     rows = json.loads(captured.out)
-    assert "read as" not in captured.err, "the file has our own words"
-    for path, value in found.options.items():
+    assert "read as" not in captured.err, "the file has canonical names"
+    for path, value in migration.options.items():
         assert rows[path]["value"] == value and rows[path]["source"].endswith("imported.yaml"), path
 
 
-def test_what_a_run_needs_and_the_file_does_not_say_is_asked_for(
+def test_missing_required_options_are_reported(
     capsys: pytest.CaptureFixture[str],
 ):
-    Path("mine/experiment").mkdir(parents=True)
-    found = convert("verl", VERL)
-    assert set(found.to_write) == {"data.train", "data.eval", "updates"}
-    Path("mine/experiment/x.yaml").write_text(found.text("theirs.yaml"))
-    assert main.main(["train", "--config-dir", "mine", "experiment=x"]) == 2
+    Path("configs/experiment").mkdir(parents=True)
+    migration = convert("verl", VERL)
+    assert set(migration.to_write) == {"data.train", "data.eval", "updates"}
+    Path("configs/experiment/x.yaml").write_text(migration.text("source.yaml"))
+    assert main.main(["train", "--config-dir", "configs", "experiment=x"]) == 2
     assert "= ??? " in capsys.readouterr().err
-    assert main.main(["config", "--config-dir", "mine", "experiment=x"]) == 0
+    assert main.main(["config", "--config-dir", "configs", "experiment=x"]) == 0
     assert (
         "yours to write" in (err := capsys.readouterr().err)
         and "data.eval, data.train, updates" in err
@@ -266,8 +259,7 @@ def test_what_a_run_needs_and_the_file_does_not_say_is_asked_for(
 ROBOT = {"runner.task_type": "embodied", "actor.model.num_action_chunks": 8}
 WORKERS = {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "num_gpus_per_node": 8}
 VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    # verl: prompts before n; one clip or two; its words for KL; steps and shares of warm-up are of
-    # updates
+    # verl: prompts before n; one clip range or two; names of KL estimators; warm-up in updates
     (
         "verl",
         {f"{ACTOR}ppo_mini_batch_size": 64, f"{ROLLOUT}n": 8},
@@ -385,7 +377,7 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"reward_model.enable": True, "reward_model.model.path": "rm"},
         {"reward.model.path": "rm"},
     ),
-    # .. and what it does where its file says nothing
+    # verl: defaults of options that the file does not set
     (
         "verl",
         {"algorithm.adv_estimator": "gae"},
@@ -397,8 +389,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "critic.weight_decay": 0.01,
         },
     ),
-    # RLinf: discounts of chunks, 0.99 = 0.9987445^8; steps per decision; passes; warm-up of 30
-    # steps, 10 an update a chunk's reward is its plain sum there; two limits of memory
+    # RLinf: discount of a chunk, 0.99 = 0.9987445^8; the reward of a chunk is a plain sum; steps per
+    # decision; passes; a warm-up of 30 steps at 10 steps per update; two micro-batch sizes
     (
         "rlinf",
         {**ROBOT, "algorithm.reward_type": "chunk_level", "algorithm.gamma": 0.99},
@@ -619,7 +611,7 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "algorithm.lr_schedule": "linear",
         },
     ),
-    # .. whitening subtracts the mean, after the penalty; clipping follows normalisation; its
+    # ROLL: whitening subtracts the mean, after the penalty; clipping follows normalisation;
     # defaults; one critic epoch
     (
         "roll",
@@ -707,7 +699,7 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"reward_norm": "batch", "reward_shift": True},
         {"algorithm.reward_norm": "batch", "algorithm.reward_shift": True},
     ),
-    # verl: the critic's aggregation is the actor's unless it has one of its own
+    # verl: the critic has the aggregation of the actor unless the file sets another
     (
         "verl",
         {f"{ACTOR}loss_agg_mode": "seq-mean-token-mean"},
@@ -779,11 +771,11 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("peer", "theirs", "ours"), VALUES)
-def test_values_land_where_they_belong(peer: str, theirs: dict[str, Any], ours: dict[str, Any]):
-    found = convert(peer, theirs)
-    assert {path: found.options.get(path, "absent") for path in ours} == ours
-    assert not found.refused and not found.unknown
+@pytest.mark.parametrize(("peer", "options", "ours"), VALUES)
+def test_values_land_where_they_belong(peer: str, options: dict[str, Any], ours: dict[str, Any]):
+    migration = convert(peer, options)
+    assert {path: migration.options.get(path, "absent") for path in ours} == ours
+    assert not migration.refused and not migration.unknown
 
 
 REASONS = [
@@ -852,7 +844,7 @@ REASONS = [
     ),
     ("trl", {"vf_coef": 0.1}, "vf_coef", "its own optimiser"),
     ("trl", {"num_train_epochs": 3, "lam": 1.0}, "num_train_epochs", "epochs x prompts"),
-    # ours refuses
+    # refused by the loader
     (
         "verl",
         {f"{ROLLOUT}top_p": 0.9},
@@ -904,13 +896,13 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("peer", "theirs", "path", "why"), REASONS)
-def test_what_has_no_counterpart_is_told_with_the_reason(
-    peer: str, theirs: dict[str, Any], path: str, why: str
+@pytest.mark.parametrize(("peer", "options", "path", "reason"), REASONS)
+def test_option_without_counterpart_has_a_reason(
+    peer: str, options: dict[str, Any], path: str, reason: str
 ):
-    found = convert(peer, theirs)
-    assert why in told(found)[path]
-    assert path not in {row["theirs"] for row in found.mapped}
+    migration = convert(peer, options)
+    assert reason in reasons_of(migration)[path]
+    assert path not in {row["theirs"] for row in migration.mapped}
     assert not Path("pwned").exists()
 
 
@@ -939,21 +931,21 @@ DIFFERENCES = [
 ]
 
 
-@pytest.mark.parametrize(("peer", "theirs", "path", "why"), DIFFERENCES)
+@pytest.mark.parametrize(("peer", "options", "path", "reason"), DIFFERENCES)
 def test_differences_of_mapped_options_are_printed(
     peer: str,
-    theirs: dict[str, Any],
+    options: dict[str, Any],
     path: str | None,
-    why: str,
+    reason: str,
     capsys: pytest.CaptureFixture[str],
 ):
-    found = {row["theirs"]: row["why"] for row in convert(peer, theirs).differences}
-    assert list(found) == ([] if path is None else [path])
+    differences = {row["theirs"]: row["why"] for row in convert(peer, options).differences}
+    assert list(differences) == ([] if path is None else [path])
     if path is not None:
-        assert why in found[path]
-        assert main.main(["import-config", peer, "theirs.yaml", "--out", "new.yaml"]) == 0
+        assert reason in differences[path]
+        assert main.main(["import-config", peer, "source.yaml", "--out", "new.yaml"]) == 0
         out = capsys.readouterr().out
-        assert why in out[out.index("mapped, but not exactly the same") :]
+        assert reason in out[out.index("mapped, but not exactly the same") :]
 
 
 SCRIPT = r"""#!/bin/bash
@@ -981,7 +973,7 @@ CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo \
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_command_line_overrides_import_like_a_file(ending: str, capsys: pytest.CaptureFixture[str]):
     Path("run.sh").write_bytes(SCRIPT.replace("\n", ending).encode())
-    found = migrate.convert("verl", "run.sh")
+    migration = migrate.convert("verl", "run.sh")
     expected = {
         "algorithm.clip_ratio_low": 0.2,
         "algorithm.clip_ratio_high": 0.28,
@@ -991,38 +983,40 @@ def test_command_line_overrides_import_like_a_file(ending: str, capsys: pytest.C
         "name": "run 1",
         "updates": 3,
     }
-    assert {path: found.options.get(path, "absent") for path in expected} == expected
-    unknown = {row["theirs"]: row["value"] for row in found.unknown}
+    assert {path: migration.options.get(path, "absent") for path in expected} == expected
+    unknown = {row["theirs"]: row["value"] for row in migration.unknown}
     assert unknown == {
         "data.val_files": "${HOME}/test.parquet",
         "data.max_prompt_length": "${shell}wc",
         "actor": "megatron",
         "trainer.my_own": "",
     }
-    assert "--cfg job" in told(found)["hydra.config-name"] and "algorithm.gamma" not in told(found)
+    assert "--cfg job" in reasons_of(migration)[
+        "hydra.config-name"
+    ] and "algorithm.gamma" not in reasons_of(migration)
 
     lines = [f"{path}={json.dumps(value)}" for path, value in VERL.items()]
-    Path("lines.txt").write_text("\n".join(lines).replace('"', "'"))  # one a line, and nothing else
+    Path("lines.txt").write_text("\n".join(lines).replace('"', "'"))  # one override per line
     assert migrate.convert("verl", "lines.txt").options == convert("verl", VERL).options
     assert main.main(["import-config", "verl", "lines.txt", "--quiet"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["clip_ratio_low"] == 0.3
 
 
-def test_options_that_do_not_go_together_are_told():
-    found = convert(
+def test_conflicting_options_are_reported():
+    migration = convert(
         "verl",
         {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_type": "kl", "data.train_batch_size": 256},
     )
-    assert found.conflict is not None and "k2, k3 or k1+" in found.conflict
-    found = convert("verl", {"data.train_batch_size": 100, f"{ACTOR}ppo_mini_batch_size": 64})
+    assert migration.conflict is not None and "k2, k3 or k1+" in migration.conflict
+    migration = convert("verl", {"data.train_batch_size": 100, f"{ACTOR}ppo_mini_batch_size": 64})
     assert (
-        found.conflict is not None
-        and "algorithm.rollout_batch_size = 100 is not a multiple" in found.conflict
+        migration.conflict is not None
+        and "algorithm.rollout_batch_size = 100 is not a multiple" in migration.conflict
     )
 
 
 def test_references_inside_the_file_are_resolved():
-    found = convert(
+    migration = convert(
         "rlinf",
         {
             "algorithm.loss_type": "actor",
@@ -1051,17 +1045,17 @@ def test_references_inside_the_file_are_resolved():
         "algorithm.micro_batch_size": 7,
         "algorithm.value_clip": 0.3,
     }
-    assert {path: found.options.get(path) for path in expected} == expected
-    assert {row["theirs"] for row in found.unknown} == {
+    assert {path: migration.options.get(path) for path in expected} == expected
+    assert {row["theirs"] for row in migration.unknown} == {
         "algorithm.gamma",
         "algorithm.gae_lambda",
     }, "each other"
 
 
 # ------------------------------------------------------------------------------------------ command
-def test_the_experiment_goes_to_stdout_and_the_table_to_stderr(capsys: pytest.CaptureFixture[str]):
+def test_experiment_goes_to_stdout_and_table_to_stderr(capsys: pytest.CaptureFixture[str]):
     convert("roll", ROLL)
-    assert main.main(["import-config", "roll", "theirs.yaml"]) == 0
+    assert main.main(["import-config", "roll", "source.yaml"]) == 0
     out, err = capsys.readouterr()
     experiment = yaml.safe_load(out)
     assert (
@@ -1073,27 +1067,27 @@ def test_the_experiment_goes_to_stdout_and_the_table_to_stderr(capsys: pytest.Ca
     assert (
         "whiten_advantages = true" in err and "(their default)" in err and "yours to write" in err
     )
-    assert main.main(["import-config", "roll", "theirs.yaml", "--quiet"]) == 0
+    assert main.main(["import-config", "roll", "source.yaml", "--quiet"]) == 0
     assert capsys.readouterr() == (out, "")
 
 
-def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]):
+def test_json_contains_all_rows(capsys: pytest.CaptureFixture[str]):
     convert("verl", VERL | {"my.own": 1, f"{ROLLOUT}top_k": 50})
-    assert main.main(["import-config", "verl", "theirs.yaml", "--json", "--out", "new.yaml"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert Path("new.yaml").read_text() == said["yaml"]
-    assert [row["theirs"] for row in said["unknown"]] == ["my.own"]
-    assert [row["theirs"] for row in said["refused"]] == [f"{ROLLOUT}top_k"]
+    assert main.main(["import-config", "verl", "source.yaml", "--json", "--out", "new.yaml"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert Path("new.yaml").read_text() == report["yaml"]
+    assert [row["theirs"] for row in report["unknown"]] == ["my.own"]
+    assert [row["theirs"] for row in report["refused"]] == [f"{ROLLOUT}top_k"]
     assert {
         "theirs": "algorithm.lam",
         "value": 0.9,
         "ours": {"algorithm.gae_lambda": 0.9},
         "default": False,
-    } in said["mapped"]
+    } in report["mapped"]
 
 
 FILES = {
-    "verl.yaml": yaml.safe_dump(nested(VERL)),
+    "verl.yaml": yaml.safe_dump(run_helpers.nested(VERL)),
     "roll.yaml": yaml.safe_dump(ROLL),
     "broken.yaml": "algorithm: {gamma: [}\n",
     "empty.yaml": "",
@@ -1169,16 +1163,18 @@ def test_refusals_are_one_line_and_write_nothing(
         ("roll", {"actor_train.device_mapping": "list(range(0,1000000000000))"}),
     ],
 )
-def test_values_that_no_program_could_take_are_told_as_such(peer: str, options: dict[str, Any]):
+def test_absurd_values_are_reported(peer: str, options: dict[str, Any]):
     known = {"verl": {"algorithm.gamma": 0.5}, "trl": {"gamma": 0.5}, "roll": {"gamma": 0.5}}[peer]
-    found = convert(peer, known | options)
-    said = {
-        row["theirs"] for rows in (found.unknown, found.refused, found.meaningless) for row in rows
+    migration = convert(peer, known | options)
+    report = {
+        row["theirs"]
+        for rows in (migration.unknown, migration.refused, migration.meaningless)
+        for row in rows
     }
-    assert said & options.keys() and found.options["algorithm.gamma"] == 0.5
+    assert report & options.keys() and migration.options["algorithm.gamma"] == 0.5
 
 
-def test_every_default_of_a_peer_is_an_option_of_its_table():
+def test_table_has_every_default_of_its_framework():
     for peer in migrate.FRAMEWORKS.values():
         for path in peer.defaults:
             assert migrate.rule_of(peer.table, path) is not None, path
