@@ -1,5 +1,4 @@
-"""What can befall a run from outside: a full or read-only disk, a second process, clocks that jump.
-Nothing is lost.
+"""Runs with a full or read-only disk, a second process, or a clock that jumps lose nothing.
 
 Kills and damaged checkpoints are in integration/test_resume.py, lost processes in
 drills/test_placement_failures.py.
@@ -42,11 +41,13 @@ exit $code
 
 
 CONSTANT = "algorithm.lr_schedule=constant"
-"""So that a run's length changes nothing before its end."""
+"""With this option the number of updates does not change the updates before the last."""
 
 
-def on_a_small_disk(tmp_path: Path, size: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A training on a disk of its own; its run directory is in ``tmp_path/out`` afterwards."""
+def train_on_small_disk(
+    tmp_path: Path, size: str, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Train on a separate file system; the run directory is copied to ``tmp_path/out``."""
     (tmp_path / "disk").mkdir()
     shell = [
         "unshare",
@@ -59,26 +60,30 @@ def on_a_small_disk(tmp_path: Path, size: str, *words: str) -> subprocess.Comple
         "sh",
     ]
     environment = os.environ | {"OUT": str(tmp_path / "out")}
-    words = (str(tmp_path / "disk"), *command(*OVERRIDES, CONSTANT, "run_dir=run", *words))
+    train = command(*OVERRIDES, CONSTANT, "run_dir=run", *options)
     return subprocess.run(
-        [*shell, *words], capture_output=True, text=True, env=environment, timeout=120
+        [*shell, str(tmp_path / "disk"), *train],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
 
 
 namespaces = subprocess.run(
     ["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True
 )
-needs_a_disk = pytest.mark.skipif(
+needs_namespaces = pytest.mark.skipif(
     namespaces.returncode != 0,
-    reason="a disk of its own needs user namespaces (unshare --user --mount)",
+    reason="a separate file system needs user namespaces (unshare --user --mount)",
 )
 
 
-@needs_a_disk
-def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_what_was_saved_goes_on(
+@needs_namespaces
+def test_full_disk_ends_the_run_and_its_checkpoints_resume(
     tmp_path: Path,
 ) -> None:
-    done = on_a_small_disk(
+    done = train_on_small_disk(
         tmp_path, "600k", "save_every=1", "keep_last=1000", "updates=400", "eval_every=0"
     )
     assert done.returncode == 3, done.stderr
@@ -90,42 +95,39 @@ def test_a_disk_that_fills_up_ends_the_run_in_one_line_and_what_was_saved_goes_o
     steps = sorted((tmp_path / "out" / "checkpoints").glob("step_*"))
     assert len(steps) > 1
     for step in steps:
-        checkpoint.open_checkpoint(step)  # each that is there is whole
+        checkpoint.open_checkpoint(step)  # raises if a file is incomplete
     update = int(steps[-1].name.removeprefix("step_"))
-    words = command(*OVERRIDES, CONSTANT, f"updates={update + 1}", "eval_every=0")
-    for where in (f"resume={tmp_path / 'out'}", f"run_dir={tmp_path / 'whole'}"):
-        subprocess.run([*words, where], check=True, timeout=120)
+    train = command(*OVERRIDES, CONSTANT, f"updates={update + 1}", "eval_every=0")
+    for option in (f"resume={tmp_path / 'out'}", f"run_dir={tmp_path / 'undisturbed'}"):
+        subprocess.run([*train, option], check=True, timeout=120)
     for a, b in zip(
         contents(tmp_path / "out", update + 1),
-        contents(tmp_path / "whole", update + 1),
+        contents(tmp_path / "undisturbed", update + 1),
         strict=True,
     ):
         assert_same(a, b)
 
 
-@needs_a_disk
-def test_a_disk_that_fills_up_with_logs_says_so_too(tmp_path: Path) -> None:
-    done = on_a_small_disk(tmp_path, "200k", "save_every=0", "updates=4000", "eval_every=0")
+@needs_namespaces
+def test_disk_filled_by_logs_is_reported(tmp_path: Path) -> None:
+    done = train_on_small_disk(tmp_path, "200k", "save_every=0", "updates=4000", "eval_every=0")
     assert done.returncode == 3, done.stderr
     assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
     assert "free space, then continue with the same command" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "earlier", [None, "config.yaml"]
-)  # what is written before the disk is full
-def test_a_disk_that_is_full_at_the_start_is_refused(
+@pytest.mark.parametrize("earlier", [None, "config.yaml"])  # written before the disk is full
+def test_disk_that_is_full_at_the_start_is_refused(
     tmp_path: Path, earlier: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembled, limits = run._build, resource.getrlimit(resource.RLIMIT_FSIZE)
+    build, limits = run._build, resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("the old one")
 
     def full(setup: Any, stack: Any) -> Any:
-        system = assembled(setup, stack)
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (16, limits[1])
-        )  # bytes: less than TensorBoard's first
+        system = build(setup, stack)
+        # 16 bytes: less than TensorBoard's first record.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
         return system
 
     monkeypatch.setattr(run, "_build", full)
@@ -142,11 +144,11 @@ def test_a_disk_that_is_full_at_the_start_is_refused(
     assert (tmp_path / "run" / "tensorboard").exists() == bool(earlier)
 
 
-@needs_a_disk
-def test_a_read_only_disk_is_refused_before_anything_runs(tmp_path: Path) -> None:
+@needs_namespaces
+def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     inside = 'mount -t tmpfs -o ro tmpfs "$1" && shift && exec "$@"'
-    words = command(*OVERRIDES, f"run_dir={tmp_path / 'disk' / 'run'}")
+    train = command(*OVERRIDES, f"run_dir={tmp_path / 'disk' / 'run'}")
     shell = [
         "unshare",
         "--user",
@@ -158,7 +160,7 @@ def test_a_read_only_disk_is_refused_before_anything_runs(tmp_path: Path) -> Non
         "sh",
         str(tmp_path / "disk"),
     ]
-    done = subprocess.run([*shell, *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*shell, *train], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert (
         done.stderr.strip()
@@ -167,37 +169,36 @@ def test_a_read_only_disk_is_refused_before_anything_runs(tmp_path: Path) -> Non
     )
 
 
-def test_the_second_process_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_second_process_in_a_run_directory_is_refused(tmp_path: Path) -> None:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
-    words = command(*OVERRIDES, f"run_dir={tmp_path / 'run'}", "resume=auto")
-    second = subprocess.run(words, capture_output=True, text=True)
+    train = command(*OVERRIDES, f"run_dir={tmp_path / 'run'}", "resume=auto")
+    second = subprocess.run(train, capture_output=True, text=True)
     process.kill()
     process.communicate()
     assert second.returncode == 2
     assert re.search(
         rf"run: pid {process.pid} on \S+ is training in it; wait, or name another", second.stderr
     )
-    third = subprocess.run(
-        [*words, "updates=3"], capture_output=True, text=True
-    )  # a dead one holds no lock
+    # The lock of a process that has ended is free.
+    third = subprocess.run([*train, "updates=3"], capture_output=True, text=True)
     assert "is training in it" not in third.stderr
 
 
-def test_two_starts_in_one_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first holds the directory while it builds; a late one sees its run; a refused one leaves
-    nothing.
-    """
-    assembled, locked = run._build, run_directory.locked
+def test_two_processes_start_in_one_new_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first locks the directory; a later one finds its run; a refused one leaves no files."""
+    build, locked = run._build, run_directory.locked
     config = tiny(tmp_path / "folder" / "run", updates=1)
 
     def slow(setup: Any, stack: Any) -> Any:
-        monkeypatch.setattr(run, "_build", assembled)
+        monkeypatch.setattr(run, "_build", build)
         with pytest.raises(
             run.ConfigError, match=rf"run: pid {os.getpid()} on \S+ is training in it"
         ):
             run.train(config, quiet=True)
-        return assembled(setup, stack)
+        return build(setup, stack)
 
     monkeypatch.setattr(run, "_build", slow)
     run.train(config, quiet=True)
@@ -210,9 +211,8 @@ def test_two_starts_in_one_new_directory(tmp_path: Path, monkeypatch: pytest.Mon
 
     @contextlib.contextmanager
     def late(run_dir: Path) -> Any:
-        shutil.copytree(
-            tmp_path / "done", run_dir, symlinks=True
-        )  # another process started and finished
+        # Meanwhile another process has started and finished its run.
+        shutil.copytree(tmp_path / "done", run_dir, symlinks=True)
         with locked(run_dir):
             yield
 
@@ -245,25 +245,25 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
-    words = [*OVERRIDES, "updates=4", f"run_dir={tmp_path / 'jumping'}"]
+def test_clock_that_jumps_does_not_change_training(tmp_path: Path) -> None:
+    options = [*OVERRIDES, "updates=4", f"run_dir={tmp_path / 'jumping'}"]
     done = subprocess.run(
-        [sys.executable, "-c", JUMPING, "train", *words], capture_output=True, text=True
+        [sys.executable, "-c", JUMPING, "train", *options], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    told = [
+    metrics = [
         json.loads(line)
         for line in (tmp_path / "jumping" / "metrics.jsonl").read_text().splitlines()
     ]
     measured: list[Any] = [
-        x for row in told for tag, x in row.items() if tag.startswith(("time/", "speed/"))
+        x for row in metrics for tag, x in row.items() if tag.startswith(("time/", "speed/"))
     ]
     assert measured and all(x >= 0 for x in measured)
-    assert subprocess.run(command(*words[:-1], f"run_dir={tmp_path / 'steady'}")).returncode == 0
+    assert subprocess.run(command(*options[:-1], f"run_dir={tmp_path / 'steady'}")).returncode == 0
     assert rows(tmp_path / "jumping") == rows(tmp_path / "steady")
 
 
-def test_a_checkpoint_whose_score_cannot_be_written_stays_whole(
+def test_checkpoint_stays_valid_where_its_score_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
@@ -284,7 +284,7 @@ def test_a_checkpoint_whose_score_cannot_be_written_stays_whole(
     checkpoint.open_checkpoint(step)
 
 
-def test_a_run_directory_that_was_moved_goes_on(tmp_path: Path) -> None:
+def test_moved_run_directory_resumes(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run", updates=4), quiet=True)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     run.train(

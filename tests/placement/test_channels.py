@@ -282,8 +282,8 @@ TASKS = [
 def rollouts(options: dict[str, Any], envs: list[VectorEnv], seed: int = 0) -> list[Rollout]:
     c = run_helpers.tiny_config(options)
     policy = embodied.make_policy(c, envs[0])
-    rest: Any = {"seed": seed, "stages": len(envs), "stagger": c.env.stagger, "restart_every": 16}
-    return [Rollout(env, policy, stage=i, **rest) for i, env in enumerate(envs)]
+    options_of_all: Any = {"seed": seed, "stages": len(envs), "stagger": c.env.stagger, "restart_every": 16}
+    return [Rollout(env, policy, stage=i, **options_of_all) for i, env in enumerate(envs)]
 
 
 @pytest.mark.parametrize("options", TASKS, ids=lambda o: o["env.id"])

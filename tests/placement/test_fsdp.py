@@ -1,5 +1,4 @@
-"""Learners that hold a part of every parameter each: the update, the files and the acting of whole
-models. Ranks are processes, over real gloo."""
+"""Sharded learners over real gloo: updates, checkpoints and acting equal those of full models."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from tests.models.vla import test_pi0
 from tests.models.vla import test_pretrained as test_vla_checkpoints
 from tests.models.vla import test_trunk as test_vla
 
-T, N, LONGEST_S = 2, 8, 120
+T, N, TIMEOUT_S = 2, 8, 120
 
 
 # ---------------------------------------------------------------------------------------- processes
@@ -53,40 +52,36 @@ class Processes:
     world: int
     pool: ProcessPoolExecutor
 
-    def __call__(self, work: Any, *given: Any) -> list[Any]:
-        """``work(..)`` in each at once; results in order of rank."""
-        waiting = [self.pool.submit(_answered, work, given) for _ in range(self.world)]
-        return [
-            result
-            for _, result in sorted(
-                (w.result(LONGEST_S) for w in waiting), key=lambda pair: pair[0]
-            )
-        ]
+    def __call__(self, function: Any, *args: Any) -> list[Any]:
+        """Call ``function(*args)`` in all processes at once; return the results by rank."""
+        calls = [self.pool.submit(_ranked, function, args) for _ in range(self.world)]
+        results = dict(call.result(TIMEOUT_S) for call in calls)
+        return [results[rank] for rank in range(self.world)]
 
 
 def _join(file: str, world: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(file, world)
     rank = store.add("ranks", 1) - 1
-    wait = timedelta(seconds=LONGEST_S)
+    wait = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("all", store), rank=rank, world_size=world, timeout=wait
     )
 
 
-def _answered(work: Any, given: tuple[Any, ...]) -> tuple[int, Any]:
-    return dist.get_rank(), work(*given)
+def _ranked(function: Any, args: tuple[Any, ...]) -> tuple[int, Any]:
+    return dist.get_rank(), function(*args)
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Processes]]:
-    """Processes by how many they are, started when first asked for."""
+    """Return the processes of a world size, which are started at the first use."""
     with ExitStack() as stack:
 
         @functools.cache
         def started(world: int) -> Processes:
-            given = (str(tmp_path_factory.mktemp("store") / "file"), world)
-            pool = ProcessPoolExecutor(world, get_context("spawn"), _join, given)
+            args = (str(tmp_path_factory.mktemp("store") / "file"), world)
+            pool = ProcessPoolExecutor(world, get_context("spawn"), _join, args)
             return Processes(world, stack.enter_context(pool))
 
         yield started
@@ -99,7 +94,7 @@ def processes(request: pytest.FixtureRequest, worlds: Callable[[int], Processes]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of published models, by kind."""
+    """Return a folder with a directory of each kind of published model."""
     root = tmp_path_factory.mktemp("published")
     for kind in ("openvla", "paligemma", "qwen3_vl", "smolvlm"):
         tiny_vlm_checkpoints.write_checkpoint(kind, root / kind)
@@ -107,9 +102,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# --------------------------------------------------------------------------- what each of them does
+# ------------------------------------------------------------------------------ functions of a rank
 def policy_of(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
-    """A policy, and observations [T·N, ..] for it."""
+    """Return a policy and observations [T·N, ..] for it."""
     if kind == "mlp":
         obs = torch.randn(T * N, test_learner.OBS, generator=torch.Generator().manual_seed(3))
         return test_learner.make(model=options).policy, obs
@@ -124,7 +119,7 @@ def policy_of(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any, An
 
 @torch.no_grad()
 def experience(policy: Policy, obs: Any, seed: int) -> Trajectory:
-    """What a rollout could have been, [T, N, ..]."""
+    """Return a random trajectory, [T, N, ..]."""
     g = torch.Generator().manual_seed(seed)
     d = policy.act(policy.encode(obs), noise=policy.noise(T * N, g))
     obs, d = (tree.map(lambda x: x.unflatten(0, (T, N)), part) for part in (obs, d))
@@ -150,10 +145,12 @@ def learner_of(
     model: dict[str, Any],
     algorithm: dict[str, Any],
     ranks: Ranks,
-    **rest: Any,
+    **options: Any,
 ) -> tuple[Learner, list[Trajectory]]:
-    """A learner, and three rollouts of what it learns from; this rank's columns. ``demonstrations``
-    among the options of the algorithm: beside its losses."""
+    """Return a learner, and this rank's columns of three trajectories.
+
+    With ``demonstrations`` in ``algorithm`` the learner has an auxiliary cloning loss.
+    """
     policy, obs = policy_of(kind, folder, model)
     if algorithm.get("demonstrations"):
         demos = demonstrations()
@@ -162,7 +159,7 @@ def learner_of(
             demos.images["front"].permute(0, 3, 1, 2).float(), shape[1:]
         ).byte()
         demos = replace(demos, images={"front": images.permute(0, 2, 3, 1)})
-        rest["auxiliary_loss"] = behavior_cloning.AuxiliaryCloningLoss(
+        options["auxiliary_loss"] = behavior_cloning.AuxiliaryCloningLoss(
             policy, demos, CloningConfig(coef=0.3, batch_size=4)
         )
         algorithm = {name: x for name, x in algorithm.items() if name != "demonstrations"}
@@ -176,7 +173,7 @@ def learner_of(
         for t in rollouts
     ]
     return actor_critic_learner(
-        policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **rest
+        policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **options
     ), parts
 
 
@@ -184,38 +181,38 @@ def ranks_of(sharded: bool) -> Ranks:
     return Sharded(dist.group.WORLD, "cpu") if sharded else RankGroup(dist.group.WORLD)
 
 
-def held(learner: Learner) -> tuple[int, int]:
-    """Bytes of this rank: parameters; gradients and the optimiser's moments."""
+def local_bytes(learner: Learner) -> tuple[int, int]:
+    """Return the bytes of this rank: parameters; gradients and the optimiser's moments."""
     parameters = list(learner.optimizer.model.parameters())
     moments = [x for s in learner.optimizer.adamw.state.values() for x in s.values() if x.ndim]
-    rest = [*moments, *(p.grad for p in parameters if p.grad is not None)]
+    others = [*moments, *(p.grad for p in parameters if p.grad is not None)]
     local = learner.ranks.local_tensor
     return memory_estimate.nbytes([local(p) for p in parameters]), memory_estimate.nbytes(
-        [local(x) for x in rest]
+        [local(x) for x in others]
     )
 
 
 def learned(
     kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], sharded: bool
 ) -> Any:
-    """Whole weights and the optimiser's state, metrics, and bytes held, after three updates."""
+    """Return full state, metrics and local bytes after three updates."""
     learner, rollouts = learner_of(kind, folder, model, algorithm, ranks_of(sharded))
     if learner.actor.reference is not None:
         disturb(learner)
-    told = [learner.update(t, update=i) for i, t in enumerate(rollouts)]
-    bytes_ = held(learner)
+    metrics = [learner.update(t, update=i) for i, t in enumerate(rollouts)]
+    sizes = local_bytes(learner)
     state = learner.ranks.full_state(
         {"policy": learner.optimizer.model.state_dict(), "training": learner.state()}
     )
-    return state, told, bytes_
+    return state, metrics, sizes
 
 
 @torch.no_grad()
 def disturb(learner: Learner) -> None:
-    """Move the reference away, so that the distance to it is not zero."""
+    """Scale the reference's weights, so that the KL divergence is not zero."""
     assert isinstance(learner.actor.reference, nn.Module)
     for p in learner.actor.reference.parameters():
-        if p.requires_grad:  # what is frozen, whole models share
+        if p.requires_grad:  # unsharded models share frozen parameters
             p.mul_(0.9)
 
 
@@ -261,29 +258,29 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 FOR_FOUR = ("mlp, everything", "tokens, reference", "paligemma, adapters, reference", "pi0")
 
 
-def of_worlds(two: Iterable[str], four: Iterable[str]) -> Any:
-    """``processes`` and a case: these with two processes, those with four."""
+def with_world_sizes(two: Iterable[str], four: Iterable[str]) -> Any:
+    """Parametrise ``processes`` and ``case``: cases with two processes, and with four."""
     pairs = [*((2, case) for case in two), *((4, case) for case in four)]
     return pytest.mark.parametrize(("processes", "case"), pairs, indirect=["processes"])
 
 
-@of_worlds([case for case in CASES if case not in FOR_FOUR], FOR_FOUR)
-def test_an_update_is_that_of_whole_models(case: str, processes: Processes, folder: Path) -> None:
+@with_world_sizes([case for case in CASES if case not in FOR_FOUR], FOR_FOUR)
+def test_sharded_update_equals_unsharded_one(case: str, processes: Processes, folder: Path) -> None:
     kind, model, algorithm = CASES[case]
-    whole = processes(learned, kind, folder, model, algorithm, False)
-    parts = processes(learned, kind, folder, model, algorithm, True)
-    run_helpers.assert_states_close(parts[0][0], whole[0][0])
+    full = processes(learned, kind, folder, model, algorithm, False)
+    sharded = processes(learned, kind, folder, model, algorithm, True)
+    run_helpers.assert_states_close(sharded[0][0], full[0][0])
     for update in range(3):
         one, many = (
-            merged([told[update] for _, told, _ in whole]),
-            merged([told[update] for _, told, _ in parts]),
+            merged([metrics[update] for _, metrics, _ in full]),
+            merged([metrics[update] for _, metrics, _ in sharded]),
         )
         assert one.keys() == many.keys()
         for tag, value in one.items():
             assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag
 
 
-SPOKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+LANGUAGE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "a token budget": (
         {"use_kl_loss": True, "use_kl_in_reward": True},
@@ -297,9 +294,9 @@ SPOKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def spoken(case: str, sharded: bool) -> Any:
-    """State and metrics of a language model and its critic after three updates."""
-    algorithm, options = SPOKEN[case]
+def language_update(case: str, sharded: bool) -> Any:
+    """Return state and metrics of a language model and its critic after three updates."""
+    algorithm, options = LANGUAGE_CASES[case]
     x = test_split.learner(
         replace(test_split.BASE, **algorithm), ranks=ranks_of(sharded), **options
     )
@@ -308,28 +305,26 @@ def spoken(case: str, sharded: bool) -> Any:
     t = test_split.experience(test_language.make(), noise=0.2)
     if case == "a rank without tokens":
         t.mask[:, : test_split.N // x.ranks.world] = False
-    part = tree.map(lambda x_: x_.chunk(x.ranks.world, dim=1)[x.ranks.rank].contiguous(), t)
-    told = [x.update(part, update=i) for i in range(3)]
-    return x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()}), told
+    columns = tree.map(lambda x_: x_.chunk(x.ranks.world, dim=1)[x.ranks.rank].contiguous(), t)
+    metrics = [x.update(columns, update=i) for i in range(3)]
+    return x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()}), metrics
 
 
-@of_worlds([case for case in SPOKEN if case != "a token budget"], ["a token budget"])
-def test_so_it_is_with_language_models(case: str, processes: Processes) -> None:
-    whole, parts = processes(spoken, case, False), processes(spoken, case, True)
-    run_helpers.assert_states_close(parts[0][0], whole[0][0])
+@with_world_sizes([case for case in LANGUAGE_CASES if case != "a token budget"], ["a token budget"])
+def test_sharded_language_model_equals_unsharded_one(case: str, processes: Processes) -> None:
+    full, sharded = processes(language_update, case, False), processes(language_update, case, True)
+    run_helpers.assert_states_close(sharded[0][0], full[0][0])
     for update in range(3):
         one, many = (
-            merged([told[update] for _, told in whole]),
-            merged([told[update] for _, told in parts]),
+            merged([metrics[update] for _, metrics in full]),
+            merged([metrics[update] for _, metrics in sharded]),
         )
         assert many == pytest.approx(one, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-# ------------------------------------------------------------------------------------- what is held
-def blocks_whole(folder: Path) -> tuple[int, int, int, int]:
-    """Bytes before and after ``shard``, blocks, and the most of them that were whole at once in an
-    update.
-    """
+# ------------------------------------------------------------------------------------------- memory
+def gathered_blocks(folder: Path) -> tuple[int, int, int, int]:
+    """Return bytes before and after ``shard``, blocks, and the most that were gathered at once."""
     policy, _ = policy_of("tokens", folder, {"depth": 4})
     before = memory_estimate.nbytes([*policy.parameters()])
     learner, (t, *_) = learner_of("tokens", folder, {"depth": 4}, {}, ranks_of(True))
@@ -346,80 +341,76 @@ def blocks_whole(folder: Path) -> tuple[int, int, int, int]:
         block.down.register_forward_hook(count)
         block.down.register_full_backward_hook(count)
     learner.update(t, update=0)
-    return before, held(learner)[0], len(blocks), most
+    return before, local_bytes(learner)[0], len(blocks), most
 
 
-def test_each_holds_its_part_and_little_more_while_it_computes(
-    processes: Processes, folder: Path
-) -> None:
-    told = processes(blocks_whole, folder)
-    (total,) = {before for before, *_ in told}
-    assert sum(mine for _, mine, *_ in told) == total
-    for _, mine, blocks, most in told:
-        assert mine < 1.2 * total / processes.world
+def test_at_most_two_blocks_are_gathered_at_once(processes: Processes, folder: Path) -> None:
+    results = processes(gathered_blocks, folder)
+    (total,) = {before for before, *_ in results}
+    assert sum(after for _, after, *_ in results) == total
+    for _, after, blocks, most in results:
+        assert after < 1.2 * total / processes.world
         assert blocks == 4 and 1 <= most <= 2
 
 
-def test_gradients_and_moments_are_parts_too(processes: Processes, folder: Path) -> None:
-    whole, parts = (
-        [told[2] for told in processes(learned, "tokens", folder, {}, {}, x)] for x in (False, True)
+def test_gradients_and_moments_are_sharded(processes: Processes, folder: Path) -> None:
+    full, sharded = (
+        [sizes for *_, sizes in processes(learned, "tokens", folder, {}, {}, shard)]
+        for shard in (False, True)
     )
-    assert all(x == whole[0] for x in whole) and whole[0][1] == 3 * whole[0][0]
+    assert all(sizes == full[0] for sizes in full) and full[0][1] == 3 * full[0][0]
     for i in range(2):
-        assert sum(x[i] for x in parts) == whole[0][i]
-        assert max(x[i] for x in parts) < 1.2 * whole[0][i] / processes.world
+        assert sum(sizes[i] for sizes in sharded) == full[0][i]
+        assert max(sizes[i] for sizes in sharded) < 1.2 * full[0][i] / processes.world
 
 
-def test_what_is_foreseen_is_what_is_held(processes: Processes, folder: Path) -> None:
+def test_memory_estimate_equals_allocated_memory(processes: Processes, folder: Path) -> None:
     policy, obs = policy_of("tokens", folder, {})
     learner = actor_critic_learner(
         policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0
     )
-    whole = memory_estimate.predicted(
+    full = memory_estimate.predicted(
         policy, learner, torch.device("cpu"), experience(policy, obs, 0)
     )
-    some = replace(whole, **memory_estimate.sharded(policy, processes.world))
-    largest = max(held for _, _, held in processes(learned, "tokens", folder, {}, {}, True))
-    assert some.optimiser * 1.5 == pytest.approx(
-        largest[1], rel=0.1
-    )  # moments, and gradients half as large
+    sharded = replace(full, **memory_estimate.sharded(policy, processes.world))
+    largest = max(sizes for _, _, sizes in processes(learned, "tokens", folder, {}, {}, True))
+    # Two moments, and gradients of half their size.
+    assert sharded.optimiser * 1.5 == pytest.approx(largest[1], rel=0.1)
     unit = memory_estimate.nbytes([*policy.units()[0].parameters()])
-    rest = whole.gradients - memory_estimate.nbytes(
+    outside_units = full.gradients - memory_estimate.nbytes(
         [p for u in policy.units() for p in u.parameters()]
     )
-    assert some.weights - whole.weights // processes.world == pytest.approx(
-        rest + 2 * unit, rel=0.01
+    assert sharded.weights - full.weights // processes.world == pytest.approx(
+        outside_units + 2 * unit, rel=0.01
     )
-    assert some.activations == whole.activations and some.experience == whole.experience
+    assert (sharded.activations, sharded.experience) == (full.activations, full.experience)
     acting = memory_estimate.sharded(policy, processes.world, acts=True)
-    assert acting["weights"] == pytest.approx(whole.weights * (1 + 1 / processes.world), rel=0.01)
+    assert acting["weights"] == pytest.approx(full.weights * (1 + 1 / processes.world), rel=0.01)
 
 
-# -------------------------------------------------------------------------------- acting, and files
+# --------------------------------------------------------------------------- acting and checkpoints
 def acting_alone(folder: Path, acts: bool) -> Any:
     learner, rollouts = learner_of("tokens, one by one", folder, {}, {}, ranks_of(True))
     policy, ranks = learner.policy, learner.ranks
     assert isinstance(policy, nn.Module)
-    found = None
+    log_prob = None
     for i, t in enumerate(rollouts):
         learner.update(t, update=i)
         ranks.unshard(policy)
-        if acts and ranks.rank == 0:  # the others do something else
+        if acts and ranks.rank == 0:  # the other ranks do not act
             d = policy.act(
                 policy.encode(tree.index(t.obs, 0)), noise=policy.noise(len(t.mask[0]), _seeded(i))
             )
-            found = d.log_prob
-    return ranks.full_state(policy.state_dict()), found
+            log_prob = d.log_prob
+    return ranks.full_state(policy.state_dict()), log_prob
 
 
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_one_may_act_alone_with_whole_weights_and_changes_nothing(
-    processes: Processes, folder: Path
-) -> None:
-    (state, found), *_ = processes(acting_alone, folder, True)
+def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, folder: Path) -> None:
+    (state, log_prob), *_ = processes(acting_alone, folder, True)
     (other, none), *_ = processes(acting_alone, folder, False)
     assert none is None and all(torch.equal(x, other[name]) for name, x in state.items())
     alone, rollouts = learner_of("tokens, one by one", folder, {}, {}, Ranks())
@@ -429,17 +420,17 @@ def test_one_may_act_alone_with_whole_weights_and_changes_nothing(
         alone.policy.encode(tree.index(t.obs, 0)),
         noise=alone.policy.noise(len(t.mask[0]), _seeded(2)),
     )
-    assert torch.equal(found, d.log_prob)
+    assert torch.equal(log_prob, d.log_prob)
 
 
 ONE: dict[str, Any] = {"global_batch_size": T * N, "use_kl_loss": True}
-"""One minibatch: the number of ranks changes no number."""
+"""With one minibatch, results do not depend on the number of ranks."""
 
 
-def going_on(
+def resumed_state(
     kind: str, folder: Path, first: int, last: int, state: Any, sharded: bool, alone: bool = False
 ) -> Any:
-    """From a state after update ``first`` to the one after ``last``."""
+    """Return the state after update ``last``, resumed from ``state`` after update ``first``."""
     ranks = Ranks() if alone else ranks_of(sharded)
     if kind == "language":
         config = replace(test_split.BASE, use_kl_loss=True, global_batch_size=test_split.N)
@@ -453,7 +444,7 @@ def going_on(
         learner, rollouts = learner_of(kind, folder, {}, ONE, ranks)
         module = learner.optimizer.model
     if state is not None:
-        state = copy.deepcopy(state)  # it lies in memory that processes share
+        state = copy.deepcopy(state)  # its memory is shared between processes
         module.load_state_dict(ranks.shard_state(module, state["policy"]))
         learner.load_state(state["training"])
     for i in range(first, last):
@@ -461,44 +452,45 @@ def going_on(
     return ranks.full_state({"policy": module.state_dict(), "training": learner.state()})
 
 
-@of_worlds(["mlp", "paligemma", "language"], ["tokens"])
-def test_what_is_saved_goes_on_with_parts_and_whole(
+@with_world_sizes(["mlp", "paligemma", "language"], ["tokens"])
+def test_checkpoints_resume_sharded_and_unsharded(
     case: str, processes: Processes, folder: Path
 ) -> None:
-    half = processes(going_on, case, folder, 0, 1, None, True)[0]
-    through = processes(going_on, case, folder, 0, 2, None, True)[0]
-    resumed = processes(going_on, case, folder, 1, 2, half, True)[0]
+    half = processes(resumed_state, case, folder, 0, 1, None, True)[0]
+    through = processes(resumed_state, case, folder, 0, 2, None, True)[0]
+    resumed = processes(resumed_state, case, folder, 1, 2, half, True)[0]
     assert all(torch.equal(x, through["policy"][name]) for name, x in resumed["policy"].items())
-    ours, theirs = (
+    moments, expected = (
         x["training"].get("critic", x["training"])["optimizer"]["state"] for x in (resumed, through)
     )
-    for i, kept in theirs.items():
-        assert all(torch.equal(x, ours[i][key]) for key, x in kept.items())
-    whole = going_on(
-        case, folder, 1, 2, half, False, alone=True
-    )  # in one process, as any other checkpoint
-    run_helpers.assert_states_close(whole, through)
-    back = processes(going_on, case, folder, 2, 3, whole, True)[0]
-    run_helpers.assert_states_close(back, going_on(case, folder, 2, 3, whole, False, alone=True))
+    for i, state in expected.items():
+        assert all(torch.equal(x, moments[i][key]) for key, x in state.items())
+    full = resumed_state(case, folder, 1, 2, half, False, alone=True)  # in one process
+    run_helpers.assert_states_close(full, through)
+    back = processes(resumed_state, case, folder, 2, 3, full, True)[0]
+    run_helpers.assert_states_close(
+        back, resumed_state(case, folder, 2, 3, full, False, alone=True)
+    )
 
 
 def broken(folder: Path, dump: Path) -> str:
     learner, (t, *_) = learner_of("tokens", folder, {}, {}, ranks_of(True), dump_dir=dump)
     if learner.ranks.rank == learner.ranks.world - 1:
         t.reward[0, 0], t.mask[0, 0] = math.nan, True
-    with pytest.raises(TrainingError, match="not finite") as told:
+    with pytest.raises(TrainingError, match="not finite") as error:
         learner.update(t, update=0)
-    return str(told.value)
+    return str(error.value)
 
 
-def test_what_is_not_finite_stops_all_and_is_kept_with_the_whole_policy(
+def test_loss_that_is_not_finite_stops_all_ranks_and_is_dumped(
     processes: Processes, folder: Path, tmp_path: Path
 ) -> None:
-    told = processes(broken, folder, tmp_path)
+    messages = processes(broken, folder, tmp_path)
     names = ["bad_batch.pt", *(f"bad_batch_{rank}.pt" for rank in range(1, processes.world))]
     assert all(
-        f"the batch is in {tmp_path / name}" in text for name, text in zip(names, told, strict=True)
+        f"the batch is in {tmp_path / name}" in text
+        for name, text in zip(names, messages, strict=True)
     )
-    kept = torch.load(tmp_path / names[0], weights_only=True)
+    dump = torch.load(tmp_path / names[0], weights_only=True)
     policy, _ = policy_of("tokens", folder, {})
-    assert all(torch.equal(x, kept["policy"][name]) for name, x in policy.state_dict().items())
+    assert all(torch.equal(x, dump["policy"][name]) for name, x in policy.state_dict().items())

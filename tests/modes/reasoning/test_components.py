@@ -1,6 +1,4 @@
-"""mode=reasoning from the command line: train, resume, evaluate, export; graders, reward models,
-critics, refusals.
-"""
+"""mode=reasoning on the command line: train, resume, evaluate, export, graders, refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ Capture = pytest.CaptureFixture[str]
 
 ROOT = Path(__file__).resolve().parents[3]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
-"""Where the real questions may be; they are no part of the repository."""
+"""Folder of the original questions, which the repository does not contain."""
 SIZES = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -58,7 +56,7 @@ TINY = ["experiment=arithmetic", *SMALL]
 
 @pytest.fixture(scope="module", autouse=True)
 def few_problems() -> Iterator[None]:
-    """Ten thousand take half a second to read; integration/test_experiments.py has them all."""
+    """Use few problems: integration/test_experiments.py reads all ten thousand of a task."""
     few = {
         name: replace(task, train=20, held_out=16) for name, task in synthetic_tasks.TASKS.items()
     }
@@ -75,7 +73,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: Capture, command: str, *options: object) -> dict[str, Any]:
-    """What a command that succeeds answers."""
+    """Run a command that succeeds; return its JSON output."""
     capsys.readouterr()
     code = main.main(
         [command, "--json", *(["--quiet"] if command != "export" else []), *map(str, options)]
@@ -90,7 +88,7 @@ def train(capsys: Capture, *options: object) -> dict[str, Any]:
 
 
 def refusal(capsys: Capture, command: str, *options: object) -> str:
-    """The one line of a command that is refused and writes nothing."""
+    """Run a command that is refused; return its one line, and check that no file was written."""
     capsys.readouterr()
     before = sorted(Path.cwd().rglob("*"))
     assert main.main([command, *map(str, options)]) == 2
@@ -111,7 +109,7 @@ def write_lines(name: str, items: list[dict[str, Any]]) -> Path:
 
 
 # -------------------------------------------------------------------------------------------- train
-def test_a_run_leaves_everything_behind(capsys: Capture) -> None:
+def test_run_writes_all_files(capsys: Capture) -> None:
     summary = train(capsys)
     assert summary == json.loads(Path("run/summary.json").read_text())
     assert summary["updates"] == 2 and "env_steps" not in summary
@@ -128,14 +126,14 @@ def test_a_run_leaves_everything_behind(capsys: Capture) -> None:
     assert 0 <= summary["initial_success"] <= 1 and 0 <= summary["final_success"] <= 1
     stored = yaml.safe_load(Path("run/config.yaml").read_text())
     assert stored["actor"]["model"]["architecture"]["hidden_size"] == 16 and "env" not in stored
-    found = rows(Path("run"))
-    assert [row["update"] for row in found] == [0, 1, 2]
-    assert all("tokens" in row and "env_steps" not in row for row in found)
-    assert found[-1]["tokens"] == summary["tokens"]
-    assert {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"} <= found[
+    metrics = rows(Path("run"))
+    assert [row["update"] for row in metrics] == [0, 1, 2]
+    assert all("tokens" in row and "env_steps" not in row for row in metrics)
+    assert metrics[-1]["tokens"] == summary["tokens"]
+    assert {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"} <= metrics[
         1
     ].keys()
-    assert "eval/accuracy" in found[0] and "eval/accuracy" in found[2]
+    assert "eval/accuracy" in metrics[0] and "eval/accuracy" in metrics[2]
     events = EventAccumulator(summary["tensorboard"]).Reload()
     assert "eval/accuracy" in events.Tags()["scalars"]
     (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("samples"))
@@ -154,7 +152,7 @@ def test_a_run_leaves_everything_behind(capsys: Capture) -> None:
     assert list(report["tasks"]) == ["arithmetic"]
 
 
-STATEFUL = [
+STATEFUL_OPTIONS = [
     "algorithm.adv_type=rloo",
     "algorithm.group_size=2",
     "algorithm.reward_norm=running",
@@ -169,15 +167,12 @@ STATEFUL = [
 ]
 
 
-@pytest.mark.parametrize("options", [[], STATEFUL], ids=["plain", "everything adapts"])
-def test_two_halves_equal_the_whole(options: list[str], capsys: Capture) -> None:
-    """Four updates of 8 of 20 prompts: the data's first epoch ends in the third, the resumed
-    half.
-    """
-    # the even digits are worth something, or nothing would be learned
+@pytest.mark.parametrize("options", [[], STATEFUL_OPTIONS], ids=["plain", "stateful"])
+def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Capture) -> None:
+    """Train four updates on 8 of 20 prompts: the first epoch ends after resuming."""
+    # A reward that differs between responses, so that the weights change.
     Path("even.py").write_text(
-        "def compute_score(solution_str, **rest):\n    return sum(c in '02468' for c in"
-        " solution_str)"
+        "def compute_score(solution_str, **_):\n    return sum(c in '02468' for c in solution_str)"
     )
     options = [
         *options,
@@ -186,22 +181,22 @@ def test_two_halves_equal_the_whole(options: list[str], capsys: Capture) -> None
         f"reward.path={Path('even.py').resolve()}",
         "reward.workers=0",
     ]
-    train(capsys, *options, "updates=4", "run_dir=whole")
+    train(capsys, *options, "updates=4", "run_dir=full")
     train(capsys, *options, "updates=2", "run_dir=halves")
     run(capsys, "train", "resume=halves", "updates=4")
-    for a, b in zip(contents(Path("whole"), 4), contents(Path("halves"), 4), strict=True):
+    for a, b in zip(contents(Path("full"), 4), contents(Path("halves"), 4), strict=True):
         assert_same(a, b)
-    whole = rows(Path("whole"))
-    assert whole == rows(Path("halves"))
-    assert [row["rollout/epoch"] for row in whole[1:]] == [0.4, 0.8, 1.2, 1.6]
-    weights = [contents(Path("whole"), update)[0] for update in (2, 4)]
+    metrics = rows(Path("full"))
+    assert metrics == rows(Path("halves"))
+    assert [row["rollout/epoch"] for row in metrics[1:]] == [0.4, 0.8, 1.2, 1.6]
+    weights = [contents(Path("full"), update)[0] for update in (2, 4)]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    if options[0] in STATEFUL:
+    if options[0] in STATEFUL_OPTIONS:
         for tag in ("kl/coef", "policy/entropy_coef", "policy/lr"):
-            assert whole[-2][tag] != whole[-1][tag], tag
+            assert metrics[-2][tag] != metrics[-1][tag], tag
 
 
-def test_an_interrupt_saves_and_the_run_goes_on(capsys: Capture) -> None:
+def test_interrupt_saves_a_checkpoint_that_resumes(capsys: Capture) -> None:
     flags = [*TINY, "run_dir=run", "updates=100000", "save_every=5", "reward.workers=0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied_ppo.commands.main", "train", *flags],
@@ -216,9 +211,9 @@ def test_an_interrupt_saves_and_the_run_goes_on(capsys: Capture) -> None:
     ), err
     newest = checkpoint.newest_valid(Path("run"))
     assert newest is not None and newest.update == rows(Path("run"))[-1]["update"], (
-        "everything learned was saved"
+        "the last update was saved"
     )
-    with pytest.MonkeyPatch.context() as patch:  # this process has fewer problems
+    with pytest.MonkeyPatch.context() as patch:  # the subprocess has all problems
         patch.setattr(synthetic_tasks, "TASKS", {t.name: t for t in synthetic_tasks._TASKS})
         assert (
             run(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"]
@@ -234,7 +229,7 @@ CHAT = (
 
 
 def questions(part: str, count: int) -> list[dict[str, str]]:
-    """GSM8K's first rows where they are, else as many in its layout."""
+    """Return the first rows of GSM8K if the files exist, else generated rows in its layout."""
     file = GSM8K / f"{part}.jsonl"
     if file.is_file():
         with open(file, encoding="utf-8") as lines:
@@ -247,32 +242,32 @@ def questions(part: str, count: int) -> list[dict[str, str]]:
             + " She likes it." * (i % 40)
             + f" How many in {days} days?"
         )
-        done = crates * days
+        total = crates * days
         rows.append(
             {
                 "question": question,
-                "answer": f"{crates}*{days}=<<{crates}*{days}={done}>>{done:,}\n#### {done:,}",
+                "answer": f"{crates}*{days}=<<{crates}*{days}={total}>>{total:,}\n#### {total:,}",
             }
         )
     return rows
 
 
 def save_model(folder: Path, texts: list[str], seed: int = 0, **sizes: Any) -> Path:
-    """A directory like Qwen2.5's: random weights, a byte-level tokenizer of these texts, ChatML."""
+    """Write a model like Qwen2.5: random weights, a byte-level tokenizer of ``texts``, ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    words.train_from_iterator(texts, trainer)
+    bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=special[0], eos_token=special[2]
+        tokenizer_object=bpe, pad_token=special[0], eos_token=special[2]
     )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
@@ -290,7 +285,7 @@ def save_model(folder: Path, texts: list[str], seed: int = 0, **sizes: Any) -> P
 
 
 def gsm8k() -> tuple[list[str], Path]:
-    """Options for a tiny model of its own, and the model's directory."""
+    """Return options that train a tiny model on GSM8K, and the model's directory."""
     train_rows, test_rows = questions("train", 60), questions("test", 12)
     model = save_model(
         Path("model"), [row[key] for row in train_rows for key in ("question", "answer")]
@@ -321,12 +316,12 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     options, model = gsm8k()
     summary = run(capsys, "train", *options)
     assert summary["updates"] == 1 and summary["final_success"] is not None
-    told = re.search(
+    counts = re.search(
         r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were"
         r" left",
         log(),
     )
-    assert told and int(told[1]) + int(told[2]) == 60 and int(told[1]) > 0 < int(told[2])
+    assert counts and int(counts[1]) + int(counts[2]) == 60 and int(counts[1]) > 0 < int(counts[2])
     row = rows(Path("run"))[-1]
     assert row["rollout/grader_failures"] == 0 and row["kl/to_reference"] == pytest.approx(
         0, abs=1e-4
@@ -334,35 +329,38 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     samples = json.loads(Path(summary["report_json"]).read_text())
     assert list(samples["tasks"]) == ["openai/gsm8k"]
 
-    found = run(capsys, "evaluate", "checkpoint=run", "episodes=6", "out=report")
-    assert found["eval/accuracy"] == summary["final_success"] and found["eval/length"] <= 12
+    result = run(capsys, "evaluate", "checkpoint=run", "episodes=6", "out=report")
+    assert result["eval/accuracy"] == summary["final_success"] and result["eval/length"] <= 12
 
-    done = run(capsys, "export", "checkpoint=run", "out=mine")
-    assert done["logit_difference"] == 0
+    result = run(capsys, "export", "checkpoint=run", "out=exported")
+    assert result["logit_difference"] == 0
     Path("new").touch()
-    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {
+    assert {file.stat().st_mode for file in Path("exported").iterdir()} == {
         Path("new").stat().st_mode
-    }, "as the umask has it"
-    mine = AutoModelForCausalLM.from_pretrained("mine", dtype=torch.float32)
+    }, "permissions follow the umask"
+    exported = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = loader.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))
     policy = reasoning.make_policy(config, reasoning.make_tokenizer(config), torch.device("cpu"))
     policy.load_state_dict(contents(Path("run"), 1)[0])
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
-        assert torch.equal(mine(ids).logits, policy.model(ids).logits)
-        assert not torch.equal(mine(ids).logits, before(ids).logits), "it has learned"
-    theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in ("mine", model))
+        assert torch.equal(exported(ids).logits, policy.model(ids).logits)
+        assert not torch.equal(exported(ids).logits, before(ids).logits), "training changes it"
+    written, original = (AutoTokenizer.from_pretrained(folder) for folder in ("exported", model))
     assert (
-        theirs.chat_template == CHAT
-        and theirs("Ida packs 12")["input_ids"] == ours("Ida packs 12")["input_ids"]
+        written.chat_template == CHAT
+        and written("Ida packs 12")["input_ids"] == original("Ida packs 12")["input_ids"]
     )
-    assert "is not an empty directory" in refusal(capsys, "export", "checkpoint=run", "out=mine")
+    assert "is not an empty directory" in refusal(
+        capsys, "export", "checkpoint=run", "out=exported"
+    )
 
 
 def test_every_tag_is_documented(capsys: Capture) -> None:
-    """docs/metrics.md has a row for each that this mode writes; test_log has the other way round
-    for robots.
+    """docs/metrics.md has a row for each tag of this mode.
+
+    training/test_logging.py checks the opposite direction for robots.
     """
     options = [
         "algorithm.use_kl_in_reward=true",
@@ -383,16 +381,16 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
     assert not missing
 
 
-def test_held_out_prompts_that_are_trained_on_are_told(capsys: Capture) -> None:
+def test_held_out_prompts_in_the_training_data_are_reported(capsys: Capture) -> None:
     options, _ = gsm8k()
     both = write_lines("both.jsonl", questions("test", 3) + questions("train", 40)[30:])
     run(capsys, "train", *options, f"data.eval=[{both}]", "algorithm.prompt_length=450")
     assert "data: 10 of the 13 held-out prompts are in data.train, too" in log()
 
 
-def test_files_and_directories_that_are_not_there(capsys: Capture) -> None:
+def test_missing_files_and_directories_are_refused(capsys: Capture) -> None:
     options, model = gsm8k()
-    for change, words in (
+    for change, message in (
         (
             "data.train=[trian.jsonl]",
             (
@@ -414,7 +412,7 @@ def test_files_and_directories_that_are_not_there(capsys: Capture) -> None:
         ),
         ("reward.grader=gsm8k_strct", "did you mean gsm8k_strict"),
     ):
-        assert re.search(words, refusal(capsys, "train", *options, change)), change
+        assert re.search(message, refusal(capsys, "train", *options, change)), change
     (model / "config.json").unlink()
     assert re.search(
         "actor.model.path=.*: holds no config.json", refusal(capsys, "train", *options)
@@ -422,22 +420,22 @@ def test_files_and_directories_that_are_not_there(capsys: Capture) -> None:
 
 
 # ----------------------------------------------------------------------------------------- evaluate
-def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     train(capsys)
 
     def measure(*options: object) -> dict[str, Any]:
-        found = run(capsys, "evaluate", "checkpoint=run", "episodes=8", *options)
-        return {tag: x for tag, x in found.items() if tag.startswith("eval/")}
+        result = run(capsys, "evaluate", "checkpoint=run", "episodes=8", *options)
+        return {tag: x for tag, x in result.items() if tag.startswith("eval/")}
 
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     assert (
         main.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
     )
-    told = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
-    assert told[0].startswith("responses 0/16  ") and told[-1] == "responses 16/16  0 s left"
-    once = measure("out=once")
-    assert once == measure("out=twice") == measure("seed=7") and "eval/pass@2" not in once
-    assert json.loads(Path("once/report.json").read_text())["deterministic"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert lines[0].startswith("responses 0/16  ") and lines[-1] == "responses 16/16  0 s left"
+    first = measure("out=first")
+    assert first == measure("out=second") == measure("seed=7") and "eval/pass@2" not in first
+    assert json.loads(Path("first/report.json").read_text())["deterministic"]
     many = measure("n=4", "deterministic=false")
     assert {"eval/pass@2", "eval/pass@4", "eval/maj@4"} <= many.keys()
     assert many != measure("n=4", "deterministic=false", "seed=1")
@@ -459,7 +457,7 @@ def test_evaluations_of_a_checkpoint(capsys: Capture, monkeypatch: pytest.Monkey
     assert "deterministic = true" in refusal(capsys, "evaluate", "checkpoint=run", "n=4")
 
 
-def test_a_robot_has_no_prompts(capsys: Capture) -> None:
+def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:
     sizes = [
         "env.num_envs=2",
         "algorithm.horizon=4",
@@ -477,25 +475,25 @@ def test_a_robot_has_no_prompts(capsys: Capture) -> None:
     )
     for option in ("data=[x.jsonl]", "n=2", "temperature=0.5", "top_k=3", "response_length=4"):
         line = refusal(capsys, "evaluate", "checkpoint=robot", "deterministic=false", option)
-        why = (
+        reason = (
             "model.policy=actor_critic has none"
             if option.startswith("temperature")
             else "robot is a robot policy"
         )
-        assert f"{why}; leave it out" in line and line.startswith(
+        assert f"{reason}; leave it out" in line and line.startswith(
             f"error: {option.partition('=')[0]} = "
         )
-    assert "is a robot policy" in refusal(capsys, "export", "checkpoint=robot", "out=mine")
+    assert "is a robot policy" in refusal(capsys, "export", "checkpoint=robot", "out=exported")
 
 
-# ------------------------------------------------------------------------------------------- judges
+# ------------------------------------------------------------------------ graders and reward models
 GRADERS = """
 import asyncio, time
 
 def sync(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str)
 
-async def later(data_source, solution_str, ground_truth, extra_info=None):
+async def asynchronous(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
     return {"score": len(solution_str), "acc": True}
 
@@ -511,7 +509,7 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_a_synthetic_task_is_graded_in_worker_processes(capsys: Capture) -> None:
+def test_synthetic_task_is_graded_in_worker_processes(capsys: Capture) -> None:
     train(capsys, "updates=1", "reward.workers=2", "evaluation.episodes=1")
     last = rows(Path("run"))[-1]
     assert (
@@ -519,11 +517,11 @@ def test_a_synthetic_task_is_graded_in_worker_processes(capsys: Capture) -> None
     )
 
 
-@pytest.mark.parametrize("name", ["sync", "later"])
-def test_a_grader_of_ones_own(name: str, capsys: Capture) -> None:
-    Path("mine.py").write_text(GRADERS)
+@pytest.mark.parametrize("name", ["sync", "asynchronous"])
+def test_user_defined_grader(name: str, capsys: Capture) -> None:
+    Path("graders.py").write_text(GRADERS)
     summary = train(
-        capsys, f"reward.path={Path('mine.py').resolve()}", f"reward.name={name}", "updates=1"
+        capsys, f"reward.path={Path('graders.py').resolve()}", f"reward.name={name}", "updates=1"
     )
     last = rows(Path("run"))[-1]
     assert (
@@ -531,29 +529,27 @@ def test_a_grader_of_ones_own(name: str, capsys: Capture) -> None:
         and last["rollout/return"] >= last["rollout/length"] - 1
     )
     assert summary["final_return"] == last["eval/return"] > 1
-    assert ("rollout/success" in last) == (name == "later") and (last["eval/accuracy"] == 1) >= (
-        name == "later"
-    )
+    assert ("rollout/success" in last) == (name == "asynchronous") and (
+        last["eval/accuracy"] == 1
+    ) >= (name == "asynchronous")
 
 
 @pytest.mark.parametrize(
     ("name", "cause"),
     [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")],
 )
-def test_a_grader_that_fails_costs_its_own_samples_only(
-    name: str, cause: str, capsys: Capture
-) -> None:
-    Path("mine.py").write_text(GRADERS)
+def test_failing_grader_affects_only_its_samples(name: str, cause: str, capsys: Capture) -> None:
+    Path("graders.py").write_text(GRADERS)
     options = ["evaluation.episodes=1"]
     if name == "hangs":
         options += ["reward.workers=1", "reward.timeout_s=0.2", "algorithm.rollout_batch_size=4"]
-    train(capsys, f"reward.grader={Path('mine.py').resolve()}:{name}", *options)
-    found = rows(Path("run"))[1:]
+    train(capsys, f"reward.grader={Path('graders.py').resolve()}:{name}", *options)
+    metrics = rows(Path("run"))[1:]
     size = 4 if name == "hangs" else 8
-    for row in found:
+    for row in metrics:
         assert 0 < row["rollout/grader_failures"] < size
         assert row["rollout/return"] == pytest.approx(1 - row["rollout/grader_failures"] / size)
-    assert len(found) == 2
+    assert len(metrics) == 2
     assert log().count("reward: a response could not be graded") == 1 and cause in log()
 
 
@@ -566,7 +562,7 @@ RLHF = [
 ]
 
 
-def test_a_reward_model_learns_first_and_judges_then(capsys: Capture) -> None:
+def test_reward_model_is_trained_before_ppo(capsys: Capture) -> None:
     summary = run(capsys, "train", *RLHF, "run_dir=run")
     assert "reward model: learns from 40 preferences of task arithmetic" in log()
     assert re.search(r"reward model: \d+\.\d % of held-out preferences right", log())
@@ -574,21 +570,20 @@ def test_a_reward_model_learns_first_and_judges_then(capsys: Capture) -> None:
     assert row["kl/to_reference"] != 0 and row["kl/coef"] == 0.5
     training = contents(Path("run"), 2)[1]["learner"]
     assert training["reference"] is not None and training["critic_weights"] is not None
-    assert (
-        row["eval/return"] == summary["final_return"] != summary["final_success"]
-    )  # the model's score, and the rule's
+    # The return is the model's score, success is the rule's.
+    assert row["eval/return"] == summary["final_return"] != summary["final_success"]
     assert row["eval/accuracy"] == summary["final_success"]
 
 
-def test_a_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
+def test_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
     options = [*RLHF, "eval_every=1"]
-    run(capsys, "train", *options, "run_dir=whole")
+    run(capsys, "train", *options, "run_dir=full")
     run(capsys, "train", *options, "run_dir=halves", "updates=1")
     run(capsys, "train", "resume=halves", "updates=2")
-    assert rows(Path("whole")) == rows(Path("halves"))
+    assert rows(Path("full")) == rows(Path("halves"))
 
 
-def test_a_reward_model_that_begins_as_a_model_by_path(capsys: Capture) -> None:
+def test_reward_model_initialized_from_an_actor_by_path(capsys: Capture) -> None:
     fields = {
         **SIZES,
         "model_type": "qwen2",
@@ -609,8 +604,8 @@ def test_a_reward_model_that_begins_as_a_model_by_path(capsys: Capture) -> None:
     assert "of held-out preferences right" in log()
 
 
-def test_a_reward_model_by_path(capsys: Capture) -> None:
-    """It knows one thing: whether a text is one; so every response is worth its bias."""
+def test_reward_model_by_path(capsys: Capture) -> None:
+    """The model has one label, so every response gets the offset of its configuration."""
     architecture = {
         **yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())["actor"][
             "model"
@@ -618,20 +613,20 @@ def test_a_reward_model_by_path(capsys: Capture) -> None:
     }
     model = reward_model.new({**architecture["architecture"], **SIZES})
     model.config.reward_offset = -3.0
-    model.save_pretrained("judge")
-    synthetic_tasks.tokenizer().save_pretrained("judge")
-    summary = train(capsys, f"reward.model.path={Path('judge').resolve()}")
+    model.save_pretrained("reward_model")
+    synthetic_tasks.tokenizer().save_pretrained("reward_model")
+    summary = train(capsys, f"reward.model.path={Path('reward_model').resolve()}")
     assert summary["initial_return"] == summary["final_return"] == pytest.approx(3.0)
     assert summary["final_success"] < 1
-    found = run(capsys, "evaluate", "checkpoint=run", "episodes=8")
+    result = run(capsys, "evaluate", "checkpoint=run", "episodes=8")
     assert (
-        found["eval/return"] == pytest.approx(3.0)
-        and found["eval/accuracy"] == summary["final_success"]
+        result["eval/return"] == pytest.approx(3.0)
+        and result["eval/accuracy"] == summary["final_success"]
     )
 
 
 # ------------------------------------------------------------------------------------------- critic
-def test_a_critic_of_another_size(capsys: Capture) -> None:
+def test_critic_of_another_size(capsys: Capture) -> None:
     fields = {
         **SIZES,
         "model_type": "qwen2",
@@ -649,7 +644,7 @@ def test_a_critic_of_another_size(capsys: Capture) -> None:
     )
 
 
-def test_a_critic_by_path(capsys: Capture) -> None:
+def test_critic_by_path(capsys: Capture) -> None:
     other = save_model(Path("critic"), ["1"], hidden_size=24)
     train(capsys, f"critic.model.path={other}")
     assert contents(Path("run"), 2)[1]["learner"]["critic_weights"]["value_head.weight"].shape == (
@@ -658,7 +653,7 @@ def test_a_critic_by_path(capsys: Capture) -> None:
     )
 
 
-def test_critic_warmup_leaves_the_actor_alone(capsys: Capture) -> None:
+def test_critic_warmup_does_not_change_the_actor(capsys: Capture) -> None:
     cold = [option for option in TINY if not option.startswith("warm_start.")] + [
         "warm_start.steps=0"
     ]
