@@ -634,7 +634,7 @@ PAIRS: dict[str, Pair] = {
         False,
         True,
         "different weights end the run",
-        test="placement/test_weight_sync.py::test_after_publish_every_process_holds_the_learners_tensors",
+        test="placement/test_weight_sync.py::test_publish_gives_every_process_the_learners_tensors",
     ),
     "cluster.address": Pair(
         None,
@@ -652,13 +652,13 @@ PAIRS: dict[str, Pair] = {
         0.2,
         1800.0,
         "the wait for a process ends",
-        test="placement/test_channels.py::test_a_peer_that_is_gone_or_silent_is_named",
+        test="placement/test_channels.py::test_lost_or_silent_peer_is_named",
     ),
     "cluster.max_restarts": Pair(
         0,
         1,
         "the run is rebuilt after a loss",
-        test="drills/test_placement_failures.py::test_a_run_that_loses_a_process_ends_as_if_it_had_not",
+        test="drills/test_placement_failures.py::test_restarted_run_equals_an_undisturbed_one",
     ),
     "evaluate checkpoint": Pair(
         "",

@@ -282,7 +282,12 @@ TASKS = [
 def rollouts(options: dict[str, Any], envs: list[VectorEnv], seed: int = 0) -> list[Rollout]:
     c = run_helpers.tiny_config(options)
     policy = embodied.make_policy(c, envs[0])
-    options_of_all: Any = {"seed": seed, "stages": len(envs), "stagger": c.env.stagger, "restart_every": 16}
+    options_of_all: Any = {
+        "seed": seed,
+        "stages": len(envs),
+        "stagger": c.env.stagger,
+        "restart_every": 16,
+    }
     return [Rollout(env, policy, stage=i, **options_of_all) for i, env in enumerate(envs)]
 
 

@@ -155,51 +155,53 @@ def test_shared_buffer_is_mapped_by_another_process_and_freed() -> None:
 
 
 # --------------------------------------------------------------------------------------- transports
-TRANSPORTS: dict[str, dict[str, Any]] = {
-    "share": {"cluster.component_placement": {"env,rollout,actor": "0-1"}},
-    "ipc": {
-        "cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"},
-        "cluster.weights": "ipc",
-    },
-    "broadcast": {"cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"}},
-    "store": {
-        "cluster.component_placement": {"env,rollout": "0-1", "actor": "2-3"},
-        "cluster.weights": "store",
-    },
+PLACEMENTS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("share",): {"env,rollout,actor": "0-1"},
+    ("broadcast", "ipc", "store"): {"env,rollout": "0-1", "actor": "2-3"},
 }
+"""Transports of the weights -> the placement that they are tested in."""
 
 
 @pytest.mark.usefixtures("eight_slots")
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_publish_gives_every_process_the_learners_tensors(transport: str, tmp_path: Path) -> None:
-    c = run_helpers.tiny_config({**SMALL, **TRANSPORTS[transport], "cluster.devices_per_node": 4})
+@pytest.mark.parametrize("transports", PLACEMENTS, ids=",".join)
+def test_publish_gives_every_process_the_learners_tensors(
+    transports: tuple[str, ...], tmp_path: Path
+) -> None:
+    placement = {"cluster.component_placement": PLACEMENTS[transports]}
+    c = run_helpers.tiny_config({**SMALL, **placement, "cluster.devices_per_node": 4})
+    policy = embodied.make_policy(c, embodied.make_env([0], config=c.env, device=CPU))
+    assert isinstance(policy, nn.Module)
+    size = WeightLayout.of(weight_tensors(policy)).total
     with ExitStack() as stack:
         system = run_helpers.build_cluster_system(c, tmp_path, stack)
-        assert system.paths == [transport] * 2
         handles = list(dict.fromkeys([*system.learners, *system.actors]))
         assert {version for version, _ in system._call(handles, Worker.checksum)} == {0}
         distinct = {system._call(handles, Worker.checksum)[0][1]}
-        for update in range(2):
-            experience, _ = system.collect(16, update=update)
-            system.update(experience, update=update)
-            if transport != "share":  # rollouts still have the previous weights
+        update = 0
+        for transport in transports:
+            if transport != transports[0]:  # the same processes with another transport
+                system.plan = replace(system.plan, weights=transport)
+                system._prepare_weight_sync(frozen=False)
+            assert system.paths == [transport] * 2
+            assert system.moved_bytes == (0 if transport == "share" else 2 * size)
+            for _ in range(2):
+                experience, _ = system.collect(16, update=update)
+                system.update(experience, update=update)
+                if transport != "share":  # rollouts still have the previous weights
+                    checksums = system._call(handles, Worker.checksum)
+                    assert checksums[0] != checksums[-1] and checksums[-1][0] == update
+                update += 1
+                system.publish(update)
                 checksums = system._call(handles, Worker.checksum)
-                assert checksums[0] != checksums[-1] and checksums[-1][0] == update
-            system.publish(update + 1)
-            checksums = system._call(handles, Worker.checksum)
-            assert set(checksums) == {(update + 1, checksums[0][1])}
-            distinct.add(checksums[0][1])
-        assert len(distinct) == 3  # each update changed them
-        policy = embodied.make_policy(c, embodied.make_env([0], config=c.env, device=CPU))
-        assert isinstance(policy, nn.Module)
-        total = WeightLayout.of(weight_tensors(policy)).total
-        assert system.moved_bytes == (0 if transport == "share" else 2 * total)
-        if transport == "store":  # cluster.check_weights detects weights that were not sent
+                assert set(checksums) == {(update, checksums[0][1])}
+                distinct.add(checksums[0][1])
+        assert len(distinct) == update + 1  # each update changed the weights
+        if "store" in transports:  # cluster.check_weights detects weights that were not sent
             system.options = replace(system.options, check_weights=True)
-            system.update(system.collect(16, update=2)[0], update=2)
+            system.update(system.collect(16, update=update)[0], update=update)
             system.paths = ["share", "store"]
             with pytest.raises(
                 PlacementError,
-                match=r"weights: env,rollout rank 0 .* holds \w+ at version 3, actor",
+                match=rf"weights: env,rollout rank 0 .* holds \w+ at version {update + 1}, actor",
             ):
-                system.publish(3)
+                system.publish(update + 1)
