@@ -108,7 +108,7 @@ class RunRequest:
     progress: Callable[[str], None]
     early: list[str]
     fresh_start: bool = True
-    advance: ProgressCallback = lambda what, done, total: None
+    advance: ProgressCallback = lambda task, completed, total: None
     task: TaskFiles | None = None
 
 
@@ -586,14 +586,14 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
         PlacementError: There are too many, or cluster.node_groups names nodes that do not exist.
     """
     c, kind = config.cluster, device.type
-    here = torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1
+    local_count = torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1
     if kind == "cuda":
-        memory = torch.cuda.get_device_properties(0).total_memory if here else None
+        memory = torch.cuda.get_device_properties(0).total_memory if local_count else None
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if c.device_memory_gb:
         memory = int(c.device_memory_gb * 1e9)
-    if (count := (c.devices_per_node or here) * c.num_nodes) > placement.MAX_DEVICES:
+    if (count := (c.devices_per_node or local_count) * c.num_nodes) > placement.MAX_DEVICES:
         raise PlacementError(
             f"cluster.num_nodes x cluster.devices_per_node = {count} devices, more than "
             f"{placement.MAX_DEVICES}; write the numbers of your cluster"
@@ -603,7 +603,9 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
         name: placement.ranges(value, nodes, f"cluster.node_groups = {{{name}: {value}}}", "node")
         for name, value in c.node_groups.items()
     }
-    return placement.Hardware((c.devices_per_node or here,) * c.num_nodes, kind, labels, memory)
+    return placement.Hardware(
+        (c.devices_per_node or local_count,) * c.num_nodes, kind, labels, memory
+    )
 
 
 def config_hash(config: Config) -> str:

@@ -156,11 +156,8 @@ def meaning(p: Plan) -> tuple[Any, ...]:
     groups = sorted(
         (g.roles, tuple(sorted(locations(devices) for devices in g.ranks))) for g in p.groups
     )
-    return (
-        p.stages,
-        tuple(groups),
-        tuple(p.weights_path(rank) for rank in range(p.processes("rollout"))),
-    )
+    transports = tuple(p.weights_path(rank) for rank in range(p.processes("rollout")))
+    return p.stages, tuple(groups), transports
 
 
 # ------------------------------------------------------------------------------------- measurements
@@ -288,10 +285,8 @@ class Measured(Machine):
 
     def summary(self) -> str:
         """See ``Machine``."""
-        n, act, learn = (
-            self.num_envs,
-            *(list(costs.values())[-1] for costs in (self.act, self.learn)),
-        )
+        n = self.num_envs
+        act, learn = (list(costs.values())[-1] for costs in (self.act, self.learn))
         return (
             f"a step of {n} environments {self.simulate.wall(n) * 1e3:.3g} ms, deciding"
             f" {act.wall(n) * 1e3:.3g} ms, learning {learn.wall(n):.3g} s an update;"
@@ -366,14 +361,14 @@ def prediction(
             update += m.experience_bytes / a * m.byte_s
     publish = _publish(p, m) + CALL_S
     collect, update = collect + CALL_S, update + CALL_S + _swaps(p, needs) * m.copy_byte_s
-    whole = collect + update + publish
+    total = collect + update + publish
     if p.max_lag:
         both = max(
             collecting.get(node, 0.0) + updating.get(node, 0.0)
             for node in collecting.keys() | updating.keys()
         )
-        whole = max(collect, update + publish, both / m.cores)
-    return Prediction(collect, update, publish, whole)
+        total = max(collect, update + publish, both / m.cores)
+    return Prediction(collect, update, publish, total)
 
 
 def _nodes(p: Plan, role: str) -> set[int]:
@@ -429,10 +424,8 @@ def _cycle(p: Plan, m: Measured, act: Cost) -> float:
     of the busier resource and the latency of one stage through both.
     """
     s = _step(p, m)
-    acting, simulating = (
-        act.wall(s.rows) + s.servers * s.message_s / 2,
-        m.simulate.wall(s.simulated) + s.message_s / 2,
-    )
+    acting = act.wall(s.rows) + s.servers * s.message_s / 2
+    simulating = m.simulate.wall(s.simulated) + s.message_s / 2
     if p.fused("env", "rollout"):
         return p.stages * (acting + simulating)
     return max(p.stages * acting, p.stages * s.callers * simulating, acting + simulating)

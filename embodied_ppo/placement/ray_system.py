@@ -290,6 +290,7 @@ class ClusterSystem(RunSystem):
         options, gpu = self.options, self.plan.hardware.kind == "cuda"
         self.secret = secrets.token_hex(16)
         opened = list[tuple[Group, Pending[Any]]]()
+        served = {role for caller in REQUESTS for role in self.plan.remote_roles(caller)}
         single_node = len(self.plan.hardware.per_node) == 1
         for group in self.plan.groups:
             for rank, devices in enumerate(group.ranks):
@@ -305,11 +306,7 @@ class ClusterSystem(RunSystem):
                     LOOPBACK if single_node else None,
                     self.secret,
                     options.step_timeout_s,
-                    serves=any(
-                        role in group.roles
-                        for caller in REQUESTS
-                        for role in self.plan.remote_roles(caller)
-                    ),
+                    serves=not served.isdisjoint(group.roles),
                     hosts_store="actor" in group.roles and rank == 0,
                 )
                 opened.append((group, call))
@@ -638,8 +635,8 @@ class ClusterSystem(RunSystem):
             if experience.collecting:
                 replies = self._wait(experience.collecting, "collect", experience.serving)
                 metrics = add_metrics([reply.result for reply in replies])
-                done = {call.ref for call in (*experience.collecting, *experience.serving)}
-                self._collecting = [call for call in self._collecting if call.ref not in done]
+                finished = {call.ref for call in (*experience.collecting, *experience.serving)}
+                self._collecting = [call for call in self._collecting if call.ref not in finished]
             self._move_to_phase("update")
             calls = [
                 h.call(Worker.update, update, *self._share_of(i, experience.data))

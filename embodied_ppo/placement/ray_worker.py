@@ -336,10 +336,12 @@ class RayWorker:
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
                 stack = traceback.format_stack(frame)
-                own = [i for i, line in enumerate(stack) if "embodied" in line][-6:]
-                if own:  # the last three frames show where a library waits
+                own_frames = [i for i, line in enumerate(stack) if "embodied" in line][-6:]
+                if own_frames:  # the last three frames show where a library waits
                     lines = "".join(
-                        line for i, line in enumerate(stack) if i in own or i >= len(stack) - 3
+                        line
+                        for i, line in enumerate(stack)
+                        if i in own_frames or i >= len(stack) - 3
                     )
                     texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
         return "\n".join(texts)
@@ -523,8 +525,8 @@ def _reason(error: RayActorError) -> str:
     ):
         return NODE_LOST
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    words = ("cause", "exit", "killed", "died", "terminated")
-    reasons = [line for line in lines if any(word in line.lower() for word in words)]
+    keywords = ("cause", "exit", "killed", "died", "terminated")
+    reasons = [line for line in lines if any(word in line.lower() for word in keywords)]
     return one_line(Exception(" ".join(dict.fromkeys(reasons[-2:] or lines[-1:]))))[:400]
 
 

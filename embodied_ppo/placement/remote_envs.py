@@ -72,7 +72,7 @@ class EnvService:
             if key in self.envs:
                 self.envs.pop(key).close()
             env = self.envs[key] = self.make(request.data["kind"], request.data["seeds"])
-            return Message("made", request.target, describe_env(env))
+            return Message("make", request.target, describe_env(env))
         env = self.envs[key]
         with watchdog.stepping if request.method == "step" else watchdog.resetting:
             return self._call(env, key, request)
@@ -117,20 +117,21 @@ def describe_env(env: VectorEnv | EnvDescription) -> dict[str, Any]:
         return [list(spec.shape), str(spec.dtype).removeprefix("torch.")]
 
     obs, actions = env.obs_spec, env.action_spec
-    description: dict[str, Any] = {"id": env.id, "max_episode_steps": env.max_episode_steps}
-    description["obs"] = (
-        array(obs) if isinstance(obs, ArraySpec) else {name: array(s) for name, s in obs.items()}
-    )
-    description["actions"] = (
-        actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
-    )
-    description |= {
-        name: list(texts) for name in TEXTS if (texts := getattr(env, name, None)) is not None
+    optional = {name: getattr(env, name, None) for name in (*TEXTS, *NUMBERS)}
+    return {
+        "id": env.id,
+        "max_episode_steps": env.max_episode_steps,
+        "obs": array(obs) if isinstance(obs, ArraySpec) else {n: array(s) for n, s in obs.items()},
+        "actions": (
+            actions.n if isinstance(actions, Discrete) else [list(actions.low), list(actions.high)]
+        ),
+        **{
+            name: list(value) if name in TEXTS else value
+            for name, value in optional.items()
+            if value is not None
+        },
+        "unstable": getattr(env, "unstable", None) is not None,
     }
-    description |= {
-        name: number for name in NUMBERS if (number := getattr(env, name, None)) is not None
-    }
-    return description | {"unstable": getattr(env, "unstable", None) is not None}
 
 
 # ------------------------------------------------------------------------- in the rollout's process
@@ -159,12 +160,9 @@ class EnvDescription:
         self.action_spec: ActionSpec = (
             Discrete(actions) if discrete else Box(*(tuple(bound) for bound in actions))
         )
-        for name in TEXTS:
-            if name in description:
-                setattr(self, name, tuple(description[name]))
-        for name in NUMBERS:
-            if name in description:
-                setattr(self, name, description[name])
+        for name in description.keys() & {*TEXTS, *NUMBERS}:
+            value = description[name]
+            setattr(self, name, tuple(value) if name in TEXTS else value)
 
 
 class _AsyncEnv(EnvDescription, ABC):

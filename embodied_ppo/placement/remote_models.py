@@ -43,7 +43,7 @@ class ModelService:
         self,
         *,
         device: torch.device,
-        judge: Graders | None = None,
+        graders: Graders | None = None,
         prompts: Sequence[Prompt] = (),
         critic: LocalCritic | None = None,
         reference: FrozenReference | None = None,
@@ -52,19 +52,14 @@ class ModelService:
 
         Args:
             device: Device of the models.
-            judge: Graders.
+            graders: Graders.
             prompts: The prompts of the callers, in the same order; requests to the graders contain
                 their indices.
             critic: Critic with its optimiser.
             reference: Reference model.
         """
-        self.device, self.judge, self.prompts, self.critic, self.reference = (
-            device,
-            judge,
-            prompts,
-            critic,
-            reference,
-        )
+        self.device, self.graders, self.prompts = device, graders, prompts
+        self.critic, self.reference = critic, reference
         self._last_values: tuple[Rows, Tensor, Tensor] | None = None
         """Rows, mask and values of the last request "values"; "learn" trains on these rows."""
 
@@ -115,19 +110,19 @@ class ModelService:
 
     def _grade(self, indices: Sequence[int], texts: Sequence[str]) -> dict[str, Any]:
         """Grade responses to prompts, which are given by index."""
-        assert self.judge is not None
+        assert self.graders is not None
         prompts = [self.prompts[i] for i in indices]
         samples = [
             (p.data_source, text, p.ground_truth, p.extra)
             for p, text in zip(prompts, texts, strict=True)
         ]
-        failures_before = self.judge.failures
-        grades = [astuple(grade) for grade in self.judge.grade(samples, prompts)]
-        failed = self.judge.failures - failures_before
+        failures_before = self.graders.failures
+        grades = [astuple(grade) for grade in self.graders.grade(samples, prompts)]
+        failed = self.graders.failures - failures_before
         return {
             "grades": grades,
             "failed": failed,
-            "why": self.judge.last_failure if failed else None,
+            "failure": self.graders.last_failure if failed else None,
         }
 
     def _learn(self, returns: Tensor, update: int) -> dict[str, Any]:
@@ -150,7 +145,7 @@ class ModelService:
 
     def close(self) -> None:
         """Close the graders and the critic."""
-        for component in (self.judge, self.critic):
+        for component in (self.graders, self.critic):
             if component is not None:
                 component.close()
 
@@ -170,7 +165,7 @@ class RemoteGraders:
         indices, texts = [self.indices[id(p)] for p in prompts], [text for _, text, *_ in samples]
         reply = self.client.request("grade", self.target, prompts=indices, texts=texts).data
         self.failures += reply["failed"]
-        self.last_failure = reply["why"] or self.last_failure
+        self.last_failure = reply["failure"] or self.last_failure
         return [Grade(*grade) for grade in reply["grades"]]
 
     def close(self) -> None:
@@ -209,21 +204,21 @@ class RemoteCritic(_RemoteModel):
 
     role = "critic"
 
-    def __init__(self, client: Client, device: torch.device, *, own: bool) -> None:
+    def __init__(self, client: Client, device: torch.device, *, pretrained: bool) -> None:
         """Connect to the critic.
 
         Args:
             client: Connection to its process.
             device: Device of the returned values.
-            own: Whether the critic has its own pretrained model, and so does not start from the
-                actor's weights.
+            pretrained: Whether the critic has its own pretrained model, and so does not start from
+                the actor's weights.
         """
         super().__init__(client, device)
-        self.own, self.rate = own, 0.0
+        self.pretrained, self.rate = pretrained, 0.0
 
     def initialize(self, actor: LanguagePolicy) -> None:
         """Send the actor's weights unless the critic has its own model."""
-        if not self.own:
+        if not self.pretrained:
             super().initialize(actor)
 
     def values(self, obs: Rows, mask: Tensor) -> Tensor:

@@ -80,11 +80,13 @@ class WeightLayout:
         Raises:
             PlacementError: The first entry that differs.
         """
-        for ours, theirs in zip(self.entries, other.entries, strict=False):
-            if (ours[0], ours[2]) != (theirs[0], theirs[2]):
+        for (name, _, shape), (other_name, _, other_shape) in zip(
+            self.entries, other.entries, strict=False
+        ):
+            if (name, shape) != (other_name, other_shape):
                 raise PlacementError(
-                    f"weights: {ours[0]} {list(ours[2])} of the actor is {theirs[0]}"
-                    f" {list(theirs[2])} in {process}; all processes must build the same model:"
+                    f"weights: {name} {list(shape)} of the actor is {other_name}"
+                    f" {list(other_shape)} in {process}; all processes must build the same model:"
                     " same version, config and files"
                 )
         if len(self.entries) != len(other.entries):

@@ -166,7 +166,7 @@ def test_remote_critic_and_reference_equal_local_ones(case: str) -> None:
     values, reference = critic_of(there), there.actor.reference
     services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     with serving(services) as desk:
-        there.critic = RemoteCritic(desk, CPU, own=True)
+        there.critic = RemoteCritic(desk, CPU, pretrained=True)
         if reference is not None:
             there.actor.reference = RemoteReference(desk, CPU)
         for update in range(2):
@@ -195,7 +195,10 @@ def test_remote_models_start_as_copies_of_actor() -> None:
     t = experience(x.policy)
     assert isinstance(t.obs, dict)
     with serving(services) as desk:
-        x.critic, x.actor.reference = RemoteCritic(desk, CPU, own=False), RemoteReference(desk, CPU)
+        x.critic, x.actor.reference = (
+            RemoteCritic(desk, CPU, pretrained=False),
+            RemoteReference(desk, CPU),
+        )
         x.initialize()
         view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
         torch.testing.assert_close(view[t.mask], t.log_prob[t.mask], rtol=0, atol=1e-5)
@@ -220,7 +223,7 @@ def test_remote_graders_equal_local_graders() -> None:
     ]
     here = GraderPool(fails, workers=0, timeout_s=1.0)
     services = ModelService(
-        device=CPU, judge=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts
+        device=CPU, graders=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts
     )
     with serving(services) as desk:
         there = RemoteGraders(desk, prompts)

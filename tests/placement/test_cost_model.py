@@ -62,7 +62,7 @@ def measured(**overrides: Any) -> Measured:
 
 
 def nothing(p: Plan) -> dict[str, Need]:
-    """Return that no process needs memory."""
+    """Return memory needs of zero for all groups."""
     return {group.name: {} for group in p.groups}
 
 

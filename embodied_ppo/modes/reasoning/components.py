@@ -6,7 +6,6 @@ Prompts, models, graders, decode engine, learners, evaluation.
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +40,7 @@ from embodied_ppo.imitation.supervised_finetuning import warm_start
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.modes import base
-from embodied_ppo.modes.base import RunRequest, WriteReport, Written
+from embodied_ppo.modes.base import RunRequest, Written
 from embodied_ppo.rewards import graders, reward_model
 from embodied_ppo.rewards.graders import Graders, WithFormat
 from embodied_ppo.rewards.worker_pool import GraderPool
@@ -216,14 +215,14 @@ def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
     only.
     """
     names = {f.name for f in fields(AlgorithmConfig)}
-    own = {
+    overrides = {
         f.name: getattr(c, f.name)
         for f in fields(c)
         if f.name in names and getattr(c, f.name) is not None
     }
-    schedule = own.get("lr_schedule", a.lr_schedule)
-    own = {"loss_agg_func": "token-mean", **own}
-    return replace(a, **{**own, "lr_schedule": "constant" if schedule == "adaptive" else schedule})
+    overrides.setdefault("loss_agg_func", "token-mean")
+    critic = replace(a, **overrides)
+    return replace(critic, lr_schedule="constant") if critic.lr_schedule == "adaptive" else critic
 
 
 def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[int, ...]:
@@ -509,13 +508,10 @@ def make_rollout(
     )
 
 
-def held_out_evaluation(
-    m: Inputs, rollout: ReasoningRollout
-) -> Callable[[], PromptEvaluationResult]:
-    """Return the function that evaluates the policy of ``rollout`` on held-out prompts."""
+def measure(m: Inputs, rollout: ReasoningRollout) -> PromptEvaluationResult:
+    """Evaluate the policy of ``rollout`` on held-out prompts."""
     e = m.config.evaluation
-    return functools.partial(
-        evaluate_prompts,
+    return evaluate_prompts(
         m.held_out[: e.episodes],
         rollout.generator,
         rollout.graders,
@@ -553,13 +549,13 @@ def make_critic_learner(
         ranks: Processes that learn together; None: this one alone.
     """
     config = request.config
-    own = critic_config(config.algorithm, config.critic)
+    a = critic_config(config.algorithm, config.critic)
     return LocalCritic(
         critic,
-        own,
+        a,
         concurrent=config.critic.concurrent,
         ranks=ranks,
-        **_common_options(request, own, since),
+        **_common_options(request, a, since),
     )
 
 
@@ -592,13 +588,6 @@ def make_learner(
         ranks=ranks,
         reference=reference,
         **_common_options(request, a, since),
-    )
-
-
-def writer(request: RunRequest) -> WriteReport:
-    """Return the function that writes the report of a prompt evaluation."""
-    return lambda result, source, out: write_report(
-        request.config, result, source=source, run_dir=request.run_dir, out=out
     )
 
 

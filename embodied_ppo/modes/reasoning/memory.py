@@ -99,8 +99,8 @@ class ReasoningMemoryEstimator:
     def _step(self, role: str, model: Any, learners: int, limit: int) -> int:
         """Return the bytes of one forward and backward pass of at most ``limit`` responses."""
         config, a = self.config, self.config.algorithm
-        own = a if role == "actor" else components.critic_config(a, config.critic)
-        rows = min(own.global_batch_size * a.group_size // learners, limit)
+        options = a if role == "actor" else components.critic_config(a, config.critic)
+        rows = min(options.global_batch_size * a.group_size // learners, limit)
         if (role, rows) not in self._step_bytes:
             size = memory_estimate.language_step(model, rows, self.longest, a.response_length)
             self._step_bytes[role, rows] = size

@@ -58,8 +58,8 @@ class ReasoningMode(Mode):
         a = config.algorithm
         prompts = {"algorithm.global_batch_size": a.global_batch_size}
         if plan.has("critic"):
-            own = components.critic_config(a, config.critic)
-            prompts["critic.global_batch_size"] = own.global_batch_size
+            critic_options = components.critic_config(a, config.critic)
+            prompts["critic.global_batch_size"] = critic_options.global_batch_size
         placement.check_sequences(
             plan,
             prompts=a.rollout_batch_size,

@@ -66,14 +66,14 @@ def profile(request: RunRequest, update: int, plans: Sequence[placement.Plan | N
                 timings.setdefault(role, []).append(timing)
         request.advance("measuring", len(selected), len(selected))
         policy, critic = probe.m.policy, probe.critic
-        own = components.critic_config(a, config.critic)
-        critic_minibatches = a.rollout_batch_size // own.global_batch_size
+        critic_options = components.critic_config(a, config.critic)
+        critic_minibatches = a.rollout_batch_size // critic_options.global_batch_size
         costs = {role: fit_cost(points) for role, points in timings.items()}
         return Measured(
             compiled=False,
             responses=responses,
             steps=a.update_epoch * (a.rollout_batch_size // a.global_batch_size),
-            critic_steps=0 if critic is None else own.update_epoch * critic_minibatches,
+            critic_steps=0 if critic is None else critic_options.update_epoch * critic_minibatches,
             generate=costs["generate"],
             grade=costs["grade"],
             view=costs.get("view"),
@@ -177,9 +177,9 @@ def _share(config: Config, divisor: int) -> Config:
     """
     a, c = config.algorithm, config.critic
     batch = max(1, a.global_batch_size // divisor)
-    own = None if c.global_batch_size is None else max(1, c.global_batch_size // divisor)
+    critic_batch = None if c.global_batch_size is None else max(1, c.global_batch_size // divisor)
     share = replace(a, rollout_batch_size=a.rollout_batch_size // divisor, global_batch_size=batch)
-    return replace(config, algorithm=share, critic=replace(c, global_batch_size=own))
+    return replace(config, algorithm=share, critic=replace(c, global_batch_size=critic_batch))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:

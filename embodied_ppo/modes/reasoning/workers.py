@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,18 +65,19 @@ def build_worker(
     if exchange is not None:
         services = ModelService(
             device=request.device,
-            judge=graders,
+            graders=graders,
             prompts=m.prompts,
             critic=values,
             reference=reference,
         )
         server = Server(services, exchange)
-    rollout = engine = learner = None
+    rollout = engine = learner = measure = None
     if "rollout" in roles:
         engine = components.make_engine(m)
         clients = spec.clients.get("reward", ())
         scores = graders if graders is not None else RemoteGraders(clients[0], m.prompts)
         rollout = components.make_rollout(request, m, engine, scores, *spec.ranks["rollout"])
+        measure = partial(components.measure, m, rollout)
     if "actor" in roles:
         learner = components.make_learner(
             request,
@@ -102,8 +104,10 @@ def build_worker(
         learner=learner,
         server=server,
         count=components.response_tokens,
-        measure=None if rollout is None else components.held_out_evaluation(m, rollout),
-        write_report=components.writer(request),
+        measure=measure,
+        write_report=lambda result, source, out: components.write_report(
+            config, result, source=source, run_dir=request.run_dir, out=out
+        ),
         **hooks,
         state_tensors=lambda: [
             x.state_tensors() for x in (learner or values, reference) if x is not None
@@ -126,8 +130,11 @@ def _critic(
         values = components.make_critic_learner(request, critic, since, ranks=spec.critics)
         return values, values
     clients = spec.clients.get("critic", ())
-    own = config.critic.model.path is not None or bool(config.critic.model.architecture)
-    return (RemoteCritic(clients[0], device, own=own) if clients else None), None
+    if not clients:
+        return None, None
+    model = config.critic.model
+    pretrained = model.path is not None or bool(model.architecture)
+    return RemoteCritic(clients[0], device, pretrained=pretrained), None
 
 
 def _remote_reference(request: RunRequest, spec: WorkerSpec) -> Reference | None:
