@@ -1,6 +1,4 @@
-"""Collection of trajectories of a language model: sample prompts, generate responses, grade
-them.
-"""
+"""Collection of trajectories of a language model: generate responses to prompts and grade them."""
 
 from __future__ import annotations
 
@@ -20,7 +18,9 @@ from embodied_ppo.rollout.generation.engine import Generation, Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 
 
-def reader(decode: Callable[[list[int]], str], stop: Sequence[str]) -> Callable[[list[int]], str]:
+def response_decoder(
+    decode: Callable[[list[int]], str], stop: Sequence[str]
+) -> Callable[[list[int]], str]:
     """Return a function from a response's tokens to its text before the first stop string."""
 
     def text(tokens: list[int]) -> str:
@@ -35,22 +35,27 @@ def reader(decode: Callable[[list[int]], str], stop: Sequence[str]) -> Callable[
 class Truncation:
     """Treatment of responses that max_tokens truncated.
 
-    how               terminal: graded as they are; drop: graded for the metrics and excluded from
-    the loss
-    missing_eos       penalty subtracted from their score
-    overlong_buffer   tokens before max_tokens over which a penalty rises linearly from 0 to
-    ``overlong_penalty``, also
-                      for responses that stopped (Yu et al. 2025, DAPO, eq. 13); 0: no penalty
+    Attributes:
+        treatment: "terminal": they are graded like other responses. "drop": they are graded for
+            the metrics and excluded from the loss.
+        missing_eos: Penalty subtracted from their score.
+        overlong_buffer: Tokens before max_tokens over which a penalty rises linearly, also for
+            responses that stopped (Yu et al. 2025, DAPO, eq. 13); 0: no penalty.
+        overlong_penalty: Largest value of that penalty.
     """
 
-    how: Literal["terminal", "drop"] = "terminal"
+    treatment: Literal["terminal", "drop"] = "terminal"
     missing_eos: float = 0.0
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
 
     def penalty(self, length: Tensor, stopped: Tensor, max_tokens: int) -> Tensor:
-        """Return the penalty to subtract from the scores, float32 [N], from length int64 [N] and
-        stopped bool [N].
+        """Return the penalty to subtract from the scores, float32 [N].
+
+        Args:
+            length: int64 [N], tokens of each response.
+            stopped: bool [N], whether the response ended before ``max_tokens``.
+            max_tokens: Maximum length.
         """
         penalty = self.missing_eos * (~stopped).float()
         if self.overlong_buffer:
@@ -86,7 +91,7 @@ class ReasoningRollout:
 
         Args:
             prompts: Training prompts.
-            generator: Decoding engine with the policy's weights.
+            generator: Decode engine with the policy's weights.
             graders: Graders by data source.
             decode: Function from token ids to text, without special tokens.
             batch: Prompts per update, over all processes.
@@ -101,16 +106,15 @@ class ReasoningRollout:
             notice: Function that shows a message to the user.
 
         Raises:
-            ConfigError: ``sampling`` draws from another distribution than the trained one.
+            ConfigError: ``sampling`` does not draw from the trained distribution.
         """
         if not sampling.plain:
             raise ConfigError(
                 "rollout: top_k, top_p, min_p, repetition_penalty and temperature=0 sample from"
-                " another distribution than the one whose probabilities are trained; leave them for"
-                " evaluation"
+                " another distribution than the trained one; set them for evaluation only"
             )
         self.prompts, self.generator, self.graders = prompts, generator, graders
-        self.text = reader(decode, sampling.stop)
+        self.text = response_decoder(decode, sampling.stop)
         self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
         self.truncation, self.notice = truncation or Truncation(), notice
         self.rank, self.world = rank, world
@@ -118,9 +122,7 @@ class ReasoningRollout:
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
         self.grade_s = 0.0
-        """Wall time of decoding text and grading; ``cpu_s`` has the CPU time of this process for
-        it.
-        """
+        """Wall time of text decoding and grading, in seconds."""
         self._failure_noticed = self._equal_scores_noticed = False
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
@@ -141,14 +143,12 @@ class ReasoningRollout:
         """
         assert horizon == self.sampling.max_tokens
         rows = self.sampler.next()
-        own_rows = rows[
-            self.rank * len(rows) // self.world : (self.rank + 1) * len(rows) // self.world
-        ]
-        prompts = [self.prompts[i] for i in own_rows for _ in range(self.group_size)]
+        begin, end = (r * len(rows) // self.world for r in (self.rank, self.rank + 1))
+        prompts = [self.prompts[i] for i in rows[begin:end] for _ in range(self.group_size)]
         start = time.process_time()
         key, first = sampling_key(self.seed, update, "generate"), self.rank * len(prompts)
-        # Numbered over all processes, so that the noise of a response does not depend on their
-        # number.
+        # Samples are numbered over all processes, so that the random numbers of a response do not
+        # depend on the number of processes.
         samples = torch.arange(first, first + len(prompts))
         generation = self.generator.generate(
             [p.ids for p in prompts], self.sampling, seed=key, samples=samples
@@ -157,17 +157,14 @@ class ReasoningRollout:
         tokens, lengths = generation.token.tolist(), generation.length.tolist()
         texts = [self.text(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         failures = self.graders.failures
-        responses = [
-            (p.data_source, text, p.ground_truth, p.extra)
-            for p, text in zip(prompts, texts, strict=True)
-        ]
+        graded = zip(prompts, texts, strict=True)
+        responses = [(p.data_source, text, p.ground_truth, p.extra) for p, text in graded]
         grades = self.graders.grade(responses, prompts)
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
         self.grade_s += time.perf_counter() - wall
-        if (
-            self.graders.failures > failures and not self._failure_noticed
-        ):  # rollout/grader_failures counts all
+        # Only the first failure is reported; rollout/grader_failures counts all.
+        if self.graders.failures > failures and not self._failure_noticed:
             self._failure_noticed = True
             self.notice(f"reward: a response could not be graded: {self.graders.last_failure}")
         if all(g.failed for g in grades):
@@ -179,8 +176,8 @@ class ReasoningRollout:
         if bool((scores == scores[0]).all()) and not self._equal_scores_noticed:
             self._equal_scores_noticed = True
             self.notice(
-                f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; that"
-                " teaches nothing"
+                f"reward: all {len(grades)} responses of an update scored {scores[0]:g}; equal"
+                " scores give no learning signal"
             )
         metrics = self._metrics(prompts, generation, grades, scores)
         return self._trajectory(prompts, generation, scores, version), metrics
@@ -192,7 +189,7 @@ class ReasoningRollout:
         device, t = generation.token.device, self.sampling.max_tokens
         n = len(prompts)
         starts = torch.tensor([len(p.ids) for p in prompts], device=device)  # [N] prompt lengths
-        # A row is the prompt and the response without a gap; the last token is never an input.
+        # [N, width + 1], prompt and response without a gap; the last token is never an input.
         row = torch.full((n, self.width + 1), self.pad_id, dtype=torch.int64, device=device)
         for i, prompt in enumerate(prompts):
             row[i, : len(prompt.ids)] = torch.tensor(prompt.ids, device=device)
@@ -200,7 +197,7 @@ class ReasoningRollout:
         row.scatter_(1, starts.unsqueeze(1) + steps, generation.token)
         last = steps == generation.length.unsqueeze(1) - 1  # [N, T]
         mask = steps < generation.length.unsqueeze(1)  # [N, T]
-        if self.truncation.how == "drop":
+        if self.truncation.treatment == "drop":
             mask = mask & generation.stopped.unsqueeze(1)
         score = scores - self.truncation.penalty(generation.length, generation.stopped, t)
         zero = torch.zeros(t, n, device=device)
@@ -236,20 +233,17 @@ class ReasoningRollout:
             "rollout/truncated": Mean(float((~generation.stopped).sum()), n),
             "rollout/prompt_length": Mean.of(len(p.ids) for p in prompts),
             "rollout/grader_failures": float(sum(g.failed for g in grades)),
-            "rollout/epoch": Mean(
-                self.sampler.epoch, 1.0
-            ),  # a mean: equal in all processes, so not to be added
+            # A mean, because the value is the same in all processes and must not be added up.
+            "rollout/epoch": Mean(self.sampler.epoch, 1.0),
         }
-        for tag, values in (
-            ("rollout/success", [g.correct for g in grades if g.correct is not None]),
-            ("rollout/format", [g.format_ok for g in grades if g.format_ok is not None]),
-        ):
-            if values:
+        correct, format_ok = [g.correct for g in grades], [g.format_ok for g in grades]
+        for tag, flags in (("rollout/success", correct), ("rollout/format", format_ok)):
+            if values := [x for x in flags if x is not None]:
                 metrics[tag] = Mean.of(float(x) for x in values)
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the data; all other state is derived from seed and update."""
+        """Return the position in the data. Everything else depends on seed and update only."""
         return {"sampler": self.sampler.state()}
 
     def load_state(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Generator as Steps
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from embodied_ppo.core import compile, tree, watchdog
 from embodied_ppo.core.random import env_seeds, sampling_key
@@ -28,18 +27,16 @@ from embodied_ppo.core.types import (
     VectorEnv,
 )
 
-T = TypeVar("T")
 WINDOW = 100
 """Finished episodes over which rollout/return, length and success are averaged."""
+Experience: TypeAlias = "tuple[Trajectory, Metrics]"
 
 
 def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
-    """Raise TrainingError if a tensor [T, N, ..] is not finite; ``name`` is "observation" or
-    "reward".
-    """
+    """Raise TrainingError if a tensor [T, N, ..] is not finite."""
     for x in tree.leaves(values):
-        # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. It may
-        # overflow.
+        # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. Finite
+        # elements may overflow it, so a sum that is not finite needs the second test.
         if not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all()):
             continue
         t, i, *index = (~x.isfinite()).nonzero()[0].tolist()
@@ -51,9 +48,7 @@ def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
 
 
 class _Act(nn.Module):
-    """``policy.act`` as a forward method, so that ``functional_call`` can pass the parameters as
-    tensors.
-    """
+    """``policy.act`` as a forward method, which ``functional_call`` needs."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -65,8 +60,9 @@ class _Act(nn.Module):
 
 
 class ActProgram:
-    """``policy.act`` as a function of tensors: (weights, noise, observation's leaves) -> the
-    decision's leaves.
+    """``policy.act`` as a function of tensors.
+
+    Inputs are the weights, the noise and the observation's leaves; outputs are the decision's.
     """
 
     def __init__(self, policy: Policy, obs: Obs) -> None:
@@ -76,6 +72,7 @@ class ActProgram:
         self.names = list(self._weights())
 
     def _weights(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name."""
         return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
 
     def weights(self) -> list[Tensor]:
@@ -83,9 +80,9 @@ class ActProgram:
         return [x.detach() for x in self._weights().values()]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        noise, *leaves = tensors[len(self.names) :]
-        rest = iter(leaves)
-        obs = tree.map(lambda _: next(rest), self.obs)
+        noise, *obs_leaves = tensors[len(self.names) :]
+        leaves = iter(obs_leaves)
+        obs = tree.map(lambda _: next(leaves), self.obs)
         weights = dict(zip(self.names, tensors, strict=False))
         return tuple(tree.leaves(torch.func.functional_call(self.module, weights, (obs, noise))))
 
@@ -94,22 +91,23 @@ class Acting:
     """The policy's ``encode`` and ``act``, as eager code first and later as compiled code."""
 
     def __init__(
-        self, policy: Policy, later: compile.CompileSchedule, rows: int | None = None
+        self, policy: Policy, schedule: compile.CompileSchedule, rows: int | None = None
     ) -> None:
         """Run at most ``rows`` observations in one forward pass of eager code; None: all."""
-        self.policy, self.later, self.rows = policy, later, rows
+        self.policy, self.schedule, self.rows = policy, schedule, rows
         self.weights: list[Tensor] = []
         self.structure: Any = None  # a Decision, whose leaves ``stack`` replaces
 
     def __call__(self, obs: Obs, noise: Tensor, update: int) -> list[Tensor]:
         """Return the leaves of a Decision; the action is the first."""
-        run = self.later.get(update, lambda: self._program(obs, noise))
-        if run is not None:
-            return run([*self.weights, noise, *(x.contiguous() for x in tree.leaves(obs))])
+        compiled = self.schedule.get(update, lambda: self._program(obs, noise))
+        if compiled is not None:
+            return compiled([*self.weights, noise, *(x.contiguous() for x in tree.leaves(obs))])
         self.structure = apply_in_parts(self._act, self.rows, obs, noise)
         return list(tree.leaves(self.structure))
 
     def _act(self, obs: Obs, noise: Tensor) -> Decision:
+        """Run the policy eagerly."""
         return self.policy.act(self.policy.encode(obs), noise=noise)
 
     def stack(self, decisions: list[list[Tensor]]) -> Decision:
@@ -122,12 +120,8 @@ class Acting:
         program = ActProgram(self.policy, obs)
         self.weights = program.weights()
         self.structure = self._act(obs, noise)
-        return compile.Example(
-            program, self.weights, [noise, *(x.contiguous() for x in tree.leaves(obs))]
-        )
-
-
-Experience: TypeAlias = "tuple[Trajectory, Metrics]"
+        inputs = [noise, *(x.contiguous() for x in tree.leaves(obs))]
+        return compile.Example(program, self.weights, inputs)
 
 
 def split_by_action(
@@ -138,24 +132,24 @@ def split_by_action(
     mask: Tensor,
     executed: Tensor,
 ) -> dict[str, Tensor]:
-    """Return the fields of a trajectory with an entry for each action of a chunk, [T, N, C].
+    """Return the fields of a trajectory with one entry for each action of a chunk, [T, N, C].
 
-    V of the action that follows inside the chunk is the successor's value; the last executed action
-    has the decision's successor and its flags.
+    The next value of an action is the value of the next action of the chunk. The last executed
+    action has the decision's next value and flags.
 
     Args:
-        value: [T, N, C], V of each action, given the observation that the chunk was decided on.
+        value: [T, N, C], V of each action, given the observation of the chunk's decision.
         next_value: [T, N], V of the decision's true successor.
-        terminated: [T, N]; ``truncated`` and ``mask`` likewise.
+        terminated: [T, N].
+        truncated: [T, N].
+        mask: [T, N].
         executed: [T, N, C], the actions before the end of the episode.
     """
     following = torch.cat([executed[..., 1:], torch.zeros_like(executed[..., :1])], dim=-1)
     last = executed & ~following
-    inside = torch.cat(
-        [value[..., 1:], value[..., :1]], dim=-1
-    )  # the last column is never selected
+    shifted = value.roll(-1, dims=-1)  # ``where`` never selects the last column
     return {
-        "next_value": torch.where(last, next_value.unsqueeze(-1), inside),
+        "next_value": torch.where(last, next_value.unsqueeze(-1), shifted),
         "terminated": terminated.unsqueeze(-1) & last,
         "truncated": truncated.unsqueeze(-1) & last,
         "mask": mask.unsqueeze(-1) & executed,
@@ -165,8 +159,8 @@ def split_by_action(
 def begin_step(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
     """Pass an action to the simulator and return a function that waits for the step.
 
-    A simulator in another process (it has ``send`` and ``receive``) runs until then; a local one
-    runs in that function.
+    A simulator in another process, which has ``send`` and ``receive``, runs in the meantime. A
+    local one runs in the returned function.
     """
     send = getattr(env, "send", None)
     if send is None:
@@ -181,11 +175,8 @@ def begin_step(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
 
 
 @torch.no_grad()
-def interleave(runs: Sequence[Steps[None, None, Experience]]) -> list[Experience]:
-    """Return the results of ``Rollout.collecting`` generators of equal length.
-
-    They take turns: while the simulator of one runs, the policy acts for the next.
-    """
+def interleave(runs: Sequence[Generator[None, None, Experience]]) -> list[Experience]:
+    """Return the results of ``Rollout.collecting`` generators of equal length, run in turns."""
     results: list[Experience] = []
     while len(results) < len(runs):
         for run in runs:
@@ -213,7 +204,7 @@ class Rollout:
         stagger: bool = False,
         gamma: float = 1.0,
         rows: int | None = None,
-        later: compile.CompileSchedule | None = None,
+        schedule: compile.CompileSchedule | None = None,
         stage: int = 0,
         stages: int = 1,
     ) -> None:
@@ -224,67 +215,54 @@ class Rollout:
             policy: The policy that acts.
             seed: Seed of the run.
             group_size: Environments that share a seed.
-            one_episode: Start new episodes in every ``collect``; only the first of each environment
-                counts.
+            one_episode: Start new episodes in every ``collect`` and mask all but the first of each
+                environment.
             restart_every: Steps after which a simulator that cannot save its state starts new
-                episodes (0: never). Such a simulator is resumed by replaying all actions since its
+                episodes; 0: never. Such a simulator is resumed by replaying all actions since its
                 last restart.
             stagger: Truncate the first episode of environment i after i/N of the time limit.
                 Otherwise, in tasks whose episodes always last until the time limit, all N
                 environments would stay in the same phase.
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
-            rows: Maximum of observations in one forward pass of the policy; None: all.
-            later: Schedule of the switch to compiled code; None: never.
-            stage: Index of the part of all environments that ``env`` is.
-            stages: Number of such parts, in all processes.
+            rows: Largest number of observations in one forward pass of the policy; None: all.
+            schedule: Schedule of the switch to compiled code; None: never.
+            stage: Index of ``env`` among the equal parts of all environments.
+            stages: Number of these parts, in all processes.
         """
         self.env, self.policy, self.seed, self.gamma = env, policy, seed, gamma
-        self.group_size, self.one_episode, self.restart_every = (
-            group_size,
-            one_episode,
-            restart_every,
-        )
+        self.group_size, self.one_episode = group_size, one_episode
+        self.restart_every = restart_every
         limit = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
         self.first, self.total = stage * env.num_envs, stages * env.num_envs
-        cut_step = (
-            (self.first + torch.arange(env.num_envs)) * (limit or 0) // self.total
-        )  # [N], 0: not cut
+        # [N], the step that ends each environment's first episode; 0: none
+        cut_step = (self.first + torch.arange(env.num_envs)) * (limit or 0) // self.total
         self.cuts = {int(t): cut_step == t for t in cut_step.unique() if t > 0}
         self.steps = 0  # of each environment, since the last restart
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process since its start
         self.simulate_s = 0.0  # wall time since the start
         self.device = env.device
         self.rows = rows
-        self.acting = Acting(policy, later or compile.CompileSchedule(None), rows)
-        self.generator = Generator(device=self.device)
+        self.acting = Acting(policy, schedule or compile.CompileSchedule(None), rows)
+        self.generator = torch.Generator(device=self.device)
         self.obs: Obs | None = None
-        self.can_save: bool | None = (
-            None  # whether the simulator can save its state; None: unknown yet
-        )
-        self.running = torch.zeros(
-            3, env.num_envs
-        )  # return, length, success of the current episodes
+        self.can_save: bool | None = None  # whether the simulator can save its state, once known
+        # Return, length and success of the current episodes.
+        self.running = torch.zeros(3, env.num_envs)
         self.finished: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self.has_success = False
         self.round = 0  # the update whose seeds the simulator was restarted with
-        # [T, N, ..] of every collect since the restart, for replay, unless the simulator can save
-        # its state.
+        # [T, N, ..] of every collect since the restart, if the simulator cannot save its state.
         self.actions: list[Tensor] = []
 
     def restart(self, round_: int) -> None:
-        """Start new episodes everywhere, from seeds derived from (seed, round_).
-
-        Current episodes are dropped.
-        """
+        """Start new episodes in all environments, from seeds derived from (seed, round_)."""
         seeds = env_seeds(self.seed, round_, self.total, self.group_size)
         with watchdog.resetting:
             self.env.restart(seeds[self.first : self.first + self.env.num_envs])
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
 
     def _cut(self, step: Step) -> tuple[Step, Tensor | None]:
-        """Truncate episodes that are staggered to end at this step; return the step and bool [N] of
-        those.
-        """
+        """Truncate episodes that are staggered to end now; return the step and bool [N] of them."""
         self.steps += 1
         cut = self.cuts.get(self.steps)
         if cut is None:
@@ -317,16 +295,12 @@ class Rollout:
 
     def collecting(
         self, horizon: int, *, update: int, version: int
-    ) -> Steps[None, None, Experience]:
-        """As ``collect``, but as a generator that yields while the simulator runs."""
+    ) -> Generator[None, None, Experience]:
+        """Collect as ``collect`` does, but yield while the simulator runs."""
         env, policy = self.env, self.policy
         watchdog.describe(env_id=env.id, during=f"update {update}")
-        is_due = (
-            self.restart_every
-            and self.can_save is False
-            and self.steps + horizon > self.restart_every
-        )
-        if self.one_episode or (is_due and self.steps):
+        restarts = self.restart_every and self.can_save is False and self.steps
+        if self.one_episode or (restarts and self.steps + horizon > self.restart_every):
             self.restart(update)
         if self.obs is None:
             with watchdog.resetting:
@@ -351,10 +325,8 @@ class Rollout:
             self.cpu_s["act"] += now - before
             wait_for_step = begin_step(env, decision[0])
             yield
-            now, wait_start = (
-                time.process_time(),
-                time.perf_counter(),
-            )  # excludes the other stages' time
+            # The time of the other stages, which ran meanwhile, does not count.
+            now, wait_start = time.process_time(), time.perf_counter()
             step, cut = self._cut(wait_for_step())
             before, now = now, time.process_time()
             self.cpu_s["simulate"] += now - before
@@ -371,10 +343,8 @@ class Rollout:
             self.actions.append(d.action)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
         _check_finite(reward, env.id, update, "reward")
-        terminated, truncated = (
-            torch.stack([s.terminated for s in steps]),
-            torch.stack([s.truncated for s in steps]),
-        )
+        terminated = torch.stack([s.terminated for s in steps])
+        truncated = torch.stack([s.truncated for s in steps])
         ended = terminated | truncated
         if self.one_episode:
             mask = mask & (ended.cumsum(0) - ended.long() == 0)  # up to and including the first end
@@ -383,17 +353,13 @@ class Rollout:
         count = None if executed is None else executed.sum(-1)  # [T, N]
         length = mask if count is None else count * mask
         undiscounted = reward if count is None else reward.sum(-1)
-        metrics = self._count_episodes(
-            undiscounted, ended & mask, length, [s.success for s in steps], cuts
-        )
-        per_action = (
-            d.value.ndim == 3
-        )  # each action of a chunk has a value, and so a reward and an advantage
+        success = [s.success for s in steps]
+        metrics = self._count_episodes(undiscounted, ended & mask, length, success, cuts)
+        per_action = d.value.ndim == 3  # each action of a chunk has a value and a reward
         if count is not None and not per_action:
             # One reward per chunk: sum over c of gamma^c r_c.
-            reward = reward @ self.gamma ** torch.arange(
-                reward.shape[-1], dtype=reward.dtype, device=reward.device
-            )
+            c = torch.arange(reward.shape[-1], dtype=reward.dtype, device=reward.device)
+            reward = reward @ self.gamma**c
         trajectory = Trajectory(
             obs=obs,
             action=d.action,
@@ -417,9 +383,7 @@ class Rollout:
         return trajectory, metrics
 
     def _value(self, obs: Obs) -> Tensor:
-        """Return V [N] of raw observations; V of the first action if each action of a chunk has a
-        value.
-        """
+        """Return V [N] of observations, that of the first action if each action has one."""
         value = apply_in_parts(
             lambda part: self.policy.value(self.policy.encode(part)), self.rows, obs
         )
@@ -428,8 +392,8 @@ class Rollout:
     def _next_value(self, value: Tensor, steps: list[Step]) -> Tensor:
         """Return V of every row's true successor, [T, N].
 
-        The successor is the observation of row t+1, or ``final_obs`` if the simulator started a new
-        episode in the same step.
+        The successor is the observation of row t+1, or ``final_obs`` where row t+1 holds the next
+        episode.
         """
         assert self.obs is not None
         next_value = torch.cat([value[1:], self._value(self.obs).unsqueeze(0)])
@@ -448,11 +412,10 @@ class Rollout:
         success: list[Tensor | None],
         cuts: Mapping[int, Tensor],
     ) -> Metrics:
-        """Add the episodes that ended in these steps to the window; return their number and the
-        window's means.
+        """Add the episodes that ended to the window; return their number and the window's means.
 
-        ``length`` [T, N] counts primitive steps. ``cuts`` maps a row to the environments whose
-        episode was cut for staggering; these episodes are not counted.
+        ``length`` [T, N] counts simulator steps. ``cuts`` maps a row to the environments whose
+        episode was truncated for staggering; these episodes do not count.
         """
         reward, ended, length = reward.cpu(), ended.cpu(), length.cpu().float()
         count = 0
@@ -485,13 +448,11 @@ class Rollout:
 
     def close(self) -> None:
         """End compilation and close the simulator."""
-        self.acting.later.close()
+        self.acting.schedule.close()
         self.env.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the state for resuming: that of the simulator, or all actions since its last
-        restart.
-        """
+        """Return the simulator's state, or all actions since its restart, and the episodes'."""
         return {
             "env": self.env.state(),
             "round": self.round,
@@ -528,11 +489,9 @@ class Rollout:
             for action in actions:
                 self.obs = self._cut(begin_step(self.env, action)())[0].obs
             self.actions = [actions]
-            replayed, saved = (
-                tree.leaves(tree.map(Tensor.cpu, obs)) for obs in (self.obs, state["obs"])
-            )
-            if not all(map(torch.equal, replayed, saved)):
-                notice("resume: the simulator did not repeat itself; its episodes begin anew")
+            observations = (tree.map(Tensor.cpu, obs) for obs in (self.obs, state["obs"]))
+            if not all(map(torch.equal, *map(tree.leaves, observations))):
+                notice("resume: the simulator is not deterministic; new episodes start")
                 return self.restart(state["round"])
         self.running = state["running"].clone()
 
@@ -548,9 +507,7 @@ def add_metrics(metrics: Sequence[Metrics]) -> Metrics:
 
 
 class Staged:
-    """Several rollouts that take turns: while the simulator of one runs, the policy acts for the
-    next.
-    """
+    """Several rollouts in turns: the policy acts for one while the simulator of another runs."""
 
     one_state = False
 
@@ -559,20 +516,19 @@ class Staged:
 
     @property
     def cpu_s(self) -> dict[str, float]:
-        return {
-            phase: sum(r.cpu_s[phase] for r in self.rollouts) for phase in self.rollouts[0].cpu_s
-        }
+        """CPU seconds of this process since its start, by phase."""
+        phases = self.rollouts[0].cpu_s
+        return {phase: sum(r.cpu_s[phase] for r in self.rollouts) for phase in phases}
 
     def collect(self, horizon: int, *, update: int, version: int) -> Experience:
-        """As ``Rollout.collect``; the environments of the stages are concatenated."""
-        results = interleave(
-            [r.collecting(horizon, update=update, version=version) for r in self.rollouts]
-        )
-        trajectories, metrics = zip(*results, strict=True)
+        """Collect as ``Rollout.collect`` does; the environments of the stages are concatenated."""
+        runs = [r.collecting(horizon, update=update, version=version) for r in self.rollouts]
+        trajectories, metrics = zip(*interleave(runs), strict=True)
         trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), trajectories[0], *trajectories[1:])
         return trajectory, add_metrics(metrics)
 
     def state(self) -> dict[str, Any]:
+        """Return the state of every stage."""
         return {"stages": [r.state() for r in self.rollouts]}
 
     def load_state(
@@ -583,5 +539,6 @@ class Staged:
             r.load_state(s, notice=notice)
 
     def close(self) -> None:
+        """Close every stage."""
         for r in self.rollouts:
             r.close()

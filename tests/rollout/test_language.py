@@ -1,4 +1,4 @@
-"""From prompts to trajectories, and a language model that learns."""
+"""Collection of a language model's trajectories, and a model that learns from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, separate_critic_learner
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.data.prompts import Prompt
+from embodied_ppo.data.prompts import Prompt, Sampler
 from embodied_ppo.evaluation.prompts import evaluate_prompts
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
@@ -31,19 +31,19 @@ def decode(ids: list[int]) -> str:
     return "".join(chr(60 + i) for i in ids if i > 2)
 
 
-class Scripted:
-    """Answers every prompt with tokens made before."""
+class ScriptedGenerator:
+    """Generator that returns given tokens."""
 
     version = 0
 
     def __init__(self, answers: list[list[int]], max_tokens: int) -> None:
         self.answers, self.t = answers, max_tokens
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
 
     def generate(
         self, prompts: Any, sampling: Sampling, *, seed: int, samples: Tensor | None = None
     ) -> Generation:
-        self.asked.append((prompts, seed, samples))
+        self.calls.append((prompts, seed, samples))
         rows = [self.answers[i % len(self.answers)] for i in range(len(prompts))]
         token = torch.tensor([[*r, *[0] * (self.t - len(r))] for r in rows])
         length = torch.tensor([len(r) for r in rows])
@@ -57,8 +57,8 @@ class Scripted:
     def wake(self) -> None: ...
 
 
-class ByLength:
-    """Scores a response by its text's length; the second sample of a batch cannot be graded."""
+class LengthGraders:
+    """Scores a response by the length of its text. The second sample of a batch fails."""
 
     failures, last_failure = 0, ""
 
@@ -82,96 +82,82 @@ ANSWERS = [[10, 11, END], [12, 13, 14, 15], [END], [16, 17, 18, END]]
 
 
 def rollout(**options: Any) -> ReasoningRollout:
-    known: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "batch": 4,
         "sampling": Sampling(4, stop_ids=(END,)),
         "pad_id": 0,
         "seed": 3,
     } | options
-    graders = known.pop("graders", None) or ByLength()
-    return ReasoningRollout(
-        PROMPTS, known.pop("generator", Scripted(ANSWERS, 4)), graders, decode, **known
-    )
+    generator = arguments.pop("generator", None) or ScriptedGenerator(ANSWERS, 4)
+    return ReasoningRollout(PROMPTS, generator, LengthGraders(), decode, **arguments)
 
 
 # ------------------------------------------------------------------------------------------ collect
-def test_what_a_trajectory_holds() -> None:
-    heard: list[str] = []
-    x = rollout(notice=heard.append)
+def test_fields_of_a_trajectory() -> None:
+    notices: list[str] = []
+    x = rollout(notice=notices.append)
     t, metrics = x.collect(4, update=0, version=7)
-    order = x.sampler.__class__(4, 4, 3).next()
-    assert (
-        isinstance(t.obs, dict)
-        and t.obs["row"].shape == (4 + 4 - 1, 4)
-        and t.action.shape == (4, 4)
-    )
+    order = Sampler(4, 4, 3).next()
+    assert isinstance(t.obs, dict)
+    assert t.obs["row"].shape == (4 + 4 - 1, 4) and t.action.shape == (4, 4)
     for i, (p, answer) in enumerate(zip([PROMPTS[j] for j in order], ANSWERS, strict=True)):
-        whole = [*p.ids, *answer]
+        tokens = [*p.ids, *answer]
         n = len(answer)
-        assert t.obs["row"][: len(whole) - 1, i].tolist() == whole[:-1], (
-            "no gap; the last token is no input"
-        )
+        # There is no gap, and the last token is not an input.
+        assert t.obs["row"][: len(tokens) - 1, i].tolist() == tokens[:-1]
         for k in range(n):
-            assert whole[int(t.obs["place"][k, i]) + 1] == int(t.action[k, i]) == answer[k]
+            assert tokens[int(t.obs["place"][k, i]) + 1] == int(t.action[k, i]) == answer[k]
         assert t.mask[:, i].tolist() == [k < n for k in range(4)]
         assert t.terminated[:, i].tolist() == [k == n - 1 for k in range(4)]
         scores = [2.0, 0.0, 0.0, 3.0]  # the second failed
         assert t.reward[:, i].tolist() == [scores[i] * (k == n - 1) for k in range(4)]
     assert not t.truncated.any() and int(t.version.min()) == int(t.version.max()) == 7
-    found = numbers(metrics)
-    assert (
-        found["rollout/return"] == 5 / 4
-        and found["rollout/length"] == 3
-        and found["rollout/truncated"] == 1 / 4
-    )
-    assert found["rollout/success"] == 1 / 3 and found["rollout/grader_failures"] == 1
-    assert found["rollout/prompt_length"] == 2.5 and found["rollout/epoch"] == 1
-    assert heard == ["reward: a response could not be graded: ValueError: no"]
+    assert numbers(metrics) == {
+        "rollout/return": 5 / 4,
+        "rollout/length": 3,
+        "rollout/truncated": 1 / 4,
+        "rollout/success": 1 / 3,
+        "rollout/grader_failures": 1,
+        "rollout/prompt_length": 2.5,
+        "rollout/epoch": 1,
+    }
+    assert notices == ["reward: a response could not be graded: ValueError: no"]
 
 
-def test_groups_are_neighbours_and_randomness_is_a_function_of_the_update() -> None:
-    asked, again = Scripted(ANSWERS, 4), Scripted(ANSWERS, 4)
-    x = rollout(group_size=2, batch=2, generator=asked)
+def test_group_members_are_adjacent_and_seeds_depend_on_the_update() -> None:
+    generator, other_generator = ScriptedGenerator(ANSWERS, 4), ScriptedGenerator(ANSWERS, 4)
+    x = rollout(group_size=2, batch=2, generator=generator)
     t, _ = x.collect(4, update=0, version=0)
     x.collect(4, update=1, version=0)
     assert t.action.shape == (4, 4)
-    (first, seed, _), (_, other, _) = asked.asked
+    (first, seed, _), (_, other, _) = generator.calls
     assert first[0] == first[1] and first[2] == first[3] and first[0] != first[2] and seed != other
-    rollout(group_size=2, batch=2, generator=again).collect(4, update=0, version=0)
-    assert again.asked[0][1] == seed
+    rollout(group_size=2, batch=2, generator=other_generator).collect(4, update=0, version=0)
+    assert other_generator.calls[0][1] == seed
 
 
-def test_responses_that_were_cut() -> None:
+def test_penalties_and_mask_of_truncated_responses() -> None:
     plain = rollout().collect(4, update=0, version=0)[0].reward.sum(0)
-    cost = Truncation(missing_eos=0.5).penalty
-    assert cost(torch.tensor([4, 4]), torch.tensor([True, False]), 4).tolist() == [0, 0.5]
-    # a buffer of 2 before 4: lengths 2, 3, 4 are 0, 1, 2 tokens beyond
-    ramp = Truncation(overlong_buffer=2, overlong_penalty=3.0).penalty
-    assert ramp(torch.tensor([1, 2, 3, 4]), torch.ones(4, dtype=torch.bool), 4).tolist() == [
-        0,
-        0,
-        1.5,
-        3.0,
-    ]
+    missing_eos = Truncation(missing_eos=0.5).penalty
+    assert missing_eos(torch.tensor([4, 4]), torch.tensor([True, False]), 4).tolist() == [0, 0.5]
+    # A buffer of 2 before 4: the lengths 2, 3, 4 exceed its start by 0, 1, 2 tokens.
+    overlong = Truncation(overlong_buffer=2, overlong_penalty=3.0).penalty
+    penalty = overlong(torch.tensor([1, 2, 3, 4]), torch.ones(4, dtype=torch.bool), 4)
+    assert penalty.tolist() == [0, 0, 1.5, 3.0]
     t, _ = rollout(truncation=Truncation(missing_eos=0.5)).collect(4, update=0, version=0)
     assert (plain - t.reward.sum(0)).tolist() == [0, 0.5, 0, 0]
-    t, metrics = rollout(truncation=Truncation(how="drop")).collect(4, update=0, version=0)
-    assert (
-        t.mask.any(0).tolist() == [True, False, True, True]
-        and numbers(metrics)["rollout/truncated"] == 1 / 4
-    )
+    t, metrics = rollout(truncation=Truncation("drop")).collect(4, update=0, version=0)
+    assert t.mask.any(0).tolist() == [True, False, True, True]
+    assert numbers(metrics)["rollout/truncated"] == 1 / 4
 
 
-def test_stop_texts_are_cut_off() -> None:
+def test_text_ends_before_the_first_stop_text() -> None:
     x = rollout(sampling=Sampling(4, stop_ids=(END,), stop=("GH",)))
-    assert (
-        decode([10, 11, 12, 13]) == "FGHI"
-        and x.text([10, 11, 12, 13]) == "F"
-        and x.text([10, 13]) == "FI"
-    )
+    assert decode([10, 11, 12, 13]) == "FGHI"
+    assert x.text([10, 11, 12, 13]) == "F" and x.text([10, 13]) == "FI"
 
 
-def test_it_continues_where_it_was_saved() -> None:
+def test_load_state_continues_the_order_of_prompts() -> None:
     x, y = rollout(batch=3), rollout(batch=3)
     for update in range(3):
         x.collect(4, update=update, version=0)
@@ -185,10 +171,8 @@ def test_it_continues_where_it_was_saved() -> None:
 @pytest.mark.parametrize(
     "rule", [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}, {"repetition_penalty": 1.1}]
 )
-def test_sampling_that_cannot_be_learned_from_is_refused(rule: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match="another distribution than the one whose probabilities are trained"
-    ):
+def test_sampling_from_another_distribution_is_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="another distribution than the trained one"):
         rollout(sampling=Sampling(4, **rule))
 
 
@@ -199,7 +183,7 @@ def echoes(data_source: str, solution_str: str, ground_truth: str, extra_info: A
 
 @pytest.mark.parametrize("adv_type", ["gae", "rloo"])
 def test_a_language_model_learns(adv_type: Any) -> None:
-    """Echo a symbol, then end: from one in a hundred to nearly always."""
+    """Learn to repeat a symbol and end, from an accuracy of 1 % to nearly 100 %."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 12, "num_hidden_layers": 1, "tie_word_embeddings": True}
     policy = LanguagePolicy(
@@ -210,13 +194,13 @@ def test_a_language_model_learns(adv_type: Any) -> None:
     c = AlgorithmConfig(
         adv_type=adv_type, group_size=group, gamma=1.0, gae_lambda=1.0, update_epoch=2, lr=5e-3
     )
-    same: dict[str, Any] = {"length": 3, "columns": 64, "updates": 40, "seed": 0}
+    shared: dict[str, Any] = {"length": 3, "columns": 64, "updates": 40, "seed": 0}
     critic = (
-        LocalCritic(LanguageCritic(copy.deepcopy(policy.model)), c, **same)
+        LocalCritic(LanguageCritic(copy.deepcopy(policy.model)), c, **shared)
         if adv_type == "gae"
         else None
     )
-    learner = separate_critic_learner(policy, critic, c, num_sequences=256, **same)
+    learner = separate_critic_learner(policy, critic, c, num_sequences=256, **shared)
     pool = GraderPool(echoes, workers=0, timeout_s=1.0)
     engine = Engine(policy, slots=256, pad_id=0)
     sampling = Sampling(3, stop_ids=(END,))
@@ -231,16 +215,11 @@ def test_a_language_model_learns(adv_type: Any) -> None:
         seed=0,
         group_size=group,
     )
-    before = evaluate_prompts(
-        prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,))
-    )
+    greedy = Sampling(3, temperature=0.0, stop_ids=(END,))
+    before = evaluate_prompts(prompts, engine, pool, x.text, greedy)
     for update in range(40):
         learner.update(x.collect(3, update=update, version=update)[0], update=update)
-    after = evaluate_prompts(
-        prompts, engine, pool, x.text, Sampling(3, temperature=0.0, stop_ids=(END,))
-    )
+    after = evaluate_prompts(prompts, engine, pool, x.text, greedy)
     x.close()
-    assert (
-        numbers(before.metrics())["eval/accuracy"] < 0.2
-        and numbers(after.metrics())["eval/accuracy"] > 0.95
-    )
+    assert numbers(before.metrics())["eval/accuracy"] < 0.2
+    assert numbers(after.metrics())["eval/accuracy"] > 0.95

@@ -1,6 +1,4 @@
-"""Rollout: row alignment with identifiable numbers, ends of episodes, metrics, seeds, and
-randomness that is passed.
-"""
+"""Rollouts: row alignment with identifiable numbers, ends of episodes, metrics, seeds, state."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ def number(metric: Mean | float) -> float:
 
 
 def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
-    """(episode, step, reward, next_value, terminated, truncated, mask) of every row of environment
-    i.
-    """
+    """Return (episode, step, reward, next_value, terminated, truncated, mask) of each row."""
     rows = []
     for r in range(t.reward.shape[0]):
         _, episode, step = (int(x) for x in t.obs[r, i])
@@ -54,8 +50,8 @@ def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
 def test_rows_of_a_simulator_that_resets_on_the_next_step():
     env, r = rollout([2, 3], [False, True])
     t, _ = r.collect(5, update=0, version=7)
-    # environment 0 terminates after 2 steps: the row that ends has the final observation's value,
-    # then a dummy
+    # Environment 0 terminates after 2 steps: the last row has the final observation's value; a
+    # dummy row follows.
     assert column(t, 0) == [
         (0, 0, 1.0, 1.5, False, False, True),
         (0, 1, 2.0, 2.5, True, False, True),  # V(episode 0, step 2), not used: terminated
@@ -63,24 +59,16 @@ def test_rows_of_a_simulator_that_resets_on_the_next_step():
         (1, 0, 11.0, 101.5, False, False, True),
         (1, 1, 12.0, 102.5, True, False, True),
     ]
-    # environment 1 is cut by the clock after 3: next_value is V of the FINAL observation, not of
-    # the next episode
+    # Environment 1 is truncated after 3 steps: next_value is V of the final observation, not of
+    # the next episode.
     assert column(t, 1) == [
         (0, 0, 101.0, 1001.5, False, False, True),
         (0, 1, 102.0, 1002.5, False, False, True),
         (0, 2, 103.0, 1003.5, False, True, True),
         (0, 3, 0.0, 1100.5, False, False, False),
-        (
-            1,
-            0,
-            111.0,
-            1101.5,
-            False,
-            False,
-            True,
-        ),  # the last row: V of what comes after the rollout
+        (1, 0, 111.0, 1101.5, False, False, True),  # V of the observation after the rollout
     ]
-    check_what_was_decided(t, env)
+    check_decisions(t, env)
 
 
 def test_rows_of_a_simulator_that_resets_in_the_same_step():
@@ -88,15 +76,7 @@ def test_rows_of_a_simulator_that_resets_in_the_same_step():
     t, _ = r.collect(4, update=0, version=7)
     assert column(t, 0) == [
         (0, 0, 1.0, 1.5, False, False, True),
-        (
-            0,
-            1,
-            2.0,
-            2.5,
-            True,
-            False,
-            True,
-        ),  # from final_obs; the next row acts on the next episode already
+        (0, 1, 2.0, 2.5, True, False, True),  # V(final_obs); the next row is of the next episode
         (1, 0, 11.0, 101.5, False, False, True),
         (1, 1, 12.0, 102.5, True, False, True),
     ]
@@ -106,12 +86,13 @@ def test_rows_of_a_simulator_that_resets_in_the_same_step():
         (0, 2, 103.0, 1003.5, False, True, True),  # V(final), though obs of the next row is (1, 0)
         (1, 0, 111.0, 1101.5, False, False, True),
     ]
-    check_what_was_decided(t, env)
+    check_decisions(t, env)
 
 
-def check_what_was_decided(t: Trajectory, env: toy_envs.ScriptedEnv) -> None:
+def check_decisions(t: Trajectory, env: toy_envs.ScriptedEnv) -> None:
+    """Check that row t holds the action that the simulator received at t, and its attributes."""
     assert isinstance(t.obs, torch.Tensor)
-    assert torch.equal(t.action, torch.stack(env.actions))  # a_t is what the simulator got at t
+    assert torch.equal(t.action, torch.stack(env.actions))
     assert torch.equal(t.log_prob, -t.action.unsqueeze(2))
     assert torch.equal(t.value, toy_envs.value_of(t.obs))
     assert torch.equal(t.replay["seen"], t.obs)
@@ -123,37 +104,38 @@ def check_what_was_decided(t: Trajectory, env: toy_envs.ScriptedEnv) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_reward_that_is_not_finite_is_reported_before_it_is_trained_on(value: float) -> None:
+def test_a_reward_that_is_not_finite_raises(value: float) -> None:
     env, r = rollout([2, 3], [False, True])
     step = env.step
 
-    def broken(action: torch.Tensor) -> Any:
-        found = step(action)
+    def broken_step(action: torch.Tensor) -> Any:
+        result = step(action)
         if len(env.actions) == 3:
-            found.reward[1] = value
-        return found
+            result.reward[1] = value
+        return result
 
-    env.step = broken
-    with pytest.raises(
-        TrainingError,
-        match=rf"env\.id=scripted: reward of environment 1 is {value} \(update 4, step 2\)",
-    ):
+    env.step = broken_step
+    message = rf"env\.id=scripted: reward of environment 1 is {value} \(update 4, step 2\)"
+    with pytest.raises(TrainingError, match=message):
         r.collect(5, update=4, version=4)
 
 
-def test_rollouts_continue_where_the_last_one_stopped():
-    whole = rollout([3, 4], [False, True])[1].collect(6, update=0, version=0)[0]
+def test_a_rollout_continues_the_episodes_of_the_previous_one():
+    full = rollout([3, 4], [False, True])[1].collect(6, update=0, version=0)[0]
     _, r = rollout([3, 4], [False, True])
     first, _ = r.collect(4, update=0, version=0)
     second, _ = r.collect(2, update=1, version=0)
-    assert column(first, 0) + column(second, 0) == column(whole, 0)
-    assert column(first, 1)[:3] + column(second, 1) == column(whole, 1)[:3] + column(whole, 1)[4:]
-    assert torch.equal(torch.cat([first.next_value, second.next_value]), whole.next_value)
+    assert column(first, 0) + column(second, 0) == column(full, 0)
+    assert column(first, 1)[:3] + column(second, 1) == column(full, 1)[:3] + column(full, 1)[4:]
+    assert torch.equal(torch.cat([first.next_value, second.next_value]), full.next_value)
 
 
 def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
-    """EnvPool's InvertedPendulum with a clock of 3 steps: next_value of the cut row is V of the row
-    after it (a dummy), which acts on the final observation."""
+    """EnvPool's InvertedPendulum with a time limit of 3 steps.
+
+    ``next_value`` of the truncated row is V of the dummy row after it, which acts on the final
+    observation.
+    """
     c = run_helpers.tiny_config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
     env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = embodied.make_policy(c, env)
@@ -163,12 +145,11 @@ def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
     assert t.truncated.any() and not t.terminated.any()
     cut = t.truncated[:-1]
     assert torch.equal(t.next_value[:-1][cut], t.value[1:][cut])
-    assert not t.mask[1:][cut].any() and t.mask.float().mean() == pytest.approx(
-        0.8
-    )  # rows 3 and 7 of 10
+    assert not t.mask[1:][cut].any()
+    assert t.mask.float().mean() == pytest.approx(0.8)  # rows 3 and 7 of 10 are dummies
     assert (t.reward[1:][cut] == 0).all()
-    after = t.obs[2:][cut[:-1]]  # the row after the dummy starts anew, near the upright rest
-    assert after.abs().max() <= 0.01 + 1e-6 < t.obs[1:][cut].abs().max()
+    first_obs = t.obs[2:][cut[:-1]]  # an episode starts near the upright position
+    assert first_obs.abs().max() <= 0.01 + 1e-6 < t.obs[1:][cut].abs().max()
     assert number(metrics["rollout/length"]) == 3.0
 
 
@@ -176,9 +157,9 @@ def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
 def test_episode_metrics():
     _, r = rollout([2, 3], [False, True])
     _, metrics = r.collect(1, update=0, version=0)
-    assert metrics == {"rollout/episodes": 0.0}  # nothing finished: no number is made up
+    assert metrics == {"rollout/episodes": 0.0}  # without a finished episode there is no mean
     _, metrics = r.collect(4, update=1, version=0)
-    # environment 0: 1 + 2 and 11 + 12 (episode 1 succeeds); environment 1: 101 + 102 + 103
+    # Environment 0: 1 + 2 and 11 + 12 (episode 1 succeeds); environment 1: 101 + 102 + 103.
     assert number(metrics["rollout/episodes"]) == 3
     assert number(metrics["rollout/return"]) == pytest.approx((3 + 23 + 306) / 3)
     assert number(metrics["rollout/length"]) == pytest.approx((2 + 2 + 3) / 3)
@@ -186,11 +167,11 @@ def test_episode_metrics():
     assert isinstance(metrics["rollout/return"], Mean)
 
 
-def test_metrics_average_the_newest_hundred_episodes():
+def test_metrics_average_the_last_hundred_episodes():
     _, r = rollout([1], [False], same_step=True)
     _, metrics = r.collect(WINDOW + 50, update=0, version=0)
     assert number(metrics["rollout/episodes"]) == WINDOW + 50
-    # episode e returns 10 e + 1; the newest hundred are 50 .. 149
+    # Episode e returns 10 e + 1; the last hundred are 50 .. 149.
     assert number(metrics["rollout/return"]) == pytest.approx(10 * (50 + 149) / 2 + 1)
 
 
@@ -199,9 +180,9 @@ def test_one_episode_of_each_environment():
     for update in (4, 5):
         t, metrics = r.collect(6, update=update, version=0)
         assert t.mask.T.tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3, [True] * 6]
-        assert [row[:2] for row in column(t, 0)][:2] == [(0, 0), (0, 1)]  # each collect begins anew
+        assert [row[:2] for row in column(t, 0)][:2] == [(0, 0), (0, 1)]  # new in each collect
         assert env.seeds[-1] == env_seeds(0, update, 3)
-        # the episodes that began inside the rollout count nowhere
+        # Episodes that started inside the rollout do not count.
         assert number(metrics["rollout/episodes"]) == 2
         assert number(metrics["rollout/return"]) == pytest.approx((3 + 306) / 2)
         assert number(metrics["rollout/length"]) == pytest.approx((2 + 3) / 2)
@@ -211,38 +192,33 @@ def test_one_episode_of_each_environment():
 
 
 # -------------------------------------------------------------------------------------------- seeds
-def test_seeds():
+def test_seeds_of_environments():
     seeds = env_seeds(3, 0, 8, group_size=4)
     assert seeds[:4] == [seeds[0]] * 4 and seeds[4:] == [seeds[4]] * 4 and seeds[0] != seeds[4]
-    assert len(set(env_seeds(3, 0, 64))) == 64
-    assert env_seeds(3, 0, 64)[:8] == env_seeds(
-        3, 0, 8
-    )  # an environment's seed does not depend on how many there are
-    assert not set(env_seeds(3, 0, 64)) & set(env_seeds(3, 1, 64)) and not set(
-        env_seeds(3, 0, 64)
-    ) & set(env_seeds(4, 0, 64))
-    assert all(0 <= s < TRAINING_SEEDS for s in env_seeds(3, 0, 64))
+    seeds = env_seeds(3, 0, 64)
+    assert len(set(seeds)) == 64
+    assert seeds[:8] == env_seeds(3, 0, 8)  # independent of the number of environments
+    assert not set(seeds) & set(env_seeds(3, 1, 64)) and not set(seeds) & set(env_seeds(4, 0, 64))
+    assert all(0 <= s < TRAINING_SEEDS for s in seeds)
 
 
-def test_groups_share_their_start_and_not_their_actions():
+def test_group_members_share_the_first_observation_but_not_the_action():
     c = run_helpers.tiny_config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
     env = embodied.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
-    t, _ = Rollout(
-        env, embodied.make_policy(c, env), seed=0, group_size=2, one_episode=True
-    ).collect(3, update=0, version=0)
+    r = Rollout(env, embodied.make_policy(c, env), seed=0, group_size=2, one_episode=True)
+    t, _ = r.collect(3, update=0, version=0)
     env.close()
     assert isinstance(t.obs, torch.Tensor)
     assert torch.equal(t.obs[0, 0], t.obs[0, 1]) and torch.equal(t.obs[0, 2], t.obs[0, 3])
     assert not torch.equal(t.obs[0, 0], t.obs[0, 2])
-    assert not torch.equal(t.action[0, 0], t.action[0, 1]) and not torch.equal(
-        t.obs[1, 0], t.obs[1, 1]
-    )
+    assert not torch.equal(t.action[0, 0], t.action[0, 1])
+    assert not torch.equal(t.obs[1, 0], t.obs[1, 1])
 
 
 def test_sampling_key_is_the_same_in_every_process():
     parts = [(0, 0, 0, 0), (1, 2, "shuffle", 3), (7, "env", 0, 5)]
     code = (
-        f"from embodied_ppo.rollout.simulation import sampling_key\nfor p in {parts!r}:"
+        f"from embodied_ppo.core.random import sampling_key\nfor p in {parts!r}:"
         " print(sampling_key(*p))"
     )
     keys = [sampling_key(*p) for p in parts]
@@ -254,16 +230,15 @@ def test_sampling_key_is_the_same_in_every_process():
         env={"PYTHONHASHSEED": "12345"},
     )
     assert [int(line) for line in out.stdout.split()] == keys
-    assert (
-        sampling_key(0, 0, 0, 0) == 3798811674703423765
-    )  # and in every version: checkpoints rest on it
+    # The same in every version, because checkpoints depend on it.
+    assert sampling_key(0, 0, 0, 0) == 3798811674703423765
     grid = {sampling_key(s, u, 0, t) for s in range(5) for u in range(20) for t in range(40)}
     assert len(grid) == 5 * 20 * 40 and all(0 <= k < 2**63 for k in grid)
 
 
 # -------------------------------------------------------------------------------------- determinism
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v4", "HalfCheetah-v4"])
-def test_the_same_seed_gives_the_same_trajectory(env_id):
+def test_equal_seeds_give_equal_trajectories(env_id):
     def collect(seed: int, updates=(0, 1)) -> Trajectory:
         c = run_helpers.tiny_config({"env.id": env_id})
         env = embodied.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
@@ -277,14 +252,13 @@ def test_the_same_seed_gives_the_same_trajectory(env_id):
         torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(again), strict=True)
     )
     assert not torch.equal(first.action, other.action)
-    assert not torch.equal(first.action[:12], first.action[12:])  # another update, another key
-    renamed = collect(0, updates=(3, 4))
-    assert torch.equal(renamed.obs[0], first.obs[0]) and not torch.equal(
-        renamed.action[0], first.action[0]
-    )
+    assert not torch.equal(first.action[:12], first.action[12:])  # updates have different keys
+    later = collect(0, updates=(3, 4))
+    assert torch.equal(later.obs[0], first.obs[0])
+    assert not torch.equal(later.action[0], first.action[0])
 
 
-def test_the_policy_that_acted_is_replayed_exactly():
+def test_evaluate_reproduces_the_behaviour_policy():
     c = run_helpers.tiny_config(
         {"env.id": "HalfCheetah-v4", "model.distribution": "squashed_gaussian"}
     )
@@ -301,19 +275,17 @@ def test_the_policy_that_acted_is_replayed_exactly():
 
 # -------------------------------------------------------------------------------------------- state
 @pytest.mark.parametrize("saves", [True, False])
-def test_state_continues_bit_for_bit(saves):
-    """A simulator that saves itself is loaded; one that cannot is made anew and gets the same
-    actions again.
-    """
+def test_load_state_continues_bit_for_bit(saves):
+    """The simulator's state is loaded, or its actions are replayed if it cannot save its state."""
     options: dict[str, Any] = {"lengths": [4, 7], "clock": [False, True], "saves": saves}
     _, r = rollout(**options)
     r.collect(4, update=0, version=0)
     r.collect(2, update=1, version=0)
-    state, said = r.state(), []
+    state, notices = r.state(), []
     assert (state["env"] is None) == (not saves) and (state["actions"] is None) == saves
     env, resumed = rollout(**options)
-    resumed.load_state(state, notice=said.append)
-    assert said == ([] if saves else ["resume: replaying 6 steps of the simulator"])
+    resumed.load_state(state, notice=notices.append)
+    assert notices == ([] if saves else ["resume: replaying 6 steps of the simulator"])
     assert env.seeds == ([] if saves else [env_seeds(0, 0, 2)])
     for update in (2, 3):
         (a, a_metrics), (b, b_metrics) = (
@@ -323,32 +295,29 @@ def test_state_continues_bit_for_bit(saves):
         assert a_metrics == b_metrics
         again = [each.state() for each in (r, resumed)]
         assert saves or torch.equal(again[0]["actions"], again[1]["actions"])
-    # the episodes under way counted whole: 1 + .. + 4, 11 + .. + 14 and 101 + .. + 107
+    # Episodes that were interrupted count in full: 1 + .. + 4, 11 + .. + 14 and 101 + .. + 107.
     assert number(a_metrics["rollout/return"]) == pytest.approx((10 + 50 + 728) / 3)
 
 
-def test_a_simulator_that_does_not_repeat_itself_begins_anew():
+def test_a_failed_replay_starts_new_episodes():
     _, r = rollout([4, 7], [False, True])
     r.restart(5)
     r.collect(6, update=5, version=0)
-    said: list[str] = []
-    env, resumed = rollout([5, 7], [False, True])  # as if physics had changed
-    resumed.load_state(r.state(), notice=said.append)
-    assert said[1:] == ["resume: the simulator did not repeat itself; its episodes begin anew"]
+    notices: list[str] = []
+    env, resumed = rollout([5, 7], [False, True])  # another simulation
+    resumed.load_state(r.state(), notice=notices.append)
+    assert notices[1:] == ["resume: the simulator is not deterministic; new episodes start"]
     assert env.seeds == [env_seeds(0, 5, 2)] * 2
     t, metrics = resumed.collect(5, update=6, version=0)
     assert column(t, 0)[0][:2] == (0, 0)
-    assert number(metrics["rollout/return"]) == pytest.approx(
-        (10 + 15) / 2
-    )  # 10 from before, 1 + .. + 5 anew
+    # 10 from before, 1 + .. + 5 from the new episode
+    assert number(metrics["rollout/return"]) == pytest.approx((10 + 15) / 2)
 
 
 @pytest.mark.parametrize("same_step", [False, True])
 @pytest.mark.parametrize("saves", [True, False])
 def test_stagger(same_step: bool, saves: bool):
-    """First episodes end after i/N of the clock, by truncation with the final observation's value;
-    none is counted.
-    """
+    """The first episode of environment i is truncated after i/N of the limit and not counted."""
 
     def staggered() -> tuple[toy_envs.ScriptedEnv, Rollout]:
         env = toy_envs.ScriptedEnv([8, 8, 8, 3], [True] * 4, same_step=same_step, saves=saves)
@@ -358,7 +327,7 @@ def test_stagger(same_step: bool, saves: bool):
     env, r = staggered()
     t, metrics = r.collect(7, update=0, version=0)
     assert list(r.cuts) == [2, 4, 6]
-    assert column(t, 0)[-1] == (0, 6, 7.0, 7.5, False, False, True)  # never cut
+    assert column(t, 0)[-1] == (0, 6, 7.0, 7.5, False, False, True)  # not truncated
     assert column(t, 1)[1:3] == [
         (0, 1, 102.0, 1002.5, False, True, True),
         (1, 0, 111.0, 1101.5, False, False, True),
@@ -367,37 +336,32 @@ def test_stagger(same_step: bool, saves: bool):
         (0, 3, 204.0, 2004.5, False, True, True),
         (1, 0, 211.0, 2101.5, False, False, True),
     ]
-    # environment 3 ends after 3 steps; its cut after 6 falls on the end of the second episode, or
-    # into its middle
+    # Environment 3 ends after 3 steps; its truncation after 6 is at the end of the second episode,
+    # or within it.
     assert t.truncated[:, 3].nonzero().flatten().tolist() == [2, 5]
-    assert (
-        number(metrics["rollout/episodes"]) == (2 if same_step else 1)
-        and number(metrics["rollout/length"]) == 3
-    )
-    again, resumed = staggered()
+    assert number(metrics["rollout/episodes"]) == (2 if same_step else 1)
+    assert number(metrics["rollout/length"]) == 3
+    resumed_env, resumed = staggered()
     resumed.load_state(r.state())
     for update in (1, 2):
         one, other = (x.collect(7, update=update, version=0) for x in (r, resumed))
-        assert (
-            all(map(torch.equal, tree.leaves(one[0]), tree.leaves(other[0]))) and one[1] == other[1]
-        )
-    assert again.at == env.at
+        assert all(map(torch.equal, tree.leaves(one[0]), tree.leaves(other[0])))
+        assert one[1] == other[1]
+    assert resumed_env.at == env.at
 
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_restart_every(saves):
-    """Where a resumed run has to replay, episodes begin anew before more than that many steps have
-    to be.
-    """
+    """If resuming replays actions, episodes restart before their number exceeds the limit."""
     env, r = rollout([9, 9], [False, True], saves=saves)
     r.restart_every = 12
-    firsts = []
+    first_rows = []
     for update in range(6):
         t, _ = r.collect(5, update=update, version=0)
-        firsts.append(column(t, 0)[0][:2])
+        first_rows.append(column(t, 0)[0][:2])
     if saves:
-        assert not env.seeds and firsts.count((0, 0)) == 1
+        assert not env.seeds and first_rows.count((0, 0)) == 1
     else:
         assert env.seeds == [env_seeds(0, 2, 2), env_seeds(0, 4, 2)]
-        assert firsts == [(0, 0), (0, 5)] * 3
+        assert first_rows == [(0, 0), (0, 5)] * 3
         assert r.state()["actions"].shape == (10, 2, 1)

@@ -294,7 +294,7 @@ def make_rollout(
         stagger=config.env.stagger,
         gamma=a.gamma if a.chunk_reward == "discounted" else 1.0,
         rows=a.rollout_micro_batch_size,
-        later=schedule,
+        schedule=schedule,
         stage=stage,
         stages=stages,
     )

@@ -497,7 +497,7 @@ def make_rollout(
         group_size=a.group_size,
         shuffle=config.data.shuffle,
         truncation=Truncation(
-            how=config.rollout.truncation,
+            treatment=config.rollout.truncation,
             missing_eos=a.missing_eos_penalty,
             overlong_buffer=config.rollout.overlong_buffer,
             overlong_penalty=config.rollout.overlong_penalty,

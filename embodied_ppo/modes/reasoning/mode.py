@@ -35,7 +35,7 @@ from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.cost_model import Choice, Machine
 from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.rollout.generation.engine import Engine
-from embodied_ppo.rollout.language import reader
+from embodied_ppo.rollout.language import response_decoder
 from embodied_ppo.training.logging import numbers
 
 
@@ -183,7 +183,7 @@ class ReasoningMode(Mode):
                     selected,
                     engine,
                     components.make_reward(config, rule, None, device, run.say),
-                    reader(m.decode, sampling.stop),
+                    response_decoder(m.decode, sampling.stop),
                     sampling,
                     n=options.n,
                     seed=options.seed,

@@ -1,16 +1,17 @@
-"""Decoding with fixed shapes, in fixed memory: on a GPU a step is one launch of a CUDA graph, and
-the host waits for nothing between looks.
+"""Decode steps with fixed shapes in fixed memory, replayed as CUDA graphs.
 
-A step computes a bucket: slots rounded up to a power of two, keys to a multiple of ``WIDTH``. Slots
-of the bucket that hold no response compute something, too, in places of the cache that nobody else
-reads. A graph reads the weights where they lie; the learner changes them in place, so that a graph
-knows every update.
+Each step is one graph launch, and the host synchronises once per round of ``ROUND_STEPS`` steps. A
+step computes a bucket: the slots are rounded up to a power of two, the keys to a multiple of
+``KEY_MULTIPLE``. Slots of the bucket without a response are computed as well; they write only to
+cache places that no response reads. A graph reads the weights at their addresses. The learner
+updates them in place, so a recorded graph uses the weights of every later update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,136 +19,138 @@ from torch import Tensor
 from embodied_ppo.models.causal_lm import LanguagePolicy, precision
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
-ROUND = 8
-"""Steps between two looks at who is over; rows that are go on until then, and what they add is
+ROUND_STEPS = 8
+"""Steps between two checks for finished responses. Tokens after the end of a response are
 dropped.
 """
-WIDTH = 128
-"""Buckets of keys are multiples of it."""
-SLOTS = 8
-"""Smallest bucket of slots."""
+KEY_MULTIPLE = 128
+"""The number of keys of a bucket is a multiple of it."""
+MIN_SLOTS = 8
+"""Slots of the smallest bucket."""
 
 
 class StaticDecode:
-    """Some steps of all slots at once. The engine writes ``last``, ``held``, ``u`` and
-    ``occurred``, and reads what ``run`` answers."""
+    """Decode steps of all slots. The engine writes ``last``, ``cached``, ``u`` and ``occurred``."""
 
     def __init__(self, policy: LanguagePolicy, keys: list[Tensor], values: list[Tensor]) -> None:
-        """``keys`` and ``values``: the cache of every layer, [S, groups, width, d]."""
+        """Create the buffers; ``keys`` and ``values`` are the cache of every layer, [S, groups,
+        width, d].
+        """
         self.policy, self.keys, self.values = policy, keys, values
         self.slots, _, self.width, _ = keys[0].shape
-        where = keys[0].device
-        self.weights = [p.data_ptr() for p in policy.parameters()]
-        """Where they were: graphs are of no use elsewhere."""
-        self.last = torch.zeros(self.slots, dtype=torch.int64, device=where)
+        device = keys[0].device
+        self._addresses = self._weight_addresses()
+        self.last = torch.zeros(self.slots, dtype=torch.int64, device=device)
         """Newest token of each slot, not in the cache yet."""
-        self.held = torch.zeros(self.slots, dtype=torch.int64, device=where)
-        """Tokens of each slot that the cache holds."""
-        self.u = torch.zeros(self.slots, ROUND, dtype=torch.float64, device=where)
-        """What ``choose`` draws with in each step of a round."""
+        self.cached = torch.zeros(self.slots, dtype=torch.int64, device=device)
+        """Number of tokens of each slot in the cache."""
+        self.u = torch.zeros(self.slots, ROUND_STEPS, dtype=torch.float64, device=device)
+        """Uniform random numbers for ``choose`` in each step of a round."""
         self.occurred: Tensor | None = None
-        self._at = torch.zeros(1, dtype=torch.int64, device=where)  # the round's step
-        self._token = torch.zeros(self.slots, ROUND, dtype=torch.int64, device=where)
-        self._log_prob = torch.zeros(self.slots, ROUND, device=where)
+        self._step_index = torch.zeros(1, dtype=torch.int64, device=device)  # in the round
+        self._token = torch.zeros(self.slots, ROUND_STEPS, dtype=torch.int64, device=device)
+        self._log_prob = torch.zeros(self.slots, ROUND_STEPS, device=device)
         self.graphs: dict[tuple[int, int, Sampling], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if where.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def remember(self) -> Tensor:
-        """bool [S, V], which tokens occurred in a slot: from now on every step adds to it."""
+    def _weight_addresses(self) -> list[int]:
+        """Return the address of each parameter."""
+        return [p.data_ptr() for p in self.policy.parameters()]
+
+    def track_occurred(self) -> Tensor:
+        """Return bool [S, V], the tokens that occurred in each slot, which every step updates from
+        now on.
+        """
         if self.occurred is None:
-            vocabulary = self.policy.model.lm_head.weight.shape[0]
-            self.occurred = torch.zeros(
-                self.slots, vocabulary, dtype=torch.bool, device=self.last.device
-            )
+            shape = self.slots, self.policy.model.lm_head.weight.shape[0]
+            self.occurred = torch.zeros(shape, dtype=torch.bool, device=self.last.device)
         return self.occurred
 
-    def usable(self) -> bool:
-        """Whether the weights are where graphs read them."""
-        return self.weights == [p.data_ptr() for p in self.policy.parameters()]
+    def is_usable(self) -> bool:
+        """Return whether the weights are at the addresses that the graphs read."""
+        return self._addresses == self._weight_addresses()
 
     def bucket(self, active: int, widest: int) -> tuple[int, int]:
-        """(slots, keys) of the smallest bucket for so many slots in use and keys."""
-        return (
-            min(self.slots, max(SLOTS, 1 << (active - 1).bit_length())),
-            min(self.width, -(-widest // WIDTH) * WIDTH),
-        )
+        """Return (slots, keys) of the smallest bucket for ``active`` slots and ``widest`` keys."""
+        slots = max(MIN_SLOTS, 1 << (active - 1).bit_length())
+        return min(self.slots, slots), min(self.width, -(-widest // KEY_MULTIPLE) * KEY_MULTIPLE)
 
     def run(
         self, active: int, widest: int, steps: int, sampling: Sampling
     ) -> tuple[Tensor, Tensor]:
-        """``steps`` more tokens of slots 0 .. active-1, of which the widest holds ``widest``: token
-        and log π [active, steps], until the next call."""
+        """Decode ``steps`` tokens of slots 0 .. active-1, which have at most ``widest`` tokens.
+
+        Returns:
+            Tokens and their log-probabilities, [active, steps]; the next call overwrites them.
+        """
         n, width = self.bucket(active, widest + steps)
-        self.held[active:n] = 0
-        self._at.zero_()
+        self.cached[active:n] = 0
+        self._step_index.zero_()
+        # The step does not read these options, so graphs are shared by all their values.
         rules = replace(sampling, max_tokens=1, stop_ids=(), stop=())
-        step = (
-            self._graph(n, width, rules)
-            if self._pool is not None
-            else lambda: self.step(n, width, rules)
-        )
+        if self._pool is None:
+            step = partial(self.step, n, width, rules)
+        else:
+            step = self._graph(n, width, rules)
         for _ in range(steps):
             step()
         return self._token[:active, :steps], self._log_prob[:active, :steps]
 
     def step(self, n: int, width: int, sampling: Sampling) -> None:
-        """One token of slots 0 .. n-1, seeing ``width`` places at most. No shape depends on a
-        value, and no value goes to the host."""
-        decoder, held = self.policy.decoder.module, self.held[:n]
-        slot = torch.arange(n, device=held.device)
-        places = torch.arange(width, device=held.device)
-        seen = {
-            a: a.visible_keys(held.unsqueeze(1), places).unsqueeze(1)
-            for a in dict.fromkeys(decoder.attention)
+        """Decode one token of slots 0 .. n-1, which attend to ``width`` places at most.
+
+        A CUDA graph records it: no shape depends on a value, and no value goes to the host.
+        """
+        decoder, cached = self.policy.decoder.module, self.cached[:n]
+        slot = torch.arange(n, device=cached.device)
+        places = torch.arange(width, device=cached.device)
+        visible = {
+            attention: attention.visible_keys(cached.unsqueeze(1), places).unsqueeze(1)
+            for attention in dict.fromkeys(decoder.attention)
         }
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.keys[i][slot, :, held] = k[:, :, 0].to(self.keys[i].dtype)
-            self.values[i][slot, :, held] = v[:, :, 0].to(self.keys[i].dtype)
-            how, groups = decoder.attention[i], k.shape[1]
-            # Query heads of a group look at the same keys, as queries of one head: nothing is
-            # copied for each.
-            q = q.squeeze(2).unflatten(1, (groups, -1))  # [n, groups, heads / groups, d]
-            out = how(q, self.keys[i][:n, :, :width], self.values[i][:n, :, :width], seen[how])
+            keys, values, attention = self.keys[i], self.values[i], decoder.attention[i]
+            keys[slot, :, cached] = k[:, :, 0].to(keys.dtype)
+            values[slot, :, cached] = v[:, :, 0].to(keys.dtype)
+            # The query heads of a group become the queries of one head, so that keys and values
+            # are not copied for each of them.
+            q = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # [n, groups, heads / groups, d]
+            out = attention(q, keys[:n, :, :width], values[:n, :, :width], visible[attention])
             return out.flatten(1, 2).unsqueeze(2)
 
         with precision(self.policy.model.lm_head.weight, self.policy.compute, cache_weights=False):
-            hidden = decoder(self.last[:n].unsqueeze(1), held.unsqueeze(1), attend=attend)
+            hidden = decoder(self.last[:n].unsqueeze(1), cached.unsqueeze(1), attend=attend)
             logits = self.policy.logits(hidden[:, 0])
-        at = self._at.expand(n, 1)
-        occurred = None if sampling.repetition_penalty == 1.0 else self.remember()[:n]
-        token, log_prob = choose(logits, sampling, self.u[:n].gather(1, at).squeeze(1), occurred)
+        index = self._step_index.expand(n, 1)
+        occurred = None if sampling.repetition_penalty == 1.0 else self.track_occurred()[:n]
+        token, log_prob = choose(logits, sampling, self.u[:n].gather(1, index).squeeze(1), occurred)
         if occurred is not None:
             occurred.scatter_(1, token.unsqueeze(1), True)
-        self._token[:n].scatter_(1, at, token.unsqueeze(1))
-        self._log_prob[:n].scatter_(1, at, log_prob.unsqueeze(1))
+        self._token[:n].scatter_(1, index, token.unsqueeze(1))
+        self._log_prob[:n].scatter_(1, index, log_prob.unsqueeze(1))
         self.last[:n] = token
-        held += 1
-        self._at += 1
+        cached += 1
+        self._step_index += 1
 
     def _graph(self, n: int, width: int, sampling: Sampling) -> Callable[[], None]:
-        """The step as a CUDA graph.
+        """Return the launch of the step's CUDA graph.
 
-        All that outlives it lies in our own tensors, so graphs may share one pool.
+        The graphs share one memory pool, because every result is copied to a buffer of this object.
         """
         key = (n, width, sampling)
         if key not in self.graphs:
             if sampling.repetition_penalty != 1.0:
-                self.remember()
-            fixed = [
-                self.last,
-                self.held,
-                self._at,
-                *(() if self.occurred is None else (self.occurred,)),
-            ]
-            before = [x.clone() for x in fixed]
+                self.track_occurred()
+            state = [self.last, self.cached, self._step_index]
+            state += [] if self.occurred is None else [self.occurred]
+            before = [x.clone() for x in state]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self.step(
-                    n, width, sampling
-                )  # to warm up; what it leaves in the cache is written again
-                for x, old in zip(fixed, before, strict=True):
+                # Warm-up. The keys and values that it writes are overwritten by the first replay.
+                self.step(n, width, sampling)
+                for x, old in zip(state, before, strict=True):
                     x.copy_(old)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,10 @@
 """Decode engine with a key-value cache and continuous batching.
 
-S slots are decoded together; each holds one response. A finished response frees its slot at once: a
-waiting prompt takes it, and if no prompt waits, the active slots are compacted, so that no step
-computes unused rows. With typical response lengths this gives 2.5 times the throughput of a loop
-that waits for its longest row. On a GPU, tokens are decoded in rounds of ``cuda_graphs.ROUND``
-steps, each a CUDA graph; finished responses are detected between rounds.
+S slots are decoded together; each holds one response. The slots of finished responses are freed and
+the active slots are compacted, so that no step computes unused rows. Waiting prompts are prefilled
+when enough slots are free. With typical response lengths this gives 2.5 times the throughput of a
+loop that waits for its longest row. On a GPU, tokens are decoded in rounds of
+``cuda_graphs.ROUND_STEPS`` steps, each a CUDA graph; finished responses are detected between them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
 REFILL = 0.25
-"""Share of free slots at which prompts are prefilled; a joint prefill is cheaper than single ones.
-"""
+"""Share of free slots from which on prompts are prefilled, because a joint prefill costs less."""
 PREFILL_TOKENS = defaultdict(lambda: 1 << 15, cpu=1024)
-"""Prompt tokens in one prefill pass, by device type: on a CPU what fits its caches (25 % faster
-than 256 prompts at once), elsewhere a limit of memory."""
+"""Prompt tokens in one prefill pass, by device type. The number for a CPU fits its caches and is
+25 % faster than 256 prompts at once; the other one limits memory.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """Responses to N prompts, in their order.
 
-    token     int64 [N, T]    padded with ``Engine.pad_id`` on the right
-    length    int64 [N]       number of tokens, including the stop token
-    stopped   bool [N]        whether a stop token or text ended it; else it was truncated at
-    max_tokens
-    log_prob  float32 [N, T]  of each token, at the sampling temperature; 0 where padded
+    Attributes:
+        token: int64 [N, T], padded with ``pad_id`` on the right.
+        length: int64 [N], number of tokens, including the stop token.
+        stopped: bool [N], whether a stop token or stop text ended the response; the others were
+            truncated at max_tokens.
+        log_prob: float32 [N, T], of each token at the sampling temperature, 0 where padded.
     """
 
     token: Tensor
@@ -75,9 +76,7 @@ class Generator(Protocol):
         ...
 
     def update_weights(self, version: int) -> None:
-        """Declare that the policy's weights are those of ``version``, and drop everything computed
-        from older ones.
-        """
+        """Use the policy's current weights, which are of ``version``, and discard older results."""
         ...
 
     def sleep(self) -> None:
@@ -90,9 +89,7 @@ class Generator(Protocol):
 
 
 class _Cache:
-    """Keys and values of every layer, [S, groups, width, d]; row b's tokens are at 0 ..
-    length[b]-1.
-    """
+    """Keys and values of every layer, [S, groups, width, d]."""
 
     def __init__(self, policy: LanguagePolicy, slots: int, width: int) -> None:
         self.slots, self.width = slots, width
@@ -155,31 +152,20 @@ class Engine:
         samples = torch.arange(n) if samples is None else samples
         seeds = torch.full((n,), seed, dtype=torch.int64)
         u = random.uniform(seeds, 0, samples.cpu(), sampling.max_tokens).to(device)  # [N, T]
-        slots = min(self.slots, n)
+        slots, weight = min(self.slots, n), self.policy.model.lm_head.weight
         cache = self._allocate(slots, longest + sampling.max_tokens)
-        state = _State(
-            n,
-            slots,
-            sampling,
-            self.pad_id,
-            u,
-            self.policy.model.lm_head.weight.shape[0],
-            self._rounds,
-        )
-        with precision(self.policy.model.lm_head.weight, self.policy.compute):
+        state = _State(slots, sampling, self.pad_id, u, weight.shape[0], self._rounds)
+        with precision(weight, self.policy.compute):
             self._decode_all(cache, state, prompts)
         t = sampling.max_tokens
         return Generation(state.token[:, :t], state.length, state.stopped, state.log_prob[:, :t])
 
     def update_weights(self, version: int) -> None:
-        """Store the version.
-
-        The weights are shared with the learner, which changes them in place.
-        """
+        """Store the version. The learner changes the shared weights in place."""
         self.version = version
 
     def sleep(self) -> None:
-        """Free the cache, and the CUDA graphs that hold its addresses."""
+        """Free the cache, and the CUDA graphs that read it."""
         self._cache = self._rounds = None
 
     def wake(self) -> None:
@@ -191,38 +177,36 @@ class Engine:
         slots, waiting = len(state.row), list(range(len(prompts) - 1, -1, -1))
         while waiting or state.active:
             free = slots - state.active
-            if waiting and (
-                free >= max(1, int(REFILL * slots)) or not state.active or free >= len(waiting)
-            ):
+            enough = max(1, int(REFILL * slots))
+            if waiting and (free >= enough or not state.active or free >= len(waiting)):
                 rows = [waiting.pop() for _ in range(min(free, len(waiting)))]
-                logits = self._prefill(cache, state, [prompts[r] for r in rows])
-                state.begin(rows, [prompts[r] for r in rows])
-                new_slots = slice(state.active - len(rows), state.active)
-                state.append_sampled(new_slots, logits, self.decode)
+                new_prompts, first = [prompts[r] for r in rows], state.active
+                logits = self._prefill(cache, state, new_prompts)
+                state.begin(rows, new_prompts)
+                state.sample(slice(first, state.active), logits, self.decode)
             elif self._rounds is not None:
                 self._round(self._rounds, state)
             else:
-                active_slots = slice(0, state.active)
-                state.append_sampled(active_slots, self._step(cache, state), self.decode)
+                state.sample(slice(0, state.active), self._step(cache, state), self.decode)
             state.release_finished(cache)
             self.progress(len(prompts) - len(waiting) - state.active, len(prompts))
 
     def _allocate(self, slots: int, width: int) -> _Cache:
-        """Return a cache of at least ``slots`` rows and ``width`` tokens, the existing one if it
-        suffices.
-        """
+        """Return a cache of at least ``slots`` rows and ``width`` tokens."""
         static = self._is_static()
         if static:
-            width = -(-(width + cuda_graphs.ROUND) // cuda_graphs.WIDTH) * cuda_graphs.WIDTH
+            width = (
+                -(-(width + cuda_graphs.ROUND_STEPS) // cuda_graphs.KEY_MULTIPLE)
+                * cuda_graphs.KEY_MULTIPLE
+            )
         cache = self._cache
         if cache is None or cache.width < width or cache.slots < slots:
-            self._cache = self._rounds = cache = (
-                None  # free the old one first: both would not fit into memory
-            )
+            # Free the old cache first: both together may exceed the memory.
+            self._cache = self._rounds = cache = None
             self._cache = cache = _Cache(self.policy, slots, width)
         if not static:
             self._rounds = None
-        elif self._rounds is None or not self._rounds.usable():
+        elif self._rounds is None or not self._rounds.is_usable():
             self._rounds = StaticDecode(self.policy, cache.keys, cache.values)
         return cache
 
@@ -231,24 +215,19 @@ class Engine:
         if self.static is not None:
             return self.static
         kinds = getattr(self._decoder.base.rotary_emb, "rope_type", None)
+        kinds = set(kinds.values() if isinstance(kinds, dict) else [kinds])
         # For these types transformers branches on the positions, which a CUDA graph cannot do.
-        moving = {"dynamic", "longrope"}
-        return self.policy.model.lm_head.weight.is_cuda and not moving & set(
-            kinds.values() if isinstance(kinds, dict) else [kinds]
-        )
+        branching = {"dynamic", "longrope"}
+        return self.policy.model.lm_head.weight.is_cuda and not branching & kinds
 
     @property
     def _decoder(self) -> Decoder:
         return self.policy.decoder.module
 
     def _prefill(self, cache: _Cache, state: _State, prompts: list[Sequence[int]]) -> Tensor:
-        """Write prompts into the slots after the active ones; return the next token's logits [M,
-        V].
-        """
+        """Write prompts into the slots after the active ones; return logits [M, V]."""
         unique = [(prompt, len(list(copies))) for prompt, copies in groupby(prompts)]
-        per_pass = max(
-            1, PREFILL_TOKENS[state.token.device.type] // max(len(prompt) for prompt in prompts)
-        )
+        per_pass = max(1, PREFILL_TOKENS[state.token.device.type] // max(map(len, prompts)))
         slot, logits = state.active, []
         for part in (unique[i : i + per_pass] for i in range(0, len(unique), per_pass)):
             copies = [count for _, count in part]
@@ -264,14 +243,11 @@ class Engine:
         device = cache.keys[0].device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         width = int(lengths.max())
-        ids = torch.tensor(
-            [[*p, *[self.pad_id] * (width - len(p))] for p in prompts], device=device
-        )
+        padded = [[*p, *[self.pad_id] * (width - len(p))] for p in prompts]
+        ids, repeats = torch.tensor(padded, device=device), torch.tensor(copies, device=device)
         place = (lengths - 1).unsqueeze(1)
-        # [M] index of each slot's prompt
-        index = torch.arange(len(prompts), device=device).repeat_interleave(
-            torch.tensor(copies, device=device)
-        )
+        # [M], index of each slot's prompt
+        index = torch.arange(len(prompts), device=device).repeat_interleave(repeats)
         causal = self._decoder.causal(width, place, device)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -284,42 +260,40 @@ class Engine:
     def _step(self, cache: _Cache, state: _State) -> Tensor:
         """Run one decode step of all active slots; return logits [A, V]."""
         n = state.active
-        held = state.held[:n]  # tokens in the cache
+        cached = state.cached[:n]
         width = state.widest + 1
-        even = int(held.min()) == state.widest
-        slot = slice(0, n) if even else torch.arange(n, device=held.device)
-        new = state.widest if even else held
-        keys = torch.arange(width, device=held.device)
-        seen = {
-            a: a.visible_keys(held.unsqueeze(1), keys).unsqueeze(1)
-            for a in dict.fromkeys(self._decoder.attention)
+        # If all slots have equally many tokens, a column of the cache is written, without an index.
+        is_even = int(cached.min()) == state.widest
+        slot = slice(0, n) if is_even else torch.arange(n, device=cached.device)
+        new = state.widest if is_even else cached
+        places = torch.arange(width, device=cached.device)
+        visible = {
+            attention: attention.visible_keys(cached.unsqueeze(1), places).unsqueeze(1)
+            for attention in dict.fromkeys(self._decoder.attention)
         }
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.keys[i][slot, :, new] = k[:, :, 0].to(cache.dtype)
-            cache.values[i][slot, :, new] = v[:, :, 0].to(cache.dtype)
-            how = self._decoder.attention[i]
-            return how(q, cache.keys[i][:n, :, :width], cache.values[i][:n, :, :width], seen[how])
+            keys, values, attention = cache.keys[i], cache.values[i], self._decoder.attention[i]
+            keys[slot, :, new] = k[:, :, 0].to(cache.dtype)
+            values[slot, :, new] = v[:, :, 0].to(cache.dtype)
+            return attention(q, keys[:n, :, :width], values[:n, :, :width], visible[attention])
 
-        hidden = self._decoder(state.last[:n].unsqueeze(1), held.unsqueeze(1), attend=attend)
-        state.held[:n] += 1
+        hidden = self._decoder(state.last[:n].unsqueeze(1), cached.unsqueeze(1), attend=attend)
+        state.cached[:n] += 1
         state.widest += 1
         return self.policy.logits(hidden[:, 0])
 
     def _round(self, rounds: StaticDecode, state: _State) -> None:
-        """Decode up to ROUND tokens in every active slot."""
-        n = state.active
+        """Decode up to ROUND_STEPS tokens in every active slot."""
+        n, longest = state.active, state.sampling.max_tokens
         row = state.row[:n]
         t = state.length[row]
-        steps = min(cuda_graphs.ROUND, state.sampling.max_tokens - int(t.min()))
-        # Steps after the end of a response are computed and dropped, so their random numbers do not
-        # matter.
-        after = t.unsqueeze(1) + torch.arange(steps, device=t.device)
-        rounds.u[:n, :steps] = state.u[
-            row.unsqueeze(1), after.clamp(max=state.sampling.max_tokens - 1)
-        ]
+        steps = min(cuda_graphs.ROUND_STEPS, longest - int(t.min()))
+        # Tokens after the end of a response are dropped, so any random numbers serve for them.
+        place = t.unsqueeze(1) + torch.arange(steps, device=t.device)
+        rounds.u[:n, :steps] = state.u[row.unsqueeze(1), place.clamp(max=longest - 1)]
         token, log_prob = rounds.run(n, state.widest, steps, state.sampling)
-        state.append_round(slice(0, n), token, log_prob, self.decode)
+        state.append(slice(0, n), token, log_prob, self.decode)
         state.widest += steps
 
 
@@ -328,7 +302,6 @@ class _State:
 
     def __init__(
         self,
-        n: int,
         slots: int,
         sampling: Sampling,
         pad_id: int,
@@ -336,47 +309,40 @@ class _State:
         vocabulary: int,
         rounds: StaticDecode | None,
     ) -> None:
-        """Create the state of ``n`` responses; with ``rounds``, its tensors hold what the CUDA
-        graphs access.
+        """Create the state of N responses with random numbers ``u`` [N, T].
+
+        With ``rounds``, the tensors that CUDA graphs access are those of ``rounds``.
         """
         self.sampling, self.pad_id, self.u = sampling, pad_id, u
-        where, spare = (
-            u.device,
-            0 if rounds is None else cuda_graphs.ROUND,
-        )  # for tokens after the end of a response
-        self.token = torch.full(
-            (n, sampling.max_tokens + spare), pad_id, dtype=torch.int64, device=where
-        )
-        self.log_prob = torch.zeros(n, sampling.max_tokens + spare, device=where)
-        self.length = torch.zeros(n, dtype=torch.int64, device=where)
-        self.stopped = torch.zeros(n, dtype=torch.bool, device=where)
-        self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=where)
+        n, device = len(u), u.device
+        # A round may append tokens after the end of a response.
+        width = sampling.max_tokens + (0 if rounds is None else cuda_graphs.ROUND_STEPS)
+        self.token = torch.full((n, width), pad_id, dtype=torch.int64, device=device)
+        self.log_prob = torch.zeros(n, width, device=device)
+        self.length = torch.zeros(n, dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
+        self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
         self.active = self.widest = 0
-        self.row = torch.zeros(slots, dtype=torch.int64, device=where)
-        self.last = (
-            torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.last
-        )
-        """Last token of each slot, not in the cache yet."""
-        self.held = (
-            torch.zeros(slots, dtype=torch.int64, device=where) if rounds is None else rounds.held
-        )
+        self.row = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.last = torch.zeros_like(self.row) if rounds is None else rounds.last
+        """Newest token of each slot, not in the cache yet."""
+        self.cached = torch.zeros_like(self.row) if rounds is None else rounds.cached
         """Number of tokens of each slot in the cache."""
-        self.over = torch.zeros(slots, dtype=torch.bool, device=where)
+        self.finished = torch.zeros(slots, dtype=torch.bool, device=device)
         self.occurred: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
-            own = (
-                torch.zeros(slots, vocabulary, dtype=torch.bool, device=where)
+            self.occurred = (
+                torch.zeros(slots, vocabulary, dtype=torch.bool, device=device)
                 if rounds is None
-                else None
+                else rounds.track_occurred()
             )
-            self.occurred = own if rounds is None else rounds.remember()
 
     def begin(self, rows: list[int], prompts: list[Sequence[int]]) -> None:
         """Assign responses to the slots after the active ones, whose prompts are in the cache."""
         slots = slice(self.active, self.active + len(rows))
         self.row[slots] = torch.tensor(rows, device=self.row.device)
         lengths = [len(p) for p in prompts]
-        self.held[slots] = torch.tensor(lengths, device=self.row.device)
+        self.cached[slots] = torch.tensor(lengths, device=self.row.device)
         self.widest = max(self.widest, *lengths)
         if self.occurred is not None:
             self.occurred[slots] = False
@@ -384,40 +350,26 @@ class _State:
                 self.occurred[slot, torch.tensor(prompt, device=self.row.device)] = True
         self.active += len(rows)
 
-    def append_sampled(
+    def sample(
         self, slots: slice, logits: Tensor, decode: Callable[[list[int]], str] | None
     ) -> None:
-        """Sample and append the next token of some slots from logits [M, V]; update ``over``."""
+        """Sample and append the next token of some slots from logits [M, V]."""
         row = self.row[slots]
-        t = self.length[row]
         occurred = None if self.occurred is None else self.occurred[slots]
-        token, log_prob = choose(logits, self.sampling, self.u[row, t], occurred)
-        self.token[row, t], self.log_prob[row, t] = token, log_prob
-        self.length[row] = t + 1
+        token, log_prob = choose(logits, self.sampling, self.u[row, self.length[row]], occurred)
         self.last[slots] = token
         if occurred is not None:
             occurred[torch.arange(len(row), device=row.device), token] = True
-        stopped = torch.isin(token, self.stop_ids)
-        if self.sampling.stop and decode is not None:
-            lengths = (t + 1).tolist()
-            matches = [
-                self._ends_with_stop(r, n, decode)
-                for r, n in zip(row.tolist(), lengths, strict=True)
-            ]
-            stopped |= torch.tensor(matches, device=row.device)
-        self.stopped[row] = stopped
-        self.over[slots] = stopped | (t + 1 == self.sampling.max_tokens)
+        self.append(slots, token.unsqueeze(1), log_prob.unsqueeze(1), decode)
 
-    def append_round(
+    def append(
         self,
         slots: slice,
         token: Tensor,
         log_prob: Tensor,
         decode: Callable[[list[int]], str] | None,
     ) -> None:
-        """Append K sampled tokens [M, K] and drop those after the end of a response; update
-        ``over``.
-        """
+        """Append K tokens [M, K], except those after the end of a response; update ``finished``."""
         row = self.row[slots].unsqueeze(1)
         t = self.length[row]  # [M, 1]
         place = t + torch.arange(token.shape[1], device=row.device)
@@ -431,13 +383,13 @@ class _State:
             ]
             stops |= torch.tensor(matches, device=row.device)
         last = stops | (place + 1 >= self.sampling.max_tokens)
-        belongs = last.cumsum(1) - last.long() == 0  # [M, K] up to and including the first end
-        self.token[row, place] = token.where(belongs, self.pad_id)
-        self.log_prob[row, place] = log_prob.where(belongs, 0.0)
+        is_kept = last.cumsum(1) - last.long() == 0  # [M, K], up to and including the first end
+        self.token[row, place] = token.where(is_kept, self.pad_id)
+        self.log_prob[row, place] = log_prob.where(is_kept, 0.0)
         row = row.squeeze(1)
-        self.length[row] += belongs.sum(1)
-        self.stopped[row] = (stops & belongs).any(1)
-        self.over[slots] = last.any(1)
+        self.length[row] += is_kept.sum(1)
+        self.stopped[row] = (stops & is_kept).any(1)
+        self.finished[slots] = last.any(1)
 
     def _ends_with_stop(self, row: int, length: int, decode: Callable[[list[int]], str]) -> bool:
         """Return whether the last of ``length`` tokens completes a stop text."""
@@ -448,22 +400,18 @@ class _State:
 
     def release_finished(self, cache: _Cache) -> None:
         """Free the slots of finished responses; the last active slots move into their places."""
-        over = self.over[: self.active]
-        count = int(over.sum())
+        finished = self.finished[: self.active]
+        count = int(finished.sum())
         if not count:
             return
-        left = self.active - count
-        holes = over[:left].nonzero().flatten()
-        movers = left + (~over[left:]).nonzero().flatten()
-        if len(movers):
-            cache.move(movers, holes)
-            for x in (
-                self.row,
-                self.last,
-                self.held,
-                *(() if self.occurred is None else (self.occurred,)),
-            ):
-                x[holes] = x[movers]
-        self.over[: self.active] = False
-        self.active = left
-        self.widest = int(self.held[:left].max()) if left else 0
+        remaining = self.active - count
+        target = finished[:remaining].nonzero().flatten()
+        source = remaining + (~finished[remaining:]).nonzero().flatten()
+        if len(source):
+            cache.move(source, target)
+            for x in (self.row, self.last, self.cached, self.occurred):
+                if x is not None:
+                    x[target] = x[source]
+        self.finished[: self.active] = False
+        self.active = remaining
+        self.widest = int(self.cached[:remaining].max()) if remaining else 0

@@ -1,6 +1,6 @@
 """Sampling of the next token from logits. Generation settings stored with a model are not read.
 
-The order is that of common libraries: repetition penalty, temperature, top-k, top-p, min-p.
+Order: repetition penalty, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from embodied_ppo.core.types import ConfigError
 class Sampling:
     """Sampling parameters and stop conditions.
 
-    temperature         divisor of the logits; 0: greedy
-    top_k               sample from the k most likely tokens; 0: all
-    top_p               sample from the most likely tokens with total probability top_p, at least
-    one; 1: all
-    min_p               sample from tokens at least min_p times as likely as the most likely one; 0:
-    all
-    repetition_penalty  logits of tokens that occurred in prompt or response are divided by it if
-    positive and
-                        multiplied if negative (Keskar et al. 2019, section 4.1); 1: no penalty
-    max_tokens          maximum length of a response
-    stop_ids            tokens that end a response and belong to it
-    stop                texts that end a response; the token that completes one is the last
+    Attributes:
+        max_tokens: Maximum length of a response.
+        temperature: Divisor of the logits; 0: greedy.
+        top_k: Sample from the k most likely tokens; 0: all.
+        top_p: Sample from the most likely tokens with total probability top_p; 1: all.
+        min_p: Sample from tokens at least min_p times as likely as the most likely one; 0: all.
+        repetition_penalty: Logits of tokens that occurred in prompt or response are divided by it
+            if positive and multiplied if negative (Keskar et al. 2019, section 4.1); 1: no penalty.
+        stop_ids: Tokens that end a response and belong to it.
+        stop: Texts that end a response; the token that completes one is the last.
     """
 
     max_tokens: int
@@ -56,8 +54,9 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens come from the unfiltered temperature-scaled distribution, as PPO's ratio
-        assumes.
+        """Whether tokens come from the temperature-scaled distribution without filters.
+
+        PPO's ratio assumes that.
         """
         filtered = self.top_k or self.top_p < 1 or self.min_p or self.repetition_penalty != 1
         return self.temperature > 0 and not filtered
@@ -103,12 +102,12 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
         p = p.masked_fill(scaled < threshold, 0.0)
     if sampling.top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
-        # float64: the sum over a large vocabulary would lose the last bits. A token is excluded if
-        # the tokens before it have probability top_p already, so the first one always remains.
+        # A token is excluded if the more likely tokens have probability top_p already. This keeps
+        # the first token, unless top_p is below the rounding error (about 1e-7). The cumulative sum
+        # is float64, because in float32 it would lose the last bits over a large vocabulary.
         share = ordered.double().cumsum(-1) / ordered.double().sum(-1, keepdim=True)
-        ordered = ordered.masked_fill(
-            share - ordered / ordered.sum(-1, keepdim=True) >= sampling.top_p, 0.0
-        )
+        before = share - ordered / ordered.sum(-1, keepdim=True)
+        ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
         p = torch.zeros_like(p).scatter(-1, order, ordered)
     if sampling.min_p:
         p = p.masked_fill(p < sampling.min_p * p.amax(-1, keepdim=True), 0.0)
@@ -116,8 +115,8 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _draw(p: Tensor, u: Tensor) -> Tensor:
-    """Return int64 [B], the first index whose cumulative share exceeds u; p [B, V] need not be
-    normalised.
+    """Return int64 [B], the first index whose cumulative share exceeds u. p [B, V] may have any
+    sum.
     """
     total = p.double().cumsum(-1)
     token = torch.searchsorted(total, (u * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)

@@ -1,16 +1,17 @@
-"""vLLM behind the words of ``Generator``, in the learner's own process, on its GPU.
+"""Adapter of vLLM to ``Generator``, in the learner's process and on its GPU.
 
-Its kernels are not the learner's: log-probabilities differ by rounding
-(algorithm.off_policy_correction weighs that). Each response has a generator of its own, a function
-of (seed, sample); which token it chooses still depends on logits, whose last bits vary with what
-else is in the batch.
+vLLM has other kernels than the learner, so that log-probabilities differ by rounding;
+algorithm.off_policy_correction corrects for that. Each response has its own random generator,
+seeded by (seed, sample). Its tokens still depend on the other responses of the batch through the
+last bits of the logits.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,13 @@ from embodied_ppo.rollout.generation.engine import Generation
 from embodied_ppo.rollout.generation.sampling import Sampling
 
 _STREAM = 1
-"""Of ``noise``: where the seeds of responses come from."""
+"""Random stream of ``noise`` for the seeds of responses."""
 
 
 def sampling_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
-    """Of vLLM's SamplingParams.
+    """Return the arguments of vLLM's SamplingParams.
 
-    Every rule is named, so that no default of vLLM or a model decides anything.
+    Every sampling parameter is set, so that no default of vLLM or of a model applies.
     """
     return {
         "n": 1,
@@ -45,26 +46,26 @@ def sampling_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "stop_token_ids": list(sampling.stop_ids),
         "stop": list(sampling.stop),
-        "ignore_eos": True,  # stop_ids say what ends a response
+        "ignore_eos": True,  # stop_ids determine which tokens end a response
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "detokenize": bool(sampling.stop),
-        "logprobs": 0,  # of the chosen token only
+        "logprobs": 0,  # of the sampled token only
         "seed": seed,
     }
 
 
 def response_seeds(seed: int, samples: Tensor) -> list[int]:
-    """A seed for each of samples int64 [N], 53 bits; a function of (seed, sample)."""
+    """Return a seed of 53 bits for each of samples int64 [N], a function of (seed, sample)."""
     samples = samples.cpu()
     u = noise.uniform(torch.full_like(samples, seed), _STREAM, samples, 1).squeeze(1)
     return [int(x * 2**53) for x in u.tolist()]
 
 
 class VllmEngine:
-    """See ``Generator``. Holds a copy of the policy's weights, which ``update_weights`` renews.
+    """``Generator`` with a copy of the policy's weights, which ``update_weights`` refreshes.
 
-    Where ``sampling`` is not plain, log-probabilities are those of the filtered distribution.
+    If ``sampling`` is not plain, log-probabilities are those of the filtered distribution.
     """
 
     def __init__(
@@ -79,20 +80,26 @@ class VllmEngine:
         memory: float = 0.4,
         **options: Any,
     ) -> None:
-        """``path``: the directory that the policy was loaded from. ``slots``: responses decoded
-        together; ``width``: tokens of the longest prompt and response together; None: what the
-        model can. ``texts``: whether there will be stop texts; the directory must hold a tokenizer
-        then. ``memory``: share of the GPU's that vLLM takes. ``options``: more of vLLM's own.
-        Raises ConfigError where vLLM is missing."""
-        os.environ.setdefault(
-            "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
-        )  # weights are handed over in this process
+        """Start vLLM.
+
+        Args:
+            policy: The language model.
+            path: Directory that the policy was loaded from.
+            pad_id: Token id of padding.
+            slots: Responses decoded together.
+            width: Largest number of tokens of a prompt and its response; None: the model's limit.
+            texts: Whether stop texts will be used; the directory must then contain a tokenizer.
+            memory: Share of the GPU memory that vLLM allocates.
+            options: Further options of ``vllm.LLM``.
+
+        Raises:
+            ConfigError: vLLM is not installed.
+        """
+        # Without a process of its own, vLLM can receive weights as tensors.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
-            from vllm import (
-                LLM,
-                SamplingParams,
-            )  # pyright: ignore[reportAttributeAccessIssue]  (not this file)
+            from vllm import LLM, SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
             raise ConfigError(
                 f"rollout.engine=vllm needs vLLM ({error}): pip install vllm (CUDA only), or use"
@@ -101,9 +108,9 @@ class VllmEngine:
         self.policy, self.pad_id, self.texts, self.version = policy, pad_id, texts, 0
         self._params: Any = SamplingParams
         self._device = policy.model.lm_head.weight.device
-        self._asleep = self._stale = False
+        self._is_sleeping = self._is_stale = False
         dtype = policy.compute if policy.model.dtype == torch.float32 else policy.model.dtype
-        known: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "model": path,
             "dtype": str(dtype).removeprefix("torch."),
             "skip_tokenizer_init": not texts,
@@ -111,13 +118,13 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
             "gpu_memory_utilization": memory,
-            "generation_config": "vllm",  # a model's own settings do not leak in
+            "generation_config": "vllm",  # ignore the generation settings stored with the model
             "max_model_len": width,
             "max_num_seqs": slots,
             "seed": 0,
         }
-        with _kept_randomness():  # it seeds the whole process
-            self.llm: Any = LLM(**(known | options))
+        with _preserved_random_state():
+            self.llm: Any = LLM(**(defaults | options))
         self._push()
 
     @torch.no_grad()
@@ -130,14 +137,14 @@ class VllmEngine:
         samples: Tensor | None = None,
     ) -> Generation:
         """See ``Generator``. Raises ConfigError for stop texts without ``texts``."""
-        assert not self._asleep
+        assert not self._is_sleeping
         if sampling.stop and not self.texts:
             raise ConfigError(
                 "rollout.stop: stop texts need vLLM's tokenizer; VllmEngine(texts=True) loads it"
             )
         n, t = len(prompts), sampling.max_tokens
         seeds = response_seeds(seed, torch.arange(n) if samples is None else samples)
-        found = self.llm.generate(
+        requests = self.llm.generate(
             [{"prompt_token_ids": list(p)} for p in prompts],
             [self._params(**sampling_arguments(sampling, s)) for s in seeds],
             use_tqdm=False,
@@ -145,7 +152,7 @@ class VllmEngine:
         token = torch.full((n, t), self.pad_id, dtype=torch.int64)
         log_prob, length = torch.zeros(n, t), torch.zeros(n, dtype=torch.int64)
         stopped = torch.zeros(n, dtype=torch.bool)
-        for i, request in enumerate(found):
+        for i, request in enumerate(requests):
             out = request.outputs[0]
             ids = list(out.token_ids)
             length[i] = len(ids)
@@ -157,44 +164,43 @@ class VllmEngine:
         return Generation(*(x.to(self._device) for x in (token, length, stopped, log_prob)))
 
     def update_weights(self, version: int) -> None:
-        """Copies the policy's weights; asleep, that waits for ``wake``."""
+        """Copy the policy's weights, during sleep not before ``wake``."""
         self.version = version
-        if self._asleep:
-            self._stale = True
-        else:
+        self._is_stale = True
+        if not self._is_sleeping:
             self._push()
 
     def sleep(self) -> None:
-        """The weights go to the host's memory and the cache is forgotten, on a GPU."""
-        if self._device.type == "cuda" and not self._asleep:
+        """On a GPU, move the weights to host memory and discard the cache."""
+        if self._device.type == "cuda" and not self._is_sleeping:
             self.llm.sleep(level=1)
-            self._asleep = True
+            self._is_sleeping = True
 
     def wake(self) -> None:
-        if self._asleep:
+        """Move the weights back, and copy the policy's if they changed during sleep."""
+        if self._is_sleeping:
             self.llm.wake_up()
-            self._asleep = False
-            if self._stale:
+            self._is_sleeping = False
+            if self._is_stale:
                 self._push()
 
     @torch.no_grad()
     def _push(self) -> None:
+        """Copy the policy's weights to vLLM and discard what it computed from older ones."""
         weights = [(name, x.detach()) for name, x in self.policy.model.state_dict().items()]
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM keeps its prefix cache: a request is running")
-        self._stale = False
+            raise RuntimeError("vLLM cannot discard its prefix cache while a request is running")
+        self._is_stale = False
 
 
-class _kept_randomness:
-    """Python's, numpy's and torch's global generators are afterwards as before."""
-
-    def __enter__(self) -> None:
-        self.fork = torch.random.fork_rng()
-        self.fork.__enter__()
-        self.state = random.getstate(), np.random.get_state()
-
-    def __exit__(self, *error: Any) -> None:
-        random.setstate(self.state[0])
-        np.random.set_state(self.state[1])
-        self.fork.__exit__(*error)
+@contextmanager
+def _preserved_random_state() -> Iterator[None]:
+    """Restore the global generators of Python, NumPy and torch, which vLLM seeds."""
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)
