@@ -27,14 +27,15 @@ from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError, one_line
 from embodied_ppo.core.host_memory import free_memory
+from embodied_ppo.data.parquet import read_rows, read_table
 
 VERSION = "v3.0"
 """Version that is written."""
-READ = (VERSION, "v2.1", "v2.0")
+READABLE = (VERSION, "v2.1", "v2.0")
 """Versions that are read."""
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
 """Names of features; CAMERA is followed by the name of a camera."""
-FASTEST = 100_000
+MAX_FPS = 100_000
 """Largest accepted number of frames per second."""
 CHUNK = 1000
 """Number of files in a folder chunk-000."""
@@ -48,13 +49,13 @@ UNREADABLE = (
     DecompressionBombError,
 )
 """Exceptions that Pillow raises for damaged PNG, JPEG, GIF and WebP images."""
-NOWHERE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """Exceptions that access to a malformed row raises."""
-PICTURES = ("PNG", "JPEG", "GIF", "WEBP")
+IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 """Accepted image formats. Pillow supports further ones that execute programs (EPS: Ghostscript)."""
 
 
-# ------------------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------------------------- frames
 @dataclass(frozen=True)
 class Demonstrations:
     """Frames of all episodes, one episode after another.
@@ -89,8 +90,8 @@ class Demonstrations:
             episode's last action is repeated.
         """
         end = torch.searchsorted(self.episode, self.episode[frames], right=True)[:, None]
-        at = frames[:, None] + torch.arange(C, device=frames.device)
-        return self.action[at.minimum(end - 1)], at < end
+        index = frames[:, None] + torch.arange(C, device=frames.device)
+        return self.action[index.minimum(end - 1)], index < end
 
     def split(self, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
         """Split the episodes into training and held-out ones.
@@ -105,17 +106,19 @@ class Demonstrations:
         Raises:
             ConfigError: No episode is left to train on.
         """
-        names, of = self.episode.unique(return_inverse=True)
-        count = max(round(fraction * len(names)), int(fraction > 0))
-        if not 0 <= fraction < 1 or count >= len(names):
+        episodes, index = self.episode.unique(return_inverse=True)  # index: [F]
+        total = len(episodes)
+        count = max(round(fraction * total), int(fraction > 0))
+        if not 0 <= fraction < 1 or count >= total:
             raise ConfigError(
-                f"held-out fraction={fraction}: {count} of {len(names)} episodes would be held out;"
+                f"held-out fraction={fraction}: {count} of {total} episodes would be held out;"
                 " choose a number in [0, 1) that leaves one to train on, or record more episodes"
             )
-        order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
-        held = torch.zeros(len(names), dtype=torch.bool)
-        held[order[:count]] = True
-        return (~held[of]).nonzero().flatten(), held[of].nonzero().flatten()
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+        is_held_out = torch.zeros(total, dtype=torch.bool)
+        is_held_out[order[:count]] = True
+        frames = is_held_out[index]
+        return (~frames).nonzero().flatten(), frames.nonzero().flatten()
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -149,57 +152,44 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
         raise ConfigError(f"{folder}: limit={limit} must be at least 1 episode")
     info = read_info(folder)
     version, features = info["codebase_version"], info["features"]
-    names = {name: _named(folder, features, name) for name in (STATE, ACTION)}
+    keys = {name: _vector_key(folder, features, name) for name in (STATE, ACTION)}
+    dims = {name: features[key]["shape"][0] for name, key in keys.items()}
     cameras = {
-        key: _size(folder, key, f)
+        key: _image_size(folder, key, f)
         for key, f in features.items()
         if f.get("dtype") in ("video", "image")
     }
     videos = [key for key in cameras if features[key]["dtype"] == "video"]
-    episodes = (_episodes_v3 if version == VERSION else _episodes_v2)(folder, info, videos)[:limit]
-    frames = sum(episode.length for episode in episodes)
+    in_tables = [key for key in cameras if key not in videos]
+    episodes = _episodes(folder, info, videos)[:limit]
+    lengths = [episode.length for episode in episodes]
+    frames = sum(lengths)
     if not frames:
         raise ConfigError(f"{folder}: has no episodes; record some, or choose another folder")
-    _check_memory(
-        folder,
-        cameras,
-        sum(features[key]["shape"][0] for key in names.values()),
-        frames,
-        len(episodes),
-    )
+    _check_memory(folder, list(cameras.values()), sum(dims.values()), frames, len(episodes))
     instructions = read_tasks(folder, version)
 
     images = {key: np.empty((frames, *size, 3), dtype=np.uint8) for key, size in cameras.items()}
-    numbers = {
-        name: np.empty((frames, features[key]["shape"][0]), np.float32)
-        for name, key in names.items()
-    }
+    numbers = {name: np.empty((frames, size), np.float32) for name, size in dims.items()}
     task = np.empty(frames, dtype=np.int64)
-    starts = dict(
-        zip((e.index for e in episodes), np.cumsum([0] + [e.length for e in episodes]).tolist())
-    )
-    for path, here in _grouped(episodes, lambda episode: episode.data):
-        table = _Table(path, [*names.values(), *(key for key in cameras if key not in videos)])
-        for episode in here:
-            rows = table.rows(episode)
-            span = slice(starts[episode.index], starts[episode.index] + episode.length)
-            for name, key in names.items():
-                numbers[name][span] = table.floats(key, rows, episode, numbers[name].shape[1])
-            for key in cameras.keys() - set(videos):
-                images[key][span] = table.pictures(key, rows, episode, cameras[key])
+    ends = np.cumsum(lengths).tolist()
+    spans = {e.index: slice(end - e.length, end) for e, end in zip(episodes, ends)}
+    for path, members in _grouped(episodes, lambda episode: episode.data):
+        table = _Table(path, [*keys.values(), *in_tables])
+        for episode in members:
+            rows, span = table.rows(episode), spans[episode.index]
+            for name, key in keys.items():
+                numbers[name][span] = table.floats(key, rows, episode, dims[name])
+            for key in in_tables:
+                images[key][span] = table.images(key, rows, episode, cameras[key])
             task[span] = table.tasks(rows, episode, instructions)
     for key in videos:
-        for path, here in _grouped(episodes, lambda episode, key=key: episode.videos[key][0]):
-            spans = [
-                (e, e.videos[key][1], images[key][starts[e.index] : starts[e.index] + e.length])
-                for e in here
-            ]
-            _decode(path, sorted(spans, key=lambda span: span[1]), cameras[key])
+        for path, members in _grouped(episodes, lambda episode, key=key: episode.videos[key][0]):
+            parts = [(e, e.videos[key][1], images[key][spans[e.index]]) for e in members]
+            _decode(path, sorted(parts, key=lambda part: part[1]), cameras[key])
 
     order = sorted(instructions)
-    index = np.repeat(
-        [episode.index for episode in episodes], [episode.length for episode in episodes]
-    )
+    index = np.repeat([episode.index for episode in episodes], lengths)
     return Demonstrations(
         images={
             key.removeprefix(CAMERA).removeprefix("observation."): torch.from_numpy(x)
@@ -235,16 +225,16 @@ def read_info(folder: Path) -> dict[str, Any]:
         info = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{path} is missing, so this is no folder of demonstrations; name one that has it"
+            f"{path} is missing, so the folder has no demonstrations; name another folder"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: is no JSON that can be read ({error}); record or download it anew"
+            f"{path}: is no JSON that can be read ({error}); record or download it again"
         ) from error
-    if not isinstance(info, dict) or info.get("codebase_version") not in READ:
+    if not isinstance(info, dict) or info.get("codebase_version") not in READABLE:
         version = info.get("codebase_version") if isinstance(info, dict) else None
         raise ConfigError(
-            f"{path}: codebase_version={version!r} is unknown; this reads {', '.join(READ)};"
+            f"{path}: codebase_version={version!r} is unknown; this reads {', '.join(READABLE)};"
             " convert it with LeRobot"
         )
     for key, kind in (
@@ -255,28 +245,29 @@ def read_info(folder: Path) -> dict[str, Any]:
     ):
         if not isinstance(info.get(key), kind):
             raise ConfigError(
-                f"{path}: {key}={info.get(key)!r} is missing or of the wrong type; download it anew"
+                f"{path}: {key}={info.get(key)!r} is missing or has the wrong type; download it"
+                " again"
             )
-    if not 0 < info["fps"] <= FASTEST:
+    if not 0 < info["fps"] <= MAX_FPS:
         raise ConfigError(
-            f"{path}: fps={info['fps']} must be > 0 and <= {FASTEST}; download it anew"
+            f"{path}: fps={info['fps']} must be > 0 and <= {MAX_FPS}; download it again"
         )
     for key, feature in info["features"].items():
         if not isinstance(feature, dict):
             raise ConfigError(
-                f"{path}: features.{key}={feature!r} must say dtype and shape; download it anew"
+                f"{path}: features.{key}={feature!r} must have dtype and shape; download it again"
             )
     return info
 
 
-def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
+def _vector_key(folder: Path, features: Mapping[str, Any], name: str) -> str:
     """Return the feature that holds the state, or the action."""
     for key in (name, "state" if name == STATE else "actions"):
         if key in features:
             shape = features[key].get("shape")
-            if not isinstance(shape, list) or len(shape) != 1 or not _whole(shape[0], 1):
+            if not isinstance(shape, list) or len(shape) != 1 or not _is_integer(shape[0], 1):
                 raise ConfigError(
-                    f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector a"
+                    f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector per"
                     " frame"
                 )
             return key
@@ -285,10 +276,10 @@ def _named(folder: Path, features: Mapping[str, Any], name: str) -> str:
     )
 
 
-def _size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
+def _image_size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
     """Return (H, W) of a camera; shapes are [H, W, 3] or [3, H, W]."""
     shape = feature.get("shape")
-    if isinstance(shape, list) and len(shape) == 3 and all(_whole(size, 1) for size in shape):
+    if isinstance(shape, list) and len(shape) == 3 and all(_is_integer(size, 1) for size in shape):
         if shape[2] == 3:
             return shape[0], shape[1]
         if shape[0] == 3:
@@ -298,73 +289,83 @@ def _size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]
     )
 
 
-def _episodes_v3(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> list[_Episode]:
-    """Return the episodes of version 3.0."""
-    rows = read_rows(folder)
+def _episodes(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> list[_Episode]:
+    """Return the episodes in the order of their indices.
+
+    Raises:
+        ConfigError: A value is missing or malformed, or an episode is duplicated or empty.
+    """
+    is_v3 = info["codebase_version"] == VERSION
+    path = folder / ("meta/episodes" if is_v3 else "meta/episodes.jsonl")
+    rows = episode_rows(folder) if is_v3 else _json_lines(path)
     if len(rows) < info["total_episodes"]:
         raise ConfigError(
-            f"{folder}/meta/episodes: has {len(rows)} of the {info['total_episodes']} episodes that"
-            " meta/info.json counts; copy or download the folder anew"
+            f"{path}: has {len(rows)} of the {info['total_episodes']} episodes that meta/info.json"
+            " counts; copy or download the folder again"
         )
-    episodes = []
+    locate = _locate_v3 if is_v3 else _locate_v2
+    episodes: list[_Episode] = []
     for row in rows:
         try:
-            at = {key: row[f"videos/{key}/from_timestamp"] for key in videos}
-            videos_at = {
-                key: (
-                    _place(folder, info["video_path"], row, f"videos/{key}", key),
-                    round(at[key] * info["fps"]),
-                )
-                for key in videos
-            }
-            data = _place(folder, info["data_path"], row, "data")
-            episodes.append(_Episode(row["episode_index"], row["length"], data, videos_at))
-        except NOWHERE as error:
+            episodes.append(locate(folder, info, videos, row))
+        except MALFORMED as error:
+            index = row.get("episode_index") if isinstance(row, dict) else row
             raise ConfigError(
-                f"{folder}/meta/episodes: episode {row.get('episode_index')} does not say where it"
-                f" is ({type(error).__name__}: {error}); record or download it anew"
+                f"{path}: the location of episode {index} cannot be read"
+                f" ({one_line(error, kind=True)}); record or download it again"
             ) from error
-    return _checked(folder / "meta/episodes", episodes)
-
-
-def _episodes_v2(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> list[_Episode]:
-    """Return the episodes of versions 2.0 and 2.1."""
-    episodes = []
-    for row in _lines(folder / "meta/episodes.jsonl"):
-        try:
-            index, length = row["episode_index"], row["length"]
-            place = {
-                "episode_chunk": index // info.get("chunks_size", CHUNK),
-                "episode_index": index,
-            }
-            videos_at = {
-                key: (_inside(folder, info["video_path"], video_key=key, **place), 0)
-                for key in videos
-            }
-            episodes.append(
-                _Episode(index, length, _inside(folder, info["data_path"], **place), videos_at)
+    for episode in episodes:
+        if not _is_integer(episode.index, 0):
+            raise ConfigError(
+                f"{path}: episode_index={episode.index!r} is no number of an episode; download it"
+                " again"
             )
-        except NOWHERE as error:
+    episodes.sort(key=lambda episode: episode.index)
+    for before, episode in zip([None, *episodes], episodes):
+        if before is not None and episode.index == before.index:
             raise ConfigError(
-                f"{folder}/meta/episodes.jsonl: {row} does not say where it is"
-                f" ({type(error).__name__}: {error}); download it anew"
-            ) from error
-    if len(episodes) < info["total_episodes"]:
-        raise ConfigError(
-            f"{folder}/meta/episodes.jsonl: has {len(episodes)} of the {info['total_episodes']}"
-            " episodes that meta/info.json counts; download it anew"
-        )
-    return _checked(folder / "meta/episodes.jsonl", episodes)
+                f"{path}: episode {episode.index} is duplicated; record or download it again"
+            )
+        if not _is_integer(episode.length, 1):
+            raise ConfigError(
+                f"{path}: episode {episode.index} has length={episode.length}; it must be at"
+                " least 1"
+            )
+    return episodes
 
 
-def _place(folder: Path, template: str, row: Mapping[str, Any], of: str, key: str = "") -> Path:
-    """Return the path of a file of version 3.0."""
-    places = {name: row[f"{of}/{name}"] for name in ("chunk_index", "file_index")}
-    return _inside(folder, template, video_key=key, **places)
+def _locate_v3(
+    folder: Path, info: Mapping[str, Any], videos: Sequence[str], row: Mapping[str, Any]
+) -> _Episode:
+    """Return an episode of version 3.0."""
+
+    def path(template: str, prefix: str, key: str = "") -> Path:
+        fields = {name: row[f"{prefix}/{name}"] for name in ("chunk_index", "file_index")}
+        return _path(folder, template, video_key=key, **fields)
+
+    starts = {key: row[f"videos/{key}/from_timestamp"] for key in videos}
+    videos_at = {
+        key: (path(info["video_path"], f"videos/{key}", key), round(starts[key] * info["fps"]))
+        for key in videos
+    }
+    data = path(info["data_path"], "data")
+    return _Episode(row["episode_index"], row["length"], data, videos_at)
 
 
-def _inside(folder: Path, template: str, **fields: Any) -> Path:
-    """Fill in a path template of meta/info.json.
+def _locate_v2(
+    folder: Path, info: Mapping[str, Any], videos: Sequence[str], row: Mapping[str, Any]
+) -> _Episode:
+    """Return an episode of version 2.0 or 2.1."""
+    index, length = row["episode_index"], row["length"]
+    fields = {"episode_chunk": index // info.get("chunks_size", CHUNK), "episode_index": index}
+    videos_at = {
+        key: (_path(folder, info["video_path"], video_key=key, **fields), 0) for key in videos
+    }
+    return _Episode(index, length, _path(folder, info["data_path"], **fields), videos_at)
+
+
+def _path(folder: Path, template: str, **fields: Any) -> Path:
+    """Return the path of a file from a template of meta/info.json.
 
     Raises:
         ValueError: The path is outside ``folder``.
@@ -373,201 +374,100 @@ def _inside(folder: Path, template: str, **fields: Any) -> Path:
         if name is not None and (
             not name.isidentifier() or conversion or not re.fullmatch(r"0?\d{0,2}d?", form or "")
         ):
-            raise ValueError(f"{{{name}:{form}}} is no place")
+            raise ValueError(f"{{{name}:{form}}} is not a valid field")
     path = Path(template.format(**fields))
     if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{str(path)!r} lies outside the folder")
+        raise ValueError(f"{str(path)!r} is outside the folder")
     return folder / path
 
 
-def _checked(path: Path, episodes: list[_Episode]) -> list[_Episode]:
-    """Sort episodes.
-
-    Raises:
-        ConfigError: An episode is duplicated or empty.
-    """
-    for episode in episodes:
-        if not _whole(episode.index, 0):
-            raise ConfigError(
-                f"{path}: episode_index={episode.index!r} is no number of an episode; download it"
-                " anew"
-            )
-    episodes.sort(key=lambda episode: episode.index)
-    for i, episode in enumerate(episodes):
-        if i and episode.index == episodes[i - 1].index:
-            raise ConfigError(
-                f"{path}: episode {episode.index} is there twice; record or download it anew"
-            )
-        if not _whole(episode.length, 1):
-            raise ConfigError(
-                f"{path}: episode {episode.index} has length={episode.length}; it must be at"
-                " least 1"
-            )
-    return episodes
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
+def episode_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the episode rows of version 3.0, in order."""
     paths = sorted((folder / "meta/episodes").glob("*/*.parquet"))
-    rows = [row for path in paths for row in _rows(path)]
+    rows = [row for path in paths for row in read_rows(path)]
     for row in rows:
-        if not _whole(index := row.get("episode_index"), 0):
+        if not _is_integer(index := row.get("episode_index"), 0):
             raise ConfigError(
-                f"{folder}/meta/episodes: episode_index={index!r} is no number; download it anew"
+                f"{folder}/meta/episodes: episode_index={index!r} is no number; download it again"
             )
     return sorted(rows, key=lambda row: row["episode_index"])
 
 
-def _whole(x: Any, least: int) -> bool:
-    """Return whether ``x`` is an integer of at least ``least`` that fits int64."""
-    return isinstance(x, int) and not isinstance(x, bool) and least <= x < 2**63
+def _is_integer(x: Any, minimum: int) -> bool:
+    """Return whether ``x`` is an integer of at least ``minimum`` that fits int64."""
+    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x < 2**63
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Read JSON lines."""
     try:
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing; download the folder anew") from error
+        raise ConfigError(f"{path} is missing; download the folder again") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: are no JSON lines that can be read ({error}); download it anew"
+            f"{path}: is no file of JSON lines that can be read ({error}); download it again"
         ) from error
 
 
 def read_tasks(folder: Path, version: str) -> dict[int, str]:
-    """Return task_index -> sentence.
-
-    In version 3.0 the sentences are the index of a pandas table, which may have no name.
-    """
+    """Return task_index -> sentence; the sentences of version 3.0 are the index of a table."""
     if version != VERSION:
         path = folder / "meta/tasks.jsonl"
-        rows = _lines(path)
+        rows = _json_lines(path)
     else:
         path = folder / "meta/tasks.parquet"
         if not path.exists() and not any((folder / "meta/episodes").glob("*/*.parquet")):
             return {}
-        rows = _rows(path)
+        rows = read_rows(path)
+    # A pandas index without a name has the default name of pandas.
+    sentence = lambda row: str(row.get("task") or row["__index_level_0__"])
     try:
-        return {
-            int(row["task_index"]): str(row.get("task") or row["__index_level_0__"]) for row in rows
-        }
-    except NOWHERE as error:
+        return {int(row["task_index"]): sentence(row) for row in rows}
+    except MALFORMED as error:
         raise ConfigError(
-            f"{path}: has no columns task_index and task ({type(error).__name__}: {error});"
-            " download it anew"
+            f"{path}: has no columns task_index and task ({one_line(error, kind=True)});"
+            " download it again"
         ) from error
 
 
 def _check_memory(
-    folder: Path, cameras: Mapping[str, tuple[int, int]], numbers: int, frames: int, episodes: int
+    folder: Path, sizes: Sequence[tuple[int, int]], numbers: int, frames: int, episodes: int
 ) -> None:
     """Check that images and numbers fit into half of the free memory.
 
-    ``numbers``: dimensions of state and action of a frame.
+    ``sizes``: (H, W) of the cameras; ``numbers``: dimensions of state and action of a frame.
     """
     free = free_memory()
-    need = frames * (sum(3 * height * width for height, width in cameras.values()) + 4 * numbers)
+    need = frames * (sum(3 * height * width for height, width in sizes) + 4 * numbers)
     if free is not None and need > free / 2:
-        sizes = " + ".join(
-            [*(f"{height} x {width} x 3" for height, width in cameras.values()), f"{numbers} x 4"]
-        )
-        fits = int(episodes * (free / 2) / need)
+        terms = [f"{height} x {width} x 3" for height, width in sizes] + [f"{numbers} x 4"]
         raise ConfigError(
-            f"{folder}: {frames} frames x ({sizes}) bytes = {need / 2**30:.2f} GiB of pictures and"
-            f" numbers, more than half of the {free / 2**30:.2f} GiB of memory that are free; about"
-            f" limit={fits} of its {episodes} episodes would fit; else use smaller pictures, or a"
-            " machine with more memory"
+            f"{folder}: {frames} frames x ({' + '.join(terms)}) bytes = {need / 2**30:.2f} GiB of"
+            f" images and numbers, more than half of the {free / 2**30:.2f} GiB of free memory;"
+            f" about limit={int(episodes * (free / 2) / need)} of its {episodes} episodes would"
+            " fit; otherwise use smaller images, or a machine with more memory"
         )
 
 
-# ------------------------------------------------------------------------------------------ parquet
-def arrow(path: Path) -> tuple[Any, Any]:
-    """Import pyarrow and pyarrow.parquet."""
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: demonstrations need pyarrow ({error}); pip install pyarrow"
-        ) from error
-    return pyarrow, parquet
-
-
-def _load(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """Read columns of a parquet file.
-
-    Raises:
-        ConfigError: The file or a column is missing or damaged.
-    """
-    pyarrow, parquet = arrow(path)
-    try:
-        if not path.exists():
-            raise ConfigError(
-                f"{path} is missing; copy or download the folder anew, or record it again"
-            )
-        with parquet.ParquetFile(path) as file:
-            there = file.schema_arrow.names
-            if lacks := [name for name in columns or () if there.count(name) != 1]:
-                what = (
-                    f"has several columns {lacks[0]}"
-                    if lacks[0] in there
-                    else f"has no column {lacks[0]}"
-                )
-                raise ConfigError(f"{path}: {what}; it has {', '.join(there)}")
-            return file.read(None if columns is None else list(columns)).combine_chunks()
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        UnicodeDecodeError,
-        OverflowError,
-    ) as error:  # also for names of columns
-        cause = one_line(error)
-        raise ConfigError(
-            f"{path}: is no parquet file that can be read ({cause}); record or download it anew"
-        ) from error
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read all rows of a parquet file.
-
-    Raises:
-        ConfigError: The file is missing or damaged.
-    """
-    table = _load(path)
-    try:
-        return table.to_pylist()
-    except (
-        arrow(path)[0].ArrowException,
-        ValueError,
-        OverflowError,
-    ) as error:  # invalid text, dates out of range
-        raise ConfigError(
-            f"{path}: has values that cannot be read ({one_line(error)}); download it anew"
-        ) from error
-
-
+# ------------------------------------------------------------------------------------------- tables
 class _Table:
     """Frames of several episodes in one file; messages name file, episode and frame."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path
-        self._table = _load(path, [*columns, "episode_index", "frame_index", "task_index"])
+        indices = ("episode_index", "frame_index", "task_index")
+        self._table = read_table(path, [*columns, *indices])
         self._cache: dict[str, Any] = {}
-        for name in ("episode_index", "frame_index", "task_index"):
-            if (
-                not str(self._table[name].type).startswith(("int", "uint"))
-                or self._table[name].null_count
-            ):
+        for name in indices:
+            column = self._table[name]
+            if not str(column.type).startswith(("int", "uint")) or column.null_count:
                 raise ConfigError(
-                    f"{path}: {name} is not a whole number in every frame; record or download it"
-                    " anew"
+                    f"{path}: {name} is not an integer in every frame; record or download it again"
                 )
-        self._episode, self._frame, self._task = (
-            self._table[name].to_numpy() for name in ("episode_index", "frame_index", "task_index")
-        )
+        self._episode, self._frame, self._task = (self._table[x].to_numpy() for x in indices)
 
-    def _where(self, episode: _Episode) -> str:
+    def _label(self, episode: _Episode) -> str:
         """Return file and episode, for messages."""
         return f"{self.path}: episode {episode.index}"
 
@@ -577,24 +477,22 @@ class _Table:
         rows = rows[np.argsort(self._frame[rows], kind="stable")]
         frame = self._frame[rows]
         if len(frame) != episode.length or (frame != np.arange(len(frame))).any():
-            lost = np.setdiff1d(np.arange(episode.length), frame)
-            detail = (
-                f"frame {lost[0]} is missing" if len(lost) else f"{len(frame)} frames are there"
-            )
+            missing = np.setdiff1d(np.arange(episode.length), frame)
+            problem = f"frame {missing[0]} is missing" if len(missing) else f"it has {len(frame)}"
             raise ConfigError(
-                f"{self._where(episode)} should have {episode.length} frames, but {detail}; record"
-                " or download it anew"
+                f"{self._label(episode)} should have {episode.length} frames, but {problem}; record"
+                " or download it again"
             )
         return rows
 
-    def tasks(self, rows: np.ndarray, episode: _Episode, known: Mapping[int, str]) -> np.ndarray:
+    def tasks(self, rows: np.ndarray, episode: _Episode, names: Mapping[int, str]) -> np.ndarray:
         """Return task_index, int64 [L]."""
         task = self._task[rows]
         for index in np.unique(task).tolist():
-            if index not in known:
+            if index not in names:
                 raise ConfigError(
-                    f"{self._where(episode)} has task_index={index}, which meta/tasks does not"
-                    " have; download it anew"
+                    f"{self._label(episode)} has task_index={index}, which meta/tasks does not"
+                    " have; download it again"
                 )
         return task
 
@@ -603,7 +501,7 @@ class _Table:
         if name not in self._cache:
             self._cache[name] = self._vectors(name, dims)
         x = self._cache[name][rows]
-        check_finite(x, f"{self._where(episode)}: {name}")
+        check_finite(x, f"{self._label(episode)}: {name}")
         return x
 
     def _vectors(self, name: str, dims: int) -> np.ndarray:
@@ -612,66 +510,64 @@ class _Table:
         import pyarrow.compute
 
         compute: Any = pyarrow.compute
-
+        types = pyarrow.types
         column = self._table[name].combine_chunks()
-        lists = pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type)
-        lists = lists or pyarrow.types.is_large_list(column.type)
-        if lists:
-            there = compute.fill_null(compute.list_value_length(column), 0).to_numpy(
-                zero_copy_only=False
-            )
+        list_types = (types.is_list, types.is_fixed_size_list, types.is_large_list)
+        is_list = any(is_type(column.type) for is_type in list_types)
+        if is_list:
+            counts = compute.fill_null(compute.list_value_length(column), 0)
+            counts = counts.to_numpy(zero_copy_only=False)
         else:
-            there = np.ones(len(column), dtype=np.int64)
-        if len(wrong := np.flatnonzero(there != dims)):
-            at = wrong[0]
+            counts = np.ones(len(column), dtype=np.int64)
+        if len(wrong := np.flatnonzero(counts != dims)):
+            i = wrong[0]
             raise ConfigError(
-                f"{self.path}: episode {self._episode[at]}, frame {self._frame[at]}: {name} has"
-                f" {there[at]} numbers; meta/info.json says {dims}; record or download it anew"
+                f"{self.path}: episode {self._episode[i]}, frame {self._frame[i]}: {name} has"
+                f" {counts[i]} numbers; meta/info.json says {dims}; record or download it again"
             )
-        flat = column.flatten() if lists else column
+        flat = column.flatten() if is_list else column
         try:
             return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, dims)
         except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
             raise ConfigError(
-                f"{self.path}: {name} holds {column.type}, not numbers; download it anew"
+                f"{self.path}: {name} holds {column.type}, not numbers; download it again"
             ) from error
 
-    def pictures(
+    def images(
         self, name: str, rows: np.ndarray, episode: _Episode, size: tuple[int, int]
     ) -> np.ndarray:
         """Return images that are stored in the table, uint8 [L, H, W, 3]."""
         out = np.empty((len(rows), *size, 3), dtype=np.uint8)
         for i, row in enumerate(rows.tolist()):
-            where = f"{self._where(episode)}, frame {i}: {name}"
+            label = f"{self._label(episode)}, frame {i}: {name}"
             try:
-                held = self._table[name][row].as_py()
+                value = self._table[name][row].as_py()
             except ValueError as error:
                 raise ConfigError(
-                    f"{where} cannot be read ({one_line(error)}); download it anew"
+                    f"{label} cannot be read ({one_line(error)}); download it again"
                 ) from error
-            data = held.get("bytes") if isinstance(held, dict) else held
+            data = value.get("bytes") if isinstance(value, dict) else value
             if not isinstance(data, bytes):
                 raise ConfigError(
-                    f"{where} holds no picture; download the dataset with its pictures in the"
-                    " tables"
+                    f"{label} holds no image; download the data set with its images in the tables"
                 )
             try:
-                with Image.open(io.BytesIO(data), formats=PICTURES) as picture:
-                    width, height = picture.size
+                with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+                    width, height = image.size
                     if (height, width) == size:  # check first: a small file may decode to gigabytes
-                        out[i] = np.asarray(picture.convert("RGB"))
+                        out[i] = np.asarray(image.convert("RGB"))
             except UNREADABLE as error:
                 raise ConfigError(
-                    f"{where} cannot be decoded ({error}); record or download it anew"
+                    f"{label} cannot be decoded ({error}); record or download it again"
                 ) from error
             if (height, width) != size:
                 raise ConfigError(
-                    f"{where} is {[height, width, 3]}; meta/info.json says {[*size, 3]}"
+                    f"{label} is {[height, width, 3]}; meta/info.json says {[*size, 3]}"
                 )
         return out
 
 
-def check_finite(x: np.ndarray, where: str) -> None:
+def check_finite(x: np.ndarray, label: str) -> None:
     """Check that all numbers of x [L, K] are finite.
 
     Raises:
@@ -680,58 +576,51 @@ def check_finite(x: np.ndarray, where: str) -> None:
     if len(bad := np.argwhere(~np.isfinite(x))):
         frame, i = bad[0].tolist()
         raise ConfigError(
-            f"{where} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the"
+            f"{label} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the"
             " episode out"
         )
 
 
 # -------------------------------------------------------------------------------------------- video
 def _decode(
-    path: Path, spans: Sequence[tuple[_Episode, int, np.ndarray]], size: tuple[int, int]
+    path: Path, parts: Sequence[tuple[_Episode, int, np.ndarray]], size: tuple[int, int]
 ) -> None:
-    """Decode a video into uint8 [L, H, W, 3] of each episode; ``spans`` are sorted by first
-    frame.
-    """
+    """Decode a video into uint8 [L, H, W, 3] of each part; parts are sorted by first frame."""
     if not path.exists():
-        raise ConfigError(
-            f"{path} is missing; copy or download the folder anew, or record it again"
-        )
+        raise ConfigError(f"{path} is missing; copy, download or record the folder again")
     try:
         with closing(_frames(path)) as frames:
             width, height = next(frames)["size"]
             if (height, width) != size:
                 raise ConfigError(
-                    f"{path}: shows {height} x {width} pixels; meta/info.json says {size[0]} x"
+                    f"{path}: has {height} x {width} pixels; meta/info.json says {size[0]} x"
                     f" {size[1]}"
                 )
-            at = 0  # index of the next frame
-            for episode, first, out in spans:
-                if first < at:
+            position = 0  # index of the next frame
+            for episode, first, out in parts:
+                if first < position:
                     raise ConfigError(
-                        f"{path}: episode {episode.index} begins before the one before it ends"
+                        f"{path}: episode {episode.index} starts before the previous one ends"
                     )
-                for i in range(first - at + len(out)):
-                    picture = next(frames, None)
-                    frame = at + i - first
-                    if picture is None:
+                for i in range(position, first + len(out)):
+                    pixels, frame = next(frames, None), i - first
+                    if pixels is None:
                         raise ConfigError(
-                            f"{path}: ends after {at + i} frames, at episode {episode.index}, frame"
-                            f" {max(frame, 0)} of {len(out)}; record or download it anew"
+                            f"{path}: ends after {i} frames, at episode {episode.index}, frame"
+                            f" {max(frame, 0)} of {len(out)}; record or download it again"
                         )
                     if frame >= 0:
-                        out[frame] = np.frombuffer(picture, dtype=np.uint8).reshape(*size, 3)
-                at = first + len(out)
+                        out[frame] = np.frombuffer(pixels, dtype=np.uint8).reshape(*size, 3)
+                position = first + len(out)
     except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         cause = one_line(error)[-200:]
         raise ConfigError(
-            f"{path}: is no video that can be read ({cause}); record or download it anew"
+            f"{path}: is no video that can be read ({cause}); record or download it again"
         ) from error
 
 
 def _frames(path: Path) -> Any:
-    """Yield the video's metadata, then the bytes [H, W, 3] of each frame; stops at a damaged
-    frame.
-    """
+    """Yield the video's metadata, then the bytes [H, W, 3] of each frame up to a damaged one."""
     read_frames: Any = imageio_ffmpeg.read_frames
     return read_frames(
         str(path),

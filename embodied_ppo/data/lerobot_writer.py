@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,19 +25,21 @@ from embodied_ppo.data.lerobot_reader import (
     CHUNK,
     STATE,
     VERSION,
-    arrow,
     check_finite,
+    episode_rows,
     read_info,
-    read_rows,
     read_tasks,
 )
+from embodied_ppo.data.parquet import import_pyarrow
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 KEYFRAMES = 10
 """Distance of key frames in a video; reading one frame decodes at most this many."""
-SAFE = "What was finished before is safe: record again into the same folder to go on"
+LOSSLESS = ("-crf", "0", "-preset", "veryfast", "-g", str(KEYFRAMES), "-bf", "0", "-f", "mp4")
+"""Options of ffmpeg."""
+SAFE = "Complete files are kept: record again into the same folder to continue"
 INDICES = ("frame_index", "episode_index", "index", "task_index")
 
 Stats: TypeAlias = "dict[str, np.ndarray]"
@@ -104,7 +106,7 @@ class Writer:
                 f"{self.folder}: camera {bad[0]!r} cannot be a folder; give it a name without"
                 " slashes"
             )
-        arrow(self.folder)
+        import_pyarrow(self.folder)
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, Stats] = {}
         self._file = 0
@@ -137,15 +139,14 @@ class Writer:
             ConfigError: A shape or type is wrong, a number is not finite, or encoding failed.
         """
         if self._lock < 0:
-            raise ConfigError(f"{self.folder}: was closed; make a new Writer to go on")
+            raise ConfigError(f"{self.folder}: was closed; create a new Writer to continue")
         length = self._check(images, state, action, instruction)
         try:
             self._encode(images)
-            self._note(images, length, state, action, instruction)
-        except (
-            BaseException
-        ) as error:  # the video now holds part of an episode and cannot be completed
-            self._abandon()
+            self._append(images, length, state, action, instruction)
+        except BaseException as error:
+            # The video now holds a part of an episode and cannot be completed.
+            self._discard()
             if isinstance(error, OSError):
                 cause = one_line(error)[:200]
                 raise ConfigError(
@@ -168,7 +169,7 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------ beginning
+    # -------------------------------------------------------------------------------------- opening
     def _locked(self) -> int:
         """Lock the folder for this process and return its file descriptor."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -178,60 +179,57 @@ class Writer:
         except OSError as error:
             os.close(lock)
             raise ConfigError(
-                f"{self.folder}: another process records into it; wait for it, or choose another"
-                " folder"
+                f"{self.folder}: another process records into it; wait until it ends, or choose"
+                " another folder"
             ) from error
         return lock
 
     def _open(self) -> None:
         """Create a data set, or continue the existing one."""
         if not (self.folder / "meta/info.json").exists():
-            if there := sorted(path.name for path in self.folder.iterdir() if path.name != "meta"):
+            if names := sorted(path.name for path in self.folder.iterdir() if path.name != "meta"):
                 raise ConfigError(
-                    f"{self.folder}: holds {there[0]} but no meta/info.json; choose an empty folder"
+                    f"{self.folder}: holds {names[0]} but no meta/info.json; choose an empty folder"
                 )
             self._publish()
             return
         info = read_info(self.folder)
-        there = {
-            "codebase_version": info["codebase_version"],
-            "fps": info["fps"],
-            **_plain(info["features"]),
-        }
-        wanted = {"codebase_version": VERSION, "fps": self._fps, **_plain(self._features)}
-        for key in wanted | there:
-            if wanted.get(key) != there.get(key):
+        present = _description(info["codebase_version"], info["fps"], info["features"])
+        expected = _description(VERSION, self._fps, self._features)
+        for key in expected | present:
+            if expected.get(key) != present.get(key):
                 raise ConfigError(
-                    f"{self.folder}: holds demonstrations with {key}={there.get(key)}, not"
-                    f" {wanted.get(key)}; choose another folder, or the options it was begun with"
+                    f"{self.folder}: holds demonstrations with {key}={present.get(key)}, not"
+                    f" {expected.get(key)}; choose another folder, or the options of the first"
+                    " recording"
                 )
-        rows = read_rows(self.folder)
+        rows = episode_rows(self.folder)
         self._tasks = {text: index for index, text in read_tasks(self.folder, VERSION).items()}
         self.episodes, self.frames = len(rows), sum(row["length"] for row in rows)
         for row in rows:
             self._file = max(self._file, *_files_of(row, int(info.get("chunks_size", CHUNK))))
             try:
-                row_stats = {
-                    key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS}
-                    for key in self._keys()
-                }
+                self._add_stats(
+                    {
+                        key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS}
+                        for key in (STATE, ACTION, *(CAMERA + name for name in self._cameras))
+                    }
+                )
             except KeyError as error:
                 raise ConfigError(
                     f"{self.folder}: episode {row['episode_index']} has no column {error.args[0]},"
-                    " so it was recorded by something else; choose another folder"
+                    " because other software recorded it; choose another folder"
                 ) from error
-            self._stats = {
-                key: _merged(self._stats.get(key), new) for key, new in row_stats.items()
-            }
         self._file += bool(rows)
         # Remove the incomplete files of an interrupted recording.
-        for path in [*self.folder.rglob("*.part"), *(path for path in self._paths())]:
+        videos = [self._path(VIDEO_PATH, name) for name in self._cameras]
+        for path in [*self.folder.rglob("*.part"), self._path(DATA_PATH), *videos]:
             path.unlink(missing_ok=True)
         self._publish()
 
-    def _keys(self) -> list[str]:
-        """Return the features that have statistics."""
-        return [STATE, ACTION, *(CAMERA + name for name in self._cameras)]
+    def _add_stats(self, stats: Mapping[str, Stats]) -> None:
+        """Merge the statistics of an episode into those of the data set."""
+        self._stats = {key: _merged(self._stats.get(key), new) for key, new in stats.items()}
 
     # --------------------------------------------------------------------------------------- adding
     def _check(
@@ -246,34 +244,34 @@ class Writer:
         Raises:
             ConfigError: It is malformed.
         """
-        where = f"{self.folder}: episode {self.episodes}"
+        label = f"{self.folder}: episode {self.episodes}"
         if set(images) != set(self._cameras):
             raise ConfigError(
-                f"{where} has pictures of {sorted(images)}; they must be of {sorted(self._cameras)}"
+                f"{label} has images of {sorted(images)}; they must be of {sorted(self._cameras)}"
             )
         length = len(state)
         if length == 0 or not instruction:
             raise ConfigError(
-                f"{where} has {length} frames and instruction={instruction!r}; leave it out"
+                f"{label} has {length} frames and instruction={instruction!r}; leave it out"
             )
         for name, size in self._cameras.items():
             x = images[name]
             if x.shape != (length, *size, 3) or x.dtype != np.uint8:
                 raise ConfigError(
-                    f"{where}: camera {name} shows {x.dtype} {list(x.shape)}; it must be uint8"
+                    f"{label}: camera {name} has {x.dtype} {list(x.shape)}; it must be uint8"
                     f" {[length, *size, 3]}"
                 )
         for name, x in ((STATE, state), (ACTION, action)):
             if x.shape != (length, self._dims[name]):
                 raise ConfigError(
-                    f"{where}: {name} is {list(x.shape)}; it must be {[length, self._dims[name]]}"
+                    f"{label}: {name} is {list(x.shape)}; it must be {[length, self._dims[name]]}"
                 )
-            check_finite(x, f"{where}: {name}")
+            check_finite(x, f"{label}: {name}")
         return length
 
     def _encode(self, images: Mapping[str, np.ndarray]) -> None:
         """Send the images to ffmpeg."""
-        for name, pictures in images.items():
+        for name, frames in images.items():
             if name not in self._encoders:
                 part = _part(self._path(VIDEO_PATH, name))
                 part.parent.mkdir(parents=True, exist_ok=True)
@@ -283,22 +281,11 @@ class Writer:
                     self._fps,
                     codec="libx264rgb",
                     pix_fmt="rgb24",
-                    options=(
-                        "-crf",
-                        "0",
-                        "-preset",
-                        "veryfast",
-                        "-g",
-                        str(KEYFRAMES),
-                        "-bf",
-                        "0",
-                        "-f",
-                        "mp4",
-                    ),
+                    options=LOSSLESS,
                 )
-            self._encoders[name].send(np.ascontiguousarray(pictures))
+            self._encoders[name].send(np.ascontiguousarray(frames))
 
-    def _note(
+    def _append(
         self,
         images: Mapping[str, np.ndarray],
         length: int,
@@ -321,13 +308,13 @@ class Writer:
         for name, column in columns.items():
             self._columns[name].append(column)
         stats = {STATE: _stats(columns[STATE]), ACTION: _stats(columns[ACTION])}
-        stats |= {CAMERA + name: _image_stats(pictures) for name, pictures in images.items()}
-        self._stats = {key: _merged(self._stats.get(key), new) for key, new in stats.items()}
+        stats |= {CAMERA + name: _image_stats(frames) for name, frames in images.items()}
+        self._add_stats(stats)
         self._episode_rows.append(self._episode_row(length, instruction, stats))
         self.episodes += 1
         self.frames += length
 
-    def _abandon(self) -> None:
+    def _discard(self) -> None:
         """Discard incomplete episodes and close."""
         self.episodes -= len(self._episode_rows)
         self.frames -= sum(row["length"] for row in self._episode_rows)
@@ -346,71 +333,58 @@ class Writer:
         self, length: int, instruction: str, stats: Mapping[str, Stats]
     ) -> dict[str, Any]:
         """Return the row of the next episode in meta/episodes."""
-        place = {"chunk_index": self._file // CHUNK, "file_index": self._file % CHUNK}
-        begun = sum(row["length"] for row in self._episode_rows)  # frames of this file
-        row: dict[str, Any] = {
-            "episode_index": self.episodes,
-            "tasks": [instruction],
-            "length": length,
-        }
-        row |= {f"data/{key}": x for key, x in place.items()}
+        indices = self._file_indices()
+        start = sum(row["length"] for row in self._episode_rows)  # frame of this file
+        times = {"from_timestamp": start / self._fps, "to_timestamp": (start + length) / self._fps}
+        row: dict[str, Any] = {"episode_index": self.episodes, "tasks": [instruction]}
+        row["length"] = length
+        row |= {f"data/{key}": x for key, x in indices.items()}
         row |= {"dataset_from_index": self.frames, "dataset_to_index": self.frames + length}
         for name in self._cameras:
-            row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in place.items()}
-            times = {
-                "from_timestamp": begun / self._fps,
-                "to_timestamp": (begun + length) / self._fps,
-            }
-            row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in times.items()}
-        row |= {
-            f"stats/{key}/{x}": array.tolist()
-            for key, of in stats.items()
-            for x, array in of.items()
-        }
-        return row | {f"meta/episodes/{key}": x for key, x in place.items()}
+            row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in (indices | times).items()}
+        for key, values in stats.items():
+            row |= {f"stats/{key}/{x}": array.tolist() for x, array in values.items()}
+        return row | {f"meta/episodes/{key}": x for key, x in indices.items()}
 
     # ------------------------------------------------------------------------------------ finishing
+    def _file_indices(self) -> dict[str, int]:
+        """Return the numbers in the path of the current file."""
+        return {"chunk_index": self._file // CHUNK, "file_index": self._file % CHUNK}
+
     def _path(self, template: str, camera: str = "") -> Path:
         """Return the path of the current file."""
-        key = CAMERA + camera
-        return self.folder / template.format(
-            video_key=key, chunk_index=self._file // CHUNK, file_index=self._file % CHUNK
-        )
-
-    def _paths(self) -> Iterator[Path]:
-        """Yield the files that are written before the episodes become valid."""
-        yield self._path(DATA_PATH)
-        yield from (self._path(VIDEO_PATH, name) for name in self._cameras)
+        return self.folder / template.format(video_key=CAMERA + camera, **self._file_indices())
 
     def _finish(self) -> None:
         """Write everything added since the last file; the episodes become valid."""
         try:
             self._write_file()
         except BaseException:
-            self._abandon()
+            self._discard()
             raise
         self._file += 1
         self._publish()
 
     def _write_file(self) -> None:
         """Write the current file."""
-        pyarrow, parquet = arrow(self.folder)
+        pyarrow, parquet = import_pyarrow(self.folder)
         frames = sum(row["length"] for row in self._episode_rows)
         for name, encoder in self._encoders.items():
             encoder.close()
             path = self._path(VIDEO_PATH, name)
-            if (there := _count(_part(path))) != frames:
+            if (count := _count(_part(path))) != frames:
                 raise ConfigError(
-                    f"{path}: ffmpeg wrote {there} of {frames} frames; is the disk full? {SAFE}"
+                    f"{path}: ffmpeg wrote {count} of {frames} frames; is the disk full? {SAFE}"
                 )
             _move(_part(path), path)
-        joined = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        data = pyarrow.table({name: _column(x) for name, x in joined.items()})
-        _write(self._path(DATA_PATH), lambda part: parquet.write_table(data, part))
-        tasks = _tasks_table(self._tasks)
-        _write(self.folder / "meta/tasks.parquet", lambda part: parquet.write_table(tasks, part))
-        episodes = pyarrow.Table.from_pylist(self._episode_rows)
-        _write(self._path(EPISODES_PATH), lambda part: parquet.write_table(episodes, part))
+        columns = {name: _column(np.concatenate(parts)) for name, parts in self._columns.items()}
+        # The episodes are written last, because they make the other files valid.
+        for path, table in (
+            (self._path(DATA_PATH), pyarrow.table(columns)),
+            (self.folder / "meta/tasks.parquet", _tasks_table(self._tasks)),
+            (self._path(EPISODES_PATH), pyarrow.Table.from_pylist(self._episode_rows)),
+        ):
+            _write(path, lambda part, table=table: parquet.write_table(table, part))
         self._episode_rows, self._columns, self._encoders = [], defaultdict(list), {}
 
     def _publish(self) -> None:
@@ -431,7 +405,8 @@ class Writer:
             "features": self._features,
         }
         stats = {
-            key: {x: array.tolist() for x, array in of.items()} for key, of in self._stats.items()
+            key: {x: array.tolist() for x, array in values.items()}
+            for key, values in self._stats.items()
         }
         for name, value in (("stats", stats), ("info", info)):
             text = json.dumps(value, indent=4, ensure_ascii=False)
@@ -467,11 +442,13 @@ def _features(
     return features | {name: {"dtype": "int64", "shape": [1], "names": None} for name in INDICES}
 
 
-def _plain(features: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the features that all recordings of a folder must have in common."""
+def _description(version: str, fps: float, features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that all recordings into a folder must have in common."""
+    fields = ("dtype", "shape", "names")
     return {
-        key: [feature.get(x) for x in ("dtype", "shape", "names")]
-        for key, feature in features.items()
+        "codebase_version": version,
+        "fps": fps,
+        **{key: [feature.get(x) for x in fields] for key, feature in features.items()},
     }
 
 
@@ -494,40 +471,31 @@ def _column(x: np.ndarray) -> Any:
     import pyarrow
 
     flat = pyarrow.array(x.reshape(-1))
-    return (
-        flat
-        if x.ndim == 1 or x.shape[1] == 1
-        else pyarrow.FixedSizeListArray.from_arrays(flat, x.shape[1])
-    )
+    if x.ndim == 1 or x.shape[1] == 1:
+        return flat
+    return pyarrow.FixedSizeListArray.from_arrays(flat, x.shape[1])
 
 
 def _tasks_table(tasks: Mapping[str, int]) -> Any:
     """Return a table that pandas reads with the sentences as its index, as LeRobot expects."""
     import pyarrow
 
+    task_index = pyarrow.array(list(tasks.values()), pyarrow.int64())
     table = pyarrow.table(
-        {
-            "task_index": pyarrow.array(list(tasks.values()), pyarrow.int64()),
-            "task": pyarrow.array(list(tasks), pyarrow.string()),
-        }
+        {"task_index": task_index, "task": pyarrow.array(list(tasks), pyarrow.string())}
     )
     columns = [
-        {
-            "name": name,
-            "field_name": name,
-            "pandas_type": kind,
-            "numpy_type": numpy,
-            "metadata": None,
-        }
-        for name, kind, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+        {"name": name, "field_name": name, "pandas_type": pandas, "numpy_type": numpy}
+        | {"metadata": None}
+        for name, pandas, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
     ]
-    pandas = {
+    metadata = {
         "index_columns": ["task"],
         "column_indexes": [],
         "columns": columns,
         "pandas_version": "2.2.0",
     }
-    return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
+    return table.replace_schema_metadata({"pandas": json.dumps(metadata)})
 
 
 def _part(path: Path) -> Path:
@@ -570,24 +538,21 @@ def _image_stats(x: np.ndarray) -> Stats:
     present = np.where(counts > 0, value, np.nan)
     mean = share @ value
     std = np.sqrt(np.maximum((share * np.square(value - mean[:, None])).sum(1), 0.0))
-    named = {
-        "min": np.nanmin(present, axis=1),
-        "max": np.nanmax(present, axis=1),
-        "mean": mean,
-        "std": std,
-    }
-    return {key: v.reshape(3, 1, 1) for key, v in named.items()} | {"count": np.array([len(x)])}
+    low, high = np.nanmin(present, axis=1), np.nanmax(present, axis=1)
+    stats = {"min": low, "max": high, "mean": mean, "std": std}
+    return {key: v.reshape(3, 1, 1) for key, v in stats.items()} | {"count": np.array([len(x)])}
 
 
 def _merged(a: Stats | None, b: Stats) -> Stats:
-    """Return the statistics of the union."""
+    """Return the statistics of the union of two sets of frames."""
     if a is None:
         return b
     count = a["count"] + b["count"]
     wa, wb = a["count"] / count, b["count"] / count
     mean = wa * a["mean"] + wb * b["mean"]
-    variance = wa * (a["std"] ** 2 + (a["mean"] - mean) ** 2) + wb * (
-        b["std"] ** 2 + (b["mean"] - mean) ** 2
-    )
+    # Variance of the union: E[var_k + (mean_k - mean)^2].
+    spread_a = a["std"] ** 2 + (a["mean"] - mean) ** 2
+    spread_b = b["std"] ** 2 + (b["mean"] - mean) ** 2
+    variance = wa * spread_a + wb * spread_b
     low, high = np.minimum(a["min"], b["min"]), np.maximum(a["max"], b["max"])
     return {"min": low, "max": high, "mean": mean, "std": np.sqrt(variance), "count": count}

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Generator, Tensor
 
-from embodied_ppo.core.errors import ConfigError, choose, one_line
+from embodied_ppo.core.errors import ConfigError, choose
 from embodied_ppo.core.random import sampling_key
+from embodied_ppo.data import parquet
 from embodied_ppo.data.synthetic_tasks import Part, Task, encode
-from embodied_ppo.models.checkpoint_files import config_errors
+from embodied_ppo.models.checkpoint_files import LOCAL, config_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 PROMPT_KEYS = ("prompt", "question")
 """Keys of a row that may hold the prompt, in order of preference."""
 ANSWER_KEYS = ("reward_model", "ground_truth", "answer")
-"""Keys of a row that may hold the correct answer, in order of preference; ``reward_model`` (verl)
-holds a ``ground_truth``.
+"""Keys of a row that may hold the correct answer, in order of preference.
+
+The value of ``reward_model`` (verl) has a key ``ground_truth``.
 """
 GSM8K_SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
 """Text that verl adds to every question of GSM8K."""
@@ -38,7 +40,7 @@ class Prompt:
 
     Attributes:
         ids: Tokens, with the chat template applied.
-        text: The same as text.
+        text: Text of the tokens.
         ground_truth: Correct answer, which a grader compares with.
         data_source: Selects the grader and the group of an evaluation.
         extra: verl's ``extra_info``.
@@ -88,7 +90,7 @@ def files_of(paths: Paths) -> list[Path]:
             inside = sorted(p for pattern in ("*.jsonl", "*.parquet") for p in path.glob(pattern))
             if not inside:
                 raise ConfigError(
-                    f"{path}: a directory without *.jsonl and *.parquet; name one that has some, or"
+                    f"{path}: a directory without *.jsonl and *.parquet; name another directory or"
                     " a file"
                 )
             files += inside
@@ -99,10 +101,9 @@ def files_of(paths: Paths) -> list[Path]:
                 f"{path}: is neither a file nor a directory; name a .jsonl, .json or .parquet file"
             )
         else:
-            there = sorted(p.name for p in path.parent.glob("*.*")) if path.parent.is_dir() else []
-            raise ConfigError(
-                f"{path}: does not exist; {choose(path.name, there[:20], 'in its folder: ')}"
-            )
+            names = sorted(p.name for p in path.parent.glob("*.*")) if path.parent.is_dir() else []
+            hint = choose(path.name, names[:20], "in its folder: ")
+            raise ConfigError(f"{path}: does not exist; {hint}")
     if not files:
         raise ConfigError(
             "no data file is named; name .jsonl, .json or .parquet files, or a directory of them"
@@ -110,34 +111,14 @@ def files_of(paths: Paths) -> list[Path]:
     return files
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and row of a parquet file."""
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: parquet needs pyarrow ({error}); pip install pyarrow, or give JSON lines"
-        ) from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            items = [item for batch in file.iter_batches() for item in batch.to_pylist()]
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-        OverflowError,
-    ) as error:  # invalid text, dates out of range
-        cause = one_line(error)
-        raise ConfigError(
-            f"{path}: is no parquet file that can be read ({cause}); write it anew"
-        ) from error
-    for i, item in enumerate(items):
-        yield f"{path} row {i}", item
+def _items(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the location and the value of each row.
 
-
-def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and object of JSON lines or of a JSON array, independent of the file's suffix."""
+    A file that is not parquet contains JSON lines or a JSON array, whatever its suffix is.
+    """
+    if path.suffix == ".parquet":
+        yield from ((f"{path} row {i}", row) for i, row in enumerate(parquet.read_rows(path)))
+        return
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -145,27 +126,25 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
             f"{path}: is no UTF-8 text (byte {error.start}: {error.reason}); convert it"
         ) from error
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); correct the cause"
-        ) from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); fix the cause") from error
     if text.lstrip().startswith("["):
         try:
             items = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: begins like a JSON array and is none ({error}); fix it"
+                f"{path}: begins like a JSON array but is none ({error}); fix it"
             ) from error
         yield from ((f"{path} row {i}", item) for i, item in enumerate(items))
         return
-    for number, line in enumerate(
-        text.split("\n"), start=1
-    ):  # splitlines would also split at U+2028
+    # splitlines would also split at U+2028.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
-                    f"{path}:{number}: {line[:60]!r} is no JSON ({error}); one object per line"
+                    f"{path}:{number}: {line[:60]!r} is no JSON ({error}); write one object per"
+                    " line"
                 ) from error
 
 
@@ -174,13 +153,13 @@ def read_rows(
 ) -> list[Row]:
     """Read all rows of JSON lines, JSON arrays and parquet files, in the order of ``paths``.
 
-    Of a directory all files are read, sorted. The layout is detected by the first row of a file
-    unless the keys are given:
+    The files of a directory are read in sorted order. The first row of a file determines its
+    layout, unless the keys are given:
       verl    {data_source, prompt: [{role, content}, ..], reward_model: {ground_truth}, extra_info}
       plain   {prompt: text or messages, ground_truth or answer}; other keys go to ``extra``
       GSM8K   {question, answer}, the correct answer after ``####``, without commas
 
-    Rows without ``data_source`` get "openai/gsm8k" (GSM8K) or the name of the file.
+    The ``data_source`` of rows without one is "openai/gsm8k" (GSM8K) or the name of the file.
 
     Args:
         paths: Files and directories.
@@ -193,13 +172,13 @@ def read_rows(
     rows: list[Row] = []
     for path in files_of(paths):
         before, gsm8k = len(rows), False
-        for where, item in _parquet(path) if path.suffix == ".parquet" else _json(path):
+        for where, item in _items(path):
             if not isinstance(item, dict):
                 raise ConfigError(
                     f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth':"
                     " ..}"
                 )
-            if len(rows) == before:  # the first row determines the layout of the file
+            if len(rows) == before:
                 gsm8k = prompt_key in (None, "question") and answer_key is None and _is_gsm8k(item)
             rows.append(_row(item, where, path.stem, gsm8k, prompt_key, answer_key))
         if len(rows) == before:
@@ -214,34 +193,34 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _find(
+def _key(
     item: Mapping[str, Any], where: str, option: str, key: str | None, known: Sequence[str]
 ) -> str:
-    """Return the key to read: ``key``, or the first known one that the row has."""
+    """Return the key to read: ``key``, or the first known one of the row."""
     if key is None:
-        there = [k for k in known if item.get(k) is not None]
-        if there:
-            return there[0]
-        words, keys = ", ".join(known), ", ".join(item) or "none"
+        if present := _first_key(item, known):
+            return present
         raise ConfigError(
-            f"{where}: none of {words} is there; its keys: {keys}; name the right one with"
-            f" {option}=KEY"
+            f"{where}: has none of {', '.join(known)}; its keys: {', '.join(item) or 'none'}; name"
+            f" the right one with {option}=KEY"
         )
     if item.get(key) is None:
-        what = "is null" if key in item else "is not there"
+        problem = "is null" if key in item else "does not exist"
         raise ConfigError(
-            f"{where}: {option} = {key} {what}; {choose(key, list(item), 'its keys: ')}"
+            f"{where}: {option} = {key} {problem}; {choose(key, list(item), 'its keys: ')}"
         )
     return key
 
 
+def _first_key(item: Mapping[str, Any], known: Sequence[str]) -> str | None:
+    """Return the first known key whose value is not null."""
+    return next((k for k in known if item.get(k) is not None), None)
+
+
 def _is_gsm8k(item: Mapping[str, Any]) -> bool:
     """Return whether a row has the layout of GSM8K."""
-    first = [
-        next((k for k in known if item.get(k) is not None), None)
-        for known in (PROMPT_KEYS, ANSWER_KEYS)
-    ]
-    return first == ["question", "answer"] and "####" in str(item["answer"])
+    keys = [_first_key(item, known) for known in (PROMPT_KEYS, ANSWER_KEYS)]
+    return keys == ["question", "answer"] and "####" in str(item["answer"])
 
 
 def _row(
@@ -253,27 +232,24 @@ def _row(
     answer_key: str | None,
 ) -> Row:
     """Convert and check one row."""
-    key = _find(item, where, "prompt_key", prompt_key, PROMPT_KEYS)
+    key = _key(item, where, "prompt_key", prompt_key, PROMPT_KEYS)
     prompt = _prompt(item[key], f"{where}: {key}")
-    truth_key = _find(item, where, "answer_key", answer_key, ANSWER_KEYS)
+    truth_key = _key(item, where, "answer_key", answer_key, ANSWER_KEYS)
     truth, label = item[truth_key], truth_key
     if truth_key == "reward_model":
-        truth, label = (
-            truth.get("ground_truth") if isinstance(truth, dict) else None,
-            "reward_model.ground_truth",
-        )
+        truth = truth.get("ground_truth") if isinstance(truth, dict) else None
+        label = "reward_model.ground_truth"
     if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
         raise ConfigError(f"{where}: {label} = {_show(truth)} must be a text or a number")
-    truth = str(
-        int(truth) if isinstance(truth, float) and truth.is_integer() else truth
-    )  # parquet: ints in a column with nulls
+    # Integers in a column with nulls may be stored as floats.
+    truth = str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
     if gsm8k:
         _, marker, truth = truth.rpartition("####")
         truth = truth.strip().replace(",", "")
         if not marker or not truth:
             raise ConfigError(
-                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####' like the"
-                f" first row's; fix it, or take all of it with answer_key={truth_key}"
+                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####', unlike"
+                f" the first row; fix it, or use the full text with answer_key={truth_key}"
             )
     source, extra = item.get("data_source"), item.get("extra_info")
     if not isinstance(source, (str, type(None))):
@@ -282,29 +258,25 @@ def _row(
         )
     if not isinstance(extra, (dict, type(None))):
         raise ConfigError(
-            f"{where}: extra_info = {_show(extra)} must be an object; put it under a key of one"
+            f"{where}: extra_info = {_show(extra)} must be an object; write it as a value of one"
         )
     if extra is None:
-        extra = {
-            k: v for k, v in item.items() if k not in (key, truth_key, "data_source", "extra_info")
-        }
+        used = (key, truth_key, "data_source", "extra_info")
+        extra = {k: v for k, v in item.items() if k not in used}
     source = source or ("openai/gsm8k" if gsm8k else name)
-    for word in (
-        truth,
-        source,
-        *([prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]),
-    ):
+    contents = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    for text in (truth, source, *contents):
         try:
-            word.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{where}: {_show(word)} is no Unicode text ({error.reason}); fix it"
+                f"{where}: {_show(text)} is no Unicode text ({error.reason}); fix it"
             ) from error
     return Row(prompt, truth, source, extra, GSM8K_SUFFIX if gsm8k else "", where)
 
 
 def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
-    """Return a text or messages after checking their types."""
+    """Check and return a text or messages."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
@@ -316,8 +288,8 @@ def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
             text = message.get(key) if isinstance(message, dict) else None
             if not isinstance(text, str):
                 raise ConfigError(
-                    f"{where}[{i}] = {_show(message)} must have a text under '{key}'; texts only"
-                    " are read"
+                    f"{where}[{i}] = {_show(message)} must have a text under '{key}'; other"
+                    " contents are not supported"
                 )
     return [{"role": m["role"], "content": m["content"]} for m in value]
 
@@ -332,12 +304,23 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     option = f"actor.tokenizer={path}"
     if not Path(path).is_dir():
         raise ConfigError(
-            f"{option}: is no directory; name one of a model (hf download NAME --local-dir DIR)"
+            f"{option}: is no directory; name that of a model (hf download NAME --local-dir DIR)"
         )
     if not [*Path(path).glob("tokenizer*"), *Path(path).glob("vocab.*")]:
         raise ConfigError(
             f"{option}: holds no tokenizer (tokenizer.json); name the directory of the model's"
         )
+    tokenizer = tokenizer_class(path)
+    with config_errors(f"{option}: transformers refuses (", "); fix it"):
+        return tokenizer.from_pretrained(path, **LOCAL)
+
+
+def tokenizer_class(path: str) -> Any:
+    """Return the class of transformers that loads the tokenizer of a directory exactly.
+
+    Raises:
+        ConfigError: transformers is not installed.
+    """
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
@@ -346,10 +329,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from error
     # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has
     # others.
-    exact = Path(path, "tokenizer.json").is_file()
-    kind: Any = PreTrainedTokenizerFast if exact else AutoTokenizer
-    with config_errors(f"{option}: transformers refuses (", "); fix it"):
-        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    has_rules = Path(path, "tokenizer.json").is_file()
+    return PreTrainedTokenizerFast if has_rules else AutoTokenizer
 
 
 def load_prompts(
@@ -370,7 +351,7 @@ def load_prompts(
         tokenizer: The tokenizer.
         prompt_length: Largest number of tokens.
         chat_template: "auto" uses the tokenizer's template if it has one, "always" requires one,
-            "never" joins the texts of the messages with line ends.
+            "never" joins the contents of the messages with line breaks.
         system: First message of the chat.
         prompt_key: See ``read_rows``.
         answer_key: See ``read_rows``.
@@ -386,34 +367,30 @@ def load_prompts(
     chat = chat_template != "never" and bool(tokenizer.chat_template)
     if chat_template == "always" and not chat:
         raise ConfigError(
-            "chat_template = always: the tokenizer has none; write chat_template=never, or add one"
-            " to it"
+            "chat_template = always: the tokenizer has none; write chat_template=never, or add a"
+            " template to the tokenizer"
         )
     if system is not None and not chat:
         raise ConfigError(
-            f"system = {_show(system)} is set but not read; it needs a tokenizer with a chat"
-            " template and chat_template=auto, or leave it out"
+            f"system = {_show(system)} is set but not read; use a tokenizer with a chat template"
+            " and chat_template=auto, or leave system out"
         )
     prompts: list[Prompt] = []
     lengths: list[int] = []
     for index, row in enumerate(read_rows(paths, prompt_key=prompt_key, answer_key=answer_key)):
         messages = _messages(row, row.suffix if suffix is None else suffix, system)
         text = "\n".join(m["content"] for m in messages)
-        cure = (
-            "the row or the template, or write chat_template=never"
-            if chat
-            else "it, or take another tokenizer"
-        )
-        source = f"the tokenizer{' or its chat template' if chat else ''}"
-        with config_errors(
-            f"{row.where}: {source} refuses {_show(text)} (", f"); fix {cure}", kind=True
-        ):
+        source, cure = "the tokenizer", "the row, or use another tokenizer"
+        if chat:
+            source, cure = (
+                f"{source} or its chat template",
+                "the row or the template, or write chat_template=never",
+            )
+        before = f"{row.where}: {source} refuses {_show(text)} ("
+        with config_errors(before, f"); fix {cure}", kind=True):
             if chat:
-                text = str(
-                    tokenizer.apply_chat_template(
-                        messages, tokenize=False, add_generation_prompt=True
-                    )
-                )
+                options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+                text = str(tokenizer.apply_chat_template(messages, **options))
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
         if not ids:
             raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; fix it")
@@ -431,24 +408,22 @@ def load_prompts(
 
 def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]:
     """Return the chat of a row, with ``suffix`` at the end of the user's last message."""
-    messages = (
-        [{"role": "user", "content": row.prompt}]
-        if isinstance(row.prompt, str)
-        else list(row.prompt)
-    )
+    if isinstance(row.prompt, str):
+        messages = [{"role": "user", "content": row.prompt}]
+    else:
+        messages = list(row.prompt)
     if suffix:
         users = [i for i, m in enumerate(messages) if m["role"] == "user"]
         if not users:
             raise ConfigError(
-                f"{row.where}: no message has the role 'user' that suffix = {_show(suffix)}"
-                " could end"
+                f"{row.where}: no message has the role 'user', which suffix = {_show(suffix)} needs"
             )
         last = messages[users[-1]]
         messages[users[-1]] = {**last, "content": last["content"] + suffix}
     if system is not None:
         if messages[0]["role"] == "system":
             raise ConfigError(
-                f"{row.where}: begins with a system message of its own; leave system out"
+                f"{row.where}: begins with a system message already; leave system out"
             )
         messages.insert(0, {"role": "system", "content": system})
     return messages
@@ -470,7 +445,7 @@ def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> 
 
 # ------------------------------------------------------------------------------------------ sampler
 class Sampler:
-    """Endless batches of row numbers; every epoch has every row once, in its own order."""
+    """Endless batches of row numbers. Every epoch has every row once, in a new order."""
 
     def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
         """Start at the first epoch.
@@ -478,8 +453,8 @@ class Sampler:
         Args:
             size: Number of rows.
             batch: Rows of a batch.
-            seed: The order of an epoch depends on (seed, epoch) and size only.
-            shuffle: False: rows in order.
+            seed: The order of an epoch depends on (seed, epoch) and ``size`` only.
+            shuffle: Whether to shuffle the rows.
 
         Raises:
             ConfigError: ``size`` or ``batch`` is below 1.
@@ -516,9 +491,12 @@ class Sampler:
         return self._epoch + self._position / self.size
 
     def state(self) -> dict[str, int]:
-        """Return the place in the data, and what the order depends on."""
-        order = {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
-        return {"epoch": self._epoch, "position": self._position, **order}
+        """Return the position in the data, and the values that determine the order."""
+        return {"epoch": self._epoch, "position": self._position, **self._order_values()}
+
+    def _order_values(self) -> dict[str, int]:
+        """Return the values that determine the order of rows."""
+        return {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue from ``state()``, with any batch size.
@@ -526,12 +504,12 @@ class Sampler:
         Raises:
             ConfigError: The state belongs to other data or another seed.
         """
-        for name, now in (("size", self.size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
-            if state[name] != now:
+        for name, value in self._order_values().items():
+            if state[name] != value:
                 raise ConfigError(
-                    f"sampler: {name} is {now}, the state to continue has {state[name]}: their"
-                    " orders differ; use the same data, prompt_length, seed and shuffle, or start"
-                    " a new run"
+                    f"sampler: {name} is {value}, the state to continue has {state[name]}: the"
+                    " orders of rows differ; use the same data, prompt_length, seed and shuffle,"
+                    " or start a new run"
                 )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._draw()

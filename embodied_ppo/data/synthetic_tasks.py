@@ -23,8 +23,8 @@ SPLIT_SEED = 20240117
 """Seed of the split into training and held-out problems, the same for every run."""
 
 Part: TypeAlias = Literal["train", "held_out"]
-Forgets: TypeAlias = Callable[[], bool]
-"""Called before a step of addition; returns whether its carries are forgotten."""
+ForgetCarries: TypeAlias = Callable[[], bool]
+"""Called before each addition; returns whether its carries are forgotten."""
 
 
 # -------------------------------------------------------------------------------------------- tasks
@@ -49,13 +49,13 @@ class Task:
 
     Attributes:
         name: Name of the task.
-        response_length: Tokens of the longest correct response, including the end.
+        response_length: Tokens of the longest correct response, including the end token.
         forget: Default probability that the demonstrator forgets carries.
         train: Number of training problems.
         held_out: Number of held-out problems.
-        draw: Returns the operands of ``train + held_out`` distinct problems, always the same.
-        write: Returns the response to operands; carries are forgotten as its second argument
-            decides.
+        draw: Returns the operands of ``train + held_out`` distinct problems, the same in every run.
+        write: Returns the response to operands. Its second argument decides whether carries are
+            forgotten.
         read: Returns the answer in a response, None if there is none.
         form: Pattern of a well-formed response.
     """
@@ -66,7 +66,7 @@ class Task:
     train: int
     held_out: int
     draw: Callable[[int], list[tuple[int, ...]]]
-    write: Callable[[tuple[int, ...], Forgets], str]
+    write: Callable[[tuple[int, ...], ForgetCarries], str]
     read: Callable[[str], str | None]
     form: re.Pattern[str]
 
@@ -77,18 +77,17 @@ class Task:
         """
         pool = self.draw(self.train + self.held_out)
         operands = pool[self.held_out :] if part == "train" else pool[: self.held_out]
-        return [
-            Problem("+".join(f"{x:02d}" for x in o) + "=", self._answer(o), o) for o in operands
-        ]
+        return [self._problem(o) for o in operands]
+
+    def _problem(self, operands: tuple[int, ...]) -> Problem:
+        """Return the problem with given operands."""
+        answer = self.read(self.write(operands, _never))
+        assert answer is not None
+        return Problem("+".join(f"{x:02d}" for x in operands) + "=", answer, operands)
 
     def respond(self, problem: Problem) -> str:
         """Return the correct response, without the end token."""
         return self.write(problem.operands, _never)
-
-    def _answer(self, operands: tuple[int, ...]) -> str:
-        answer = self.read(self.write(operands, _never))
-        assert answer is not None
-        return answer
 
 
 def _never() -> bool:
@@ -97,7 +96,7 @@ def _never() -> bool:
 
 
 def _sum(a: int, b: int, *, forget: bool) -> int:
-    """Return a + b, or with forgotten carries each digit's sum modulo 10."""
+    """Return a + b. With forgotten carries each digit is the sum of two digits modulo 10."""
     return sum((a // p + b // p) % 10 * p for p in (1, 10, 100)) if forget else a + b
 
 
@@ -109,29 +108,29 @@ def _pairs(count: int) -> list[tuple[int, ...]]:
 
 
 def _twos_and_threes(count: int) -> list[tuple[int, ...]]:
-    """Return ``count`` distinct tuples of two or three numbers; about a third are pairs, of which
-    only 8,100 exist.
+    """Return ``count`` distinct tuples of two or three numbers. About a third are pairs, because
+    only 8,100 pairs exist.
     """
     rng = random.Random(SPLIT_SEED)
-    distinct: dict[tuple[int, ...], None] = {}  # a set that keeps its order
+    distinct: dict[tuple[int, ...], None] = {}  # an ordered set
     while len(distinct) < count:
         distinct[tuple(rng.randrange(10, 100) for _ in range(rng.choice((2, 3))))] = None
     operands = list(distinct)
-    rng.shuffle(operands)  # pairs are rarer among the last ones drawn
+    rng.shuffle(operands)  # new pairs become rarer during the draw
     return operands
 
 
-def _three_digits(operands: tuple[int, ...], forgets: Forgets) -> str:
+def _three_digits(operands: tuple[int, ...], forget: ForgetCarries) -> str:
     """Return the sum as three digits, the least significant first."""
     a, b = operands
-    return f"{_sum(a, b, forget=forgets()):03d}"[::-1]
+    return f"{_sum(a, b, forget=forget()):03d}"[::-1]
 
 
-def _running_sums(operands: tuple[int, ...], forgets: Forgets) -> str:
+def _running_sums(operands: tuple[int, ...], forget: ForgetCarries) -> str:
     """Return all partial sums, the least significant digit first, then ``#`` and the total."""
     total, sums = operands[0], []
     for x in operands[1:]:
-        total = _sum(total, x, forget=forgets())
+        total = _sum(total, x, forget=forget())
         sums.append(str(total)[::-1])
     return f"{';'.join(sums)}#{total}"
 
@@ -143,10 +142,10 @@ def _after_mark(response: str) -> str | None:
 
 
 _TASKS = (
-    # 57+68=  ->  521: the sum as three digits, the least significant first. All 10,000 problems.
+    # 57+68=  ->  521: the sum as three digits, the least significant first; all 10,000 problems.
     Task("arithmetic", 4, 0.7, 9_000, 1_000, _pairs, _three_digits, str, re.compile("[0-9]{3}")),
-    # 57+68+90=  ->  521;512#215: partial sums, the least significant digit first, then the total in
-    # usual order.
+    # 57+68+90=  ->  521;512#215: partial sums, the least significant digit first, then the total,
+    # the most significant digit first.
     Task(
         "scratchpad",
         12,
@@ -165,10 +164,9 @@ TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 def grade(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> dict[str, Any]:
-    """Grade a response of either task (see ``graders``): 1 if its answer equals the correct one,
-    character by character.
+    """Grade a response of either task as 1 if its answer is identical to the correct one.
 
-    arithmetic: the response is the answer. scratchpad: the answer is the text after the last ``#``.
+    In arithmetic the response is the answer. In scratchpad it is the text after the last ``#``.
 
     Raises:
         ValueError: Unknown ``data_source``.
@@ -177,20 +175,13 @@ def grade(
         raise ValueError(f"data_source = {data_source!r} is none of {', '.join(TASKS)}")
     task = TASKS[data_source]
     answer = task.read(solution_str)
-    right = answer == ground_truth
-    return {
-        "score": float(right),
-        "acc": right,
-        "pred": answer,
-        "format": bool(task.form.fullmatch(solution_str)),
-    }
+    correct, form = answer == ground_truth, bool(task.form.fullmatch(solution_str))
+    return {"score": float(correct), "acc": correct, "pred": answer, "format": form}
 
 
 @dataclass(frozen=True)
 class TaskGrader:
-    """``grade`` for a given task, independent of the data source's name; can be pickled for worker
-    processes.
-    """
+    """``grade`` for a given task, whatever the data source is. Worker processes can unpickle it."""
 
     task: str
 
@@ -229,8 +220,8 @@ def preferences(
     """Return (prompt, correct response, wrong response) of ``count`` problems, drawn with
     replacement.
 
-    Of the wrong responses 1 in 10 is unfinished. Half of the others forget carries, where there are
-    any; the rest have one wrong digit in the answer.
+    A tenth of the wrong responses are incomplete. Half of the others have forgotten carries if the
+    problem has carries. The remaining ones have one wrong digit in the answer.
     """
     rng = random.Random(seed)
     return [
@@ -239,18 +230,18 @@ def preferences(
     ]
 
 
-def _wrong(task: Task, problem: Problem, right: str, rng: random.Random) -> str:
+def _wrong(task: Task, problem: Problem, correct: str, rng: random.Random) -> str:
     """Return a wrong response."""
     if rng.random() < 0.1:
-        return right[: rng.randrange(1, len(right))]
+        return correct[: rng.randrange(1, len(correct))]
     if rng.random() < 0.5:
         forgetful = task.write(problem.operands, lambda: rng.random() < task.forget)
-        if forgetful != right:
+        if forgetful != correct:
             return forgetful
-    at = rng.randrange(
-        len(right) - len(problem.answer), len(right)
-    )  # a response ends with the answer
-    return right[:at] + rng.choice([c for c in "0123456789" if c != right[at]]) + right[at + 1 :]
+    # A response ends with the answer.
+    i = rng.randrange(len(correct) - len(problem.answer), len(correct))
+    digit = rng.choice([c for c in "0123456789" if c != correct[i]])
+    return correct[:i] + digit + correct[i + 1 :]
 
 
 # ------------------------------------------------------------------------------------------- tokens

@@ -8,6 +8,9 @@ from typing import Any
 
 import imageio_ffmpeg
 
+DETERMINISTIC = ("-fflags", "+bitexact", "-flags:v", "+bitexact", "-map_metadata", "-1")
+"""Options of ffmpeg that leave out dates and versions."""
+
 
 def encoder(
     path: Path,
@@ -20,8 +23,8 @@ def encoder(
 ) -> Any:
     """Start ffmpeg and return a generator that encodes frames.
 
-    ``send`` it uint8 [.., H, W, 3] and ``close`` it at the end; ``send`` raises OSError if ffmpeg
-    has ended. No dates are written, so that equal frames give equal files.
+    Call ``send`` with uint8 [.., H, W, 3], and ``close`` at the end; ``send`` raises OSError if
+    ffmpeg has ended. Equal frames give equal files.
 
     Args:
         path: File to write.
@@ -31,9 +34,7 @@ def encoder(
         pix_fmt: Name of ffmpeg's pixel format.
         options: Further options of ffmpeg.
     """
-    write_frames: Any = (
-        imageio_ffmpeg.write_frames
-    )  # its annotations are narrower than its documentation
+    write_frames: Any = imageio_ffmpeg.write_frames  # accepts more than its annotations say
     writer = write_frames(
         str(path),
         (size[1], size[0]),
@@ -42,19 +43,7 @@ def encoder(
         pix_fmt_out=pix_fmt,
         quality=None,
         macro_block_size=1,
-        output_params=[
-            *options,
-            *(
-                "-threads",
-                "1",
-                "-fflags",
-                "+bitexact",
-                "-flags:v",
-                "+bitexact",
-                "-map_metadata",
-                "-1",
-            ),
-        ],
+        output_params=[*options, "-threads", "1", *DETERMINISTIC],
     )
     writer.send(None)
     return writer

@@ -1,8 +1,6 @@
-"""Read the final answer of a response: the one number after ``####``, and the contents of
-``\\boxed{}``.
+"""Read the final answer of a response: the number after ``####``, or the contents of ``\\boxed{}``.
 
-Everything here takes linear time: the responses of a policy are long, and graders run in the main
-process.
+Every function takes linear time, because responses are long and graders run in the main process.
 """
 
 from __future__ import annotations
@@ -18,18 +16,19 @@ NUMBER = rf"(?:{_GROUPED}|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 """Pattern of digits without a sign: thousands may be separated by commas or by single spaces."""
 
 
-def _words(text: str) -> frozenset[str]:
+def _split(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-# ----------------------------------------------------------------------------- words with a meaning
-_NUMBER_WORDS = _words(
+# ----------------------------------------------------------------------------------------- keywords
+_NUMBER_WORDS = _split(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
     "hundred hundreds thousand thousands million millions billion billions trillion trillions "
     "dozen dozens lakh crore"
 )
-CHANGES_VALUE = _NUMBER_WORDS | _words(
+CHANGES_VALUE = _NUMBER_WORDS | _split(
     # magnitudes and fractions
     "k mn mln mio bn half halves third thirds quarter fourths fifth fifths sixths sevenths eighth"
     " eighths ninths tenth tenths hundredth hundredths thousandth thousandths thrice twice double"
@@ -41,12 +40,12 @@ CHANGES_VALUE = _NUMBER_WORDS | _words(
     "or either neither nor not never maybe perhaps possibly versus vs than least most between "
     "approximately approx roughly about around nearly almost"
 )
-"""Words that change the value of a number beside them."""
-_CHANGES_NEXT = _words("over under above below beyond exceeding square cube log power")
-_GLUED_UNITS = _words(
+"""Words that change the value of an adjacent number."""
+_CHANGES_NEXT = _split("over under above below beyond exceeding square cube log power")
+_ATTACHED_UNITS = _split(
     "mm cm km in ft yd mi mg g kg lb lbs oz ml mL cl L s sec min h hr hrs mph kph"
 )
-_UNIT_LETTERS = _words("a m g l L s h")
+_UNIT_LETTERS = _split("a m g l L s h")
 """Words of one letter after a number that are not factors: the article and units."""
 
 # --------------------------------------------------------------------------------------- one number
@@ -67,16 +66,11 @@ _MARKUP = [
         (r"(?<=[0-9])\\[,;: ](?=[0-9])", " "),
         (r"\\([$%])", r"\1"),
         (rf"(?<=[{_SIGNS}])[$€£¥₹](?=[.0-9])", ""),
-        # A line break replaces everything else, because digits on its two sides stay apart.
+        # Other markup becomes a line break, which separates the digits on its two sides.
         (r"<[|/]?[A-Za-z_]{1,32}\|?>", "\n"),  # <answer>, </answer>, <|im_end|>
-        (
-            (
-                r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|quad)(?![A-Za-z])|\\[()\[\],;:!"
-                r" ]|[{}$€£¥₹]"
-            ),
-            "\n",
-        ),
-        # Emphasis: **72**, __72__, `72`; its first half may stand before the marker.
+        (r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|quad)(?![A-Za-z])", "\n"),
+        (r"\\[()\[\],;:! ]|[{}$€£¥₹]", "\n"),
+        # Emphasis: **72**, __72__, `72`. Its first half may precede the marker ####.
         (
             r"\A\s*[*`_]{1,3}(?=\s)|(?<![\w)*`])[*`_]{1,3}(?=[^\s*`_])|(?<=[^\s*`_])[*`_]{1,3}(?![\w*`])",
             "\n",
@@ -86,10 +80,10 @@ _MARKUP = [
 
 
 def spell_number(digits: str, sign: str = "") -> str:
-    """Return the normalised spelling of a number, without separators, plus sign and redundant
-    zeros.
+    """Return the normalised spelling of a number.
 
-    Two spellings are equal exactly if the numbers are equal.
+    It has no separators, plus sign or redundant zeros. Two spellings are equal exactly if the
+    numbers are equal.
     """
     text = format(Decimal(re.sub(rf"[,{_SPACE}]", "", digits)), "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
@@ -97,26 +91,24 @@ def spell_number(digits: str, sign: str = "") -> str:
 
 
 def read_number(text: str) -> str | None:
-    """Return the number that ``text`` states, None if it states no number or more than that.
+    """Return the number that ``text`` states, None if it does not state exactly one number.
 
-    A label before the number (``Answer:``, ``x =``, words), a currency, a percent sign and a unit
+    A label before the number (``Answer:``, ``x =``, words), a currency, and a percent sign or unit
     after it are ignored. Several numbers, operators, ranges, alternatives, fractions,
     approximations and magnitudes give None.
     """
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
     runs = list(_DIGIT_RUN.finditer(text))
-    if len(runs) != 1 or any(
-        unicodedata.numeric(c, None) is not None for c in text if not c.isascii()
-    ):
+    other_numerals = (unicodedata.numeric(c, None) for c in text if not c.isascii())
+    if len(runs) != 1 or any(x is not None for x in other_numerals):
         return None
     digits = runs[0][0].rstrip(".,")
     label, unit = text[: runs[0].start()], text[runs[0].end() :]
     sign = label[-1] if label and label[-1] in _SIGNS else ""
     label = label.removesuffix(sign)
-    if not re.fullmatch(NUMBER, digits) or (
-        label and not (label[-1].isspace() or label[-1] in ":=\"'“‘")
-    ):
+    is_separate = not label or label[-1].isspace() or label[-1] in ":=\"'“‘"
+    if not is_separate or not re.fullmatch(NUMBER, digits):
         return None
     return spell_number(digits, sign) if _is_plain(label, unit) else None
 
@@ -129,8 +121,8 @@ def _is_plain(label: str, unit: str) -> bool:
     before = re.search(rf"(?<!{_LETTER})(?:({_LETTER}+)\s)?({_LETTER}+)\s*\Z", label)
     if before and (len(before[2]) == 1 or _CHANGES_NEXT & set(before[0].lower().split())):
         return False
-    glued = _WORD.match(unit)
-    if glued and glued[0] not in _GLUED_UNITS:
+    attached = _WORD.match(unit)
+    if attached and attached[0] not in _ATTACHED_UNITS:
         return False
     first = re.match(rf"\s+({_LETTER})(?!{_LETTER})", unit)
     if unit[:1] in ("(", "[") or (first and first[1] not in _UNIT_LETTERS):
@@ -139,8 +131,7 @@ def _is_plain(label: str, unit: str) -> bool:
 
 
 def final_statement(response: str) -> str | None:
-    """Return the text after the last ``####`` that is followed by a number, up to the end of its
-    paragraph.
+    """Return the text from the last ``####`` before a number to the end of the number's paragraph.
 
     None if there is no such text. Paragraphs without a number are included, so that the number may
     be below a heading.
@@ -169,7 +160,7 @@ def _has_number(text: str) -> bool:
 # -------------------------------------------------------------------------------------------- boxes
 _TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\[A-Za-z]+|\\.|[{}]", re.DOTALL)
 LONGEST_BOX = 1000
-"""Largest length of a box in characters. math-verify would exceed its time limit on longer ones."""
+"""Largest length of a box in characters. math-verify takes too long for longer ones."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _PERCENT = re.compile(r"\\?%|\\(?:text|mathrm|mbox)\s*\{\s*per ?cent\s*\}|\bper ?cent\b")
@@ -206,9 +197,8 @@ def boxed_answers(text: str) -> list[str]:
             depth += 1 if match[0] == "{" else -1
             if depth == 0:
                 content = _BOX.sub("", text[start : match.start()])
-                group = re.fullmatch(
-                    r"\s*\{([^{}]*)\}\s*", content
-                )  # math-verify reads {7} as a set
+                # math-verify would read {7} as a set.
+                group = re.fullmatch(r"\s*\{([^{}]*)\}\s*", content)
                 contents.append(group[1] if group else content)
                 start = None
     contents += [] if start is None else [""]
@@ -216,9 +206,7 @@ def boxed_answers(text: str) -> list[str]:
 
 
 def plain_latex(text: str) -> str:
-    """Remove percent signs, which are treated as units, and thousands separators that math-verify
-    misreads.
-    """
+    """Remove percent signs, which count as units, and separators that math-verify misreads."""
     return _THOUSANDS.sub("", _PERCENT.sub(" ", text)).replace("~", " ")
 
 
@@ -234,17 +222,16 @@ def adds_meaning(answer: str, truth: str) -> bool:
 
 
 def _marks(latex: str) -> set[str]:
-    words = {
-        word.lower() for word in _WORD.findall(_COMMAND.sub(" ", latex)) if len(word) > 1
-    }  # k may be a variable
+    """Return the words and relations of an answer that change its value."""
+    # A word of one letter, such as k, may be a variable.
+    words = {word.lower() for word in _WORD.findall(_COMMAND.sub(" ", latex)) if len(word) > 1}
     return words & CHANGES_VALUE | {match[0] for match in _RELATION.finditer(latex)}
 
 
 def constant_sides(answer: str, truth: str) -> list[str]:
-    """Return the sides of an equation that have no variables; all of them must equal the correct
-    answer.
+    """Return the sides of an equation without variables, which must all equal the correct answer.
 
-    Empty if the answer is no equation, or if the correct answer is one.
+    Empty if the answer is not an equation, or if the correct answer is one.
     """
     sides = re.split(r"(?<![<>!\\])=", answer)
     if len(sides) < 2 or "=" in truth or "," in answer or ";" in answer:

@@ -23,32 +23,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from embodied_ppo.core.errors import (
-    ConfigError,
-    choose,
-)  # not from types: a worker starts without torch
-from embodied_ppo.rewards.answers import (
-    NUMBER,
-    adds_meaning,
-    boxed_answers,
-    constant_sides,
-    final_statement,
-    plain_latex,
-    read_number,
-    spell_number,
-)
+# Worker processes import this module and start without torch: nothing here may import it.
+from embodied_ppo.core.errors import ConfigError, choose
+from embodied_ppo.rewards import answers
 
-if TYPE_CHECKING:  # worker processes start without torch
+if TYPE_CHECKING:
     from embodied_ppo.data.prompts import Prompt
 
 Grader: TypeAlias = Callable[..., Any]
-"""Called with the keywords data_source, solution_str, ground_truth (texts) and extra_info (a
-dictionary).
-"""
+"""Called with the keywords data_source, solution_str, ground_truth (str) and extra_info (dict)."""
 Sample: TypeAlias = tuple[str, str, str, dict[str, Any]]
 """(data_source, response, ground_truth, extra_info)."""
-
-
 LARGEST = 1e30
 """Bound of a score's magnitude, so that it can be stored as float32."""
 
@@ -59,13 +44,10 @@ class Grade:
 
     Attributes:
         score: Reward.
-        answer: Normalised answer of the response, None if there is none or the grader does not
-            return it.
+        answer: Normalised answer of the response, None if the grader returns none.
         correct: Whether the answer is correct, None if the grader does not return it.
-        format_ok: Whether the response has the expected format, None if the grader does not return
-            it.
-        failed: The grader raised, exceeded its time limit or returned no score; the score is then
-            0.
+        format_ok: Whether the format is the expected one, None if the grader does not return it.
+        failed: The grader raised, exceeded its time limit or returned no score. The score is 0.
         extra: Other numbers of the result.
     """
 
@@ -84,12 +66,12 @@ FAILED = Grade(0.0, failed=True)
 _SIGN = "(?P<sign>[-+\N{MINUS SIGN}]?)"
 _DIGITS = r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
 _ANYWHERE = re.compile(rf"(?:(?<![\w)]){_SIGN})?[$€£]?{_DIGITS}")
-_GOLD = re.compile(rf"\s*{_SIGN}[$€£]?(?P<digits>{NUMBER})\s*%?\s*")
+_GOLD = re.compile(rf"\s*{_SIGN}[$€£]?(?P<digits>{answers.NUMBER})\s*%?\s*")
 
 
 def _number(match: re.Match[str]) -> str:
     """Return the normalised number of a match."""
-    return spell_number(match["digits"], match["sign"] or "")
+    return answers.spell_number(match["digits"], match["sign"] or "")
 
 
 def _gold(ground_truth: str) -> str:
@@ -106,9 +88,9 @@ def _gold(ground_truth: str) -> str:
     return _number(match)
 
 
-def _verdict(answer: str | None, right: bool, **more: Any) -> dict[str, Any]:
+def _result(answer: str | None, correct: bool, **more: Any) -> dict[str, Any]:
     """Return a grader's dictionary."""
-    return {"score": float(right), "acc": right, "pred": answer, **more}
+    return {"score": float(correct), "acc": correct, "pred": answer, **more}
 
 
 def exact(
@@ -116,7 +98,7 @@ def exact(
 ) -> dict[str, Any]:
     """Grade 1 if the response equals the correct answer up to white space."""
     answer = " ".join(solution_str.split())
-    return _verdict(answer, answer == " ".join(ground_truth.split()))
+    return _result(answer, answer == " ".join(ground_truth.split()))
 
 
 def gsm8k_strict(
@@ -130,7 +112,7 @@ def gsm8k_strict(
     """
     matches = re.findall(r"#### (\-?[0-9\.\,]+)", solution_str[-300:])
     answer = matches[-1].replace(",", "") if matches else None
-    return _verdict(answer, answer == ground_truth.strip().replace(",", ""), format=bool(matches))
+    return _result(answer, answer == ground_truth.strip().replace(",", ""), format=bool(matches))
 
 
 def gsm8k_flexible(
@@ -143,7 +125,7 @@ def gsm8k_flexible(
     """
     matches = list(_ANYWHERE.finditer(solution_str))
     answer = _number(matches[-1]) if matches else None
-    return _verdict(answer, answer == _gold(ground_truth))
+    return _result(answer, answer == _gold(ground_truth))
 
 
 def gsm8k_numeric(
@@ -155,42 +137,42 @@ def gsm8k_numeric(
     and ``#### x = 72`` equal 72. A statement with a second number, an operator, a range, an
     alternative or a magnitude (``72 or 7``, ``72/5``, ``72 million``) has no answer.
     """
-    statement = final_statement(solution_str)
-    answer = read_number(statement) if statement is not None else None
-    return _verdict(answer, answer == _gold(ground_truth), format=answer is not None)
+    statement = answers.final_statement(solution_str)
+    answer = answers.read_number(statement) if statement is not None else None
+    return _result(answer, answer == _gold(ground_truth), format=answer is not None)
 
 
 def math_verify(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> dict[str, Any]:
-    """Compare as mathematics, by package math-verify: the contents of all boxes, or the last
-    expression without a box.
+    """Compare as mathematical expressions, by package math-verify.
 
-    Several boxes are right if each of them is. A percent sign is a unit: ``\\boxed{50\\%}`` is 50
-    and not 0.5. Words and relations that the true answer lacks (``7 \\text{ million}``, ``7
+    The answer is the content of all boxes, or the last expression of a response without a box.
+    Several boxes are correct if each of them is. A percent sign is a unit: ``\\boxed{50\\%}`` is 50
+    and not 0.5. Words and relations that the correct answer lacks (``7 \\text{ million}``, ``7
     \\approx 12``) make an answer wrong.
     """
-    truth = plain_latex(ground_truth)
+    truth = answers.plain_latex(ground_truth)
     gold = _parse(truth if re.search(r"(?<!\\)\$|\\boxed", truth) else f"\\boxed{{{truth}}}")
     if not gold:
         raise ValueError(
             f"ground_truth = {ground_truth[:60]!r} cannot be read by math-verify; use exact"
         )
-    boxes = list(dict.fromkeys(map(plain_latex, boxed_answers(solution_str))))
+    boxes = list(dict.fromkeys(map(answers.plain_latex, answers.boxed_answers(solution_str))))
     if boxes:
-        plain = not any(adds_meaning(box, truth) for box in boxes)
-        right = plain and all(_is_equal(gold, truth, box) for box in boxes)
-        parsed = _parse(f"\\boxed{{{boxes[-1]}}}") if right or (plain and len(boxes) == 1) else []
+        plain = not any(answers.adds_meaning(box, truth) for box in boxes)
+        correct = plain and all(_is_equal(gold, truth, box) for box in boxes)
+        parsed = _parse(f"\\boxed{{{boxes[-1]}}}") if correct or (plain and len(boxes) == 1) else []
     else:
-        response = plain_latex(solution_str)
+        response = answers.plain_latex(solution_str)
         last = re.search(r"[0-9$\\].*\Z", response.rstrip().rpartition("\n")[2])
-        parsed = [] if last and adds_meaning(last[0], truth) else _parse(response)
-        right = _verify(gold, parsed)
-    return _verdict(str(parsed[0]) if parsed else None, right)
+        parsed = [] if last and answers.adds_meaning(last[0], truth) else _parse(response)
+        correct = _verify(gold, parsed)
+    return _result(str(parsed[0]) if parsed else None, correct)
 
 
 def _parse(latex: str) -> list[Any]:
-    """Parse with math-verify, without its time limits, which work in the main thread only."""
+    """Parse with math-verify. Its time limits are off, because only a main thread supports them."""
     from math_verify import parse
 
     return parse(latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
@@ -204,12 +186,9 @@ def _verify(gold: list[Any], parsed: list[Any]) -> bool:
 
 
 def _is_equal(gold: list[Any], truth: str, box: str) -> bool:
-    """Return whether the content of a box, and each constant side of an equation in it, equals the
-    correct answer.
-    """
-    return all(
-        _verify(gold, _parse(f"\\boxed{{{side}}}")) for side in [box, *constant_sides(box, truth)]
-    )
+    """Return whether a box, and each constant side of an equation in it, equals the answer."""
+    sides = [box, *answers.constant_sides(box, truth)]
+    return all(_verify(gold, _parse(f"\\boxed{{{side}}}")) for side in sides)
 
 
 DEFAULTS: dict[str, Grader] = {"openai/gsm8k": gsm8k_numeric}
@@ -226,8 +205,7 @@ def auto(
     """
     if data_source not in DEFAULTS:
         raise ConfigError(
-            f"data_source = {data_source!r} has no grader of its own; name one of"
-            f" {', '.join(GRADERS)}"
+            f"data_source = {data_source!r} has no default grader; name one of {', '.join(GRADERS)}"
         )
     return DEFAULTS[data_source](data_source, solution_str, ground_truth, extra_info)
 
@@ -241,7 +219,7 @@ def is_cheap(spec: str | Grader) -> bool:
     return spec in GRADERS and spec != "math_verify"
 
 
-# ------------------------------------------------------------------------------------ by their name
+# --------------------------------------------------------------------------------- graders by name
 def resolve(spec: str | Grader) -> Grader:
     """Return the grader that ``spec`` names, to be called with keywords.
 
@@ -263,11 +241,9 @@ def resolve(spec: str | Grader) -> Grader:
         raise ConfigError(
             f"{label}: {error}; it is called with the keywords {', '.join(keywords)}"
         ) from error
-    if inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(
-        getattr(grader, "__call__", None)  # noqa: B004
-    ):
-        return _synchronous(grader)
-    return grader
+    method = getattr(grader, "__call__", None)  # noqa: B004
+    is_async = any(map(inspect.iscoroutinefunction, (grader, method)))
+    return _synchronous(grader) if is_async else grader
 
 
 def _synchronous(grader: Grader) -> Grader:
@@ -291,9 +267,8 @@ def _named(spec: str) -> tuple[Grader, str]:
     label = f"reward.grader = {spec}"
     if spec in GRADERS:
         if spec == "math_verify":
-            logging.getLogger("math_verify").setLevel(
-                logging.ERROR
-            )  # warns that time limits are off
+            # It warns that its time limits are off.
+            logging.getLogger("math_verify").setLevel(logging.ERROR)
             try:
                 math_verify("", "1", "1")  # import now, outside the time limit of the first sample
             except ImportError as error:
@@ -301,74 +276,74 @@ def _named(spec: str) -> tuple[Grader, str]:
                     f"{label}: needs a package ({error}); pip install math-verify"
                 ) from error
         return GRADERS[spec], label
-    place, name = _split(spec, label)
+    source, name = _split(spec, label)
     try:
-        module = (
-            _file(Path(place).expanduser(), label)
-            if place.endswith(".py")
-            else _module(place, label)
-        )
+        if source.endswith(".py"):
+            module = _file(Path(source).expanduser(), label)
+        else:
+            module = _module(source, label)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{label}: {place} cannot be imported ({_cause(error)}); fix it"
+            f"{label}: {source} cannot be imported ({_cause(error)}); fix it"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        what = "is no function" if hasattr(module, name) else "is not there"
-        raise ConfigError(f"{label}: {name} {what}; {choose(name, there, f'in {place}: ')}")
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        problem = "is no function" if hasattr(module, name) else "does not exist"
+        raise ConfigError(f"{label}: {name} {problem}; {choose(name, names, f'in {source}: ')}")
     return function, label
 
 
 def check_exists(spec: str) -> None:
-    """Refuse a grader that is missing, as far as this shows without running a module of the user.
+    """Refuse a missing grader in milliseconds, before the run imports torch and transformers.
 
-    It takes milliseconds, where the run imports torch and transformers before it loads the grader.
+    Code of the user is not executed. A missing function is therefore found in modules of the
+    standard library only.
 
     Raises:
-        ConfigError: the specification, the file, the module or a function of the standard library
-            is missing.
+        ConfigError: The specification is invalid, or the file, module or function is missing.
     """
     if spec in GRADERS:
         return
     label = f"reward.grader = {spec}"
-    place, _ = _split(spec, label)
-    if place.endswith(".py"):
-        _check_file(Path(place).expanduser(), label)
-        return
-    top = place.partition(".")[0]
-    if top in sys.stdlib_module_names or (
-        top not in sys.modules and importlib.util.find_spec(top) is None
+    source, _ = _split(spec, label)
+    package = source.partition(".")[0]
+    if source.endswith(".py"):
+        _check_file(Path(source).expanduser(), label)
+    elif package in sys.stdlib_module_names or (
+        package not in sys.modules and importlib.util.find_spec(package) is None
     ):
         resolve(spec)
 
 
 def _split(spec: str, label: str) -> tuple[str, str]:
-    """The module or file, and the function."""
-    place, _, name = (spec + ":compute_score" if spec.endswith(".py") else spec).rpartition(":")
-    if not place or not name:
-        there = choose(spec, list(GRADERS), "there are: ")
-        raise ConfigError(f"{label}: no such grader; {there}, module:function and FILE.py:function")
-    return place, name
+    """Return the module or file, and the name of the function."""
+    source, _, name = (spec + ":compute_score" if spec.endswith(".py") else spec).rpartition(":")
+    if not source or not name:
+        names = choose(spec, list(GRADERS), "there are: ")
+        raise ConfigError(f"{label}: no such grader; {names}, module:function and FILE.py:function")
+    return source, name
 
 
 def _check_file(path: Path, label: str) -> None:
+    """Check that a file of a grader exists."""
     if not path.is_file():
-        there = sorted(p.name for p in path.parent.glob("*.py"))
-        raise ConfigError(
-            f"{label}: {path} is no file; {choose(path.name, there, 'in its folder: ')}"
+        files = choose(
+            path.name, sorted(p.name for p in path.parent.glob("*.py")), "in its folder: "
         )
+        raise ConfigError(f"{label}: {path} is no file; {files}")
 
 
 def _file(path: Path, label: str) -> ModuleType:
+    """Import a file."""
     _check_file(path, label)
     name = f"embodied_ppo_grader_{path.stem}"
-    plan = importlib.util.spec_from_file_location(name, path)
-    assert plan is not None and plan.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(plan)
-    plan.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -379,30 +354,26 @@ def _module(name: str, label: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             raise  # a module that this one imports is missing
-        above, _, last = str(error.name).rpartition(".")
-        there = [
-            m.name for m in pkgutil.iter_modules(sys.modules[above].__path__ if above else None)
-        ]
-        near = "".join(f"did you mean {n}? " for n in difflib.get_close_matches(last, there, n=1))
+        parent, _, last = str(error.name).rpartition(".")
+        paths = sys.modules[parent].__path__ if parent else None
+        names = [m.name for m in pkgutil.iter_modules(paths)]
+        hint = "".join(f"did you mean {n}? " for n in difflib.get_close_matches(last, names, n=1))
         raise ConfigError(
-            f"{label}: no module {error.name}; {near}set PYTHONPATH, or name FILE.py:NAME"
+            f"{label}: no module {error.name}; {hint}set PYTHONPATH, or name FILE.py:NAME"
         ) from error
 
 
 # ---------------------------------------------------------------------------------------- one grade
 def _cause(error: BaseException) -> str:
     """Return type, message and place of an exception in one line."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if f.filename != __file__ and f.filename[0] != "<"
-    ]
-    at = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in frames if f.filename != __file__ and f.filename[0] != "<"]
+    place = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
     try:
         text = str(error)
     except Exception:  # __str__ of a user's exception class may raise anything
-        text = "(an exception that cannot tell its text)"
-    return " ".join(f"{type(error).__name__}: {text}".split())[:300] + at
+        text = "(its text cannot be read)"
+    return " ".join(f"{type(error).__name__}: {text}".split())[:300] + place
 
 
 def _real(name: str, value: Any) -> float:
@@ -434,35 +405,31 @@ def as_grade(result: Any) -> Grade:
         return Grade(_real("result", result))
     entries = dict(result)
     if "score" not in entries:
-        raise ValueError(
-            "the grader's dictionary has no 'score'; its keys:"
-            f" {', '.join(map(str, entries)) or 'none'}"
-        )
+        keys = ", ".join(map(str, entries)) or "none"
+        raise ValueError(f"the grader's dictionary has no 'score'; its keys: {keys}")
 
     def take(*names: str) -> Any:
         return next((v for v in [entries.pop(n, None) for n in names] if v is not None), None)
 
     score, answer = _real("score", entries.pop("score")), take("pred", "answer")
-    right, form = take("acc", "correct"), take("format")
-    numbers = {
-        str(k): v
+    correct, format_ok = take("acc", "correct"), take("format")
+    if answer is not None:
+        answer = " ".join(str(answer).encode(errors="replace").decode().split())
+    extra = {
+        str(k): float(v)
         for k, v in entries.items()
-        if isinstance(v, Real) or getattr(v, "shape", None) == ()
+        if (isinstance(v, Real) or getattr(v, "shape", None) == ()) and math.isfinite(float(v))
     }
     return Grade(
         score,
-        answer=(
-            None
-            if answer is None
-            else " ".join(str(answer).encode(errors="replace").decode().split())
-        ),
-        correct=None if right is None else _real("acc", right) >= 1,
-        format_ok=None if form is None else _real("format", form) >= 1,
-        extra={k: float(v) for k, v in numbers.items() if math.isfinite(float(v))},
+        answer=answer,
+        correct=None if correct is None else _real("acc", correct) >= 1,
+        format_ok=None if format_ok is None else _real("format", format_ok) >= 1,
+        extra=extra,
     )
 
 
-def judge(grader: Grader, sample: Sample) -> tuple[Grade, str | None]:
+def grade_sample(grader: Grader, sample: Sample) -> tuple[Grade, str | None]:
     """Return the grade of one sample, and the cause if the grader failed."""
     source, response, truth, extra = sample
     try:
@@ -502,10 +469,12 @@ class WithFormat:
 
     @property
     def failures(self) -> int:
+        """See ``Graders``."""
         return self.inner.failures
 
     @property
     def last_failure(self) -> str | None:
+        """See ``Graders``."""
         return self.inner.last_failure
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
@@ -513,10 +482,11 @@ class WithFormat:
         grades = []
         for sample, grade in zip(samples, self.inner.grade(samples, prompts), strict=True):
             matches = self.pattern.fullmatch(sample[1]) is not None and not grade.failed
-            right = grade.score >= 1 if grade.correct is None else grade.correct
+            correct = grade.score >= 1 if grade.correct is None else grade.correct
             score = grade.score + self.weight * matches
-            grades.append(replace(grade, score=score, correct=right, format_ok=matches))
+            grades.append(replace(grade, score=score, correct=correct, format_ok=matches))
         return grades
 
     def close(self) -> None:
+        """Close the inner graders."""
         self.inner.close()

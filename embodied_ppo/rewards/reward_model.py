@@ -3,9 +3,8 @@
 It is loaded from a path or trained on preferences. B rows, L tokens of a row, padded on the right,
 D size of a hidden state.
 
-The score is read at the last token of prompt and response. transformers finds this token by the id
-of the padding token, and therefore ignores an end token with the same id. Here it is found by the
-length of the row.
+The score is read at the last token of prompt and response, located by the length of the row.
+transformers locates it by the id of the padding token, and ignores an end token with the same id.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from embodied_ppo.core.errors import ConfigError, TrainingError, one_line
-from embodied_ppo.data.prompts import Prompt
-from embodied_ppo.models.checkpoint_files import config_errors
+from embodied_ppo.data.prompts import Prompt, tokenizer_class
+from embodied_ppo.models.checkpoint_files import LOCAL, LOCAL_WEIGHTS, config_errors
 from embodied_ppo.rewards.graders import FAILED, Grade, Graders, Sample
 
 Pair = tuple[str, str, str]
@@ -55,25 +54,19 @@ def load(
             f"{option}: holds no config.json; name a directory that transformers wrote "
             "(hf download NAME --local-dir DIR)"
         )
+    tokenizer_cure = "save the one of the model's training there"
     # Without tokenizer files transformers would create an empty tokenizer.
     if not [*Path(path).glob("tokenizer.*"), *Path(path).glob("vocab.*")]:
-        raise ConfigError(
-            f"{option}: holds no tokenizer; save the one that the model was trained with there"
-        )
+        raise ConfigError(f"{option}: holds no tokenizer; {tokenizer_cure}")
     transformers = _transformers()
     AutoModel = transformers.AutoModelForSequenceClassification
-    # AutoTokenizer applies the splitting rules of the model family even if tokenizer.json has
-    # others.
-    exact = Path(path, "tokenizer.json").is_file()
-    Tokenizer = transformers.PreTrainedTokenizerFast if exact else transformers.AutoTokenizer
     transformers.utils.logging.set_verbosity_error()  # missing weights are reported below
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     cure = "; name a complete directory of a sequence-classification model"
     with config_errors(f"{option}: transformers refuses: ", cure):
         model, info = AutoModel.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, use_safetensors=True, **local
+            path, dtype=dtype, output_loading_info=True, **LOCAL_WEIGHTS
         )
-        tokenizer = Tokenizer.from_pretrained(path, **local)
+        tokenizer = tokenizer_class(path).from_pretrained(path, **LOCAL)
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
             f"{option}: a checkpoint of {', '.join(model.config.architectures or ['?'])} without"
@@ -92,14 +85,13 @@ def load(
         )
     if max(tokenizer.get_vocab().values()) >= vocabulary:
         raise ConfigError(
-            f"{option}: its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}; save the"
-            " one that the model was trained with there"
+            f"{option}: its tokenizer has {len(tokenizer)} tokens, the model {vocabulary};"
+            f" {tokenizer_cure}"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.get_text_config().pad_token_id = (
-        tokenizer.pad_token_id
-    )  # read by transformers only
+    # Only transformers' own scoring of a saved model reads it.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model.to(device).eval(), tokenizer
 
 
@@ -121,7 +113,7 @@ def new(architecture: Mapping[str, Any], *, device: torch.device | str = "cpu") 
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(
             f"architecture={dict(architecture)}: transformers refuses a reward model:"
-            f" {one_line(error)}; write the actor's"
+            f" {one_line(error)}; write the actor's architecture"
         ) from error
     _check_head(model, f"architecture={dict(architecture)}")
     nn.init.zeros_(model.score.weight)
@@ -143,9 +135,8 @@ def _check_head(model: Any, option: str) -> None:
     """Check that the model has a linear head."""
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ConfigError(
-            f"{option}: {type(model).__name__} has no linear head named score that every token can"
-            " be read with; name a causal model, such as Llama, Mistral, Qwen 2 to 3 or Gemma 1"
-            " to 3"
+            f"{option}: {type(model).__name__} has no linear head named score; name a causal model,"
+            " such as Llama, Mistral, Qwen 2 to 3 or Gemma 1 to 3"
         )
 
 
@@ -158,15 +149,13 @@ def _encode(tokenizer: Any, texts: Sequence[str], add_eos: bool) -> list[list[in
 
 
 def _problem(model: Any, row: list[int]) -> str | None:
-    """Return why a row cannot be scored, None if it can."""
+    """Return the reason that a row cannot be scored, None if it can."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not row:
         return "the text has no tokens"
-    return (
-        f"the text has {len(row)} tokens, the model's limit is {limit}"
-        if limit and len(row) > limit
-        else None
-    )
+    if limit and len(row) > limit:
+        return f"the text has {len(row)} tokens, the model's limit is {limit}"
+    return None
 
 
 def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
@@ -174,26 +163,25 @@ def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
 
     The head computes in float32.
     """
-    length = torch.tensor([len(row) for row in rows], device=model.device)
-    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(
-        model.device
-    )  # [B, L]; any id pads
-    mask = torch.arange(ids.shape[1], device=model.device) < length.unsqueeze(1)
-    hidden = model.base_model(
-        input_ids=ids, attention_mask=mask.long(), use_cache=False
-    ).last_hidden_state  # [B, L, D]
-    last = hidden[torch.arange(len(rows), device=model.device), length - 1].float()
+    device = model.device
+    length = torch.tensor([len(row) for row in rows], device=device)
+    # [B, L]; the id of the padding does not matter, because it is masked.
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
+    mask = torch.arange(ids.shape[1], device=device) < length.unsqueeze(1)
+    output = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    hidden = output.last_hidden_state  # [B, L, D]
+    last = hidden[torch.arange(len(rows), device=device), length - 1].float()
     bias = None if model.score.bias is None else model.score.bias.float()
-    offset = getattr(
-        model.config, "reward_offset", 0.0
-    )  # stored in config.json, because heads of transformers have no bias
+    # The offset is stored in config.json, because heads of transformers have no bias.
+    offset = getattr(model.config, "reward_offset", 0.0)
     return F.linear(last, model.score.weight.float(), bias).squeeze(-1) - offset
 
 
 @torch.no_grad()
 def _score_all(model: Any, rows: Sequence[list[int]], batch_tokens: int) -> Tensor:
-    """Return the scores of all rows, float32 [len(rows)] on the CPU, in batches of similar
-    lengths.
+    """Return the scores of all rows, float32 [len(rows)] on the CPU.
+
+    A batch has rows of similar lengths and at most ``batch_tokens`` tokens with padding.
     """
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -240,19 +228,18 @@ class RewardModel:
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
         """Return one grade per sample, in their order; prompts[i] belongs to samples[i].
 
-        A text that is too long for the model, or whose score is not finite, fails. With a rule, its
-        answer, its correctness (else: score at least 1) and its format are part of the grade.
+        A text that is too long for the model, or whose score is not finite, fails. With a rule, the
+        grade has the rule's answer, correctness (score at least 1 if the rule returns none) and
+        format.
         """
         assert len(samples) == len(prompts)
-        rows = _encode(
-            self.tokenizer, [p.text + s[1] for p, s in zip(prompts, samples)], self.add_eos
-        )
+        texts = [p.text + s[1] for p, s in zip(prompts, samples)]
+        rows = _encode(self.tokenizer, texts, self.add_eos)
         problems = [_problem(self.model, row) for row in rows]
-        fit = [i for i, problem in enumerate(problems) if problem is None]
+        valid = [i for i, problem in enumerate(problems) if problem is None]
+        scores = _score_all(self.model, [rows[i] for i in valid], self.batch_tokens)
         grades = [FAILED] * len(samples)
-        for i, score in zip(
-            fit, _score_all(self.model, [rows[i] for i in fit], self.batch_tokens).tolist()
-        ):
+        for i, score in zip(valid, scores.tolist()):
             if math.isfinite(score):
                 grades[i] = Grade(score)
             else:
@@ -261,11 +248,10 @@ class RewardModel:
             grades = self._add_rule(self.rule, grades, samples, prompts)
         if failed := [i for i, grade in enumerate(grades) if grade.failed]:
             self.failures += len(failed)
-            source, response, *_ = samples[failed[0]]
+            i = failed[0]
+            source, response, *_ = samples[i]
             sample = f"data_source = {source}, response = {response[:60]!r}"
-            self.last_failure = (
-                f"sample {failed[0]} of {len(samples)} ({sample}): {problems[failed[0]]}"
-            )
+            self.last_failure = f"sample {i} of {len(samples)} ({sample}): {problems[i]}"
         return grades
 
     def _add_rule(
@@ -280,9 +266,7 @@ class RewardModel:
         rule_grades = rule.grade(samples, prompts)
         if rule.failures > before:
             self.failures += rule.failures - before
-            self.last_failure = (
-                f"only the rule failed, the model's score stands: {rule.last_failure}"
-            )
+            self.last_failure = f"only the rule failed, the score is valid: {rule.last_failure}"
         return [
             replace(
                 grade,
@@ -333,7 +317,7 @@ def train(
         batch_size: Pairs of a step.
         lr: Learning rate.
         seed: Seed of the order of the pairs.
-        notice: Receives lines for the log.
+        notice: Function that shows a message to the user.
         add_eos: See ``RewardModel``.
 
     Returns:
@@ -346,8 +330,8 @@ def train(
     assert model.dtype == torch.float32, "AdamW's steps are below the resolution of shorter types"
     if len(pairs) < 2:
         raise ConfigError(
-            f"reward.model.pairs={len(pairs)}: one to learn from and one held out are needed; write"
-            " 1000"
+            f"reward.model.pairs={len(pairs)}: needs one training pair and one held-out pair at"
+            " least; write 1000"
         )
     better = _encode(tokenizer, [prompt + good for prompt, good, _ in pairs], add_eos)
     worse = _encode(tokenizer, [prompt + bad for prompt, _, bad in pairs], add_eos)
@@ -378,8 +362,7 @@ def train(
         if step % max(1, steps // 5) == 0:
             notice(f"reward model: step {step} of {steps}, loss {loss.item():.3f}")
     optimizer.zero_grad()
-    high, low = _score_all(model, better[count:] + worse[count:], BATCH_TOKENS).split(
-        len(pairs) - count
-    )
-    model.config.reward_offset = float(torch.cat((high, low)).mean())
+    held_out = _score_all(model, better[count:] + worse[count:], BATCH_TOKENS)
+    high, low = held_out.chunk(2)
+    model.config.reward_offset = float(held_out.mean())
     return {"loss": float(_loss(high, low)), "accuracy": float((high > low).float().mean())}

@@ -1,6 +1,4 @@
-"""Worker processes that run graders, so that a grader that crashes or hangs does not stop
-training.
-"""
+"""Worker processes for graders. A grader that crashes or hangs does not stop the training."""
 
 from __future__ import annotations
 
@@ -16,11 +14,17 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from embodied_ppo.core.errors import (
-    ConfigError,
-    one_line,
-)  # not from types: a worker starts without torch
-from embodied_ppo.rewards.graders import FAILED, Grade, Grader, Sample, is_cheap, judge, resolve
+# Worker processes import this module and start without torch: nothing here may import it.
+from embodied_ppo.core.errors import ConfigError, one_line
+from embodied_ppo.rewards.graders import (
+    FAILED,
+    Grade,
+    Grader,
+    Sample,
+    grade_sample,
+    is_cheap,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from embodied_ppo.data.prompts import Prompt
@@ -30,11 +34,9 @@ START_S = 120.0
 
 
 def _serve(spec: str | Grader, pipe: Connection) -> None:
-    """Run a worker: send None once the grader is loaded (else a message), then answer every
-    sample.
-    """
+    """Run a worker: send None after loading the grader, or an error, then grade every sample."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.setsid()  # a process group of its own, so that children of the grader can be killed with it
+    os.setsid()  # a new process group, so that children of the grader can be killed with it
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -51,8 +53,8 @@ def _serve(spec: str | Grader, pipe: Connection) -> None:
     pid = os.getpid()
     with suppress(EOFError):
         while True:
-            result = judge(grader, pipe.recv())
-            if os.getpid() != pid:  # a child forked by the grader that returned; its parent answers
+            result = grade_sample(grader, pipe.recv())
+            if os.getpid() != pid:  # a process that the grader forked; only the parent sends
                 os._exit(0)
             pipe.send(result)
 
@@ -62,8 +64,10 @@ class _Worker:
 
     def __init__(self, spec: str | Grader) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipe, far = context.Pipe()
-        self.process = context.Process(target=_serve, args=(spec, far), daemon=True, name="grader")
+        self.pipe, child = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(spec, child), daemon=True, name="grader"
+        )
         try:
             self.process.start()
         except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -74,7 +78,7 @@ class _Worker:
                 " workers=0"
             ) from error
         finally:
-            far.close()
+            child.close()
         self.ready = False
         self.sample: int | None = None
         self.deadline = time.monotonic() + START_S
@@ -83,7 +87,7 @@ class _Worker:
         """End the process and its children.
 
         Returns:
-            How the process ended, if it did so within ``grace_s``.
+            A description of the end of the process, if it ended within ``grace_s``.
         """
         pid, process = self.process.pid, self.process
         assert pid is not None
@@ -96,12 +100,10 @@ class _Worker:
         process.close()
         self.pipe.close()
         if code is None:
-            return "the worker stopped answering"
-        return (
-            f"the worker died of {signal.Signals(-code).name}"
-            if code < 0
-            else f"the worker exited with code {code}"
-        )
+            return "the worker does not respond"
+        if code < 0:
+            return f"the worker died of {signal.Signals(-code).name}"
+        return f"the worker exited with code {code}"
 
 
 class GraderPool:
@@ -137,11 +139,9 @@ class GraderPool:
             while not all(worker.ready for worker in self._workers):
                 for worker, message in self._events():
                     if isinstance(message, str):
-                        raise ConfigError(
-                            message
-                            if message.startswith("reward.grader =")
-                            else f"reward.grader = {spec}: {message}"
-                        )
+                        label = "reward.grader = "
+                        label = "" if message.startswith(label) else f"{label}{spec}: "
+                        raise ConfigError(label + message)
                     worker.ready = True
         except BaseException:
             self.close()
@@ -151,7 +151,7 @@ class GraderPool:
         """Return one grade per sample, in their order; ``prompts`` are not used."""
         assert not self._closed
         if self._local_grader is not None:
-            results = [judge(self._local_grader, sample) for sample in samples]
+            results = [grade_sample(self._local_grader, sample) for sample in samples]
         else:
             results = self._grade_in_workers(samples)
         failed = [i for i, (_, cause) in enumerate(results) if cause is not None]
@@ -159,11 +159,10 @@ class GraderPool:
         if failed:
             i = failed[0]
             source, response, truth, _ = samples[i]
-            sample = (
-                f"data_source = {source}, ground_truth = {truth[:60]!r}, response ="
-                f" {response[:60]!r}"
+            self.last_failure = (
+                f"sample {i} of {len(samples)} (data_source = {source}, ground_truth ="
+                f" {truth[:60]!r}, response = {response[:60]!r}): {results[i][1]}"
             )
-            self.last_failure = f"sample {i} of {len(samples)} ({sample}): {results[i][1]}"
         return [grade for grade, _ in results]
 
     def close(self) -> None:
@@ -178,46 +177,44 @@ class GraderPool:
             self._workers.append(_Worker(self.spec))
 
     def _drop(self, worker: _Worker, *, grace_s: float = 0.0) -> str:
-        """Stop and remove a worker; return how it ended."""
+        """Stop and remove a worker; return a description of its end."""
         self._workers.remove(worker)
         return worker.stop(grace_s=grace_s)
 
     def _grade_in_workers(self, samples: Sequence[Sample]) -> list[tuple[Grade, str | None]]:
-        """Distribute samples to workers and return grade and cause of failure of each.
+        """Distribute samples to workers; return the grade and the cause of failure of each.
 
-        Workers that die before they are ready are replaced up to twice.
+        If all workers die before they are ready, they are started again up to twice.
         """
         results: dict[int, tuple[Grade, str | None]] = {}
-        pending, trouble, starts = deque(range(len(samples))), "", 0
+        pending, cause, starts = deque(range(len(samples))), "", 0
         try:
             while len(results) < len(samples):
                 if starts == 0 or (not self._workers and starts < 3):
                     starts += 1
                     self._fill()
-                for worker in [w for w in self._workers if w.ready and w.sample is None][
-                    : len(pending)
-                ]:
+                idle = [w for w in self._workers if w.ready and w.sample is None]
+                for worker in idle[: len(pending)]:
                     try:
                         worker.pipe.send(samples[pending[0]])
-                    except OSError:  # the worker died before it got this sample
-                        trouble = self._drop(worker)
+                    except OSError:  # the worker died before it received this sample
+                        cause = self._drop(worker)
                         continue
-                    worker.sample, worker.deadline = (
-                        pending.popleft(),
-                        time.monotonic() + self.timeout_s,
-                    )
+                    worker.sample = pending.popleft()
+                    worker.deadline = time.monotonic() + self.timeout_s
                 if not self._workers and starts == 3:
-                    results |= dict.fromkeys(pending, (FAILED, trouble))
+                    results |= dict.fromkeys(pending, (FAILED, cause))
                 for worker, message in self._events():
                     i, worker.sample = worker.sample, None
                     if i is None:
-                        worker.ready, trouble = True, message or ""
+                        worker.ready, cause = True, message or ""
                     elif isinstance(message, str):
                         results[i] = FAILED, message
                         self._fill()
                     else:
                         results[i] = message
-        finally:  # after an interrupt, late answers to this batch must not reach the next batch
+        finally:
+            # After an interrupt, late results of this batch must not reach the next one.
             for worker in [w for w in self._workers if w.sample is not None]:
                 self._drop(worker)
         return [results[i] for i in range(len(samples))]
@@ -225,15 +222,14 @@ class GraderPool:
     def _events(self) -> Iterator[tuple[_Worker, Any]]:
         """Wait for messages of workers and yield them.
 
-        Workers that ended or exceeded their time limit are removed; their message is a text with
-        the cause.
+        Workers that ended or exceeded their time limit are removed. Their message is the cause, as
+        a string.
         """
         busy = {w.pipe: w for w in self._workers if not w.ready or w.sample is not None}
         if not busy:
             return
-        readable = wait(
-            list(busy), max(0.0, min(w.deadline for w in busy.values()) - time.monotonic())
-        )
+        timeout_s = min(w.deadline for w in busy.values()) - time.monotonic()
+        readable = wait(list(busy), max(0.0, timeout_s))
         for pipe, worker in busy.items():
             if pipe in readable:
                 try:

@@ -214,9 +214,7 @@ def test_a_full_disk_is_one_line_and_what_is_finished_is_safe(
     )
     assert done.returncode == 3, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert (
-        last.startswith("error: d") and "is the disk full? What was finished before is safe" in last
-    )
+    assert last.startswith("error: d") and "is the disk full? Complete files are kept" in last
     assert "Traceback" not in done.stderr
     told, _ = run(capsys, "demos", "out=d", "episodes=65", "env.image_size=16")
     assert told["found"] == 64 and int(read("d").episode[-1]) == 64

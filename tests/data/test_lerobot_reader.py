@@ -1,4 +1,4 @@
-"""Demonstrations: real MuJoCo, real ffmpeg, real parquet."""
+"""Demonstrations: recording, reading and resuming with real ffmpeg and parquet files."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ FRAMES = sum(LENGTHS)
 
 
 def episode(i: int) -> dict[str, Any]:
-    """Identifiable numbers: state 100 i + t, action i + t / 100 and its negative, noise for
-    pictures.
+    """Return an episode with identifiable numbers.
+
+    state = 100 i + t, t, -t; action = i + t / 100 and its negative; the images are noise.
     """
     length, rng = LENGTHS[i % len(LENGTHS)], np.random.default_rng(i)
     t = np.arange(length, dtype=np.float32)
@@ -52,7 +53,7 @@ def episode(i: int) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, episodes: int = 5, per_file: int = 2, **changes: Any) -> Path:
+def record(folder: Path, episodes: int = 5, per_file: int = 2, **changes: Any) -> Path:
     with Writer(folder, **{**OPTIONS, **changes}, episodes_per_file=per_file) as writer:
         for i in range(writer.episodes, episodes):
             writer.add(**episode(i))
@@ -60,42 +61,37 @@ def written(folder: Path, episodes: int = 5, per_file: int = 2, **changes: Any) 
 
 
 def check(data: Demonstrations, episodes: int = 5) -> None:
-    """They are the first ``episodes`` of ``episode``, bit for bit."""
+    """Check that the data are the first episodes, bit for bit."""
     assert data.episode.unique().tolist() == list(range(episodes))
     for i in range(episodes):
-        here, wanted = data.episode == i, episode(i)
-        assert torch.equal(data.images["front"][here], torch.from_numpy(wanted["images"]["front"]))
-        assert torch.equal(data.state[here], torch.from_numpy(wanted["state"]))
-        assert torch.equal(data.action[here], torch.from_numpy(wanted["action"]))
-        assert {data.instructions[k] for k in data.instruction[here].tolist()} == {
-            wanted["instruction"]
-        }
+        frames, expected = data.episode == i, episode(i)
+        images = torch.from_numpy(expected["images"]["front"])
+        assert torch.equal(data.images["front"][frames], images)
+        assert torch.equal(data.state[frames], torch.from_numpy(expected["state"]))
+        assert torch.equal(data.action[frames], torch.from_numpy(expected["action"]))
+        instructions = {data.instructions[k] for k in data.instruction[frames].tolist()}
+        assert instructions == {expected["instruction"]}
 
 
 # --------------------------------------------------------------------------------------- round trip
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    folder = written(tmp_path)
+def test_recorded_episodes_are_read(tmp_path: Path) -> None:
+    folder = record(tmp_path)
     data = read(folder)
     check(data)
-    assert (
-        data.images["front"].shape == (FRAMES, H, W, 3)
-        and data.images["front"].dtype == torch.uint8
-    )
+    images = data.images["front"]
+    assert images.shape == (FRAMES, H, W, 3) and images.dtype == torch.uint8
     assert data.state.dtype == data.action.dtype == torch.float32 and data.fps == 20
     assert data.instructions == ("lift it", "put it down")
     assert not list(tmp_path.rglob("*.part"))
     check(read(folder, limit=3), 3)
 
 
-def test_the_layout_is_lerobots(tmp_path: Path) -> None:
-    """What LeRobot looks for, by its documentation of v3.0."""
-    written(tmp_path)
+def test_the_layout_follows_lerobot(tmp_path: Path) -> None:
+    """Files and fields according to LeRobot's documentation of v3.0."""
+    record(tmp_path)
     info = json.loads((tmp_path / "meta/info.json").read_text())
-    assert (
-        info["codebase_version"] == "v3.0"
-        and info["fps"] == 20
-        and info["splits"] == {"train": "0:5"}
-    )
+    assert (info["codebase_version"], info["fps"]) == ("v3.0", 20)
+    assert info["splits"] == {"train": "0:5"}
     assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (5, FRAMES, 2)
     assert info["features"]["observation.images.front"]["shape"] == [H, W, 3]
     for i in range(3):
@@ -112,16 +108,10 @@ def test_the_layout_is_lerobots(tmp_path: Path) -> None:
     row = rows[1]  # episode 3 has 3 frames, after the 5 of episode 2
     assert (row["episode_index"], row["length"], row["tasks"]) == (3, 3, ["put it down"])
     assert (row["dataset_from_index"], row["dataset_to_index"]) == (16, 19)
-    assert (row["data/chunk_index"], row["data/file_index"], row["meta/episodes/file_index"]) == (
-        0,
-        1,
-        1,
-    )
-    video = {
-        k.rsplit("/", 1)[1]: x
-        for k, x in row.items()
-        if k.startswith("videos/observation.images.front/")
-    }
+    assert (row["data/chunk_index"], row["data/file_index"]) == (0, 1)
+    assert row["meta/episodes/file_index"] == 1
+    prefix = "videos/observation.images.front/"
+    video = {k.removeprefix(prefix): x for k, x in row.items() if k.startswith(prefix)}
     assert video == {"chunk_index": 0, "file_index": 1, "from_timestamp": 0.25, "to_timestamp": 0.4}
     tasks = pq.read_table(tmp_path / "meta/tasks.parquet")
     assert tasks.to_pylist() == [
@@ -131,8 +121,8 @@ def test_the_layout_is_lerobots(tmp_path: Path) -> None:
     assert tasks.schema.pandas_metadata["index_columns"] == ["task"]
 
 
-def test_statistics_are_those_of_all_frames(tmp_path: Path) -> None:
-    written(tmp_path)
+def test_statistics_of_all_frames(tmp_path: Path) -> None:
+    record(tmp_path)
     stats = json.loads((tmp_path / "meta/stats.json").read_text())
     state = np.concatenate([episode(i)["state"] for i in range(5)]).astype(np.float64)
     pixels = np.concatenate([episode(i)["images"]["front"] for i in range(5)]) / 255
@@ -141,41 +131,33 @@ def test_statistics_are_those_of_all_frames(tmp_path: Path) -> None:
         ("observation.images.front", pixels, (0, 1, 2)),
     ):
         for name in ("min", "max", "mean", "std"):
-            found = np.array(stats[key][name])
-            assert found.shape == ((3, 1, 1) if x.ndim == 4 else (3,))
-            np.testing.assert_allclose(found.reshape(-1), getattr(x, name)(axes), rtol=1e-9)
+            value = np.array(stats[key][name])
+            assert value.shape == ((3, 1, 1) if x.ndim == 4 else (3,))
+            np.testing.assert_allclose(value.reshape(-1), getattr(x, name)(axes), rtol=1e-9)
         assert stats[key]["count"] == [FRAMES]
 
 
 def test_without_cameras_and_with_one_number(tmp_path: Path) -> None:
     with Writer(tmp_path, fps=10, state=["x"], action=["u"], cameras={}) as writer:
-        writer.add(
-            {}, np.array([[1.0], [2.0]], np.float32), np.array([[3.0], [4.0]], np.float32), "go"
-        )
+        state, action = np.array([[[1.0], [2.0]], [[3.0], [4.0]]], np.float32)
+        writer.add({}, state, action, "go")
     data = read(tmp_path)
-    assert (
-        data.images == {}
-        and data.state.tolist() == [[1], [2]]
-        and data.action.tolist() == [[3], [4]]
-    )
+    assert data.images == {}
+    assert data.state.tolist() == [[1], [2]] and data.action.tolist() == [[3], [4]]
 
 
 # ------------------------------------------------------------------------------------------- resume
-def test_a_folder_is_continued(tmp_path: Path) -> None:
-    written(tmp_path / "once")
+def test_recording_continues_in_an_existing_folder(tmp_path: Path) -> None:
+    record(tmp_path / "once")
     for episodes in (0, 2, 3, 5):  # a file with one episode in the middle
-        written(tmp_path / "parts", episodes)
+        record(tmp_path / "parts", episodes)
         with Writer(tmp_path / "parts", **OPTIONS) as writer:
             assert writer.episodes == episodes and writer.frames == sum(LENGTHS[:episodes])
     check(read(tmp_path / "parts"))
-    one, two = (
-        json.loads((tmp_path / name / "meta/info.json").read_text()) for name in ("once", "parts")
-    )
-    assert one == two
-    one, two = (
-        json.loads((tmp_path / name / "meta/stats.json").read_text()) for name in ("once", "parts")
-    )
-    np.testing.assert_allclose(one["action"]["std"], two["action"]["std"], rtol=1e-12)
+    meta = lambda folder, name: json.loads((tmp_path / folder / "meta" / name).read_text())
+    assert meta("once", "info.json") == meta("parts", "info.json")
+    one, two = (meta(folder, "stats.json")["action"]["std"] for folder in ("once", "parts"))
+    np.testing.assert_allclose(one, two, rtol=1e-12)
 
 
 KILLED = """
@@ -190,7 +172,7 @@ time.sleep(60)
 """
 
 
-def test_killed_in_the_middle_only_the_unfinished_file_is_lost(tmp_path: Path) -> None:
+def test_a_killed_recording_loses_the_incomplete_file_only(tmp_path: Path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -201,56 +183,47 @@ def test_killed_in_the_middle_only_the_unfinished_file_is_lost(tmp_path: Path) -
             Writer(tmp_path, **OPTIONS)
         os.kill(process.pid, signal.SIGKILL)
         assert process.stderr is not None
-        process.stderr.read()  # until its ffmpeg has ended, too
+        process.stderr.read()  # until its ffmpeg has ended as well
     assert list(tmp_path.rglob("*.part"))
-    check(read(tmp_path), 2)  # as it stands
-    # As if it had been killed a little later: written, but not counted.
+    check(read(tmp_path), 2)
+    # A process that was killed later has written the file, but not the episodes.
     (tmp_path / "data/chunk-000/file-001.parquet").write_bytes(b"half")
     with Writer(tmp_path, **OPTIONS) as writer:
         assert writer.episodes == 2
-    assert (
-        not list(tmp_path.rglob("*.part"))
-        and not (tmp_path / "data/chunk-000/file-001.parquet").exists()
-    )
-    check(read(written(tmp_path)))
+    assert not list(tmp_path.rglob("*.part"))
+    assert not (tmp_path / "data/chunk-000/file-001.parquet").exists()
+    check(read(record(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    "per_file", [2, 200]
-)  # found out when the file is finished, when a picture is sent
-def test_without_its_ffmpeg_a_recording_ends_and_can_be_continued(
-    tmp_path: Path, per_file: int
-) -> None:
-    written(tmp_path, 2)
+# With 2 episodes per file the error occurs when the file is completed, with 200 in ``send``.
+@pytest.mark.parametrize("per_file", [2, 200])
+def test_a_recording_continues_after_its_ffmpeg_died(tmp_path: Path, per_file: int) -> None:
+    record(tmp_path, 2)
     with Writer(tmp_path, **OPTIONS, episodes_per_file=per_file) as writer:
         writer.add(**episode(2))
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        with pytest.raises(
-            ConfigError, match=r"is the disk full\? What was finished before is safe"
-        ):
-            for _ in range(100):  # until no pipe is left that takes them
+        with pytest.raises(ConfigError, match=r"is the disk full\? Complete files are kept"):
+            for _ in range(100):  # until the pipe is full
                 writer.add(**{**episode(3), "instruction": "lost"})
         assert writer.episodes == 2
         with pytest.raises(ConfigError, match=r"was closed"):
             writer.add(**episode(2))
-    check(read(written(tmp_path)))
+    check(read(record(tmp_path)))
 
 
 def test_other_options_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, 1)
+    record(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"fps=20, not 10; choose another folder"):
         Writer(tmp_path, **{**OPTIONS, "fps": 10})
-    with pytest.raises(
-        ConfigError, match=r"observation.images.front=.*\[16, 24, 3\].* not .*\[8, 8, 3\]"
-    ):
+    message = r"observation.images.front=.*\[16, 24, 3\].* not .*\[8, 8, 3\]"
+    with pytest.raises(ConfigError, match=message):
         Writer(tmp_path, **{**OPTIONS, "cameras": {"front": (8, 8)}})
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    with pytest.raises(
-        ConfigError, match=r"holds thesis.tex but no meta/info.json; choose an empty folder"
-    ):
+    message = r"holds thesis.tex but no meta/info.json; choose an empty folder"
+    with pytest.raises(ConfigError, match=message):
         Writer(other, **OPTIONS)
 
 
@@ -258,7 +231,7 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"instruction": ""}, "episode 0 has 4 frames and instruction=''"),
-        ({"images": {}}, r"pictures of \[\]; they must be of \['front'\]"),
+        ({"images": {}}, r"images of \[\]; they must be of \['front'\]"),
         (
             {"state": np.zeros((4, 2), np.float32)},
             r"observation.state is \[4, 2\]; it must be \[4, 3\]",
@@ -269,13 +242,11 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
         ),
         (
             {"images": {"front": np.zeros((4, H, W, 3))}},
-            r"shows float64 .* must be uint8 \[4, 16, 24, 3\]",
+            r"has float64 .* must be uint8 \[4, 16, 24, 3\]",
         ),
     ],
 )
-def test_bad_episodes_are_not_recorded(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_invalid_episodes_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with Writer(tmp_path, **OPTIONS) as writer:
         with pytest.raises(ConfigError, match=message):
             writer.add(**{**episode(0), **change})
@@ -288,32 +259,27 @@ def test_bad_episodes_are_not_recorded(
 def numbers() -> Demonstrations:
     state = torch.from_numpy(np.concatenate([episode(i)["state"] for i in range(5)]))
     action = torch.from_numpy(np.concatenate([episode(i)["action"] for i in range(5)]))
-    index = torch.repeat_interleave(
-        torch.tensor([0, 1, 4, 6, 7]), torch.tensor(LENGTHS)
-    )  # some were taken out
+    index = torch.tensor([0, 1, 4, 6, 7]).repeat_interleave(torch.tensor(LENGTHS))
     return Demonstrations({}, state, action, index, torch.zeros_like(index), ("go",), 20.0)
 
 
 @pytest.mark.parametrize("C", [1, 3, 8])
-def test_chunks_are_those_of_a_plain_loop(C: int) -> None:
+def test_chunks_equal_those_of_a_plain_loop(C: int) -> None:
     data = numbers()
     frames = torch.randperm(FRAMES)
     action, executed = data.chunk(frames, C)
-    assert (
-        action.shape == (FRAMES, C, 2)
-        and executed.shape == (FRAMES, C)
-        and executed.dtype == torch.bool
-    )
+    assert action.shape == (FRAMES, C, 2)
+    assert executed.shape == (FRAMES, C) and executed.dtype == torch.bool
     for b, f in enumerate(frames.tolist()):
-        at = f
+        last = f
         for c in range(C):
-            there = f + c < FRAMES and bool(data.episode[f + c] == data.episode[f])
-            at = f + c if there else at
-            assert bool(executed[b, c]) == there
-            assert torch.equal(action[b, c], data.action[at])
+            is_inside = f + c < FRAMES and bool(data.episode[f + c] == data.episode[f])
+            last = f + c if is_inside else last
+            assert bool(executed[b, c]) == is_inside
+            assert torch.equal(action[b, c], data.action[last])
 
 
-def test_whole_episodes_are_held_out() -> None:
+def test_split_holds_out_complete_episodes() -> None:
     data = numbers()
     train, held = data.split(0.4, seed=0)
     assert sorted(train.tolist() + held.tolist()) == list(range(FRAMES))
@@ -321,21 +287,19 @@ def test_whole_episodes_are_held_out() -> None:
     assert not set(data.episode[train].tolist()) & set(data.episode[held].tolist())
     assert torch.equal(held, data.split(0.4, seed=0)[1])
     assert any(not torch.equal(held, data.split(0.4, seed=i)[1]) for i in range(1, 9))
-    assert (
-        len(data.split(0.0, seed=0)[1]) == 0
-        and len(data.episode[data.split(0.01, seed=0)[1]].unique()) == 1
-    )
+    assert len(data.split(0.0, seed=0)[1]) == 0
+    assert len(data.episode[data.split(0.01, seed=0)[1]].unique()) == 1
     with pytest.raises(ConfigError, match=r"fraction=0.95: 5 of 5 episodes would be held out"):
         data.split(0.95, seed=0)
 
 
-# ------------------------------------------------------------------------------------- bad datasets
+# -------------------------------------------------------------------------------- invalid data sets
 def info(folder: Path, **changes: Any) -> None:
     path = folder / "meta/info.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def rewritten(
+def rewrite_table(
     folder: Path, name: str, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 ) -> None:
     path = folder / name
@@ -367,7 +331,7 @@ def damaged(folder: Path) -> None:
 
 
 def playlist(folder: Path) -> None:
-    """What ffmpeg would take for a list of other files, whatever its name."""
+    """Write a list of other files, which ffmpeg would follow whatever the name is."""
     other = folder / SHORT
     (folder / VIDEO).write_text(
         f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{other}\n#EXT-X-ENDLIST\n"
@@ -377,7 +341,7 @@ def playlist(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no info": (
         lambda f: (f / "meta/info.json").unlink(),
-        r"info.json is missing, so this is no folder of demonst",
+        r"info.json is missing, so the folder has no demonst",
     ),
     "info": (
         lambda f: (f / "meta/info.json").write_text("{"),
@@ -390,9 +354,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "features": (lambda f: info(f, features={}), r"has no feature observation.state; it has none"),
     "path": (
         lambda f: info(f, data_path="{nowhere}"),
-        r"episode 0 does not say where it is \(KeyError: 'nowhere'\)",
+        r"the location of episode 0 cannot be read \(KeyError: 'nowhere'\)",
     ),
-    "no data": (lambda f: (f / DATA).unlink(), DATA + " is missing; copy or download"),
+    "no data": (lambda f: (f / DATA).unlink(), DATA + " is missing; copy, download"),
     "data": (
         lambda f: (f / DATA).write_bytes(b"PAR1 or not"),
         DATA + ": is no parquet file that can be read",
@@ -410,61 +374,61 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: imageio.imwrite(
             f / VIDEO, np.zeros((8, 48, 48, 3), np.uint8), macro_block_size=16
         ),
-        VIDEO + ": shows 48 x 48 pixels; meta/info.json says 16 x 24",
+        VIDEO + ": has 48 x 48 pixels; meta/info.json says 16 x 24",
     ),
     "lost frame": (
-        lambda f: rewritten(f, DATA, without(6)),
+        lambda f: rewrite_table(f, DATA, without(6)),
         DATA + r": episode 3 should have 3 .* frame 1 is missing",
     ),
     "nan": (
-        lambda f: rewritten(f, DATA, setting(3, action=[0.0, float("inf")])),
+        lambda f: rewrite_table(f, DATA, setting(3, action=[0.0, float("inf")])),
         DATA + r": episode 2: action \[1\] is inf in frame 3",
     ),
     "null": (
-        lambda f: rewritten(f, DATA, setting(3, action=[None, 0.0])),
+        lambda f: rewrite_table(f, DATA, setting(3, action=[None, 0.0])),
         DATA + r": episode 2: action \[0\] is nan in frame 3",
     ),
     "shape": (
-        lambda f: rewritten(f, DATA, setting(6, action=[1.0])),
+        lambda f: rewrite_table(f, DATA, setting(6, action=[1.0])),
         DATA + r": episode 3, frame 1: action has 1 numbers; meta/info.json says 2",
     ),
     "task": (
-        lambda f: rewritten(f, DATA, setting(0, task_index=7)),
+        lambda f: rewrite_table(f, DATA, setting(0, task_index=7)),
         r"episode 2 has task_index=7, which meta/tasks",
     ),
     "twice": (
-        lambda f: rewritten(f, EPISODES, setting(1, episode_index=2)),
-        r"episode 2 is there twice",
+        lambda f: rewrite_table(f, EPISODES, setting(1, episode_index=2)),
+        r"episode 2 is duplicated",
     ),
     "outside": (
         lambda f: info(
             f, data_path="../good0/data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
         ),
         (
-            r"episode 0 does not say where it is \(ValueError: '\.\./good0/data.*' lies outside the"
-            r" folder\)"
+            r"the location of episode 0 cannot be read \(ValueError: '\.\./good0/data.*' is outside"
+            r" the folder\)"
         ),
     ),
     "elsewhere": (
         lambda f: info(f, video_path="/etc/passwd"),
-        r"'/etc/passwd' lies outside the folder",
+        r"'/etc/passwd' is outside the folder",
     ),
     "a wide template": (
         lambda f: info(f, data_path="{chunk_index:9999999999d}"),
-        r"\{chunk_index:9999999999d\} is no pl",
+        r"\{chunk_index:9999999999d\} is not a",
     ),
     "a deep template": (
         lambda f: info(f, data_path="{chunk_index.__class__}"),
-        r"\{chunk_index.__class__:\} is no place",
+        r"\{chunk_index.__class__:\} is not a valid field",
     ),
     "playlist": (playlist, VIDEO + r": is no video that can be read"),
     "endless": (
-        lambda f: rewritten(f, EPISODES, setting(0, length=2**50)),
-        r"1125899906842\d+ frames x .* GiB of pictures and numbers, more than half",
+        lambda f: rewrite_table(f, EPISODES, setting(0, length=2**50)),
+        r"1125899906842\d+ frames x .* GiB of images and numbers, more than half",
     ),
     "no fps": (lambda f: info(f, fps=float("nan")), r"fps=nan must be > 0"),
     "no number": (
-        lambda f: rewritten(f, EPISODES, setting(0, episode_index=-1)),
+        lambda f: rewrite_table(f, EPISODES, setting(0, episode_index=-1)),
         r"episode_index=-1 is no number",
     ),
 }
@@ -472,11 +436,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("good"))
+    return record(tmp_path_factory.mktemp("good"))
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_datasets_are_refused(good: Path, tmp_path: Path, name: str) -> None:
+def test_invalid_data_sets_are_refused(good: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "bad"))
     spoil, message = BAD[name]
     spoil(folder)
@@ -485,32 +449,29 @@ def test_bad_datasets_are_refused(good: Path, tmp_path: Path, name: str) -> None
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_too_little_memory_is_told_with_the_sum(
+def test_data_sets_larger_than_the_memory_are_refused(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        lerobot_reader, "free_memory", lambda: 20000.0
-    )  # 25 frames of 1172 bytes are 29300
-    with pytest.raises(
-        ConfigError,
-        match=r"25 frames x \(16 x 24 x 3 \+ 5 x 4\) bytes = .* limit=1 of its 5 episodes",
-    ):
+    # 25 frames of 1172 bytes are 29300 bytes.
+    monkeypatch.setattr(lerobot_reader, "free_memory", lambda: 20000.0)
+    message = r"25 frames x \(16 x 24 x 3 \+ 5 x 4\) bytes = .* limit=1 of its 5 episodes"
+    with pytest.raises(ConfigError, match=message):
         read(good)
     check(read(good, limit=1), 1)
 
 
-def test_pyarrow_is_asked_for(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_is_an_error_with_a_cure(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"demonstrations need pyarrow .*; pip install pyarrow"):
+    with pytest.raises(ConfigError, match=r"parquet files need pyarrow .*; pip install pyarrow"):
         read(good)
 
 
 # --------------------------------------------------------------------------------------------- v2.1
 def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -> Path:
-    """A dataset of v2.1 whose pictures, one file each, stand in its tables: ``encoded`` by episode
-    and frame.
-    """
+    """Write a data set of v2.1 with image files in its tables: ``encoded`` by episode and frame."""
     key, meta = "observation.images.front", folder / "meta"
     for path in (meta, folder / "data"):
         path.mkdir(parents=True)
@@ -519,15 +480,15 @@ def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -
         "observation.state": {"dtype": "float32", "shape": [3]},
         "action": {"dtype": "float32", "shape": [2]},
     }
-    whole = {
+    info = {
         "codebase_version": "v2.1",
         "fps": 10,
         "total_episodes": len(encoded),
         "features": features,
+        "data_path": "data/{episode_index}.parquet",
+        "video_path": "",
     }
-    (meta / "info.json").write_text(
-        json.dumps(whole | {"data_path": "data/{episode_index}.parquet", "video_path": ""})
-    )
+    (meta / "info.json").write_text(json.dumps(info))
     (meta / "tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": "lift it"}))
     rows = [{"episode_index": i, "length": len(pictures)} for i, pictures in enumerate(encoded)]
     (meta / "episodes.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -545,9 +506,7 @@ def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("kind", [".png", ".jpeg", ".webp"])
-def test_damaged_pictures_in_tables_are_told_with_file_episode_and_frame(
-    tmp_path: Path, kind: str
-) -> None:
+def test_errors_of_damaged_images_name_file_episode_and_frame(tmp_path: Path, kind: str) -> None:
     whole = imageio.imwrite("<bytes>", episode(0)["images"]["front"][0], extension=kind)
     good = in_tables(tmp_path / "good", [[whole] * 2] * 2, (H, W))
     assert read(good).images["front"].shape == (4, H, W, 3)
@@ -568,10 +527,8 @@ def test_damaged_pictures_in_tables_are_told_with_file_episode_and_frame(
         assert str(folder) in str(caught.value) and "unexpected keyword" not in str(caught.value)
 
 
-def test_whatever_a_damaged_picture_raises_is_told(tmp_path: Path) -> None:
-    """Bytes changed at random in animated pictures, whose frames pillow reads with the fewest
-    checks.
-    """
+def test_every_error_of_a_damaged_image_is_reported(tmp_path: Path) -> None:
+    """Change random bytes of animated images, for which Pillow has the fewest checks."""
     frames = np.stack([episode(i)["images"]["front"][0] for i in range(3)])
     rng, refused = np.random.default_rng(0), 0
     for kind in (".gif", ".webp", ".png"):
@@ -591,31 +548,27 @@ def test_whatever_a_damaged_picture_raises_is_told(tmp_path: Path) -> None:
     assert refused > 200
 
 
-def test_pictures_run_no_programs_and_do_not_unfold(tmp_path: Path) -> None:
-    """PostScript, which pillow hands to Ghostscript, and a small file of 100 million pixels."""
+def test_images_execute_no_programs_and_are_not_decompressed(tmp_path: Path) -> None:
+    """Covers PostScript, for which Pillow starts Ghostscript, and a small file of many pixels."""
     eps = (
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 16\n%%EndComments\n(x)"
         b" run\nshowpage\n%%EOF\n"
     )
     with pytest.raises(ConfigError, match=r"frame 0: .* cannot be decoded \(cannot identify"):
         read(in_tables(tmp_path / "eps", [[eps]], (H, W)))
-    held = io.BytesIO()
-    Image.new("1", (10_000, 8_000)).save(held, "PNG")
+    file = io.BytesIO()
+    Image.new("1", (10_000, 8_000)).save(file, "PNG")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(
-        ConfigError, match=r"is \[8000, 10000, 3\]; meta/info.json says \[16, 24, 3\]"
-    ):
-        read(in_tables(tmp_path / "bomb", [[held.getvalue()]], (H, W)))
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
-    )  # KiB; its pixels would be 240 MB
+    message = r"is \[8000, 10000, 3\]; meta/info.json says \[16, 24, 3\]"
+    with pytest.raises(ConfigError, match=message):
+        read(in_tables(tmp_path / "bomb", [[file.getvalue()]], (H, W)))
+    # In KiB; the pixels would need 240 MB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 @pytest.mark.parametrize("kind", ["video", "image"])
 def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
-    """As LeRobot wrote it until 2025; pictures in videos (with loss, flat colours) or in the
-    tables.
-    """
+    """Data as LeRobot wrote them until 2025: images in lossy videos, or in the tables."""
     key, size = "observation.images.front", (H, 32)
     meta, colour = tmp_path / "meta", lambda i: (40 * i + 10, 100, 200 - 30 * i)
     meta.mkdir()
@@ -630,7 +583,7 @@ def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
             "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
         ),
     }
-    whole = {
+    info = {
         "codebase_version": "v2.1",
         "fps": 10,
         "total_episodes": 3,
@@ -638,7 +591,7 @@ def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
         "features": features,
         **paths,
     }
-    (meta / "info.json").write_text(json.dumps(whole))
+    (meta / "info.json").write_text(json.dumps(info))
     tasks = [{"task_index": 4, "task": "lift it"}, {"task_index": 9, "task": "put it down"}]
     (meta / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     rows = [
@@ -673,14 +626,14 @@ def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
     data = read(tmp_path)
     assert data.instructions == ("lift it", "put it down") and data.fps == 10
     for i in range(3):
-        here = data.episode == i
-        assert torch.equal(data.state[here], torch.from_numpy(episode(i)["state"]))
-        assert torch.equal(data.action[here], torch.from_numpy(episode(i)["action"]))
-        assert set(data.instruction[here].tolist()) == {i % 2}
-        error = (data.images["front"][here].int() - torch.tensor(colour(i))).abs().max()
-        assert data.images["front"][here].shape == (LENGTHS[i], *size, 3) and error <= (
-            0 if kind == "image" else 4
-        )
+        frames = data.episode == i
+        assert torch.equal(data.state[frames], torch.from_numpy(episode(i)["state"]))
+        assert torch.equal(data.action[frames], torch.from_numpy(episode(i)["action"]))
+        assert set(data.instruction[frames].tolist()) == {i % 2}
+        images = data.images["front"][frames]
+        assert images.shape == (LENGTHS[i], *size, 3)
+        error = (images.int() - torch.tensor(colour(i))).abs().max()
+        assert error <= (0 if kind == "image" else 4)
     (meta / "episodes.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"episodes.jsonl is missing"):
         read(tmp_path)

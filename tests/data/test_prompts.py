@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.types import ConfigError
-from embodied_ppo.data.prompts import GSM8K_SUFFIX, Sampler, load_prompts, read_rows
+from embodied_ppo.data.prompts import GSM8K_SUFFIX, Prompt, Sampler, load_prompts, read_rows
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}|{% endfor %}"
@@ -54,7 +54,7 @@ def lines(path: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """One token per character; [bos] in front where special tokens are asked for."""
+    """Return a tokenizer with one token per character; [bos] is its first special token."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import WordLevel
@@ -75,7 +75,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def chatty(tokenizer: Any) -> Any:
+def chat_tokenizer(tokenizer: Any) -> Any:
     tokenizer.chat_template = TEMPLATE
     yield tokenizer
     tokenizer.chat_template = None
@@ -86,35 +86,20 @@ def test_gsm8k(tmp_path: Path) -> None:
     rows = read_rows(write(tmp_path / "train.jsonl", GSM8K))
     assert [r.ground_truth for r in rows] == ["1200", "-5"]
     assert {(r.data_source, r.suffix) for r in rows} == {("openai/gsm8k", GSM8K_SUFFIX)}
-    assert (
-        rows[1].prompt == GSM8K[1]["question"]
-        and rows[1].where == f"{tmp_path}/train.jsonl:2"
-        and not rows[1].extra
-    )
+    assert rows[1].prompt == GSM8K[1]["question"] and not rows[1].extra
+    assert rows[1].where == f"{tmp_path}/train.jsonl:2"
     assert GSM8K_SUFFIX == ' Let\'s think step by step and output the final answer after "####".'
 
 
 def test_plain_rows(tmp_path: Path) -> None:
-    rows = read_rows(
-        write(tmp_path / "sums.jsonl", [{"prompt": "1+1=", "answer": 2, "level": "easy"}])
-    )
-    assert (rows[0].prompt, rows[0].ground_truth, rows[0].data_source, rows[0].suffix) == (
-        "1+1=",
-        "2",
-        "sums",
-        "",
-    )
-    assert rows[0].extra == {"level": "easy"}
-    both = [
-        {
-            "prompt": [{"role": "user", "content": "hi"}],
-            "ground_truth": "a",
-            "answer": "b",
-            "data_source": "mine",
-        }
-    ]
-    (row,) = read_rows(write(tmp_path / "both.jsonl", both))
-    assert (row.ground_truth, row.data_source, row.prompt) == ("a", "mine", both[0]["prompt"])
+    file = write(tmp_path / "sums.jsonl", [{"prompt": "1+1=", "answer": 2, "level": "easy"}])
+    (row,) = read_rows(file)
+    assert (row.prompt, row.ground_truth, row.data_source, row.suffix) == ("1+1=", "2", "sums", "")
+    assert row.extra == {"level": "easy"}
+    chat = [{"role": "user", "content": "hi"}]
+    both = {"prompt": chat, "ground_truth": "a", "answer": "b", "data_source": "mine"}
+    (row,) = read_rows(write(tmp_path / "both.jsonl", [both]))
+    assert (row.ground_truth, row.data_source, row.prompt) == ("a", "mine", chat)
     (row,) = read_rows(tmp_path / "both.jsonl", answer_key="answer")
     assert row.ground_truth == "b"
     (row,) = read_rows(
@@ -123,7 +108,7 @@ def test_plain_rows(tmp_path: Path) -> None:
         answer_key="gold",
     )
     assert (row.prompt, row.ground_truth, row.extra) == ("p", "g", {})
-    # all of a solution, where asked for by name; a question without ####
+    # The full solution, if its key is given; a question whose answer has no ####.
     row, _ = read_rows(write(tmp_path / "g.jsonl", GSM8K), answer_key="answer")
     assert row.ground_truth == GSM8K[0]["answer"] and row.suffix == ""
     (row,) = read_rows(write(tmp_path / "q.jsonl", [{"question": "2+2?", "answer": "4"}]))
@@ -137,10 +122,8 @@ def test_verl_rows_in_every_format(tmp_path: Path) -> None:
     for file in (write(tmp_path / "l.jsonl", VERL), array):
         rows = read_rows(str(file))
         assert [(r.prompt, r.ground_truth) for r in rows] == expected
-        assert (
-            rows[2].extra == {"split": "train", "index": 2}
-            and rows[2].data_source == "openai/gsm8k"
-        )
+        assert rows[2].extra == {"split": "train", "index": 2}
+        assert rows[2].data_source == "openai/gsm8k"
     assert read_rows(array)[2].where == f"{array} row 2"
 
 
@@ -152,17 +135,13 @@ def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(VERL * 50), file, row_group_size=40)
     rows = read_rows(file)
     assert len(rows) == 150 and [r.ground_truth for r in rows[:4]] == ["1", "2", "3", "1"]
-    assert (
-        rows[149].extra == {"split": "train", "index": 2} and rows[149].where == f"{file} row 149"
-    )
+    assert rows[149].extra == {"split": "train", "index": 2}
+    assert rows[149].where == f"{file} row 149"
     assert rows[0].prompt == VERL[0]["prompt"]
-    pq.write_table(
-        pa.Table.from_pylist([{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "c"}]),
-        file,
-    )
-    with pytest.raises(
-        ConfigError, match=r"train.parquet row 0: none of .* is there; its keys: prompt, answer"
-    ):
+    rows = [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "c"}]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    message = r"train.parquet row 0: has none of .*; its keys: prompt, answer"
+    with pytest.raises(ConfigError, match=message):
         read_rows(file)
     file.write_text("not parquet")
     with pytest.raises(ConfigError, match=r"train.parquet: is no parquet file"):
@@ -173,9 +152,8 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        ConfigError, match=r"a.parquet: parquet needs pyarrow .*; pip install pyarrow"
-    ):
+    message = r"a.parquet: parquet files need pyarrow .*; pip install pyarrow"
+    with pytest.raises(ConfigError, match=message):
         read_rows(tmp_path)
 
 
@@ -184,23 +162,15 @@ def test_several_files_and_directories(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": "1"}] * 2)
     write(tmp_path / "c.txt", [{"prompt": "c", "answer": "1"}])
     assert [r.prompt for r in read_rows(tmp_path)] == ["a", "a", "b", "b"]
-    assert [r.prompt for r in read_rows([tmp_path / "c.txt", tmp_path])] == [
-        "c",
-        "a",
-        "a",
-        "b",
-        "b",
-    ]
+    rows = read_rows([tmp_path / "c.txt", tmp_path])
+    assert "".join(str(r.prompt) for r in rows) == "caabb"
 
 
-def test_odd_but_right_text(tmp_path: Path) -> None:
-    """A byte order mark, blank lines, Windows' line ends and U+2028, which Python's splitlines
-    would cut at.
-    """
+def test_unusual_line_ends(tmp_path: Path) -> None:
+    """Covers a byte order mark, blank lines, line ends of Windows, and U+2028, which is none."""
     file = tmp_path / "odd.jsonl"
-    file.write_bytes(
-        '\ufeff{"prompt": "a\u2028b", "answer": "1"}\r\n\r\n{"prompt": "c", "answer": "2"}\r\n'.encode()
-    )
+    rows = '{"prompt": "a\u2028b", "answer": "1"}', "", '{"prompt": "c", "answer": "2"}', ""
+    file.write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
     assert [(r.prompt, r.where[-2:]) for r in read_rows(file)] == [("a\u2028b", ":1"), ("c", ":3")]
 
 
@@ -212,23 +182,23 @@ ROW = '{"prompt": "p", "answer": "1"}'
     [
         (
             ROW + '\n{"prompt": \n',
-            r"f.jsonl:2: '\{\"prompt\": ' is no JSON .*; one object per line",
+            r"f.jsonl:2: '\{\"prompt\": ' is no JSON .*; write one object per line",
         ),
         ("", r"f.jsonl: holds no rows"),
         ("\n \n", r"f.jsonl: holds no rows"),
         ("[]", r"f.jsonl: holds no rows"),
-        ('[{"prompt": 1,]', r"f.jsonl: begins like a JSON array and is none"),
+        ('[{"prompt": 1,]', r"f.jsonl: begins like a JSON array but is none"),
         (ROW + "\n7\n", r"f.jsonl:2: 7 is no object; write \{'prompt'"),
         (
             '{"promt": "p", "answer": "1"}',
             (
-                r"f.jsonl:1: none of prompt, question is there; its keys: promt,"
+                r"f.jsonl:1: has none of prompt, question; its keys: promt,"
                 r" answer;.*prompt_key=KEY"
             ),
         ),
         (
             '{"prompt": "p", "anwser": "1"}',
-            r"f.jsonl:1: none of reward_model, ground_truth, answer .*answer_key=KEY",
+            r"f.jsonl:1: has none of reward_model, ground_truth, answer; .*answer_key=KEY",
         ),
         ('{"prompt": "", "answer": "1"}', r"f.jsonl:1: prompt = '' must be a text or messages"),
         ('{"prompt": [], "answer": "1"}', r"f.jsonl:1: prompt = \[\] must be"),
@@ -238,7 +208,7 @@ ROW = '{"prompt": "p", "answer": "1"}'
         ),
         (
             '{"prompt": [{"role": "user", "content": [1]}], "answer": "1"}',
-            r"prompt\[0\] = .* under 'content'; texts only",
+            r"prompt\[0\] = .* under 'content'; other contents",
         ),
         ('{"prompt": "p", "answer": true}', r"f.jsonl:1: answer = True must be a text or a number"),
         (
@@ -253,7 +223,7 @@ ROW = '{"prompt": "p", "answer": "1"}'
             '{"prompt": "p", "answer": "\\ud800"}',
             r"f.jsonl:1: .* is no Unicode text \(surrogates not allowed\); fix it",
         ),
-        ("[" * 100_000, r"f.jsonl: begins like a JSON array and is none"),
+        ("[" * 100_000, r"f.jsonl: begins like a JSON array but is none"),
         ('{"prompt": ' + "[" * 100_000, r"f.jsonl:1: .* is no JSON"),
         ('{"prompt": "p", "answer": "1", "data_source": 3}', r"data_source = 3 must be a text"),
         (
@@ -263,37 +233,33 @@ ROW = '{"prompt": "p", "answer": "1"}'
         (
             '{"question": "q", "answer": "s\\n#### 1"}\n{"question": "q", "answer": "so 5"}',
             (
-                r"f.jsonl:2: answer = 'so 5' has no answer after '####' .* take all of it with"
+                r"f.jsonl:2: answer = 'so 5' has no answer after '####', .* use the full text with"
                 r" answer_key=answer"
             ),
         ),
     ],
 )
-def test_mistakes_in_rows(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_rows_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_rows(lines(tmp_path / "f.jsonl", text))
 
 
-def test_keys_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_keys_are_refused(tmp_path: Path) -> None:
     file = lines(tmp_path / "f.jsonl", ROW + '\n{"prompt": "p", "answer": null}')
-    with pytest.raises(
-        ConfigError,
-        match=r"f.jsonl:1: answer_key = anser is not there; did you mean answer\? its keys",
-    ):
+    message = r"f.jsonl:1: answer_key = anser does not exist; did you mean answer\? its keys"
+    with pytest.raises(ConfigError, match=message):
         read_rows(file, answer_key="anser")
-    with pytest.raises(
-        ConfigError, match=r"f.jsonl:1: prompt_key = text is not there; its keys: prompt, answer"
-    ):
+    message = r"f.jsonl:1: prompt_key = text does not exist; its keys: prompt, answer"
+    with pytest.raises(ConfigError, match=message):
         read_rows(file, prompt_key="text")
     with pytest.raises(ConfigError, match=r"f.jsonl:2: answer_key = answer is null"):
         read_rows(file, answer_key="answer")
 
 
-def test_mistakes_in_paths(tmp_path: Path) -> None:
+def test_invalid_paths_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", GSM8K)
-    with pytest.raises(
-        ConfigError, match=r"trian.jsonl: does not exist; did you mean train.jsonl\?"
-    ):
+    message = r"trian.jsonl: does not exist; did you mean train.jsonl\?"
+    with pytest.raises(ConfigError, match=message):
         read_rows(tmp_path / "trian.jsonl")
     with pytest.raises(ConfigError, match=r"nowhere/x.jsonl: does not exist; in its folder: none"):
         read_rows(tmp_path / "nowhere" / "x.jsonl")
@@ -310,118 +276,98 @@ def test_mistakes_in_paths(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ prompts
+def load(file: Path, tokenizer: Any, **options: Any) -> tuple[list[Prompt], int]:
+    """Return ``load_prompts`` with default options."""
+    defaults: dict[str, Any] = {"prompt_length": 200, "chat_template": "auto", "system": None}
+    return load_prompts(file, tokenizer, **(defaults | options))
+
+
 def test_plain_prompts(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "sums.jsonl",
-        [{"prompt": p, "answer": "x", "level": 1} for p in ("1+1=", "10+10=", "2=")],
-    )
-    prompts, left_out = load_prompts(
-        file, tokenizer, prompt_length=5, chat_template="auto", system=None
-    )
-    assert left_out == 1 and [(p.index, p.text) for p in prompts] == [(0, "1+1="), (2, "2=")]
+    rows = [{"prompt": p, "answer": "x", "level": 1} for p in ("1+1=", "10+10=", "2=")]
+    file = write(tmp_path / "sums.jsonl", rows)
+    prompts, dropped = load(file, tokenizer, prompt_length=5)
+    assert dropped == 1 and [(p.index, p.text) for p in prompts] == [(0, "1+1="), (2, "2=")]
     first = prompts[0]
-    assert first.ids == (1, *(4 + ord(c) - 32 for c in "1+1="))  # [bos], as the tokenizer wants it
+    assert first.ids == (1, *(4 + ord(c) - 32 for c in "1+1="))  # with the tokenizer's [bos]
     assert (first.ground_truth, first.data_source, first.extra) == ("x", "sums", {"level": 1})
 
 
-def test_chat_prompts(chatty: Any, tmp_path: Path) -> None:
+def test_chat_prompts(chat_tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "train.jsonl", GSM8K)
-    prompts, left_out = load_prompts(
-        file, chatty, prompt_length=200, chat_template="auto", system="Be brief."
-    )
-    text = f"<s>Be brief.|<u>{GSM8K[1]['question']}{GSM8K_SUFFIX}|<a>"
-    assert left_out == 0 and prompts[1].text == text
-    assert (
-        chatty.decode(prompts[1].ids).replace(" ", "") == text.replace(" ", "")
-        and prompts[1].ids[0] != 1
-    )
-    assert prompts[1].ids == tuple(
-        chatty.apply_chat_template(
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": GSM8K[1]["question"] + GSM8K_SUFFIX},
-            ],
-            add_generation_prompt=True,
-        )["input_ids"]
-    )
-    (never, _), _ = load_prompts(
-        file, chatty, prompt_length=200, chat_template="never", system=None, suffix=""
-    )
-    assert never.text == GSM8K[0]["question"] and never.ids[0] == 1
+    prompts, dropped = load(file, chat_tokenizer, system="Be brief.")
+    question = GSM8K[1]["question"] + GSM8K_SUFFIX
+    text = f"<s>Be brief.|<u>{question}|<a>"
+    assert dropped == 0 and prompts[1].text == text
+    assert chat_tokenizer.decode(prompts[1].ids).replace(" ", "") == text.replace(" ", "")
+    assert prompts[1].ids[0] != 1
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    expected = chat_tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert prompts[1].ids == tuple(expected["input_ids"])
+    (plain, _), _ = load(file, chat_tokenizer, chat_template="never", suffix="")
+    assert plain.text == GSM8K[0]["question"] and plain.ids[0] == 1
 
 
-def test_suffix_and_messages(chatty: Any, tmp_path: Path) -> None:
-    chat = [
-        {"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))
-    ]
+def test_suffix_and_messages(chat_tokenizer: Any, tmp_path: Path) -> None:
+    messages = (("user", "a"), ("assistant", "b"), ("user", "c"))
+    chat = [{"role": role, "content": content} for role, content in messages]
     file = write(tmp_path / "f.jsonl", [{"prompt": chat, "answer": "1"}])
-    (prompt,), _ = load_prompts(
-        file, chatty, prompt_length=99, chat_template="always", system=None, suffix="!"
-    )
+    (prompt,), _ = load(file, chat_tokenizer, chat_template="always", suffix="!")
     assert prompt.text == "<u>a|<a>b|<u>c!|<a>"
-    (prompt,), _ = load_prompts(file, chatty, prompt_length=99, chat_template="never", system=None)
+    (prompt,), _ = load(file, chat_tokenizer, chat_template="never")
     assert prompt.text == "a\nb\nc"
     file = write(tmp_path / "g.jsonl", [{"prompt": chat[1:2], "answer": "1"}])
-    with pytest.raises(
-        ConfigError, match=r"g.jsonl:1: no message has the role 'user' that suffix = '!' could end"
-    ):
-        load_prompts(file, chatty, prompt_length=99, chat_template="auto", system=None, suffix="!")
+    message = r"g.jsonl:1: no message has the role 'user', which suffix = '!' needs"
+    with pytest.raises(ConfigError, match=message):
+        load(file, chat_tokenizer, suffix="!")
 
 
-def test_mistakes_with_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "f.jsonl", [{"prompt": "12345678"[:n], "answer": "1"} for n in (8, 6, 7)]
+def test_prompts_that_do_not_fit_the_tokenizer_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "12345678"[:n], "answer": "1"} for n in (8, 6, 7)]
+    file = write(tmp_path / "f.jsonl", rows)
+    message = (
+        "prompt_length = 6: all 3 prompts are longer, the shortest has 7 tokens, the longest 9"
     )
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"prompt_length = 6: all 3 prompts are longer, the shortest has 7 tokens, the longest 9"
-        ),
-    ):
-        load_prompts(file, tokenizer, prompt_length=6, chat_template="auto", system=None)
-    with pytest.raises(
-        ConfigError,
-        match=r"chat_template = always: the tokenizer has none; write chat_template=never",
-    ):
-        load_prompts(file, tokenizer, prompt_length=9, chat_template="always", system=None)
+    with pytest.raises(ConfigError, match=message):
+        load(file, tokenizer, prompt_length=6)
+    message = r"chat_template = always: the tokenizer has none; write chat_template=never"
+    with pytest.raises(ConfigError, match=message):
+        load(file, tokenizer, chat_template="always")
     with pytest.raises(ConfigError, match=r"system = 'x' is set but not read"):
-        load_prompts(file, tokenizer, prompt_length=9, chat_template="never", system="x")
+        load(file, tokenizer, chat_template="never", system="x")
     surrogate = lines(tmp_path / "s.jsonl", ROW + '\n{"prompt": "\\ud800", "answer": "1"}')
     with pytest.raises(ConfigError, match=r"s.jsonl:2: .* is no Unicode text"):
-        load_prompts(surrogate, tokenizer, prompt_length=9, chat_template="never", system=None)
+        load(surrogate, tokenizer, chat_template="never")
 
 
-def test_mistakes_with_templates(chatty: Any, tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "f.jsonl", [{"prompt": [{"role": "system", "content": "s"}], "answer": "1"}]
-    )
-    with pytest.raises(
-        ConfigError, match=r"f.jsonl:1: begins with a system message of its own; leave system out"
-    ):
-        load_prompts(file, chatty, prompt_length=9, chat_template="auto", system="x")
-    chatty.chat_template = "{{ raise_exception('system is not supported') }}"
-    with pytest.raises(
-        ConfigError, match=r"f.jsonl:1: .* refuses 's' \(TemplateError: system is not supported\)"
-    ):
-        load_prompts(file, chatty, prompt_length=9, chat_template="auto", system=None)
+def test_prompts_that_do_not_fit_the_template_are_refused(
+    chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    chat = [{"role": "system", "content": "s"}]
+    file = write(tmp_path / "f.jsonl", [{"prompt": chat, "answer": "1"}])
+    message = r"f.jsonl:1: begins with a system message already; leave system out"
+    with pytest.raises(ConfigError, match=message):
+        load(file, chat_tokenizer, system="x")
+    chat_tokenizer.chat_template = "{{ raise_exception('system is not supported') }}"
+    message = r"f.jsonl:1: .* refuses 's' \(TemplateError: system is not supported\)"
+    with pytest.raises(ConfigError, match=message):
+        load(file, chat_tokenizer)
 
 
 # ------------------------------------------------------------------------------------------ sampler
-def test_every_row_once_an_epoch_in_a_new_order() -> None:
+def test_an_epoch_has_every_row_once_in_a_new_order() -> None:
     sampler = Sampler(10, 4, seed=3)
     rows = [i for _ in range(15) for i in sampler.next()]  # 60 = 6 epochs
     epochs = [rows[i : i + 10] for i in range(0, 60, 10)]
-    assert (
-        all(sorted(e) == list(range(10)) for e in epochs) and len({tuple(e) for e in epochs}) == 6
-    )
-    for number, epoch in enumerate(epochs):  # from (seed, epoch) only
+    assert all(sorted(e) == list(range(10)) for e in epochs)
+    assert len({tuple(e) for e in epochs}) == 6
+    for number, epoch in enumerate(epochs):  # a function of (seed, epoch)
         generator = torch.Generator().manual_seed(sampling_key(3, "prompts", number))
         assert epoch == torch.randperm(10, generator=generator).tolist()
     assert rows[:10] != [i for _ in range(3) for i in Sampler(10, 4, seed=4).next()][:10]
     assert Sampler(10, 25, seed=3).next() == rows[:25]  # the batch does not change the order
 
 
-def test_epoch_and_no_shuffling() -> None:
+def test_epoch_without_shuffling() -> None:
     sampler = Sampler(5, 2, seed=0, shuffle=False)
     assert sampler.epoch == 0 and [sampler.next() for _ in range(3)] == [[0, 1], [2, 3], [4, 0]]
     assert sampler.epoch == pytest.approx(6 / 5)
@@ -433,17 +379,17 @@ def test_epoch_and_no_shuffling() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 8), st.integers(0, 5), st.booleans())
 def test_resume(size: int, batch: int, before: int, after: int, shuffle: bool) -> None:
-    straight, first, second = (Sampler(size, batch, 7, shuffle) for _ in range(3))
+    uninterrupted, first, second = (Sampler(size, batch, 7, shuffle) for _ in range(3))
     for _ in range(before):
-        assert straight.next() == first.next()
+        assert uninterrupted.next() == first.next()
     state = json.loads(json.dumps(first.state()))
     assert all(type(v) is int for v in state.values())
     second.load_state(state)
-    assert second.epoch == straight.epoch
-    assert [second.next() for _ in range(after)] == [straight.next() for _ in range(after)]
+    assert second.epoch == uninterrupted.epoch
+    assert [second.next() for _ in range(after)] == [uninterrupted.next() for _ in range(after)]
 
 
-def test_resume_across_an_epochs_end() -> None:
+def test_resume_across_the_end_of_an_epoch() -> None:
     a, b = Sampler(6, 4, 1), Sampler(6, 4, 1)
     for _ in range(2):
         a.next()
@@ -456,7 +402,7 @@ def test_resume_across_an_epochs_end() -> None:
     assert b.next() == end.next()[:4]
 
 
-def test_mistakes_with_samplers() -> None:
+def test_invalid_samplers_are_refused() -> None:
     with pytest.raises(ConfigError, match="size = 0 must be >= 1"):
         Sampler(0, 1, 0)
     with pytest.raises(ConfigError, match="batch = 0 must be >= 1"):

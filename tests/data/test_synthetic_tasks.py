@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,7 +38,7 @@ def needs_carry(a: int, b: int) -> bool:
 
 # -------------------------------------------------------------------------------------------- tasks
 @pytest.mark.parametrize(
-    ("operands", "right", "forgetful"),
+    ("operands", "correct", "forgetful"),
     [
         ((57, 68), "521", "510"),  # 125; forgetful: 7+8=15 -> 5, 5+6=11 -> 1, 0: 015
         ((5, 7), "210", "200"),  # 012; 5+7=12 -> 2, 0, 0: 002
@@ -45,8 +46,8 @@ def needs_carry(a: int, b: int) -> bool:
         ((99, 99), "891", "880"),  # 198; 18 -> 8, 18 -> 8, 0: 088
     ],
 )
-def test_arithmetic_by_hand(operands: tuple[int, int], right: str, forgetful: str) -> None:
-    assert ARITHMETIC.write(operands, lambda: False) == right
+def test_arithmetic_by_hand(operands: tuple[int, int], correct: str, forgetful: str) -> None:
+    assert ARITHMETIC.write(operands, lambda: False) == correct
     assert ARITHMETIC.write(operands, always) == forgetful
 
 
@@ -68,79 +69,72 @@ def test_scratchpad_by_hand() -> None:
 def test_problems(task: Task) -> None:
     train, held_out = SPLITS[task.name]
     assert (len(train), len(held_out)) == (task.train, task.held_out) and task.held_out == 1_000
-    assert len({p.prompt for p in train} | {p.prompt for p in held_out}) == len(train) + len(
-        held_out
-    ), "disjoint"
-    assert len({p.operands for p in train + held_out}) == len(train) + len(held_out)
-    assert max(len(task.respond(p)) for p in train + held_out) + 1 == task.response_length
+    problems = train + held_out
+    assert len({p.prompt for p in problems}) == len(problems), "the parts are disjoint"
+    assert len({p.operands for p in problems}) == len(problems)
+    assert max(len(task.respond(p)) for p in problems) + 1 == task.response_length
     if task is ARITHMETIC:
-        assert len(train) + len(held_out) == 100 * 100
+        assert len(problems) == 100 * 100
     else:
         shares = [sum(len(p.operands) == 2 for p in part) / len(part) for part in (train, held_out)]
-        assert all(0.28 < share < 0.36 for share in shares), "both parts have as many twos"
+        assert all(0.28 < share < 0.36 for share in shares), "both parts have as many pairs"
 
 
-def test_the_split_stays() -> None:
-    """Figures of runs on it are comparable for ever."""
-    found = {
+def test_the_split_is_the_same_in_every_version() -> None:
+    """Results of different versions are comparable."""
+    digests = {
         name: hashlib.sha256(json.dumps([p.prompt for p in held_out]).encode()).hexdigest()[:12]
         for name, (_, held_out) in SPLITS.items()
     }
-    assert found == {"arithmetic": "ee2de61019f5", "scratchpad": "f9ddcbc73920"}
+    assert digests == {"arithmetic": "ee2de61019f5", "scratchpad": "f9ddcbc73920"}
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_who_forgets_nothing_is_right(task: Task) -> None:
+def test_responses_without_forgotten_carries_are_correct(task: Task) -> None:
     for p in SPLITS[task.name][1]:
-        found = synthetic_tasks.grade(task.name, task.respond(p), p.answer)
-        assert found == {"score": 1.0, "acc": True, "pred": p.answer, "format": True}
-        again = synthetic_tasks.demonstrations(task, [p], 1, seed=0, forget=0.0)
-        assert again == [(p.prompt, task.respond(p))]
+        result = synthetic_tasks.grade(task.name, task.respond(p), p.answer)
+        assert result == {"score": 1.0, "acc": True, "pred": p.answer, "format": True}
+        demonstrations = synthetic_tasks.demonstrations(task, [p], 1, seed=0, forget=0.0)
+        assert demonstrations == [(p.prompt, task.respond(p))]
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_one_more_or_less_in_the_answer_is_wrong(task: Task) -> None:
+def test_a_wrong_digit_in_the_answer_scores_0(task: Task) -> None:
     for p in SPLITS[task.name][1]:
-        right = task.respond(p)
-        for i in range(len(right) - len(p.answer), len(right)):
-            other = str((int(right[i]) + 1) % 10)
-            assert score(task, right[:i] + other + right[i + 1 :], p.answer) == 0
-        for wrong in (
-            right[:-1],
-            right + "0",
-            right + " ",
-            "",
-            " " + p.answer,
-            right + "#",
-            "#" + p.answer[::-1] + "#",
-        ):
-            assert score(task, wrong, p.answer) == 0, (p, wrong)
+        correct = task.respond(p)
+        wrong = [correct[:-1], correct + "0", correct + " ", "", " " + p.answer, correct + "#"]
+        wrong.append("#" + p.answer[::-1] + "#")
+        for i in range(len(correct) - len(p.answer), len(correct)):
+            digit = str((int(correct[i]) + 1) % 10)
+            wrong.append(correct[:i] + digit + correct[i + 1 :])
+        for response in wrong:
+            assert score(task, response, p.answer) == 0, (p, response)
 
 
 @pytest.mark.parametrize("chance", [None, 0.2])
-def test_how_often_the_demonstrator_forgets(chance: float | None) -> None:
-    """Seen where a carry is needed: 4 standard errors of sqrt(p (1 - p) / n) with n > 6,000 are
-    below 0.025.
+def test_the_rate_of_forgotten_carries(chance: float | None) -> None:
+    """Forgotten carries are visible if a problem has carries. Four standard errors
+    sqrt(p (1 - p) / n) with n > 6,000 are below 0.025.
     """
-    pairs = synthetic_tasks.demonstrations(
-        ARITHMETIC, SPLITS["arithmetic"][0], 10_000, seed=1, forget=chance
+    problems = SPLITS["arithmetic"][0]
+    demonstrations = synthetic_tasks.demonstrations(
+        ARITHMETIC, problems, 10_000, seed=1, forget=chance
     )
-    seen = [
+    is_forgetful = [
         response == ARITHMETIC.write((a, b), always)
-        for prompt, response in pairs
+        for prompt, response in demonstrations
         for a, b in [tuple(map(int, prompt[:-1].split("+")))]
         if needs_carry(a, b)
     ]
-    assert (
-        len(seen) > 6_000
-        and abs(sum(seen) / len(seen) - (0.7 if chance is None else chance)) < 0.025
-    )
+    assert len(is_forgetful) > 6_000
+    rate = sum(is_forgetful) / len(is_forgetful)
+    assert abs(rate - (0.7 if chance is None else chance)) < 0.025
     wrong = both = 0
-    three = [
+    problems = [
         p for p in SPLITS["scratchpad"][0] if len(p.operands) == 3 and needs_carry(*p.operands[:2])
     ]
     for prompt, response in synthetic_tasks.demonstrations(
-        SCRATCHPAD, three, 8_000, seed=1, forget=chance
+        SCRATCHPAD, problems, 8_000, seed=1, forget=chance
     ):
         a, b, c = map(int, prompt[:-1].split("+"))
         sums = [int(s[::-1]) for s in response.partition("#")[0].split(";")]
@@ -149,65 +143,61 @@ def test_how_often_the_demonstrator_forgets(chance: float | None) -> None:
         both += sums[0] != a + b and needs_carry(sums[0], c) and sums[1] != sums[0] + c
     chance = 0.6 if chance is None else chance
     assert abs(wrong / 8_000 - chance) < 0.025
-    assert 0 < both / wrong < chance, (
-        "the second sum is forgotten independently, and seen where it needs a carry"
-    )
+    # The second sum is forgotten independently of the first, visible if it has carries.
+    assert 0 < both / wrong < chance
 
 
-def test_demonstrations_depend_on_the_seed_and_are_quick() -> None:
-    train = SPLITS["scratchpad"][0]
-    began = time.process_time()
-    many = synthetic_tasks.demonstrations(SCRATCHPAD, train, 64_000, seed=0)
-    assert time.process_time() - began < 3 and len(many) == 64_000
-    assert synthetic_tasks.demonstrations(SCRATCHPAD, train, 100, seed=0) != many[:100], (
-        "another count, another draw"
+def test_demonstrations_depend_on_seed_and_count_and_are_fast() -> None:
+    draw = lambda count, seed: synthetic_tasks.demonstrations(
+        SCRATCHPAD, SPLITS["scratchpad"][0], count, seed=seed
     )
-    assert synthetic_tasks.demonstrations(SCRATCHPAD, train, 64_000, seed=0)[:100] == many[:100]
-    assert synthetic_tasks.demonstrations(SCRATCHPAD, train, 64_000, seed=1)[:100] != many[:100]
+    start = time.process_time()
+    many = draw(64_000, 0)
+    assert time.process_time() - start < 3 and len(many) == 64_000
+    assert draw(100, 0) != many[:100] == draw(64_000, 0)[:100] != draw(64_000, 1)[:100]
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_preferences(task: Task) -> None:
     train = SPLITS[task.name][0]
-    answers = {p.prompt: p for p in train}
-    found = synthetic_tasks.preferences(task, train, 4_000, seed=3)
-    assert len(found) == 4_000 and found == synthetic_tasks.preferences(task, train, 4_000, seed=3)
-    unfinished = forgetful = 0
-    for prompt, better, worse in found:
-        problem = answers[prompt]
+    problems = {p.prompt: p for p in train}
+    preferences = synthetic_tasks.preferences(task, train, 4_000, seed=3)
+    assert len(preferences) == 4_000
+    assert preferences == synthetic_tasks.preferences(task, train, 4_000, seed=3)
+    incomplete = forgetful = 0
+    for prompt, better, worse in preferences:
+        problem = problems[prompt]
         assert score(task, better, problem.answer) == 1 and score(task, worse, problem.answer) == 0
         assert worse and len(worse) < task.response_length
-        unfinished += better.startswith(worse)
+        incomplete += better.startswith(worse)
         forgetful += worse == task.write(problem.operands, always)
-    assert 0.08 < unfinished / 4_000 < 0.12
-    assert forgetful > 400, "the mistakes that the demonstrator makes are among them"
+    assert 0.08 < incomplete / 4_000 < 0.12
+    assert forgetful > 400, "the demonstrator's errors are among them"
 
 
 # ------------------------------------------------------------------------------------------- grader
-def test_grades() -> None:
+@pytest.mark.parametrize(
+    ("source", "response", "truth", "expected"),
+    [
+        ("arithmetic", "521", "521", (1.0, "521", True, True)),
+        ("arithmetic", "52", "521", (0.0, "52", False, False)),
+        # The text before the mark is ignored; two marks are no valid format.
+        ("scratchpad", "123#215", "215", (1.0, "215", True, True)),
+        ("scratchpad", "1#2#215", "215", (1.0, "215", True, False)),
+        ("scratchpad", "521#512", "215", (0.0, "512", False, True)),  # reversed digits
+        ("scratchpad", "215", "215", (0.0, None, False, False)),
+        ("scratchpad", "521#", "215", (0.0, "", False, False)),
+    ],
+)
+def test_grades(source: str, response: str, truth: str, expected: tuple[Any, ...]) -> None:
     grader = graders.resolve("embodied_ppo.data.synthetic_tasks:grade")
+    result = graders.grade_sample(grader, (source, response, truth, {}))
+    assert result == (graders.Grade(*expected), None)
 
-    def judged(source: str, response: str, truth: str) -> graders.Grade:
-        made, cause = graders.judge(grader, (source, response, truth, {}))
-        assert cause is None
-        return made
 
-    assert judged("arithmetic", "521", "521") == graders.Grade(1.0, "521", True, True)
-    assert judged("arithmetic", "52", "521") == graders.Grade(0.0, "52", False, False)
-    # what stands before the mark is not looked at
-    assert judged("scratchpad", "123#215", "215") == graders.Grade(1.0, "215", True, True)
-    assert judged("scratchpad", "1#2#215", "215") == graders.Grade(1.0, "215", True, False), (
-        "two marks: no format"
-    )
-    assert judged("scratchpad", "521#512", "215") == graders.Grade(0.0, "512", False, True), (
-        "the digits turned round"
-    )
-    assert judged("scratchpad", "215", "215") == graders.Grade(0.0, None, False, False)
-    assert judged("scratchpad", "521#", "215") == graders.Grade(0.0, "", False, False)
-    failed, cause = graders.judge(grader, ("gsm8k", "1", "1", {}))
-    assert (
-        failed.failed and cause is not None and "'gsm8k' is none of arithmetic, scratchpad" in cause
-    )
+def test_unknown_data_sources_fail() -> None:
+    grade, cause = graders.grade_sample(synthetic_tasks.grade, ("gsm8k", "1", "1", {}))
+    assert grade.failed and "'gsm8k' is none of arithmetic, scratchpad" in str(cause)
 
 
 # ------------------------------------------------------------------------------------------- tokens
@@ -228,7 +218,7 @@ def test_a_character_is_a_token(tmp_path: Path) -> None:
 
 
 @given(st.text(VOCABULARY, max_size=40))
-def test_texts_come_back(text: str) -> None:
+def test_decode_inverts_encode(text: str) -> None:
     ids = TOKENIZER(text)["input_ids"]
     assert len(ids) == len(text) and TOKENIZER.decode(ids) == text
     assert synthetic_tasks.encode([text], TOKENIZER) == [tuple(VOCABULARY.index(c) for c in text)]
@@ -245,8 +235,8 @@ def test_other_characters_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_prompts(task: Task) -> None:
-    found = prompts.task_prompts(task, "held_out", TOKENIZER)
-    assert len(found) == task.held_out and [p.index for p in found] == list(range(task.held_out))
+    result = prompts.task_prompts(task, "held_out", TOKENIZER)
+    assert len(result) == task.held_out and [p.index for p in result] == list(range(task.held_out))
     p: Problem = SPLITS[task.name][1][7]
     ids = tuple(VOCABULARY.index(c) for c in p.prompt)
-    assert found[7] == Prompt(ids, p.prompt, p.answer, task.name, {}, 7)
+    assert result[7] == Prompt(ids, p.prompt, p.answer, task.name, {}, 7)

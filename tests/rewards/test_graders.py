@@ -1,4 +1,4 @@
-"""Graders against twins and corrupted answers, and those of other files."""
+"""Built-in graders against references and corrupted answers, and graders of users' files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from embodied_ppo.rewards.graders import GRADERS, Grade, as_grade, is_cheap
 from embodied_ppo.rewards.worker_pool import GraderPool
 
 SOURCE = "openai/gsm8k"
-# Last lines as GSM8K's have them, of our own making: what stands before ####, and the true answer
-# as it stands there.
+# Last lines in the style of GSM8K: the text before ####, and the correct answer as it is written.
 SOLUTIONS = [
     line.rsplit("|", 1)
     for line in """\
@@ -93,26 +92,20 @@ def score(name: str, response: str, truth: str) -> float:
 
 
 def corrupted(gold: str, rng: random.Random) -> set[str]:
-    """Other numbers that look like ``gold`` (without commas)."""
+    """Return other numbers that look like ``gold`` (without commas)."""
     value, sign, body = Decimal(gold), "-" * gold.startswith("-"), gold.lstrip("-")
-    found = {
-        str(value + 1),
-        str(value - 1),
-        str(value * 10),
-        str(-value),
-        str(value + Decimal("0.5")),
-    }
-    found |= {f"{gold}7", f"{sign}1{body}", sign + body[::-1].strip(".")}
+    numbers = {str(x) for x in (value + 1, value - 1, value * 10, -value, value + Decimal("0.5"))}
+    numbers |= {f"{gold}7", f"{sign}1{body}", sign + body[::-1].strip(".")}
     digits = [i for i, c in enumerate(body) if c.isdigit()]
     if len(digits) > 1:
         drop = rng.choice(digits)
-        found.add(sign + (body[:drop] + body[drop + 1 :]).strip("."))
-    return {f for f in found if Decimal(f) != value}
+        numbers.add(sign + (body[:drop] + body[drop + 1 :]).strip("."))
+    return {x for x in numbers if Decimal(x) != value}
 
 
 # -------------------------------------------------------------------------------------------- GSM8K
 @pytest.mark.parametrize("name", GSM8K)
-def test_gold_is_right_and_every_corruption_wrong(name: str) -> None:
+def test_correct_answers_score_1_and_corrupted_ones_0(name: str) -> None:
     assert len(SOLUTIONS) == 60
     rng = random.Random(0)
     for text, written in SOLUTIONS:
@@ -125,17 +118,15 @@ def test_gold_is_right_and_every_corruption_wrong(name: str) -> None:
         for other in wrong:
             grade = as_grade(GRADERS[name](SOURCE, f"{text}\n#### {other}", gold, {}))
             assert (grade.score, grade.correct) == (0.0, False), (text, other)
-        silent = re.sub("[0-9]", "", text)
-        grade = as_grade(GRADERS[name](SOURCE, silent, gold, {}))
+        without_number = re.sub("[0-9]", "", text)
+        grade = as_grade(GRADERS[name](SOURCE, without_number, gold, {}))
         assert (grade.score, grade.correct, grade.answer) == (0.0, False, None)
 
 
 def verl_strict(solution: str, truth: str) -> float:
-    """verl/utils/reward_score/gsm8k.py, in other words."""
+    """Return the score of verl/utils/reward_score/gsm8k.py."""
     answer = None
-    for match in re.finditer(
-        r"#### (-?[0-9.,]+)", solution[-300:] if len(solution) > 300 else solution
-    ):
+    for match in re.finditer(r"#### (-?[0-9.,]+)", solution[-300:]):
         answer = match.group(1).replace(",", "").replace("$", "")
     return 1.0 if answer is not None and answer == truth else 0.0
 
@@ -172,53 +163,42 @@ def verl_strict(solution: str, truth: str) -> float:
         ("", 0, 0, 0),
     ],
 )
-def test_ways_to_write_72(response: str, strict: float, flexible: float, numeric: float) -> None:
+def test_spellings_of_72(response: str, strict: float, flexible: float, numeric: float) -> None:
     assert [score(name, response, "72") for name in GSM8K] == [strict, flexible, numeric]
     assert verl_strict(response, "72") == strict
     grade = as_grade(GRADERS["gsm8k_numeric"](SOURCE, response, "72", {}))
     assert grade.format_ok == (grade.answer is not None) and (grade.format_ok or not numeric)
 
 
-def test_numbers_by_value() -> None:
+def test_numbers_are_compared_by_value() -> None:
     for written in ("#### -5", "#### -$5", "#### $-5", "#### -5.0", "####-5"):
         assert score("gsm8k_numeric", written, "-5") == 1 == score("gsm8k_flexible", written, "-5")
         assert score("gsm8k_numeric", written, "5") == 0
-    assert (
-        score("gsm8k_numeric", "#### 1,234", "1234")
-        == 1
-        == score("gsm8k_flexible", "so 1,234.", "1234")
-    )
-    assert (
-        score("gsm8k_numeric", "#### 0.1", "0.10") == 1
-        and score("gsm8k_numeric", "#### -0", "0") == 1
-    )
-    long = "123456789012345678901234567890"  # more digits than a Decimal's arithmetic keeps
-    assert (
-        score("gsm8k_numeric", f"#### {long}1", f"{long}2") == 0
-        and score("gsm8k_numeric", f"#### {long}", long) == 1
-    )
-    answers = {
-        as_grade(GRADERS["gsm8k_numeric"](SOURCE, f"#### {x}", "72", {})).answer
-        for x in ("72", "72.0", "$72.")
-    }
-    assert answers == {"72"}  # votes of maj@k
+    assert score("gsm8k_numeric", "#### 1,234", "1234") == 1
+    assert score("gsm8k_flexible", "so 1,234.", "1234") == 1
+    assert score("gsm8k_numeric", "#### 0.1", "0.10") == 1
+    assert score("gsm8k_numeric", "#### -0", "0") == 1
+    digits = "123456789012345678901234567890"  # more digits than arithmetic of Decimal keeps
+    assert score("gsm8k_numeric", f"#### {digits}1", f"{digits}2") == 0
+    assert score("gsm8k_numeric", f"#### {digits}", digits) == 1
+    for spelling in ("72", "72.0", "$72."):  # equal votes of maj@k
+        result = GRADERS["gsm8k_numeric"](SOURCE, f"#### {spelling}", "72", {})
+        assert as_grade(result).answer == "72"
 
 
-def test_true_answers_that_are_no_numbers() -> None:
+def test_correct_answers_that_are_no_numbers() -> None:
     for name in ("gsm8k_numeric", "gsm8k_flexible"):
         pool = GraderPool(name, workers=0, timeout_s=1)
         assert pool.grade([(SOURCE, "#### 1", "seven", {})]) == [graders.FAILED]
-        assert "ground_truth = 'seven' is no number; use exact or math_verify" in str(
-            pool.last_failure
-        )
+        cause = "ground_truth = 'seven' is no number; use exact or math_verify"
+        assert cause in str(pool.last_failure)
 
 
 def test_exact_and_auto() -> None:
     assert score("exact", " a  b\n", "a b") == 1 and score("exact", "ab", "a b") == 0
     assert score("auto", "####72", "72") == 1  # GSM8K's grader is gsm8k_numeric
-    with pytest.raises(
-        ConfigError, match=r"data_source = 'mine' has no grader of its own; name one of auto, exact"
-    ):
+    message = r"data_source = 'mine' has no default grader; name one of auto, exact"
+    with pytest.raises(ConfigError, match=message):
         GRADERS["auto"]("mine", "", "", {})
 
 
@@ -240,7 +220,7 @@ def test_exact_and_auto() -> None:
         ),
     ],
 )
-def test_results(result: Any, grade: Grade) -> None:
+def test_as_grade(result: Any, grade: Grade) -> None:
     assert as_grade(result) == grade
 
 
@@ -249,9 +229,8 @@ def test_scalars_of_numpy_and_torch() -> None:
     import torch
 
     assert as_grade(np.float32(0.5)) == Grade(0.5) == as_grade(torch.tensor(0.5))
-    assert as_grade({"score": np.int64(1), "acc": np.bool_(True), "n": np.float64(2)}) == Grade(
-        1.0, None, True, extra={"n": 2.0}
-    )
+    result = {"score": np.int64(1), "acc": np.bool_(True), "n": np.float64(2)}
+    assert as_grade(result) == Grade(1.0, None, True, extra={"n": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -266,12 +245,12 @@ def test_scalars_of_numpy_and_torch() -> None:
         ({"reward": 1}, "has no 'score'; its keys: reward"),
     ],
 )
-def test_results_that_are_no_grades(result: Any, message: str) -> None:
+def test_invalid_results_raise(result: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         as_grade(result)
 
 
-# ------------------------------------------------------------------------------------------ by name
+# --------------------------------------------------------------------------------- graders by name
 GRADER_FILE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return float(solution_str)
@@ -295,18 +274,11 @@ def file(tmp_path: Path) -> str:
 
 
 def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample: dict[str, Any] = {"data_source": "", "ground_truth": "2", "extra_info": {}}
     for spec in (file, f"{file}:compute_score"):
-        result = graders.resolve(spec)(
-            data_source="", solution_str="2", ground_truth="", extra_info={}
-        )
-        assert as_grade(result).score == 2
+        assert as_grade(graders.resolve(spec)(solution_str="2", **sample)).score == 2
     monkeypatch.syspath_prepend(str(Path(file).parent))
-    assert (
-        graders.resolve("rewards:judge")(
-            data_source="", solution_str="2", ground_truth="2", extra_info={}
-        )
-        is True
-    )
+    assert graders.resolve("rewards:judge")(solution_str="2", **sample) is True
 
 
 @pytest.mark.parametrize(
@@ -325,7 +297,7 @@ def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "{file}:compute_scor",
-            r"compute_scor is not there; did you mean compute_score\? in .*rewards.py: ",
+            r"compute_scor does not exist; did you mean compute_score\? in .*rewards.py: ",
         ),
         ("{file}:number", r"number is no function; in .*: "),
         (
@@ -337,9 +309,9 @@ def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
             r"bad.py cannot be imported \(ZeroDivisionError: division by zero, bad.py line 2\)",
         ),
         (
-            "{dir}/needy.py",
+            "{dir}/missing_import.py",
             (
-                r"needy.py cannot be imported \(ModuleNotFoundError: No module named"
+                r"missing_import.py cannot be imported \(ModuleNotFoundError: No module named"
                 r" 'nowhere_to_be_found'"
             ),
         ),
@@ -349,13 +321,15 @@ def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("json.decodr:x", r"no module json.decodr; did you mean decoder\?"),
         ("json:load", r"it is called with the keywords data_source"),
         ("builtins:dict", r"it is called with the keywords data_source"),
-        ("json:lods", r"lods is not there; did you mean loads\? in json: "),
+        ("json:lods", r"lods does not exist; did you mean loads\? in json: "),
     ],
 )
-def test_graders_that_are_not_there(file: str, tmp_path: Path, spec: str, message: str) -> None:
+def test_missing_and_broken_graders_are_refused(
+    file: str, tmp_path: Path, spec: str, message: str
+) -> None:
     broken = {
         "bad": "\n1 / 0",
-        "needy": "import nowhere_to_be_found",
+        "missing_import": "import nowhere_to_be_found",
         "syntax": "def",
         "quits": "exit(1)",
     }
@@ -365,13 +339,13 @@ def test_graders_that_are_not_there(file: str, tmp_path: Path, spec: str, messag
         graders.resolve(spec.format(file=file, dir=tmp_path))
 
 
-def test_a_missing_grader_is_refused_before_the_run_is_built(file: str, tmp_path: Path) -> None:
+def test_check_exists_refuses_missing_graders(file: str, tmp_path: Path) -> None:
     for spec in ("gsm8k_strct", f"{tmp_path}/reward.py", "jsn:loads", "os:path", "json:lods"):
         with pytest.raises(ConfigError, match=r"reward\.grader = "):
             graders.check_exists(spec)
     (tmp_path / "bad.py").write_text("1 / 0")
     for spec in ("exact", file, f"{tmp_path}/bad.py", "pytest:no_such_function"):
-        graders.check_exists(spec)  # files and modules of the user are not run
+        graders.check_exists(spec)  # code of the user is not executed
 
 
 def test_the_command_refuses_a_missing_grader_without_loading_torch() -> None:
@@ -383,7 +357,7 @@ def test_the_command_refuses_a_missing_grader_without_loading_torch() -> None:
     assert ran.stdout.split() == ["2", "False"] and "os:path: path is no function" in ran.stderr
 
 
-def test_cheap() -> None:
+def test_is_cheap() -> None:
     assert is_cheap("exact") and is_cheap("gsm8k_numeric") and is_cheap("auto")
     assert not is_cheap("math_verify") and not is_cheap("mine.py:f")
     assert GraderPool("gsm8k_strict", workers=None, timeout_s=1).count == 0
@@ -408,7 +382,7 @@ def test_math_verify() -> None:
     assert grades[0].correct is True and grades[0].answer == "1/2" and grades[5].answer is None
 
 
-# (true answer, responses that are right, responses that are wrong)
+# (correct answer, correct responses, wrong responses)
 MATHEMATICS: list[tuple[str, list[str], list[str]]] = [
     (
         "7",
@@ -491,26 +465,22 @@ def test_answers_in_latex() -> None:
     grader = graders.resolve("math_verify")
     for truth, right, wrong in MATHEMATICS:
         for response in right + wrong:
-            grade = as_grade(
-                grader(data_source="", solution_str=response, ground_truth=truth, extra_info={})
-            )
-            assert (grade.score, grade.correct) == (response in right, response in right), (
-                truth,
-                response,
-            )
+            sample = {"data_source": "", "ground_truth": truth, "extra_info": {}}
+            grade = as_grade(grader(solution_str=response, **sample))
+            is_right = response in right
+            assert (grade.score, grade.correct) == (is_right, is_right), (truth, response)
     for response in (r"\boxed{7}, \boxed{12}", r"\boxed{7 \text{ million}}"):  # no votes of maj@n
         assert GRADERS["math_verify"]("", response, "12", {})["pred"] is None
 
 
-def test_math_verify_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_math_verify_is_an_error_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(
-        ConfigError, match=r"grader = math_verify: needs a package .*; pip install math-verify"
-    ):
+    message = r"grader = math_verify: needs a package .*; pip install math-verify"
+    with pytest.raises(ConfigError, match=message):
         graders.resolve("math_verify")
 
 
-def test_scores_too_large_for_float32_and_numbers_nobody_needs() -> None:
+def test_large_scores_raise_and_other_numbers_that_are_not_finite_are_dropped() -> None:
     with pytest.raises(ValueError, match=r"score = '1e.39' of the grader is no finite number"):
         as_grade({"score": 1e39})
     assert as_grade({"score": 1.0, "time": math.nan, "k": 3}).extra == {"k": 3.0}
