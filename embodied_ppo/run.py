@@ -562,11 +562,11 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
                     bar.say,
                     lambda done, total: bar.advance("recording", done, total),
                     interrupts.uninterrupted,
-                    done=bar.say,
+                    on_complete=bar.say,
                 )
         except KeyboardInterrupt:
             bar.say(
-                f"interrupted; {expert_demos.recorded(config.out)} of {config.episodes}"
+                f"interrupted; {expert_demos.count_recorded(config.out)} of {config.episodes}"
                 f" demonstrations are safe in {config.out}; the same command continues"
             )
             raise SystemExit(130) from None
@@ -574,9 +574,9 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
         "folder": str(Path(config.out)),
         "episodes": recording.episodes,
         "frames": recording.frames,
-        "found": recording.found,
-        "recorded": recording.episodes - recording.found,
-        "expert_success": recording.succeeded / recording.tried if recording.tried else None,
+        "found": recording.existing,
+        "recorded": recording.episodes - recording.existing,
+        "expert_success": recording.successes / recording.attempts if recording.attempts else None,
         "wall_s": round(time.perf_counter() - started, 3),
         "families": recording.families,
     }

@@ -156,7 +156,7 @@ def simulate(id: str, num_envs: int, **options: Any) -> tuple[float, float]:
     env.reset()
     action = torch.rand(num_envs, env.action_spec.size, device="cuda") * 2 - 1
     whole = rate(lambda: env.step(action))
-    env.physics.records = True  # its kernels in a graph of their own
+    env.physics.records_kernels = True  # its kernels in a graph of their own
     ctrl = env.physics.fields["ctrl"].clone()
     bare = rate(lambda: env.physics.step(ctrl, env.task.decimation))
     env.close()

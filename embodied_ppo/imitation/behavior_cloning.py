@@ -1,11 +1,11 @@
 """Behaviour cloning of robot policies, with an auxiliary loss.
 
-The auxiliary loss predicts the robot's future state. From actions alone the small trunk learns the
-motion and ignores the words (success 0.1 after 2,000 steps), because an action contains little more
-than the direction of the place that a sentence names. The auxiliary loss predicts, from the
-features that the sentence attends to (``Grounding``), future states of the robot, and for each
-image cell how its colour differs at the end of the demonstration. Training it first grounds the
-features within a few hundred steps. Its heads are dropped afterwards.
+From actions alone the small trunk learns the motion and ignores the words (success 0.1 after 2,000
+steps), because an action contains little more than the direction to the place that a sentence
+names. The auxiliary loss therefore predicts, from the features that the sentence attends to
+(``Grounding``), future states of the robot, and for each image cell the change of its colour until
+the end of the demonstration. Training it first grounds the features within a few hundred steps.
+Its heads are dropped afterwards.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ GRAD_NORM = 1.0
 HELD_OUT = 0.05
 """Share of the episodes that is held out."""
 FUTURE = (0.25, 0.5, 0.75, 1.0)
-"""Places along a demonstration, as fractions of its length, whose states every frame predicts."""
+"""Times of the states that every frame predicts, as fractions of the demonstration."""
 MASKED_WORDS = 0.2
 """Share of the words that are masked while a small model trains the auxiliary loss.
 
-At test time words unseen in training are masked; their meaning has to follow from the other words.
+Words unseen in training are masked at test time, so the model must rely on the other words.
 """
-LEAST_STD = 1e-3
+MIN_STD = 1e-3
 """Lower bound of the standard deviation by which a target is divided."""
 
 
@@ -76,8 +76,9 @@ def clone(
 ) -> CloningResult:
     """Train a policy on demonstrations.
 
-    First ``config.foresight_steps`` of the auxiliary loss alone, then ``config.steps`` of cloning
-    and auxiliary loss; AdamW. The policy's normaliser is updated with every state once.
+    AdamW minimises the auxiliary loss alone for ``config.foresight_steps``, then the sum of cloning
+    and auxiliary loss for ``config.steps``. The policy's normaliser is updated with every state
+    once.
 
     Args:
         policy: The policy, trained in place.
@@ -86,6 +87,9 @@ def clone(
         seed: Seed of the split, the batches and the heads.
         notice: Receives lines for the log.
         advance: Progress callback, called after every step.
+
+    Returns:
+        Steps, losses and CPU time.
 
     Raises:
         ConfigError: The demonstrations do not fit the policy.
@@ -109,9 +113,8 @@ def clone(
         if config.foresight_steps:
             run.train(train, config.foresight_steps, "foresight", seed)
         loss = run.train(train, config.steps, "cloning", seed + 1)
-        return CloningResult(
-            config.steps, loss, _held_out_loss(policy, demos, held_out), time.process_time() - start
-        )
+        held_out_loss = _held_out_loss(policy, demos, held_out)
+        return CloningResult(config.steps, loss, held_out_loss, time.process_time() - start)
     finally:
         policy.set_sentences(sentences)
         policy.freeze(frozen)
@@ -129,46 +132,34 @@ class _CloningRun:
         notice: Callable[[str], None],
         advance: ProgressCallback,
     ) -> None:
-        self.policy, self.demos, self.config, self.notice, self.advance = (
-            policy,
-            demos,
-            config,
-            notice,
-            advance,
-        )
+        self.policy, self.demos, self.config = policy, demos, config
+        self.notice, self.advance = notice, advance
         self.device = policy.device
-        future = demos.state[_along(demos.episode, FUTURE)].flatten(1)
-        self.future = (future - future.mean(0)) / future.std(0).clamp_min(
-            LEAST_STD
-        )  # [F, S·len(FUTURE)]
+        future = demos.state[_frames_at(demos.episode, FUTURE)].flatten(1)
+        # [F, S·len(FUTURE)]
+        self.future = (future - future.mean(0)) / future.std(0).clamp_min(MIN_STD)
         width = policy.width
         self.state_head: nn.Module | None = None
         self.cell_head: nn.Module | None = None
         if config.foresight_steps:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                head = nn.Sequential(
-                    nn.Linear(width, width), nn.SiLU(), nn.Linear(width, self.future.shape[1])
-                )
-                picture = nn.Sequential(
-                    nn.Linear(width // 2, width), nn.SiLU(), nn.Linear(width, 3)
-                )
-            self.state_head = head.to(self.device)
+                state_head = _head(width, width, self.future.shape[1])
+                cell_head = _head(width // 2, width, 3)
+            self.state_head = state_head.to(self.device)
             if isinstance(policy, VLA):
-                self.cell_head = picture.to(self.device)
-                self.cells = torch.cat(
-                    [_cells(demos.images[name]) for name in policy.trunk.names], dim=1
-                )
-                self.last = _along(demos.episode, (1.0,))[:, 0]
-                sample = torch.randperm(
-                    len(self.last), generator=torch.Generator().manual_seed(seed)
-                )[:2048]
-                self.change_std = self._change(sample).std().clamp_min(LEAST_STD)
+                self.cell_head = cell_head.to(self.device)
+                cells = [_cells(demos.images[name]) for name in policy.trunk.names]
+                self.cells = torch.cat(cells, dim=1)
+                self.last = _frames_at(demos.episode, (1.0,))[:, 0]
+                generator = torch.Generator().manual_seed(seed)
+                sample = torch.randperm(len(self.last), generator=generator)[:2048]
+                self.change_std = self._change(sample).std().clamp_min(MIN_STD)
 
-    def train(self, frames: Tensor, steps: int, what: str, seed: int) -> float:
+    def train(self, frames: Tensor, steps: int, phase: str, seed: int) -> float:
         """Run ``steps`` of a phase and return the mean loss of the last tenth of the steps.
 
-        The learning rate rises over 50 steps and then falls linearly to a tenth.
+        The learning rate rises over 50 steps; a linear decay to a tenth multiplies it.
         """
         lr, batch_size = self.config.lr, self.config.batch_size
         generator = torch.Generator().manual_seed(seed)
@@ -178,42 +169,40 @@ class _CloningRun:
         optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
         recent: list[float] = []
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = (
-                lr * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / steps)
-            )
+            warmup, decay = min(1.0, (step + 1) / 50), 1 - 0.9 * step / steps
+            optimizer.param_groups[0]["lr"] = lr * warmup * decay
             batch = frames[torch.randint(len(frames), (batch_size,), generator=generator)]
-            reported, loss = self._loss(batch, what, noise)
+            reported, loss = self._loss(batch, phase, noise)
             recent.append(float(reported.detach()))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
             if not torch.isfinite(norm):
                 raise TrainingError(
-                    f"{what}: the loss of step {step} is {float(loss):g}; lower cloning.lr={lr:g}"
+                    f"{phase}: the loss of step {step} is {float(loss):g}; lower cloning.lr={lr:g}"
                 )
             optimizer.step()
-            self.advance(what, step + 1, steps)
+            self.advance(phase, step + 1, steps)
             if (step + 1) % max(1, steps // 10) == 0:
                 recent = recent[-max(1, steps // 10) :]
-                self.notice(
-                    f"{what}: step {step + 1} of {steps}, loss {sum(recent) / len(recent):.3f}"
-                )
+                mean = sum(recent) / len(recent)
+                self.notice(f"{phase}: step {step + 1} of {steps}, loss {mean:.3f}")
         optimizer.zero_grad(set_to_none=True)
         return sum(recent) / max(1, len(recent))
 
-    def _loss(self, frames: Tensor, what: str, noise: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _loss(self, frames: Tensor, phase: str, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the loss that is reported, and the one that is minimised."""
         inputs = _inputs(self.policy, self.demos, frames)
-        if what == "foresight":
+        if phase == "foresight":
             if isinstance(self.policy, VLA) and WORDS in inputs:
                 inputs[WORDS] = _mask_words(inputs[WORDS], noise)
             loss = self._auxiliary_loss(_grounding(self.policy, inputs), frames)
             return loss, loss
         action, executed = (x.to(self.device) for x in self.demos.chunk(frames, self.policy.chunk))
         loss, grounding = self.policy.bc_loss(inputs, action, executed, noise)
-        return loss, (
-            loss if self.state_head is None else loss + self._auxiliary_loss(grounding, frames)
-        )
+        if self.state_head is None:
+            return loss, loss
+        return loss, loss + self._auxiliary_loss(grounding, frames)
 
     def _auxiliary_loss(self, grounding: Grounding | None, frames: Tensor) -> Tensor:
         """Return the error of the predicted future states and colour changes."""
@@ -225,10 +214,13 @@ class _CloningRun:
         return loss + F.mse_loss(self.cell_head(grounding.cells), change)
 
     def _change(self, frames: Tensor) -> Tensor:
-        """Return how the colour of each cell differs at the end of the demonstration, [B, HW/16,
-        3].
-        """
+        """Return the colour change of each cell until the demonstration's end, [B, HW/16, 3]."""
         return self.cells[self.last[frames]].float() - self.cells[frames].float()
+
+
+def _head(inputs: int, hidden: int, outputs: int) -> nn.Module:
+    """Return a network with one hidden layer."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.SiLU(), nn.Linear(hidden, outputs))
 
 
 def _mask_words(words: Tensor, noise: torch.Generator) -> Tensor:
@@ -238,8 +230,9 @@ def _mask_words(words: Tensor, noise: torch.Generator) -> Tensor:
 
 
 def _cells(images: Tensor) -> Tensor:
-    """Return the mean colour of each CELL x CELL pixels: uint8 [F, H, W, 3] -> uint8 [F, HW/16,
-    3].
+    """Return the mean colour of each CELL x CELL pixels, uint8 [F, HW/16, 3].
+
+    ``images`` is uint8 [F, H, W, 3].
     """
     parts = (F.avg_pool2d(part.permute(0, 3, 1, 2).float(), CELL) for part in images.split(1024))
     return torch.cat([part.round().byte().flatten(2).transpose(1, 2) for part in parts])
@@ -255,10 +248,10 @@ def _grounding(policy: Family, inputs: dict[str, Tensor]) -> Grounding | None:
 
 
 def check(policy: Family, demos: Demonstrations) -> None:
-    """Check that the demonstrations have the robot and the cameras of the policy.
+    """Check that the demonstrations fit the policy.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: Actions, states or camera images differ in size, or a camera is missing.
     """
     size = demos.action.shape[1]
     if size != policy.size:
@@ -275,9 +268,8 @@ def check(policy: Family, demos: Demonstrations) -> None:
         )
     for name, spec in cameras.items():
         height, width = demos.images[name].shape[1:3]
-        shape = (
-            spec.shape if channels_last(spec) else (*spec.shape[1:], spec.shape[0])
-        )  # (H, W, channels)
+        # (H, W, channels)
+        shape = spec.shape if channels_last(spec) else (*spec.shape[1:], spec.shape[0])
         if shape[2] != 3:
             raise ConfigError(
                 f"cloning.dataset: camera {name!r} shows 3 channels (RGB), the task's {shape[2]};"
@@ -291,9 +283,9 @@ def check(policy: Family, demos: Demonstrations) -> None:
             )
     numbers, vectors = demos.state.shape[1], policy.trunk.encoder.vectors
     if vectors and numbers != policy.trunk.encoder.vector_size:
-        named = " + ".join(f"{name} ({math.prod(spec.shape)})" for name, spec in vectors.items())
+        expected = " + ".join(f"{name} ({math.prod(x.shape)})" for name, x in vectors.items())
         raise ConfigError(
-            f"cloning.dataset: its observation.state has {numbers} numbers, the task's {named}"
+            f"cloning.dataset: its observation.state has {numbers} numbers, the task's {expected}"
             f" {policy.trunk.encoder.vector_size}; name demonstrations with the same, or record"
             " some (embodied-ppo demos)"
         )
@@ -318,16 +310,14 @@ def _inputs(policy: Family, demos: Demonstrations, frames: Tensor) -> dict[str, 
     return policy.encode(obs | {INSTRUCTION: demos.instruction[frames].to(device)})
 
 
-def _along(episode: Tensor, fractions: Sequence[float]) -> Tensor:
+def _frames_at(episode: Tensor, fractions: Sequence[float]) -> Tensor:
     """Return the frames at fractions of each frame's episode, int64 [F, len(fractions)].
 
-    ``episode`` [F] is ascending.
+    ``episode`` [F], the episode of each frame, is ascending.
     """
     first = torch.searchsorted(episode, episode)
     length = torch.searchsorted(episode, episode, right=True) - 1 - first
-    return torch.stack(
-        [first + (length * fraction).round().long() for fraction in fractions], dim=1
-    )
+    return torch.stack([first + (length * x).round().long() for x in fractions], dim=1)
 
 
 @torch.no_grad()
@@ -339,35 +329,41 @@ def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> flo
     total, noise = 0.0, torch.Generator(policy.device).manual_seed(0)
     for part in frames.split(256):
         action, executed = (x.to(policy.device) for x in demos.chunk(part, policy.chunk))
-        total += float(
-            policy.bc_loss(_inputs(policy, demos, part), action, executed, noise)[0]
-        ) * len(part)
+        loss = policy.bc_loss(_inputs(policy, demos, part), action, executed, noise)[0]
+        total += float(loss) * len(part)
     return total / len(frames)
 
 
 class AuxiliaryCloningLoss:
-    """``config.coef`` times the cloning loss of frames that are drawn anew each time: what PPO
-    should not unlearn.
+    """Loss that keeps the policy close to demonstrations during PPO.
+
+    It is ``config.coef`` times the cloning loss of a new random batch of frames at each call.
     """
 
     def __init__(self, policy: Family, demos: Demonstrations, config: CloningConfig) -> None:
+        """Check that the demonstrations fit the policy.
+
+        Raises:
+            ConfigError: They do not fit.
+        """
         check(policy, demos)
         self.policy, self.demos, self.config = policy, demos, config
 
     def __call__(self, generator: torch.Generator) -> Tensor:
-        """A scalar with gradient; the generator is a CPU's.
+        """Return the loss, a scalar with gradient, without updating the policy's normaliser.
 
-        Uses the policy's normaliser as it is.
+        Args:
+            generator: Draws the batch; on the CPU.
         """
         policy, demos, device = self.policy, self.demos, self.policy.device
         frames = torch.randint(len(demos.state), (self.config.batch_size,), generator=generator)
         seed = int(torch.randint(2**62, (), generator=generator))
-        told = policy.sentences
+        sentences = policy.sentences
         policy.set_sentences(demos.instructions)
         try:
             inputs = _inputs(policy, demos, frames)
         finally:
-            policy.set_sentences(told)
+            policy.set_sentences(sentences)
         action, executed = (x.to(device) for x in demos.chunk(frames, policy.chunk))
         noise = torch.Generator(device).manual_seed(seed)
         return self.config.coef * policy.bc_loss(inputs, action, executed, noise)[0]

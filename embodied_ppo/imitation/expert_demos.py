@@ -1,6 +1,4 @@
-"""Recording of a task's scripted expert, and cloning from demonstrations; both are cached on
-disk.
-"""
+"""Record a task's scripted expert and clone policies from demonstrations, cached on disk."""
 
 from __future__ import annotations
 
@@ -35,23 +33,23 @@ REQUEST = "meta/embodied_ppo.json"
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recording:
     """Result of ``record``.
 
     Attributes:
-        found: Demonstrations that existed before.
-        episodes: Demonstrations that exist now.
-        frames: Frames that exist now.
-        tried: Episodes that the expert finished.
-        succeeded: Finished episodes that the expert solved.
-        families: Kind of episode -> number of demonstrations recorded now.
+        existing: Demonstrations before the recording.
+        episodes: Demonstrations after it.
+        frames: Frames after it.
+        attempts: Episodes that the expert finished.
+        successes: Finished episodes that the expert solved.
+        families: Kind of episode -> number of new demonstrations.
     """
 
-    found: int
+    existing: int
     episodes: int
     frames: int
-    tried: int
-    succeeded: int
+    attempts: int
+    successes: int
     families: dict[str, int]
 
 
@@ -60,8 +58,7 @@ def demonstrations(
     notice: Callable[[str], None],
     advance: ProgressCallback = lambda task, completed, total: None,
 ) -> Path:
-    """Return the folder of the demonstrations that ``config.cloning`` uses; record them if
-    necessary.
+    """Return the folder of the demonstrations for ``config.cloning``; record missing ones.
 
     Args:
         config: Options of the run.
@@ -84,15 +81,15 @@ def demonstrations(
         "cameras": env.cameras,
         "size": env.image_size,
         "randomize": env.randomize,
+        # A continued recording has other episodes than one recorded without interruption.
+        "episodes": c.episodes,
     }
-    request["episodes"] = (
-        c.episodes
-    )  # a recording that is continued has other episodes than one made at once
     name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:20]
     folder = compile.cache_folder() / "demonstrations" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two equal runs the second waits and uses the result
+        # The second of two equal runs waits here and then uses the recording of the first.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         record(
             DemosConfig(out=str(folder), episodes=c.episodes, env=env),
             lambda line: notice(f"cloning: {line}"),
@@ -147,17 +144,20 @@ def record(
     config: DemosConfig,
     notice: Callable[[str], None],
     advance: Callable[[int, int], None] = lambda done, total: None,
-    whole: Callable[[], AbstractContextManager[object]] = nullcontext,
-    done: Callable[[str], None] = lambda line: None,
-) -> Recorded:
+    atomic: Callable[[], AbstractContextManager[object]] = nullcontext,
+    on_complete: Callable[[str], None] = lambda line: None,
+) -> Recording:
     """Record the task's expert into ``config.out`` until it holds ``config.episodes``.
 
     Args:
         config: What to record.
         notice: Receives lines for the log.
         advance: Progress callback ``(completed, total)``.
-        whole: Context in which an episode is written; it may delay an interrupt.
-        done: Receives a line if all demonstrations existed before.
+        atomic: Context in which an episode is written; it may delay an interrupt.
+        on_complete: Receives a line if all demonstrations existed before.
+
+    Returns:
+        Counts of the folder and of the new episodes.
 
     Raises:
         ConfigError: The options do not fit the folder, or it cannot be written.
@@ -166,7 +166,7 @@ def record(
     """
     env, folder = config.env, Path(config.out)
     recorder: Any = importlib.import_module("embodied_envs").recorder()
-    tally, families = Counter[bool](), Counter[str]()
+    outcomes, families = Counter[bool](), Counter[str]()
     try:
         with Writer(
             folder,
@@ -176,34 +176,32 @@ def record(
             cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
         ) as writer:
             existing = writer.episodes
-            _check_request(config, begun=existing > 0)
+            _check_request(config, exists=existing > 0)
             missing = config.episodes - existing
             if missing <= 0:
-                done(f"{folder} holds {existing} demonstrations; nothing is left to record")
+                on_complete(f"{folder} holds {existing} demonstrations; nothing is left to record")
             else:
                 notice(
                     f"recording {missing} demonstrations into"
                     f" {folder}{f', which holds {existing}' if existing else ''}"
                 )
                 advance(existing, config.episodes)
-                for episode in recorder.record(
+                for demo in recorder.record(
                     env.kwargs,
                     episodes=missing,
                     seed=config.seed,
                     num_envs=RECORDERS,
                     image_size=(env.image_size, env.image_size),
                     cameras=env.cameras,
-                    on_episode=lambda family, success: tally.update([success]),
+                    on_episode=lambda family, success: outcomes.update([success]),
                     noise=config.noise,
                     start=existing,
                     randomize=env.randomize,
                     num_threads=env.num_threads or None,
                 ):
-                    with whole():
-                        writer.add(
-                            episode.images, episode.state, episode.action, episode.instruction
-                        )
-                    families[episode.family] += 1
+                    with atomic():
+                        writer.add(demo.images, demo.state, demo.action, demo.instruction)
+                    families[demo.family] += 1
                     advance(writer.episodes, config.episodes)
     except OSError as error:
         cause = error.strerror or one_line(error)
@@ -211,33 +209,32 @@ def record(
             raise TrainingError(
                 f"{folder}: cannot be written ({cause}); is the disk full? {SAFE}"
             ) from error
-        raise ConfigError(
-            f"{folder}: cannot be written ({cause}); choose another folder"
-        ) from error
+        message = f"{folder}: cannot be written ({cause}); choose another folder"
+        raise ConfigError(message) from error
     except (ConfigError, EnvError) as error:
         if families:  # recording had begun, so this is not a refusal of the options
             raise TrainingError(str(error)) from error
         raise
-    return Recorded(
-        existing,
-        writer.episodes,
-        writer.frames,
-        tally.total(),
-        tally[True],
-        dict(sorted(families.items())),
+    return Recording(
+        existing=existing,
+        episodes=writer.episodes,
+        frames=writer.frames,
+        attempts=outcomes.total(),
+        successes=outcomes[True],
+        families=dict(sorted(families.items())),
     )
 
 
-def recorded(folder: str) -> int:
-    """Return the number of finished demonstrations of a recording."""
+def count_recorded(folder: str) -> int:
+    """Return the number of finished demonstrations in a recording's folder."""
     try:
         return int(json.loads((Path(folder) / "meta/info.json").read_text())["total_episodes"])
     except (OSError, ValueError, KeyError):
         return 0
 
 
-def _check_request(config: DemosConfig, *, begun: bool) -> None:
-    """Check that a folder was begun with the same options, or store them in REQUEST.
+def _check_request(config: DemosConfig, *, exists: bool) -> None:
+    """Compare the options with those of an existing recording, or store them in REQUEST.
 
     Raises:
         ConfigError: The options differ.
@@ -248,17 +245,13 @@ def _check_request(config: DemosConfig, *, begun: bool) -> None:
         "env.kwargs": env.kwargs,
         "env.randomize": env.randomize,
         "noise": config.noise,
+        "seed": config.seed,
     }
-    request["seed"] = config.seed
-    if begun:
+    if exists:
         try:
             stored = dict(json.loads(path.read_text()))
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-        ):  # recorded by something else; the Writer has compared the features
-            return
+        except (OSError, ValueError, TypeError):
+            return  # another program recorded it; the Writer has compared the features
         for name, value in request.items():
             if name in stored and stored[name] != json.loads(json.dumps(value)):
                 raise ConfigError(
@@ -306,30 +299,11 @@ def clone(
             f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout"
         )
     weights = policy.state_dict()
-    settings = [
-        loader.dump(replace(c, coef=0.0)),
-        str(folder.resolve()),
-        torch.__version__,
-        config.seed,
-    ]
-    model = replace(config.model, detach_value=True)  # cloning learns no value
-    settings += [str(policy.device), loader.dump(model), config.env.cameras]
-    name = hashlib.sha256(
-        json.dumps(settings).encode() + supervised_finetuning.digest_of(weights).encode()
-    )
-    for file in sorted(
-        path for path in info.parent.rglob("*") if path.is_file()
-    ):  # includes the statistics of the data
-        name.update(file.read_bytes())
-    for kind in sorted(
-        {type(m).__module__ for m in policy.modules()} | {behavior_cloning.__name__}
-    ):
-        if kind.startswith("embodied_ppo."):
-            name.update(Path(str(sys.modules[kind].__file__)).read_bytes())
-    path = compile.cache_folder() / "cloned" / f"{name.hexdigest()[:20]}.safetensors"
-    losses = path.with_suffix(".json")
+    path = compile.cache_folder() / "cloned" / f"{_clone_name(policy, config, folder)}.safetensors"
+    losses_file = path.with_suffix(".json")
+    losses: dict[str, float] = {}
 
-    def make() -> None:
+    def train() -> None:
         demos = read_demonstrations(folder, limit=c.episodes)
         notice(
             f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations"
@@ -342,14 +316,35 @@ def clone(
             f"cloning: loss {result.loss:.3f}, of held-out episodes {result.held_out_loss:.3f},"
             f" {result.cpu_s:.0f} CPU seconds"
         )
-        losses_by_name.update(cloning_loss=result.loss, held_out_loss=result.held_out_loss)
-        with suppress(OSError):  # e.g. a full disk, which ``once`` reports
-            losses.write_text(json.dumps(losses_by_name))
+        losses.update(cloning_loss=result.loss, held_out_loss=result.held_out_loss)
+        with suppress(OSError):  # e.g. a full disk, which ``compute_or_load`` reports
+            losses_file.write_text(json.dumps(losses))
 
-    losses_by_name: dict[str, float] = {}
-    if supervised_finetuning.once(
-        weights, path, make, what="cloning", saying=f"{c.steps} supervised steps", notice=notice
+    if supervised_finetuning.compute_or_load(
+        weights, path, train, what="cloning", work=f"{c.steps} supervised steps", notice=notice
     ):
         with suppress(OSError, ValueError):
-            losses_by_name.update(json.loads(losses.read_text()))
-    return losses_by_name
+            losses.update(json.loads(losses_file.read_text()))
+    return losses
+
+
+def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -> str:
+    """Return a digest of everything that the cloned weights depend on, 20 hex digits."""
+    settings = [
+        loader.dump(replace(config.cloning, coef=0.0)),
+        str(folder.resolve()),
+        torch.__version__,
+        config.seed,
+        str(policy.device),
+        loader.dump(replace(config.model, detach_value=True)),  # cloning learns no value
+        config.env.cameras,
+    ]
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    digest.update(supervised_finetuning.digest_of(policy.state_dict()).encode())
+    # The folder meta includes statistics of all data.
+    for file in sorted(path for path in (folder / "meta").rglob("*") if path.is_file()):
+        digest.update(file.read_bytes())
+    modules = {type(m).__module__ for m in policy.modules()} | {behavior_cloning.__name__}
+    for module in sorted(name for name in modules if name.startswith("embodied_ppo.")):
+        digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
+    return digest.hexdigest()[:20]

@@ -37,10 +37,10 @@ def warm_start(
 ) -> bool:
     """Train the policy on responses, or load the weights of an equal earlier run.
 
-    Step i uses examples i * batch_size to (i + 1) * batch_size and minimises the mean over their
-    response tokens with AdamW. The result depends on no random numbers. The name of its file in
-    ``folder`` is a digest of the initial weights, the examples, the numbers, the code, the version
-    of torch and ``key``.
+    Step i uses examples i * batch_size to (i + 1) * batch_size and minimises the mean loss of their
+    response tokens with AdamW. The result depends on no random numbers. Its file name in ``folder``
+    is a digest of the initial weights, the examples, the hyper-parameters, the code, the version of
+    torch and ``key``.
 
     Args:
         policy: The policy, trained in place.
@@ -49,8 +49,8 @@ def warm_start(
         batch_size: Examples of a step.
         lr: Learning rate.
         lr_warmup: Steps over which the rate rises linearly.
-        key: Further values of JSON that the result depends on.
-        folder: Cache.
+        key: Other JSON values that the result depends on.
+        folder: Folder of the cache.
         notice: Receives lines for the log.
 
     Returns:
@@ -68,53 +68,34 @@ def warm_start(
         )
     examples = examples[:count]
     weights = {name: p.detach() for name, p in policy.named_parameters()}
-    numbers = {"steps": steps, "batch_size": batch_size, "lr": lr, "lr_warmup": lr_warmup}
-    path = folder / f"{_name(policy, weights, examples, {**numbers, 'key': dict(key)})}.safetensors"
-    return once(
-        weights,
-        path,
-        lambda: _train(
-            policy, examples, steps=steps, batch_size=batch_size, lr=lr, lr_warmup=lr_warmup
-        ),
-        what="warm start",
-        saying=f"{steps} supervised steps",
-        notice=notice,
-    )
+    hyper = {"steps": steps, "batch_size": batch_size, "lr": lr, "lr_warmup": lr_warmup}
+    path = folder / f"{_name(policy, weights, examples, {**hyper, 'key': dict(key)})}.safetensors"
 
+    def train() -> None:
+        parameters = list(policy.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
+            value = loss(policy, examples[step * batch_size : (step + 1) * batch_size])
+            if not torch.isfinite(value):
+                raise TrainingError(
+                    f"warm start: the loss of step {step} is {value.item():g}; lower its learning"
+                    " rate"
+                )
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
 
-# ----------------------------------------------------------------------------------------- training
-def _train(
-    policy: LanguagePolicy,
-    examples: Sequence[Example],
-    *,
-    steps: int,
-    batch_size: int,
-    lr: float,
-    lr_warmup: int,
-) -> None:
-    """Minimise ``loss`` over consecutive batches."""
-    parameters = list(policy.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
-        value = loss(policy, examples[step * batch_size : (step + 1) * batch_size])
-        if not torch.isfinite(value):
-            raise TrainingError(
-                f"warm start: the loss of step {step} is {value.item():g}; lower its learning rate"
-            )
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+    work = f"{steps} supervised steps"
+    return compute_or_load(weights, path, train, what="warm start", work=work, notice=notice)
 
 
 def loss(policy: LanguagePolicy, examples: Sequence[Example]) -> Tensor:
-    """Return -Σ log π(token) / number of tokens over all response tokens, a scalar with
-    gradient.
-    """
-    ids, place, mask = (x.to(policy.model.lm_head.weight.device) for x in _batch(examples))
-    token = ids.gather(1, place + 1)
-    log_prob = policy.view(policy.hidden(ids[:, :-1], place), token).log_prob
+    """Return the mean of -log π(token) over all response tokens, a scalar with gradient."""
+    ids, position, mask = (x.to(policy.model.lm_head.weight.device) for x in _batch(examples))
+    token = ids.gather(1, position + 1)
+    log_prob = policy.view(policy.hidden(ids[:, :-1], position), token).log_prob
     return -(log_prob * mask).sum() / mask.sum()
 
 
@@ -122,8 +103,8 @@ def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
     """Return a padded batch.
 
     Returns:
-        Tokens int64 [B, L] padded on the right, places int64 [B, R] of the tokens before the
-        response tokens, and their mask.
+        Tokens int64 [B, L] padded on the right, positions int64 [B, R] of the tokens before the
+        response tokens, and their mask [B, R].
     """
     prompt = torch.tensor([len(p) for p, _ in examples]).unsqueeze(1)
     response = torch.tensor([len(r) for _, r in examples]).unsqueeze(1)
@@ -132,14 +113,14 @@ def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
     return ids, (prompt - 1 + k).clamp(max=width - 2), k < response
 
 
-# ------------------------------------------------------------------------------------------ on disk
-def once(
+# -------------------------------------------------------------------------------------------- cache
+def compute_or_load(
     weights: Mapping[str, Tensor],
     path: Path,
-    make: Callable[[], object],
+    compute: Callable[[], object],
     *,
     what: str,
-    saying: str,
+    work: str,
     notice: Callable[[str], None],
 ) -> bool:
     """Compute weights, or load them if ``path`` exists.
@@ -147,9 +128,9 @@ def once(
     Args:
         weights: Tensors that are changed in place.
         path: File of the result.
-        make: Computes the result in ``weights``.
+        compute: Writes the result to ``weights``.
         what: Name of the computation, for messages.
-        saying: Description of the computation, for messages.
+        work: Amount of the computation, for messages.
         notice: Receives lines for the log.
 
     Returns:
@@ -159,7 +140,7 @@ def once(
         ConfigError: The folder cannot be written.
     """
     if path.exists():
-        damage = take(weights, path)
+        damage = _load(weights, path)
         if damage is None:
             notice(f"{what}: taken from {path}")
             return True
@@ -170,10 +151,10 @@ def once(
         raise ConfigError(
             f"{what}: {path.parent} cannot be written ({error.strerror}); name another folder"
         ) from error
-    notice(f"{what}: {saying}, once; the result stays in {path.parent}")
-    make()
+    notice(f"{what}: {work}, once; the result stays in {path.parent}")
+    compute()
     try:
-        keep(weights, path)
+        _save(weights, path)
     except OSError as error:  # e.g. a full disk; the weights are in memory, so training continues
         notice(f"{what}: not kept ({one_line(error)})")
     return False
@@ -183,11 +164,11 @@ def _name(
     policy: LanguagePolicy,
     weights: Mapping[str, Tensor],
     examples: Sequence[Example],
-    numbers: Mapping[str, Any],
+    hyper: Mapping[str, Any],
 ) -> str:
     """Return a digest of everything that the result depends on, 20 hex digits."""
     device = policy.model.lm_head.weight.device.type
-    settings = [numbers, policy.temperature, torch.__version__, device]
+    settings = [hyper, policy.temperature, torch.__version__, device]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for source in (__file__, causal_lm.__file__):
         digest.update(Path(source).read_bytes())
@@ -205,12 +186,8 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def keep(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write weights with a digest under a temporary name, and rename the file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+def _save(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights with a digest to a temporary file and rename it; raise OSError on failure."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -219,14 +196,14 @@ def keep(weights: Mapping[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, temporary, metadata={"sha256": digest_of(tensors)})
         temporary.replace(path)
-    except SafetensorError as error:  # raised by safetensors where the disk refuses
+    except SafetensorError as error:  # safetensors' own exception for a full disk
         raise OSError(str(error)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def take(weights: Mapping[str, Tensor], path: Path) -> str | None:
-    """Load what ``keep`` wrote into the weights; return the reason if it is damaged, else None."""
+def _load(weights: Mapping[str, Tensor], path: Path) -> str | None:
+    """Load a file of ``_save`` into the weights; return the reason if it is damaged, else None."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -98,7 +98,7 @@ def test_cloning_repeats_itself_and_foresight_changes_it(monkeypatch: pytest.Mon
 
 def test_what_is_foreseen() -> None:
     episode = torch.tensor([0, 0, 0, 2, 2, 7])
-    assert behavior_cloning._along(episode, (0.5, 1.0)).tolist() == [
+    assert behavior_cloning._frames_at(episode, (0.5, 1.0)).tolist() == [
         [1, 2],
         [1, 2],
         [1, 2],

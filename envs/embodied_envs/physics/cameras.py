@@ -1,4 +1,4 @@
-"""Pictures of MuJoCo worlds by OpenGL on the CPU: one context, one scene, world after world."""
+"""Render images of MuJoCo worlds with OpenGL on the CPU, one world after the other."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.physics.domain_randomization import model_field
 from embodied_ppo.core.types import EnvError
 
 MAX_GEOMS = 2000
-"""Shapes in one picture."""
+"""Largest number of shapes in one image."""
+POSE_FIELDS = ("qpos", "mocap_pos", "mocap_quat")
+"""MjData fields that determine an image."""
 
 
 def gl_context(width: int, height: int) -> Any:
-    """An OpenGL context without a screen, by $MUJOCO_GL (egl, osmesa, glfw), else the first of EGL
-    and OSMesa to work.
+    """Create an off-screen OpenGL context of ``width`` x ``height`` pixels.
 
-    Raises EnvError with the Debian package to install.
+    $MUJOCO_GL selects the backend (egl, osmesa, glfw); otherwise EGL is tried, then OSMesa.
+
+    Raises:
+        EnvError: No backend works; the message names the Debian packages to install.
     """
-    named = os.environ.get("MUJOCO_GL", "").lower().strip()
+    selected = os.environ.get("MUJOCO_GL", "").lower().strip()
     failures = []
-    for backend in [named] if named in ("egl", "osmesa", "glfw") else ["egl", "osmesa"]:
+    for backend in [selected] if selected in ("egl", "osmesa", "glfw") else ["egl", "osmesa"]:
         try:
             return importlib.import_module(f"mujoco.{backend}").GLContext(width, height)
-        except Exception as error:  # PyOpenGL's own, which cannot be named before PyOpenGL loads; the next is tried
+        except Exception as error:  # PyOpenGL's exception classes exist only after its import
             failures.append(f"{backend}: {type(error).__name__}: {error}")
     raise EnvError(
         f"cameras: no OpenGL without a screen ({'; '.join(failures)}); Debian: apt-get install"
@@ -41,7 +46,7 @@ def gl_context(width: int, height: int) -> Any:
 
 
 class _Canvas:
-    """Pictures of one size, [H, W, 3]."""
+    """OpenGL context for images of one size."""
 
     def __init__(self, model: mujoco.MjModel, height: int, width: int) -> None:
         self.context = gl_context(width, height)
@@ -50,39 +55,36 @@ class _Canvas:
         self.mjr = mujoco.MjrContext(model, int(mujoco.mjtFontScale.mjFONTSCALE_100))
         mujoco.mjr_setBuffer(int(mujoco.mjtFramebuffer.mjFB_OFFSCREEN), self.mjr)
         self.scene = mujoco.MjvScene(model, maxgeom=MAX_GEOMS)
-        self.option, self.perturb, self.camera = (
-            mujoco.MjvOption(),
-            mujoco.MjvPerturb(),
-            mujoco.MjvCamera(),
-        )
-        self.rows = np.empty((height, width, 3), dtype=np.uint8)
+        self.option, self.perturb = mujoco.MjvOption(), mujoco.MjvPerturb()
+        self.camera = mujoco.MjvCamera()
+        self.pixels = np.empty((height, width, 3), dtype=np.uint8)
 
     def draw(self, model: mujoco.MjModel, data: mujoco.MjData, camera: int) -> np.ndarray:
-        """uint8 [H, W, 3], valid until the next call; camera -1 looks at the whole model."""
+        """Return uint8 [H, W, 3], valid until the next call; camera -1 frames the whole model."""
         if camera < 0:
             mujoco.mjv_defaultFreeCamera(model, self.camera)
         else:
             self.camera.type, self.camera.fixedcamid = int(mujoco.mjtCamera.mjCAMERA_FIXED), camera
-        everything = int(mujoco.mjtCatBit.mjCAT_ALL)
+        categories = int(mujoco.mjtCatBit.mjCAT_ALL)
         mujoco.mjv_updateScene(
-            model, data, self.option, self.perturb, self.camera, everything, self.scene
+            model, data, self.option, self.perturb, self.camera, categories, self.scene
         )
         self.context.make_current()
         mujoco.mjr_render(self.rect, self.scene, self.mjr)
-        mujoco.mjr_readPixels(self.rows, None, self.rect, self.mjr)
-        return self.rows[::-1]  # OpenGL counts rows from below
+        mujoco.mjr_readPixels(self.pixels, None, self.rect, self.mjr)
+        return self.pixels[::-1]  # OpenGL's first row is the bottom row
 
     def close(self) -> None:
-        """Free the context now: one that is dropped later takes the next one's pictures along."""
+        """Free the context now; a later garbage collection would break the images of the next."""
         self.mjr.free()
         self.context.free()
 
 
 class Cameras:
-    """What policies and films see of N worlds. No shadows, no multisampling: on a CPU they cost ten
-    times the rest.
+    """Images of N worlds for policies and videos.
 
-    OpenGL starts with the first picture.
+    There are no shadows and no multisampling, which cost ten times as much as the other rendering
+    on a CPU. OpenGL is initialised by the first image.
     """
 
     def __init__(
@@ -91,15 +93,20 @@ class Cameras:
         names: Sequence[str] = (),
         *,
         size: tuple[int, int] = (64, 64),
-        picture_size: tuple[int, int] | None = None,
+        render_size: tuple[int, int] | None = None,
     ) -> None:
-        """``names``: cameras of the model that the policy sees, (height, width) = ``size`` pixels
-        each.
+        """Select the cameras.
 
-        ``picture_size``: (height, width) of ``picture``; None: there are none. Raises EnvError for
-        an unknown camera.
+        Args:
+            model: The model that all worlds share.
+            names: Cameras whose images are part of the observation.
+            size: (height, width) of these images in pixels.
+            render_size: (height, width) of ``render``; None: it is not available.
+
+        Raises:
+            EnvError: A camera is unknown or named twice.
         """
-        self.names, self.size, self.picture_size = tuple(names), size, picture_size
+        self.names, self.size, self.render_size = tuple(names), size, render_size
         known = [model.camera(i).name for i in range(model.ncam)]
         if len(set(names)) < len(names):
             raise EnvError(f"env.cameras={list(names)}: names a camera twice")
@@ -109,79 +116,75 @@ class Cameras:
                 f" {', '.join(known) or 'none'}"
             )
         self._ids = [known.index(n) for n in names]
-        self._film = 0 if known else -1
+        self._render_camera = 0 if known else -1
         self._source = model
-        self._canvas: dict[tuple[int, int], _Canvas] = {}
-        self._end = weakref.finalize(self, _close, self._canvas)
+        self._canvases: dict[tuple[int, int], _Canvas] = {}
+        self._finalizer = weakref.finalize(self, _close_all, self._canvases)
 
-    def images(self, worlds: Mapping[str, np.ndarray], where: Tensor) -> dict[str, Tensor]:
-        """Camera -> uint8 [N, 3, H, W], zero where bool [N] is False.
+    def images(self, worlds: Mapping[str, np.ndarray], mask: Tensor) -> dict[str, Tensor]:
+        """Return camera -> uint8 [N, 3, H, W], zero where ``mask`` is False.
 
-        ``worlds``: qpos, mocap_pos, mocap_quat and MjModel fields that differ between worlds, [N,
-        ..].
+        Args:
+            worlds: POSE_FIELDS and the MjModel fields that differ between worlds, [N, ..].
+            mask: bool [N].
         """
-        height, width = self.size
-        out = {
-            name: torch.zeros(len(where), 3, height, width, dtype=torch.uint8)
-            for name in self.names
+        images = {
+            name: torch.zeros(len(mask), 3, *self.size, dtype=torch.uint8) for name in self.names
         }
-        arrays = [x.numpy() for x in out.values()]
-        for i in where.nonzero().flatten().tolist():
+        arrays = [x.numpy() for x in images.values()]
+        for i in mask.nonzero().flatten().tolist():
             canvas = self._pose(worlds, i, self.size)
             for camera, array in zip(self._ids, arrays, strict=True):
                 array[i] = canvas.draw(self._model, self._data, camera).transpose(2, 0, 1)
-        return out
+        return images
 
-    def picture(self, worlds: Mapping[str, np.ndarray]) -> Tensor:
-        """uint8 [H, W, 3] of world 0, by the model's first camera, or of the whole model if it has
-        none.
+    def render(self, worlds: Mapping[str, np.ndarray]) -> Tensor:
+        """Return uint8 [H, W, 3] of world 0 from the model's first camera.
+
+        A model without cameras is framed as a whole.
         """
-        if self.picture_size is None:
+        if self.render_size is None:
             raise EnvError("made without pictures; make it with render=True")
-        canvas = self._pose(worlds, 0, self.picture_size)
-        return torch.from_numpy(canvas.draw(self._model, self._data, self._film).copy())
+        canvas = self._pose(worlds, 0, self.render_size)
+        return torch.from_numpy(canvas.draw(self._model, self._data, self._render_camera).copy())
 
     def _pose(self, worlds: Mapping[str, np.ndarray], i: int, size: tuple[int, int]) -> _Canvas:
-        """Put the model into the pose of world ``i``."""
-        if new := size not in self._canvas:
-            if first := not self._canvas:
+        """Set the model to the pose of world ``i`` and return the canvas of ``size``."""
+        if new := size not in self._canvases:
+            if first := not self._canvases:
                 self._prepare()
-            self._canvas[size] = _Canvas(self._model, *size)
+            self._canvases[size] = _Canvas(self._model, *size)
             if first:
-                atexit.register(
-                    self._end
-                )  # last in, first out: before the end of OpenGL, registered by now
-        canvas, model, data = self._canvas[size], self._model, self._data
+                # atexit runs the last registration first: our contexts are freed before the
+                # library's own handler, registered by the line above, ends OpenGL.
+                atexit.register(self._finalizer)
+        canvas, model, data = self._canvases[size], self._model, self._data
         for name, x in worlds.items():
-            owner = data if name in ("qpos", "mocap_pos", "mocap_quat") else model
-            *path, field = name.split(".")
-            for part in path:
-                owner = getattr(owner, part)
-            getattr(owner, field)[...] = x[i]
+            model_field(data if name in POSE_FIELDS else model, name)[...] = x[i]
         mujoco.mj_kinematics(model, data)
         mujoco.mj_comPos(model, data)
         mujoco.mj_camlight(model, data)
-        if new:
-            canvas.draw(
-                model, data, self._film
-            )  # a context's first picture differs from all later ones
+        if new:  # the first image of a context differs from all later ones
+            canvas.draw(model, data, self._render_camera)
         return canvas
 
     def _prepare(self) -> None:
+        """Copy the model without shadows and multisampling."""
         model = self._model = copy.copy(self._source)
         model.light_castshadow[:] = 0
         model.vis.quality.shadowsize = 0
         model.vis.quality.offsamples = 0
-        sizes = [self.size, self.picture_size or self.size]
+        sizes = [self.size, self.render_size or self.size]
         model.vis.global_.offheight = max(h for h, _ in sizes)
         model.vis.global_.offwidth = max(w for _, w in sizes)
         self._data = mujoco.MjData(model)
 
     def close(self) -> None:
-        _close(self._canvas)
+        """Free all OpenGL contexts."""
+        _close_all(self._canvases)
 
 
-def _close(canvases: dict[tuple[int, int], _Canvas]) -> None:
-    """Also called for what nobody closed, while OpenGL is still there."""
+def _close_all(canvases: dict[tuple[int, int], _Canvas]) -> None:
+    """Free the contexts; the finalizer of ``Cameras`` calls it for those not closed before exit."""
     while canvases:
         canvases.popitem()[1].close()

@@ -1,10 +1,9 @@
-"""Domain randomisation: every world's model a little different, drawn anew with each episode from
-its seed.
-"""
+"""Domain randomisation: each episode draws the model of its world from the environment's seed."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,45 +18,56 @@ from embodied_ppo.core.errors import EnvError, choose
 
 @dataclass(frozen=True)
 class Range:
-    """What one range changes: MjModel fields, and how its number x enters them.
+    """MjModel fields that one range changes by a random number x in [low, high].
 
-    scale: multiplied by x in [low, high]    add: x is added    each: one x per element (body, geom,
-    ..), else one columns: so many of the field's last dimension, from the first on; None for all of
-    them
+    Attributes:
+        fields: MjModel fields.
+        operation: "scale" multiplies by x, "add" adds x.
+        per_element: Whether each element (body, geom, ..) has its own x; else a world has one.
+        columns: Number of leading columns of the last dimension that change; None: all.
     """
 
     fields: tuple[str, ...]
-    how: Literal["scale", "add"]
-    each: bool
+    operation: Literal["scale", "add"]
+    per_element: bool
     columns: int | None = None
 
 
 RANGES: dict[str, Range] = {
-    "mass": Range(("body_mass", "body_inertia"), "scale", each=True),
-    "friction": Range(("geom_friction",), "scale", each=True, columns=1),
-    "damping": Range(("dof_damping",), "scale", each=True),
-    "gains": Range(("actuator_gainprm", "actuator_biasprm"), "scale", each=True),
-    "gravity": Range(("opt.gravity",), "scale", each=False),
-    "camera_position": Range(("cam_pos",), "add", each=True),
-    "camera_angle": Range(("cam_quat",), "add", each=True),
-    "light": Range(("light_diffuse",), "scale", each=True),
-    "colour": Range(("geom_rgba", "mat_rgba"), "add", each=True, columns=3),
+    "mass": Range(("body_mass", "body_inertia"), "scale", per_element=True),
+    "friction": Range(("geom_friction",), "scale", per_element=True, columns=1),
+    "damping": Range(("dof_damping",), "scale", per_element=True),
+    "gains": Range(("actuator_gainprm", "actuator_biasprm"), "scale", per_element=True),
+    "gravity": Range(("opt.gravity",), "scale", per_element=False),
+    "camera_position": Range(("cam_pos",), "add", per_element=True),
+    "camera_angle": Range(("cam_quat",), "add", per_element=True),
+    "light": Range(("light_diffuse",), "scale", per_element=True),
+    "colour": Range(("geom_rgba", "mat_rgba"), "add", per_element=True, columns=3),
 }
-"""By name of the option. mass scales body masses and inertias alike (the density), friction the
-sliding coefficient of geoms, damping that of joints, gains the strength of actuators (of a position
-servo: stiffness and damping alike), gravity its strength; camera_position moves each camera along
-x, y and z (m), camera_angle turns it about its own x, y and z (rad), colour moves red, green and
-blue (0 to 1). The numbers are uniform between two bounds.
+"""Name of the option -> what it changes. The numbers are uniform between the two bounds.
+
+* mass scales body masses and inertias by the same factor (the density).
+* friction scales the sliding friction of geoms, damping the damping of joints.
+* gains scales the strength of actuators; of a position servo both stiffness and damping.
+* gravity scales its strength.
+* camera_position moves each camera along x, y and z (m); camera_angle turns it about its own x, y
+  and z (rad).
+* light scales the diffuse light; colour shifts red, green and blue, within 0 to 1.
 """
 
 
 class Randomization:
-    """Which fields of a model differ between worlds, and how they are drawn."""
+    """The fields of a model that differ between worlds, and their distribution."""
 
     def __init__(self, model: mujoco.MjModel, ranges: Mapping[str, tuple[float, float]]) -> None:
-        """``ranges``: names of RANGES -> (low, high).
+        """Read the fields' default values from ``model``.
 
-        Raises EnvError for an unknown name or senseless bounds.
+        Args:
+            model: The model that is randomised.
+            ranges: Names of RANGES -> (low, high).
+
+        Raises:
+            EnvError: A name is unknown, or bounds are not finite, out of order or negative factors.
         """
         self.ranges = dict(ranges)
         for name, bounds in ranges.items():
@@ -65,74 +75,71 @@ class Randomization:
                 raise EnvError(
                     f"env.ranges: {name!r} is unknown; {choose(name, list(RANGES), 'there are ')}"
                 )
-            scale = RANGES[name].how == "scale"
-            if not _fine(bounds) or (scale and bounds[0] < 0):
-                kind = "factors 0 <= low <= high" if scale else "low <= high"
+            is_scale = RANGES[name].operation == "scale"
+            if not _are_ordered_bounds(bounds) or (is_scale and bounds[0] < 0):
+                kind = "factors 0 <= low <= high" if is_scale else "low <= high"
                 shown = list(bounds) if isinstance(bounds, (list, tuple)) else bounds
                 raise EnvError(
                     f"env.ranges.{name}={shown}: it takes two finite numbers [low, high], {kind}"
                 )
         self.base: dict[str, Tensor] = {}
         for name in dict.fromkeys(f for r in ranges for f in RANGES[r].fields):
-            x = torch.from_numpy(np.array(field(model, name), dtype=np.float64))
+            x = torch.from_numpy(np.array(model_field(model, name), dtype=np.float64))
             if x.numel():
                 self.base[name] = x
         self.fields = tuple(self.base)
         """MjModel fields that differ between worlds."""
         self._sizes = {name: self._size(name) for name in ranges}
         self.size = sum(self._sizes.values())
-        """Random numbers for one world."""
+        """Number of random numbers that one world takes."""
 
     def _size(self, name: str) -> int:
+        """Return how many random numbers range ``name`` takes for one world."""
         r = RANGES[name]
-        if not r.each:
+        if not r.per_element:
             return 1
-        present = [len(self.base[f]) for f in r.fields if f in self.base]
-        if r.how == "scale":  # one factor for all fields of an element
-            return present[0] if present else 0
-        return 3 * sum(present)  # x, y, z; the angles about them; red, green, blue
+        counts = [len(self.base[f]) for f in r.fields if f in self.base]
+        if r.operation == "scale":  # one factor for all fields of an element
+            return counts[0] if counts else 0
+        return 3 * sum(counts)  # x, y, z; the angles about them; red, green, blue
 
     def sample(self, u: Tensor) -> dict[str, Tensor]:
-        """Uniform numbers [N, size] in [0, 1) -> field -> values [N, ..]."""
-        out = {f: x.to(u).expand(len(u), *x.shape).clone() for f, x in self.base.items()}
-        at = 0
+        """Map uniform numbers [N, size] in [0, 1) to field -> values [N, ..]."""
+        sampled = {f: x.to(u).expand(len(u), *x.shape).clone() for f, x in self.base.items()}
+        offset = 0
         for name, (low, high) in self.ranges.items():
             r, n = RANGES[name], self._sizes[name]
-            x = low + (high - low) * u[:, at : at + n]  # [N, n]
-            at += n
-            taken = 0
-            for value in (out[f] for f in r.fields if f in out):
+            x = low + (high - low) * u[:, offset : offset + n]  # [N, n]
+            offset += n
+            column = 0
+            for value in (sampled[f] for f in r.fields if f in sampled):
                 width = r.columns or value.shape[-1]
-                if r.how == "scale":
+                if r.operation == "scale":
                     factor = x.view(len(u), n, *[1] * (value.ndim - 2))
-                    if r.columns is None:
-                        value *= factor
-                    else:
-                        value[..., :width] *= factor
+                    value[..., :width] *= factor
                 elif name == "camera_angle":
-                    value.copy_(_turned(value, x.view(len(u), -1, 3)))
+                    value.copy_(_rotate(value, x.view(len(u), -1, 3)))
                 else:
                     count = value.shape[1] * width
-                    value[..., :width] += x[:, taken : taken + count].view(len(u), -1, width)
-                    taken += count
+                    value[..., :width] += x[:, column : column + count].view(len(u), -1, width)
+                    column += count
                 if name == "colour":
                     value.clamp_(0.0, 1.0)
-        return out
+        return sampled
 
 
-def _fine(bounds: Any) -> bool:
-    """Whether they are two finite numbers in order."""
+def _are_ordered_bounds(bounds: Any) -> bool:
+    """Return whether ``bounds`` are two finite numbers, low <= high."""
     if not isinstance(bounds, (list, tuple)) or len(bounds) != 2:
         return False
-    return (
-        all(isinstance(x, (int, float)) and math.isfinite(x) for x in bounds)
-        and bounds[0] <= bounds[1]
-    )
+    are_finite = all(isinstance(x, (int, float)) and math.isfinite(x) for x in bounds)
+    return are_finite and bounds[0] <= bounds[1]
 
 
-def _turned(quat: Tensor, angles: Tensor) -> Tensor:
-    """Quaternions [N, K, 4] (w, x, y, z) turned by rotation vectors [N, K, 3] in their own frame,
-    rad.
+def _rotate(quat: Tensor, angles: Tensor) -> Tensor:
+    """Rotate quaternions [N, K, 4] (w, x, y, z) by rotation vectors [N, K, 3] (rad).
+
+    The vectors are in each quaternion's own frame: the product is quat * exp(angles / 2).
     """
     angle = angles.norm(dim=-1, keepdim=True)
     axis = angles / angle.clamp_min(1e-12)
@@ -143,9 +150,6 @@ def _turned(quat: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([w, v], -1)
 
 
-def field(model: mujoco.MjModel, name: str) -> np.ndarray:
-    """``model.body_mass`` for "body_mass", ``model.opt.gravity`` for "opt.gravity"; a view."""
-    owner = model
-    for part in name.split("."):
-        owner = getattr(owner, part)
-    return owner  # pyright: ignore[reportReturnType]
+def model_field(owner: Any, name: str) -> Any:
+    """Return a view of a field of MjModel or MjData by its path, for example "opt.gravity"."""
+    return operator.attrgetter(name)(owner)

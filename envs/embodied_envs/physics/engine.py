@@ -9,6 +9,11 @@ import mujoco
 import torch
 from torch import Tensor
 
+INITIAL_FIELDS = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
+"""Simulator fields that ``Task.reset`` may return; its other entries are variables of the task."""
+STATE_FIELDS = ("time", *INITIAL_FIELDS, "qacc_warmstart")
+"""MjData fields that the next physics step depends on; the solver starts from qacc_warmstart."""
+
 
 class Physics(Protocol):
     """N worlds of one model."""
@@ -21,36 +26,34 @@ class Physics(Protocol):
 
     The engine updates these tensors in place and never replaces them.
     """
-    waits: bool
-    """Whether the host may read values at no cost; False on a GPU, where it would cause a
-    synchronisation.
-    """
+    host_readable: bool
+    """Whether the host can read values at no cost; False on a GPU, which would synchronise."""
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
         ...
 
-    def reset(self, where: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
-        """Reset the worlds where bool [N] is True and compute all derived fields.
+    def reset(self, mask: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
+        """Reset the worlds where ``mask`` is True and compute all derived fields.
 
         Args:
-            where: bool [N].
+            mask: bool [N].
             values: Fields of INITIAL_FIELDS, [N, ..]; the others take the model's defaults.
-            u: [N, draws], random numbers in [0, 1) from which a randomised model is drawn.
+            u: [N, random_size], random numbers in [0, 1) from which a randomised model is drawn.
         """
         ...
 
-    draws: int
-    """Random numbers per world that randomising the model takes; 0: all worlds have the same model.
-    """
+    random_size: int
+    """Random numbers per world that draw a randomised model; 0: all worlds have the same model."""
 
-    def images(self, where: Tensor) -> dict[str, Tensor]:
-        """Return camera -> uint8 [N, 3, H, W], arbitrary where bool [N] is False; {} without
-        cameras.
+    def images(self, mask: Tensor) -> dict[str, Tensor]:
+        """Return camera -> uint8 [N, 3, H, W], arbitrary where bool [N] is False.
+
+        The dictionary is empty without cameras.
         """
         ...
 
-    def picture(self) -> Tensor:
+    def render(self) -> Tensor:
         """Return an image of world 0, uint8 [H, W, 3], for videos."""
         ...
 
@@ -62,11 +65,11 @@ class Physics(Protocol):
         """Continue from ``state()``, derived fields included."""
         ...
 
-    def captured(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def capture(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return ``step``, or a faster program with the same results (a CUDA graph).
 
-        ``step`` may only change persistent tensors in place; if ``waits`` is False it must not read
-        values on the host.
+        ``step`` may only change persistent tensors in place; if ``host_readable`` is False it must
+        not read values on the host.
         """
         ...
 

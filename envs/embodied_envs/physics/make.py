@@ -1,6 +1,4 @@
-"""Construction of a ``MujocoEnv``: compile the model, select the engine, turn MuJoCo's errors into
-``EnvError``.
-"""
+"""Construct a ``MujocoEnv``: compile the model, select the engine and report errors by name."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import mujoco
-import torch
 
 from embodied_envs import tasks
 from embodied_envs.adapters.base import AdapterOptions
@@ -33,12 +30,10 @@ def compile_model(task: Task, id: str) -> mujoco.MjModel:
     Raises:
         EnvError: The model does not compile; the message has MuJoCo's reason (file, line, element).
     """
-    where = f"env.id={id}: {type(task).__name__}"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*settotalmass"
-            )  # in Gymnasium's model files
+            # Gymnasium's model files have this deprecated attribute.
+            warnings.filterwarnings("ignore", message=".*settotalmass")
             spec = task.spec()
             if isinstance(spec, mujoco.MjSpec):
                 return spec.compile()
@@ -47,46 +42,44 @@ def compile_model(task: Task, id: str) -> mujoco.MjModel:
         is_missing_file = "opening file" in reason or "No such file" in reason
         folder = f" (files are looked for from {Path.cwd()})" if is_missing_file else ""
         raise EnvError(f"env.id={id}: MuJoCo refuses its model: {reason}{folder}") from error
-    raise EnvError(f"{where}.spec() is {type(spec).__name__}; it must be a mujoco.MjSpec")
+    raise EnvError(
+        f"env.id={id}: {type(task).__name__}.spec() is {type(spec).__name__}; it must be a"
+        " mujoco.MjSpec"
+    )
 
 
-def bind(
-    task: Task, model: mujoco.MjModel, id: str, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Call ``task.bind``; raise EnvError if the model lacks a name that it reads."""
-    with wrap_errors(f"env.id={id}: {type(task).__name__}.bind: "):
-        try:
-            task.bind(model, device, dtype)
-        except KeyError as error:
-            raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
-
-
-def _check(task: Task, id: str) -> None:
+def _check_attributes(task: Task, id: str) -> None:
     """Raise EnvError if an attribute of the task is invalid."""
-    where = f"env.id={id}: {type(task).__name__}"
+    prefix = f"env.id={id}: {type(task).__name__}"
     minimum = {"decimation": 1, "max_episode_steps": 1, "reset_noise": 0, "step_noise": 0}
     for name, low in minimum.items():
         value = getattr(task, name)
         if not isinstance(value, int) or value < low:
-            raise EnvError(f"{where}.{name}={value!r} must be a whole number, at least {low}")
+            raise EnvError(f"{prefix}.{name}={value!r} must be a whole number, at least {low}")
     if task.stage not in get_args(Stage):
         raise EnvError(
-            f"{where}.stage={task.stage!r} is unknown; there are {', '.join(get_args(Stage))}"
+            f"{prefix}.stage={task.stage!r} is unknown; there are {', '.join(get_args(Stage))}"
         )
     for name in ("fields", "before"):
-        if isinstance(getattr(task, name), str):
+        if isinstance(value := getattr(task, name), str):
+            raise EnvError(f"{prefix}.{name}={value!r} must be a tuple of names: ({name!r},)")
+
+
+def _pop_warp_capacities(kwargs: dict[str, Any], id: str, engine: str) -> dict[str, int]:
+    """Remove ``nconmax`` and ``njmax`` from ``kwargs`` and return those that are set."""
+    capacities = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
+    capacities = {name: value for name, value in capacities.items() if value is not None}
+    for name, value in capacities.items():
+        if not isinstance(value, int) or value < 1:
             raise EnvError(
-                f"{where}.{name}={getattr(task, name)!r} must be a tuple of names: ({name!r},)"
+                f"env.id={id}: env.kwargs.{name}={value!r} must be a whole number, at least 1"
             )
-
-
-def _positive_int(id: str, name: str, value: Any) -> int:
-    """Return ``value``; raise EnvError unless it is an integer of at least 1."""
-    if not isinstance(value, int) or value < 1:
+    if capacities and engine != "warp":
         raise EnvError(
-            f"env.id={id}: env.kwargs.{name}={value!r} must be a whole number, at least 1"
+            f"env.id={id}: env.kwargs.{next(iter(capacities))} is read by simulator=warp only;"
+            " leave it out, or write null"
         )
-    return value
+    return capacities
 
 
 def make(
@@ -105,7 +98,7 @@ def make(
         id: ``env.id``.
         options: Options of all simulators; ``success_key`` is not read.
         engine: "mujoco" (CPU threads) or "warp" (GPU worlds; also on device "cpu").
-        cameras: See ``embodied_envs.make``, as for the following.
+        cameras: Names of cameras whose images are observations.
         image_size: (H, W).
         randomize: Whether to randomise the domain.
         ranges: Ranges that override the task's.
@@ -120,18 +113,9 @@ def make(
             " package.module:Class"
         )
     kwargs = dict(options.kwargs or {})
-    sizes = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
-    warp_sizes: dict[str, Any] = {
-        name: _positive_int(id, name, value) for name, value in sizes.items() if value is not None
-    }
-    if warp_sizes and engine != "warp":
-        name = next(iter(warp_sizes))
-        raise EnvError(
-            f"env.id={id}: env.kwargs.{name} is read by simulator=warp only; leave it out, or write"
-            " null"
-        )
+    capacities = _pop_warp_capacities(kwargs, id, engine)
     task = tasks.make(id, task_class, kwargs)
-    _check(task, id)
+    _check_attributes(task, id)
     model = compile_model(task, id)
     all_ranges: dict[str, Any] = (dict(task.ranges) | dict(ranges or {})) if randomize else {}
     if randomize and not all_ranges:
@@ -140,32 +124,37 @@ def make(
             "env.ranges.mass=[0.8,1.2]"
         )
     render_size = options.render_size if options.render else None
-    shared: dict[str, Any] = {
-        "fields": task.fields,
-        "stage": task.stage,
-        "cameras": Cameras(model, cameras, size=image_size, picture_size=render_size),
-        "randomization": Randomization(model, all_ranges),
-    }
+    renderer = Cameras(model, cameras, size=image_size, render_size=render_size)
+    randomization = Randomization(model, all_ranges)
     make_physics: Callable[..., Physics]
     if engine == "warp":
-        try:
-            from embodied_envs.physics.mujoco_warp import (
-                WarpPhysics,
-            )  # warp takes two seconds to load
+        try:  # imported here, because warp takes two seconds to load
+            from embodied_envs.physics.mujoco_warp import WarpPhysics
         except ImportError as error:
             cure = "pip install 'embodied-ppo[warp]', or use simulator=mujoco"
             raise EnvError(
                 f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}"
             ) from error
-        make_physics = partial(WarpPhysics, device=options.device, **shared, **warp_sizes)
+        make_physics = partial(WarpPhysics, device=options.device, **capacities)
     else:
         num_threads = options.num_threads or len(os.sched_getaffinity(0))
-        make_physics = partial(BatchPhysics, num_threads=num_threads, **shared)
+        make_physics = partial(BatchPhysics, num_threads=num_threads)
     try:
-        physics = make_physics(model, options.num_envs)
+        physics = make_physics(
+            model,
+            options.num_envs,
+            fields=task.fields,
+            stage=task.stage,
+            cameras=renderer,
+            randomization=randomization,
+        )
     except EnvError as error:
         raise EnvError(f"env.id={id}: {error}") from error
-    bind(task, model, id, physics.device, physics.dtype)
+    with wrap_errors(f"env.id={id}: {type(task).__name__}.bind: "):
+        try:
+            task.bind(model, physics.device, physics.dtype)
+        except KeyError as error:  # MuJoCo's message lists the names that the model has
+            raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
     return MujocoEnv(
         task,
         physics,

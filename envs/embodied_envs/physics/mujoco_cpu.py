@@ -1,6 +1,4 @@
-"""N MuJoCo worlds on CPU threads, one model in memory: ``mujoco.batch`` (MuJoCo 3.17), else threads
-over MjData.
-"""
+"""N MuJoCo worlds on CPU threads: ``mujoco.batch`` (MuJoCo 3.17), else one MjData per world."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_envs.physics.cameras import Cameras
-from embodied_envs.physics.domain_randomization import Randomization, field
+from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
+from embodied_envs.physics.domain_randomization import Randomization, model_field
+from embodied_envs.physics.engine import STATE_FIELDS
 from embodied_ppo.core.types import EnvError
 
 try:
@@ -24,14 +23,11 @@ try:
 except ImportError:  # before 3.17
     Batch = None
 
-_STATE = ("time", "qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart")
-"""What the next physics step depends on. qacc_warmstart is where the solver begins."""
-
 
 class BatchPhysics:
-    """See ``Physics``. float64; tensors are views of the simulator's memory."""
+    """``Physics`` in float64 on CPU threads; the tensors are views of the simulator's memory."""
 
-    device, dtype, waits = torch.device("cpu"), torch.float64, True
+    device, dtype, host_readable = torch.device("cpu"), torch.float64, True
 
     def __init__(
         self,
@@ -44,107 +40,107 @@ class BatchPhysics:
         cameras: Cameras,
         randomization: Randomization,
     ) -> None:
-        """``fields``: MjData and MjModel fields to show besides INITIAL_FIELDS. Raises EnvError for
-        one unknown.
+        """Allocate the worlds.
+
+        Args:
+            model: The model of all worlds; its automatic reset is switched off.
+            num_envs: Number of worlds, N.
+            num_threads: Threads that step them.
+            fields: MjData and MjModel fields to expose besides STATE_FIELDS.
+            stage: See ``Task.stage``.
+            cameras: Renderer of the images.
+            randomization: Fields that differ between worlds.
+
+        Raises:
+            EnvError: A field is unknown.
         """
-        model.opt.disableflags |= int(
-            mujoco.mjtDisableBit.mjDSBL_AUTORESET
-        )  # what blows up is ours to see and reset
+        # MujocoEnv detects unstable worlds and resets them.
+        model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_AUTORESET)
         mujoco.set_mju_user_warning(_warn)
         self.model, self.cameras, self.randomization = model, cameras, randomization
-        self.draws = randomization.size
-        simple = stage != "forces" and Batch is not None
-        self.worlds = (_Batch if simple else _Threads)(model, num_envs, num_threads, stage)
-        names = dict.fromkeys([*_STATE, *fields])
-        shown: dict[str, np.ndarray] = {}
-        for name in names:
+        self.random_size = randomization.size
+        use_batch = stage != "forces" and Batch is not None
+        self.worlds = (_Batch if use_batch else _Threads)(model, num_envs, num_threads, stage)
+        arrays: dict[str, np.ndarray] = {}
+        for name in dict.fromkeys([*STATE_FIELDS, *fields]):
             if hasattr(mujoco.MjData, name):
-                shown[name] = self.worlds.data(name)
-            elif hasattr(model, name):
-                one = np.asarray(getattr(model, name), dtype=np.float64)
-                shown[name] = (
-                    self.worlds.expand(name)
-                    if name in randomization.fields
-                    else np.broadcast_to(one, (num_envs, *one.shape))
-                )
-            else:
+                arrays[name] = self.worlds.data(name)
+            elif not hasattr(model, name):
                 raise EnvError(f"MuJoCo has no field {name!r} in MjData or MjModel")
-        with (
-            warnings.catch_warnings()
-        ):  # numpy's arrays of outputs are read-only; so are ours, by agreement
+            elif name in randomization.fields:
+                arrays[name] = self.worlds.expand(name)
+            else:
+                x = np.asarray(getattr(model, name), dtype=np.float64)
+                arrays[name] = np.broadcast_to(x, (num_envs, *x.shape))
+        with warnings.catch_warnings():  # arrays of derived fields are read-only, and not written
             warnings.filterwarnings("ignore", message=".*not writable.*")
-            self.fields = {name: torch.from_numpy(x) for name, x in shown.items()}
+            self.fields = {name: torch.from_numpy(x) for name, x in arrays.items()}
         self.varied = {k: self.worlds.expand(k) for k in randomization.fields}
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
-        """Set ctrl [N, nu] and advance."""
+        """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
         self.fields["ctrl"].copy_(ctrl)
         self.worlds.step(substeps)
 
-    def reset(self, where: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
-        """See ``Physics``; ``u`` is [N, draws]."""
-        ids = where.nonzero().flatten().numpy()
+    def reset(self, mask: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
+        """See ``Physics``; ``u`` is [N, random_size]."""
+        ids = mask.nonzero().flatten().numpy()
         if not ids.size:
             return
-        self._vary(ids, u[where])
+        if self.varied:
+            for name, value in self.randomization.sample(u[mask]).items():
+                self.varied[name][ids] = value.numpy()
+            self.worlds.set_const(ids)
         self.worlds.reset(ids)
         for name, value in values.items():
-            self.fields[name][where] = value[where]
+            self.fields[name][mask] = value[mask]
         self.worlds.forward(ids)
 
-    def _vary(self, ids: np.ndarray, u: Tensor) -> None:
-        """Draw the model of some worlds anew."""
-        if not self.varied:
-            return
-        for name, value in self.randomization.sample(u).items():
-            self.varied[name][ids] = value.numpy()
-        self.worlds.set_const(ids)
-
-    def images(self, where: Tensor) -> dict[str, Tensor]:
+    def images(self, mask: Tensor) -> dict[str, Tensor]:
         """See ``Physics``."""
-        return self.cameras.images(self._kinematics(), where) if self.cameras.names else {}
+        return self.cameras.images(self._image_inputs(), mask) if self.cameras.names else {}
 
-    def picture(self) -> Tensor:
+    def render(self) -> Tensor:
         """See ``Physics``."""
-        return self.cameras.picture(self._kinematics())
+        return self.cameras.render(self._image_inputs())
 
-    def _kinematics(self) -> dict[str, np.ndarray]:
-        """What a picture of world i depends on, [N, ..]."""
-        return {
-            k: self.fields[k].numpy() for k in ("qpos", "mocap_pos", "mocap_quat")
-        } | self.varied
+    def _image_inputs(self) -> dict[str, np.ndarray]:
+        """Return the arrays [N, ..] that the images depend on."""
+        return {k: self.fields[k].numpy() for k in POSE_FIELDS} | self.varied
 
     def state(self) -> dict[str, Tensor]:
         """See ``Physics``."""
-        own = {k: self.fields[k].clone() for k in _STATE}
-        return own | {f"model/{k}": torch.from_numpy(x.copy()) for k, x in self.varied.items()}
+        fields = {k: self.fields[k].clone() for k in STATE_FIELDS}
+        return fields | {f"model/{k}": torch.from_numpy(x.copy()) for k, x in self.varied.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See ``Physics``.
 
         Derived fields are those of the state: with stage none, not those one physics step ago.
         """
-        everywhere = np.arange(len(self.fields["qpos"]))
+        ids = np.arange(len(self.fields["qpos"]))
         for k, x in self.varied.items():
             x[:] = state[f"model/{k}"].numpy()
         if self.varied:
-            self.worlds.set_const(everywhere)
-        for k in _STATE:
+            self.worlds.set_const(ids)
+        for k in STATE_FIELDS:
             self.fields[k].copy_(state[k])
-        self.worlds.forward(everywhere)
+        self.worlds.forward(ids)
+        # forward() solved for the accelerations and overwrote the solver's start.
         self.fields["qacc_warmstart"].copy_(state["qacc_warmstart"])
 
-    def captured(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """See ``Physics``."""
+    def capture(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return ``step``; there is no faster program on a CPU."""
         return step
 
     def close(self) -> None:
+        """Free renderer and worlds."""
         self.cameras.close()
         self.worlds.close()
 
 
 class _Batch:
-    """The worlds of mujoco.batch."""
+    """Worlds of ``mujoco.batch``, which share one model."""
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int, stage: str) -> None:
         assert Batch is not None
@@ -154,25 +150,25 @@ class _Batch:
         )
 
     def data(self, name: str) -> np.ndarray:
-        """An MjData field [N, ..], live; written to only where it is part of the state."""
+        """Return a view [N, ..] of an MjData field; only STATE_FIELDS may be written."""
         return self.batch.bind(name)
 
     def expand(self, name: str) -> np.ndarray:
-        """An MjModel field with a value for each world, [N, ..], live."""
+        """Give each world its own value of an MjModel field and return a view [N, ..]."""
         return self.batch.expand(name)
 
     def step(self, substeps: int) -> None:
         self.batch.step(nstep=substeps, stage=self.stage)
 
     def reset(self, ids: np.ndarray) -> None:
-        """The model's defaults, derived fields untouched."""
+        """Set the state to the model's defaults; derived fields stay as they are."""
         self.batch.reset(ids.astype(np.int32), stage=int(mujoco.mjtStage.mjSTAGE_NONE))
 
     def forward(self, ids: np.ndarray) -> None:
         self.batch.forward(ids.astype(np.int32))
 
     def set_const(self, ids: np.ndarray) -> None:
-        """After changes of expanded fields."""
+        """Compute the model's constants that depend on expanded fields."""
         self.batch.set_const(ids.astype(np.int32))
 
     def close(self) -> None:
@@ -180,7 +176,10 @@ class _Batch:
 
 
 class _Threads:
-    """One MjData for each world, and threads over ``mj_step``, which lets go of Python's lock."""
+    """One MjData per world, stepped by threads, because ``mj_step`` releases Python's lock.
+
+    Stage "forces" needs it: ``mujoco.batch`` does not compute contact forces.
+    """
 
     def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int, stage: str) -> None:
         self.model, self.stage = model, stage
@@ -204,7 +203,7 @@ class _Threads:
         if name not in self.varied:
             if self.models[0] is self.model:
                 self.models = [copy.copy(self.model) for _ in self.datas]
-            self.varied[name] = np.stack([field(m, name) for m in self.models])
+            self.varied[name] = np.stack([model_field(m, name) for m in self.models])
         return self.varied[name]
 
     def step(self, substeps: int) -> None:
@@ -218,9 +217,10 @@ class _Threads:
             mujoco.mj_step1(m, d)
         elif self.stage == "forces":
             mujoco.mj_rnePostConstraint(m, d)
-        self._show(i)
+        self._export(i)
 
-    def _show(self, i: int) -> None:
+    def _export(self, i: int) -> None:
+        """Copy the fields of world ``i`` to the arrays."""
         for row, view in self.views[i]:
             row[...] = view
         self.arrays["time"][i] = self.datas[i].time
@@ -228,23 +228,23 @@ class _Threads:
     def reset(self, ids: np.ndarray) -> None:
         for i in ids:
             mujoco.mj_resetData(self.models[i], self.datas[i])
-            self._show(i)
+            self._export(i)
 
     def forward(self, ids: np.ndarray) -> None:
-        """Of the state that the arrays hold."""
+        """Compute the derived fields of the state in the arrays."""
         for i in ids:
-            for name in _STATE:
+            for name in STATE_FIELDS:
                 if name == "time":
                     self.datas[i].time = float(self.arrays[name][i])
                 else:
                     getattr(self.datas[i], name)[...] = self.arrays[name][i]
             mujoco.mj_forward(self.models[i], self.datas[i])
-            self._show(i)
+            self._export(i)
 
     def set_const(self, ids: np.ndarray) -> None:
         for i in ids:
             for name, x in self.varied.items():
-                field(self.models[i], name)[...] = x[i]
+                model_field(self.models[i], name)[...] = x[i]
             mujoco.mj_setConst(self.models[i], self.datas[i])
 
     def close(self) -> None:
@@ -252,8 +252,9 @@ class _Threads:
 
 
 def _warn(text: str) -> None:
-    """MuJoCo's warnings become Python's, not lines in MUJOCO_LOG.TXT; a world that blows up is
-    counted instead.
+    """Turn a warning of MuJoCo into Python's instead of a line in MUJOCO_LOG.TXT.
+
+    An unstable world causes no warning, because ``MujocoEnv.unstable`` counts it.
     """
     if "simulation is unstable" not in text and "settotalmass" not in text:
         warnings.warn(f"MuJoCo: {text}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Our own simulator: a ``Task`` on N MuJoCo worlds that are stepped together, on either engine."""
+"""Vectorised environment of our own tasks: a ``Task`` on N MuJoCo worlds, on either engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import actions, spaces
-from embodied_envs.physics.engine import Physics
-from embodied_envs.physics.task_validation import INITIAL_FIELDS, TaskValidator
+from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
+from embodied_envs.physics.task_validation import TaskValidator
 from embodied_envs.tasks.task import Task
 from embodied_ppo.core import random, tree
 from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, EnvError, Obs, ObsSpec, Step
 
 HUGE = 1e10
-"""A simulation is unstable if a position, velocity or control reaches this value (MuJoCo's own
-limit).
-"""
+"""A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
 _RESET, _STEP = 0, 1
 """Streams of random numbers, see ``core.random``."""
@@ -48,11 +46,22 @@ class MujocoEnv:
         action_mapping: str = "rescale",
         obs_keys: Sequence[str] | None = None,
     ) -> None:
-        """``task`` is bound to ``physics`` already, and physics has the fields that it names."""
+        """Validate the task and start the first episodes.
+
+        Args:
+            task: The task, already bound to the model of ``physics``.
+            physics: Engine with N worlds that exposes the task's fields.
+            id: ``env.id``, for messages.
+            seeds: One seed per environment, N in all.
+            device: Where observations arrive and actions are expected.
+            max_episode_steps: Time limit in control steps; None: the task's.
+            action_mapping: See ``actions.mapper``.
+            obs_keys: Observations to select; None: all.
+        """
         self.id, self.task, self.physics = id, task, physics
         self.num_envs, self.device = len(seeds), torch.device(device)
-        self._clock = max_episode_steps or task.max_episode_steps
-        self.max_episode_steps: int | None = self._clock
+        self._time_limit = max_episode_steps or task.max_episode_steps
+        self.max_episode_steps: int | None = self._time_limit
         self.task_names, self.instructions = task.names, task.instructions
         self.step_s = task.decimation * float(physics.model.opt.timestep)
         low, high = task.action_bounds(physics.model)
@@ -67,9 +76,8 @@ class MujocoEnv:
         """int64 []: number of unstable worlds that were reset since construction."""
         self._seeds = torch.tensor(seeds, device=physics.device)
         self._episode, self._elapsed = zeros - 1, zeros.clone()
-        self._begun = self._closed = (
-            False  # ``_begun``: whether reset() was called since construction or restart()
-        )
+        # Whether reset() was called since construction or restart(); whether close() was called.
+        self._is_reset = self._closed = False
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
         validator = TaskValidator(id, task, physics, self.num_envs)
         start = validator.start(self._start)
@@ -91,38 +99,39 @@ class MujocoEnv:
         if isinstance(obs, dict) and len(names) < len(obs):
             self._selected = names
             obs = {name: obs[name] for name in names}
-        self._last = tree.map(Tensor.clone, obs)
+        self._last_obs = tree.map(Tensor.clone, obs)
         # A CUDA graph has no branches: one program with cameras and one without.
-        self._programs = {enabled: physics.captured(self._step) for enabled in (True, False)}
-        spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last)
+        self._programs = {enabled: physics.capture(self._step) for enabled in (True, False)}
+        spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last_obs)
         self.obs_spec: ObsSpec = spec
 
     # ------------------------------------------------------------------------------------- protocol
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
         self._check_open()
-        if self._begun:  # otherwise the constructor or ``restart`` has started them
+        if self._is_reset:  # otherwise the constructor or ``restart`` has started them
             self._begin(self._all_worlds)
-            self._keep(self._observe(self._all_worlds))
-        self._begun = True
-        return self._present()
+            self._store_obs(self._observe(self._all_worlds))
+        self._is_reset = True
+        return self._current_obs()
 
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, A]."""
         self._check_open()
-        if not self._begun:
+        if not self._is_reset:
             raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
         if action.shape != self._action_shape:
             raise spaces.action_shape_error(self.id, action, self._action_shape)
-        return self._out(self._programs[self.cameras_enabled](action.to(self.physics.device)))
+        program = self._programs[self.cameras_enabled]
+        return self._to_device(program(action.to(self.physics.device)))
 
     def reset_where(self, where: Tensor) -> Obs:
         """Start new episodes where bool [N] is True."""
         self._check_open()
-        where = where.to(self.physics.device)
-        self._begin(where)
-        self._keep(self._renewed(self._last, where))
-        return self._present()
+        mask = where.to(self.physics.device)
+        self._begin(mask)
+        self._store_obs(self._with_first_obs(self._last_obs, mask))
+        return self._current_obs()
 
     def restart(self, seeds: list[int]) -> None:
         """Return to the state after construction with these seeds; ``reset`` must follow."""
@@ -131,8 +140,8 @@ class MujocoEnv:
         self._seeds.copy_(torch.tensor(seeds))
         self._episode.fill_(-1)
         self._begin(self._all_worlds)
-        self._keep(self._observe(self._all_worlds))
-        self._begun = False
+        self._store_obs(self._observe(self._all_worlds))
+        self._is_reset = False
 
     def state(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
@@ -144,7 +153,7 @@ class MujocoEnv:
             "episode": self._episode.clone(),
             "elapsed": self._elapsed.clone(),
             "unstable": self.unstable.clone(),
-            "obs": tree.map(Tensor.clone, self._last),
+            "obs": tree.map(Tensor.clone, self._last_obs),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
@@ -159,14 +168,14 @@ class MujocoEnv:
         self.physics.load_state(state["physics"])
         for k, x in self._before.items():
             x.copy_(state["before"][k])
-        self._keep(state["obs"])
-        self._begun = True
-        return self._present()
+        self._store_obs(state["obs"])
+        self._is_reset = True
+        return self._current_obs()
 
     def render(self) -> Tensor:
         """Return an image of environment 0, uint8 [H, W, 3] of ``render_size``."""
         self._check_open()
-        return self.physics.picture()
+        return self.physics.render()
 
     def close(self) -> None:
         """Free the simulation. A second call has no effect."""
@@ -178,78 +187,72 @@ class MujocoEnv:
     def _step(self, action: Tensor) -> Step:
         """Advance by one control step.
 
-        Where ``physics.waits`` is False, no value is read on the host.
+        No value is read on the host where ``physics.host_readable`` is False.
         """
         task, s, physics = self.task, self.s, self.physics
         action = self._map(action).to(physics.dtype)
         physics.step(task.control(s, action), task.decimation)
         self._elapsed += 1
-        reward, terminated, success = (
-            task.reward(self._before, s, action),
-            task.terminated(s),
-            task.success(s),
-        )
+        reward = task.reward(self._before, s, action)
+        terminated, success = task.terminated(s), task.success(s)
         if task.step_noise:
+            # One stream per environment: the counter holds episode and step.
             steps = self._elapsed + (self._episode << 32)
             u = random.uniform(self._seeds, _STEP, steps, task.step_noise, physics.dtype)
         else:
             u = reward.new_empty(self.num_envs, 0)
         for name, value in task.advance(s, action, u).items():
             s[name].copy_(value)
-        truncated = (self._elapsed >= self._clock) & ~terminated
+        truncated = (self._elapsed >= self._time_limit) & ~terminated
         kind = s["kind"].clone() if "kind" in s else None
-        stable = [
-            (s[k].abs() < HUGE).all(1) for k in ("qpos", "qvel", "ctrl")
-        ]  # NaN compares as False
+        # NaN compares as False.
+        stable = [(s[k].abs() < HUGE).all(1) for k in ("qpos", "qvel", "ctrl")]
         unstable = ~(stable[0] & stable[1] & stable[2])
-        any_unstable = not physics.waits or bool(unstable.any())
+        any_unstable = not physics.host_readable or bool(unstable.any())
         if any_unstable:
             reward = reward.masked_fill(unstable, 0.0)
             terminated, truncated = terminated & ~unstable, truncated | unstable
             success = None if success is None else success & ~unstable
             self.unstable += unstable.sum()
         ended = terminated | truncated
-        obs = (
-            self._observe(self._all_worlds)
-            if self.cameras_enabled
-            else self._renewed(self._last, ended)
-        )
-        if any_unstable:
-            obs = _merged(unstable, self._last, obs)
-        final = None
-        if not physics.waits or bool(ended.any()):
-            final = obs
-            self._begin(ended)
-            obs = self._renewed(obs, ended)
+        if self.cameras_enabled:
+            obs = self._observe(self._all_worlds)
         else:
-            self._remember()
-        self._keep(obs)
+            obs = self._with_first_obs(self._last_obs, ended)
+        if any_unstable:
+            obs = _select(unstable, self._last_obs, obs)
+        final_obs = None
+        if not physics.host_readable or bool(ended.any()):
+            final_obs = obs
+            self._begin(ended)
+            obs = self._with_first_obs(obs, ended)
+        else:
+            self._store_before()
+        self._store_obs(obs)
         return Step(
             obs=obs,
             reward=reward.to(torch.float32),
             terminated=terminated,
             truncated=truncated,
             mask=torch.ones_like(terminated),
-            final_obs=final,
+            final_obs=final_obs,
             success=success,
             task=kind,
         )
 
-    def _out(self, result: Any) -> Any:
+    def _to_device(self, result: Any) -> Any:
         """Move a result to the caller's device."""
-        return (
-            result
-            if self.physics.device == self.device
-            else tree.map(lambda x: x.to(self.device), result)
-        )
+        if self.physics.device == self.device:
+            return result
+        return tree.map(lambda x: x.to(self.device), result)
 
-    def _keep(self, obs: Obs) -> None:
+    def _store_obs(self, obs: Obs) -> None:
         """Store the last observation in place, because CUDA graphs hold its address."""
-        tree.map(Tensor.copy_, self._last, obs)
+        tree.map(Tensor.copy_, self._last_obs, obs)
 
-    def _present(self) -> Obs:
+    def _current_obs(self) -> Obs:
         """Return a copy of the last observation on the caller's device."""
-        return self._out(tree.map(Tensor.clone, self._last))
+        return self._to_device(tree.map(Tensor.clone, self._last_obs))
 
     def _start(self) -> dict[str, Tensor]:
         """Return the initial state of the current episodes, from ``task.reset``."""
@@ -258,45 +261,46 @@ class MujocoEnv:
             random.uniform(self._seeds, _RESET, self._episode, size, self.physics.dtype)
         )
 
-    def _begin(self, where: Tensor) -> None:
+    def _begin(self, mask: Tensor) -> None:
         """Start the next episode where bool [N]: set simulator, variables and elapsed steps."""
-        self._episode += where
-        self._elapsed.masked_fill_(where, 0)
+        self._episode += mask
+        self._elapsed.masked_fill_(mask, 0)
         start = self._start()
-        size = self.task.reset_noise
+        physics, size = self.physics, self.task.reset_noise
+        # The task takes the first ``size`` numbers, the randomised model those after them.
         u = random.uniform(
-            self._seeds, _RESET, self._episode, size + self.physics.draws, self.physics.dtype
+            self._seeds, _RESET, self._episode, size + physics.random_size, physics.dtype
         )[:, size:]
-        self.physics.reset(where, {k: x for k, x in start.items() if k in INITIAL_FIELDS}, u)
+        physics.reset(mask, {k: x for k, x in start.items() if k in INITIAL_FIELDS}, u)
         for name in self._variables:
-            self.s[name].copy_(_merged(where, start[name], self.s[name]))
-        self._remember()
+            self.s[name].copy_(_select(mask, start[name], self.s[name]))
+        self._store_before()
 
-    def _remember(self) -> None:
+    def _store_before(self) -> None:
         """Store the state that the next ``reward`` reads as ``before``."""
         for k, x in self._before.items():
             x.copy_(self.s[k])
 
-    def _observe(self, where: Tensor) -> Obs:
+    def _observe(self, mask: Tensor) -> Obs:
         """Return the observation of the current state, with images where bool [N]."""
         obs = self.task.observe(self.s)
         obs = tree.map(
             lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs
         )
-        images = self.physics.images(where)
+        images = self.physics.images(mask)
         if images:
             obs = (obs if isinstance(obs, dict) else {"state": obs}) | images
         if self._selected is not None and isinstance(obs, dict):
             obs = {name: obs[name] for name in self._selected}
         return obs
 
-    def _renewed(self, obs: Obs, where: Tensor) -> Obs:
-        """Return ``obs`` with the first observation of a new episode where bool [N]."""
-        new = self._observe(where)
+    def _with_first_obs(self, obs: Obs, mask: Tensor) -> Obs:
+        """Return the current observation, with images of ``obs`` except where bool [N]."""
+        new = self._observe(mask)
         if isinstance(new, Tensor) or isinstance(obs, Tensor):
             return new
         return {
-            k: _merged(where, x, obs[k]) if x.dtype == torch.uint8 else x for k, x in new.items()
+            k: _select(mask, x, obs[k]) if x.dtype == torch.uint8 else x for k, x in new.items()
         }
 
     def _check_open(self) -> None:
@@ -304,6 +308,6 @@ class MujocoEnv:
             raise EnvError(f"env.id={self.id}: it was closed; make a new one")
 
 
-def _merged(where: Tensor, yes: Any, no: Any) -> Any:
-    """Return ``yes`` where bool [N], else ``no``."""
-    return tree.map(lambda a, b: torch.where(where.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
+def _select(mask: Tensor, new: Any, old: Any) -> Any:
+    """Return ``new`` where bool [N], else ``old``."""
+    return tree.map(lambda a, b: torch.where(mask.view(-1, *[1] * (a.ndim - 1)), a, b), new, old)

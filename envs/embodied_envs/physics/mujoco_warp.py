@@ -1,8 +1,7 @@
-"""N MuJoCo worlds on a GPU: mujoco_warp behind ``Physics``. On device "cpu" the same kernels run on
-one core.
+"""N MuJoCo worlds on a GPU: the engine ``Physics`` on mujoco_warp.
 
-Kernels are compiled at the first use of a model (10 to 40 s) and kept in ~/.cache/warp (or
-$WARP_CACHE_PATH).
+On device "cpu" the same kernels run on one core. Kernels are compiled at the first use of a model
+(10 to 40 s) and stored in ~/.cache/warp (or $WARP_CACHE_PATH).
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import copy
 import gc
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mujoco
@@ -23,79 +22,40 @@ import warp as wp
 from mujoco_warp import OverflowType
 from torch import Tensor
 
-from embodied_envs.physics.cameras import Cameras
-from embodied_envs.physics.domain_randomization import Randomization, field
+from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
+from embodied_envs.physics.domain_randomization import Randomization, model_field
+from embodied_envs.physics.engine import STATE_FIELDS
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import EnvError
 
-_STATE = ("time", "qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat", "qacc_warmstart")
-"""What the next physics step depends on. qacc_warmstart is where the solver begins."""
-
 _FORCES = ("cacc", "cfrc_int", "cfrc_ext")
-"""Zero after a reset, as in MuJoCo, whose mj_forward does not compute them (unless a sensor wants
-them).
-"""
+"""Fields that a reset sets to 0, because MuJoCo's mj_forward computes them only for a sensor."""
 
 _CURRENT = {
-    "xpos",
-    "xquat",
-    "xmat",
-    "xipos",
-    "ximat",
-    "xanchor",
-    "xaxis",
-    "geom_xpos",
-    "geom_xmat",
-    "site_xpos",
+    *("xpos", "xquat", "xmat", "xipos", "ximat", "xanchor", "xaxis", "geom_xpos", "geom_xmat"),
+    *("site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir"),
+    *("subtree_com", "cdof", "cinert", "flexvert_xpos", "flexedge_length", "ten_length", "ten_J"),
+    *("actuator_length", "actuator_moment", "ten_velocity", "actuator_velocity", "cvel"),
+    *("cdof_dot", "qfrc_bias", "qfrc_passive", "qfrc_spring", "qfrc_damper", "qfrc_gravcomp"),
+    *_FORCES,
 }
-_CURRENT |= {
-    "site_xmat",
-    "cam_xpos",
-    "cam_xmat",
-    "light_xpos",
-    "light_xdir",
-    "subtree_com",
-    "cdof",
-    "cinert",
-}
-_CURRENT |= {
-    "flexvert_xpos",
-    "flexedge_length",
-    "ten_length",
-    "ten_J",
-    "actuator_length",
-    "actuator_moment",
-}
-_CURRENT |= {
-    "ten_velocity",
-    "actuator_velocity",
-    "cvel",
-    "cdof_dot",
-    "qfrc_bias",
-    "qfrc_passive",
-    "qfrc_spring",
-}
-_CURRENT |= {"qfrc_damper", "qfrc_gravcomp", *_FORCES}
 """Derived fields that ``WarpPhysics._make_current`` computes, or a reset sets to 0."""
 
-_DEPENDENT = (
-    "body_subtreemass",
-    "body_invweight0",
-    "dof_invweight0",
-    "tendon_invweight0",
-    "actuator_acc0",
+_MASS_CONSTANTS = (
+    *("body_subtreemass", "body_invweight0", "dof_invweight0"),
+    *("tendon_invweight0", "actuator_acc0"),
 )
 """Constants of the model that follow from masses.
 
-(Those of tracking cameras stay: they do not move with cam_pos.)
+The constants of tracking cameras are not among them: they do not follow cam_pos.
 """
 
 
 class WarpPhysics:
-    """See ``Physics``. float32; tensors are views of the simulator's memory.
+    """``Physics`` in float32 on mujoco_warp; the tensors are views of the simulator's memory.
 
-    What runs kernels is recorded in its second call and replayed from then on, on a CPU too:
-    launching them one by one costs more there than the physics of a hundred worlds.
+    Each group of kernels is recorded in its second call and replayed from then on. This holds on a
+    CPU too, where single launches cost more than the physics of a hundred worlds.
     """
 
     dtype = torch.float32
@@ -113,116 +73,109 @@ class WarpPhysics:
         nconmax: int | None = None,
         njmax: int | None = None,
     ) -> None:
-        """``fields``: MjData and MjModel fields to show besides INITIAL_FIELDS.
+        """Allocate the worlds.
 
-        ``nconmax``: contacts per world, on average over the worlds; ``njmax``: rows of the
-        constraint Jacobian per world (4 for a contact with pyramidal friction, 1 for a joint at its
-        limit). None: what the shapes of the model are likely to need. Raises EnvError for what
-        mujoco_warp lacks.
+        Args:
+            model: The model of all worlds.
+            num_envs: Number of worlds, N.
+            device: "cuda" or "cpu".
+            fields: MjData and MjModel fields to expose besides STATE_FIELDS.
+            stage: See ``Task.stage``.
+            cameras: Names and sizes of the images, and the renderer of ``render``.
+            randomization: Fields that differ between worlds.
+            nconmax: Contacts per world, on average over the worlds; None: ``default_capacities``.
+            njmax: Rows of the constraint Jacobian per world (4 for a contact with pyramidal
+                friction, 1 for a joint at its limit); None: ``default_capacities``.
+
+        Raises:
+            EnvError: mujoco_warp lacks a feature of the model, or a field is unknown.
         """
-        self.device, self._warp_device = devices(device)
+        self.device, self._warp_device = resolve_devices(device)
         self._on_cpu = self.device.type == "cpu"
-        self.waits = self.records = self._on_cpu
-        """Whether kernels run in graphs of their own; on a GPU the whole control step is one."""
-        self.model, self.cameras, self.randomization = supported(model), cameras, randomization
-        self.draws, self.stage, self.num_envs = randomization.size, stage, num_envs
+        self.host_readable = self._on_cpu
+        self.records_kernels = self._on_cpu
+        """Whether each group of kernels is a graph; on a GPU the whole control step is one."""
+        self.model, self.cameras, self.randomization = adapt_model(model), cameras, randomization
+        self.random_size, self.stage, self.num_envs = randomization.size, stage, num_envs
         self._graphs: dict[Hashable, Any] = {}
         self._streams: dict[int, Any] = {}
-        contacts, rows = sizes(self.model)
+        contacts, rows = default_capacities(self.model)
         self._nconmax, self._njmax = nconmax or contacts, njmax or rows
         with wp.ScopedDevice(self._warp_device):
             self._allocate()
         host = mujoco.MjData(self.model)
-        self.fields = {name: self._field(name, host) for name in dict.fromkeys([*_STATE, *fields])}
-        """See ``Physics``."""
-        self._derived = [k for k in self.fields if k not in _STATE and hasattr(self.data, k)]
-        self._solves = not _CURRENT.issuperset(self._derived) or bool(
+        names = dict.fromkeys([*STATE_FIELDS, *fields])
+        self.fields = {name: self._field(name, host) for name in names}
+        self._derived = [k for k in self.fields if k not in STATE_FIELDS and hasattr(self.data, k)]
+        self._reset_solves = not _CURRENT.issuperset(self._derived) or bool(
             self._warp_model.sensor_rne_postconstraint
         )
-        """Whether a reset has to solve for accelerations."""
-        self._render = self._renderer() if cameras.names else None
+        """Whether a reset must solve for accelerations."""
+        self._render_context = self._make_render_context() if cameras.names else None
 
     def _allocate(self) -> None:
-        """The simulator's model and data; a field that differs between worlds gets a row for
-        each.
-        """
+        """Allocate model and data; a field that differs between worlds gets a row for each."""
         varied = self.randomization.fields
-        self._weighs = "body_mass" in varied or "body_inertia" in varied
-        batched = [
-            *(k for k in varied if k != "opt.gravity"),
-            *(_DEPENDENT if self._weighs else ()),
-        ]
+        self._varies_mass = "body_mass" in varied or "body_inertia" in varied
+        batched = [k for k in varied if k != "opt.gravity"]
+        batched += _MASS_CONSTANTS if self._varies_mass else ()
         try:
             m = mjw.put_model(self.model, batch_sizes=dict.fromkeys(batched, self.num_envs))
             d = mjw.make_data(
                 self.model, nworld=self.num_envs, nconmax=self._nconmax, njmax=self._njmax
             )
-        except (NotImplementedError, ValueError) as error:  # how mujoco_warp says what it lacks
+        except (NotImplementedError, ValueError) as error:  # a feature that mujoco_warp lacks
             raise EnvError(
                 f"mujoco_warp cannot simulate this model ({error}); use simulator=mujoco"
             ) from error
-        m.opt.warn_overflow = 0  # printed; ``_check_overflow`` raises instead
+        m.opt.warn_overflow = 0  # no printed warnings, because ``_check_overflow`` raises
         if "opt.gravity" in varied:
-            m.opt.gravity = wp.array(
-                np.tile(self.model.opt.gravity, (self.num_envs, 1)), dtype=wp.vec3
-            )
+            gravity = np.tile(self.model.opt.gravity, (self.num_envs, 1))
+            m.opt.gravity = wp.array(gravity, dtype=wp.vec3)
         self._warp_model, self.data = m, d
-        self._mask = wp.zeros(self.num_envs, dtype=bool)
-        self._where = wp.to_torch(self._mask)
+        self._warp_mask = wp.zeros(self.num_envs, dtype=bool)
+        self._mask = wp.to_torch(self._warp_mask)
+        """Worlds that ``_set_defaults`` resets, bool [N]."""
         self._counts = [wp.to_torch(x) for x in (d.overflow, d.ncollision, d.nacon, d.nefc)]
-        self._worst = torch.zeros(5, dtype=torch.int64, device=self.device)
-        """Contacts lost, rows lost; most candidate pairs and contacts in all worlds, most rows in
-        one.
-        """
-        self._seen = torch.zeros(5, dtype=torch.int64, pin_memory=not self._on_cpu)
-        """``_worst`` as the host knows it."""
-        sensors = [
-            x.numpy()
-            for x in (m.sensor_contact_pos_adr, m.sensor_limitpos_adr, m.sensor_limitvel_adr)
+        self._peak_counts = torch.zeros(5, dtype=torch.int64, device=self.device)
+        """Largest counts so far: contacts lost, rows lost; candidate pairs and contacts of all
+        worlds; rows of one world."""
+        self._host_counts = torch.zeros(5, dtype=torch.int64, pin_memory=not self._on_cpu)
+        """Copy of ``_peak_counts`` on the host."""
+        sensors = (m.sensor_contact_pos_adr, m.sensor_limitpos_adr, m.sensor_limitvel_adr)
+        columns = [
+            int(self.model.sensor_adr[i]) + j
+            for i in np.concatenate([x.numpy() for x in sensors])
+            for j in range(int(self.model.sensor_dim[i]))
         ]
-        places = [
-            (int(self.model.sensor_adr[i]), int(self.model.sensor_dim[i]))
-            for i in np.concatenate(sensors)
-        ]
-        self._of_constraints = wp.array(
-            [start + j for start, size in places for j in range(size)], dtype=int
-        )
-        """Columns of sensordata: contacts and limits, which want constraints, and are 0 where there
-        are none.
-        """
-        self.randomization.base = {
-            k: x.to(self.device, self.dtype) for k, x in self.randomization.base.items()
+        self._constraint_columns = wp.array(columns, dtype=int)
+        """Columns of sensordata that need constraints (contacts, limits); 0 without any."""
+        base = {k: x.to(self.device, self.dtype) for k, x in self.randomization.base.items()}
+        self.randomization.base = base
+        self.varied = {
+            k: self._view(model_field(m, k), model_field(self.model, k).shape, k) for k in varied
         }
-        self.varied = {k: self._view(field(m, k), field(self.model, k).shape, k) for k in varied}
-        # mujoco_warp adds the damping of actuators to that of joints
-        self._extra = {
-            k: x[:1] - self.randomization.base[k]
-            for k, x in self.varied.items()
-            if k == "dof_damping"
+        # mujoco_warp adds the damping of actuators to that of joints.
+        self._actuator_damping = {
+            k: x[:1] - base[k] for k, x in self.varied.items() if k == "dof_damping"
         }
 
     def _field(self, name: str, host: mujoco.MjData) -> Tensor:
-        """A field of MjData or MjModel in MuJoCo's shape, [N, ..]."""
+        """Return a field of MjData or MjModel in MuJoCo's shape, [N, ..]."""
         if name in self.varied:
             return self.varied[name]
         if isinstance(array := getattr(self.data, name, None), wp.array):
             return self._view(array, np.shape(getattr(host, name)), name)
         if not hasattr(self.model, name):
-            known = hasattr(mujoco.MjData, name)
-            raise EnvError(
-                f"mujoco_warp does not show {name!r}; use simulator=mujoco"
-                if known
-                else f"MuJoCo has no field {name!r} in MjData or MjModel"
-            )
-        one = torch.tensor(
-            np.asarray(getattr(self.model, name)), dtype=self.dtype, device=self.device
-        )
-        return one.expand(self.num_envs, *one.shape)
+            if hasattr(mujoco.MjData, name):
+                raise EnvError(f"mujoco_warp does not show {name!r}; use simulator=mujoco")
+            raise EnvError(f"MuJoCo has no field {name!r} in MjData or MjModel")
+        value = np.asarray(getattr(self.model, name))
+        x = torch.tensor(value, dtype=self.dtype, device=self.device)
+        return x.expand(self.num_envs, *x.shape)
 
     def _view(self, array: Any, shape: tuple[int, ...], name: str) -> Tensor:
-        """Without the inner dimensions that warp's matrices have: [N, nbody, 3, 3] is [N, nbody,
-        9].
-        """
+        """Return a view of a warp array in MuJoCo's shape: [N, nbody, 3, 3] is [N, nbody, 9]."""
         if 0 in shape:
             return torch.zeros(self.num_envs, *shape, dtype=self.dtype, device=self.device)
         x = wp.to_torch(array)
@@ -232,21 +185,24 @@ class WarpPhysics:
 
     # ---------------------------------------------------------------------------------------- steps
     def step(self, ctrl: Tensor, substeps: int) -> None:
-        """Set ctrl [N, nu] and advance.
+        """Set ctrl [N, nu] and advance by ``substeps`` physics steps.
 
-        Raises EnvError when contacts or constraints did not fit, on a GPU later.
+        Raises:
+            EnvError: Contacts or constraints exceeded their capacity. A GPU reports this some
+                steps later, by ``poll_overflow``.
         """
         self.fields["ctrl"].copy_(ctrl)
         self._launch(("step", substeps), lambda: self._advance(substeps))
         overflow, candidates, contacts, rows = self._counts
-        lost = [(overflow & bits != 0).any() for bits in _overflows()]
-        now = torch.stack([*lost, candidates[0], contacts[0], rows.max()])
-        torch.maximum(self._worst, now, out=self._worst)
-        if self.waits:
-            self._seen.copy_(self._worst)
+        lost = [(overflow & bits != 0).any() for bits in _overflow_bits()]
+        counts = torch.stack([*lost, candidates[0], contacts[0], rows.max()])
+        torch.maximum(self._peak_counts, counts, out=self._peak_counts)
+        if self.host_readable:
+            self._host_counts.copy_(self._peak_counts)
             self._check_overflow()
 
     def _advance(self, substeps: int) -> None:
+        """Launch the kernels of a control step."""
         for _ in range(substeps):
             mjw.step(self._warp_model, self.data)
         if self.stage == "velocity":
@@ -255,155 +211,153 @@ class WarpPhysics:
             mjw.rne_postconstraint(self._warp_model, self.data)
 
     def _make_current(self) -> None:
-        """Positions, velocities and their sensors of the present qpos and qvel."""
+        """Compute positions, velocities and their sensors from the current qpos and qvel."""
         m, d = self._warp_model, self.data
-        if self._of_constraints.size or m.nsensorcollision:
+        columns = self._constraint_columns
+        if columns.size or m.nsensorcollision:
             mjw.fwd_position(m, d, factorize=False)
         else:
             mjw.fwd_kinematics(m, d)
             mjw.transmission(m, d)
-        wp.launch(
-            _clear,
-            dim=(d.nworld, self._of_constraints.size),
-            inputs=[self._of_constraints, d.sensordata],
-        )
+        wp.launch(_clear, dim=(d.nworld, columns.size), inputs=[columns, d.sensordata])
         mjw.sensor_pos(m, d)
         mjw.fwd_velocity(m, d)
         mjw.sensor_vel(m, d)
 
-    def reset(self, where: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
-        """See ``Physics``; ``u`` is [N, draws]. Nothing of the other worlds changes."""
-        if self.waits and not bool(where.any()):
+    def reset(self, mask: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
+        """See ``Physics``; ``u`` is [N, random_size]. The other worlds do not change."""
+        if self.host_readable and not bool(mask.any()):
             return
-        self._where.copy_(where)
-        kept = {k: self.fields[k].clone() for k in self._derived}
+        self._mask.copy_(mask)
+        old_derived = {k: self.fields[k].clone() for k in self._derived}
         if self.varied:
-            self._set(where, self.varied, self.randomization.sample(u))
-            for name, x in self._extra.items():
-                self._set(where, self.varied, {name: self.varied[name] + x})
-        self._launch("defaults", self._defaults)
-        self._set(where, self.fields, values)
+            self._set(mask, self.varied, self.randomization.sample(u))
+            for name, x in self._actuator_damping.items():
+                self._set(mask, self.varied, {name: self.varied[name] + x})
+        self._launch("defaults", self._set_defaults)
+        self._set(mask, self.fields, values)
         for name in set(_FORCES) & set(self._derived):
-            self.fields[name].masked_fill_(where.view(-1, 1, 1), 0.0)
+            self.fields[name].masked_fill_(mask.view(-1, 1, 1), 0.0)
         if self._derived or self.stage == "velocity":
-            self._launch("refresh", self._refresh)
-        self._set(~where, self.fields, kept)
+            self._launch("derive", self._compute_derived)
+        self._set(~mask, self.fields, old_derived)
 
-    def _defaults(self) -> None:
-        """The model's defaults where ``_mask``, after constants that follow from a model drawn
-        anew.
-        """
-        if self._weighs:
+    def _set_defaults(self) -> None:
+        """Set the model's defaults where ``_mask``, after the constants of a new random model."""
+        if self._varies_mass:
             mjw.set_const(self._warp_model, self.data, restore=False)
-        mjw.reset_data(self._warp_model, self.data, self._mask)
+        mjw.reset_data(self._warp_model, self.data, self._warp_mask)
 
-    def _refresh(self) -> None:
-        """All derived fields, of the present, except those that a step leaves behind after it."""
-        if self._solves:
+    def _compute_derived(self) -> None:
+        """Compute the derived fields of the current state, except _FORCES."""
+        if self._reset_solves:
             mjw.forward(self._warp_model, self.data)
         else:
             self._make_current()
 
     @staticmethod
-    def _set(where: Tensor, fields: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Values [N, ..] into fields, where bool [N]."""
+    def _set(mask: Tensor, fields: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Copy values [N, ..] into the fields of the same names, where bool [N]."""
         for name, value in values.items():
             x = fields[name]
-            x.copy_(torch.where(where.view(-1, *[1] * (x.ndim - 1)), value, x))
+            x.copy_(torch.where(mask.view(-1, *[1] * (x.ndim - 1)), value, x))
 
     # --------------------------------------------------------------------------------------- images
-    def images(self, where: Tensor) -> dict[str, Tensor]:
-        """See ``Physics``. All worlds at once; on a CPU none if no one wants any."""
-        if self._render is None:
+    def images(self, mask: Tensor) -> dict[str, Tensor]:
+        """See ``Physics``. All worlds are rendered, or on a CPU none if ``mask`` is all False."""
+        if self._render_context is None:
             return {}
         height, width = self.cameras.size
-        if self.waits and not bool(where.any()):
-            empty = torch.zeros(self.num_envs, 3, height, width, dtype=torch.uint8)
-            return {name: empty.clone() for name in self.cameras.names}
-        kept = (
-            {k: self.fields[k].clone() for k in self._derived} if self.stage != "velocity" else {}
-        )
-        self._launch("draw", self._draw)
-        for name, x in kept.items():
+        if self.host_readable and not bool(mask.any()):
+            blank = torch.zeros(self.num_envs, 3, height, width, dtype=torch.uint8)
+            return {name: blank.clone() for name in self.cameras.names}
+        # Stages none and forces leave derived fields one physics step old; rendering updates them.
+        derived = self._derived if self.stage != "velocity" else ()
+        old_derived = {k: self.fields[k].clone() for k in derived}
+        self._launch("render", self._render)
+        for name, x in old_derived.items():
             self.fields[name].copy_(x)
         # [N, cameras, H, W, (blue, green, red, alpha)] -> [N, cameras, 3, H, W]
-        pixels = (
-            self._pixels.view(self.num_envs, -1, height, width, 4)[..., :3]
-            .flip(-1)
-            .permute(0, 1, 4, 2, 3)
-        )
-        return {name: pixels[:, i].contiguous() for i, name in enumerate(self._order)}
+        pixels = self._pixels.view(self.num_envs, -1, height, width, 4)[..., :3].flip(-1)
+        pixels = pixels.permute(0, 1, 4, 2, 3)
+        return {name: pixels[:, i].contiguous() for i, name in enumerate(self._camera_order)}
 
-    def _renderer(self) -> Any:
-        """Rays instead of OpenGL, shaded by the same formulas.
+    def _make_render_context(self) -> Any:
+        """Create a ray tracer that shades by OpenGL's formulas.
 
-        There are no sites, tendons and reflections.
+        It has no sites, tendons and reflections.
         """
         height, width = self.cameras.size
-        active = sorted(self.cameras.names, key=lambda name: self.model.camera(name).id)
+        # mujoco_warp returns the images in the order of the model's cameras.
+        self._camera_order = sorted(self.cameras.names, key=lambda n: self.model.camera(n).id)
         with wp.ScopedDevice(self._warp_device):
-            render = mjw.create_render_context(
+            context = mjw.create_render_context(
                 self.model,
                 nworld=self.num_envs,
                 cam_res=(width, height),
-                cam_active=active,
+                cam_active=self._camera_order,
                 render_rgb=True,
                 render_depth=False,
                 render_seg=False,
                 render_skybox=True,
             )
-        self._order = active
-        self._pixels = wp.to_torch(render.rgb_data).view(torch.uint8)
-        return render
+        self._pixels = wp.to_torch(context.rgb_data).view(torch.uint8)
+        return context
 
-    def _draw(self) -> None:
+    def _render(self) -> None:
+        """Launch the kernels that render all worlds."""
         m, d = self._warp_model, self.data
         if self.stage != "velocity":
             mjw.kinematics(m, d)
             mjw.com_pos(m, d)
             mjw.camlight(m, d)
-        mjw.refit_bvh(m, d, self._render)
-        mjw.render(m, d, self._render)
+        mjw.refit_bvh(m, d, self._render_context)
+        mjw.render(m, d, self._render_context)
 
-    def picture(self) -> Tensor:
-        """See ``Physics``; by OpenGL on the CPU."""
-        shown = {k: self.fields[k] for k in ("qpos", "mocap_pos", "mocap_quat")} | self.varied
-        return self.cameras.picture({k: x[:1].cpu().numpy() for k, x in shown.items()})
+    def render(self) -> Tensor:
+        """See ``Physics``; OpenGL renders on the CPU."""
+        inputs = {k: self.fields[k] for k in POSE_FIELDS} | self.varied
+        return self.cameras.render({k: x[:1].cpu().numpy() for k, x in inputs.items()})
 
     # ---------------------------------------------------------------------------------------- state
     def state(self) -> dict[str, Tensor]:
-        """See ``Physics``. Raises EnvError if contacts or constraints have been lost."""
-        self._seen.copy_(self._worst)
+        """See ``Physics``.
+
+        Raises:
+            EnvError: Contacts or constraints exceeded their capacity.
+        """
+        self._host_counts.copy_(self._peak_counts)
         self._check_overflow()
-        own = {k: self.fields[k].clone() for k in (*_STATE, *self._derived)}
-        return own | {f"model/{k}": x.clone() for k, x in self.varied.items()}
+        fields = {k: self.fields[k].clone() for k in (*STATE_FIELDS, *self._derived)}
+        return fields | {f"model/{k}": x.clone() for k, x in self.varied.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """See ``Physics``."""
-        self._where.fill_(True)
+        self._mask.fill_(True)
         for k, x in self.varied.items():
             x.copy_(state[f"model/{k}"])
-        self._launch("defaults", self._defaults)
-        for k in _STATE:
+        self._launch("defaults", self._set_defaults)
+        for k in STATE_FIELDS:
             self.fields[k].copy_(state[k])
-        self._launch("refresh", self._refresh)
-        for k in (*_STATE, *self._derived):
+        self._launch("derive", self._compute_derived)
+        # Again, because the computation overwrites the solver's start and stale derived fields.
+        for k in (*STATE_FIELDS, *self._derived):
             self.fields[k].copy_(state[k])
 
     def close(self) -> None:
-        """Free what a graph holds."""
+        """Free the graphs and the OpenGL contexts."""
         self._graphs.clear()
         self.cameras.close()
 
     # --------------------------------------------------------------------------------------- graphs
-    def captured(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """See ``Physics``: on a GPU the whole function becomes one CUDA graph."""
-        return step if self._on_cpu else _Captured(self, step)
+    def capture(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Return ``step`` as one CUDA graph, on a CPU ``step`` itself."""
+        return step if self._on_cpu else _CapturedStep(self, step)
 
     def _launch(self, name: Hashable, kernels: Callable[[], None]) -> None:
-        """Run ``kernels``, which launches nothing but warp's, on the stream that torch is on."""
+        """Run ``kernels``, which launches warp kernels only, on torch's current stream."""
         with self.scope():
-            if not self.records or name not in self._graphs:  # the first call compiles
+            if not self.records_kernels or name not in self._graphs:  # the first call compiles
                 kernels()
                 self._graphs.setdefault(name, None)
                 return
@@ -412,13 +366,14 @@ class WarpPhysics:
             wp.capture_launch(self._graphs[name])
 
     def _record(self, kernels: Callable[[], None]) -> Any:
+        """Return a graph of ``kernels``."""
         if self._on_cpu:
             with wp.ScopedCapture(device=self._warp_device) as capture:
                 kernels()
             return capture.graph
         stream = torch.cuda.Stream(self.device)  # the default stream cannot be recorded
         with (
-            _NoGarbageCollection(),
+            _no_garbage_collection(),
             torch.cuda.stream(stream),
             self.scope(),
             wp.ScopedCapture() as capture,
@@ -427,49 +382,51 @@ class WarpPhysics:
         return capture.graph
 
     def scope(self) -> AbstractContextManager[Any]:
-        """In which warp's kernels go where torch's do."""
+        """Return a context in which warp launches kernels on torch's current stream."""
         if self._on_cpu:
             return wp.ScopedDevice(self._warp_device)
-        present = torch.cuda.current_stream(self.device)
-        if (
-            present.cuda_stream not in self._streams
-        ):  # warp knows a stream that it records by the object
-            self._streams[present.cuda_stream] = wp.stream_from_torch(present)
-        return wp.ScopedStream(self._streams[present.cuda_stream], sync_enter=False)
+        stream = torch.cuda.current_stream(self.device)
+        # Kept, because warp identifies the stream of a recording by its Python object.
+        if stream.cuda_stream not in self._streams:
+            self._streams[stream.cuda_stream] = wp.stream_from_torch(stream)
+        return wp.ScopedStream(self._streams[stream.cuda_stream], sync_enter=False)
 
     # ------------------------------------------------------------------------------------- overflow
-    def watch(self) -> None:
-        """Raise EnvError if the host knows of lost contacts or constraints; then ask anew, without
-        waiting.
+    def poll_overflow(self) -> None:
+        """Check the counts that the last call requested, then request the current ones.
+
+        Neither synchronises with the GPU.
+
+        Raises:
+            EnvError: Contacts or constraints exceeded their capacity.
         """
         self._check_overflow()
-        self._seen.copy_(self._worst, non_blocking=True)  # pinned memory
+        self._host_counts.copy_(self._peak_counts, non_blocking=True)  # pinned memory
 
     def _check_overflow(self) -> None:
-        contacts_lost, rows_lost, candidates, contacts, rows = self._seen.tolist()
+        """Raise EnvError if the counts on the host say that contacts or constraints were lost."""
+        contacts_lost, rows_lost, candidates, contacts, rows = self._host_counts.tolist()
         if contacts_lost:
-            most = math.ceil(max(candidates, contacts) / self.num_envs)
-            raise EnvError(_too_small("nconmax", self._nconmax, "contacts per world", most))
+            peak = math.ceil(max(candidates, contacts) / self.num_envs)
+            raise EnvError(_capacity_message("nconmax", self._nconmax, "contacts per world", peak))
         if rows_lost:
-            raise EnvError(
-                _too_small("njmax", self._njmax, "rows of constraints in one world", rows)
-            )
+            what = "rows of constraints in one world"
+            raise EnvError(_capacity_message("njmax", self._njmax, what, rows))
 
 
 @wp.kernel(enable_backward=False)
 def _clear(columns: wp.array[int], out: wp.array2d[float]):
-    """out[:, columns] = 0"""
+    """Set out[:, columns] to 0."""
     world, i = wp.tid()  # pyright: ignore
     out[world, columns[i]] = 0.0  # pyright: ignore
 
 
-class _Captured:
-    """A control step on a GPU: as written in its first two calls, which compile kernels, then one
-    CUDA graph.
+class _CapturedStep:
+    """A control step on a GPU: eager in its first two calls, which compile kernels, then a graph.
 
-    Warp does the recording, since the solver loops until it has converged and torch's graphs have
-    no loops; what torch allocates meanwhile comes from a pool that nobody else uses as long as the
-    graph lives.
+    Warp records the graph, because the solver loops until convergence and torch's graphs have no
+    loops. Tensors that torch allocates while recording come from a memory pool that only this
+    graph uses.
     """
 
     def __init__(self, physics: WarpPhysics, step: Callable[[Tensor], Any]) -> None:
@@ -477,9 +434,10 @@ class _Captured:
         self.graph: Any = None
 
     def __call__(self, action: Tensor) -> Any:
-        """``step(action)`` in tensors of its own.
+        """Return ``step(action)`` in new tensors.
 
-        Raises EnvError some steps after contacts were lost.
+        Raises:
+            EnvError: Contacts exceeded their capacity some steps ago.
         """
         self.calls += 1
         if self.calls == 3:
@@ -490,50 +448,55 @@ class _Captured:
                     f"no CUDA graph of the whole control step, slower without ({error})",
                     stacklevel=2,
                 )
-                self.physics.records = True
+                self.physics.records_kernels = True
         if self.graph is None:
-            answer = self.step(action)
+            result = self.step(action)
         else:
             self.action.copy_(action)
             with self.physics.scope():
                 wp.capture_launch(self.graph)
-            answer = tree.map(Tensor.clone, self.answer)
-        self.physics.watch()
-        return answer
+            result = tree.map(Tensor.clone, self.result)
+        self.physics.poll_overflow()
+        return result
 
     def _capture(self, action: Tensor) -> None:
+        """Record the step; ``action`` and ``result`` are the graph's input and output tensors."""
         device, self.action = self.physics.device, action.clone()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.device(device):
             self.pool = torch.cuda.MemPool()
         with (
-            _NoGarbageCollection(),
+            _no_garbage_collection(),
             torch.cuda.stream(stream),
             torch.cuda.use_mem_pool(self.pool, device),
             self.physics.scope(),
             wp.ScopedCapture() as capture,
         ):
-            self.answer = self.step(self.action)
+            self.result = self.step(self.action)
         self.graph = capture.graph
 
 
-class _NoGarbageCollection:
-    """What is freed while a graph is recorded would be freed in every replay."""
-
-    def __enter__(self) -> None:
-        self.on = gc.isenabled()
-        gc.collect()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if self.on:
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection: memory freed while recording would be freed in every replay."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
             gc.enable()
 
 
 # ---------------------------------------------------------------------------------------- the model
-def devices(device: torch.device | str) -> tuple[torch.device, Any]:
-    """Torch's and warp's."""
+def resolve_devices(device: torch.device | str) -> tuple[torch.device, Any]:
+    """Return torch's device, with its index, and warp's.
+
+    Raises:
+        EnvError: The device is neither "cpu" nor "cuda", or warp cannot use its driver.
+    """
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise EnvError(f"mujoco_warp runs on cuda (or cpu), not on {device}; use simulator=mujoco")
@@ -544,16 +507,16 @@ def devices(device: torch.device | str) -> tuple[torch.device, Any]:
             raise EnvError(
                 "warp cannot use this CUDA driver (driver 580 or newer); use simulator=mujoco"
             )
-        device = torch.device(
-            "cuda", torch.cuda.current_device() if device.index is None else device.index
-        )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
     return device, wp.device_from_torch(device)
 
 
-def supported(model: mujoco.MjModel) -> mujoco.MjModel:
-    """A copy as mujoco_warp wants it.
+def adapt_model(model: mujoco.MjModel) -> mujoco.MjModel:
+    """Return a copy of ``model`` with the options that mujoco_warp has.
 
-    Raises EnvError for features with a memory that a reset would not see.
+    Raises:
+        EnvError: The model has features with an internal state that a reset would not clear.
     """
     model = copy.copy(model)
     if model.opt.enableflags & int(mujoco.mjtEnableBit.mjENBL_SLEEP):
@@ -564,10 +527,8 @@ def supported(model: mujoco.MjModel) -> mujoco.MjModel:
         raise EnvError(
             "actuators and sensors with a delay are not supported on a GPU; use simulator=mujoco"
         )
-    bits = (
-        mujoco.mjtDisableBit.mjDSBL_AUTORESET,
-        mujoco.mjtDisableBit.mjDSBL_MIDPHASE,
-    )  # no such thing there
+    # mujoco_warp has neither feature.
+    bits = (mujoco.mjtDisableBit.mjDSBL_AUTORESET, mujoco.mjtDisableBit.mjDSBL_MIDPHASE)
     model.opt.disableflags &= ~sum(int(b) for b in bits)
     if int(model.opt.solver) == int(mujoco.mjtSolver.mjSOL_PGS):
         warnings.warn(
@@ -577,12 +538,12 @@ def supported(model: mujoco.MjModel) -> mujoco.MjModel:
     return model
 
 
-def sizes(model: mujoco.MjModel) -> tuple[int, int]:
-    """(nconmax, njmax) for every moving shape on the ground and touched once more, within [16, 256]
-    contacts.
+def default_capacities(model: mujoco.MjModel) -> tuple[int, int]:
+    """Return (nconmax, njmax) estimated from the shapes of the model.
 
-    A sphere touches in 1 point, a capsule in 2, other shapes in 4; a contact has 2·(dimensions - 1)
-    rows.
+    Each moving shape rests on the ground and touches one other shape: a sphere touches in 1 point,
+    a capsule in 2, another shape in 4. The number of contacts is clamped to [16, 256]; each has
+    2·(dimensions - 1) rows.
     """
     points = {int(mujoco.mjtGeom.mjGEOM_SPHERE): 1, int(mujoco.mjtGeom.mjGEOM_CAPSULE): 2}
     solid = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
@@ -595,20 +556,21 @@ def sizes(model: mujoco.MjModel) -> tuple[int, int]:
     return contacts, 6 * model.neq + friction + limits + contacts * per_contact
 
 
-def _overflows() -> tuple[int, int]:
-    """Bits of Data.overflow: contacts lost, constraints lost."""
+def _overflow_bits() -> tuple[int, int]:
+    """Return the bits of Data.overflow that mean lost contacts, and those for lost constraints."""
     contacts = (
         OverflowType.BROADPHASE | OverflowType.NARROWPHASE | OverflowType.CCD | OverflowType.HFIELD
     )
     return int(contacts), int(OverflowType.NEFC | OverflowType.NJMAX_NNZ)
 
 
-def _too_small(option: str, limit: int, what: str, seen: int) -> str:
-    """The sentence with the value to set; the counts are of a step's last substep, not always the
-    one that lost.
+def _capacity_message(option: str, limit: int, what: str, peak: int) -> str:
+    """Return the error message with the value to set.
+
+    ``peak`` counts the last substep of each step; the overflow can have occurred in another one.
     """
-    needed = math.ceil(1.25 * seen) if seen > limit else 2 * limit
+    needed = math.ceil(1.25 * peak) if peak > limit else 2 * limit
     return (
-        f"env.kwargs.{option}={limit} is too small for the {what} (at most {seen} seen); set"
+        f"env.kwargs.{option}={limit} is too small for the {what} (at most {peak} seen); set"
         f" {needed} or more"
     )

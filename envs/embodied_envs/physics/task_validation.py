@@ -1,6 +1,4 @@
-"""Task validation: call each function of a task once before the first episode, to report mistakes
-by name.
-"""
+"""Task validation: call each function of a task once and report mistakes by its name."""
 
 from __future__ import annotations
 
@@ -13,31 +11,28 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters.user_code import wrap_errors
-from embodied_envs.physics.engine import Physics
+from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.tasks.task import Task
 from embodied_ppo.core.types import EnvError
 
-INITIAL_FIELDS = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
-"""Simulator fields that ``Task.reset`` may return; its other entries are variables of the task."""
-
 
 class TaskValidator:
-    """Calls a task's functions on its first state and checks types, shapes and dtypes of their
-    results.
+    """Call a task's functions on its first state and check what they return.
 
-    Every method raises EnvError with the name of the function and the cure.
+    Types, shapes and dtypes are checked, and that no function modifies the state. Every method
+    raises EnvError with the name of the function and the cure.
     """
 
     def __init__(self, id: str, task: Task, physics: Physics, num_envs: int) -> None:
         """Validate ``task`` on ``num_envs`` worlds of ``physics``, which has the task's fields."""
         self.task, self.physics, self.n = task, physics, num_envs
-        self.where = f"env.id={id}: {type(task).__name__}"
+        self.prefix = f"env.id={id}: {type(task).__name__}"
         self.state_names = set(physics.fields)
 
     @contextlib.contextmanager
     def _calling(self, function: str) -> Iterator[None]:
         """Add the function's name to every exception of user code."""
-        with wrap_errors(f"{self.where}.{function}: "):
+        with wrap_errors(f"{self.prefix}.{function}: "):
             try:
                 yield
             except KeyError as error:
@@ -49,20 +44,21 @@ class TaskValidator:
                 if function == "reward" and name in self.state_names:
                     cure = "list it in the attribute before"
                 raise EnvError(
-                    f"{self.where}.{function} reads {name!r}, which is not there: {cure}"
+                    f"{self.prefix}.{function} reads {name!r}, which is not there: {cure}"
                 ) from error
 
     def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
-        """Raise EnvError unless ``x`` is a tensor of ``shape`` and of dtype ``kind``: real, bool,
-        int64 or any.
+        """Raise EnvError unless ``x`` is a tensor of ``shape``.
+
+        Its dtype must be of ``kind``: real, bool, int64 or any.
         """
         if not isinstance(x, Tensor):
             raise EnvError(
-                f"{self.where}.{what} is {type(x).__name__}; it must be a tensor {list(shape)}"
+                f"{self.prefix}.{what} is {type(x).__name__}; it must be a tensor {list(shape)}"
             )
         if tuple(x.shape) != shape:
             raise EnvError(
-                f"{self.where}.{what} has shape {list(x.shape)}; it must be {list(shape)}"
+                f"{self.prefix}.{what} has shape {list(x.shape)}; it must be {list(shape)}"
             )
         types = {
             "real": x.is_floating_point(),
@@ -70,7 +66,7 @@ class TaskValidator:
             "int64": x.dtype == torch.int64,
         }
         if not types.get(kind, True):
-            raise EnvError(f"{self.where}.{what} is {x.dtype}; it must be {kind}")
+            raise EnvError(f"{self.prefix}.{what} is {x.dtype}; it must be {kind}")
 
     def start(self, reset: Callable[[], Any]) -> dict[str, Tensor]:
         """Return the validated result of ``reset``."""
@@ -78,7 +74,7 @@ class TaskValidator:
             start = reset()
         if not isinstance(start, Mapping):
             raise EnvError(
-                f"{self.where}.reset() is {type(start).__name__}; it must be a dictionary of"
+                f"{self.prefix}.reset() is {type(start).__name__}; it must be a dictionary of"
                 " tensors"
             )
         fields = self.physics.fields
@@ -88,18 +84,18 @@ class TaskValidator:
                 self._tensor(what, x, tuple(fields[name].shape))
                 if x.dtype != self.physics.dtype:
                     raise EnvError(
-                        f"{self.where}.{what} is {x.dtype}; it must be {self.physics.dtype}, the"
+                        f"{self.prefix}.{what} is {x.dtype}; it must be {self.physics.dtype}, the"
                         " dtype that bind() gets"
                     )
                 continue
             if name in fields:
                 raise EnvError(
-                    f"{self.where}: its variable {name!r} has the name of a MuJoCo field; name it"
+                    f"{self.prefix}: its variable {name!r} has the name of a MuJoCo field; name it"
                     " otherwise"
                 )
             if similar := difflib.get_close_matches(name, INITIAL_FIELDS, n=1, cutoff=0.8):
                 raise EnvError(
-                    f"{self.where}.{what} is a variable of the task; rename it, or did you mean"
+                    f"{self.prefix}.{what} is a variable of the task; rename it, or did you mean"
                     f" {similar[0]}?"
                 )
             self._tensor(what, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
@@ -107,14 +103,14 @@ class TaskValidator:
             entries: tuple[str, ...] = getattr(self.task, attribute)
             if (name in start) != bool(entries):
                 raise EnvError(
-                    f"{self.where}: reset()[{name!r}] and the attribute {attribute} go together;"
+                    f"{self.prefix}: reset()[{name!r}] and the attribute {attribute} go together;"
                     " one is missing"
                 )
             if entries:
                 self._tensor(f"reset()[{name!r}]", x := start[name], (self.n,), "int64")
                 if int(x.min()) < 0 or int(x.max()) >= len(entries):
                     raise EnvError(
-                        f"{self.where}.reset()[{name!r}] runs from {int(x.min())} to"
+                        f"{self.prefix}.reset()[{name!r}] runs from {int(x.min())} to"
                         f" {int(x.max())}; {attribute} has {len(entries)} entries, 0 to"
                         f" {len(entries) - 1}"
                     )
@@ -124,17 +120,17 @@ class TaskValidator:
         """Return copies of the state entries that ``reward`` reads from before the step."""
         if unknown := [k for k in self.task.before if k not in s]:
             raise EnvError(
-                f"{self.where}.before names {unknown[0]!r}, which is neither in the attribute"
+                f"{self.prefix}.before names {unknown[0]!r}, which is neither in the attribute"
                 " fields nor a variable that reset() returns; add it there"
             )
         return {k: s[k].clone() for k in self.task.before}
 
     def step(self, before: Mapping[str, Tensor], s: dict[str, Tensor], action: Tensor) -> None:
-        """Validate all other functions on the first state ``s``, and that they do not modify it."""
+        """Validate all other functions on the first state ``s``."""
         task, n = self.task, self.n
         self.state_names |= set(s)
         if not self.physics.model.nu:
-            raise EnvError(f"{self.where}: its model has no actuators; there is nothing to learn")
+            raise EnvError(f"{self.prefix}: its model has no actuators; there is nothing to learn")
         action = action.to(self.physics.dtype)
         original = {k: x.clone() for k, x in s.items()}
         with self._calling("control"):
@@ -151,7 +147,7 @@ class TaskValidator:
             for name, x in task.advance(s, action, action.new_zeros(n, task.step_noise)).items():
                 if name not in s or name in self.physics.fields:
                     raise EnvError(
-                        f"{self.where}.advance()[{name!r}]: reset() returns no such variable; add"
+                        f"{self.prefix}.advance()[{name!r}]: reset() returns no such variable; add"
                         " it there"
                     )
                 self._tensor(f"advance()[{name!r}]", x, tuple(s[name].shape), "any")
@@ -163,14 +159,15 @@ class TaskValidator:
                 shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
                 if name == "instruction":  # index into the task's sentences
                     self._tensor(what, x, (n,), "int64")
-                    continue
-                if len(shape) < 2:
+                elif len(shape) < 2:
                     raise EnvError(
-                        f"{self.where}.{what} has shape {list(shape)}; it must be [{n}, D]"
+                        f"{self.prefix}.{what} has shape {list(shape)}; it must be [{n}, D]"
                     )
-                self._tensor(what, x, (n, *shape[1:]), "any")
+                else:
+                    self._tensor(what, x, (n, *shape[1:]), "any")
         for name, x in original.items():
             if not torch.equal(x.nan_to_num(), s[name].nan_to_num()):
                 raise EnvError(
-                    f"{self.where}: a function writes into s[{name!r}]; let it compute a new tensor"
+                    f"{self.prefix}: a function writes into s[{name!r}]; let it compute a new"
+                    " tensor"
                 )

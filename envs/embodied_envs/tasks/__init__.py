@@ -1,5 +1,11 @@
-"""Tasks of our own, one file per robot; an engine steps them (``mujoco_batch`` on a CPU,
-``mujoco_warp`` on a GPU).
+"""Our own tasks, one file per robot.
+
+Belongs here: what a task's model, observation, reward and episodes are, in tensor functions, and
+the scripted expert of Tabletop.
+
+Does not belong here: stepping and rendering (``physics``).
+
+To add a task, write a subclass of ``Task`` in a module of this folder and add it to ``OWN``.
 """
 
 from __future__ import annotations
@@ -27,14 +33,17 @@ OWN: dict[str, str] = {
     "Go1Joystick": "go1:Go1Joystick",
     "Tabletop": "tabletop:Tabletop",
 }
-"""env.id -> where its class lies, in this package."""
+"""env.id -> "module:Class" in this package."""
 
 
 def find(id: str) -> type[Task] | None:
-    """The class of a task: one of ours, or the user's own as "package.module:Class"; None if it is
-    neither.
+    """Return the class of a task, or None if ``id`` names none.
 
-    Raises EnvError if that module cannot be imported.
+    Args:
+        id: A key of ``OWN``, or "package.module:Class" for a task of the user.
+
+    Raises:
+        EnvError: The module cannot be imported, or the class is no subclass of ``Task``.
     """
     if id in OWN:
         module, _, name = OWN[id].partition(":")
@@ -56,10 +65,9 @@ def find(id: str) -> type[Task] | None:
 
 
 def hint(id: str) -> str:
-    """Return how the id of a task of the user's is written; "" where its module has been imported
-    already.
+    """Return the end of the message about an unknown id: how the id of a user's task is written.
 
-    Nothing is imported here: ``find`` has imported the module of package.module:Class.
+    No module is imported here, because ``find`` has imported that of "package.module:Class".
     """
     module, _, name = id.rpartition(":")
     if not module:
@@ -68,34 +76,34 @@ def hint(id: str) -> str:
         return f"; if a module of yours registers it with Gymnasium, write env.id=module:{name}"
     if module not in sys.modules:
         return ""
-    members = vars(sys.modules[module])
-    there = [
-        k
-        for k, x in members.items()
+    classes = [
+        member
+        for member, x in vars(sys.modules[module]).items()
         if isinstance(x, type) and issubclass(x, Task) and x is not Task
     ]
     return (
         f"; {module} has no {name!r}, it has"
-        f" {', '.join(there) or 'no subclass of embodied_envs.tasks.Task'}"
+        f" {', '.join(classes) or 'no subclass of embodied_envs.tasks.Task'}"
     )
 
 
-def make(id: str, kind: type[Task], kwargs: dict[str, Any]) -> Task:
-    """The task with the user's options; raises EnvError for one that it does not take, and for a
-    task that lacks a function."""
-    for name, function in inspect.getmembers(kind):
+def make(id: str, task_class: type[Task], kwargs: dict[str, Any]) -> Task:
+    """Create the task with the user's options.
+
+    Raises:
+        EnvError: The class lacks a function or does not take an option.
+    """
+    for name, function in inspect.getmembers(task_class):
         if getattr(function, "__isabstractmethod__", False):
             raise EnvError(
-                f"env.id={id}: {kind.__name__} has no {name}(); write one (every task has it)"
+                f"env.id={id}: {task_class.__name__} has no {name}(); write one (every task has it)"
             )
-    parameters = inspect.signature(kind).parameters
+    parameters = inspect.signature(task_class).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := [name for name in kwargs if name not in parameters]):
-        said = (
-            choose(unknown[0], list(parameters), "there are ")
-            if parameters
-            else "the task takes none"
-        )
-        raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {said}")
+        choices = "the task takes none"
+        if parameters:
+            choices = choose(unknown[0], list(parameters), "there are ")
+        raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {choices}")
     with wrap_errors(f"env.id={id}: env.kwargs={kwargs}: "):
-        return kind(**kwargs)
+        return task_class(**kwargs)

@@ -1,5 +1,4 @@
-"""Demonstrations of Tabletop by its scripted expert, as a policy with the camera and the sentence
-would have seen them.
+"""Record demonstrations of Tabletop's scripted expert with the observations of obs=language.
 
 Shape letters: N environments, L frames of an episode, H x W pixels.
 """
@@ -25,24 +24,25 @@ STATE = (
     *("target_x", "target_y", "target_z", "target_finger"),
     *("velocity_x", "velocity_y", "velocity_z"),
 )
-"""The 12 numbers of obs=language (m, m/s)."""
+"""Names of the 12 numbers of obs=language (m, m/s)."""
 ACTION = ("x", "y", "z", "finger")
-"""Each in [-1, 1], see ``Tabletop``."""
+"""Names of an action's dimensions, each in [-1, 1]; see ``Tabletop``."""
 FPS = 20
 """Actions per second: 3 physics steps of 1/60 s."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One success. Frame t holds what was seen before action t.
+    """One successful episode. Frame t is the observation before action t.
 
-    images       camera -> uint8 [L, H, W, 3]
-    state        float32 [L, 12], see STATE
-    action       float32 [L, 4], the expert's for that state, also where another was executed
-    instruction  the sentence
-    family       the kind of episode
-    attempt      its number among all episodes, failures counted: the (attempt // N)-th of
-    environment attempt % N
+    Attributes:
+        images: Camera -> uint8 [L, H, W, 3].
+        state: float32 [L, 12], see STATE.
+        action: float32 [L, 4], the expert's action, also where another one was executed.
+        instruction: The sentence.
+        family: Name of the kind of episode.
+        attempt: Number among all episodes, failures included: episode attempt // N of environment
+            attempt % N.
     """
 
     images: dict[str, np.ndarray]
@@ -54,7 +54,7 @@ class Episode:
 
 
 def seeds(seed: int, num_envs: int, start: int = 0) -> list[int]:
-    """Of the environments of ``record``; another ``start`` gives others."""
+    """Return the seeds of the environments of ``record``, which depend on ``start``."""
     return (np.random.SeedSequence([seed, start]).generate_state(num_envs) % 2**31).tolist()
 
 
@@ -72,29 +72,32 @@ def record(
     randomize: bool = False,
     num_threads: int | None = None,
 ) -> Iterator[Episode]:
-    """The first ``episodes`` successes of the scripted expert, failures left out.
+    """Yield the first ``episodes`` successes of the scripted expert.
 
-    task_kwargs  Tabletop's: families, split; obs is "language"
-    seed         episodes are a function of seed, start and num_envs (and of the machine's floating
-    point)
-    image_size   (H, W) of what the cameras show
-    on_episode   told the family and whether it succeeded, of every episode that ends, failures
-    included
-    noise        probability with which a step executes, instead of the expert's action, one drawn
-    uniformly from
-                 [-1, 1]. What is recorded for that state is always the expert's, so a clone learns
-                 to come back from where it did not mean to go (as in DART, Laskey et al. 2017, with
-                 other noise). 0: executed as recorded, and then the actions, replayed from
-                 ``seeds``, repeat the episode. The expert succeeds in
-                 99.9 % of episodes at 0, 98.5 % at 0.05, 94 % at 0.1 and 83 % at 0.2, where it is
-                 the long families, gather and sort, that run out of time and become rare
-    start        another number gives other episodes: how many there are already, where a recording
-    is continued
-    randomize    domain randomisation, by the task's ranges
+    Episodes are yielded in the order in which they started. In the order in which they ended, short
+    ones would be overrepresented.
 
-    Episodes come in the order in which they began, not that in which they ended: else the short
-    ones would be overrepresented. Raises EnvError for an option that is refused, and where the
-    expert hardly ever succeeds.
+    Args:
+        task_kwargs: Tabletop's families and split; obs is "language".
+        episodes: Number of successes.
+        seed: The episodes are a function of seed, start and num_envs, and of the floating-point
+            arithmetic of the machine.
+        num_envs: Number of environments, N.
+        image_size: (H, W) of the cameras' images.
+        cameras: Cameras to record.
+        on_episode: Callback (family, success) for every episode that ends, failures included.
+        noise: Probability that a step executes an action drawn uniformly from [-1, 1] instead of
+            the expert's. The recorded action is always the expert's, so that a clone learns to
+            recover (as in DART, Laskey et al. 2017, with other noise). With 0, the actions replayed
+            from ``seeds`` repeat the episode. The expert succeeds in 99.9 % of episodes at 0,
+            98.5 % at 0.05, 94 % at 0.1 and 83 % at 0.2, where the long families, gather and sort,
+            exceed the time limit and become rare.
+        start: Selects other episodes; a continued recording passes the number it has.
+        randomize: Whether to randomise the domain within the task's ranges.
+        num_threads: Threads of the simulator; None: the cores this process may use.
+
+    Raises:
+        EnvError: An option is invalid, or the expert succeeds in fewer than 10 % of the episodes.
     """
     if not 0 <= noise < 1:
         raise EnvError(f"noise={noise} must be a probability, at least 0 and less than 1")
@@ -118,8 +121,8 @@ def record(
     try:
         generator = torch.Generator().manual_seed(seeds(seed, 1, start)[0])
         done = 0
-        found = _attempts(env, tuple(cameras), noise, generator, on_episode)
-        for attempts, episode in enumerate(_in_order(found), start=1):
+        ended = _run_episodes(env, tuple(cameras), noise, generator, on_episode)
+        for attempts, episode in enumerate(_in_order(ended), start=1):
             if episode is not None:
                 yield episode
                 done += 1
@@ -134,77 +137,65 @@ def record(
         env.close()
 
 
-def _in_order(found: Iterator[tuple[int, Episode | None]]) -> Iterator[Episode | None]:
-    """By attempt; None for a failure."""
+def _in_order(ended: Iterator[tuple[int, Episode | None]]) -> Iterator[Episode | None]:
+    """Yield the episodes in the order of their attempts; None is a failure."""
     waiting: dict[int, Episode | None] = {}
-    turn = 0
-    for attempt, episode in found:
+    next_attempt = 0
+    for attempt, episode in ended:
         waiting[attempt] = episode
-        while turn in waiting:
-            yield waiting.pop(turn)
-            turn += 1
+        while next_attempt in waiting:
+            yield waiting.pop(next_attempt)
+            next_attempt += 1
 
 
-def _attempts(
+def _run_episodes(
     env: MujocoEnv,
     cameras: Sequence[str],
     noise: float,
     generator: torch.Generator,
     on_episode: Callable[[str, bool], None] | None,
 ) -> Iterator[tuple[int, Episode | None]]:
-    """Every episode as it ends: its number, and what was seen and done if it succeeded."""
+    """Yield (attempt, episode) for every episode that ends; the episode of a failure is None."""
     task = env.task
     assert isinstance(task, Tabletop)
     expert, n = Expert(task, env.device), env.num_envs
     obs = env.reset()
-    frames: list[list[tuple[dict[str, Tensor], Tensor]]] = [
-        [] for _ in range(n)
-    ]  # of running episodes
+    # Observations and actions of the running episodes.
+    frames: list[list[tuple[dict[str, Tensor], Tensor]]] = [[] for _ in range(n)]
     count = [0] * n
     while True:
         assert isinstance(obs, dict)
         action = expert(env.s).float()
-        instruction, kind = (
-            env.s["instruction"].tolist(),
-            env.s["kind"].tolist(),
-        )  # an end begins the next episode
+        # Read before the step: a world that ends starts the next episode in the same step.
+        instruction, kind = env.s["instruction"].tolist(), env.s["kind"].tolist()
         for i in range(n):
             frames[i].append(({name: obs[name][i] for name in ("state", *cameras)}, action[i]))
-        elsewhere = torch.rand(n, 1, generator=generator) < noise
-        step = env.step(
-            torch.where(elsewhere, 2 * torch.rand(n, 4, generator=generator) - 1, action)
-        )
+        is_noisy = torch.rand(n, 1, generator=generator) < noise
+        noisy_action = 2 * torch.rand(n, 4, generator=generator) - 1
+        step = env.step(torch.where(is_noisy, noisy_action, action))
         assert step.success is not None
         for i in (step.terminated | step.truncated).nonzero().flatten().tolist():
-            success, attempt = bool(step.success[i]), count[i] * n + i
+            success, attempt, family = bool(step.success[i]), count[i] * n + i, task.names[kind[i]]
             if on_episode is not None:
-                on_episode(task.names[kind[i]], success)
-            seen, frames[i] = frames[i], []
-            sentence, family = task.instructions[instruction[i]], task.names[kind[i]]
-            yield attempt, _episode(seen, cameras, sentence, family, attempt) if success else None
+                on_episode(family, success)
+            episode = None
+            if success:
+                observations, actions = zip(*frames[i], strict=True)
+                episode = Episode(
+                    images={name: _images(observations, name) for name in cameras},
+                    state=torch.stack([x["state"] for x in observations]).numpy(),
+                    action=torch.stack(actions).numpy(),
+                    instruction=task.instructions[instruction[i]],
+                    family=family,
+                    attempt=attempt,
+                )
+            frames[i] = []
+            yield attempt, episode
             count[i] += 1
         obs = step.obs
 
 
-def _episode(
-    frames: Sequence[tuple[dict[str, Tensor], Tensor]],
-    cameras: Sequence[str],
-    instruction: str,
-    family: str,
-    attempt: int,
-) -> Episode:
-    """Pictures [3, H, W] become [H, W, 3]."""
-    images = {
-        name: np.ascontiguousarray(
-            torch.stack([obs[name] for obs, _ in frames]).permute(0, 2, 3, 1).numpy()
-        )
-        for name in cameras
-    }
-    return Episode(
-        images=images,
-        state=torch.stack([obs["state"] for obs, _ in frames]).numpy(),
-        action=torch.stack([action for _, action in frames]).numpy(),
-        instruction=instruction,
-        family=family,
-        attempt=attempt,
-    )
+def _images(observations: Sequence[dict[str, Tensor]], camera: str) -> np.ndarray:
+    """Return the images [L, H, W, 3] of a camera from observations with images [3, H, W]."""
+    images = torch.stack([obs[camera] for obs in observations])
+    return np.ascontiguousarray(images.permute(0, 2, 3, 1).numpy())

@@ -1,4 +1,4 @@
-"""A Unitree Go1, a robot dog of 12.7 kg, walks as a joystick says."""
+"""Go1Joystick: a Unitree Go1, a quadruped of 12.7 kg, follows velocity commands."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from embodied_envs.tasks.panda import assets
+from embodied_envs.tasks.panda import asset_file
 from embodied_envs.tasks.task import State, Task
 
 
 class Go1Joystick(Task):
-    """500 steps of 20 ms on flat ground. Every 5 s on average another command comes: forward and
-    sideways velocity (m/s) and yaw rate (rad/s); one in ten is to stand still.
+    """Walk on flat ground for 500 steps of 20 ms and follow the command.
 
-    Action [N, 12] in [-1, 1]: 0.5 times it is added to the home pose of the joints and becomes
-    their position targets.
+    The command is forward and sideways velocity (m/s) and yaw rate (rad/s). It changes every 5 s on
+    average; one in ten is to stand still.
 
-    Observation [N, 48], of the trunk in its own frame (x forward, y left, z up):
-    0:3 velocity, m/s   3:6 angular velocity, rad/s   6:9 direction of gravity   9:12 command
-    12:24 joint positions minus home, rad   24:36 joint velocities, rad/s   36:48 last action
-    What is measured is off by uniform noise, ``sensor_noise``.
+    Action [N, 12] in [-1, 1]: the position targets of the joints are the home pose plus 0.5 rad
+    times the action.
 
-    Reward: ``terms``, summed, at least 0. The episode ends where the trunk is lower than 15 cm or
-    tilts by 60 degrees. Success, at the last of 500 steps: until then the velocity was off by less
-    than 0.2 m/s and the yaw rate by less than 0.3 rad/s, on average.
+    Observation [N, 48], in the trunk's frame (x forward, y left, z up). All but command and last
+    action have uniform noise, ``sensor_noise``:
+    0:3    velocity, m/s
+    3:6    angular velocity, rad/s
+    6:9    direction of gravity
+    9:12   command
+    12:24  joint positions minus home, rad
+    24:36  joint velocities, rad/s
+    36:48  last action
 
-    Robot, gains and contacts (feet only) are those of Go1JoystickFlatTerrain in MuJoCo Playground
-    (Zakka et al. 2025), noise too, but with 4 physics steps of 5 ms for 5 of 4 ms, and 3 iterations
-    of the solver for 1 (errs by 0.2 rad/s). Joints and feet come in the order front right, front
-    left, rear right, rear left.
+    Reward: the sum of ``terms``, at least 0. The episode ends if the trunk is lower than 15 cm or
+    tilts by 60 degrees. Success is decided in the last of 500 steps: the mean errors of velocity
+    and yaw rate are below 0.2 m/s and 0.3 rad/s.
+
+    Robot, gains, noise and contacts (feet only) are those of Go1JoystickFlatTerrain in MuJoCo
+    Playground (Zakka et al. 2025). Different are the physics steps, 4 of 5 ms instead of 5 of 4 ms,
+    and the solver's iterations, 3 instead of 1, which has errors of 0.2 rad/s. Joints and feet are
+    in the order front right, front left, rear right, rear left.
     """
 
     id = "Go1Joystick"
@@ -47,32 +54,26 @@ class Go1Joystick(Task):
     }
 
     forward_m_s, sideways_m_s, yaw_rad_s = (-0.8, 1.0), (-0.5, 0.5), (-1.0, 1.0)
-    """Commands."""
+    """Ranges of the command."""
     still = 0.1
     """Share of commands that are zero."""
     change = 0.004
-    """Probability of another command in a step: once in 5 s."""
+    """Probability of a new command in a step: once in 5 s."""
     action_scale_rad = 0.5
     tolerance = (0.2, 0.3)
-    """Mean errors that are a success, m/s and rad/s."""
+    """Largest mean errors of a success, m/s and rad/s."""
     sensor_noise = (0.1,) * 3 + (0.2,) * 3 + (0.05,) * 3 + (0.03,) * 12 + (1.5,) * 12
-    """Largest errors: velocity, m/s, angular velocity, rad/s, gravity, joint positions, rad, and
-    velocities, rad/s.
-    """
+    """Largest noise: velocity, m/s, angular velocity, rad/s, gravity, joint positions, rad, and
+    joint velocities, rad/s."""
     air_s = 0.2
-    """Wanted time of a foot between two contacts."""
+    """Desired time of a foot between two contacts."""
 
     def spec(self) -> mujoco.MjSpec:
-        """The robot with feet that collide; seen as the boxes and capsules of its full collision
-        model.
-        """
+        """Return the robot, whose feet collide, drawn as the shapes of its collision model."""
         scene = "mujoco_playground/_src/locomotion/go1/xmls/scene_mjx_feetonly_flat_terrain.xml"
-        spec = mujoco.MjSpec.from_file(str(assets(scene)))
-        for element in [
-            *spec.sensors,
-            *(g for g in spec.geoms if g.classname.name == "visual"),
-            *spec.meshes,
-        ]:
+        spec = mujoco.MjSpec.from_file(str(asset_file(scene)))
+        visual_geoms = [geom for geom in spec.geoms if geom.classname.name == "visual"]
+        for element in [*spec.sensors, *visual_geoms, *spec.meshes]:
             spec.delete(element)
         for geom in spec.geoms:
             if geom.name != "floor":
@@ -82,26 +83,22 @@ class Go1Joystick(Task):
         return spec
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
-        """The home pose, the feet, and the commands' box."""
+        """Store the home pose, the feet, and the bounds of commands."""
 
         def tensor(x: ArrayLike) -> Tensor:
             return torch.tensor(np.asarray(x), device=device, dtype=dtype)
 
         self.dt_s = model.opt.timestep * self.decimation
-        self.feet = torch.tensor(
-            [model.site(name).id for name in ("FR", "FL", "RR", "RL")], device=device
-        )
+        feet = [model.site(name).id for name in ("FR", "FL", "RR", "RL")]
+        self.feet = torch.tensor(feet, device=device)
         self.qpos0, self.home = tensor(model.key("home").qpos), tensor(model.key("home").ctrl)
-        self.low, self.high = (
-            tensor(model.actuator_ctrlrange[:, 0]),
-            tensor(model.actuator_ctrlrange[:, 1]),
-        )
+        self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
         bounds = tensor([self.forward_m_s, self.sideways_m_s, self.yaw_rad_s])
         self.noise = tensor(self.sensor_noise)
         self.least, self.extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
-        """-1 to 1."""
+        """Return -1 and 1 for every dimension."""
         return [-1.0] * model.nu, [1.0] * model.nu
 
     def control(self, s: State, action: Tensor) -> Tensor:
@@ -114,25 +111,28 @@ class Go1Joystick(Task):
 
     # ----------------------------------------------------------------------------------- the reward
     def terms(self, before: State, s: State, action: Tensor) -> dict[str, Tensor]:
-        """The reward's parts, [N] each.
+        """Return the terms of the reward, [N] each; the signs are those of the factors below.
 
-        track, turn      exp(-4·error²) of the velocity in the plane, and half of that of the yaw
-        rate
-        bounce, sway     vertical velocity and roll and pitch rate, squared
-        tilt, pose       gravity's part in the trunk's plane, and joint positions from home, squared
-        effort, change   torques, and the action's change, squared
-        air              for each foot that lands, unless told to stand: seconds that it was in the
-        air, beyond 0.2
-        stuck            all feet on the ground, unless told to stand
-        slip             speed of feet on the ground in the plane, squared
+        track   exp(-4·error²) of the horizontal velocity
+        turn    exp(-4·error²) of the yaw rate
+        bounce  vertical velocity squared
+        sway    roll and pitch rate squared
+        tilt    gravity's component in the trunk's plane, squared
+        pose    joint positions minus home, squared
+        effort  torques squared
+        change  change of the action, squared
+        air     for each foot that lands: its seconds in the air minus ``air_s``
+        stuck   1 while all feet are on the ground
+        slip    horizontal speed of feet on the ground, squared
+
+        The terms air and stuck are 0 while the command is to stand still.
         """
         move, turn = self.errors(s)
         v, w, qpos = velocity(s), s["qvel"][:, 3:6], s["qpos"]
         down = self.down(s)
         moving = s["command"].square().sum(1) > 0
-        travel = (
-            s["site_xpos"][:, self.feet, :2] - before["site_xpos"][:, self.feet, :2]
-        ) / self.dt_s
+        old_xy, xy = (x["site_xpos"][:, self.feet, :2] for x in (before, s))
+        foot_velocity = (xy - old_xy) / self.dt_s
         landed = down & (s["air"] > 0)
         return {
             "track": torch.exp(-4 * move.square()),
@@ -145,18 +145,16 @@ class Go1Joystick(Task):
             "change": -0.01 * (action - s["last_action"]).square().sum(1),
             "air": 1.0 * (landed * (s["air"] - self.air_s)).sum(1) * moving,
             "stuck": -0.3 * (down.all(1) & moving),
-            "slip": -0.05 * (down * travel.square().sum(2)).sum(1),
+            "slip": -0.05 * (down * foot_velocity.square().sum(2)).sum(1),
         }
 
     def errors(self, s: State) -> tuple[Tensor, Tensor]:
-        """How far the velocity in the plane, m/s, and the yaw rate, rad/s, are from the command,
-        [N] each.
-        """
+        """Return the errors of horizontal velocity, m/s, and yaw rate, rad/s, [N] each."""
         move = (velocity(s)[:, :2] - s["command"][:, :2]).norm(dim=1)
         return move, (s["qvel"][:, 5] - s["command"][:, 2]).abs()
 
     def down(self, s: State) -> Tensor:
-        """Which feet are on the ground, bool [N, 4]: their balls of 23 mm, give or take 3 mm."""
+        """Return bool [N, 4], the feet on the ground: their radius is 23 mm, the margin 3 mm."""
         return s["site_xpos"][:, self.feet, 2] < 0.026
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
@@ -166,9 +164,9 @@ class Go1Joystick(Task):
         return (s["qpos"][:, 2] < 0.15) | (gravity(s)[:, 2] > -0.5)
 
     def success(self, s: State) -> Tensor:
-        steps = s["steps"]
-        good = [s["error"][:, i] < tolerance * steps for i, tolerance in enumerate(self.tolerance)]
-        return (steps >= self.max_episode_steps - 1) & good[0] & good[1]
+        steps, error = s["steps"], s["error"]
+        move, turn = (error[:, i] < tolerance * steps for i, tolerance in enumerate(self.tolerance))
+        return (steps >= self.max_episode_steps - 1) & move & turn
 
     # ------------------------------------------------------------------------------------ variables
     def advance(self, s: State, action: Tensor, u: Tensor) -> dict[str, Tensor]:
@@ -182,16 +180,14 @@ class Go1Joystick(Task):
         }
 
     def command(self, u: Tensor) -> Tensor:
-        """[N, 3] from [N, 4 or more]."""
+        """Return a command [N, 3] from uniform numbers [N, 4 or more]."""
         return (self.least + u[:, :3] * self.extent) * (u[:, 3:4] >= self.still)
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
-        """The home pose with joints off by up to 0.1 rad; a command; no time spent and nothing done
-        yet.
-        """
+        """Return the home pose with noise of up to 0.1 rad on each joint, and a command."""
         qpos = self.qpos0.repeat(len(u), 1)
         qpos[:, 7:] += 0.2 * u[:, 4:16] - 0.1
-        none = torch.zeros_like(qpos[:, 0])
+        zero = torch.zeros_like(qpos[:, 0])
         return {
             "qpos": qpos,
             "ctrl": self.home.repeat(len(u), 1),
@@ -199,28 +195,25 @@ class Go1Joystick(Task):
             "noise": self.noise * (2 * u[:, 16:] - 1),
             "last_action": torch.zeros_like(qpos[:, 7:]),
             "air": torch.zeros_like(qpos[:, :4]),
-            "steps": none,
-            "error": torch.stack([none, none], 1),
+            "steps": zero,
+            "error": torch.stack([zero, zero], 1),
         }
 
 
-def rotated(s: State, world: Tensor) -> Tensor:
-    """A vector of the world, [N, 3], in the trunk's frame: v + 2 (w (v × r) + (v × r) × r),
-    quaternion (w, r).
-    """
-    w, r = s["qpos"][:, 3:4], s["qpos"][:, 4:7]
-    side = torch.linalg.cross(world, r)
-    return world + 2 * (w * side + torch.linalg.cross(side, r))
-
-
 def velocity(s: State) -> Tensor:
-    """The trunk's, in its own frame, m/s, [N, 3]."""
-    return rotated(s, s["qvel"][:, :3])
+    """Return the trunk's velocity in its own frame, m/s, [N, 3].
+
+    A vector v of the world becomes v + 2 (w (v × r) + (v × r) × r), with the quaternion (w, r).
+    """
+    v, w, r = s["qvel"][:, :3], s["qpos"][:, 3:4], s["qpos"][:, 4:7]
+    cross = torch.linalg.cross(v, r)
+    return v + 2 * (w * cross + torch.linalg.cross(cross, r))
 
 
 def gravity(s: State) -> Tensor:
-    """Its direction in the trunk's frame, [N, 3]: minus the third row of the rotation from trunk to
-    world.
+    """Return the direction of gravity in the trunk's frame, [N, 3].
+
+    It is minus the third row of the rotation matrix from trunk to world.
     """
     w, x, y, z = s["qpos"][:, 3:7].unbind(1)
     return torch.stack([2 * (w * y - x * z), -2 * (y * z + w * x), 2 * (x * x + y * y) - 1], 1)

@@ -2,9 +2,8 @@
 environments.
 
 Models, formulas and constants are those of gymnasium.envs.mujoco.*_v5 (Towers et al. 2024);
-tests/envs/physics/test_mujoco_env.py steps both side by side. Observations repeat one exception of
-Gymnasium: derived fields (xpos, cfrc_ext, ..) are those of the state one physics step ago
-(``stage``).
+tests/envs/physics/test_mujoco_env.py compares both step by step. As in Gymnasium, derived fields
+(xpos, cfrc_ext, ..) are those of the state one physics step ago (``stage``).
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ class Locomotion(Task):
     """
 
     file: ClassVar[str]
-    """In Gymnasium's assets."""
+    """Model file in Gymnasium's assets."""
     scale: ClassVar[float]
-    """Of the noise on an episode's first positions and velocities."""
+    """Scale of the noise on the initial positions and velocities."""
     normal_velocity: ClassVar[bool] = False
-    """Initial velocities are normal; else all noise is uniform."""
+    """Whether the noise on velocities is normal; all other noise is uniform in [-1, 1]."""
     effort: ClassVar[float]
+    """Factor of |a|² in the reward."""
     before = ("qpos",)
     stage = "none"
 
     def spec(self) -> mujoco.MjSpec:
-        """The model that Gymnasium ships."""
-        return mujoco.MjSpec.from_file(
-            str(Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / self.file)
-        )
+        """Read Gymnasium's model file."""
+        assets = Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets"
+        return mujoco.MjSpec.from_file(str(assets / self.file))
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
-        """Sizes, the time of a control step and the default pose."""
+        """Store sizes, the duration of a control step and the default pose."""
         self.nq, self.reset_noise = model.nq, model.nq + model.nv
         self.dt_s = float(model.opt.timestep) * self.decimation
         self.qpos0 = torch.tensor(model.qpos0, device=device, dtype=dtype)
 
     def speed(self, before: State, s: State) -> Tensor:
-        """x velocity over the control step, m/s, [N]."""
+        """Return the mean x velocity during the control step, m/s, [N]."""
         return (s["qpos"][:, 0] - before["qpos"][:, 0]) / self.dt_s
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
-        """The default pose at rest, plus noise."""
+        """Return the default pose at rest plus noise."""
         positions, velocities = u[:, : self.nq], u[:, self.nq :]
         noise = normal(velocities) if self.normal_velocity else 2 * velocities - 1
         return {"qpos": self.qpos0 + self.scale * (2 * positions - 1), "qvel": self.scale * noise}
@@ -91,8 +90,8 @@ class Hopper(Locomotion):
 
     def terminated(self, s: State) -> Tensor:
         z, angle = s["qpos"][:, 1], s["qpos"][:, 2]
-        rest = (s["qpos"][:, 2:].abs() < 100).all(1) & (s["qvel"].abs() < 100).all(1)
-        return ~(rest & (z > 0.7) & (angle.abs() < 0.2))
+        in_range = (s["qpos"][:, 2:].abs() < 100).all(1) & (s["qvel"].abs() < 100).all(1)
+        return ~(in_range & (z > 0.7) & (angle.abs() < 0.2))
 
 
 class Walker2d(Hopper):
@@ -107,8 +106,9 @@ class Walker2d(Hopper):
 
 # ----------------------------------------------------------------------------------------- in space
 class Ant(Locomotion):
-    """Observation [N, 105]: qpos without x and y, qvel, contact forces of every body but the world
-    within ±1.
+    """Observation [N, 105]: qpos without x and y, qvel, contact forces within ±1.
+
+    The contact forces are those of every body except the world.
 
     Reward: 1 while upright + x velocity of the torso - 0.5·|a|² - 5e-4·|contact forces within ±1|².
     """
@@ -118,9 +118,8 @@ class Ant(Locomotion):
     fields, before, stage = ("xpos", "cfrc_ext"), ("xpos",), "forces"
 
     def observe(self, s: State) -> Tensor:
-        return torch.cat(
-            [s["qpos"][:, 2:], s["qvel"], s["cfrc_ext"][:, 1:].clamp(-1, 1).flatten(1)], 1
-        )
+        contact_forces = s["cfrc_ext"][:, 1:].clamp(-1, 1).flatten(1)
+        return torch.cat([s["qpos"][:, 2:], s["qvel"], contact_forces], 1)
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         forward = (s["xpos"][:, 1, 0] - before["xpos"][:, 1, 0]) / self.dt_s
@@ -129,14 +128,12 @@ class Ant(Locomotion):
 
     def terminated(self, s: State) -> Tensor:
         z = s["qpos"][:, 2]
-        return ~(
-            (z >= 0.2) & (z <= 1.0) & s["qpos"].isfinite().all(1) & s["qvel"].isfinite().all(1)
-        )
+        is_finite = s["qpos"].isfinite().all(1) & s["qvel"].isfinite().all(1)
+        return ~((z >= 0.2) & (z <= 1.0) & is_finite)
 
 
 class Humanoid(Locomotion):
-    """Observation [N, 348]: qpos without x and y, qvel, cinert, cvel, actuator forces, contact
-    forces.
+    """Observation [N, 348]: qpos without x and y, qvel, cinert, cvel, actuator and contact forces.
 
     Reward: 5 while upright + 1.25·x velocity of the centre of mass - 0.1·|a|² - min(5e-7·|contact
     forces|², 10).
@@ -144,29 +141,22 @@ class Humanoid(Locomotion):
 
     id, file, decimation = "Humanoid", "humanoid.xml", 5
     scale, effort = 1e-2, 0.1
-    fields, before, stage = (
-        ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext"),
-        ("xipos",),
-        "forces",
-    )
+    fields = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
+    before, stage = ("xipos",), "forces"
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        """Store also the share of each body in the mass."""
         super().bind(model, device, dtype)
-        self.share = torch.tensor(
-            model.body_mass / model.body_mass.sum(), device=device, dtype=dtype
-        )
+        mass_share = model.body_mass / model.body_mass.sum()
+        self.mass_share = torch.tensor(mass_share, device=device, dtype=dtype)
 
     def observe(self, s: State) -> Tensor:
-        parts = (
-            s["cinert"][:, 1:],
-            s["cvel"][:, 1:],
-            s["qfrc_actuator"][:, 6:],
-            s["cfrc_ext"][:, 1:],
-        )
-        return torch.cat([s["qpos"][:, 2:], s["qvel"], *(x.flatten(1) for x in parts)], 1)
+        bodies = [s[name][:, 1:].flatten(1) for name in ("cinert", "cvel")]
+        forces = [s["qfrc_actuator"][:, 6:], s["cfrc_ext"][:, 1:].flatten(1)]
+        return torch.cat([s["qpos"][:, 2:], s["qvel"], *bodies, *forces], 1)
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        forward = (s["xipos"][:, :, 0] - before["xipos"][:, :, 0]) @ self.share / self.dt_s
+        forward = (s["xipos"][:, :, 0] - before["xipos"][:, :, 0]) @ self.mass_share / self.dt_s
         contact = (5e-7 * s["cfrc_ext"].square().sum((1, 2))).clamp(max=10.0)
         cost = self.effort * action.square().sum(1) + contact
         return 1.25 * forward - cost + 5.0 * ~self.terminated(s)

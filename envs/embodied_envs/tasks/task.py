@@ -1,6 +1,4 @@
-"""What a task is: a model, and tensor functions from batched simulator fields to observation,
-reward and the end.
-"""
+"""The interface of a task: a model, and tensor functions of batched simulator fields."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,22 +17,23 @@ if TYPE_CHECKING:
 
 Stage: TypeAlias = Literal["velocity", "none", "forces"]
 State: TypeAlias = "Mapping[str, Tensor]"
-"""By name, [N, ..]: MjData and MjModel fields in MuJoCo's own names, shapes and units (m, rad, s,
-N), and the task's own variables. Live: a function that keeps one clones it."""
+"""Name -> tensor [N, ..]: fields of MjData and MjModel in MuJoCo's names, shapes and units (m, rad,
+s, N), and the task's own variables. The engine updates the tensors in place, so a function that
+stores one must clone it."""
 
 
 class Task(ABC):
-    """N worlds stepped together; an engine brings the physics. Subclass it, once for every engine.
+    """Base class of tasks. One subclass runs on every engine; N worlds are stepped together.
 
-    Functions compute with tensors only, in the dtype and on the device they are given: float64 on
-    the CPU engine, float32 on the GPU. They never look at a value (no ``if tensor``, no
-    ``.item()``) and make no tensor from Python numbers (``bind`` does): then a control step is
-    captured as one CUDA graph.
+    The functions compute with tensors only, in the dtype and on the device that ``bind`` gets:
+    float64 on the CPU engine, float32 on the GPU. They never read a value on the host (no ``if
+    tensor``, no ``.item()``) and create no tensor from Python numbers; ``bind`` creates constants.
+    A control step can then be captured as one CUDA graph.
 
     The order of a control step is: ``control``, ``decimation`` physics steps, ``reward``,
     ``terminated``, ``success``, ``advance``, ``observe``; where the episode ended, ``reset`` and
-    ``observe`` again. Randomness arrives as ``u``, uniform in [0, 1), a function of (seed, episode,
-    step): the same in every engine and after a resume.
+    ``observe`` again. Random numbers are the argument ``u``, uniform in [0, 1). They are a function
+    of (seed, episode, step), equal in every engine and after a resume.
     """
 
     id: ClassVar[str]
@@ -41,90 +41,79 @@ class Task(ABC):
     decimation: int = 1
     """Physics steps in one control step."""
     max_episode_steps: int = 1000
-    """Clock limit in control steps."""
+    """Time limit in control steps."""
     fields: tuple[str, ...] = ()
     """MjData and MjModel fields that the functions read, besides qpos, qvel and ctrl."""
     before: tuple[str, ...] = ()
-    """The entries of the state that ``reward`` wants as they were before the control step."""
+    """Entries of the state whose values before the control step ``reward`` reads."""
     stage: Stage = "velocity"
-    """What holds after a control step. velocity: positions, velocities and their sensors (xpos,
-    sensordata, ..) are those of qpos and qvel. none: all derived fields describe the state one
-    physics step ago, as Gymnasium reads them; cheaper. forces: as none, and contact forces
-    (cfrc_ext) of that step are computed."""
+    """Derived fields that are computed after a control step.
+
+    velocity: positions, velocities and their sensors (xpos, sensordata, ..) follow from qpos and
+    qvel. none: derived fields are those of the state one physics step ago, as Gymnasium reads them;
+    this is cheaper. forces: as none, with the contact forces (cfrc_ext) of that step."""
     reset_noise: int = 0
-    """Numbers that ``reset`` wants for each world; ``bind`` may set it."""
+    """Random numbers per world for ``reset``; ``bind`` may set it."""
     step_noise: int = 0
-    """Numbers that ``advance`` wants for each world."""
+    """Random numbers per world for ``advance``."""
     names: tuple[str, ...] = ()
-    """Names of the kinds of episode, if there are several; the variable "kind" [N] then holds their
-    index.
-    """
+    """Names of the kinds of episode, indexed by the variable "kind" [N]; empty: there is one."""
     instructions: tuple[str, ...] = ()
-    """Every sentence an episode can be given; the variable "instruction" [N] then holds its index.
-    """
+    """All sentences that an episode can have, indexed by the variable "instruction" [N]."""
     ranges: Mapping[str, tuple[float, float]] = {}
-    """Domain randomisation that suits the task, see ``randomization.RANGES``; applied where it is
-    asked for.
-    """
+    """Ranges of the domain randomisation, used with env.randomize; see
+    ``domain_randomization.RANGES``."""
 
     # ------------------------------------------------------------------------------------ the model
     @abstractmethod
     def spec(self) -> mujoco.MjSpec:
-        """The model, fresh at every call: an engine may change it."""
+        """Return a new model at every call, because an engine may change it."""
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027
-        """Called once, before any other function: look names up in ``model``, make the constant
-        tensors.
+        """Look up names in ``model`` and create the constant tensors, before any other function.
 
-        A name that the model lacks is a KeyError of MuJoCo's, which the engine turns into an
-        EnvError.
+        For a name that the model lacks MuJoCo raises KeyError, which becomes an EnvError.
         """
 
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
-        """Lowest and highest action, one each per dimension; here: the control range, infinite
-        where it has none.
+        """Return the lowest and the highest action per dimension.
+
+        By default these are the control range, infinite for an actuator without one.
         """
         limited = model.actuator_ctrllimited.astype(bool)
-        low = [
-            float(x) if on else float("-inf")
-            for x, on in zip(model.actuator_ctrlrange[:, 0], limited)
-        ]
-        high = [
-            float(x) if on else float("inf")
-            for x, on in zip(model.actuator_ctrlrange[:, 1], limited)
-        ]
-        return low, high
+        low, high = model.actuator_ctrlrange.T
+        return np.where(limited, low, -np.inf).tolist(), np.where(limited, high, np.inf).tolist()
 
     # -------------------------------------------------------------------------------- the functions
     def control(self, s: State, action: Tensor) -> Tensor:
-        """Action [N, A] within its bounds -> ctrl [N, nu]."""
+        """Map an action [N, A] within its bounds to ctrl [N, nu]."""
         return action
 
     @abstractmethod
     def observe(self, s: State) -> Obs:
-        """[N, D], or a dictionary of [N, ..]."""
+        """Return the observation: [N, D], or a dictionary of tensors [N, ..]."""
 
     @abstractmethod
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        """[N]; ``before`` holds the fields that the attribute of this name lists."""
+        """Return the reward [N]; ``before`` has the fields that the attribute ``before`` lists."""
 
     def terminated(self, s: State) -> Tensor:
-        """bool [N], the task has ended; here: never."""
+        """Return bool [N], whether the task has ended; by default it never ends."""
         return torch.zeros_like(s["qpos"][:, 0], dtype=torch.bool)
 
     def success(self, s: State) -> Tensor | None:
-        """bool [N], the task has succeeded; None: it does not say."""
+        """Return bool [N], whether the task has succeeded; None: it does not define success."""
         return None
 
     def advance(self, s: State, action: Tensor, u: Tensor) -> dict[str, Tensor]:
-        """The task's variables [N, ..] that change with a control step; ``u`` is [N,
-        step_noise].
-        """
+        """Return the variables [N, ..] that a control step changes; ``u`` is [N, step_noise]."""
         return {}
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
-        """[N, reset_noise] -> how an episode begins: any of qpos, qvel, act, ctrl, mocap_pos,
-        mocap_quat (the model's defaults else), and every variable of the task, [N, ..] each.
-        Variables keep the dtype they have here.
+        """Return the initial state of an episode; ``u`` is [N, reset_noise].
+
+        It has every variable of the task and any of qpos, qvel, act, ctrl, mocap_pos and
+        mocap_quat, which are the model's defaults otherwise, [N, ..] each. The dtype of a variable
+        does not change later.
         """
         return {}

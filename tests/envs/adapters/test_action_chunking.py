@@ -184,7 +184,7 @@ def test_camera_renders_once_per_chunk() -> None:
     )
     assert not torch.equal(step.obs["eye"], step.final_obs["eye"])
     assert torch.equal(
-        inner.render() if inner.physics.cameras.picture_size else step.obs["eye"], step.obs["eye"]
+        inner.render() if inner.physics.cameras.render_size else step.obs["eye"], step.obs["eye"]
     )
 
 

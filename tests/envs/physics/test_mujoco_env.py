@@ -214,7 +214,7 @@ def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
     for _ in range(13):
         env.step(push(env, 0.4))
     kept = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, env.state())
-    assert torch.equal(other.load_state(kept), env._last)
+    assert torch.equal(other.load_state(kept), env._last_obs)
     for _ in range(30):
         a, b = env.step(push(env, 0.2)), other.step(push(other, 0.2))
         assert (

@@ -24,7 +24,12 @@ from embodied_envs import tasks
 from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.physics.mujoco_warp import WarpPhysics, devices, sizes, supported
+from embodied_envs.physics.mujoco_warp import (
+    WarpPhysics,
+    adapt_model,
+    default_capacities,
+    resolve_devices,
+)
 from embodied_envs.tasks import State, Task
 from embodied_envs.tasks.locomotion import Ant
 from embodied_ppo.core import tree
@@ -374,7 +379,7 @@ def test_replayed_kernels_give_the_same_bits() -> None:
         make(cameras=("front",), image_size=(6, 6)),
     )
     assert isinstance(eager.physics, WarpPhysics)
-    eager.physics.records = False
+    eager.physics.records_kernels = False
     runs = [[env.reset(), *(env.step(a) for a in random_actions(env, 15))] for env in (eager, fast)]
     assert all(
         torch.equal(x, y) for x, y in zip(tree.leaves(runs[0]), tree.leaves(runs[1]), strict=True)
@@ -419,7 +424,7 @@ def held(env: MujocoEnv) -> dict[str, int]:
     there.
     """
     owners = {"env": vars(env), "task": vars(env.task), "physics": vars(env.physics), "s": env.s}
-    owners |= {"before": env._before, "last": dict(enumerate(tree.leaves(env._last)))}
+    owners |= {"before": env._before, "last": dict(enumerate(tree.leaves(env._last_obs)))}
     return {
         f"{o}.{k}": x.data_ptr()
         for o, xs in owners.items()
@@ -441,7 +446,7 @@ def test_as_on_a_gpu_a_control_step_looks_at_nothing(id: str) -> None:
         "ranges": {"gravity": (0.9, 1.1)},
     }
     plain, env = make(id, 3, **options), make(id, 3, **options)
-    env.physics.waits = False
+    env.physics.host_readable = False
     plain.reset()
     env.reset()
     places = held(env)
@@ -514,7 +519,7 @@ def test_pgs_becomes_newton_with_a_notice() -> None:
     model = swing(worldbody="")
     model.opt.solver = mujoco.mjtSolver.mjSOL_PGS
     with pytest.warns(UserWarning, match="no PGS solver: the model is simulated with Newton's"):
-        assert supported(model).opt.solver == int(mujoco.mjtSolver.mjSOL_NEWTON)
+        assert adapt_model(model).opt.solver == int(mujoco.mjtSolver.mjSOL_NEWTON)
     assert model.opt.solver == int(mujoco.mjtSolver.mjSOL_PGS)
 
 
@@ -532,7 +537,7 @@ def test_what_is_not_supported_is_named() -> None:
     with pytest.raises(EnvError, match="MuJoCo has no field 'xpoz'"):
         physics_of(swing(worldbody=""), ("xpoz",))
     with pytest.raises(EnvError, match="runs on cuda"):
-        devices("meta")
+        resolve_devices("meta")
     with pytest.raises(EnvError, match=rf"env\.id={__name__}:Swing: MuJoCo has no field"):
         Swing.fields, fields = ("xpoz",), Swing.fields
         try:
@@ -593,12 +598,12 @@ def test_room_for_contacts() -> None:
     """The ball touches 1 + 1 times, but 16 is the least; a contact has 4 rows and nothing else
     constrains.
     """
-    assert sizes(swing(worldbody="")) == (16, 64)
+    assert default_capacities(swing(worldbody="")) == (16, 64)
     bodies = "".join(
         f'<body pos="{i} 0 1"><freejoint/><geom type="capsule" size=".1 .2"/></body>'
         for i in range(8)
     )
-    assert sizes(swing(worldbody=bodies)) == (2 + 8 * 3, 4 * (2 + 8 * 3))
+    assert default_capacities(swing(worldbody=bodies)) == (2 + 8 * 3, 4 * (2 + 8 * 3))
 
 
 # -------------------------------------------------------------------------------------------- a GPU

@@ -14,14 +14,14 @@ from torch import Tensor
 import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.tabletop import (
-    BEHIND,
-    HALF,
-    LEAD,
-    OPEN,
+    DIRECTION_VECTORS,
+    FINGER_OPEN,
+    HALF_EDGE,
+    MAX_LEAD,
+    PUSH_RANGE,
     RULES,
-    SHOVE,
+    SLIDE_DISTANCE,
     STEP,
-    WAYS,
     Tabletop,
 )
 from embodied_envs.tasks.tabletop_expert import Expert
@@ -146,7 +146,7 @@ def test_episodes_begin_apart_and_undone() -> None:
     s = beginnings(task, 20000)
     assert not task.success(s).any()
     distance = torch.cdist(blocks(s), blocks(s)) + torch.eye(4)
-    assert distance.min() > 2 * HALF - 1e-9  # a stack; else:
+    assert distance.min() > 2 * HALF_EDGE - 1e-9  # a stack; else:
     stacked = s["kind"] == ALL.index("unstack")
     assert distance[~stacked].min() > 0.0499
     zones = s["mocap_pos"]
@@ -167,7 +167,8 @@ def test_stacks_and_neighbours_begin_as_their_sentences_say() -> None:
     step = blocks(s)[rows, a] - blocks(s)[rows, b]
     stacked = s["kind"] == 0
     torch.testing.assert_close(
-        step[stacked], torch.tensor([0, 0, 2 * HALF], dtype=torch.float64).expand_as(step[stacked])
+        step[stacked],
+        torch.tensor([0, 0, 2 * HALF_EDGE], dtype=torch.float64).expand_as(step[stacked]),
     )
     torch.testing.assert_close(
         step[~stacked], torch.tensor([0.05, 0, 0], dtype=torch.float64).expand_as(step[~stacked])
@@ -187,8 +188,8 @@ def test_goals_lie_where_the_sentences_say() -> None:
             torch.testing.assert_close(goal[here][:, :2], zone[:, :2])
         if name == "slide":
             a = blocks(s)[here][torch.arange(len(cs)), torch.tensor([c.a for c in cs])]
-            way = torch.tensor([WAYS[c.d] for c in cs], dtype=torch.float64)
-            torch.testing.assert_close(goal[here][:, :2], a[:, :2] + SHOVE * way)
+            way = torch.tensor([DIRECTION_VECTORS[c.d] for c in cs], dtype=torch.float64)
+            torch.testing.assert_close(goal[here][:, :2], a[:, :2] + SLIDE_DISTANCE * way)
 
 
 def test_float32_begins_like_float64() -> None:
@@ -234,18 +235,18 @@ def test_put_wants_the_block_down_at_rest_and_released() -> None:
 def test_stack_wants_the_block_on_the_other() -> None:
     task, s = one("stack")
     b = blocks(s)[0, task.combinations[int(s["combination"])].b].clone()
-    lay(task, s, "a", b + torch.tensor([0, 0.01, 2 * HALF]))
+    lay(task, s, "a", b + torch.tensor([0, 0.01, 2 * HALF_EDGE]))
     assert task.success(s)
-    lay(task, s, "a", b + torch.tensor([0, 0.025, 2 * HALF]))  # beyond 2 cm
+    lay(task, s, "a", b + torch.tensor([0, 0.025, 2 * HALF_EDGE]))  # beyond 2 cm
     assert not task.success(s)
-    lay(task, s, "a", b + torch.tensor([0, 0, 2 * HALF + 0.02]))  # above
+    lay(task, s, "a", b + torch.tensor([0, 0, 2 * HALF_EDGE + 0.02]))  # above
     assert not task.success(s)
 
 
 def test_slide_counts_the_direction_asked_for() -> None:
     task, s = one("slide")
     c = task.combinations[int(s["combination"])]
-    a, way = blocks(s)[0, c.a].clone(), torch.tensor([*WAYS[c.d], 0.0])
+    a, way = blocks(s)[0, c.a].clone(), torch.tensor([*DIRECTION_VECTORS[c.d], 0.0])
     for distance, done in ((0.07, False), (0.085, True), (0.3, True), (-0.1, False)):
         lay(task, s, "a", a + distance * way)
         assert bool(task.success(s)) == done
@@ -270,9 +271,9 @@ def test_reward_is_progress_and_success() -> None:
 
 
 def test_pushing_earns_by_being_behind_the_block() -> None:
-    """By hand: near(gap, lateral, height) with the gap counted from the band BEHIND."""
+    """By hand: near(gap, lateral, height) with the gap counted from the band PUSH_RANGE."""
     task, s = one("push")
-    way = task.way(s["qpos"], s["combination"], s["spot"])
+    way = task.displacements(s["qpos"], s["combination"], s["spot"])
     block, goal = s["qpos"][0, :3] + way[0, 3], way[0, 0]
     ahead = goal * torch.tensor([1.0, 1.0, 0.0]) / goal[:2].norm()
     aside = torch.stack((-ahead[1], ahead[0], ahead[2]))
@@ -284,11 +285,13 @@ def test_pushing_earns_by_being_behind_the_block() -> None:
         phi = task._potential(qpos, s["combination"], s["spot"])
         return (float(phi) - 0.7 * 0.1 / (0.1 + float(goal.norm()))) / 0.3
 
-    assert [near(-BEHIND[0]), near(-0.04), near(-BEHIND[1])] == pytest.approx([1, 1, 1])
-    assert [near(-BEHIND[1] - 0.1), near(0.1 - BEHIND[0]), near(-0.04, 0.1)] == pytest.approx(
-        [1 / 2] * 3
-    )
-    assert near(-BEHIND[1] - 0.03, 0.04) == pytest.approx(0.1 / 0.15)
+    assert [near(-PUSH_RANGE[0]), near(-0.04), near(-PUSH_RANGE[1])] == pytest.approx([1, 1, 1])
+    assert [
+        near(-PUSH_RANGE[1] - 0.1),
+        near(0.1 - PUSH_RANGE[0]),
+        near(-0.04, 0.1),
+    ] == pytest.approx([1 / 2] * 3)
+    assert near(-PUSH_RANGE[1] - 0.03, 0.04) == pytest.approx(0.1 / 0.15)
 
 
 def test_targets_follow_the_gripper_within_the_workspace() -> None:
@@ -296,11 +299,11 @@ def test_targets_follow_the_gripper_within_the_workspace() -> None:
     s["ctrl"] = torch.tensor([[0.0, 0.0, 0.15, 0.03, 0.03]], dtype=torch.float64)
     up = torch.tensor([[1.0, -0.5, 1.0, 1.0]], dtype=torch.float64)
     expected = torch.tensor(
-        [[STEP, -STEP / 2, 0.17, OPEN, OPEN]], dtype=torch.float64
+        [[STEP, -STEP / 2, 0.17, FINGER_OPEN, FINGER_OPEN]], dtype=torch.float64
     )  # 0.17 is the ceiling
     torch.testing.assert_close(task.control(s, up), expected)
     s["ctrl"][0, 0] = 0.05
-    assert float(task.control(s, up)[0, 0]) == pytest.approx(LEAD)  # ahead of x = 0
+    assert float(task.control(s, up)[0, 0]) == pytest.approx(MAX_LEAD)  # ahead of x = 0
 
 
 # ------------------------------------------------------------------------------------ in the engine
