@@ -72,7 +72,7 @@ class Adapter:
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """Raise EnvError, because ``state`` returns None."""
-        raise EnvError(f"env.id={self.id}: its state cannot be loaded; use restart(seeds) instead")
+        raise self._error("its state cannot be loaded; use restart(seeds) instead")
 
     def close(self) -> None:
         """Close the simulator. A second call has no effect."""
@@ -96,29 +96,30 @@ class Adapter:
     def _check_kwargs(self, kwargs: Mapping[str, Any], reserved: Iterable[str]) -> None:
         """Raise EnvError if ``env.kwargs`` has an argument that the adapter sets itself."""
         if names := sorted(set(kwargs) & set(reserved)):
-            raise EnvError(
-                f"env.id={self.id}: kwargs {', '.join(names)} are set by the adapter; use their own"
-                " option"
+            raise self._error(
+                f"kwargs {', '.join(names)} are set by the adapter; use their own option"
             )
 
     def _check_num_envs(self, env: Any, num_envs: int) -> None:
         """Close ``env`` and raise EnvError unless it has as many environments as requested."""
         if num_envs != self.num_envs:
             env.close()
-            raise EnvError(
-                f"env.id={self.id}: num_envs={self.num_envs}, but its vector has {num_envs}"
-                " environments"
+            raise self._error(
+                f"num_envs={self.num_envs}, but its vector has {num_envs} environments"
             )
+
+    def _error(self, message: str) -> EnvError:
+        return EnvError(f"env.id={self.id}: {message}")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EnvError(f"env.id={self.id}: it was closed; make a new one")
+            raise self._error("it was closed; make a new one")
 
     def _check_step(self, action: Tensor) -> None:
         """Raise EnvError unless ``step(action)`` is possible now."""
         self._check_open()
         if self._seeds_are_new:
-            raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
+            raise self._error("step() before reset(); call reset() first")
         if action.shape != self._action_shape:
             raise spaces.action_shape_error(self.id, action, self._action_shape)
 
@@ -126,7 +127,7 @@ class Adapter:
         """Return (height, width) of images; raise EnvError if the options disable rendering."""
         self._check_open()
         if self._render_size is None:
-            raise EnvError(f"env.id={self.id}: rendering is disabled; make it with render=True")
+            raise self._error("rendering is disabled; make it with render=True")
         return self._render_size
 
     def _to_image(self, frame: Any) -> Tensor:
@@ -134,9 +135,7 @@ class Adapter:
         if isinstance(frame, list | tuple):
             frame = frame[0] if frame else None
         if frame is None or len(frame) == 0:
-            raise EnvError(
-                f"env.id={self.id}: its render() returns no image with render_mode='rgb_array'"
-            )
+            raise self._error("its render() returns no image with render_mode='rgb_array'")
         frame = np.asarray(frame.cpu() if isinstance(frame, Tensor) else frame)
         frame = frame[0] if frame.ndim == 4 else frame
         return spaces.resize_image(frame, self._check_render())

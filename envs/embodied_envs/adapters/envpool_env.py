@@ -193,13 +193,11 @@ class EnvPoolEnv(Adapter):
         """
         self._check_render()
         if self._pool is None:
-            raise EnvError(f"env.id={self.id}: render() before reset(); call reset() first")
+            raise self._error("render() before reset(); call reset() first")
         try:
             return torch.from_numpy(self._pool.render()[0].copy())
         except RuntimeError as error:
-            raise EnvError(
-                f"env.id={self.id}: EnvPool cannot render it ({error}); use render=False"
-            ) from error
+            raise self._error(f"EnvPool cannot render it ({error}); use render=False") from error
 
     def close(self) -> None:
         """Free the simulators and their threads. A second call has no effect."""
@@ -234,7 +232,7 @@ class EnvPoolEnv(Adapter):
                 nearest = difflib.get_close_matches(option, option_names, n=3, cutoff=0.4)
                 message = f"EnvPool has no option {option!r}"
                 message += f"; nearest: {', '.join(nearest)}" if nearest else ""
-            raise EnvError(f"env.id={self.id}: {message}") from error
+            raise self._error(message) from error
 
     def _index_arrays(self, spec: Any, leaves: dict[str, spaces.Leaf]) -> None:
         """Store the positions of observations, rewards and flags in EnvPool's flat list of arrays.
@@ -272,9 +270,8 @@ class EnvPoolEnv(Adapter):
         }
         key = self._find_success_key(info)
         if key is not None and key not in info:
-            raise EnvError(
-                f"env.id={self.id}: success_key={key!r} is not in its info; it has"
-                f" {', '.join(sorted(info))}"
+            raise self._error(
+                f"success_key={key!r} is not in its info; it has {', '.join(sorted(info))}"
             )
         self._success = None if key is None else info[key]
 
@@ -287,9 +284,8 @@ class EnvPoolEnv(Adapter):
             reason = "it has no time limit"
             if default < _NO_LIMIT:
                 reason = f"its limit is fixed at {default} steps"
-            raise EnvError(
-                f"env.id={self.id}: max_episode_steps={requested} has no effect in EnvPool"
-                f" ({reason}); leave it out"
+            raise self._error(
+                f"max_episode_steps={requested} has no effect in EnvPool ({reason}); leave it out"
             )
         return limit
 
@@ -321,8 +317,8 @@ class EnvPoolEnv(Adapter):
         del first, pair
         needed_gb, free_gb = each_gb * self.num_envs, (free_memory() or 0.0) / 1e9
         if needed_gb > free_gb:
-            raise EnvError(
-                f"env.id={self.id}: {self.num_envs} environments need {needed_gb:.1f} GB"
+            raise self._error(
+                f"{self.num_envs} environments need {needed_gb:.1f} GB"
                 f" ({each_gb * 1000:.0f} MB each), {free_gb:.1f} GB are free;"
                 f" num_envs={int(free_gb / each_gb)} is the most that fits"
             )

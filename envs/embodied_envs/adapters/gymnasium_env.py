@@ -151,7 +151,7 @@ class GymnasiumEnv(Adapter):
         try:
             return self._to_image(env.render())
         except (gymnasium.error.Error, ImportError) as error:
-            raise EnvError(f"env.id={self.id}: it cannot be rendered: {error}") from error
+            raise self._error(f"it cannot be rendered: {error}") from error
 
     def _make_arguments(
         self, spec: Any, kwargs: dict[str, Any], max_episode_steps: int | None
@@ -165,18 +165,16 @@ class GymnasiumEnv(Adapter):
             ("autoreset_mode", "next_step" if autoreset is None else autoreset, _AUTORESET),
         ):
             if value not in choices:
-                raise EnvError(
-                    f"env.id={self.id}: {name}={value!r} is unknown; choose one of"
-                    f" {', '.join(choices)}"
+                raise self._error(
+                    f"{name}={value!r} is unknown; choose one of {', '.join(choices)}"
                 )
         vector_kwargs = dict(kwargs.pop("vector_kwargs", None) or {})
         self._has_own_vector = mode == "vector_entry_point"
         if self._has_own_vector:
             if autoreset is not None:
-                raise EnvError(
-                    f"env.id={self.id}: autoreset_mode={autoreset!r} has no effect on the"
-                    " environment's own vector implementation; leave it out, or choose"
-                    " vectorization_mode=sync"
+                raise self._error(
+                    f"autoreset_mode={autoreset!r} has no effect on the environment's own vector"
+                    " implementation; leave it out, or choose vectorization_mode=sync"
                 )
         else:
             vector_kwargs |= {"copy": True, "autoreset_mode": _AUTORESET[autoreset or "next_step"]}
@@ -200,9 +198,8 @@ class GymnasiumEnv(Adapter):
             modes = env.metadata.get("render_modes") or []
             if "rgb_array" not in modes:
                 env.close()
-                raise EnvError(
-                    f"env.id={self.id}: render=True needs render mode rgb_array, it has"
-                    f" {modes or 'none'}"
+                raise self._error(
+                    f"render=True needs render mode rgb_array, it has {modes or 'none'}"
                 )
             _disable_shadows(env)
         return env
@@ -212,8 +209,8 @@ class GymnasiumEnv(Adapter):
         mode = self._env.metadata.get("autoreset_mode")
         if mode not in _AUTORESET.values():
             self.close()
-            raise EnvError(
-                f"env.id={self.id}: its vector implementation has autoreset_mode={mode}; it must"
+            raise self._error(
+                f"its vector implementation has autoreset_mode={mode}; it must"
                 ' reset ended episodes itself and declare how: metadata = {"autoreset_mode":'
                 " gymnasium.vector.AutoresetMode.NEXT_STEP} (or SAME_STEP)"
             )
@@ -250,8 +247,8 @@ class GymnasiumEnv(Adapter):
         """Return ``obs`` with the rows that ended replaced by info["final_obs"]."""
         final = info.get("final_obs")
         if final is None:
-            raise EnvError(
-                f"env.id={self.id}: it resets in the same step, and its info has no 'final_obs';"
+            raise self._error(
+                "it resets in the same step, and its info has no 'final_obs';"
                 " put the last observation of the episode there"
             )
         assert self._done is not None

@@ -214,8 +214,8 @@ class TorchVectorEnv(Adapter):
     ) -> Any:
         """Call the factory; raise EnvError if it fails or does not exist."""
         if make is None:
-            raise EnvError(
-                f"env.id={self.id}: names no function; simulator=torch needs"
+            raise self._error(
+                "names no function; simulator=torch needs"
                 ' "package.module:function", which is called with num_envs, seed, device and'
                 " env.kwargs and returns the environment"
             )
@@ -254,18 +254,15 @@ class TorchVectorEnv(Adapter):
         """Raise EnvError unless the environment has everything that the adapter needs."""
         needed = "num_envs single_observation_space single_action_space reset step close"
         if missing := [name for name in needed.split() if _attribute(self._env, name) is None]:
-            raise EnvError(
-                f"env.id={self.id}: its {type(self._env).__name__} lacks {', '.join(missing)}"
-            )
+            raise self._error(f"its {type(self._env).__name__} lacks {', '.join(missing)}")
         self._check_num_envs(self._env, _attribute(self._env, "num_envs"))
         metadata = getattr(self._env, "metadata", None) or {}
         mode = metadata.get("autoreset_mode", AutoresetMode.SAME_STEP)
         if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value):
             self.close()
-            raise EnvError(
-                f"env.id={self.id}: its metadata has autoreset_mode={mode}; only"
-                " AutoresetMode.SAME_STEP is supported: the step that ends an episode starts the"
-                " next one"
+            raise self._error(
+                f"its metadata has autoreset_mode={mode}; only AutoresetMode.SAME_STEP is"
+                " supported: the step that ends an episode starts the next one"
             )
 
     def _observed_space(
@@ -283,8 +280,8 @@ class TorchVectorEnv(Adapter):
         if not selected:
             return space, None
         if unknown := [name for name in selected if name not in names]:
-            raise EnvError(
-                f"env.id={self.id}: observe={unknown[0]!r} is not in its observation; "
+            raise self._error(
+                f"observe={unknown[0]!r} is not in its observation; "
                 f"it has {', '.join(names) or 'no entries'}"
             )
         if isinstance(observe, str):
@@ -308,8 +305,8 @@ class TorchVectorEnv(Adapter):
         specs = self.obs_spec if isinstance(self.obs_spec, dict) else {"": self.obs_spec}
         for name, spec in specs.items():
             if tuple(named[name].shape) != (self.num_envs, *spec.shape):
-                raise EnvError(
-                    f"env.id={self.id}: observation {name!r} has shape {list(named[name].shape)},"
+                raise self._error(
+                    f"observation {name!r} has shape {list(named[name].shape)},"
                     f" its single_observation_space has {list(spec.shape)} for each of"
                     f" {self.num_envs} environments"
                 )
@@ -328,8 +325,8 @@ class TorchVectorEnv(Adapter):
     def _to_tensor(self, name: str, x: Any) -> Tensor:
         """Convert one entry of an observation; raise EnvError unless it is a tensor."""
         if not isinstance(x, Tensor):
-            raise EnvError(
-                f"env.id={self.id}: observation {name!r} is a {type(x).__name__}, not a"
+            raise self._error(
+                f"observation {name!r} is a {type(x).__name__}, not a"
                 " torch.Tensor; use simulator=gymnasium for environments of numpy arrays"
             )
         spec = self.obs_spec[name] if isinstance(self.obs_spec, dict) else self.obs_spec
@@ -357,8 +354,8 @@ class TorchVectorEnv(Adapter):
         if self._use_previous_obs:
             return previous
         if bool(ended.any()):  # synchronises with the device
-            raise EnvError(
-                f"env.id={self.id}: an episode ended, and its last observation is not in"
+            raise self._error(
+                "an episode ended, and its last observation is not in"
                 " info['final_obs'] (nor 'final_observation'), so the value of the next state is"
                 " unknown if the time limit ended it. Put it there, before the reset (Isaac Lab:"
                 " cfg.compute_final_obs=True); or set env.kwargs.final_observation=previous to use"

@@ -500,9 +500,8 @@ def test_module_before_the_colon_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_tasks_for_test.py").write_text(
-        "import gymnasium\n"
-        "from gymnasium.envs.classic_control import CartPoleEnv\n"
-        "gymnasium.register('MyPole-v0', CartPoleEnv, max_episode_steps=3)\n"
+        "import gymnasium\nfrom gymnasium.envs.classic_control import"
+        " CartPoleEnv\ngymnasium.register('MyPole-v0', CartPoleEnv, max_episode_steps=3)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     env = make("my_tasks_for_test:MyPole-v0")
