@@ -17,11 +17,12 @@ from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import compile
 from embodied_ppo.core.random import env_seeds
-from embodied_ppo.core.types import Mean
+from embodied_ppo.core.types import Mean, VectorEnv
 from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
+from embodied_ppo.rollout.simulation import Rollout
 
 BASE: dict[str, Any] = {
     "env": {"id": "HalfCheetah-v4", "num_envs": 4, "num_threads": 1},
@@ -89,6 +90,21 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         return rows
     finally:
         env.close()
+
+
+def train_mean_rewards(c: Config, env: VectorEnv, *, stagger: bool = False) -> list[float]:
+    """Train a policy in ``env`` and return the mean reward of each update's rollout."""
+    policy = embodied.make_policy(c, env)
+    rollout = Rollout(env, policy, seed=1, stagger=stagger)
+    learner = actor_critic_learner(
+        policy, c.algorithm, num_envs=env.num_envs, updates=c.updates, seed=1
+    )
+    rewards = []
+    for update in range(c.updates):
+        trajectory, _ = rollout.collect(c.algorithm.horizon, update=update, version=update)
+        rewards.append(trajectory.reward[trajectory.mask].mean().item())
+        learner.update(trajectory, update=update)
+    return rewards
 
 
 def build_cluster_system(c: Config, run_dir: Path, stack: ExitStack) -> Any:

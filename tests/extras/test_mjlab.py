@@ -15,10 +15,7 @@ from embodied_envs.adapters import mjlab_env
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.mjlab_env import MjlabEnv
 from embodied_envs.checks import check_env
-from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.core.types import ArraySpec, EnvError
-from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.rollout.simulation import Rollout
 
 BALANCE = "Mjlab-Cartpole-Balance"
 
@@ -119,15 +116,7 @@ def test_ppo_learns_to_balance() -> None:
         {f"algorithm.{k}": v for k, v in algorithm.items()}
         | {"env.num_envs": 64, "model.hidden": (32, 32), "updates": updates}
     )
-    env = make(n=64, max_episode_steps=100)
-    policy = embodied.make_policy(c, env)
-    rollout = Rollout(env, policy, seed=1, stagger=True)
-    learner = actor_critic_learner(policy, c.algorithm, num_envs=64, updates=updates, seed=1)
-    rewards = []
-    for update in range(updates):
-        trajectory, _ = rollout.collect(25, update=update, version=update)
-        rewards.append(trajectory.reward[trajectory.mask].mean().item())
-        learner.update(trajectory, update=update)
+    rewards = run_helpers.train_mean_rewards(c, make(n=64, max_episode_steps=100), stagger=True)
     print("mean reward:", [round(r, 4) for r in rewards[::4]])
     # Updates 4 to 7 contain every phase of an episode.
     assert sum(rewards[-4:]) / 4 > 1.3 * sum(rewards[4:8]) / 4, rewards

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import itertools
 import os
 import sys
 import warnings
@@ -102,10 +103,9 @@ def has_task(id: str) -> bool:
 
 
 class EnvPoolEnv(Adapter):
-    """``num_envs`` copies of an EnvPool task, stepped by EnvPool's threads. Implements
-    ``VectorEnv``.
+    """``num_envs`` copies of an EnvPool task, stepped by EnvPool's threads.
 
-    EnvPool resets an ended episode on the step *after* it. The row that ends carries the true final
+    Implements ``VectorEnv``. EnvPool resets an ended episode on the step *after* it. The row that ends carries the true final
     observation (so ``final_obs`` is None), and the next row is a dummy (mask False, reward 0,
     action ignored). The first ``reset`` builds the simulators, so ``restart`` itself is free. If
     the task and the time limit end an episode in the same step, EnvPool reports it as truncated.
@@ -143,7 +143,7 @@ class EnvPoolEnv(Adapter):
     def reset(self) -> Obs:
         """Start new episodes in all environments. The first call builds the simulators."""
         self._check_open()
-        if self._seeds_are_new or self._pool is None:
+        if self._pool is None:
             self._pool = self._make(self.num_envs)
             self._seeds_are_new = False
         self._pool.async_reset()
@@ -259,9 +259,7 @@ class EnvPoolEnv(Adapter):
 
         inputs = spec.action_array_spec
         self._is_action = [key not in ("env_id", "players.env_id") for key in inputs]
-        action_key = next(
-            key for key, is_action in zip(inputs, self._is_action, strict=True) if is_action
-        )
+        action_key = next(itertools.compress(inputs, self._is_action))
         self._action_dtype = inputs[action_key].dtype
         self._env_ids = np.arange(self.num_envs, dtype=np.int32)
 

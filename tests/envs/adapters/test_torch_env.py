@@ -15,10 +15,7 @@ from embodied_envs.adapters import torch_env
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.checks import check_env
-from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.core.types import ArraySpec, Box, EnvError
-from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.rollout.simulation import Rollout
 
 
 def make(name: str, n: int = 3, seeds: list[int] | None = None, **options: Any) -> TorchVectorEnv:
@@ -323,15 +320,7 @@ def test_ppo_learns_to_center_the_cart() -> None:
             "updates": 60,
         }
     )
-    env = make("cart", 64)
-    policy = embodied.make_policy(c, env)
-    rollout = Rollout(env, policy, seed=1)
-    learner = actor_critic_learner(policy, c.algorithm, num_envs=64, updates=60, seed=1)
-    rewards = []
-    for update in range(60):
-        trajectory, _ = rollout.collect(16, update=update, version=update)
-        rewards.append(trajectory.reward.mean().item())
-        learner.update(trajectory, update=update)
+    rewards = run_helpers.train_mean_rewards(c, make("cart", 64))
     assert sum(rewards[:3]) / 3 < 1.4 and sum(rewards[-5:]) / 5 > 1.7, rewards
 
 
