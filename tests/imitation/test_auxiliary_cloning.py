@@ -20,7 +20,7 @@ from tests.imitation.test_behavior_cloning import STEPS, demonstrations
 from tests.models.vla.test_trunk import FAMILIES, SENTENCES, B, C, make, observations
 
 
-def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
+def test_auxiliary_loss_is_the_cloning_loss_with_the_demonstrations_sentences() -> None:
     demos = replace(demonstrations(), instructions=("go there", "go away"))
     policy = make()
     beside = behavior_cloning.AuxiliaryCloningLoss(
@@ -44,7 +44,7 @@ def test_it_is_the_cloning_loss_in_the_words_of_the_demonstrations() -> None:
     assert not torch.allclose(other, expected)
 
 
-def test_a_policy_that_was_just_cloned_is_told_the_simulators_sentences() -> None:
+def test_cloning_restores_the_simulators_sentences() -> None:
     demos = replace(demonstrations(), instructions=("go there", "go away"))
     policy = make()
     before = policy.encode(observations())["/words"]
@@ -57,7 +57,9 @@ def test_a_policy_that_was_just_cloned_is_told_the_simulators_sentences() -> Non
     )
 
 
-def test_an_evaluation_in_other_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_with_other_sentences_than_the_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training evaluates in the evaluation's sentences, as the command does, and goes on with its
     own.
     """
@@ -123,7 +125,7 @@ def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
 
 
 @pytest.mark.parametrize("family", ["tokens", "gaussian", "flow"])
-def test_every_minibatch_of_the_actor_adds_it(family: str) -> None:
+def test_every_actor_minibatch_adds_the_auxiliary_loss(family: str) -> None:
     config = AlgorithmConfig(
         horizon=2,
         global_batch_size=B,
@@ -145,22 +147,24 @@ def test_every_minibatch_of_the_actor_adds_it(family: str) -> None:
         learner = actor_critic_learner(
             policy, config, num_envs=B, updates=20, seed=0, auxiliary_loss=beside
         )
-        told = []
+        losses = []
         for update in range(12):
             metrics = learner.update(rollout(policy), update=update)
-            found = metrics.get("policy/cloning_loss")
-            told.append(found.value if isinstance(found, Mean) else float("nan"))
-        return told, sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
+            loss_metric = metrics.get("policy/cloning_loss")
+            losses.append(loss_metric.value if isinstance(loss_metric, Mean) else float("nan"))
+        return losses, sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
 
-    told, weights = trained(0.5)
-    assert told[0] != told[0]  # while the value head warms up there is none
-    assert told[-1] < 0.8 * told[1]
-    assert trained(0.5) == (pytest.approx(told, nan_ok=True), weights)
+    losses, weights = trained(0.5)
+    assert losses[0] != losses[0]  # while the value head warms up there is none
+    assert losses[-1] < 0.8 * losses[1]
+    assert trained(0.5) == (pytest.approx(losses, nan_ok=True), weights)
     without, other = trained(0.0)
     assert all(x != x for x in without) and other != weights
 
 
-def test_the_command_and_its_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_trains_and_resumes_with_the_auxiliary_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     words = [
@@ -189,5 +193,5 @@ def test_the_command_and_its_resumption(tmp_path: Path, monkeypatch: pytest.Monk
     a, b = (checkpoint.open_checkpoint(run).policy() for run in ("whole", "rest"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     rows = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()]
-    told = [row["policy/cloning_loss"] for row in rows if "policy/cloning_loss" in row]
-    assert len(told) == 4 and all(0 < x < 1 for x in told)
+    losses = [row["policy/cloning_loss"] for row in rows if "policy/cloning_loss" in row]
+    assert len(losses) == 4 and all(0 < x < 1 for x in losses)

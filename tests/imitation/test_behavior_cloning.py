@@ -45,19 +45,19 @@ def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
     )
 
 
-def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
+def test_clone_imitates_the_demonstrations_and_reports_losses() -> None:
     policy, demos = make(), demonstrations()
     table, before = (
         policy.trunk.table,
         behavior_cloning._held_out_loss(policy, demos, torch.arange(240)),
     )
-    said: list[str] = []
-    told = behavior_cloning.clone(policy, demos, STEPS, seed=0, notice=said.append)
+    lines: list[str] = []
+    result = behavior_cloning.clone(policy, demos, STEPS, seed=0, notice=lines.append)
     assert (
-        told.steps == 150
-        and told.loss < 0.3
-        and told.held_out_loss < 0.5 < before
-        and told.cpu_s > 0
+        result.steps == 150
+        and result.loss < 0.3
+        and result.held_out_loss < 0.5 < before
+        and result.cpu_s > 0
     )
     assert policy.trunk.table is table  # the simulator's sentences again
     policy.set_sentences(demos.instructions)
@@ -68,7 +68,7 @@ def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
     }
     action = policy.act(policy.encode(obs)).action.view(240, -1, A)[:, 0]
     assert ((action - demos.action).abs() < 0.15).float().mean() > 0.95
-    assert said[0].startswith("foresight: step 10 of 100, loss ") and said[-1].startswith(
+    assert lines[0].startswith("foresight: step 10 of 100, loss ") and lines[-1].startswith(
         "cloning: step 150 of 150"
     )
     moments = policy.trunk.encoder.moments
@@ -77,7 +77,9 @@ def test_a_clone_acts_as_demonstrated_and_says_how_well() -> None:
     )
 
 
-def test_cloning_repeats_itself_and_foresight_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cloning_is_deterministic_and_depends_on_its_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def weights(seed: int = 0, **options: Any) -> float:
         policy = make()
         torch.rand(next(counted))  # whatever else drew random numbers before
@@ -88,15 +90,15 @@ def test_cloning_repeats_itself_and_foresight_changes_it(monkeypatch: pytest.Mon
     counted = itertools.count()
     base = weights()
     assert weights() == base
-    told_only = weights(foresight_steps=0)
-    assert len({base, told_only, weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
+    cloning_only = weights(foresight_steps=0)
+    assert len({base, cloning_only, weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
     monkeypatch.setattr(
         behavior_cloning, "MASKED_WORDS", 0.0
     )  # words are missed while it learns to foresee, and only then
-    assert weights() != base and weights(foresight_steps=0) == told_only
+    assert weights() != base and weights(foresight_steps=0) == cloning_only
 
 
-def test_what_is_foreseen() -> None:
+def test_targets_of_the_auxiliary_loss() -> None:
     episode = torch.tensor([0, 0, 0, 2, 2, 7])
     assert behavior_cloning._frames_at(episode, (0.5, 1.0)).tolist() == [
         [1, 2],
@@ -112,27 +114,27 @@ def test_what_is_foreseen() -> None:
     assert (cells[2, 4].float() - images[2, 4:8, 4:8].float().mean((0, 1))).abs().max() <= 0.5
 
 
-def test_words_are_not_heard() -> None:
+def test_share_of_masked_words() -> None:
     words = torch.tensor([[5, 6, 7, 0, 0]]).expand(4000, 5)
-    heard = behavior_cloning._mask_words(words, torch.Generator().manual_seed(0))
-    assert torch.equal(heard[:, 3:], words[:, 3:])
-    missed = heard[:, :3] == MASKED_WORD
-    assert ((heard == words)[:, :3] | missed).all()
-    assert ((missed.float().mean(0) - behavior_cloning.MASKED_WORDS).abs() < 0.03).all()
+    masked = behavior_cloning._mask_words(words, torch.Generator().manual_seed(0))
+    assert torch.equal(masked[:, 3:], words[:, 3:])
+    is_masked = masked[:, :3] == MASKED_WORD
+    assert ((masked == words)[:, :3] | is_masked).all()
+    assert ((is_masked.float().mean(0) - behavior_cloning.MASKED_WORDS).abs() < 0.03).all()
 
 
-def test_cloning_gives_words_a_meaning() -> None:
+def test_cloning_initialises_the_words_of_the_demonstrations() -> None:
     policy = make()
     with torch.no_grad():
         policy.trunk.words.weight.zero_()
     demos = demonstrations()
     behavior_cloning.clone(policy, demos, replace(STEPS, steps=1), seed=0)
-    said = sentence_table(demos.instructions, 64).unique()
+    lines = sentence_table(demos.instructions, 64).unique()
     silent = (policy.trunk.words.weight == 0).all(1)
-    assert set(range(1, 64)) - set(said.tolist()) == set(silent.nonzero().flatten().tolist()) - {0}
+    assert set(range(1, 64)) - set(lines.tolist()) == set(silent.nonzero().flatten().tolist()) - {0}
 
 
-def test_how_a_picture_ends_is_foreseen() -> None:
+def test_colour_changes_are_predicted() -> None:
     """What the sentence speaks of leaves its place and arrives at another; the state says nothing
     of it.
     """
@@ -174,7 +176,7 @@ def test_how_a_picture_ends_is_foreseen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"action": torch.zeros(240, 3)}, "its actions have 3 dimensions, the task's 2"),
         (
@@ -192,9 +194,9 @@ def test_how_a_picture_ends_is_foreseen() -> None:
         ),
     ],
 )
-def test_demonstrations_of_another_robot(change: dict[str, Any], says: str) -> None:
+def test_demonstrations_of_another_robot_are_refused(change: dict[str, Any], message: str) -> None:
     policy = make()
-    with pytest.raises(ConfigError, match=f"cloning.dataset.*{says}"):
+    with pytest.raises(ConfigError, match=f"cloning.dataset.*{message}"):
         behavior_cloning.clone(policy, replace(demonstrations(), **change), STEPS, seed=0)
 
 
@@ -221,27 +223,27 @@ def relabelled(**spec: ArraySpec) -> Any:
     ],
     ids=["another name", "two vectors", "a matrix", "channels last"],
 )
-def test_observations_of_other_names_and_layouts_are_learned_from_alike(
+def test_names_and_layouts_of_observations_do_not_change_cloning(
     spec: dict[str, ArraySpec],
 ) -> None:
-    policies, said, config = (
+    policies, lines, config = (
         (make(), relabelled(**spec)),
         [],
         replace(STEPS, steps=3, foresight_steps=3),
     )
-    told = [
-        behavior_cloning.clone(p, demonstrations(), config, seed=0, notice=said.append)
+    result = [
+        behavior_cloning.clone(p, demonstrations(), config, seed=0, notice=lines.append)
         for p in policies
     ]
-    assert told[0].loss == told[1].loss and told[0].held_out_loss == told[1].held_out_loss
+    assert result[0].loss == result[1].loss and result[0].held_out_loss == result[1].held_out_loss
     a, b = (p.state_dict() for p in policies)
     assert all(torch.equal(a[k], b[k]) for k in a)
     read = "cloning: the dataset's observation.state is read as joints, then gripper"
-    assert (read in said) == ("joints" in spec)
+    assert (read in lines) == ("joints" in spec)
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         (
             {"front": ArraySpec((24, 16, 3), torch.uint8), "state": SPEC["state"]},
@@ -257,27 +259,29 @@ def test_observations_of_other_names_and_layouts_are_learned_from_alike(
         ),
     ],
 )
-def test_what_does_not_match_is_named(spec: dict[str, ArraySpec], says: str) -> None:
+def test_mismatched_observations_are_refused_by_name(
+    spec: dict[str, ArraySpec], message: str
+) -> None:
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = TokenVLA(spec, box, ModelConfig(policy="token", width=32), chunk=C, sentences=())
-    with pytest.raises(ConfigError, match=f"cloning.dataset.*{says}"):
+    with pytest.raises(ConfigError, match=f"cloning.dataset.*{message}"):
         behavior_cloning.check(policy, demonstrations())
 
 
-def test_a_policy_that_has_only_pictures_needs_no_state() -> None:
+def test_policy_with_images_only_needs_no_state() -> None:
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = TokenVLA(
         {"front": SPEC["front"]}, box, ModelConfig(policy="token", width=32), chunk=C, sentences=()
     )
     steps: list[tuple[str, int, int]] = []
-    told = behavior_cloning.clone(
+    result = behavior_cloning.clone(
         policy,
         demonstrations(),
         replace(STEPS, steps=2, foresight_steps=3),
         seed=0,
         advance=lambda *step: steps.append(step),
     )
-    assert told.loss > 0
+    assert result.loss > 0
     assert steps == [
         *(("foresight", i, 3) for i in (1, 2, 3)),
         ("cloning", 1, 2),
@@ -285,7 +289,7 @@ def test_a_policy_that_has_only_pictures_needs_no_state() -> None:
     ]
 
 
-def test_the_command_records_clones_and_finds_both_again(
+def test_command_records_and_clones_and_reuses_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))

@@ -32,10 +32,10 @@ OPTIONS: dict[str, Any] = {
 def start(
     policy: LanguagePolicy, folder: Path, examples: Any = EXAMPLES, **more: Any
 ) -> tuple[bool, list[str]]:
-    heard: list[str] = []
+    lines: list[str] = []
     return warm_start(
-        policy, examples, **{**OPTIONS, **more}, folder=folder, notice=heard.append
-    ), heard
+        policy, examples, **{**OPTIONS, **more}, folder=folder, notice=lines.append
+    ), lines
 
 
 def same(a: LanguagePolicy, b: LanguagePolicy) -> bool:
@@ -43,7 +43,7 @@ def same(a: LanguagePolicy, b: LanguagePolicy) -> bool:
 
 
 # --------------------------------------------------------------------------------------------- loss
-def test_the_loss_is_that_of_response_tokens() -> None:
+def test_loss_is_the_mean_over_response_tokens() -> None:
     """Each row by itself, through transformers, without padding."""
     policy, total, count = make(), 0.0, 0
     for prompt, response in EXAMPLES[:4]:
@@ -58,7 +58,7 @@ def test_the_loss_is_that_of_response_tokens() -> None:
     assert float(loss(policy, EXAMPLES[:4]).detach()) == pytest.approx(total / count, rel=1e-5)
 
 
-def test_one_step_by_hand(tmp_path: Path) -> None:
+def test_one_step_equals_adamw_by_hand(tmp_path: Path) -> None:
     """Adam's first step is lr * sign(gradient) where the gradient is not tiny; warm-up over 4
     steps: lr / 4.
     """
@@ -73,11 +73,11 @@ def test_one_step_by_hand(tmp_path: Path) -> None:
         assert torch.allclose((new - old)[large], wanted[large], rtol=1e-3, atol=1e-6)
 
 
-def test_a_few_steps_teach(tmp_path: Path) -> None:
+def test_a_few_steps_reduce_the_loss(tmp_path: Path) -> None:
     policy = make()
     before = float(loss(policy, EXAMPLES[:4]).detach())
-    reused, heard = start(policy, tmp_path)
-    assert not reused and heard == [
+    reused, lines = start(policy, tmp_path)
+    assert not reused and lines == [
         f"warm start: 10 supervised steps, once; the result stays in {tmp_path}"
     ]
     assert float(loss(policy, EXAMPLES[:4]).detach()) < 0.5 * before
@@ -86,7 +86,7 @@ def test_a_few_steps_teach(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------ on disk
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_kept_is_the_same_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+def test_cached_weights_are_equal_bit_for_bit(tmp_path: Path, tied: bool) -> None:
     first, second, third = (make(tie_word_embeddings=tied) for _ in range(3))
     start(first, tmp_path)
     (file,) = tmp_path.iterdir()
@@ -95,35 +95,37 @@ def test_what_is_kept_is_the_same_bit_for_bit(tmp_path: Path, tied: bool) -> Non
         and set(file.stem) <= set("0123456789abcdef")
         and file.suffix == ".safetensors"
     )
-    reused, heard = start(second, tmp_path)
-    assert reused and heard == [f"warm start: taken from {file}"] and same(first, second)
+    reused, lines = start(second, tmp_path)
+    assert reused and lines == [f"warm start: taken from {file}"] and same(first, second)
     reused, _ = start(third, tmp_path / "elsewhere")
     assert not reused and same(first, third), "training again gives the same, too"
     assert not same(first, make(tie_word_embeddings=tied))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "one bit", "another model's"])
-def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_cache_file_is_recomputed(tmp_path: Path, damage: str) -> None:
     first, second = make(), make()
     start(first, tmp_path)
     (file,) = tmp_path.iterdir()
-    whole = file.read_bytes()
+    content = file.read_bytes()
     if damage == "another model's":
         start(make(num_hidden_layers=1), tmp_path / "other")
         (other,) = (tmp_path / "other").iterdir()
         other.replace(file)
         other.parent.rmdir()
     else:
-        flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
-        file.write_bytes({"cut": whole[:-100], "empty": b"", "one bit": flipped}[damage])
-    reused, heard = start(second, tmp_path)
+        flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+        file.write_bytes({"cut": content[:-100], "empty": b"", "one bit": flipped}[damage])
+    reused, lines = start(second, tmp_path)
     assert (
-        not reused and heard[0].startswith(f"warm start: {file} is damaged (") and len(heard) == 2
+        not reused and lines[0].startswith(f"warm start: {file} is damaged (") and len(lines) == 2
     )
-    assert same(first, second) and file.read_bytes() == whole and len(list(tmp_path.iterdir())) == 1
+    assert (
+        same(first, second) and file.read_bytes() == content and len(list(tmp_path.iterdir())) == 1
+    )
 
 
-def test_everything_that_matters_is_in_the_name(tmp_path: Path) -> None:
+def test_cache_name_depends_on_all_inputs(tmp_path: Path) -> None:
     other = [EXAMPLES[1], EXAMPLES[0], *EXAMPLES[2:]]
     warmer = make()
     warmer.temperature = 0.5
@@ -160,11 +162,11 @@ def test_refusals(tmp_path: Path) -> None:
         start(make(), tmp_path / "file")
 
 
-def test_weights_that_cannot_be_kept_are_there_all_the_same(tmp_path: Path) -> None:
+def test_training_continues_if_the_cache_cannot_be_written(tmp_path: Path) -> None:
     one, two = make(), make()
     assert start(one, tmp_path / "a")[0] is False
     (kept,) = (tmp_path / "a").iterdir()
     (tmp_path / "b" / kept.name / "in the way").mkdir(parents=True)
-    found, said = start(two, tmp_path / "b")
-    assert not found and "not kept" in said[-1] and same(one, two)
+    reused, lines = start(two, tmp_path / "b")
+    assert not reused and "not kept" in lines[-1] and same(one, two)
     assert [p.name for p in (tmp_path / "b").iterdir()] == [kept.name]

@@ -412,7 +412,9 @@ DEMOS_UNREAD = {
     "obs_keys": ["x"],
     "step_timeout_s": 5.0,
 }
-CLONING = "imitation/test_behavior_cloning.py::test_cloning_repeats_itself_and_foresight_changes_it"
+CLONING = (
+    "imitation/test_behavior_cloning.py::test_cloning_is_deterministic_and_depends_on_its_options"
+)
 GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
 
 PAIRS: dict[str, Pair] = {
@@ -572,7 +574,7 @@ PAIRS: dict[str, Pair] = {
         2,
         "a run clones before it learns",
         test="imitation/test_behavior_cloning.py::"
-        + "test_the_command_records_clones_and_finds_both_again",
+        + "test_command_records_and_clones_and_reuses_both",
     ),
     "cloning.dataset": Pair(
         None,
@@ -584,7 +586,7 @@ PAIRS: dict[str, Pair] = {
         6,
         2000,
         "demonstrations recorded",
-        test="imitation/test_behavior_cloning.py::test_the_command_records_clones_and_finds_both_again",
+        test="imitation/test_behavior_cloning.py::test_command_records_and_clones_and_reuses_both",
     ),
     "cloning.foresight_steps": Pair(0, 5, "weights of the clone", test=CLONING),
     "cloning.batch_size": Pair(8, 64, "weights of the clone", test=CLONING),
@@ -593,7 +595,8 @@ PAIRS: dict[str, Pair] = {
         0.0,
         0.1,
         "metric policy/cloning_loss",
-        test="imitation/test_auxiliary_cloning.py::test_the_command_and_its_resumption",
+        test="imitation/test_auxiliary_cloning.py::"
+        "test_command_trains_and_resumes_with_the_auxiliary_loss",
     ),
     "cluster.num_nodes": Pair(
         1, 2, "refused without a Ray cluster", partial(planned, "cluster.num_nodes")

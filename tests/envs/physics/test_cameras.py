@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize("end", ["", "env.close()", "del env"])
-def test_a_process_ends_in_silence_whoever_closes_its_cameras(end: str) -> None:
+def test_process_exits_without_output_however_cameras_are_closed(end: str) -> None:
     """EGL ends at the interpreter's exit, too, and complains of contexts that are freed after
     it.
     """

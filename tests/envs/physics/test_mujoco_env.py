@@ -51,7 +51,7 @@ def push(env: MujocoEnv, x: float = 0.0) -> Tensor:
 # -------------------------------------------------------------------------- the same as Gymnasium's
 @pytest.mark.parametrize("name", LOCOMOTION)
 @pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
-def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_gymnasiums(name: str, batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the same states, 100 steps of every world: observations to float32's last bit, rewards
     within 1e-6.
 
@@ -63,12 +63,12 @@ def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.Monk
     first = env.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs: list[Any] = [gymnasium.make(f"{name}-v5").unwrapped for _ in range(4)]
+        reference: list[Any] = [gymnasium.make(f"{name}-v5").unwrapped for _ in range(4)]
 
     def begin(i: int, obs: Tensor) -> None:
-        theirs[i].reset(seed=0)
-        theirs[i].set_state(env.s["qpos"][i].numpy().copy(), env.s["qvel"][i].numpy().copy())
-        assert np.array_equal(theirs[i]._get_obs().astype(np.float32), obs[i].numpy())
+        reference[i].reset(seed=0)
+        reference[i].set_state(env.s["qpos"][i].numpy().copy(), env.s["qvel"][i].numpy().copy())
+        assert np.array_equal(reference[i]._get_obs().astype(np.float32), obs[i].numpy())
 
     for i in range(4):
         begin(i, first)
@@ -80,7 +80,7 @@ def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.Monk
         action = (0.3 * rng.uniform(low, high, (4, len(low)))).astype(np.float32)
         step = env.step(torch.from_numpy(action))
         obs = step.obs if step.final_obs is None else step.final_obs
-        for i, g in enumerate(theirs):
+        for i, g in enumerate(reference):
             o, reward, terminated, _, _ = g.step(action[i].astype(np.float64))
             assert np.array_equal(o.astype(np.float32), obs[i].numpy())
             assert float(step.reward[i]) == pytest.approx(reward, abs=1e-6)
@@ -93,7 +93,7 @@ def test_gymnasium_step_by_step(name: str, batch: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", LOCOMOTION)
-def test_first_states_are_spread_as_gymnasiums(name: str) -> None:
+def test_initial_states_are_distributed_as_gymnasiums(name: str) -> None:
     """Mean and deviation of each position and velocity over 500 episodes."""
     env = make(name, 500)
     env.reset()
@@ -104,11 +104,11 @@ def test_first_states_are_spread_as_gymnasiums(name: str) -> None:
     for i in range(500):
         g.reset(seed=i)
         states.append(np.concatenate([g.data.qpos, g.data.qvel]))
-    ours = torch.cat([env.s["qpos"], env.s["qvel"]], 1).numpy()
-    theirs = np.stack(states)
-    scale = theirs.std(0) + 1e-12
-    assert (abs(ours.mean(0) - theirs.mean(0)) < 5 * scale * np.sqrt(2 / 500)).all()
-    assert (abs(ours.std(0) / scale - 1) < 0.2).all()
+    initial = torch.cat([env.s["qpos"], env.s["qvel"]], 1).numpy()
+    reference = np.stack(states)
+    scale = reference.std(0) + 1e-12
+    assert (abs(initial.mean(0) - reference.mean(0)) < 5 * scale * np.sqrt(2 / 500)).all()
+    assert (abs(initial.std(0) / scale - 1) < 0.2).all()
 
 
 # ------------------------------------------------------------------------------------- the protocol
@@ -117,20 +117,20 @@ def test_first_states_are_spread_as_gymnasiums(name: str) -> None:
     "options", [{}, {"randomize": True, "ranges": {"mass": [0.8, 1.2]}}], ids=["plain", "random"]
 )
 def test_contract(id: str, options: dict[str, Any]) -> None:
-    found = embodied_envs.check_env(
+    report = embodied_envs.check_env(
         lambda seeds: make(id, len(seeds), seeds=seeds, max_episode_steps=17, **options)
     )
-    assert found.seeded and found.longest == 17 and found.episodes > 10 and not found.notes
+    assert report.seeded and report.longest == 17 and report.episodes > 10 and not report.notes
 
 
 def test_contract_with_cameras() -> None:
-    found = embodied_envs.check_env(
+    report = embodied_envs.check_env(
         lambda seeds: make(
             seeds=seeds, n=len(seeds), cameras=("eye",), image_size=(12, 16), max_episode_steps=9
         ),
         steps=40,
     )
-    assert found.episodes > 10
+    assert report.episodes > 10
 
 
 def test_episodes_are_a_function_of_the_seed() -> None:
@@ -156,22 +156,22 @@ def test_threads_and_batch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         "ranges": {"gravity": [0.5, 2.0], "friction": [0.5, 2.0]},
         "num_threads": 2,
     }
-    ours = make(**options)
-    assert isinstance(ours.physics.worlds, mujoco_cpu._Batch)
+    batch = make(**options)
+    assert isinstance(batch.physics.worlds, mujoco_cpu._Batch)
     monkeypatch.setattr(mujoco_cpu, "Batch", None)
-    theirs = make(**options)
-    assert isinstance(theirs.physics.worlds, mujoco_cpu._Threads)
-    assert torch.equal(ours.reset(), theirs.reset())
+    threads = make(**options)
+    assert isinstance(threads.physics.worlds, mujoco_cpu._Threads)
+    assert torch.equal(batch.reset(), threads.reset())
     for _ in range(60):
-        a, b = ours.step(push(ours, 0.5)), theirs.step(push(theirs, 0.5))
+        a, b = batch.step(push(batch, 0.5)), threads.step(push(threads, 0.5))
         assert torch.equal(a.obs, b.obs) and torch.equal(a.terminated, b.terminated)
-    kept = theirs.state()
-    after = theirs.step(push(theirs, 0.5)).obs
-    theirs.load_state(kept)
-    assert torch.equal(after, theirs.step(push(theirs, 0.5)).obs)
+    state = threads.state()
+    after = threads.step(push(threads, 0.5)).obs
+    threads.load_state(state)
+    assert torch.equal(after, threads.step(push(threads, 0.5)).obs)
 
 
-def test_an_end_shows_both_sides() -> None:
+def test_final_obs_and_first_obs_at_the_end_of_an_episode() -> None:
     """obs begins the next episode, final_obs ends the old one, in the row that ends."""
     env = make(max_episode_steps=5)
     env.reset()
@@ -226,9 +226,7 @@ def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
 
 # ------------------------------------------------------------------------------- when it goes wrong
 @pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
-def test_a_world_that_blows_up_is_reset_and_counted(
-    batch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstable_world_is_reset_and_counted(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not batch:
         monkeypatch.setattr(mujoco_cpu, "Batch", None)
     env, calm = make(action_mapping="none"), make(action_mapping="none")
@@ -262,12 +260,12 @@ BAD_MODELS = [
 
 
 @pytest.mark.parametrize(("mjcf", "message"), BAD_MODELS, ids=range(len(BAD_MODELS)))
-def test_a_bad_model(mjcf: str, message: str) -> None:
+def test_invalid_model_is_refused(mjcf: str, message: str) -> None:
     with pytest.raises(EnvError, match=f"env.id=toy_envs:Balance: {message}"):
         make(kwargs={"mjcf": mjcf})
 
 
-def test_a_name_that_the_model_lacks() -> None:
+def test_missing_name_in_the_model_is_refused() -> None:
     with pytest.raises(EnvError, match=r"env.id=toy_envs:Balance: .*'angel'.*angle"):
         make(kwargs={"sensor": "angel"})
 
@@ -302,7 +300,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         make(**options)
 
 
-def test_wrong_calls() -> None:
+def test_invalid_calls_are_refused() -> None:
     env = make()
     with pytest.raises(EnvError, match="before reset"):
         env.step(push(env))
@@ -333,12 +331,12 @@ class Looking(toy_envs.Balance):
 @pytest.mark.parametrize(
     ("name", "message"), [("Confused", "'sensordata' has the name"), ("Looking", "'xposition'")]
 )
-def test_tasks_that_cannot_be(name: str, message: str) -> None:
+def test_unusable_tasks_are_refused(name: str, message: str) -> None:
     with pytest.raises(EnvError, match=message):
         make(f"{__name__}:{name}")
 
 
-def test_finding_tasks() -> None:
+def test_find_tasks() -> None:
     assert tasks.find("toy_envs:Balance") is toy_envs.Balance
     assert tasks.find("toy_envs:ScriptedEnv") is None and tasks.find("HalfCheetah-v4") is None
     with pytest.raises(EnvError, match="cannot import 'no_such_module'"):
@@ -361,7 +359,7 @@ def test_finding_tasks() -> None:
         ),
     ],
 )
-def test_what_an_unknown_id_may_have_meant(id: str, message: str) -> None:
+def test_unknown_id_gets_a_hint(id: str, message: str) -> None:
     with pytest.raises(EnvError, match=message):
         embodied_envs.make(id, num_envs=1, seeds=[0])
 
@@ -372,7 +370,7 @@ class Unrelated:
     def observe(self, s: Any) -> None: ...
 
 
-def test_randomising_by_no_ranges_is_refused() -> None:
+def test_randomisation_without_ranges_is_refused() -> None:
     with pytest.raises(
         EnvError, match=r"no ranges of its own; name some: env.ranges.mass=\[0.8,1.2\]"
     ):
@@ -381,7 +379,7 @@ def test_randomising_by_no_ranges_is_refused() -> None:
 
 # ----------------------------------------------------------------------------------------- pictures
 @pytest.mark.parametrize(("id", "camera"), [("Go1Joystick", "track"), ("PandaPickCube", "wrist")])
-def test_a_context_s_first_picture_is_like_all_others(id: str, camera: str) -> None:
+def test_first_image_of_a_context_equals_later_ones(id: str, camera: str) -> None:
     env = make(id, 2, cameras=(camera,))
     first: Any = env.reset()
     for _ in range(3):
@@ -392,7 +390,7 @@ def test_a_context_s_first_picture_is_like_all_others(id: str, camera: str) -> N
     assert torch.equal(first[camera], again[camera])
 
 
-def test_a_world_that_blows_up_inside_a_chunk_keeps_its_last_picture() -> None:
+def test_unstable_world_inside_a_chunk_keeps_its_last_image() -> None:
     env = embodied_envs.make(
         "toy_envs:Balance", num_envs=2, seeds=[0, 1], simulator="mujoco", cameras=("eye",), action_chunk=4,
         action_mapping="none",
@@ -512,7 +510,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), MISTAKES, ids=range(len(MISTAKES)))
-def test_a_mistake_in_a_task_is_told_by_name(
+def test_mistake_in_a_task_is_reported_by_name(
     name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toy_envs.Balance, name, value)
@@ -522,7 +520,7 @@ def test_a_mistake_in_a_task_is_told_by_name(
         make(n=2)
 
 
-def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_envs.Balance, "names", ("one",))
     monkeypatch.setattr(toy_envs.Balance, "reset", _reset(kind=lambda u: u[:, 0].long() + 1))
     with pytest.raises(
@@ -532,7 +530,7 @@ def test_a_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e28])
-def test_controls_that_are_no_numbers_are_counted(
+def test_controls_that_are_not_finite_are_counted(
     number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MuJoCo itself would put zeros in their place without a word."""
@@ -548,7 +546,7 @@ def test_controls_that_are_no_numbers_are_counted(
 
 
 # -------------------------------------------------------------------------------- domain randomised
-def test_randomised_masses_are_in_range_seeded_and_felt() -> None:
+def test_randomised_masses_are_in_range_seeded_and_effective() -> None:
     options = {"randomize": True, "ranges": {"mass": [0.5, 1.5]}}
     env, again, plain = make(n=200, **options), make(n=200, **options), make(n=200)
     masses = env.physics.varied["body_mass"]  # [N, 3]: world, cart, pole
@@ -566,7 +564,7 @@ def test_randomised_masses_are_in_range_seeded_and_felt() -> None:
     assert (masses[:, 1:] != first[:, 1:]).all(), "another model with every episode"
 
 
-def test_randomised_gravity_and_damping_have_their_effect() -> None:
+def test_randomised_gravity_and_damping_are_effective() -> None:
     heavy = make(n=2, randomize=True, ranges={"gravity": [2.0, 2.0]})
     assert heavy.physics.varied["opt.gravity"].tolist() == [[0, 0, -19.62]] * 2
     free = make(
@@ -581,7 +579,7 @@ def test_randomised_gravity_and_damping_have_their_effect() -> None:
     )
 
 
-def test_other_episodes_keep_their_model() -> None:
+def test_reset_of_other_worlds_does_not_change_a_model() -> None:
     env = make(n=3, randomize=True)
     masses = env.physics.varied["body_mass"]
     env.reset()
@@ -591,7 +589,7 @@ def test_other_episodes_keep_their_model() -> None:
 
 
 # ----------------------------------------------------------------------------------------- pictures
-def test_images_show_the_present_of_each_world() -> None:
+def test_images_show_the_current_state_of_each_world() -> None:
     env = make(
         cameras=("eye", "side"),
         image_size=(40, 60),
@@ -619,13 +617,13 @@ def test_images_show_the_present_of_each_world() -> None:
     mujoco.mj_forward(model, data)
     with mujoco.Renderer(model, 40, 60) as renderer:
         renderer.update_scene(data, camera="eye")
-        theirs = torch.from_numpy(renderer.render().copy())
-    difference = (theirs.float() - step.obs["eye"][1].permute(1, 2, 0).float()).abs()
+        reference = torch.from_numpy(renderer.render().copy())
+    difference = (reference.float() - step.obs["eye"][1].permute(1, 2, 0).float()).abs()
     assert float(difference.mean()) < 3.0, "but for multisampling"
     env.close()
 
 
-def test_two_sets_of_cameras_do_not_freeze_each_other() -> None:
+def test_two_renderers_do_not_affect_each_other() -> None:
     one, two = (make(cameras=("eye",), image_size=(24, 24)) for _ in range(2))
     pictures = []
     one.reset(), two.reset()
@@ -637,7 +635,7 @@ def test_two_sets_of_cameras_do_not_freeze_each_other() -> None:
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(pictures))
 
 
-def test_randomised_looks() -> None:
+def test_randomised_cameras_lights_and_colours() -> None:
     ranges = {
         "camera_position": [-0.2, 0.2],
         "camera_angle": [-0.1, 0.1],
@@ -657,7 +655,7 @@ def test_randomised_looks() -> None:
 
 
 # ---------------------------------------------------------------------------------- the whole house
-def test_training_counts_worlds_that_blew_up(tmp_path: Path) -> None:
+def test_training_counts_unstable_worlds(tmp_path: Path) -> None:
     """A task that blows up now and then is trained all the same, and the metric says how often."""
     options = {
         "env.id": "toy_envs:Balance",
@@ -687,7 +685,7 @@ class TwoKinds(toy_envs.Balance):
         return (s["kind"] == 1) & (s["pushes"] >= 3)
 
 
-def test_evaluation_tells_the_kinds_of_episode_apart() -> None:
+def test_evaluation_reports_each_kind_of_episode() -> None:
     def env(seeds: list[int]) -> MujocoEnv:
         return make(f"{__name__}:TwoKinds", len(seeds), seeds=seeds, max_episode_steps=5)
 

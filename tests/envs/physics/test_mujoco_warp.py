@@ -179,7 +179,7 @@ def compare(one: MujocoEnv, other: MujocoEnv, steps: int, tolerance: float) -> i
 
 # --------------------------------------------------------------------------- the same as on the CPU
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
-def test_the_same_as_the_cpu_engine(stage: str) -> None:
+def test_equal_to_the_cpu_engine(stage: str) -> None:
     """12 control steps of free fall, impact and rolling: within 2e-4."""
     kwargs = {"stage": stage}
     assert compare(make(simulator="mujoco", kwargs=kwargs), make(kwargs=kwargs), 12, 2e-4) == 48
@@ -199,7 +199,7 @@ def test_the_same_as_the_cpu_engine(stage: str) -> None:
         pytest.param(f"{__name__}:RoundAnt", 4, 2e-3, marks=pytest.mark.slow),
     ],
 )
-def test_locomotion_is_the_same_as_on_the_cpu(name: str, steps: int, tolerance: float) -> None:
+def test_locomotion_equals_the_cpu_engine(name: str, steps: int, tolerance: float) -> None:
     compared = compare(make(name, 8, simulator="mujoco"), make(name, 8), steps, tolerance)
     assert compared >= 8 * min(steps, 10)
 
@@ -246,7 +246,7 @@ class Feeling(Swing):
         return mujoco.MjSpec.from_string(text.replace("<sensor>", f"<sensor>{sensors}"))
 
 
-def test_first_states_are_those_of_the_cpu_engine() -> None:
+def test_initial_states_equal_the_cpu_engines() -> None:
     """Also in later episodes, and where models are drawn anew."""
     ranges = {
         "mass": (0.5, 1.5),
@@ -274,18 +274,18 @@ def test_first_states_are_those_of_the_cpu_engine() -> None:
     a.reset_where(where)
     b.reset_where(where)
     for name, x in {**a.s, **{k: torch.from_numpy(v) for k, v in a.physics.varied.items()}}.items():
-        mine = b.s[name] if name in b.s else b.physics.varied[name]
-        assert mine.shape == x.shape, name
-        torch.testing.assert_close(mine, x.to(mine.dtype), rtol=1e-4, atol=1e-5, msg=name)
-        assert torch.equal(mine[~where], kept[name][~where]), name
+        actual = b.s[name] if name in b.s else b.physics.varied[name]
+        assert actual.shape == x.shape, name
+        torch.testing.assert_close(actual, x.to(actual.dtype), rtol=1e-4, atol=1e-5, msg=name)
+        assert torch.equal(actual[~where], kept[name][~where]), name
     weights = b.physics._warp_model.body_invweight0.numpy()  # derived from masses
-    theirs = np.stack([a.physics.worlds.expand("body_invweight0")]).reshape(weights.shape)
-    np.testing.assert_allclose(weights, theirs, rtol=1e-4)
+    expected = np.stack([a.physics.worlds.expand("body_invweight0")]).reshape(weights.shape)
+    np.testing.assert_allclose(weights, expected, rtol=1e-4)
     assert abs(weights[0, 1] / weights[1, 1] - 1).max() > 0.01
     assert compare(make(simulator="mujoco", **options), make(**options), 12, 1e-3) == 48
 
 
-def test_fields_have_the_shapes_of_mujoco() -> None:
+def test_fields_have_mujocos_shapes() -> None:
     model = mujoco.MjModel.from_xml_string(SWING)
     data = mujoco.MjData(model)
     names = (
@@ -303,9 +303,9 @@ def test_fields_have_the_shapes_of_mujoco() -> None:
         randomization=Randomization(model, {}),
     )
     for name in names.split():
-        theirs = np.asarray(getattr(data if hasattr(data, name) else model, name))
+        expected = np.asarray(getattr(data if hasattr(data, name) else model, name))
         assert (
-            physics.fields[name].shape == (3, *theirs.shape)
+            physics.fields[name].shape == (3, *expected.shape)
             and physics.fields[name].dtype == torch.float32
         ), name
 
@@ -316,11 +316,11 @@ def test_contract(stage: str) -> None:
     """Among others: a state continues to the last bit, and a reset of one world touches no
     other.
     """
-    found = embodied_envs.check_env(
+    report = embodied_envs.check_env(
         lambda seeds: make(n=len(seeds), seeds=seeds, max_episode_steps=7, kwargs={"stage": stage}),
         steps=40,
     )
-    assert found.seeded and found.longest == 7 and found.episodes >= 20 and not found.notes
+    assert report.seeded and report.longest == 7 and report.episodes >= 20 and not report.notes
 
 
 def test_contract_with_random_models_and_cameras() -> None:
@@ -329,14 +329,14 @@ def test_contract_with_random_models_and_cameras() -> None:
         "ranges": {"mass": (0.5, 1.5), "camera_angle": (-0.2, 0.2)},
     }
     options |= {"cameras": ("front",), "image_size": (8, 12), "max_episode_steps": 5}
-    found = embodied_envs.check_env(
+    report = embodied_envs.check_env(
         lambda seeds: make(n=len(seeds), seeds=seeds, **options), steps=20
     )
-    assert found.seeded and found.episodes >= 16 and not found.notes
+    assert report.seeded and report.episodes >= 16 and not report.notes
 
 
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
-def test_a_reset_changes_the_masked_worlds_only(stage: str) -> None:
+def test_reset_changes_only_the_masked_worlds(stage: str) -> None:
     env = make(kwargs={"stage": stage})
     env.reset()
     for action in random_actions(env, 7):  # the ball is on the floor
@@ -352,7 +352,7 @@ def test_a_reset_changes_the_masked_worlds_only(stage: str) -> None:
         assert torch.equal(x[where], fresh.physics.fields[name][where]), name
 
 
-def test_a_world_that_blows_up_is_reset_and_the_others_do_not_notice() -> None:
+def test_unstable_world_is_reset_without_effect_on_others() -> None:
     """Not finite in one step, out of bounds in another."""
     plain, env = make(), make()
     plain.reset()
@@ -373,7 +373,7 @@ def test_a_world_that_blows_up_is_reset_and_the_others_do_not_notice() -> None:
     assert all(torch.isfinite(x).all() for x in env.physics.fields.values())
 
 
-def test_replayed_kernels_give_the_same_bits() -> None:
+def test_recorded_kernels_are_equal_bit_for_bit() -> None:
     eager, fast = (
         make(cameras=("front",), image_size=(6, 6)),
         make(cameras=("front",), image_size=(6, 6)),
@@ -436,7 +436,7 @@ def held(env: MujocoEnv) -> dict[str, int]:
 @pytest.mark.parametrize(
     "id", [f"{__name__}:Swing", *(pytest.param(x, marks=pytest.mark.slow) for x in tasks.OWN)]
 )
-def test_as_on_a_gpu_a_control_step_looks_at_nothing(id: str) -> None:
+def test_control_step_reads_no_value_on_the_host(id: str) -> None:
     """The way that CUDA graphs are recorded in, on a CPU: the same answers; no operation that the
     host waits for.
     """
@@ -461,7 +461,7 @@ def test_as_on_a_gpu_a_control_step_looks_at_nothing(id: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------- pictures
-def test_images_are_those_of_opengl() -> None:
+def test_images_equal_opengls() -> None:
     """Mean absolute difference below 2 of 255 (measured: 0.3), also with models drawn anew."""
     options: dict[str, Any] = {"cameras": ("front",), "image_size": (48, 64), "randomize": True}
     options["ranges"] = {"camera_position": (-0.2, 0.2), "light": (0.5, 1.0), "colour": (-0.2, 0.2)}
@@ -479,7 +479,7 @@ def test_images_are_those_of_opengl() -> None:
             x, y = a.step(action).obs, b.step(action).obs
 
 
-def test_images_show_the_present_whatever_the_stage() -> None:
+def test_images_show_the_current_state_in_every_stage() -> None:
     one, other = (
         make(cameras=("front",), image_size=(24, 32), kwargs={"stage": s})
         for s in ("velocity", "none")
@@ -491,7 +491,7 @@ def test_images_show_the_present_whatever_the_stage() -> None:
         assert isinstance(a, dict) and isinstance(b, dict) and torch.equal(a["front"], b["front"])
 
 
-def test_a_film_is_opengls() -> None:
+def test_render_equals_opengl() -> None:
     a, b = (make(simulator=s, render=True, render_size=(24, 32)) for s in ("mujoco", "warp"))
     a.reset()
     b.reset()
@@ -515,7 +515,7 @@ def physics_of(model: mujoco.MjModel, fields: tuple[str, ...] = (), **options: A
     return WarpPhysics(model, 2, device="cpu", fields=fields, stage="none", **extra, **options)
 
 
-def test_pgs_becomes_newton_with_a_notice() -> None:
+def test_pgs_solver_becomes_newton_with_a_warning() -> None:
     model = swing(worldbody="")
     model.opt.solver = mujoco.mjtSolver.mjSOL_PGS
     with pytest.warns(UserWarning, match="no PGS solver: the model is simulated with Newton's"):
@@ -523,7 +523,7 @@ def test_pgs_becomes_newton_with_a_notice() -> None:
     assert model.opt.solver == int(mujoco.mjtSolver.mjSOL_PGS)
 
 
-def test_what_is_not_supported_is_named() -> None:
+def test_unsupported_features_are_named() -> None:
     with pytest.raises(
         EnvError, match=r"this model \(mjENBL_FWDINV is unsupported\.\); use simulator=mujoco"
     ):
@@ -546,7 +546,7 @@ def test_what_is_not_supported_is_named() -> None:
             Swing.fields = fields
 
 
-def test_without_mujoco_warp_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mujoco_warp_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mujoco_warp", None)
     monkeypatch.delitem(sys.modules, "embodied_envs.physics.mujoco_warp")
     with pytest.raises(
@@ -576,7 +576,7 @@ def test_without_mujoco_warp_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=["contacts", "rows", "nonsense"],
 )
-def test_too_little_room_for_contacts_is_an_error(kwargs: dict[str, int], message: str) -> None:
+def test_exceeded_capacity_is_an_error(kwargs: dict[str, int], message: str) -> None:
     """A box on the floor: 4 contacts of 4 rows."""
     with pytest.raises(EnvError, match=rf"env\.kwargs\.{message}"):
         env = make(f"{__name__}:Boxed", 2, kwargs=kwargs)
@@ -594,7 +594,7 @@ class Boxed(Swing):
         )
 
 
-def test_room_for_contacts() -> None:
+def test_default_capacities() -> None:
     """The ball touches 1 + 1 times, but 16 is the least; a contact has 4 rows and nothing else
     constrains.
     """
@@ -609,7 +609,7 @@ def test_room_for_contacts() -> None:
 # -------------------------------------------------------------------------------------------- a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
-def test_on_a_gpu_the_same_as_on_the_cpu(stage: str) -> None:
+def test_gpu_equals_the_cpu_engine(stage: str) -> None:
     """The third control step is recorded, the others before the end are replays."""
     one, other = (
         make(kwargs={"stage": stage}, simulator="mujoco"),
@@ -628,7 +628,7 @@ def test_on_a_gpu_the_same_as_on_the_cpu(stage: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["HalfCheetah", "Ant"])
-def test_a_recorded_step_equals_one_as_written(name: str) -> None:
+def test_captured_step_equals_the_eager_step(name: str) -> None:
     options: dict[str, Any] = {
         "max_episode_steps": 9,
         "randomize": True,
@@ -648,7 +648,7 @@ def test_a_recorded_step_equals_one_as_written(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_control_step_waits_for_nothing() -> None:
+def test_control_step_does_not_synchronise() -> None:
     env = make("Ant", 64, device="cuda")
     env.reset()
     actions = random_actions(env, 20)
@@ -663,7 +663,7 @@ def test_a_control_step_waits_for_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_states_continue_and_answers_stay() -> None:
+def test_gpu_state_continues_and_results_are_not_overwritten() -> None:
     """As check_env, within rounding: sums of contacts have no fixed order there."""
     env = make(device="cuda")
     env.reset()
@@ -680,7 +680,7 @@ def test_on_a_gpu_states_continue_and_answers_stay() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_lost_contacts_are_an_error_in_the_end() -> None:
+def test_gpu_reports_lost_contacts_later() -> None:
     env = make(f"{__name__}:Boxed", 2, kwargs={"nconmax": 1}, device="cuda")
     env.reset()
     with pytest.raises(EnvError, match="nconmax=1 is too small"):
@@ -690,7 +690,7 @@ def test_on_a_gpu_lost_contacts_are_an_error_in_the_end() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_images_are_those_of_opengl() -> None:
+def test_gpu_images_equal_opengls() -> None:
     options: dict[str, Any] = {"cameras": ("front",), "image_size": (48, 64)}
     a, b = make(simulator="mujoco", **options), make(device="cuda", **options)
     a.reset()

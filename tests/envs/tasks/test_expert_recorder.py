@@ -51,7 +51,7 @@ def tabletop(size: int = 32) -> MujocoEnv:
     return env
 
 
-def test_replayed_actions_repeat_what_was_recorded(
+def test_replayed_actions_repeat_the_recording(
     recorded: tuple[Path, list[expert_recorder.Episode]],
 ) -> None:
     """From the same seeds: every first episode is seen again, bit for bit, and succeeds."""
@@ -105,26 +105,27 @@ def test_another_start_gives_other_episodes(
     )
 
 
-def test_with_noise_the_experts_action_is_recorded_where_another_was_executed() -> None:
+def test_with_noise_the_experts_action_is_recorded() -> None:
     """In half of the steps: then the target has not moved as recorded; and who has failed is
     counted, not recorded.
     """
-    told: Counter[bool] = Counter()
+    outcomes: Counter[bool] = Counter()
     options: dict[str, Any] = {"seed": 0, "num_envs": N, "image_size": (8, 8), "num_threads": 1}
-    found = list(
+    recorded_episodes = list(
         expert_recorder.record(
             {"families": ["reach", "put"]},
             episodes=16,
             noise=0.5,
-            on_episode=lambda family, success: told.update([success]),
+            on_episode=lambda family, success: outcomes.update([success]),
             **options,
         )
     )
-    assert len(found) == 16 <= told[True] and told[False] > 0
+    assert len(recorded_episodes) == 16 <= outcomes[True] and outcomes[False] > 0
     state, action = (
-        np.concatenate([getattr(e, name)[:-1] for e in found]) for name in ("state", "action")
+        np.concatenate([getattr(e, name)[:-1] for e in recorded_episodes])
+        for name in ("state", "action")
     )
-    after = np.concatenate([e.state[1:] for e in found])
+    after = np.concatenate([e.state[1:] for e in recorded_episodes])
     finger = np.clip(
         state[:, 8] + 0.014 * action[:, 3], 0, 0.037
     )  # where the fingers would have been sent
@@ -134,7 +135,7 @@ def test_with_noise_the_experts_action_is_recorded_where_another_was_executed() 
     assert 0.5 < executed.mean() < 0.9
 
 
-def test_the_expert_is_asked_for_language() -> None:
+def test_invalid_options_are_refused() -> None:
     options: dict[str, Any] = {"episodes": 1, "seed": 0, "num_envs": 1, "image_size": (8, 8)}
     with pytest.raises(EnvError, match=r"obs='state': demonstrations are of obs=language"):
         next(expert_recorder.record({"obs": "state"}, **options))

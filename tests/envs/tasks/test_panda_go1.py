@@ -57,7 +57,7 @@ def draws(n: int, size: int, seed: int = 0) -> Tensor:
 
 # --------------------------------------------------------------------------------------- both tasks
 @pytest.mark.parametrize(("id", "obs", "size"), [("PandaPickCube", 39, 8), ("Go1Joystick", 48, 12)])
-def test_keeps_the_contract(id: str, obs: int, size: int) -> None:
+def test_contract(id: str, obs: int, size: int) -> None:
     report = check_env(
         lambda seeds: make(id, len(seeds), seeds=seeds, max_episode_steps=15), steps=60
     )
@@ -96,9 +96,7 @@ def test_float32_gives_the_same_as_float64(id: str) -> None:
 
 
 @pytest.mark.parametrize("id", ["PandaPickCube", "Go1Joystick"])
-def test_without_the_package_of_robots_the_message_names_it(
-    id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_robot_package_is_named(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panda, "PACKAGE", "robots_that_are_not_there")
     with pytest.raises(EnvError, match="pip install --force-reinstall robots_that_are_not_there"):
         make(id)
@@ -129,7 +127,7 @@ def test_pictures(id: str) -> None:
     env.close()
 
 
-def test_the_panda_has_a_camera_before_it_and_one_on_its_wrist() -> None:
+def test_panda_cameras_front_and_wrist() -> None:
     env = make("PandaPickCube", cameras=("front", "wrist"), image_size=(64, 64))
     obs = env.reset()
     assert isinstance(obs, dict)
@@ -189,7 +187,7 @@ def test_panda_progress_by_hand() -> None:
     assert progress(target, target, target, 0.02) == pytest.approx(1.0)
 
 
-def test_panda_reward_is_the_gain_in_progress_and_the_floor_costs() -> None:
+def test_panda_reward_is_progress_minus_floor_penalty() -> None:
     task, target = picking(), [0.6, 0.0, 0.33]
     open_, closed = (pick([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target, x) for x in (0.04, 0.02))
     nothing = torch.zeros(1, 8, dtype=torch.float64)
@@ -199,7 +197,7 @@ def test_panda_reward_is_the_gain_in_progress_and_the_floor_costs() -> None:
     assert float(task.reward(low, low, nothing)) == pytest.approx(-0.1)
 
 
-def test_panda_success_is_a_cube_that_rests_at_its_target() -> None:
+def test_panda_success_is_a_cube_at_rest_at_its_target() -> None:
     task, target = picking(), [0.6, 0.0, 0.33]
     assert bool(task.success(pick([0.6, 0.04, 0.33], target, target)))
     assert not bool(task.success(pick([0.6, 0.06, 0.33], target, target)))
@@ -211,7 +209,7 @@ def test_panda_success_is_a_cube_that_rests_at_its_target() -> None:
     assert task.target_z_m[0] - 0.03 > task.tolerance_m + 0.1
 
 
-def test_panda_ends_where_the_cube_is_out_of_reach() -> None:
+def test_panda_ends_if_the_cube_is_out_of_reach() -> None:
     task, target = picking(), [0.6, 0.0, 0.33]
     assert not bool(task.terminated(pick([0.9, 0.0, 0.03], target, target)))
     assert bool(task.terminated(pick([0.9, 0.6, 0.03], target, target)))
@@ -253,7 +251,7 @@ def test_panda_actions_move_the_position_targets() -> None:
     assert float(task.control(s, action)[0, 0]) == pytest.approx(2.8973)  # the joint's limit
 
 
-def test_panda_episodes_begin_in_their_ranges_and_differ() -> None:
+def test_panda_initial_states_are_in_range_and_differ() -> None:
     env, other = (
         make("PandaPickCube", 200),
         make("PandaPickCube", 200, seeds=list(range(1000, 1200))),
@@ -287,7 +285,7 @@ def test_panda_cannot_reach_through_the_floor() -> None:
     assert float(env.s["site_xpos"][0, :, 2].min()) > -0.01
 
 
-def test_panda_holds_still_without_actions() -> None:
+def test_panda_is_still_without_actions() -> None:
     env = make("PandaPickCube")
     env.reset()
     start = env.s["qpos"].clone()
@@ -315,7 +313,7 @@ def walking() -> Go1Joystick:
     return dog
 
 
-def test_go1_frames_are_mujocos() -> None:
+def test_go1_frames_equal_mujocos() -> None:
     rng = np.random.default_rng(0)
     quat, v = rng.normal(size=(5, 4)), rng.normal(size=(5, 18))
     quat /= np.linalg.norm(quat, axis=1, keepdims=True)
@@ -402,7 +400,7 @@ def test_go1_reward_by_hand() -> None:
     assert float(dog.reward(s, s, nothing)) == 0.0  # never below
 
 
-def test_go1_steps_in_the_air_pay_and_slipping_feet_cost() -> None:
+def test_go1_rewards_air_time_and_penalises_slip() -> None:
     dog = walking()
     before, s = walk([1.0, 0.0, 0.0], dog), walk([1.0, 0.0, 0.0], dog)
     nothing = torch.zeros(1, 12, dtype=torch.float64)
@@ -421,7 +419,7 @@ def test_go1_steps_in_the_air_pay_and_slipping_feet_cost() -> None:
     assert float(dog.terms(before, s, nothing)["air"]) == 0.0
 
 
-def test_go1_commands_change_in_the_episode_and_keep_their_ranges() -> None:
+def test_go1_commands_change_within_their_ranges() -> None:
     dog = walking()
     commands = dog.command(draws(4000, 38))
     still = (commands == 0).all(1)
@@ -448,7 +446,7 @@ def test_go1_commands_change_in_the_episode_and_keep_their_ranges() -> None:
     assert 2 <= int(seen.sum()) <= 25  # of 64 · 40 · 0.004 = 10
 
 
-def test_go1_success_is_small_mean_errors_over_a_whole_episode() -> None:
+def test_go1_success_is_small_mean_errors_over_an_episode() -> None:
     dog = walking()
     s = walk([0.0, 0.0, 0.0], dog)
     for steps, error, good in (
@@ -466,7 +464,7 @@ def test_go1_success_is_small_mean_errors_over_a_whole_episode() -> None:
     assert after["error"][0].tolist() == pytest.approx([1.0, 0.5]) and float(after["steps"]) == 1
 
 
-def test_go1_ends_where_it_falls() -> None:
+def test_go1_ends_after_a_fall() -> None:
     dog = walking()
     s = walk([0.0, 0.0, 0.0], dog)
     assert not bool(dog.terminated(s))
@@ -478,7 +476,7 @@ def test_go1_ends_where_it_falls() -> None:
     assert bool(dog.terminated(s))
 
 
-def test_go1_without_actions_stands_for_a_whole_episode() -> None:
+def test_go1_without_actions_stands_for_an_episode() -> None:
     env = make("Go1Joystick", 4)
     env.reset()
     for k in range(500):

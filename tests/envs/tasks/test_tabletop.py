@@ -78,7 +78,7 @@ def test_splits_share_no_combination_and_no_sentence() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_word_of_a_family_is_trained_in_other_company(name: str) -> None:
+def test_every_word_of_a_family_is_trained(name: str) -> None:
     every, kept = combinations(name), [c for c in combinations(name) if held_out(c)]
     assert 0.2 < len(kept) / len(every) < 0.4
     trained = [c for c in every if not held_out(c)]
@@ -103,7 +103,7 @@ def test_every_colour_zone_and_direction_is_trained() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_sentence_names_what_the_episode_is_about(split: str) -> None:
+def test_sentence_names_the_arguments_of_the_combination(split: str) -> None:
     task = bound(split=split)
     s = beginnings(task, 3000)
     for kind, sentence, combination in zip(
@@ -111,9 +111,9 @@ def test_a_sentence_names_what_the_episode_is_about(split: str) -> None:
     ):
         c, text = task.combinations[combination], task.instructions[sentence]
         assert task.names[kind] == c.family
-        said = [word for word in text.split() if word in (*COLOURS, *DIRECTIONS)]
-        assert set(said) == set(c.words().values())
-        assert said == list(c.words().values()) or c.family in (
+        arguments = [word for word in text.split() if word in (*COLOURS, *DIRECTIONS)]
+        assert set(arguments) == set(c.words().values())
+        assert arguments == list(c.words().values()) or c.family in (
             "clear",
             "sort",
         )  # a before b before z
@@ -122,7 +122,7 @@ def test_a_sentence_names_what_the_episode_is_about(split: str) -> None:
     )
 
 
-def test_refusals_name_the_choices() -> None:
+def test_invalid_arguments_name_the_choices() -> None:
     with pytest.raises(EnvError, match="'stak', which is unknown; did you mean stack"):
         Tabletop(families=["reach", "stak"])
     with pytest.raises(EnvError, match="'reach' more than once"):
@@ -141,7 +141,7 @@ def test_refusals_name_the_choices() -> None:
 
 
 # --------------------------------------------------------------------------------------- beginnings
-def test_episodes_begin_apart_and_undone() -> None:
+def test_episodes_start_without_overlap_and_without_success() -> None:
     task = bound()
     s = beginnings(task, 20000)
     assert not task.success(s).any()
@@ -157,7 +157,7 @@ def test_episodes_begin_apart_and_undone() -> None:
     assert s["qpos"][:, 2].min() > 0.1  # the hand is above everything
 
 
-def test_stacks_and_neighbours_begin_as_their_sentences_say() -> None:
+def test_stacks_and_neighbours_start_as_their_family_demands() -> None:
     task = bound(families=["unstack", "separate"])
     s = beginnings(task, 500)
     rows = torch.arange(500)
@@ -175,7 +175,7 @@ def test_stacks_and_neighbours_begin_as_their_sentences_say() -> None:
     )
 
 
-def test_goals_lie_where_the_sentences_say() -> None:
+def test_goals_are_at_the_positions_in_the_sentences() -> None:
     task = bound()
     s = beginnings(task, 3000)
     goal = s["spot"][:, 0]  # of A, where it does not follow B
@@ -192,7 +192,7 @@ def test_goals_lie_where_the_sentences_say() -> None:
             torch.testing.assert_close(goal[here][:, :2], a[:, :2] + SLIDE_DISTANCE * way)
 
 
-def test_float32_begins_like_float64() -> None:
+def test_float32_initial_states_equal_float64() -> None:
     one, two = (beginnings(bound(dtype), 500, dtype) for dtype in (torch.float32, torch.float64))
     for key, x in one.items():
         assert x.dtype == (
@@ -214,7 +214,7 @@ def lay(task: Tabletop, s: dict[str, Tensor], letter: str, xyz: Tensor) -> None:
     blocks(s)[0, getattr(task.combinations[int(s["combination"])], letter)] = xyz
 
 
-def test_put_wants_the_block_down_at_rest_and_released() -> None:
+def test_put_requires_the_block_down_at_rest_and_released() -> None:
     task, s = one("put")
     place = s["spot"][0, 0].clone()
     lay(task, s, "a", place)
@@ -232,7 +232,7 @@ def test_put_wants_the_block_down_at_rest_and_released() -> None:
     assert not task.success(s)
 
 
-def test_stack_wants_the_block_on_the_other() -> None:
+def test_stack_requires_the_block_on_the_other() -> None:
     task, s = one("stack")
     b = blocks(s)[0, task.combinations[int(s["combination"])].b].clone()
     lay(task, s, "a", b + torch.tensor([0, 0.01, 2 * HALF_EDGE]))
@@ -243,7 +243,7 @@ def test_stack_wants_the_block_on_the_other() -> None:
     assert not task.success(s)
 
 
-def test_slide_counts_the_direction_asked_for() -> None:
+def test_slide_counts_the_displacement_along_its_direction() -> None:
     task, s = one("slide")
     c = task.combinations[int(s["combination"])]
     a, way = blocks(s)[0, c.a].clone(), torch.tensor([*DIRECTION_VECTORS[c.d], 0.0])
@@ -270,7 +270,7 @@ def test_reward_is_progress_and_success() -> None:
     )
 
 
-def test_pushing_earns_by_being_behind_the_block() -> None:
+def test_push_reward_is_largest_behind_the_block() -> None:
     """By hand: near(gap, lateral, height) with the gap counted from the band PUSH_RANGE."""
     task, s = one("push")
     way = task.displacements(s["qpos"], s["combination"], s["spot"])
@@ -307,7 +307,7 @@ def test_targets_follow_the_gripper_within_the_workspace() -> None:
 
 
 # ------------------------------------------------------------------------------------ in the engine
-def test_the_expert_can_do_every_family() -> None:
+def test_expert_succeeds_in_every_family() -> None:
     n = 40 * len(ALL)
     env = make(n)
     expert, kind = Expert(env.task), env.s["kind"].clone()  # pyright: ignore[reportArgumentType]
@@ -330,7 +330,7 @@ def test_the_expert_can_do_every_family() -> None:
     env.close()
 
 
-def test_chance_rarely_succeeds() -> None:
+def test_random_actions_rarely_succeed() -> None:
     env = make(64)
     env.reset()
     generator = torch.Generator().manual_seed(0)
@@ -374,7 +374,7 @@ def test_observations() -> None:
     few.close()
 
 
-def test_the_camera_sees_every_block_and_zone() -> None:
+def test_every_block_and_zone_is_visible() -> None:
     env = make(6, kwargs={"obs": "language"}, cameras=["front"], image_size=(64, 64))
     obs = env.reset()
     assert isinstance(obs, dict) and obs["front"].shape == (6, 3, 64, 64)
@@ -392,7 +392,7 @@ def test_the_camera_sees_every_block_and_zone() -> None:
     env.close()
 
 
-def test_randomised_worlds_hold_together() -> None:
+def test_randomised_worlds_are_stable() -> None:
     env = make(16, randomize=True)
     env.reset()
     generator = torch.Generator().manual_seed(0)
