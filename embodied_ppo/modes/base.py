@@ -35,9 +35,7 @@ from embodied_ppo.training.run_directory import versions
 from embodied_ppo.training.system import Records, RunSystem
 
 MemoryNeeds = dict[str, dict[str, int]]
-"""Group of a plan -> purpose of memory (weights, gradients, ...) -> bytes of one process at its
-peak.
-"""
+"""Group of a plan -> purpose of memory (weights, gradients, ..) -> peak bytes of one process."""
 Evaluator = Callable[[Path, ProgressCallback], dict[str, Any]]
 """Evaluates a checkpoint and writes the report into a folder.
 

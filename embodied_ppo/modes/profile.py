@@ -1,6 +1,4 @@
-"""Timing of this machine that both modes need: repeated calls, messages, memory copies, parallel
-cores.
-"""
+"""Time this machine for both modes: repeated calls, messages, memory copies, parallel cores."""
 
 from __future__ import annotations
 
@@ -10,13 +8,15 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from embodied_ppo.placement import cost_model, memory_estimate
 from embodied_ppo.placement.channels import Exchange, Message, connect
+
+T = TypeVar("T")
 
 MAX_SIZES = 3
 """Largest number of batch sizes that a line of costs is fitted to."""
@@ -44,6 +44,13 @@ def select_sizes(sizes: Sequence[int]) -> list[int]:
 def trainable_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's float32 gradients."""
     return sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def timed(call: Callable[[], T]) -> tuple[T, tuple[float, float]]:
+    """Return the result of a call, and its wall-clock and CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    return result, (time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def fastest(call: Callable[[], tuple[float, ...]]) -> list[float]:
@@ -98,17 +105,11 @@ def time_messages(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]
 
 
 def time_copy(device: torch.device) -> float:
-    """Return the seconds of copying one byte of host memory to the device (CPU: to other host
-    memory).
-    """
+    """Return the seconds of copying one byte of host memory to the device, or to the host."""
     x = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def copy() -> tuple[float]:
-        start = time.perf_counter()
-        x.to(device, copy=True)[-1].item()  # item() waits for the copy
-        return (time.perf_counter() - start,)
-
-    return fastest(copy)[0] / BUFFER_BYTES
+    # item() waits for the copy.
+    return fastest(lambda: timed(lambda: x.to(device, copy=True)[-1].item())[1])[0] / BUFFER_BYTES
 
 
 def parallel_cores() -> float:
@@ -122,19 +123,17 @@ def parallel_cores() -> float:
         for _ in range(100):
             torch.mm(x, x)
 
-    def timed(workers: int) -> Callable[[], tuple[float]]:
-        def call() -> tuple[float]:
-            pool = [threading.Thread(target=work) for _ in range(workers)]
-            start = time.perf_counter()
-            for thread in pool:
-                thread.start()
-            for thread in pool:
-                thread.join()
-            return (time.perf_counter() - start,)
-
-        return call
+    def run_threads(workers: int) -> None:
+        pool = [threading.Thread(target=work) for _ in range(workers)]
+        for thread in pool:
+            thread.start()
+        for thread in pool:
+            thread.join()
 
     try:
-        return min(count, max(1.0, count * fastest(timed(1))[0] / fastest(timed(count))[0]))
+        one, all_cores = (
+            fastest(lambda n=n: timed(lambda: run_threads(n))[1])[0] for n in (1, count)
+        )
+        return min(count, max(1.0, count * one / all_cores))
     finally:
         torch.set_num_threads(threads)

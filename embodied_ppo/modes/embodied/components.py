@@ -41,7 +41,7 @@ from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.modes import base
-from embodied_ppo.modes.base import RunRequest, TaskFiles, TrainedRun, WriteReport, Written
+from embodied_ppo.modes.base import RunRequest, TaskFiles, TrainedRun, Written
 from embodied_ppo.placement.remote_envs import EnvDescription
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
@@ -363,28 +363,6 @@ def measure(
         temperature=None if e.deterministic else sampling_temperature(policy, e.temperature),
         on_episode=on_episode,
     )
-
-
-def writer(request: RunRequest, policy: AnyPolicy) -> WriteReport:
-    """Return the function that writes the report of an evaluation of ``policy``."""
-    e = request.config.evaluation
-
-    def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> Written:
-        return write_report(
-            replace(request.config, env=evaluation_env(request.config)),
-            result,
-            policy=policy,
-            source=source,
-            run_dir=request.run_dir,
-            out=out,
-            task=request.task,
-            video_episodes=e.video_episodes,
-            video_steps=e.video_steps,
-            video_size=e.video_size,
-            notice=request.notice,
-        )
-
-    return write
 
 
 def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:

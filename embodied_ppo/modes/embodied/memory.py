@@ -1,6 +1,4 @@
-"""Memory that the processes of a robot policy's run will need, estimated on the CPU before the run
-is built.
-"""
+"""Estimate the memory of a robot policy's run on the CPU, before the run is built."""
 
 from __future__ import annotations
 
@@ -58,9 +56,8 @@ class EmbodiedMemoryEstimator:
             need: dict[str, int] = dict.fromkeys(vars(update), 0)
             if "rollout" in group.roles:
                 need.update(weights=weights, experience=experience, activations=peak)
-            if (
-                "actor" in group.roles
-            ):  # rolling out and updating follow each other: the larger one counts
+            # Rollout and update follow one another, so the larger one counts.
+            if "actor" in group.roles:
                 need = {purpose: max(need[purpose], size) for purpose, size in vars(update).items()}
             needs[group.name] = need
         return needs
@@ -75,9 +72,7 @@ class EmbodiedMemoryEstimator:
         return replace(algorithm, micro_batch_size=size)
 
     def _acting(self, parts: int) -> tuple[int, Trajectory]:
-        """Return the peak bytes of acting in one of ``parts`` equal parts of the environments, and
-        its trajectory.
-        """
+        """Return the peak bytes and the trajectory of one of ``parts`` equal rollouts."""
         if parts not in self._acting_by_parts:
             rows = self.config.env.num_envs // parts
             spec = self.spaces.obs_spec
@@ -90,7 +85,7 @@ class EmbodiedMemoryEstimator:
         return peak, memory_estimate.experience(obs, decision, self.config.algorithm.horizon)
 
     def _updating(self, learners: int, micro: int | None) -> memory_estimate.Memory:
-        """Return the memory of an update in one of so many learners."""
+        """Return the memory of an update in one of ``learners`` processes."""
         key = (learners, micro)
         if key not in self._updating_by_learners:
             a, num_envs = self.config.algorithm, self.config.env.num_envs

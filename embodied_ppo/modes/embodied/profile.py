@@ -1,6 +1,4 @@
-"""Time the roles of a robot policy's run on this machine: the code of the run itself, with several
-batch sizes.
-"""
+"""Time the roles of a robot policy's run on this machine, with several batch sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +27,7 @@ from embodied_ppo.modes.profile import (
     select_sizes,
     time_copy,
     time_messages,
+    timed,
     trainable_bytes,
 )
 from embodied_ppo.placement import cost_model, memory_estimate
@@ -90,9 +90,7 @@ def profile(
 
 
 def _divisors(plan: placement.Plan | None) -> set[int]:
-    """Return the numbers of parts that a placement cuts the environments into to simulate, act and
-    learn.
-    """
+    """Return the numbers of shares of the environments in a placement, over all roles."""
     if plan is None:
         return {1}
     e, r, a = (plan.processes(role) for role in ("env", "rollout", "actor"))
@@ -100,13 +98,13 @@ def _divisors(plan: placement.Plan | None) -> set[int]:
 
 
 def _divides(a: AlgorithmConfig, divisor: int) -> bool:
-    """Return whether a minibatch can be cut into so many equal parts."""
+    """Return whether minibatches can be divided into ``divisor`` equal shares."""
     unit = a.horizon if a.minibatch_unit == "column" else 1
     return not a.global_batch_size % (divisor * unit)
 
 
 class _Probe:
-    """One part of a run's environments with its policy, in this process; adds to ``timings``."""
+    """A share of a run's environments with its policy; its measurements go to ``timings``."""
 
     def __init__(
         self,
@@ -172,13 +170,8 @@ class _Probe:
     def time_update(self, on: bool) -> None:
         """Time updates from the trajectory that was collected last."""
         learner = components.make_learner(self.request, self.policy, self._compile_schedule(on))
-
-        def update() -> tuple[float, ...]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            learner.update(self.trajectory, update=self.update)
-            return time.perf_counter() - wall, time.process_time() - cpu
-
-        wall, cpu = fastest(update)
+        update = partial(learner.update, self.trajectory, update=self.update)
+        wall, cpu = fastest(lambda: timed(update)[1])
         self._add("learn", on, wall, cpu)
 
     def messages(self) -> tuple[Tensor, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from embodied_ppo.config.batch_sizes import steps_per_update
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import VectorEnv
 from embodied_ppo.evaluation.episodes import EvaluationResult
-from embodied_ppo.modes.base import TURNS, RunRequest, WriteReport, Written, compile_schedule
+from embodied_ppo.modes.base import TURNS, RunRequest, Written, compile_schedule
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
@@ -110,25 +111,46 @@ def build_worker(
             policy,
             partial(_simulators, request, spec, "evaluate"),
         ),
-        write_report=(
-            _sharded_writer(request, spaces)
-            if learners.sharded
-            else components.writer(request, policy)
+        write_report=partial(
+            _write_report,
+            request,
+            # No process has all weights of a sharded policy: those of the checkpoint are loaded.
+            EnvDescription(spaces, torch.device("cpu")) if learners.sharded else policy,
         ),
         env_description=spaces,
     )
     return worker, facts
 
 
-def _sharded_writer(request: RunRequest, spaces: Mapping[str, Any]) -> WriteReport:
-    """Return ``components.writer`` with the checkpoint's weights, as no process has all of them."""
+def _write_report(
+    request: RunRequest,
+    policy: components.AnyPolicy | EnvDescription,
+    result: EvaluationResult,
+    source: checkpoint.Checkpoint,
+    out: Path,
+) -> Written:
+    """Write the report of an evaluation.
 
-    def write(result: EvaluationResult, source: checkpoint.Checkpoint, out: Path) -> Written:
-        policy = components.make_policy(request.config, EnvDescription(spaces, torch.device("cpu")))
+    Args:
+        policy: Acts in the video; a description of the simulators: load it from ``source``.
+    """
+    config, e = request.config, request.config.evaluation
+    if isinstance(policy, EnvDescription):
+        policy = components.make_policy(config, policy)
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
-        return components.writer(request, policy)(result, source, out)
-
-    return write
+    return components.write_report(
+        replace(config, env=components.evaluation_env(config)),
+        result,
+        policy=policy,
+        source=source,
+        run_dir=request.run_dir,
+        out=out,
+        task=request.task,
+        video_episodes=e.video_episodes,
+        video_steps=e.video_steps,
+        video_size=e.video_size,
+        notice=request.notice,
+    )
 
 
 def _local_simulators(request: RunRequest, kind: str, seeds: list[int]) -> VectorEnv:

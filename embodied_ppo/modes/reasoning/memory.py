@@ -1,6 +1,4 @@
-"""Memory that the processes of a language model's run will need, estimated on the CPU before the
-run is built.
-"""
+"""Estimate the memory of a language model's run on the CPU, before the run is built."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ PURPOSES: tuple[str, ...] = (
     "cache",
     "activations",
 )
-"""What the memory of a process is for."""
+"""Purposes of the memory of a process."""
 
 
 class ReasoningMemoryEstimator:
@@ -67,7 +65,9 @@ class ReasoningMemoryEstimator:
             for role, model in models.items():
                 if role not in group.roles:
                     continue
-                for purpose, size in self._held(role, model, learners, shard, rolls_out).items():
+                for purpose, size in self._trained_bytes(
+                    role, model, learners, shard, rolls_out
+                ).items():
                     need[purpose] += size
                 step = self._step(
                     role, model, learners, micro or self.micro_batch_size or sequences
@@ -82,19 +82,20 @@ class ReasoningMemoryEstimator:
             needs[group.name] = need
         return needs
 
-    def _held(
+    def _trained_bytes(
         self, role: str, model: Any, learners: int, shard: bool, rolls_out: bool
     ) -> dict[str, int]:
-        """Return the bytes of a trained model and its optimiser, without the actor's weights if not
-        sharded.
+        """Return the bytes of a trained model and its optimiser.
+
+        The weights of an actor that is not sharded are not included.
         """
         if shard:
             return memory_estimate.sharded(model, learners, acts=role == "actor" and rolls_out)
         size = memory_estimate.nbytes([p for p in model.parameters() if p.requires_grad])
-        held = {"gradients": size, "optimiser": 2 * size}
+        sizes = {"gradients": size, "optimiser": 2 * size}
         if role == "critic":
-            held["weights"] = memory_estimate.nbytes([*model.parameters(), *model.buffers()])
-        return held
+            sizes["weights"] = memory_estimate.nbytes([*model.parameters(), *model.buffers()])
+        return sizes
 
     def _step(self, role: str, model: Any, learners: int, limit: int) -> int:
         """Return the bytes of one forward and backward pass of at most ``limit`` responses."""

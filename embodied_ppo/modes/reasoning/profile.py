@@ -1,12 +1,9 @@
-"""Time the roles of a language model's run on this machine: the code of the run itself, with
-several batch sizes.
-"""
+"""Time the roles of a language model's run on this machine, with several batch sizes."""
 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -34,6 +31,7 @@ from embodied_ppo.modes.profile import (
     select_sizes,
     time_copy,
     time_messages,
+    timed,
     trainable_bytes,
 )
 from embodied_ppo.modes.reasoning import components
@@ -92,7 +90,7 @@ def profile(request: RunRequest, update: int, plans: Sequence[placement.Plan | N
 
 
 def _divisors(plan: placement.Plan | None) -> set[int]:
-    """Return the numbers of parts that a placement cuts the responses into."""
+    """Return the numbers of shares of the responses in a placement, over all roles."""
     if plan is None:
         return {1}
     return {plan.processes(role) for role in placement.ROLES["reasoning"] if plan.has(role)}
@@ -122,9 +120,7 @@ class _Probe:
         self.experience_bytes = 0
 
     def times(self, divisor: int, update: int) -> dict[str, list[float]]:
-        """Return for each role the wall-clock and CPU seconds of one of ``divisor`` processes for
-        its share.
-        """
+        """Return role -> wall-clock and CPU seconds of one of ``divisor`` processes."""
         request = replace(self.request, config=_share(self.request.config, divisor))
         rollout = components.make_rollout(
             self.request, self.m, self.engine, self.graders, 0, divisor
@@ -133,7 +129,7 @@ class _Probe:
 
         def collect() -> tuple[float, ...]:
             before = rollout.grade_s, rollout.cpu_s["grade"]
-            self.trajectory, (wall, cpu) = _timed(
+            self.trajectory, (wall, cpu) = timed(
                 lambda: rollout.collect(horizon, update=update, version=0)[0]
             )
             graded, graded_cpu = rollout.grade_s - before[0], rollout.cpu_s["grade"] - before[1]
@@ -145,12 +141,11 @@ class _Probe:
         times = {"generate": [generate, generate_cpu], "grade": [grade, grade_cpu]}
         obs, mask = t.obs, t.mask
         full = full_kl(request.config.algorithm)
-        if (
-            self.reference is not None and not full
-        ):  # the full KL divergence is computed by the actor's process
+        # The actor's process computes the full KL divergence.
+        if self.reference is not None and not full:
             view = self.reference.view
             times["view"] = fastest(
-                lambda: _timed(lambda: view(obs, mask, t.action, hidden=False))[1]
+                lambda: timed(lambda: view(obs, mask, t.action, hidden=False))[1]
             )
         if self.critic is not None:
             values = components.make_critic_learner(request, self.critic)
@@ -160,33 +155,24 @@ class _Probe:
                 values.begin(obs, mask, value, value + 1.0, update)
                 return values.end()
 
-            times["values"] = fastest(lambda: _timed(lambda: values.values(obs, mask))[1])
-            times["teach"] = fastest(lambda: _timed(teach)[1])
+            times["values"] = fastest(lambda: timed(lambda: values.values(obs, mask))[1])
+            times["teach"] = fastest(lambda: timed(teach)[1])
             values.close()
         free = _FreeModels(t.log_prob)
         critic, reference = None if self.critic is None else free, self.reference if full else free
         learner = components.make_learner(request, self.m.policy, critic, reference=reference)
-        times["learn"] = fastest(lambda: _timed(lambda: learner.update(t, update=update))[1])
+        times["learn"] = fastest(lambda: timed(lambda: learner.update(t, update=update))[1])
         learner.close()
         return times
 
 
 def _share(config: Config, divisor: int) -> Config:
-    """Return the options of one of ``divisor`` processes: its share of the prompts of each
-    optimiser step.
-    """
+    """Return the options of one of ``divisor`` processes: its share of all prompts."""
     a, c = config.algorithm, config.critic
     batch = max(1, a.global_batch_size // divisor)
     critic_batch = None if c.global_batch_size is None else max(1, c.global_batch_size // divisor)
     share = replace(a, rollout_batch_size=a.rollout_batch_size // divisor, global_batch_size=batch)
     return replace(config, algorithm=share, critic=replace(c, global_batch_size=critic_batch))
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """Return the result of a call, and its wall-clock and CPU seconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = call()
-    return result, (time.perf_counter() - wall, time.process_time() - cpu)
 
 
 class _FreeModels:

@@ -119,9 +119,7 @@ def build_worker(
 def _critic(
     request: RunRequest, spec: WorkerSpec, m: components.Inputs
 ) -> tuple[Critic | None, LocalCritic | None]:
-    """Return the critic that the actor of this process calls, and the one that is in this
-    process.
-    """
+    """Return the critic that the actor here calls, and the critic of this process."""
     config, device = request.config, request.device
     if "critic" in spec.roles:
         critic = components.make_critic(config, m.policy, device)
