@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     output.print_aliases(loaded, args)
     if loaded.missing and not args.quiet:
         names = ", ".join(sorted(loaded.missing))
-        print(f"yours to write, and until then nothing is checked: {names}", file=sys.stderr)
+        print(f"without a value, so nothing is checked: {names}", file=sys.stderr)
     if args.json:
         print(output.as_json(rows))
     else:

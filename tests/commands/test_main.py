@@ -1,6 +1,4 @@
-"""The console command: one line per refusal and nothing written; who set what; sweeps; exit
-codes.
-"""
+"""Tests of the console command: refusals, composition of options, sweeps, exit codes."""
 
 from __future__ import annotations
 
@@ -42,12 +40,12 @@ TINY = [
 
 
 GSM8K = ["actor.model.path", "data.eval", "data.train"]
-"""What experiment=gsm8k_qwen2_5_0_5b leaves to its user."""
+"""Options of experiment=gsm8k_qwen2_5_0_5b that the user must set."""
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test runs in an empty folder of its own."""
+    """Run every test in its own empty folder."""
     folder = tmp_path / "cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -55,8 +53,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    """A user's own configs: a primary config, an experiment and a group."""
+def user_configs(tmp_path: Path) -> Path:
+    """Write configs of a user: primary configs, experiments and groups; return the folder."""
     files = {
         "mine.yaml": (
             "defaults:\n  - train\n  - override experiment: hopper\n  - _self_\nalgorithm:\n "
@@ -87,12 +85,12 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-def written() -> list[str]:
+def files_in_cwd() -> list[str]:
     return sorted(str(p) for p in Path.cwd().rglob("*"))
 
 
 def config(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, dict[str, Any]]:
-    """``embodied-ppo config --json``."""
+    """Return the output of ``embodied-ppo config --json``."""
     code = main.main(["config", "--json", *map(str, argv)])
     out = capsys.readouterr()
     assert code == 0, out.err
@@ -104,9 +102,7 @@ def values(rows: dict[str, dict[str, Any]], *paths: str) -> list[Any]:
 
 
 def cpu_of_children() -> float:
-    """Seconds of processor time; on a shared machine a clock on the wall tells about the
-    neighbours.
-    """
+    """Return the CPU seconds of child processes; wall time depends on the machine's load."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -532,15 +528,15 @@ REFUSALS = [
 ]
 
 
-def test_a_number_of_thousands_of_digits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_with_thousands_of_digits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["config", "seed=" + "9" * 5000]) == 2
     assert "is not understood (Exceeds the limit (4300 digits)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("line", "parts"), REFUSALS, ids=[line or "(nothing)" for line, _ in REFUSALS]
+    ("line", "parts"), REFUSALS, ids=[line or "(no arguments)" for line, _ in REFUSALS]
 )
-def test_one_line_and_nothing_written(
+def test_refusal_is_one_line_and_writes_nothing(
     line: str, parts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main.main(line.split(" ") if line else [])
@@ -550,13 +546,13 @@ def test_one_line_and_nothing_written(
     assert len(out.err) <= LONGEST_LINE + 1, out.err
     for part in parts.split(" .. "):
         assert part in out.err
-    assert written() == []
+    assert files_in_cwd() == []
 
 
 @pytest.mark.parametrize(
     "option", ["model.rnn_type", "env.robot", "algorithm.whatever", "optimizer"]
 )
-def test_no_suggestion_where_nothing_is_near(
+def test_unknown_option_without_a_similar_name_has_no_suggestion(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["config", f"{option}=x"]) == 2
@@ -575,133 +571,108 @@ def test_no_suggestion_where_nothing_is_near(
         ("min", "did you mean mine?"),
     ],
 )
-def test_a_users_own_config_is_refused_in_one_line(
-    name: str, parts: str, mine: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_user_config_is_refused(
+    name: str, parts: str, user_configs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["train", "--config-dir", str(mine), "--config-name", name]) == 2
+    assert main.main(["train", "--config-dir", str(user_configs), "--config-name", name]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1, err
     for part in parts.split(" .. "):
         assert part in err
-    assert written() == []
+    assert files_in_cwd() == []
 
 
-def test_a_current_folder_that_is_gone(
+def test_deleted_working_directory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("gone").mkdir()
-    here = Path.cwd()
-    monkeypatch.chdir("gone")
-    (here / "gone").rmdir()
+    Path("deleted").mkdir()
+    parent = Path.cwd()
+    monkeypatch.chdir("deleted")
+    (parent / "deleted").rmdir()
     try:
         assert main.main(["train", "experiment=cartpole"]) == 2
     finally:
-        os.chdir(here)
-    assert (
-        capsys.readouterr().err
-        == "error: the current folder has been deleted; change to an existing one\n"
-    )
+        os.chdir(parent)
+    message = "error: the current folder has been deleted; change to an existing one\n"
+    assert capsys.readouterr().err == message
 
 
-def test_refusals_of_a_real_process() -> None:
+def test_refusals_of_a_process() -> None:
     for line, part in (
         ("train algorithm.gama=0.9", "algorithm.gamma"),
         ("trian", "did you mean train?"),
     ):
         before = cpu_of_children()
-        done = subprocess.run(command(*line.split()), capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert (
-            done.stderr.startswith("error: ")
-            and done.stderr.count("\n") == 1
-            and part in done.stderr
-        )
+        process = subprocess.run(command(*line.split()), capture_output=True, text=True, timeout=60)
+        assert (process.returncode, process.stdout) == (2, "")
+        assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
+        assert part in process.stderr
         assert cpu_of_children() - before < 2, "seconds of processor time"
-    assert written() == []
+    assert files_in_cwd() == []
 
 
 # --------------------------------------------------------------------------------------------- plan
-def test_a_plan_is_told_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "experiment=bench_wide", "compile=auto", "placement=pipelined"]
-    words += ["cluster.devices_per_node=2", "device=cpu"]
-    assert main.main(words) == 0
-    told = capsys.readouterr().out
-    assert (
-        "cpu 1   0     -       rank 0   rank 1" in told
-        and "weights travel by                      ipc (1)" in told
-    )
-    assert main.main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["facts"]["samples of an actor process in a step"] == 512
-    assert told["facts"]["takes turns"][-1] == "actor with env and rollout"
-    assert told["memory"][0] == ["one process needs", "env", "rollout", "actor"]
-    rows = {row[0]: row[1:] for row in told["memory"]}
-    assert (
-        rows["weights"][0] == "0 MB"
-        and rows["weights"][1] == rows["weights"][2] == rows["gradients"][2]
-    )
+def test_plan_of_a_robot_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "experiment=bench_wide", "compile=auto", "placement=pipelined"]
+    arguments += ["cluster.devices_per_node=2", "device=cpu"]
+    assert main.main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "cpu 1   0     -       rank 0   rank 1" in table
+    assert "weights travel by                      ipc (1)" in table
+    assert main.main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["facts"]["samples of an actor process in a step"] == 512
+    assert plan["facts"]["takes turns"][-1] == "actor with env and rollout"
+    assert plan["memory"][0] == ["one process needs", "env", "rollout", "actor"]
+    rows = {row[0]: row[1:] for row in plan["memory"]}
+    assert rows["weights"][0] == "0 MB"
+    assert rows["weights"][1] == rows["weights"][2] == rows["gradients"][2]
     assert rows["gradients"][1] == rows["optimiser"][1] == "0 MB"
-    assert written() == []
-    words[-1] = "cluster.device_memory_gb=0.001"
-    assert main.main(words) == 2
+    assert files_in_cwd() == []
+    arguments[-1] = "cluster.device_memory_gb=0.001"
+    assert main.main(arguments) == 2
     assert "lower algorithm.micro_batch_size" in capsys.readouterr().err
 
 
-def test_a_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
-    where = (
+def test_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
+    # The dictionary is written in the syntax of JSON.
+    placement = (
         'cluster.component_placement={"rollout,reward": 0, "actor": 1, "critic": 1, "reference": 0}'
     )
-    words = ["plan", "--json", "experiment=arithmetic", "cluster.devices_per_node=2", "device=cpu"]
-    assert (
-        main.main([*words, where, "algorithm.use_kl_loss=true"]) == 0
-    )  # a dictionary as JSON has it
-    told = json.loads(capsys.readouterr().out)
-    assert told["memory"][0] == [
-        "one process needs",
-        "rollout,reward",
-        "actor",
-        "critic",
-        "reference",
-    ]
-    rows = {row[0]: row[1:] for row in told["memory"]}
+    plan_command = ["plan", "--json", "experiment=arithmetic"]
+    arguments = [*plan_command, "cluster.devices_per_node=2", "device=cpu"]
+    assert main.main([*arguments, placement, "algorithm.use_kl_loss=true"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    header = ["one process needs", "rollout,reward", "actor", "critic", "reference"]
+    assert plan["memory"][0] == header
+    rows = {row[0]: row[1:] for row in plan["memory"]}
     assert rows["gradients"][0] == rows["gradients"][3] == "0 MB" and rows["gradients"][1] != "0 MB"
     assert rows["cache"][0] != "0 MB" and rows["cache"][1:] == ["0 MB"] * 3
-    assert told["facts"]["takes turns"] == [
+    assert plan["facts"]["takes turns"] == [
         "rollout,reward with reference",
         "actor with critic",
         "critic with actor",
         "reference with rollout,reward",
     ]
-    assert (
-        told["weights"] == {"rollout rank 0": "broadcast"}
-        and told["facts"]["responses an update"] == 256
-    )
-    assert main.main([word for word in words if not word.startswith("cluster.")]) == 0
-    alone = json.loads(capsys.readouterr().out)
-    assert alone["memory"][0] == ["one process needs", "rollout,actor,critic,reward"]
-    assert main.main([*words, "placement=fused", "cluster.device_memory_gb=0.01"]) == 2
+    assert plan["weights"] == {"rollout rank 0": "broadcast"}
+    assert plan["facts"]["responses an update"] == 256
+    assert main.main([*plan_command, "device=cpu"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory"][0] == ["one process needs", "rollout,actor,critic,reward"]
+    assert main.main([*arguments, "placement=fused", "cluster.device_memory_gb=0.01"]) == 2
     assert "cache 1.31 MB" in capsys.readouterr().err
-    assert (
-        main.main(
-            ["plan", "--json", *words[2:3], "algorithm.adv_type=grpo", "algorithm.group_size=4"]
-        )
-        == 0
-    )
-    assert (
-        json.loads(capsys.readouterr().out)["memory"][0][1] == "rollout,actor,reward"
-    )  # no critic
+    assert main.main([*plan_command, "algorithm.adv_type=grpo", "algorithm.group_size=4"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["memory"][0][1] == "rollout,actor,reward", "GRPO has no critic"
 
 
 # -------------------------------------------------------------------------------------- composition
-def test_defaults_come_from_config_py(capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=null")
-    assert {path for path, row in rows.items() if row["source"] != "config.py"} == {
-        "mode",
-        "placement",
-    }
-    assert set(rows) == {
-        path for path in strict.describe(Config) if readers.mode_of(path) != "reasoning"
-    }
+    composed = {path for path, row in rows.items() if row["source"] != "config.py"}
+    assert composed == {"mode", "placement"}
+    options = strict.describe(Config)
+    assert set(rows) == {path for path in options if readers.mode_of(path) != "reasoning"}
     assert rows["algorithm.gamma"] == {
         "value": 0.99,
         "default": 0.99,
@@ -712,40 +683,36 @@ def test_defaults_come_from_config_py(capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
-def test_quickstart_is_what_train_trains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_is_the_default_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     assert config(capsys) == config(capsys, "experiment=quickstart")
     rows = config(capsys)
     assert rows["env.id"]["source"] == "configs/experiment/quickstart.yaml"
     assert rows["name"]["value"] == "quickstart"
 
 
-def test_who_set_it(capsys: pytest.CaptureFixture[str], mine: Path) -> None:
+def test_source_of_each_option(capsys: pytest.CaptureFixture[str], user_configs: Path) -> None:
     rows = config(
-        capsys, "--config-dir", mine, "--config-name", "mine", "algorithm.lam=0.9", "seed=3"
+        capsys, "--config-dir", user_configs, "--config-name", "mine", "algorithm.lam=0.9", "seed=3"
     )
     sources = {path: row["source"] for path, row in rows.items()}
-    assert (
-        sources["env.id"] == "configs/experiment/hopper.yaml"
-        and rows["env.id"]["value"] == "Hopper-v4"
-    )
-    assert sources["algorithm.value_loss_coef"] == str(mine / "mine.yaml")
-    assert (
-        sources["algorithm.gae_lambda"] == "command line"
-        and rows["algorithm.gae_lambda"]["value"] == 0.9
-    )
+    assert sources["env.id"] == "configs/experiment/hopper.yaml"
+    assert rows["env.id"]["value"] == "Hopper-v4"
+    assert sources["algorithm.value_loss_coef"] == str(user_configs / "mine.yaml")
+    assert sources["algorithm.gae_lambda"] == "command line"
+    assert rows["algorithm.gae_lambda"]["value"] == 0.9
     assert sources["mode"] == "configs/mode/embodied.yaml"
     assert sources["algorithm.adam_eps"] == "config.py"
     assert sources["seed"] == "command line"
     assert rows["name"]["value"] == "hopper"
 
 
-def test_a_flag_beats_a_file_whatever_name_either_uses(
-    capsys: pytest.CaptureFixture[str], mine: Path
+def test_command_line_overrides_files_under_any_alias(
+    capsys: pytest.CaptureFixture[str], user_configs: Path
 ) -> None:
     rows = config(
         capsys,
         "--config-dir",
-        mine,
+        user_configs,
         "experiment=own",
         "algorithm.pg_clip=0.3",
         "algorithm.dual_clip_loss=true",
@@ -758,27 +725,30 @@ def test_a_flag_beats_a_file_whatever_name_either_uses(
     )
     assert values(rows, *paths) == [0.3, 0.3, 1.6, 0.9]
     rows = config(
-        capsys, "--config-dir", mine, "--config-name", "mine", "algorithm.value_loss_coef=2"
+        capsys, "--config-dir", user_configs, "--config-name", "mine", "algorithm.value_loss_coef=2"
     )
     assert rows["algorithm.value_loss_coef"]["value"] == 2.0
 
 
-def test_a_group_chosen_by_flag_beats_the_experiment(
-    capsys: pytest.CaptureFixture[str], mine: Path
+def test_group_on_the_command_line_overrides_the_experiment(
+    capsys: pytest.CaptureFixture[str], user_configs: Path
 ) -> None:
     paths = ("algorithm.lr", "algorithm.gamma")
-    assert values(config(capsys, "--config-dir", mine, "experiment=tuned"), *paths) == [2e-3, 0.95]
-    rows = config(capsys, "--config-dir", mine, "experiment=tuned", "algorithm=slow")
+    assert values(config(capsys, "--config-dir", user_configs, "experiment=tuned"), *paths) == [
+        2e-3,
+        0.95,
+    ]
+    rows = config(capsys, "--config-dir", user_configs, "experiment=tuned", "algorithm=slow")
     assert values(rows, *paths) == [1e-5, 0.97]
-    assert rows["algorithm.lr"]["source"] == str(mine / "algorithm" / "slow.yaml")
-    rows = config(capsys, "--config-dir", mine, "env=pole", "env.num_envs=16")
+    assert rows["algorithm.lr"]["source"] == str(user_configs / "algorithm" / "slow.yaml")
+    rows = config(capsys, "--config-dir", user_configs, "env=pole", "env.num_envs=16")
     assert values(rows, "env.id", "env.num_envs") == ["CartPole-v1", 16]
-    # order of the words does not matter
+    # The order of the arguments does not matter.
     flags = ["algorithm.lr=1e-4", "algorithm=slow", "experiment=tuned"]
-    assert config(capsys, "--config-dir", mine, *flags)["algorithm.lr"]["value"] == 1e-4
+    assert config(capsys, "--config-dir", user_configs, *flags)["algorithm.lr"]["value"] == 1e-4
 
 
-def test_values_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_all_types(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "env.kwargs.a=1",
         "env.kwargs.b=[x,2]",
@@ -788,31 +758,21 @@ def test_values_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(
         capsys, "experiment=null", *flags, "+seed=4", "++updates=2", "algorithm={gamma: 0.5}"
     )
-    assert values(
-        rows, "env.kwargs", "model.hidden", "run_dir", "seed", "updates", "algorithm.gamma"
-    ) == [
-        {"a": 1, "b": ["x", 2]},
-        [8, 4],
-        "runs/0.5-4",
-        4,
-        2,
-        0.5,
-    ]
+    paths = ("env.kwargs", "model.hidden", "run_dir", "seed", "updates", "algorithm.gamma")
+    assert values(rows, *paths) == [{"a": 1, "b": ["x", 2]}, [8, 4], "runs/0.5-4", 4, 2, 0.5]
 
 
-def test_deleting_goes_back_to_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        config(capsys, "experiment=cartpole", "~algorithm.gamma")["algorithm.gamma"]["source"]
-        == "config.py"
-    )
+def test_deletion_restores_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = config(capsys, "experiment=cartpole", "~algorithm.gamma")
+    assert rows["algorithm.gamma"]["source"] == "config.py"
     assert config(capsys, "~experiment")["env.id"]["source"] == "config.py"
 
 
-def test_steps_by_flag_are_not_lost_to_updates_of_a_file(
-    capsys: pytest.CaptureFixture[str], mine: Path
+def test_env_steps_conflict_with_updates_of_a_file(
+    capsys: pytest.CaptureFixture[str], user_configs: Path
 ) -> None:
-    (mine / "experiment" / "short.yaml").write_text("# @package _global_\nupdates: 3\n")
-    flags = ["--config-dir", str(mine), "experiment=short", "env_steps=100000"]
+    (user_configs / "experiment" / "short.yaml").write_text("# @package _global_\nupdates: 3\n")
+    flags = ["--config-dir", str(user_configs), "experiment=short", "env_steps=100000"]
     assert main.main(["config", *flags]) == 2
     assert "updates = 3" in (err := capsys.readouterr().err) and "add updates=null" in err
     assert config(capsys, *flags, "updates=null")["env_steps"]["value"] == 100000
@@ -820,43 +780,32 @@ def test_steps_by_flag_are_not_lost_to_updates_of_a_file(
 
 
 @pytest.mark.parametrize("name", [e["name"] for e in experiments(None)])
-def test_every_experiment_that_ships_is_valid(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    needs = (
-        ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"]
-        if name == "gsm8k_qwen2_5_0_5b"
-        else []
-    )
+def test_shipped_experiment_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    language = ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"]
+    required = language if name == "gsm8k_qwen2_5_0_5b" else []
     text = (shipped() / "experiment" / f"{name}.yaml").read_text()
-    needs += [
-        f"{s}.{x}=x"
-        for s, x in (("model", "checkpoint"), ("cloning", "dataset"))
-        if f"  {x}: ???" in text
-    ]
-    rows = config(capsys, f"experiment={name}", *needs)
+    for section, option in (("model", "checkpoint"), ("cloning", "dataset")):
+        if f"  {option}: ???" in text:
+            required.append(f"{section}.{option}=x")
+    rows = config(capsys, f"experiment={name}", *required)
     assert rows["name"]["value"] == name and rows["description"]["value"]
 
 
 def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main.main(["config", "experiment=cartpole", "algorithm.lam=0.9", "--only", "gae_lambda"])
-        == 0
-    )
+    arguments = ["experiment=cartpole", "algorithm.lam=0.9", "--only", "gae_lambda"]
+    assert main.main(["config", *arguments]) == 0
     out = capsys.readouterr()
-    assert (
-        out.out
-        == "algorithm\n  gae_lambda  0.9  command line  Decay of the advantage estimator's trace.\n"
-    )
+    row = "  gae_lambda  0.9  command line  Decay of the advantage estimator's trace.\n"
+    assert out.out == f"algorithm\n{row}"
     assert out.err == "algorithm.lam is read as algorithm.gae_lambda\n"
     for mode, other in (("embodied", "reasoning"), ("reasoning", "embodied")):
         assert main.main(["config", f"mode={mode}"]) == 0
-        everything = capsys.readouterr().out
-        assert "\x1b" not in everything
+        text = capsys.readouterr().out
+        assert "\x1b" not in text
         for path, option in strict.describe(Config).items():
             line = rf"^  {re.escape(path.rpartition('.')[2])} .*{re.escape(option.meaning[:30])}"
-            assert readers.mode_of(path) == other or re.search(line, everything, re.M), path
-    assert written() == []
+            assert readers.mode_of(path) == other or re.search(line, text, re.M), path
+    assert files_in_cwd() == []
 
 
 def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -870,23 +819,20 @@ def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_config_shows_what_is_yours_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_options_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["config", "--json", "experiment=gsm8k_qwen2_5_0_5b"]) == 0
     out, err = capsys.readouterr()
-    asked = {path: row["source"] for path, row in json.loads(out).items() if row["value"] == "???"}
-    assert asked == dict.fromkeys(GSM8K, "configs/experiment/gsm8k_qwen2_5_0_5b.yaml")
-    assert err == f"yours to write, and until then nothing is checked: {', '.join(GSM8K)}\n"
-    assert (
-        main.main(
-            ["config", "--json", "experiment=gsm8k_qwen2_5_0_5b", "actor.model.path=x", "seed=-1"]
-        )
-        == 2
-    )
+    rows = json.loads(out)
+    missing = {path: row["source"] for path, row in rows.items() if row["value"] == "???"}
+    assert missing == dict.fromkeys(GSM8K, "configs/experiment/gsm8k_qwen2_5_0_5b.yaml")
+    assert err == f"without a value, so nothing is checked: {', '.join(GSM8K)}\n"
+    arguments = ["experiment=gsm8k_qwen2_5_0_5b", "actor.model.path=x", "seed=-1"]
+    assert main.main(["config", "--json", *arguments]) == 2
     assert "seed = -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_help_of_a_command_with_options_of_its_own_lists_them(
+def test_help_lists_the_options_of_the_command(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main([name, "--help"]) == 0
@@ -897,117 +843,96 @@ def test_help_of_a_command_with_options_of_its_own_lists_them(
 
 
 @pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_config_by_the_name_of_a_primary_config_is_that_commands(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_name_selects_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert config(capsys, "--config-name", name) == config(capsys, name)
     assert set(config(capsys, name)) == set(strict.describe(OWN_OPTIONS[name]))
 
 
-def test_output_that_nobody_reads_to_the_end_is_no_failure() -> None:
-    done = subprocess.run(["bash", "-c", f"{' '.join(command('config', '--json'))} | true; exit ${{PIPESTATUS[0]}}"],
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+def test_closed_pipe_is_not_an_error() -> None:
+    script = f"{' '.join(command('config', '--json'))} | true; exit ${{PIPESTATUS[0]}}"
+    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_json_is_strict() -> None:
-    assert (
-        output.as_json({"a": [float("nan"), 1.5], "b": (float("inf"), Path("x"))})
-        == '{"a": [null, 1.5], "b": [null, "x"]}'
-    )
+    value = {"a": [float("nan"), 1.5], "b": (float("inf"), Path("x"))}
+    assert output.as_json(value) == '{"a": [null, 1.5], "b": [null, "x"]}'
 
 
 # -------------------------------------------------------------------------------------- experiments
-def test_streams_that_are_closed_are_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("stdout", "stderr"):  # as Python has them after >&- 2>&-
+def test_closed_streams_are_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):  # the values after >&- 2>&-
         monkeypatch.setattr(sys, name, None)
     assert main.main(["experiments"]) == 0 and main.main(["experiments", "x"]) == 2
     for stream in (sys.stdout, sys.stderr):
         stream.close()
 
 
-def test_experiments_lists_what_ships_and_what_is_mine(
-    capsys: pytest.CaptureFixture[str], mine: Path
+def test_experiments_lists_shipped_and_user_experiments(
+    capsys: pytest.CaptureFixture[str], user_configs: Path
 ) -> None:
     assert main.main(["experiments"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(re.match(r"quickstart +\S.*", line) for line in lines)
-    assert main.main(["experiments", "--json", "--config-dir", str(mine)]) == 0
-    found = {e["name"]: e for e in json.loads(capsys.readouterr().out)}
-    assert found["own"]["description"] == "My own task" and found["own"]["file"] == str(
-        mine / "experiment" / "own.yaml"
-    )
-    assert len(found) == len(lines) + 2 and written() == []
+    assert main.main(["experiments", "--json", "--config-dir", str(user_configs)]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["own"]["description"] == "My own task"
+    assert rows["own"]["file"] == str(user_configs / "experiment" / "own.yaml")
+    assert len(rows) == len(lines) + 2 and files_in_cwd() == []
 
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "--help",
-        "--version",
-        "train --help",
-        "evaluate --help",
-        "experiments",
-        "trian",
-        "train --jsn",
-    ],
+    ["--help", "--version", "train --help", "evaluate --help", "experiments", "trian"]
+    + ["train --jsn"],
 )
-def test_quick_answers_load_neither_torch_nor_hydra(line: str) -> None:
+def test_help_and_refusals_import_neither_torch_nor_hydra(line: str) -> None:
     code = (
         f"import sys; from embodied_ppo.commands import main; main.main({line.split()!r});"
         " print(sorted(sys.modules))"
     )
     before = cpu_of_children()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    modules = done.stdout.splitlines()[-1]
+    modules = process.stdout.splitlines()[-1]
     assert "'torch'" not in modules and "'hydra'" not in modules
     assert cpu_of_children() - before < 0.5, "seconds of processor time"
 
 
-def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--help"]) == 0
     text = capsys.readouterr().out
     for name in main.COMMANDS:
         assert re.search(rf"^  {name} ", text, re.M)
         assert main.main([name, "--help"]) == 0
         assert f"usage: embodied-ppo {name}" in capsys.readouterr().out
-    assert main.main(["--version"]) == 0 and re.match(
-        r"embodied-ppo \d+\.\d+", capsys.readouterr().out
-    )
+    assert main.main(["--version"]) == 0
+    assert re.match(r"embodied-ppo \d+\.\d+", capsys.readouterr().out)
 
 
 # ---------------------------------------------------------------------------------------- real runs
 def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     pole = "gymnasium.envs.classic_control:CartPoleEnv"
-    noise = (
-        f"print('a simulator speaks')\nimport gymnasium\ngymnasium.register('Pole-v0', '{pole}')\n"
-    )
-    Path("noisy.py").write_text(noise)
-    words = [*TINY, "env.id=noisy:Pole-v0", "env.max_episode_steps=20"]
-    assert main.main(["train", "--json", *words, "run_dir=run", "algorithm.vf_coef=0.7"]) == 0
+    register = f"import gymnasium\ngymnasium.register('Pole-v0', '{pole}')\n"
+    Path("printing.py").write_text(f"print('output of a simulator')\n{register}")
+    options = [*TINY, "env.id=printing:Pole-v0", "env.max_episode_steps=20"]
+    assert main.main(["train", "--json", *options, "run_dir=run", "algorithm.vf_coef=0.7"]) == 0
     out = capsys.readouterr()
     summary = json.loads(out.out)
-    assert "a simulator speaks" in out.err
+    assert "output of a simulator" in out.err
     assert (summary["updates"], summary["env_steps"]) == (1, 32)
     assert "algorithm.vf_coef is read as algorithm.value_loss_coef" in out.err
-    assert (
-        "compiled code: never (compile=auto starts after 8192 optimiser steps, in update 8193, and"
-        " the run" in out.err
-    )
+    reason = "compile=auto starts after 8192 optimiser steps, in update 8193, and the run"
+    assert f"compiled code: never ({reason}" in out.err
     stored = Path("run/config.yaml")
     assert yaml.safe_load(stored.read_text())["algorithm"]["value_loss_coef"] == 0.7
 
-    # without an experiment, a resumed run is configured as it was
+    # Without an experiment, a resumed run keeps its configuration.
     for resume in ("run", "run/checkpoints/latest"):
         rows = config(capsys, f"resume={resume}", "seed=0", "updates=2")
-        assert values(rows, "env.num_envs", "algorithm.value_loss_coef", "updates", "resume") == [
-            4,
-            0.7,
-            2,
-            resume,
-        ]
+        paths = ("env.num_envs", "algorithm.value_loss_coef", "updates", "resume")
+        assert values(rows, *paths) == [4, 0.7, 2, resume]
         assert rows["env.num_envs"]["source"] == f"{strict.STORED}, {resume}/config.yaml"
         assert rows["updates"]["source"] == "command line" and rows["run_dir"]["value"] is None
     assert config(capsys, "resume=run", "experiment=hopper")["env.id"]["value"] == "Hopper-v4"
@@ -1017,28 +942,15 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr()
     assert re.search(r"^updates +2$", out.out, re.M) and out.err == ""
 
-    assert (
-        main.main(
-            [
-                "evaluate",
-                "--json",
-                "checkpoint=run",
-                "episodes=2",
-                "num_envs=2",
-                "video=false",
-                "out=report",
-            ]
-        )
-        == 0
-    )
-    found = json.loads(capsys.readouterr().out)
-    assert found["episodes"] == 2 and found["ci95"].keys() == {"eval/return", "eval/length"}
-    low, high = found["ci95"]["eval/return"]
-    assert low <= found["eval/return"] <= high
-    output.print_summary(found)
-    assert re.search(
-        rf"^eval/return +\S+ \({low:.6g} to {high:.6g}, 95 %\)$", capsys.readouterr().out, re.M
-    )
+    options = ["checkpoint=run", "episodes=2", "num_envs=2", "video=false", "out=report"]
+    assert main.main(["evaluate", "--json", *options]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["episodes"] == 2 and summary["ci95"].keys() == {"eval/return", "eval/length"}
+    low, high = summary["ci95"]["eval/return"]
+    assert low <= summary["eval/return"] <= high
+    output.print_summary(summary)
+    row = rf"^eval/return +\S+ \({low:.6g} to {high:.6g}, 95 %\)$"
+    assert re.search(row, capsys.readouterr().out, re.M)
     assert main.main(["export", "checkpoint=run", "out=exported"]) == 2
     err = capsys.readouterr().err
     for part in (
@@ -1048,39 +960,31 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
         "tutorial.md",
     ):
         assert part in err
-    assert {p.name for p in Path.cwd().iterdir()} - {"__pycache__"} == {"noisy.py", "report", "run"}
+    names = {path.name for path in Path.cwd().iterdir()}
+    assert names - {"__pycache__"} == {"printing.py", "report", "run"}
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "- 1", "\x00"])
-def test_a_run_whose_config_is_damaged(
+def test_run_with_a_damaged_config_is_refused(
     text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("run").mkdir()
     if text is not None:
         Path("run/config.yaml").write_text(text)
-    before = written()
+    before = files_in_cwd()
     assert main.main(["train", "resume=run"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: resume = run: ") and "config.yaml" in err and err.count("\n") == 1
-    assert written() == before
+    assert files_in_cwd() == before
 
 
 def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--multirun",
-        "--json",
-        "--quiet",
-        *TINY,
-        "seed=0,1",
-        "algorithm.clip_ratio=0.3",
-        "name=mine",
-    ]
-    assert main.main(["train", *flags]) == 0
+    options = [*TINY, "seed=0,1", "algorithm.clip_ratio=0.3", "name=mine"]
+    assert main.main(["train", "--multirun", "--json", "--quiet", *options]) == 0
     jobs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [job["job"] for job in jobs] == [0, 1] and jobs[1]["options"] == {"seed": "1"}
-    assert jobs[1]["startup_s"] < 0.5 * jobs[1]["wall_s"] + jobs[0]["wall_s"], (
-        "without the time of job 0"
-    )
+    # The start of job 1 does not include job 0.
+    assert jobs[1]["startup_s"] < 0.5 * jobs[1]["wall_s"] + jobs[0]["wall_s"]
     (folder,) = Path("runs/sweeps/mine").iterdir()
     assert ["seed=0" in jobs[0]["overrides"], "seed=1" in jobs[1]["overrides"]] == [True, True]
     for i in (0, 1):
@@ -1089,23 +993,19 @@ def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["multirun.yaml", "seed-0", "seed-1"]
     assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
     files = {p.name for p in (folder / "seed-0").iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "summary.json"} <= files and not {
-        ".hydra",
-        "embodied-ppo.log",
-    } & files
+    assert {"config.yaml", "metrics.jsonl", "summary.json"} <= files
+    assert not {".hydra", "embodied-ppo.log"} & files
 
 
-def test_a_sweep_ends_with_a_table_by_arm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_prints_a_table_by_arm(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["-m", "--quiet", *TINY, "evaluation.video_episodes=0", "seed=0,1"]
     assert main.main(["train", *flags, "hydra.sweep.dir=sweep"]) == 0
     assert {p.name for p in Path("sweep").iterdir()} == {"seed-0", "seed-1", "multirun.yaml"}
     head, row = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    assert re.match(
-        r"arm +runs +final_return mean +final_return std +final_return min +final_return max$", head
-    )
-    returns = [
-        json.loads(Path(f"sweep/seed-{i}/summary.json").read_text())["final_return"] for i in (0, 1)
-    ]
+    columns = " +".join(f"final_return {name}" for name in ("mean", "std", "min", "max"))
+    assert re.match(rf"arm +runs +{columns}$", head)
+    files = [Path(f"sweep/seed-{i}/summary.json") for i in (0, 1)]
+    returns = [json.loads(file.read_text())["final_return"] for file in files]
     mean, low, high = (f"{x:.4g}" for x in (sum(returns) / 2, min(returns), max(returns)))
     cells = row.split()
     assert cells[:3] == ["all", "2", mean] and cells[4:] == [low, high]
@@ -1120,7 +1020,7 @@ def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     )
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:]] == [
-        ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the deviation of 1 and 3: sqrt(2)
+        ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the standard deviation of 1 and 3 is sqrt(2)
         ["lr=0.2", "1", "nan", "-", "nan", "nan"],
     ]
 
@@ -1141,7 +1041,7 @@ def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         ({"description": "x" * 500}, f"description-{'x' * 108}-3"),
     ],
 )
-def test_the_folder_of_a_job_is_named_after_the_options_that_differ(
+def test_folder_of_a_job_is_named_after_the_options_that_differ(
     options: dict[str, str], name: str
 ) -> None:
     Path("sweep/taken-1").mkdir(parents=True)
@@ -1154,27 +1054,26 @@ def test_the_folder_of_a_job_is_named_after_the_options_that_differ(
     assert override.value() == str(folder), "a command line needs no quotes"
 
 
-def test_a_sweep_goes_on_after_a_failing_job_and_says_so(
+def test_sweep_continues_after_a_failed_job(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ["env.id=Nowhere-v1,CartPole-v1", "run_dir=runs/${env.id}"]
     assert main.main(["train", "-m", "--json", "--quiet", *TINY, *flags]) == 2
     out = capsys.readouterr()
     assert out.err.splitlines()[-1].startswith("error: ") and "Nowhere-v1" in out.err
-    assert re.search(
-        r"^job 0 \(.*env.id=Nowhere-v1.*\) failed: .*Nowhere-v1 is unknown", out.err, re.MULTILINE
-    )
+    failure = r"^job 0 \(.*env.id=Nowhere-v1.*\) failed: .*Nowhere-v1 is unknown"
+    assert re.search(failure, out.err, re.MULTILINE)
     assert json.loads(out.out)["job"] == 1
     assert Path("runs/CartPole-v1/summary.json").is_file() and not Path("runs/Nowhere-v1").exists()
 
 
-def test_a_sweep_of_nothing_but_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["train", "-m", "--json", "--quiet", *TINY]) == 0
     assert json.loads(capsys.readouterr().out)["job"] == 0
     assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
 
 
-def test_a_failed_run_says_why_on_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_line_of_a_failed_run_states_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["train", *TINY, "algorithm.lr=1e38", "updates=20", "run_dir=run"]) == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and len(last) > 20
@@ -1191,58 +1090,50 @@ PATHS = (
 )
 
 
-@pytest.mark.parametrize("words", PATHS, ids=lambda words: words[-1][:12])
-def test_a_path_that_is_too_long_is_refused_in_one_line(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(words) == 2
+@pytest.mark.parametrize("arguments", PATHS, ids=lambda arguments: arguments[-1][:12])
+def test_long_path_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "has 300 bytes, the limit is 255); shorten it" in line and len(line) < 200
     assert not list(Path.cwd().iterdir())
 
 
-def test_a_config_that_is_not_utf8_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/latin.yaml").write_bytes('name: "caf\xe9"\n'.encode("latin-1"))
-    for more in ([], ["-m"]):
-        assert main.main(["train", *more, "--config-dir", "mine", "experiment=latin"]) == 2
-        assert (
-            capsys.readouterr().err
-            == "error: mine/experiment/latin.yaml: byte 10 (0xe9) is not UTF-8; save the file as"
-            " UTF-8\n"
-        )
+    message = "byte 10 (0xe9) is not UTF-8; save the file as UTF-8"
+    for flags in ([], ["-m"]):
+        assert main.main(["train", *flags, "--config-dir", "mine", "experiment=latin"]) == 2
+        assert capsys.readouterr().err == f"error: mine/experiment/latin.yaml: {message}\n"
     assert main.main(["experiments", "--config-dir", "mine"]) == 0
     assert "(not UTF-8)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("limit", "words", "code"), [(1_200_000, "train", 2), (250_000, "plan", 3)]
+    ("limit", "name", "code", "message"),
+    [(1_200_000, "train", 2, "ulimit -v is 1200000: "), (250_000, "plan", 3, "out of memory (")],
 )
-def test_too_little_address_space_is_one_line(limit: int, words: str, code: int) -> None:
-    shell = f"ulimit -v {limit}; exec {shlex.join(command(words))}"
-    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == code and len(line) <= 300
-    assert line.startswith(
-        "error: ulimit -v is 1200000: " if code == 2 else "error: out of memory ("
-    )
+def test_small_address_space(limit: int, name: str, code: int, message: str) -> None:
+    shell = f"ulimit -v {limit}; exec {shlex.join(command(name))}"
+    process = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
+    (line,) = process.stderr.splitlines()
+    assert process.returncode == code and len(line) <= 300
+    assert line.startswith(f"error: {message}")
 
 
-def test_an_unexpected_failure_keeps_its_traceback(
+def test_unexpected_error_has_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one thing replaced in this file: a bug cannot be had to order."""
-
     def bug(_: Any) -> None:
-        raise KeyError("what was asked for")
+        raise KeyError("requested")
 
     monkeypatch.setattr(train, "run", bug)
     assert main.main(["train"]) == 3
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("Traceback") and lines[-1] == "error: KeyError: 'what was asked for'"
+    assert lines[0].startswith("Traceback") and lines[-1] == "error: KeyError: 'requested'"
 
 
-def test_stacks_of_other_processes_are_not_in_the_last_line(
+def test_last_line_has_no_stacks_of_other_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(_: Any) -> None:

@@ -1,10 +1,9 @@
-"""Every option of every command has an effect: two values whose runs differ, or a value that is
-refused.
+"""Every option of every command has an effect: two values differ, or a value is refused.
 
-``test_options`` and ``test_options_language`` compare trainings. This file adds the options that
-training does not change (memory, time, files, text, placement) and the options of the other
-commands, and requires an entry for each option of the schema. ``docs/options_effects.md`` is the
-table as a page; to write it again:
+``test_options`` and ``test_options_language`` compare trainings. This file adds the options without
+an effect on training (memory, time, files, text, placement) and the options of the other commands,
+and requires an entry for each option of the schema. ``docs/options_effects.md`` shows the table; to
+update it:
 
     PYTHONPATH=tests python -m tests.integration.test_option_effects
 """
@@ -54,10 +53,15 @@ FOLDER = Path(os.environ.get("EMBODIED_PPO_CACHE", "/tmp")) / "option_effects"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two values of an option and what differs between them.
+    """Two values of an option with different effects.
 
-    observe: value -> observation; those of ``a`` and ``b`` must differ, a refusal counts as an
-    observation test: instead of ``observe``, another test that compares the two values
+    Attributes:
+        a: A value.
+        b: Another value.
+        effect: Description of the difference.
+        observe: Function from the value to an observation; those of ``a`` and ``b`` must differ. A
+            refusal is an observation, too.
+        test: Another test that compares the values, instead of ``observe``.
     """
 
     a: Any
@@ -69,18 +73,18 @@ class Pair:
 
 # ---------------------------------------------------------------------------------------- observers
 def observed(observe: Callable[[Any], Any], value: Any) -> Any:
-    """What ``observe`` returns, or the text of its refusal."""
+    """Return the observation of a value, or the text of its refusal."""
     try:
         return observe(value)
     except REFUSALS as error:
         return f"refused: {error}"
 
 
-def command(name: str, words: list[str], option: str, value: Any) -> str:
-    """The exit code and the last line that a command which refuses prints."""
+def command(name: str, arguments: list[str], option: str, value: Any) -> str:
+    """Run a command; return the exit code and stderr."""
     text = io.StringIO()
     with redirect_stderr(text), redirect_stdout(io.StringIO()):
-        code = main.main([name, *words, f"{option}={json.dumps(value)}"])
+        code = main.main([name, *arguments, f"{option}={json.dumps(value)}"])
     return f"{code}: {text.getvalue()}"
 
 
@@ -96,19 +100,19 @@ TRAIN: dict[str, Any] = {
     "device": "cpu",
     "updates": 3,
 }
-"""A run of build.train of about half a second."""
+"""Options of a run of about half a second."""
 
 
 @cache
 def _run(options: str) -> Path:
-    given = json.loads(options)
     folder = FOLDER / f"run{abs(hash(options))}"
-    build.train(run_helpers.tiny_config({**TRAIN, "run_dir": str(folder), **given}), quiet=True)
+    changes = {"run_dir": str(folder), **json.loads(options)}
+    build.train(run_helpers.tiny_config({**TRAIN, **changes}), quiet=True)
     return folder
 
 
 def run(option: str, value: Any, needs: dict[str, Any] | None = None) -> Path:
-    """The folder of a run; the options that the defaults equal share one."""
+    """Return the folder of a run; equal options share one."""
     return _run(json.dumps({**(needs or {}), option: value}, sort_keys=True))
 
 
@@ -118,18 +122,18 @@ def checkpoints(option: str, value: Any) -> list[str]:
 
 
 def rows(value: int) -> int:
-    """Rows of metrics with an evaluation."""
+    """Return the number of rows of metrics with an evaluation."""
     lines = (run("eval_every", value) / "metrics.jsonl").read_text().splitlines()
     return sum("eval/return" in line for line in lines)
 
 
 @contextmanager
-def filmed(arguments: list[Any]) -> Iterator[None]:
-    """Record the arguments of ``record_video`` in ``arguments``; rendering videos takes 4 s."""
+def without_rendering(arguments: list[Any]) -> Iterator[None]:
+    """Record the arguments of ``record_video`` in ``arguments``; rendering of a video takes 4 s."""
 
     def record(*args: Any, episodes: int, steps: int, **more: Any) -> video_module.Video:
         arguments.append((episodes, steps, args[1].keywords["size"]))
-        return video_module.Video(path=None, reason="not filmed")
+        return video_module.Video(path=None, reason="not rendered")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(video_module, "record_video", record)
@@ -137,24 +141,22 @@ def filmed(arguments: list[Any]) -> Iterator[None]:
 
 
 def video(option: str, value: Any) -> list[Any]:
-    """Episodes, steps and pixels of the video of a run, or of ``embodied-ppo evaluate``."""
+    """Return episodes, steps and size of the video of a run or of ``embodied-ppo evaluate``."""
     arguments: list[Any] = []
-    command_, _, name = option.rpartition(" ")
-    with filmed(arguments):
-        if command_:
-            evaluated(name, value, {} if name == "video" else {"video": True})
+    is_evaluate, _, name = option.rpartition(" ")
+    needs: dict[str, Any] = {"video": True} if is_evaluate else {"evaluation.video_episodes": 1}
+    needs.pop(name, None)
+    with without_rendering(arguments):
+        if is_evaluate:
+            evaluated(name, value, needs)
         else:
-            run(
-                option,
-                value,
-                {} if name == "evaluation.video_episodes" else {"evaluation.video_episodes": 1},
-            )
+            run(option, value, needs)
     return arguments
 
 
 @cache
 def language_run() -> Path:
-    """A run of a tiny language model."""
+    """Train a tiny language model and return the run directory."""
     folder = FOLDER / "language_run"
     build.train(test_options_language.config({"run_dir": str(folder), "updates": 1}), quiet=True)
     return folder
@@ -162,106 +164,96 @@ def language_run() -> Path:
 
 @cache
 def _evaluated(options: str) -> dict[str, Any]:
-    given = json.loads(options)
+    changes = json.loads(options)
     out = FOLDER / f"report{abs(hash(options))}"
-    base = {
-        "checkpoint": str(run("save_every", 50)),
-        "out": str(out),
-        "episodes": 3,
-        "num_envs": 3,
-        "video": False,
-    }
-    if given.pop("language", False):
-        base = {"checkpoint": str(language_run()), "out": str(out), "episodes": 8}
-    config = loader.read(EvaluateConfig, [("test", {**base, **given})]).config
-    with pytest.MonkeyPatch.context() as patch:
-        sizes, make = [], embodied.make_env
-
-        def spy(seeds: list[int], **more: Any) -> Any:
-            sizes.append(len(seeds))
-            return make(seeds, **more)
-
-        patch.setattr(embodied, "make_env", spy)
+    if changes.pop("language", False):
+        base = {"checkpoint": str(language_run()), "episodes": 8}
+    else:
+        checkpoint = str(run("save_every", 50))
+        base = {"checkpoint": checkpoint, "episodes": 3, "num_envs": 3, "video": False}
+    config = loader.read(EvaluateConfig, [("test", {**base, "out": str(out), **changes})]).config
+    with env_sizes() as sizes:
         build.evaluate(config, explicit=(), quiet=True)
-    report = {p.name: p.read_text() for p in Path(config.out or out).rglob("*.json")}
+    report = [path.read_text() for path in Path(config.out or out).rglob("*.json")]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    environments = max(sizes, default=0)
     return {
-        "report": sorted(report.values()),
-        "environments": environments,
+        "report": sorted(report),
+        "environments": max(sizes, default=0),
         "threads": threads,
         "out": str(config.out),
     }
 
 
+@contextmanager
+def env_sizes() -> Iterator[list[int]]:
+    """Record the number of environments of each call of ``make_env``."""
+    sizes, make = [], embodied.make_env
+
+    def record(seeds: list[int], **options: Any) -> Any:
+        sizes.append(len(seeds))
+        return make(seeds, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embodied, "make_env", record)
+        yield sizes
+
+
 def evaluated(option: str, value: Any, needs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """``embodied-ppo evaluate`` of the run: its report, environments, threads and folder."""
+    """Evaluate a run; return the report, and numbers of environments and threads."""
     return _evaluated(json.dumps({**(needs or {}), option: value}, sort_keys=True))
 
 
 def of_evaluate(key: str, option: str, needs: dict[str, Any] | None = None) -> Callable[[Any], Any]:
+    """Return an observer of one result of ``evaluated``; reports without durations."""
+
     def observe(value: Any) -> Any:
-        found = evaluated(option, value, needs)[key]
+        result = evaluated(option, value, needs)[key]
         if key != "report":
-            return found
-        drop = ("out", "seconds", "wall")
+            return result
+        ignored = ("out", "seconds", "wall")
         return [
-            {k: v for k, v in json.loads(x).items() if not any(d in k for d in drop)} for x in found
+            {k: v for k, v in json.loads(text).items() if not any(name in k for name in ignored)}
+            for text in result
         ]
 
     return observe
 
 
-def seconds_env(value: dict[str, Any], option: str) -> Any:
-    """Observations after 3 steps of the environment that evaluates."""
+def evaluation_observations(value: dict[str, Any], option: str) -> Any:
+    """Return the observations after 3 steps of the evaluation environment."""
     base = {"env.id": "toy_envs/Point-v0", "env.num_threads": 0}
     if option == "evaluation.randomize":
-        base = {
-            "env.id": "toy_envs:Balance",
-            "env.randomize": True,
-            "env.ranges": {"mass": [0.1, 0.2]},
-        }
+        base = {"env.id": "toy_envs:Balance", "env.randomize": True}
+        base |= {"env.ranges": {"mass": [0.1, 0.2]}}
     c = run_helpers.tiny_config({**base, option: value})
     env: Any = embodied.make_env([5, 6], config=embodied.evaluation_env(c), device=CPU)
     try:
         env.reset()
-        return [
-            env.step(torch.full((2, 2 if "Point" in c.env.id else 1), 0.5)).obs for _ in range(3)
-        ][-1].tolist()
+        action = torch.full((2, 2 if "Point" in c.env.id else 1), 0.5)
+        return [env.step(action).obs for _ in range(3)][-1].tolist()
     finally:
         env.close()
 
 
 def evaluation_envs(value: int) -> int:
-    """Environments of a run's evaluation."""
-    sizes, make = [], embodied.make_env
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            embodied,
-            "make_env",
-            lambda seeds, **more: (sizes.append(len(seeds)), make(seeds, **more))[1],
-        )
-        c = run_helpers.tiny_config(
-            {**TRAIN, "evaluation.num_envs": value, "evaluation.episodes": 4}
-        )
+    """Return the number of environments of a run's evaluation."""
+    options = {"evaluation.num_envs": value, "evaluation.episodes": 4}
+    c = run_helpers.tiny_config({**TRAIN, **options})
+    with env_sizes() as sizes:
         env = embodied.make_env([0], config=c.env, device=CPU)
         policy = embodied.make_policy(c, env)
-        embodied.measure(
-            c.evaluation,
-            policy,
-            partial(embodied.make_env, config=embodied.evaluation_env(c), device=CPU),
-        )
+        make = partial(embodied.make_env, config=embodied.evaluation_env(c), device=CPU)
+        embodied.measure(c.evaluation, policy, make)
         env.close()
     return max(sizes)
 
 
 def threads_of_simulator(value: int) -> int:
-    """Threads of this process that a simulator of 4 environments starts."""
+    """Return the number of threads that a simulator of 4 environments starts."""
     before = len(os.listdir("/proc/self/task"))
-    env = embodied.make_env(
-        [0, 1, 2, 3], config=run_helpers.tiny_config({"env.num_threads": value}).env, device=CPU
-    )
+    c = run_helpers.tiny_config({"env.num_threads": value})
+    env = embodied.make_env([0, 1, 2, 3], config=c.env, device=CPU)
     try:
         env.reset()
         return len(os.listdir("/proc/self/task")) - before
@@ -270,7 +262,7 @@ def threads_of_simulator(value: int) -> int:
 
 
 class Forwards:
-    """Forward passes of a module: rows, calls and threads."""
+    """Record rows and threads of the forward passes of a module."""
 
     def __init__(self, module: nn.Module, kind: str = "") -> None:
         self.rows: list[int] = []
@@ -286,7 +278,7 @@ class Forwards:
 
 
 def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) -> Any:
-    """Rows of every forward pass of one update of a robot policy."""
+    """Return the rows of each forward pass of one update of a robot policy."""
     c = run_helpers.tiny_config({**needs, option: value})
     env = embodied.make_env(list(range(c.env.num_envs)), config=c.env, device=CPU)
     try:
@@ -320,19 +312,19 @@ def _language(options: str) -> dict[str, Any]:
         trajectory, _ = system.collect(c.algorithm.response_length, update=0)
         rollout, actor.rows = actor.rows, []
         system.update(trajectory, update=0)
-        apart = critic.threads != {threading.get_ident()}
+        own_thread = critic.threads != {threading.get_ident()}
         return {
             "rollout": max(rollout),
             "actor": actor.rows,
             "critic": critic.rows,
-            "threads": apart,
+            "threads": own_thread,
             "processes": processes,
             "tensors": acting,
         }
 
 
 def language(key: str, option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
-    """One update of a language model: rows of forward passes, threads, processes."""
+    """Run one update of a language model; return rows of passes, threads or processes."""
     return _language(json.dumps({**(needs or {}), option: value}))[key]
 
 
@@ -340,7 +332,7 @@ CLUSTER = {"placement": "fused", "cluster.devices_per_node": 2, "env.num_envs": 
 
 
 def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
-    """What ``embodied-ppo plan`` says of the devices, weights and memory."""
+    """Return devices, weight transport, stages and memory of a plan."""
     c = run_helpers.tiny_config({**CLUSTER, **(needs or {}), option: value})
     plan = mode(c).plan(c, CPU)
     if plan is None:
@@ -349,11 +341,10 @@ def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any
 
 
 def labels(value: dict[str, Any]) -> Any:
-    """A placement by the label of a node."""
-    where = {"env,rollout,actor": {"node": "sim", "devices": 0}}
-    return planned(
-        "cluster.node_groups", value, {"placement": "local", "cluster.component_placement": where}
-    )
+    """Return a plan with a placement by the label of a node."""
+    roles = {"env,rollout,actor": {"node": "sim", "devices": 0}}
+    needs = {"placement": "local", "cluster.component_placement": roles}
+    return planned("cluster.node_groups", value, needs)
 
 
 def threads(value: int) -> int:
@@ -370,28 +361,21 @@ def precision(value: str) -> str:
 
 
 def located(value: str | None) -> str:
-    """Where a run of an existing directory goes on."""
-    folder = run("save_every", 50)
-    return str(
-        run_directory.locate(
-            run_helpers.tiny_config({**TRAIN, "run_dir": str(folder), "resume": value}), print
-        )
-    )
+    """Return the directory in which an existing run is resumed."""
+    options = {"run_dir": str(run("save_every", 50)), "resume": value}
+    return str(run_directory.locate(run_helpers.tiny_config({**TRAIN, **options}), print))
 
 
 def recorded_env(option: str, value: Any) -> Any:
-    """Specification and first observation of the environment that demos records."""
+    """Return the first observation and the threads of the environment that demos records."""
     base = {"id": "Tabletop", "cameras": ["front"], "image_size": 16, "num_threads": 1}
-    config = loader.read(
-        DemosConfig, [("test", {"out": "x", "env": {**base, option: value}})]
-    ).config
+    options = {"out": "x", "env": {**base, option: value}}
+    config = loader.read(DemosConfig, [("test", options)]).config
     before = len(os.listdir("/proc/self/task"))
     env: Any = embodied.make_env([0, 1], config=expert_demos.recording_env(config), device=CPU)
     try:
-        first = env.reset()
-        return {k: v.double().sum().item() for k, v in first.items()}, len(
-            os.listdir("/proc/self/task")
-        ) - before
+        sums = {name: x.double().sum().item() for name, x in env.reset().items()}
+        return sums, len(os.listdir("/proc/self/task")) - before
     finally:
         env.close()
 
@@ -418,7 +402,7 @@ CLONING = (
 GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
 
 PAIRS: dict[str, Pair] = {
-    # option -> two values and what differs. Options of other commands than train: "COMMAND option".
+    # Option -> two values and their difference. Other commands than train: "COMMAND option".
     "mode": Pair(
         "embodied",
         "reasoning",
@@ -491,7 +475,7 @@ PAIRS: dict[str, Pair] = {
         0.05,
         None,
         "a call of the simulator that takes longer ends the run",
-        test="commands/test_supervisor.py::test_only_calls_beyond_their_limit_are_overdue",
+        test="commands/test_supervisor.py::test_calls_beyond_their_limit_are_overdue",
     ),
     "env.num_threads": Pair(1, 3, "threads that the simulator starts", threads_of_simulator),
     "model.gradient_checkpointing": Pair(
@@ -534,13 +518,13 @@ PAIRS: dict[str, Pair] = {
         {},
         {"far": 3.0},
         "observations of an evaluation",
-        partial(seconds_env, option="evaluation.env_kwargs"),
+        partial(evaluation_observations, option="evaluation.env_kwargs"),
     ),
     "evaluation.randomize": Pair(
         False,
         True,
         "observations of an evaluation",
-        partial(seconds_env, option="evaluation.randomize"),
+        partial(evaluation_observations, option="evaluation.randomize"),
     ),
     "evaluation.video_episodes": Pair(
         1, 2, "steps or episodes of the video", partial(video, "evaluation.video_episodes")
@@ -747,13 +731,13 @@ PAIRS: dict[str, Pair] = {
         0,
         1,
         "recorded states",
-        test="commands/test_demos.py::test_the_seed_decides_what_is_recorded",
+        test="commands/test_demos.py::test_recordings_depend_on_seed_and_noise",
     ),
     "demos noise": Pair(
         0.05,
         0.3,
         "recorded states",
-        test="commands/test_demos.py::test_the_seed_decides_what_is_recorded",
+        test="commands/test_demos.py::test_recordings_depend_on_seed_and_noise",
     ),
     "demos env.id": Pair(
         "Tabletop", "Hopper-v4", "refused without an expert", partial(recorded_env, "id")
@@ -801,7 +785,7 @@ TRAININGS = (test_options, test_options_language)
 
 @pytest.fixture(scope="module", autouse=True)
 def files() -> Iterator[None]:
-    """Models, prompts and graders that the two other files write for their options."""
+    """Write the models, prompts and graders of the other two modules."""
     write: Any = vars(test_options_language)["files"].__wrapped__
     vars(test_options)["models"].__wrapped__()
     if test_options_language.FILES.exists():
@@ -811,10 +795,9 @@ def files() -> Iterator[None]:
 
 
 def trainings() -> set[str]:
-    """Options for which two trainings are compared, or a value is refused, by the two other
-    files.
-    """
-    return {path for m in TRAININGS for table in (m.CHANGES, m.TOLD, m.REFUSED) for path in table}
+    """Return the options that the other two modules test by trainings or refusals."""
+    tables = [table for m in TRAININGS for table in (m.CHANGES, m.METRIC_ONLY, m.REFUSED)]
+    return {path for table in tables for path in table}
 
 
 def test_every_option_has_an_effect() -> None:
@@ -825,8 +808,8 @@ def test_every_option_has_an_effect() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"language": True, "deterministic": False}])
-def test_reports_repeat(options: dict[str, Any]) -> None:
-    """The premise for the options of evaluate: the same values give the same report."""
+def test_reports_are_reproducible(options: dict[str, Any]) -> None:
+    """Check that equal options of evaluate give equal reports."""
     observe = of_evaluate("report", "seed", options)
     first = observe(0)
     _evaluated.cache_clear()
@@ -839,19 +822,17 @@ def test_two_values_differ(option: str, tmp_path: Path, monkeypatch: pytest.Monk
     if pair.observe is None:
         file, _, name = pair.test.partition("::")
         text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-        (function,) = (
-            x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == name
-        )
+        functions = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)]
+        (function,) = (x for x in functions if x.name == name)
         leaf = option.rpartition(".")[2].rpartition(" ")[2]
-        assert leaf in (ast.get_source_segment(text, function) or ""), (
-            f"{pair.test} does not mention {leaf}"
-        )
+        source = ast.get_source_segment(text, function) or ""
+        assert leaf in source, f"{pair.test} does not mention {leaf}"
         return
     monkeypatch.chdir(tmp_path)
     assert observed(pair.observe, pair.a) != observed(pair.observe, pair.b)
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), (
         "run: PYTHONPATH=tests python -m tests.integration.test_option_effects"
     )
@@ -859,22 +840,24 @@ def test_the_page_is_up_to_date() -> None:
 
 # --------------------------------------------------------------------------------------------- page
 def text_of(value: Any) -> str:
-    """A value as YAML writes it; paths of this machine as DIR."""
+    """Format a value as JSON, with paths of this machine as DIR."""
     text = json.dumps(value).replace(str(FOLDER.parent), "DIR").replace("|", "\\|")
     return f"`{text}`"
 
 
 def page() -> str:
-    """The tables as Markdown."""
+    """Return the tables as Markdown."""
     lines = [
         "# What each option changes",
         "",
         (
             "Every option has two values whose runs differ, or a value that is refused. The tests"
             " compare them:"
-            " [tests/integration/test_option_effects.py](../tests/integration/test_option_effects.py),"
+            " [tests/integration/test_option_effects.py]"
+            "(../tests/integration/test_option_effects.py),"
             " [tests/integration/test_options.py](../tests/integration/test_options.py) and"
-            " [tests/integration/test_options_language.py](../tests/integration/test_options_language.py)."
+            " [tests/integration/test_options_language.py]"
+            "(../tests/integration/test_options_language.py)."
             " This page is written from their tables by `PYTHONPATH=tests python -m"
             " tests.integration.test_option_effects`; a new option without an entry fails the"
             " tests."
@@ -891,15 +874,15 @@ def page() -> str:
         ("Training of language models", test_options_language),
     ):
         rows, base = [], loader.flat(run_helpers.BASE if module is test_options else module.BASE)
-        for entries, effect in (
+        for entries, difference in (
             (module.CHANGES, "weights"),
-            (module.TOLD, ""),
+            (module.METRIC_ONLY, ""),
             (module.REFUSED, ""),
         ):
             for path, entry in entries.items():
                 default = loader.describe(Config)[path].default
                 value, needs = entry[0], entry[1] if isinstance(entry[1], dict) else {}
-                what = effect or (f"metric `{entry[2]}`" if len(entry) > 2 else "refused")
+                effect = difference or (f"metric `{entry[2]}`" if len(entry) > 2 else "refused")
                 a = needs.get(path, base.get(path, default))
                 others = {k: v for k, v in needs.items() if k != path}
                 rows.append(
@@ -907,7 +890,7 @@ def page() -> str:
                         f"`{path}`",
                         text_of(a),
                         text_of(value),
-                        what,
+                        effect,
                         text_of(others) if others else "",
                     ]
                 )

@@ -1,6 +1,4 @@
-"""Every option of the algorithm, the model and the environment changes a number, or a reason says
-why it must not.
-"""
+"""Every option of algorithm, model and environment has an effect, or a reason why not."""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ PICTURES = {
     "algorithm.horizon": 4,
     "algorithm.global_batch_size": 8,
 }
-FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
-"""A task that ends within a rollout."""
-EYE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
-"""A task of our own with a camera and with ranges for its model."""
-SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
+TERMINATING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
+"""A task whose episodes end within a rollout."""
+BALANCE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
+"""A task with a camera and with ranges for its model."""
+CAMERA = {**BALANCE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = {
-    **SEES,
+    **CAMERA,
     "env.action_chunk": 2,
     "model.policy": "token",
     "model.width": 16,
@@ -44,7 +42,7 @@ FLOW = {**GAUSSIAN, "model.policy": "flow"}
 ROOT = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "published"
 FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
 VLM = {
-    **SEES,
+    **CAMERA,
     **FEW,
     "model.policy": "token",
     "model.checkpoint": str(ROOT / "smolvlm"),
@@ -53,12 +51,12 @@ VLM = {
 OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 CHUNKS = {"env.action_chunk": 2}
+GROUPS = {"algorithm.group_size": 2, "env.restart_each_rollout": True}
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
 IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
 
-# option -> (changed value, options that it needs, in both runs). The sum of the weights must come
-# out different.
+# Option -> (changed value, required options of both runs). The sums of the weights must differ.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.id": ("Swimmer-v4", {}),
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
@@ -66,16 +64,16 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.max_episode_steps": (5, {}),
     "env.action_chunk": (2, {}),
     "env.obs_keys": (["orientations"], {"env.id": "AcrobotSwingup-v1"}),
-    "env.cameras": (["eye"], EYE),
-    "env.image_size": (48, {**EYE, "env.cameras": ["eye"]}),
-    "env.randomize": (True, {**EYE, "env.ranges": {}}),
-    "env.ranges": ({"mass": [0.2, 0.4]}, {**EYE, "env.randomize": True}),
+    "env.cameras": (["eye"], BALANCE),
+    "env.image_size": (48, {**BALANCE, "env.cameras": ["eye"]}),
+    "env.randomize": (True, {**BALANCE, "env.ranges": {}}),
+    "env.ranges": ({"mass": [0.2, 0.4]}, {**BALANCE, "env.randomize": True}),
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
     "env.restart_each_rollout": (True, {}),
     "env.restart_every": (8, {}),
     "env.stagger": (False, {"env.max_episode_steps": 8}),
     "env.kwargs": ({"far": 3.0}, POINT),
-    "model.policy": ("token", SEES),
+    "model.policy": ("token", CAMERA),
     "model.width": (32, {k: x for k, x in TOKENS.items() if k != "model.width"}),
     "model.depth": (1, TOKENS),
     "model.heads": (2, TOKENS),
@@ -134,7 +132,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
     "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
     "algorithm.group_size": (2, {}),
-    "algorithm.bootstrap_type": ("always", FALLING),
+    "algorithm.bootstrap_type": ("always", TERMINATING),
     "algorithm.clip_ratio_low": (0.01, {}),
     "algorithm.clip_ratio_high": (0.01, {}),
     "algorithm.clip_ratio_c": (1.01, {}),
@@ -178,11 +176,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.weight_decay": (0.1, {}),
 }
 LAG = {"algorithm.off_policy_correction": 1}
-"""Options for experience that an older policy made -> rollouts between acting and learning."""
+"""Options of off-policy experience -> rollouts between acting and learning."""
 
-# option -> (changed value, options it needs, the metric that changes): these change what is told,
-# not what is learned.
-TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
+# Option -> (changed value, required options, metric that changes). The weights must be equal.
+METRIC_ONLY: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.success_key": (
         "near",
         {**POINT, "env.kwargs": {"far": 0.8}, "algorithm.horizon": 16},
@@ -190,9 +187,9 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
 }
 
-# option -> (changed value, options that it needs, why no number may change)
-NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "env.num_threads": (2, {}, "speed only: environments do not see each other"),
+# Option -> (changed value, required options, reason why no number may change)
+NO_EFFECT: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "env.num_threads": (2, {}, "speed only: environments are independent"),
     "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
     "algorithm.micro_batch_size": (4, {}, "memory only"),
     "algorithm.rollout_micro_batch_size": (3, {}, "memory only"),
@@ -200,7 +197,7 @@ NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
     "model.gradient_checkpointing": (True, VLM, "memory only"),
 }
 
-# option -> (value, words of the refusal)
+# Option -> (value, message of the refusal)
 REFUSED: dict[str, tuple[Any, str]] = {
     "algorithm.loss_type": ("actor", "is that of two models"),
 }
@@ -208,15 +205,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def models() -> None:
-    """What model.checkpoint names."""
+    """Write the checkpoints for model.checkpoint."""
     tiny_vlm_checkpoints.write_checkpoint("smolvlm", ROOT / "smolvlm")
-    stats = {
-        name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))
-    }
-    (
-        tiny_vlm_checkpoints.write_checkpoint("openvla", ROOT / "openvla")
-        / "dataset_statistics.json"
-    ).write_text(json.dumps(stats))
+    folder = tiny_vlm_checkpoints.write_checkpoint("openvla", ROOT / "openvla")
+    bounds = {"slow": 0.1, "fast": 1.0}
+    stats = {name: {"action": {"q01": [-x], "q99": [x]}} for name, x in bounds.items()}
+    (folder / "dataset_statistics.json").write_text(json.dumps(stats))
 
 
 @functools.cache
@@ -228,25 +222,25 @@ def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
     return trained(json.dumps(options, sort_keys=True), lag)
 
 
-def test_every_option_has_a_case():
+def test_every_option_is_tested():
     sections = ("algorithm.", "model.", "env.")
     options = {
         p
         for p in loader.describe(Config)
         if p.startswith(sections) and readers.mode_of(p) != "reasoning"
     }
-    tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
+    tables = [*CHANGES, *METRIC_ONLY, *NO_EFFECT, *REFUSED]
     assert sorted(tables) == sorted(options)
 
 
-def test_trainings_repeat():
-    """The premise of what follows: any difference is the option's."""
+def test_trainings_are_reproducible():
+    """Check that differences between runs are effects of options."""
     assert train({}) == run_helpers.tiny_training(run_helpers.tiny_config({}))
     assert all(math.isfinite(row["weights"]) for row in train({}))
 
 
 @pytest.mark.parametrize("path", CHANGES)
-def test_option_changes_what_is_learned(path):
+def test_option_changes_the_weights(path):
     value, needs = CHANGES[path]
     assert loader.describe(Config)[path].default != value
     lag = LAG.get(path, 0)
@@ -255,34 +249,33 @@ def test_option_changes_what_is_learned(path):
     assert all(math.isfinite(row["weights"]) for row in changed)
 
 
-@pytest.mark.parametrize("path", TOLD)
-def test_option_changes_what_is_told(path):
-    value, needs, tag = TOLD[path]
+@pytest.mark.parametrize("path", METRIC_ONLY)
+def test_option_changes_a_metric_only(path):
+    value, needs, tag = METRIC_ONLY[path]
     base, changed = train(needs), train({**needs, path: value})
     assert changed[-1][tag] != base[-1][tag]
     assert changed[-1]["weights"] == base[-1]["weights"]
 
 
-@pytest.mark.parametrize("path", NOTHING)
-def test_option_changes_nothing(path):
-    value, needs, _ = NOTHING[path]
+@pytest.mark.parametrize("path", NO_EFFECT)
+def test_option_has_no_effect(path):
+    value, needs, _ = NO_EFFECT[path]
     for base, changed in zip(train(needs), train({**needs, path: value}), strict=True):
         assert base.keys() == changed.keys()
         for tag in base:
-            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), (
-                tag
-            )  # test_learner is stricter
+            # test_learner has a stricter limit
+            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag
 
 
 @pytest.mark.parametrize("path", REFUSED)
 def test_option_is_refused(path):
-    value, words = REFUSED[path]
-    with pytest.raises(ConfigError, match=words):
+    value, message = REFUSED[path]
+    with pytest.raises(ConfigError, match=message):
         run_helpers.tiny_config({path: value})
 
 
-def test_without_lag_there_is_nothing_to_correct():
-    """placement=local acts with the weights it learns with: the weights are 1 but for rounding."""
+def test_off_policy_weights_are_one_without_lag():
+    """Check that the weights are 1 except for rounding with placement=local."""
     for row in train({"algorithm.off_policy_correction": "token"}):
         assert row["policy/off_policy_weight"] == pytest.approx(1.0, abs=1e-5)
     lagging = train({"algorithm.off_policy_correction": "token"}, lag=1)
@@ -290,32 +283,24 @@ def test_without_lag_there_is_nothing_to_correct():
 
 
 OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-    # values that take another branch than the one above; each differs from every other value of its
-    # option
+    # Values of other branches; the effects of all values of an option differ.
     "algorithm.adv_type": [  # reinforce is reinforce_plus_plus, both with normalize_advantages
         (
             kind,
-            {
-                "algorithm.group_size": 2,
-                "env.restart_each_rollout": True,
-                "env.max_episode_steps": 6,
-            },
+            {**GROUPS, "env.max_episode_steps": 6},
         )
         for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
     ],
-    "algorithm.reward_norm": [
-        (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True})
-        for kind in (None, "batch", "group", "running")
-    ],
+    "algorithm.reward_norm": [(kind, GROUPS) for kind in (None, "batch", "group", "running")],
     "algorithm.loss_agg_func": [
-        (how, {**COLUMNS, **FALLING, "algorithm.global_batch_size": 64})
-        for how in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+        (kind, {**COLUMNS, **TERMINATING, "algorithm.global_batch_size": 64})
+        for kind in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     ],
     "algorithm.kl_loss_type": [(kind, IN_LOSS) for kind in ("abs", "k2", "k3", "k1+", "abs+")],
     "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
     "algorithm.lr_schedule": [(kind, {}) for kind in ("constant", "linear", "cosine", "adaptive")],
     "algorithm.off_policy_correction": [(kind, COLUMNS) for kind in ("token", "sequence")],
-    "model.policy": [(kind, SEES) for kind in ("actor_critic", "token", "flow", "gaussian")],
+    "model.policy": [(kind, CAMERA) for kind in ("actor_critic", "token", "flow", "gaussian")],
     "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
     "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
@@ -329,12 +314,11 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("path", OTHER_VALUES)
-def test_values_differ_from_each_other(path):
+def test_values_have_different_effects(path):
     lag = LAG.get(path, 0)
     runs = {value: train({**needs, path: value}, lag) for value, needs in OTHER_VALUES[path]}
-    found = {value: tuple(sorted(rows[-1].items())) for value, rows in runs.items()}
-    same = [(a, b) for a in found for b in found if str(a) < str(b) and found[a] == found[b]]
-    assert not same
+    results = [tuple(sorted(rows[-1].items())) for rows in runs.values()]
+    assert len(set(results)) == len(results)
 
 
 @pytest.mark.parametrize("kind", ["full", "k3"])
@@ -344,9 +328,7 @@ def test_full_kl_needs_logits(kind):
     assert train({**options, **paths})[-1]["kl/to_reference"] != 0
     if kind == "full":
         for path in paths:
-            with pytest.raises(
-                ConfigError, match=f"{path}.*needs the logits of a categorical policy"
-            ):
-                run_helpers.tiny_training(
-                    run_helpers.tiny_config({**IN_LOSS, **IN_REWARD, path: "full"})
-                )
+            c = run_helpers.tiny_config({**IN_LOSS, **IN_REWARD, path: "full"})
+            message = f"{path}.*needs the logits of a categorical policy"
+            with pytest.raises(ConfigError, match=message):
+                run_helpers.tiny_training(c)

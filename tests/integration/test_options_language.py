@@ -1,4 +1,4 @@
-"""Every option that mode=reasoning reads changes a number, or a reason says why it must not."""
+"""Every option of mode=reasoning has an effect, or a reason why not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from embodied_ppo.rewards import reward_model
 from embodied_ppo.training.logging import numbers
 
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
-"""Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the
+"""Graders, prompts, tokenizers and models of the fixture ``files``; removed with the
 tests' cache.
 """
 ARCHITECTURE: dict[str, Any] = {
@@ -64,13 +64,12 @@ BASE: dict[str, Any] = {
     },
     "evaluation": {"episodes": 8},
 }
-"""A model that knows nothing and ends responses of all lengths; scores that differ, so that
-something is learned.
-"""
+"""Options of an untrained model with responses of all lengths and different scores."""
 EVEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     even = sum(c in "02468" for c in solution_str)
-    return {"score": even - 0.1 * len(solution_str) + 0.1 * (int(ground_truth) % 5), "acc": even > 1}
+    score = even - 0.1 * len(solution_str) + 0.1 * (int(ground_truth) % 5)
+    return {"score": score, "acc": even > 1}
 
 def other(data_source, solution_str, ground_truth, extra_info):
     return sum(c in "13579" for c in solution_str)
@@ -82,7 +81,7 @@ PROMPTS: dict[str, Any] = {
     "data.eval": [str(FILES / "eval.jsonl")],
     "actor.tokenizer": str(FILES / "tokenizer"),
 }
-"""Files instead of a task; their tokenizer has a chat template."""
+"""Options for prompts from files, with a tokenizer that has a chat template."""
 GROUPS = {"algorithm.group_size": 2}
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
@@ -201,11 +200,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 LAG: dict[str, int] = {
     f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")
 }
-"""Options for experience that an older policy made -> rollouts between acting and learning."""
+"""Options of off-policy experience -> rollouts between acting and learning."""
 
-# option -> (changed value, options it needs, the metric that changes): these change what is told,
-# not what is learned.
-TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
+# Option -> (changed value, required options, metric that changes). The weights must be equal.
+METRIC_ONLY: dict[str, tuple[Any, dict[str, Any], str]] = {
     "data.eval": ([str(FILES / "more.jsonl")], PROMPTS, "eval/return"),
     "evaluation.episodes": (5, {}, "eval/return"),
     "evaluation.deterministic": (False, {}, "eval/return"),
@@ -219,22 +217,25 @@ TOLD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "evaluation.repetition_penalty": (5.0, {}, "eval/return"),
 }
 
-# option -> (changed value, why no number may change)
-NOTHING: dict[str, tuple[Any, str]] = {
+# Option -> (changed value, reason why no number may change)
+NO_EFFECT: dict[str, tuple[Any, str]] = {
     "algorithm.micro_batch_size": (2, "memory only"),
     "algorithm.rollout_micro_batch_size": (3, "memory only"),
     "algorithm.logprob_forward_micro_batch_size": (3, "memory only"),
     "algorithm.micro_batch_tokens": (40, "memory and speed only"),
     "actor.model.gradient_checkpointing": (True, "memory only"),
     "critic.model.gradient_checkpointing": (True, "memory only"),
-    "critic.concurrent": (True, "speed only: actor and critic share nothing while they learn"),
-    "rollout.slots": (3, "memory only: what a response is depends on its prompt and number"),
-    "reward.workers": (1, "a judge gives the same grades wherever it sits"),
+    "critic.concurrent": (True, "speed only: updates of actor and critic are independent"),
+    "rollout.slots": (3, "memory only: a response depends on its prompt and number"),
+    "reward.workers": (1, "the grades do not depend on the process of the grader"),
 }
 
-# option -> (value, words of the refusal)
+# Option -> (value, message of the refusal)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "reward.timeout_s": (20.0, r"it needs reward\.workers >= 1"),  # these grade in the process
+    "reward.timeout_s": (
+        20.0,
+        r"it needs reward\.workers >= 1",
+    ),  # graders in the same process have no limit
     "algorithm.loss_type": ("actor_critic", "is that of one model"),
     "critic.use_critic_model": (False, "needs a critic"),
     "rollout.engine": ("vllm", "rollout.engine = vllm needs a directory"),  # test_vllm.py has it
@@ -244,18 +245,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
 # ---------------------------------------------------------------------------------------- tiny runs
 @pytest.fixture(scope="module", autouse=True)
 def files() -> Iterator[None]:
-    """What the options name, and tasks of 48 problems: ten thousand take half a second to read."""
+    """Write the files of the options; reduce tasks to 48 problems to save half a second."""
     FILES.mkdir()
     (FILES / "even.py").write_text(EVEN)
     (FILES / "odd.py").write_text(EVEN.replace("02468", "13579"))
     for name, first in (("train", 10), ("eval", 30), ("more", 61)):
         rows = [
-            {
-                "prompt": f"{i}+{10 * (i % 2)}=",
-                "task": f"{i}-1=",
-                "answer": str(i),
-                "truth": str(3 * i),
-            }
+            {"prompt": f"{i}+{10 * (i % 2)}=", "task": f"{i}-1="}
+            | {"answer": str(i), "truth": str(3 * i)}
             for i in range(first, first + 12)
         ]
         (FILES / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -271,16 +268,15 @@ def files() -> Iterator[None]:
     model.save_pretrained(FILES / "model")
     scores.save_pretrained(FILES / "reward")
     tokenizer.save_pretrained(FILES / "reward")
-    few = {
-        name: replace(task, train=32, held_out=16) for name, task in synthetic_tasks.TASKS.items()
-    }
+    tasks = synthetic_tasks.TASKS.items()
+    small = {name: replace(task, train=32, held_out=16) for name, task in tasks}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic_tasks, "TASKS", few)
+        patch.setattr(synthetic_tasks, "TASKS", small)
         yield
 
 
 def config(options: dict[str, Any]) -> Config:
-    """``BASE`` as a file that ships, ``options`` as flags, checked as the command checks."""
+    """Load ``BASE`` as a shipped file and ``options`` as overrides, with the command's checks."""
     loaded = loader.read(Config, [("configs/base", BASE), ("test", run_helpers.nested(options))])
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
@@ -292,9 +288,7 @@ def weights(module: torch.nn.Module) -> float:
 
 @functools.cache
 def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
-    """Every metric of each update, with sums over the weights; the last row has the evaluation's,
-    too.
-    """
+    """Return the metrics and sums of weights of each update; the last row includes evaluation."""
     c = config(json.loads(options))
     rows, pending = [], []
     with ExitStack() as stack:
@@ -324,37 +318,36 @@ def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
     return trained(json.dumps(options, sort_keys=True), lag)
 
 
-def learned(rows: list[dict[str, float]]) -> tuple[float, float]:
-    """What is left of actor and critic, finite in every update."""
+def final_weights(rows: list[dict[str, float]]) -> tuple[float, float]:
+    """Return the final sums of weights of actor and critic; all must be finite."""
     assert all(math.isfinite(row["weights"]) and math.isfinite(row["critic"]) for row in rows)
     return rows[-1]["weights"], rows[-1]["critic"]
 
 
 # -------------------------------------------------------------------------------------------- tests
-def test_every_option_has_a_case() -> None:
-    sections = (
-        "algorithm.",
-        "actor.",
-        "critic.",
-        "rollout.",
-        "data.",
-        "reward.",
-        "warm_start.",
-        "evaluation.",
+def test_every_option_is_tested() -> None:
+    names = (
+        "algorithm",
+        "actor",
+        "critic",
+        "rollout",
+        "data",
+        "reward",
+        "warm_start",
+        "evaluation",
     )
+    sections = tuple(f"{name}." for name in names)
     options = {
         p
         for p in loader.describe(Config)
         if p.startswith(sections) and readers.mode_of(p) != "embodied"
     }
-    tables = [*CHANGES, *TOLD, *NOTHING, *REFUSED]
+    tables = [*CHANGES, *METRIC_ONLY, *NO_EFFECT, *REFUSED]
     assert sorted(tables) == sorted(options)
 
 
-def test_trainings_repeat_and_learn() -> None:
-    """The premise of what follows: any difference is the option's, and there is something to learn
-    from.
-    """
+def test_trainings_are_reproducible_and_change_the_weights() -> None:
+    """Check that differences between runs are effects of options, and that there is a signal."""
     rows = train({})
     assert rows == trained.__wrapped__(json.dumps({}))
     assert 0 < rows[-1]["rollout/truncated"] < 1 and rows[-1]["rollout/length"] > 2
@@ -363,44 +356,45 @@ def test_trainings_repeat_and_learn() -> None:
 
 
 @pytest.mark.parametrize("path", CHANGES)
-def test_option_changes_what_is_learned(path: str) -> None:
+def test_option_changes_the_weights(path: str) -> None:
     value, needs = CHANGES[path]
     assert loader.describe(Config)[path].default != value
     lag = LAG.get(path, 0)
-    base, changed = learned(train(needs, lag)), learned(train({**needs, path: value}, lag))
+    base, changed = (
+        final_weights(train(needs, lag)),
+        final_weights(train({**needs, path: value}, lag)),
+    )
     if path.startswith("critic.") or path in ("algorithm.value_clip", "algorithm.huber_delta"):
         assert changed[1] != base[1]
     else:
         assert changed[0] != base[0]
 
 
-@pytest.mark.parametrize("path", TOLD)
-def test_option_changes_what_is_told(path: str) -> None:
-    value, needs, tag = TOLD[path]
+@pytest.mark.parametrize("path", METRIC_ONLY)
+def test_option_changes_a_metric_only(path: str) -> None:
+    value, needs, tag = METRIC_ONLY[path]
     base, changed = train(needs), train({**needs, path: value})
     assert changed[-1][tag] != base[-1][tag]
-    assert learned(changed) == learned(base)
+    assert final_weights(changed) == final_weights(base)
 
 
-@pytest.mark.parametrize("path", NOTHING)
-def test_option_changes_nothing(path: str) -> None:
-    value, _ = NOTHING[path]
+@pytest.mark.parametrize("path", NO_EFFECT)
+def test_option_has_no_effect(path: str) -> None:
+    value, _ = NO_EFFECT[path]
     for base, changed in zip(train({}), train({path: value}), strict=True):
         assert base.keys() == changed.keys()
         for tag in base:
-            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), (
-                tag
-            )  # test_split is stricter
+            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag
 
 
 @pytest.mark.parametrize("path", REFUSED)
 def test_option_is_refused(path: str) -> None:
-    value, words = REFUSED[path]
-    with pytest.raises(ConfigError, match=words):
+    value, message = REFUSED[path]
+    with pytest.raises(ConfigError, match=message):
         config({path: value})
 
 
-def test_without_lag_there_is_nothing_to_correct() -> None:
+def test_off_policy_weights_are_one_without_lag() -> None:
     for row in train({"algorithm.off_policy_correction": "token"}):
         assert row["policy/off_policy_weight"] == pytest.approx(1.0, abs=1e-5)
     lagging = train({"algorithm.off_policy_correction": "token"}, lag=1)
@@ -409,7 +403,7 @@ def test_without_lag_there_is_nothing_to_correct() -> None:
 
 KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
 OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    # option -> (values, what they need): each leaves other weights or another KL than every other
+    # Option -> (values, required options). Weights or KL differ between all values.
     "algorithm.adv_type": (
         ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
         GROUPS,
@@ -428,20 +422,21 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "data.chat_template": (("always", "never"), PROMPTS),
     "reward.grader": (("auto", "exact"), {"reward.path": None}),
 }
-SAME = {
+EQUAL = {
     "algorithm.adv_type": [("reinforce", "reinforce_plus_plus")],  # both with normalize_advantages
-    "algorithm.kl_loss_type": [("k2", "k2+")],  # + is k2's gradient
-    "reward.grader": [("auto", "exact")],  # arithmetic's own grader takes the response as it is
+    "algorithm.kl_loss_type": [("k2", "k2+")],  # + selects the gradient of k2
+    "reward.grader": [("auto", "exact")],  # the grader of arithmetic compares the complete response
 }
-"""Values that are the same by definition."""
+"""Values that are equal by definition."""
 
 
 @pytest.mark.parametrize("path", OTHER_VALUES)
-def test_values_differ_from_each_other(path: str) -> None:
+def test_values_have_different_effects(path: str) -> None:
     values, needs = OTHER_VALUES[path]
     runs = {value: train({**needs, path: value}, LAG.get(path, 0)) for value in values}
-    found = {
-        value: (*learned(rows), rows[-1].get("kl/to_reference")) for value, rows in runs.items()
+    results = {
+        value: (*final_weights(rows), rows[-1].get("kl/to_reference"))
+        for value, rows in runs.items()
     }
-    same = [(a, b) for a in found for b in found if str(a) < str(b) and found[a] == found[b]]
-    assert same == SAME.get(path, [])
+    pairs = [(a, b) for a in results for b in results if str(a) < str(b)]
+    assert [(a, b) for a, b in pairs if results[a] == results[b]] == EQUAL.get(path, [])

@@ -1,4 +1,4 @@
-"""Checkpoints continue bit for bit, survive kill -9, and an interrupt saves and leaves with 130."""
+"""Tests of resuming: bitwise continuation, kill -9, interrupts, changed options."""
 
 from __future__ import annotations
 
@@ -75,41 +75,38 @@ def assert_same(a: object, b: object, path: str = "") -> None:
 
 
 def rows(run_dir: Path) -> list[dict]:
-    """metrics.jsonl without what a clock measured."""
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Return the rows of metrics.jsonl without time, speed and memory."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    measured = ("time/", "speed/", "memory/")
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "memory/"))}
-        for row in found
+        {k: v for k, v in json.loads(line).items() if not k.startswith(measured)} for line in lines
     ]
 
 
 class Stop(Exception):
-    pass
+    """Ends a run in the middle of an update."""
 
 
 @pytest.mark.parametrize("adapter", ["envpool", "gymnasium"])
 @pytest.mark.parametrize(("restart_every", "save_every"), [(0, 4), (48, 3)])
-def test_two_halves_equal_the_whole(
+def test_resumed_run_equals_an_uninterrupted_run(
     tmp_path: Path,
     adapter: str,
     restart_every: int,
     save_every: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the whole run saved, and whether or not episodes began anew in between."""
-
     def config(run_dir: Path, **changes: object) -> Config:
         c = tiny(run_dir, **changes)
-        return replace(
-            c, env=replace(c.env, simulator=adapter, num_threads=0, restart_every=restart_every)
-        )
+        env = replace(c.env, simulator=adapter, num_threads=0, restart_every=restart_every)
+        return replace(c, env=env)
 
-    run.train(config(tmp_path / "whole"), quiet=True)
+    run.train(config(tmp_path / "uninterrupted"), quiet=True)
 
-    # the first half dies in its seventh update, after the checkpoint of the fourth or sixth
+    # The first half ends in its seventh update, after the checkpoint of the fourth or sixth.
     update = embodied.Learner.update
 
-    def dies(
+    def stop_at_seventh(
         self: embodied.Learner, trajectory: object, *, update: int, _original=update
     ) -> object:
         if update == 6:
@@ -117,20 +114,18 @@ def test_two_halves_equal_the_whole(
         return _original(self, trajectory, update=update)
 
     with monkeypatch.context() as m:
-        m.setattr(embodied.Learner, "update", dies)
+        m.setattr(embodied.Learner, "update", stop_at_seventh)
         with pytest.raises(Stop):
             run.train(config(tmp_path / "halves", save_every=save_every), quiet=True)
     summary = run.train(config(tmp_path / "halves", resume="auto"), quiet=True)
     assert summary["updates"] == 8
-    for a, b in zip(contents(tmp_path / "whole", 8), contents(tmp_path / "halves", 8), strict=True):
-        assert_same(a, b)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "halves")
+    uninterrupted, halves = tmp_path / "uninterrupted", tmp_path / "halves"
+    assert_same(contents(uninterrupted, 8), contents(halves, 8))
+    assert rows(uninterrupted) == rows(halves)
 
 
-def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A schedule that spans another length now; nothing left to train; a checkpoint that does not
-    verify.
-    """
+def test_messages_of_a_resumed_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Test another schedule, a complete run, changed arithmetic and a damaged checkpoint."""
     run_dir = tmp_path / "run"
     first = run.train(tiny(run_dir, updates=4), quiet=True)
     files = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
@@ -140,48 +135,36 @@ def test_what_a_resumed_run_says(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert again == json.loads(json.dumps(first)) and {p: p.read_bytes() for p in files} == files
     second = run.train(tiny(run_dir, updates=8, resume="auto"))
     assert second["initial_return"] == first["initial_return"] is not None
-    told = capfd.readouterr().err
-    assert "resume: the run had 4 updates, now 8: lr_schedule=linear covers the new number" in told
-    assert "rounding" not in told
+    err = capfd.readouterr().err
+    assert "resume: the run had 4 updates, now 8: lr_schedule=linear covers the new number" in err
+    assert "rounding" not in err
     step = run_dir / "checkpoints" / "step_000008"
-    other = tiny(
-        run_dir, updates=9, resume="auto", threads=2, matmul_precision="high", compile="never"
-    )
+    arithmetic = {"threads": 2, "matmul_precision": "high", "compile": "never"}
+    other = tiny(run_dir, updates=9, resume="auto", **arithmetic)
     changes = "matmul_precision was highest, is high, compile was auto, is never"
     ending = ": results differ by rounding from those of an uninterrupted run"
     manifest = json.loads((step / checkpoint.MANIFEST).read_text())
-    for later in (False, True):
-        if later:  # as a version wrote it that recorded less, with another torch
+    for old_version in (False, True):
+        if old_version:  # the manifest of an older version, which did not record the arithmetic
             del manifest["arithmetic"]
             manifest["versions"]["torch"] = "1.0"
             (step / checkpoint.MANIFEST).write_text(json.dumps(manifest))
         lines: list[str] = []
         device = torch.device("cpu")
         run_directory.check_resume(other, checkpoint.open_checkpoint(step), 9, device, lines.append)
-        assert (
-            lines[0].startswith("resume: ")
-            and lines[0].endswith(ending)
-            and "device" not in lines[0]
-        )
-        found = lines[0].removeprefix("resume: ").removesuffix(ending).split(", ")
-        torch_changes = (
-            ["torch was 1.0", f"is {run_directory.versions()['torch']}"] if later else []
-        )
-        assert sorted(found) == sorted(
-            ["threads was 1", "is 2", *changes.split(", "), *torch_changes]
-        )
+        assert lines[0].startswith("resume: ") and lines[0].endswith(ending)
+        assert "device" not in lines[0]
+        listed = lines[0].removeprefix("resume: ").removesuffix(ending).split(", ")
+        expected = ["threads was 1", "is 2", *changes.split(", ")]
+        if old_version:
+            expected += ["torch was 1.0", f"is {run_directory.versions()['torch']}"]
+        assert sorted(listed) == sorted(expected)
     weights = step / checkpoint.POLICY
     weights.write_bytes(weights.read_bytes()[:-9])
     run.train(tiny(run_dir, updates=8, resume="auto"))
-    assert (
-        "resume: step_000008 does not verify; it is kept as damaged_step_000008"
-        in capfd.readouterr().err
-    )
+    message = "resume: step_000008 does not verify; it is kept as damaged_step_000008"
+    assert message in capfd.readouterr().err
     assert (run_dir / "checkpoints" / "damaged_step_000008").is_dir()
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "embodied_ppo.commands.main", "train", *words]
 
 
 OVERRIDES = [
@@ -197,13 +180,10 @@ OVERRIDES = [
 ]
 
 
-def start(run_dir: Path, *more: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(*OVERRIDES, f"run_dir={run_dir}", *more),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def start(run_dir: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", *OVERRIDES]
+    command += [f"run_dir={run_dir}", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60.0) -> None:
@@ -215,7 +195,7 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60.0) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupt_saves_and_leaves_with_130(tmp_path: Path, number: int) -> None:
+def test_signal_saves_and_exits_with_130(tmp_path: Path, number: int) -> None:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
     process.send_signal(number)
@@ -224,49 +204,47 @@ def test_interrupt_saves_and_leaves_with_130(tmp_path: Path, number: int) -> Non
     newest = checkpoint.newest_valid(tmp_path / "run")
     assert newest is not None
     last_row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert newest.update == last_row["update"], "everything learned was saved"
+    assert newest.update == last_row["update"], "the last update is saved"
     assert f"resume={tmp_path / 'run'}" in err
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_signal_ignored_by_nohup_stays_ignored() -> None:
     for handler in (signal.SIG_DFL, signal.SIG_IGN):
         before = signal.signal(signal.SIGHUP, handler)
         try:
-            with progress.stop_signals(Timer()) as asked:
+            with progress.stop_signals(Timer()) as stop_requested:
                 ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
                 assert ignored == (handler is signal.SIG_IGN)
                 assert ignored or signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL
                 os.kill(os.getpid(), signal.SIGHUP)
-                assert asked() != ignored
+                assert stop_requested() != ignored
             assert signal.getsignal(signal.SIGHUP) is handler
         finally:
             signal.signal(signal.SIGHUP, before)
 
 
-def test_kill_9_at_any_moment_leaves_only_checkpoints_that_load(tmp_path: Path) -> None:
-    run_dir, reached = tmp_path / "run", 0
-    for moment in (0.0, 0.013, 0.2):
+def test_checkpoints_after_kill_9_can_be_loaded(tmp_path: Path) -> None:
+    run_dir, last_update = tmp_path / "run", 0
+    for delay_s in (0.0, 0.013, 0.2):
         process = start(run_dir, "resume=auto", "save_every=1")
-        wait_for(run_dir / "checkpoints" / f"step_{reached + 3:06d}", process)
-        time.sleep(moment)
+        wait_for(run_dir / "checkpoints" / f"step_{last_update + 3:06d}", process)
+        time.sleep(delay_s)
         process.kill()
         process.communicate()
         for step in (run_dir / "checkpoints").glob("step_*"):
             source = checkpoint.open_checkpoint(step)
             source.policy(), source.training()
         newest = checkpoint.newest_valid(run_dir)
-        assert newest is not None and newest.update >= reached + 3
-        done = [
-            json.loads(line)["update"]
-            for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]
-        ]
-        assert newest.update >= max(done) - 1, "at most the updates since the last save are lost"
-        assert done == list(range(len(done))), "the row of every saved update is there, once"
-        reached = newest.update
+        assert newest is not None and newest.update >= last_update + 3
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]
+        updates = [json.loads(line)["update"] for line in lines]
+        assert newest.update >= max(updates) - 1, "only updates since the last save are lost"
+        assert updates == list(range(len(updates))), "every saved update has one row"
+        last_update = newest.update
 
 
 class Killed(BaseException):
-    """Ends a run without any handler of errors, as kill -9 does."""
+    """Ends a run without error handlers, like kill -9."""
 
 
 STEPS_OF_A_TRANSACTION = (
@@ -274,22 +252,18 @@ STEPS_OF_A_TRANSACTION = (
     *((RunSystem, name) for name in ("save", "evaluate")),
     *((Log, name) for name in ("metrics", "_write")),
 )
-"""Functions that save, evaluate and log an update: a test ends the run before any of them, and
-after the last.
-"""
+"""Functions that save, evaluate and log an update; a test ends the run before each of them."""
 
 
 def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Raise Killed before the ``moment``-th step (from 1) of an update's transaction; return the
-    steps taken.
-    """
-    taken: list[str] = []
+    """Raise Killed before step ``moment`` (from 1) of an update's transaction; return the steps."""
+    steps: list[str] = []
     current = [0]
 
     def step(name: str) -> None:
-        if current[0] == update and taken[-1:] != [name]:  # files of one checkpoint are one step
-            taken.append(name)
-            if len(taken) == moment:
+        if current[0] == update and steps[-1:] != [name]:  # files of one checkpoint are one step
+            steps.append(name)
+            if len(steps) == moment:
                 raise Killed(name)
 
     def interruptible(owner: object, name: str) -> None:
@@ -313,64 +287,45 @@ def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[s
     monkeypatch.setattr(LocalSystem, "publish", count)
     for owner, name in STEPS_OF_A_TRANSACTION:
         interruptible(owner, name)
-    return taken
+    return steps
 
 
 def state_of(run_dir: Path) -> tuple[Any, ...]:
-    """Rows, scores, links and curves of a run."""
+    """Return rows, scores, links and curves of a run."""
     folder = run_dir / "checkpoints"
-    manifests = {
-        p.parent.name: json.loads(p.read_text())
-        for p in sorted(folder.glob("step_*/manifest.json"))
-    }
-    scores = {name: manifest["score"] for name, manifest in manifests.items()}
+    manifests = sorted(folder.glob("step_*/manifest.json"))
+    scores = {path.parent.name: json.loads(path.read_text())["score"] for path in manifests}
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     points = [(e.step, e.value) for e in events.Scalars("eval/return")]
-    return (
-        rows(run_dir),
-        scores,
-        os.readlink(folder / "best"),
-        os.readlink(folder / "latest"),
-        points,
-    )
+    links = [os.readlink(folder / name) for name in ("best", "latest")]
+    return rows(run_dir), scores, *links, points
 
 
-def test_a_kill_between_saving_and_logging_loses_nothing(
+def test_kill_between_saving_and_logging_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at any point of an update, a run has every row once, each evaluation, each score and
-    the same ``best``.
-    """
-    # Memory estimates and reports take a third each of the time of these runs.
+    """A run that is killed at any step has every row once, all evaluations, scores and ``best``."""
+    # Memory estimates and reports each take a third of the time of these runs.
     monkeypatch.setattr(EmbodiedMode, "can_estimate", lambda *_, **__: False)
     monkeypatch.setattr(embodied, "write_report", lambda *_, **__: {})
 
     def train(name: str, **changes: object) -> None:
-        c = tiny(
-            tmp_path / name,
-            updates=3,
-            save_every=1,
-            eval_every=1,
-            keep_last=9,
-            compile="never",
-            **changes,
-        )
+        saving = {"save_every": 1, "eval_every": 1, "keep_last": 9}
+        c = tiny(tmp_path / name, updates=3, compile="never", **saving, **changes)
         algorithm = replace(c.algorithm, horizon=4, update_epoch=1, lr=0.01)
         evaluation = replace(c.evaluation, episodes=2, num_envs=2, video_episodes=0)
         env = replace(c.env, max_episode_steps=1000)
-        run.train(
-            replace(c, seed=5, algorithm=algorithm, evaluation=evaluation, env=env), quiet=True
-        )
+        c = replace(c, seed=5, algorithm=algorithm, evaluation=evaluation, env=env)
+        run.train(c, quiet=True)
 
     with monkeypatch.context() as patch:
         steps = kill_at(0, 2, patch)
-        train("whole")
-    expected = state_of(tmp_path / "whole")
+        train("uninterrupted")
+    expected = state_of(tmp_path / "uninterrupted")
     scores, best = expected[1:3]
-    assert list(scores.values()) == sorted(set(scores.values())) and best == "step_000003", (
-        "each claims best"
-    )
-    assert [row["update"] for row in rows(tmp_path / "whole")] == [0, 1, 2, 3]
+    # The scores increase, so that every evaluation changes ``best``.
+    assert list(scores.values()) == sorted(set(scores.values())) and best == "step_000003"
+    assert [row["update"] for row in rows(tmp_path / "uninterrupted")] == [0, 1, 2, 3]
     assert {name for _, name in STEPS_OF_A_TRANSACTION} < set(steps)
     for moment in range(1, len(steps) + 1):
         with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -380,9 +335,7 @@ def test_a_kill_between_saving_and_logging_loses_nothing(
         assert state_of(tmp_path / f"killed {moment}") == expected, steps[moment - 1]
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_with_a_word(
-    tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_damaged_newest_checkpoint_is_skipped(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     (tmp_path / "run/checkpoints/step_000008/policy.pt").write_bytes(b"short")
     run.train(tiny(tmp_path / "run", resume="auto"), quiet=False)
@@ -390,40 +343,32 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_word(
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
 
 
-def test_changed_options_are_told_and_impossible_ones_refused(tmp_path: Path) -> None:
+def test_changed_options_are_logged_or_refused(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     config = tiny(tmp_path / "run", resume="auto", updates=9)
     run.train(replace(config, algorithm=replace(config.algorithm, gamma=0.5)), quiet=True)
     assert "algorithm.gamma was 0.99, is 0.5" in (tmp_path / "run/log.txt").read_text()
     with pytest.raises(ValueError, match=r"env.num_envs=16: the run to resume has 8"):
         run.train(replace(config, env=replace(config.env, num_envs=16)), quiet=True)
-    with pytest.raises(
-        ValueError, match=r"model.activation=relu: the run to resume has tanh, which its weights"
-    ):
+    message = r"model.activation=relu: the run to resume has tanh, which its weights"
+    with pytest.raises(ValueError, match=message):
         run.train(replace(config, model=replace(config.model, activation="relu")), quiet=True)
     with pytest.raises(ValueError, match=r"updates=5: .* has completed 9"):
         run.train(replace(config, updates=5), quiet=True)
 
 
-def test_nothing_older_is_lost_when_the_disk_refuses(tmp_path: Path) -> None:
+def test_failed_save_keeps_older_checkpoints(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     folder = tmp_path / "run" / "checkpoints"
     before = sorted(os.listdir(folder))
     (tmp_path / "file").write_text("")
     with pytest.raises(checkpoint.CheckpointError, match="cannot be written"):
-        checkpoint.save(
-            tmp_path / "file",
-            update=9,
-            policy={},
-            training={},
-            config_text="",
-            info={},
-            keep_last=1,
-        )
+        content: dict[str, Any] = {"policy": {}, "training": {}, "config_text": "", "info": {}}
+        checkpoint.save(tmp_path / "file", update=9, keep_last=1, **content)
     assert sorted(os.listdir(folder)) == before
 
 
-def test_an_earlier_checkpoint_branches_off_into_a_new_run(tmp_path: Path) -> None:
+def test_earlier_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     before = rows(tmp_path / "run")
     earlier = tmp_path / "run/checkpoints/step_000004"
@@ -431,29 +376,26 @@ def test_an_earlier_checkpoint_branches_off_into_a_new_run(tmp_path: Path) -> No
         run.train(replace(tiny(tmp_path), run_dir=None, resume=str(earlier)), quiet=True)
     run.train(tiny(tmp_path / "branch", resume=str(earlier)), quiet=True)
     assert rows(tmp_path / "run") == before
-    for a, b in zip(contents(tmp_path / "run", 8), contents(tmp_path / "branch", 8), strict=True):
-        assert_same(a, b)
+    assert_same(contents(tmp_path / "run", 8), contents(tmp_path / "branch", 8))
 
 
-def test_a_failing_last_evaluation_loses_nothing(
+def test_failure_of_the_last_evaluation_keeps_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate = LocalSystem.evaluate
 
-    def dies(self: LocalSystem, update: int) -> object:
+    def fail_at_last_update(self: LocalSystem, update: int) -> object:
         if update == 8:
-            raise run.EnvError("the simulator died")
+            raise run.EnvError("the simulator failed")
         return evaluate(self, update)
 
-    monkeypatch.setattr(LocalSystem, "evaluate", dies)
-    with pytest.raises(run.TrainingError, match="the simulator died"):
+    monkeypatch.setattr(LocalSystem, "evaluate", fail_at_last_update)
+    with pytest.raises(run.TrainingError, match="the simulator failed"):
         run.train(tiny(tmp_path / "run", save_every=0), quiet=True)
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
 
 
-def test_evaluation_with_changed_options_keeps_the_others_and_has_a_report_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_evaluation_with_changed_options_has_its_own_report(tmp_path: Path) -> None:
     c = tiny(tmp_path / "run")
     run.train(replace(c, env=replace(c.env, kwargs={"frame_skip": 4})), quiet=True)
     options = {"checkpoint": str(tmp_path / "run"), "episodes": 2, "video": False}
@@ -462,31 +404,23 @@ def test_evaluation_with_changed_options_keeps_the_others_and_has_a_report_of_it
     other = run.evaluate(loader.load(run.EvaluateConfig, changed), quiet=True)
     assert plain["report"] != other["report"]
     stored = json.loads(Path(other["report_json"]).read_text())["config"]["env"]
-    assert (
-        stored["kwargs"] == {"frame_skip": 4, "reset_noise_scale": 0.001}
-        and stored["max_episode_steps"] == 7
-    )
+    assert stored["kwargs"] == {"frame_skip": 4, "reset_noise_scale": 0.001}
+    assert stored["max_episode_steps"] == 7
     assert other["eval/length"] <= 7
 
 
-def test_a_run_that_goes_on_from_another_leaves_that_one_alone(tmp_path, monkeypatch):
+def test_resumed_run_is_not_changed_by_a_new_run_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    small = {
-        "env.id": "CartPole-v1",
-        "algorithm.horizon": 8,
-        "algorithm.global_batch_size": 32,
-        "env.num_envs": 8,
-    }
-    small |= {"evaluation.episodes": 4, "evaluation.video_episodes": 0, "compile": "never"}
+    small = {"env.id": "CartPole-v1", "env.num_envs": 8, "compile": "never"}
+    small |= {"algorithm.horizon": 8, "algorithm.global_batch_size": 32}
+    small |= {"evaluation.episodes": 4, "evaluation.video_episodes": 0}
     run.train(run_helpers.tiny_config({**small, "updates": 1, "run_dir": "first"}), quiet=True)
     files = {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()}
-    for updates, name in ((2, "second"), (1, "third")):  # the third has nothing left to train
-        run.train(
-            run_helpers.tiny_config(
-                {**small, "updates": updates, "run_dir": name, "resume": "first"}
-            ),
-            quiet=True,
-        )
+    for updates, name in ((2, "second"), (1, "third")):  # the third run is complete already
+        options = {**small, "updates": updates, "run_dir": name, "resume": "first"}
+        run.train(run_helpers.tiny_config(options), quiet=True)
         assert {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()} == files
         assert (Path(name) / "checkpoints" / "step_000001").is_dir()
         assert (Path(name) / "summary.json").is_file()
