@@ -130,7 +130,7 @@ class _Episode:
     length: int
     data: Path
     videos: dict[str, tuple[Path, int]]
-    """Feature -> file and the number of its first frame there."""
+    """Feature -> file, and the index of the episode's first frame in it."""
 
 
 def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
@@ -214,6 +214,11 @@ def _grouped(
     return list(groups.items())
 
 
+def _damaged(problem: str) -> ConfigError:
+    """Return the error of a damaged data set."""
+    return ConfigError(f"{problem}; record or download it again")
+
+
 def read_info(folder: Path) -> dict[str, Any]:
     """Read meta/info.json and check the fields that all versions have.
 
@@ -228,9 +233,7 @@ def read_info(folder: Path) -> dict[str, Any]:
             f"{path} is missing, so the folder has no demonstrations; name another folder"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: is no JSON that can be read ({error}); record or download it again"
-        ) from error
+        raise _damaged(f"{path}: is no JSON that can be read ({error})") from error
     if not isinstance(info, dict) or info.get("codebase_version") not in READABLE:
         version = info.get("codebase_version") if isinstance(info, dict) else None
         raise ConfigError(
@@ -244,19 +247,12 @@ def read_info(folder: Path) -> dict[str, Any]:
         ("total_episodes", int),
     ):
         if not isinstance(info.get(key), kind):
-            raise ConfigError(
-                f"{path}: {key}={info.get(key)!r} is missing or has the wrong type; download it"
-                " again"
-            )
+            raise _damaged(f"{path}: {key}={info.get(key)!r} is missing or has the wrong type")
     if not 0 < info["fps"] <= MAX_FPS:
-        raise ConfigError(
-            f"{path}: fps={info['fps']} must be > 0 and <= {MAX_FPS}; download it again"
-        )
+        raise _damaged(f"{path}: fps={info['fps']} must be > 0 and <= {MAX_FPS}")
     for key, feature in info["features"].items():
         if not isinstance(feature, dict):
-            raise ConfigError(
-                f"{path}: features.{key}={feature!r} must have dtype and shape; download it again"
-            )
+            raise _damaged(f"{path}: features.{key}={feature!r} must have dtype and shape")
     return info
 
 
@@ -310,22 +306,17 @@ def _episodes(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> l
             episodes.append(locate(folder, info, videos, row))
         except MALFORMED as error:
             index = row.get("episode_index") if isinstance(row, dict) else row
-            raise ConfigError(
+            raise _damaged(
                 f"{path}: the location of episode {index} cannot be read"
-                f" ({one_line(error, kind=True)}); record or download it again"
+                f" ({one_line(error, kind=True)})"
             ) from error
     for episode in episodes:
         if not _is_integer(episode.index, 0):
-            raise ConfigError(
-                f"{path}: episode_index={episode.index!r} is no number of an episode; download it"
-                " again"
-            )
+            raise _damaged(f"{path}: episode_index={episode.index!r} is no number of an episode")
     episodes.sort(key=lambda episode: episode.index)
     for before, episode in zip([None, *episodes], episodes):
         if before is not None and episode.index == before.index:
-            raise ConfigError(
-                f"{path}: episode {episode.index} is duplicated; record or download it again"
-            )
+            raise _damaged(f"{path}: episode {episode.index} is duplicated")
         if not _is_integer(episode.length, 1):
             raise ConfigError(
                 f"{path}: episode {episode.index} has length={episode.length}; it must be at"
@@ -387,9 +378,7 @@ def episode_rows(folder: Path) -> list[dict[str, Any]]:
     rows = [row for path in paths for row in read_rows(path)]
     for row in rows:
         if not _is_integer(index := row.get("episode_index"), 0):
-            raise ConfigError(
-                f"{folder}/meta/episodes: episode_index={index!r} is no number; download it again"
-            )
+            raise _damaged(f"{folder}/meta/episodes: episode_index={index!r} is no number")
     return sorted(rows, key=lambda row: row["episode_index"])
 
 
@@ -405,9 +394,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError as error:
         raise ConfigError(f"{path} is missing; download the folder again") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: is no file of JSON lines that can be read ({error}); download it again"
-        ) from error
+        raise _damaged(f"{path}: is no file of JSON lines that can be read ({error})") from error
 
 
 def read_tasks(folder: Path, version: str) -> dict[int, str]:
@@ -425,9 +412,8 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
     try:
         return {int(row["task_index"]): sentence(row) for row in rows}
     except MALFORMED as error:
-        raise ConfigError(
-            f"{path}: has no columns task_index and task ({one_line(error, kind=True)});"
-            " download it again"
+        raise _damaged(
+            f"{path}: has no columns task_index and task ({one_line(error, kind=True)})"
         ) from error
 
 
@@ -462,9 +448,7 @@ class _Table:
         for name in indices:
             column = self._table[name]
             if not str(column.type).startswith(("int", "uint")) or column.null_count:
-                raise ConfigError(
-                    f"{path}: {name} is not an integer in every frame; record or download it again"
-                )
+                raise _damaged(f"{path}: {name} is not an integer in every frame")
         self._episode, self._frame, self._task = (self._table[x].to_numpy() for x in indices)
 
     def _label(self, episode: _Episode) -> str:
@@ -479,9 +463,8 @@ class _Table:
         if len(frame) != episode.length or (frame != np.arange(len(frame))).any():
             missing = np.setdiff1d(np.arange(episode.length), frame)
             problem = f"frame {missing[0]} is missing" if len(missing) else f"it has {len(frame)}"
-            raise ConfigError(
-                f"{self._label(episode)} should have {episode.length} frames, but {problem}; record"
-                " or download it again"
+            raise _damaged(
+                f"{self._label(episode)} should have {episode.length} frames, but {problem}"
             )
         return rows
 
@@ -490,9 +473,8 @@ class _Table:
         task = self._task[rows]
         for index in np.unique(task).tolist():
             if index not in names:
-                raise ConfigError(
-                    f"{self._label(episode)} has task_index={index}, which meta/tasks does not"
-                    " have; download it again"
+                raise _damaged(
+                    f"{self._label(episode)} has task_index={index}, which meta/tasks does not have"
                 )
         return task
 
@@ -521,17 +503,15 @@ class _Table:
             counts = np.ones(len(column), dtype=np.int64)
         if len(wrong := np.flatnonzero(counts != dims)):
             i = wrong[0]
-            raise ConfigError(
-                f"{self.path}: episode {self._episode[i]}, frame {self._frame[i]}: {name} has"
-                f" {counts[i]} numbers; meta/info.json says {dims}; record or download it again"
+            raise _damaged(
+                f"{self.path}: episode {self._episode[i]}, frame {self._frame[i]}: {name}"
+                f" has {counts[i]} numbers; meta/info.json says {dims}"
             )
         flat = column.flatten() if is_list else column
         try:
             return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, dims)
         except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
-            raise ConfigError(
-                f"{self.path}: {name} holds {column.type}, not numbers; download it again"
-            ) from error
+            raise _damaged(f"{self.path}: {name} holds {column.type}, not numbers") from error
 
     def images(
         self, name: str, rows: np.ndarray, episode: _Episode, size: tuple[int, int]
@@ -543,9 +523,7 @@ class _Table:
             try:
                 value = self._table[name][row].as_py()
             except ValueError as error:
-                raise ConfigError(
-                    f"{label} cannot be read ({one_line(error)}); download it again"
-                ) from error
+                raise _damaged(f"{label} cannot be read ({one_line(error)})") from error
             data = value.get("bytes") if isinstance(value, dict) else value
             if not isinstance(data, bytes):
                 raise ConfigError(
@@ -557,9 +535,7 @@ class _Table:
                     if (height, width) == size:  # check first: a small file may decode to gigabytes
                         out[i] = np.asarray(image.convert("RGB"))
             except UNREADABLE as error:
-                raise ConfigError(
-                    f"{label} cannot be decoded ({error}); record or download it again"
-                ) from error
+                raise _damaged(f"{label} cannot be decoded ({error})") from error
             if (height, width) != size:
                 raise ConfigError(
                     f"{label} is {[height, width, 3]}; meta/info.json says {[*size, 3]}"
@@ -605,18 +581,16 @@ def _decode(
                 for i in range(position, first + len(out)):
                     pixels, frame = next(frames, None), i - first
                     if pixels is None:
-                        raise ConfigError(
+                        raise _damaged(
                             f"{path}: ends after {i} frames, at episode {episode.index}, frame"
-                            f" {max(frame, 0)} of {len(out)}; record or download it again"
+                            f" {max(frame, 0)} of {len(out)}"
                         )
                     if frame >= 0:
                         out[frame] = np.frombuffer(pixels, dtype=np.uint8).reshape(*size, 3)
                 position = first + len(out)
     except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         cause = one_line(error)[-200:]
-        raise ConfigError(
-            f"{path}: is no video that can be read ({cause}); record or download it again"
-        ) from error
+        raise _damaged(f"{path}: is no video that can be read ({cause})") from error
 
 
 def _frames(path: Path) -> Any:

@@ -49,8 +49,7 @@ count [1].
 
 
 class Writer:
-    """Records episodes into ``folder``, LeRobot v3.0. Use it in a ``with`` statement, or call
-    ``close``.
+    """Recorder of episodes in LeRobot v3.0, for a ``with`` statement; otherwise call ``close``.
 
     After every ``episodes_per_file`` episodes a file is complete: one parquet of numbers, one mp4
     per camera and one parquet of episodes. The latter is renamed into place last, and makes the
@@ -71,7 +70,6 @@ class Writer:
         action: Sequence[str],
         cameras: Mapping[str, tuple[int, int]],
         episodes_per_file: int = 64,
-        robot_type: str | None = None,
     ) -> None:
         """Open or create the data set.
 
@@ -82,7 +80,6 @@ class Writer:
             action: Names of the A action dimensions.
             cameras: Name -> (H, W) in pixels.
             episodes_per_file: Episodes of a file.
-            robot_type: Stored in meta/info.json.
 
         Raises:
             ConfigError: ``folder`` holds other data, or another process is recording into it.
@@ -92,13 +89,9 @@ class Writer:
         """Number of episodes and frames, including those of the incomplete file."""
         self._fps, self._cameras, self._per_file = fps, dict(cameras), episodes_per_file
         self._dims = {STATE: len(state), ACTION: len(action)}
-        self._robot_type = robot_type
         self._features = _features(fps, state, action, self._cameras)
-        for name, number in (
-            ("fps", fps),
-            ("episodes_per_file", episodes_per_file),
-            *self._dims.items(),
-        ):
+        sizes = {"fps": fps, "episodes_per_file": episodes_per_file, **self._dims}
+        for name, number in sizes.items():
             if number < 1:
                 raise ConfigError(f"{self.folder}: {name}={number} must be at least 1")
         if bad := [name for name in cameras if "/" in name or not name]:
@@ -391,7 +384,7 @@ class Writer:
         """Write meta/stats.json and meta/info.json, which describe the complete files."""
         info = {
             "codebase_version": VERSION,
-            "robot_type": self._robot_type,
+            "robot_type": None,
             "total_episodes": self.episodes,
             "total_frames": self.frames,
             "total_tasks": len(self._tasks),

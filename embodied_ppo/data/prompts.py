@@ -65,7 +65,7 @@ class Row:
         data_source: Name of the data source.
         extra: verl's ``extra_info``.
         suffix: Text that the file's layout adds to the prompt by default.
-        where: File and line (from 1) or row (from 0), for messages.
+        location: File and line (from 1) or row (from 0), for messages.
     """
 
     prompt: str | list[dict[str, str]]
@@ -73,7 +73,7 @@ class Row:
     data_source: str
     extra: dict[str, Any]
     suffix: str
-    where: str
+    location: str
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -132,7 +132,7 @@ def _items(path: Path) -> Iterator[tuple[str, Any]]:
             items = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: begins like a JSON array but is none ({error}); fix it"
+                f"{path}: starts like a JSON array but is none ({error}); fix it"
             ) from error
         yield from ((f"{path} row {i}", item) for i, item in enumerate(items))
         return
@@ -172,15 +172,15 @@ def read_rows(
     rows: list[Row] = []
     for path in files_of(paths):
         before, gsm8k = len(rows), False
-        for where, item in _items(path):
+        for location, item in _items(path):
             if not isinstance(item, dict):
                 raise ConfigError(
-                    f"{where}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth':"
+                    f"{location}: {_show(item)} is no object; write {{'prompt': .., 'ground_truth':"
                     " ..}"
                 )
             if len(rows) == before:
                 gsm8k = prompt_key in (None, "question") and answer_key is None and _is_gsm8k(item)
-            rows.append(_row(item, where, path.stem, gsm8k, prompt_key, answer_key))
+            rows.append(_row(item, location, path.stem, gsm8k, prompt_key, answer_key))
         if len(rows) == before:
             raise ConfigError(f"{path}: holds no rows; leave it out, or fill it")
     return rows
@@ -194,20 +194,20 @@ def _show(value: Any) -> str:
 
 
 def _key(
-    item: Mapping[str, Any], where: str, option: str, key: str | None, known: Sequence[str]
+    item: Mapping[str, Any], location: str, option: str, key: str | None, known: Sequence[str]
 ) -> str:
     """Return the key to read: ``key``, or the first known one of the row."""
     if key is None:
         if present := _first_key(item, known):
             return present
         raise ConfigError(
-            f"{where}: has none of {', '.join(known)}; its keys: {', '.join(item) or 'none'}; name"
-            f" the right one with {option}=KEY"
+            f"{location}: has none of {', '.join(known)}; its keys: {', '.join(item) or 'none'};"
+            f" name the right one with {option}=KEY"
         )
     if item.get(key) is None:
         problem = "is null" if key in item else "does not exist"
         raise ConfigError(
-            f"{where}: {option} = {key} {problem}; {choose(key, list(item), 'its keys: ')}"
+            f"{location}: {option} = {key} {problem}; {choose(key, list(item), 'its keys: ')}"
         )
     return key
 
@@ -225,22 +225,22 @@ def _is_gsm8k(item: Mapping[str, Any]) -> bool:
 
 def _row(
     item: dict[str, Any],
-    where: str,
+    location: str,
     name: str,
     gsm8k: bool,
     prompt_key: str | None,
     answer_key: str | None,
 ) -> Row:
     """Convert and check one row."""
-    key = _key(item, where, "prompt_key", prompt_key, PROMPT_KEYS)
-    prompt = _prompt(item[key], f"{where}: {key}")
-    truth_key = _key(item, where, "answer_key", answer_key, ANSWER_KEYS)
+    key = _key(item, location, "prompt_key", prompt_key, PROMPT_KEYS)
+    prompt = _prompt(item[key], f"{location}: {key}")
+    truth_key = _key(item, location, "answer_key", answer_key, ANSWER_KEYS)
     truth, label = item[truth_key], truth_key
     if truth_key == "reward_model":
         truth = truth.get("ground_truth") if isinstance(truth, dict) else None
         label = "reward_model.ground_truth"
     if not isinstance(truth, (str, int, float)) or isinstance(truth, bool):
-        raise ConfigError(f"{where}: {label} = {_show(truth)} must be a text or a number")
+        raise ConfigError(f"{location}: {label} = {_show(truth)} must be a text or a number")
     # Integers in a column with nulls may be stored as floats.
     truth = str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
     if gsm8k:
@@ -248,17 +248,17 @@ def _row(
         truth = truth.strip().replace(",", "")
         if not marker or not truth:
             raise ConfigError(
-                f"{where}: {label} = {_show(item[truth_key])} has no answer after '####', unlike"
+                f"{location}: {label} = {_show(item[truth_key])} has no answer after '####', unlike"
                 f" the first row; fix it, or use the full text with answer_key={truth_key}"
             )
     source, extra = item.get("data_source"), item.get("extra_info")
     if not isinstance(source, (str, type(None))):
         raise ConfigError(
-            f"{where}: data_source = {_show(source)} must be a text, such as 'openai/gsm8k'"
+            f"{location}: data_source = {_show(source)} must be a text, such as 'openai/gsm8k'"
         )
     if not isinstance(extra, (dict, type(None))):
         raise ConfigError(
-            f"{where}: extra_info = {_show(extra)} must be an object; write it as a value of one"
+            f"{location}: extra_info = {_show(extra)} must be an object; write it as a value of one"
         )
     if extra is None:
         used = (key, truth_key, "data_source", "extra_info")
@@ -270,25 +270,26 @@ def _row(
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{where}: {_show(text)} is no Unicode text ({error.reason}); fix it"
+                f"{location}: {_show(text)} is no Unicode text ({error.reason}); fix it"
             ) from error
-    return Row(prompt, truth, source, extra, GSM8K_SUFFIX if gsm8k else "", where)
+    return Row(prompt, truth, source, extra, GSM8K_SUFFIX if gsm8k else "", location)
 
 
-def _prompt(value: Any, where: str) -> str | list[dict[str, str]]:
+def _prompt(value: Any, location: str) -> str | list[dict[str, str]]:
     """Check and return a text or messages."""
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
         raise ConfigError(
-            f"{where} = {_show(value)} must be a text or messages [{{'role': .., 'content': ..}}]"
+            f"{location} = {_show(value)} must be a text or messages"
+            " [{'role': .., 'content': ..}]"
         )
     for i, message in enumerate(value):
         for key in ("role", "content"):
             text = message.get(key) if isinstance(message, dict) else None
             if not isinstance(text, str):
                 raise ConfigError(
-                    f"{where}[{i}] = {_show(message)} must have a text under '{key}'; other"
+                    f"{location}[{i}] = {_show(message)} must have a text under '{key}'; other"
                     " contents are not supported"
                 )
     return [{"role": m["role"], "content": m["content"]} for m in value]
@@ -386,14 +387,14 @@ def load_prompts(
                 f"{source} or its chat template",
                 "the row or the template, or write chat_template=never",
             )
-        before = f"{row.where}: {source} refuses {_show(text)} ("
+        before = f"{row.location}: {source} refuses {_show(text)} ("
         with config_errors(before, f"); fix {cure}", kind=True):
             if chat:
                 options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
                 text = str(tokenizer.apply_chat_template(messages, **options))
             ids = tuple(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
         if not ids:
-            raise ConfigError(f"{row.where}: the prompt {_show(text)} has no tokens; fix it")
+            raise ConfigError(f"{row.location}: the prompt {_show(text)} has no tokens; fix it")
         lengths.append(len(ids))
         if len(ids) <= prompt_length:
             prompts.append(Prompt(ids, text, row.ground_truth, row.data_source, row.extra, index))
@@ -416,14 +417,15 @@ def _messages(row: Row, suffix: str, system: str | None) -> list[dict[str, str]]
         users = [i for i, m in enumerate(messages) if m["role"] == "user"]
         if not users:
             raise ConfigError(
-                f"{row.where}: no message has the role 'user', which suffix = {_show(suffix)} needs"
+                f"{row.location}: no message has the role 'user', which suffix = {_show(suffix)}"
+                " needs"
             )
         last = messages[users[-1]]
         messages[users[-1]] = {**last, "content": last["content"] + suffix}
     if system is not None:
         if messages[0]["role"] == "system":
             raise ConfigError(
-                f"{row.where}: begins with a system message already; leave system out"
+                f"{row.location}: starts with a system message already; leave system out"
             )
         messages.insert(0, {"role": "system", "content": system})
     return messages

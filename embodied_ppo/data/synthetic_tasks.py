@@ -108,8 +108,9 @@ def _pairs(count: int) -> list[tuple[int, ...]]:
 
 
 def _twos_and_threes(count: int) -> list[tuple[int, ...]]:
-    """Return ``count`` distinct tuples of two or three numbers. About a third are pairs, because
-    only 8,100 pairs exist.
+    """Return ``count`` distinct tuples of two or three numbers.
+
+    About a third are pairs, because only 8,100 pairs exist.
     """
     rng = random.Random(SPLIT_SEED)
     distinct: dict[tuple[int, ...], None] = {}  # an ordered set
@@ -195,8 +196,9 @@ class TaskGrader:
 def demonstrations(
     task: Task, problems: Sequence[Problem], count: int, *, seed: int, forget: float | None = None
 ) -> list[tuple[str, str]]:
-    """Return (prompt, response without the end token) of ``count`` problems, drawn with
-    replacement.
+    """Return (prompt, response) of ``count`` problems, drawn with replacement.
+
+    The responses have no end token.
 
     Args:
         task: The task.
@@ -217,11 +219,11 @@ def demonstrations(
 def preferences(
     task: Task, problems: Sequence[Problem], count: int, *, seed: int
 ) -> list[tuple[str, str, str]]:
-    """Return (prompt, correct response, wrong response) of ``count`` problems, drawn with
-    replacement.
+    """Return (prompt, correct response, wrong response) of ``count`` problems.
 
-    A tenth of the wrong responses are incomplete. Half of the others have forgotten carries if the
-    problem has carries. The remaining ones have one wrong digit in the answer.
+    The problems are drawn with replacement. A tenth of the wrong responses are incomplete. Half of
+    the others have forgotten carries if the problem has carries. The remaining ones have one wrong
+    digit in the answer.
     """
     rng = random.Random(seed)
     return [

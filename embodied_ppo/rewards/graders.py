@@ -461,11 +461,13 @@ class Graders(Protocol):
         """Release processes and memory."""
 
 
+@dataclass(frozen=True)
 class WithFormat:
-    """Adds ``weight`` to the score of responses that match a pattern completely."""
+    """Graders that add ``weight`` to the score of responses that match a pattern completely."""
 
-    def __init__(self, inner: Graders, pattern: re.Pattern[str], weight: float) -> None:
-        self.inner, self.pattern, self.weight = inner, pattern, weight
+    inner: Graders
+    pattern: re.Pattern[str]
+    weight: float
 
     @property
     def failures(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,35 +195,29 @@ def _score_all(model: Any, rows: Sequence[list[int]], batch_tokens: int) -> Tens
     return scores
 
 
+@dataclass
 class RewardModel:
-    """Scores prompt and response together.
+    """Graders that score prompt and response together.
 
-    An additional ``rule`` grader determines correctness, for metrics only.
+    Attributes:
+        model: Sequence classification with one label.
+        tokenizer: Called with texts and add_special_tokens, returns "input_ids"; has an
+            eos_token_id.
+        rule: Additional grader that determines correctness, for metrics only.
+        batch_tokens: Tokens that are scored at once, including padding.
+        add_eos: Whether to append the end token, as in the model's training.
+        failures: Number of samples so far that could not be graded.
+        last_failure: Sample and cause of the most recent failure.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        rule: Graders | None = None,
-        batch_tokens: int = BATCH_TOKENS,
-        add_eos: bool = True,
-    ) -> None:
-        """Wrap a model.
-
-        Args:
-            model: Sequence classification with one label.
-            tokenizer: Called with texts and add_special_tokens, returns "input_ids"; has an
-                eos_token_id.
-            rule: Grader of correctness.
-            batch_tokens: Tokens that are scored at once, including padding.
-            add_eos: Append the end token, as in the model's training.
-        """
-        self.model, self.tokenizer, self.rule = model, tokenizer, rule
-        self.batch_tokens, self.add_eos = batch_tokens, add_eos
-        self.failures = 0
-        self.last_failure: str | None = None
+    model: Any
+    tokenizer: Any
+    _: KW_ONLY
+    rule: Graders | None = None
+    batch_tokens: int = BATCH_TOKENS
+    add_eos: bool = True
+    failures: int = field(default=0, init=False)
+    last_failure: str | None = field(default=None, init=False)
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
         """Return one grade per sample, in their order; prompts[i] belongs to samples[i].

@@ -507,17 +507,17 @@ def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -
 
 @pytest.mark.parametrize("kind", [".png", ".jpeg", ".webp"])
 def test_errors_of_damaged_images_name_file_episode_and_frame(tmp_path: Path, kind: str) -> None:
-    whole = imageio.imwrite("<bytes>", episode(0)["images"]["front"][0], extension=kind)
-    good = in_tables(tmp_path / "good", [[whole] * 2] * 2, (H, W))
+    encoded = imageio.imwrite("<bytes>", episode(0)["images"]["front"][0], extension=kind)
+    good = in_tables(tmp_path / "good", [[encoded] * 2] * 2, (H, W))
     assert read(good).images["front"].shape == (4, H, W, 3)
     spoiled = {
-        "half": whole[: len(whole) // 2],
-        "header": bytes(8) + whole[8:],
+        "half": encoded[: len(encoded) // 2],
+        "header": bytes(8) + encoded[8:],
         "no picture": b"a description",
         "nothing": b"",
     }
     for name, data in spoiled.items():
-        folder = in_tables(tmp_path / name, [[whole] * 2, [whole, data]], (H, W))
+        folder = in_tables(tmp_path / name, [[encoded] * 2, [encoded, data]], (H, W))
         message = (
             r"data/1\.parquet: episode 1, frame 1: observation\.images\.front cannot be decoded .*;"
             r" record or down"
@@ -532,11 +532,11 @@ def test_every_error_of_a_damaged_image_is_reported(tmp_path: Path) -> None:
     frames = np.stack([episode(i)["images"]["front"][0] for i in range(3)])
     rng, refused = np.random.default_rng(0), 0
     for kind in (".gif", ".webp", ".png"):
-        whole = np.frombuffer(
+        encoded = np.frombuffer(
             imageio.imwrite("<bytes>", frames, extension=kind, plugin="pillow"), np.uint8
         )
         for i in range(100):
-            data = whole.copy()
+            data = encoded.copy()
             data[rng.integers(0, len(data), 5)] = rng.integers(0, 256, 5)
             folder = in_tables(
                 tmp_path / f"{i}{kind}", [[data[: rng.integers(1, len(data))].tobytes()]], (H, W)

@@ -87,7 +87,7 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert [r.ground_truth for r in rows] == ["1200", "-5"]
     assert {(r.data_source, r.suffix) for r in rows} == {("openai/gsm8k", GSM8K_SUFFIX)}
     assert rows[1].prompt == GSM8K[1]["question"] and not rows[1].extra
-    assert rows[1].where == f"{tmp_path}/train.jsonl:2"
+    assert rows[1].location == f"{tmp_path}/train.jsonl:2"
     assert GSM8K_SUFFIX == ' Let\'s think step by step and output the final answer after "####".'
 
 
@@ -124,7 +124,7 @@ def test_verl_rows_in_every_format(tmp_path: Path) -> None:
         assert [(r.prompt, r.ground_truth) for r in rows] == expected
         assert rows[2].extra == {"split": "train", "index": 2}
         assert rows[2].data_source == "openai/gsm8k"
-    assert read_rows(array)[2].where == f"{array} row 2"
+    assert read_rows(array)[2].location == f"{array} row 2"
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_parquet(tmp_path: Path) -> None:
     rows = read_rows(file)
     assert len(rows) == 150 and [r.ground_truth for r in rows[:4]] == ["1", "2", "3", "1"]
     assert rows[149].extra == {"split": "train", "index": 2}
-    assert rows[149].where == f"{file} row 149"
+    assert rows[149].location == f"{file} row 149"
     assert rows[0].prompt == VERL[0]["prompt"]
     rows = [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "c"}]
     pq.write_table(pa.Table.from_pylist(rows), file)
@@ -171,7 +171,10 @@ def test_unusual_line_ends(tmp_path: Path) -> None:
     file = tmp_path / "odd.jsonl"
     rows = '{"prompt": "a\u2028b", "answer": "1"}', "", '{"prompt": "c", "answer": "2"}', ""
     file.write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
-    assert [(r.prompt, r.where[-2:]) for r in read_rows(file)] == [("a\u2028b", ":1"), ("c", ":3")]
+    assert [(r.prompt, r.location[-2:]) for r in read_rows(file)] == [
+        ("a\u2028b", ":1"),
+        ("c", ":3"),
+    ]
 
 
 ROW = '{"prompt": "p", "answer": "1"}'
@@ -187,7 +190,7 @@ ROW = '{"prompt": "p", "answer": "1"}'
         ("", r"f.jsonl: holds no rows"),
         ("\n \n", r"f.jsonl: holds no rows"),
         ("[]", r"f.jsonl: holds no rows"),
-        ('[{"prompt": 1,]', r"f.jsonl: begins like a JSON array but is none"),
+        ('[{"prompt": 1,]', r"f.jsonl: starts like a JSON array but is none"),
         (ROW + "\n7\n", r"f.jsonl:2: 7 is no object; write \{'prompt'"),
         (
             '{"promt": "p", "answer": "1"}',
@@ -223,7 +226,7 @@ ROW = '{"prompt": "p", "answer": "1"}'
             '{"prompt": "p", "answer": "\\ud800"}',
             r"f.jsonl:1: .* is no Unicode text \(surrogates not allowed\); fix it",
         ),
-        ("[" * 100_000, r"f.jsonl: begins like a JSON array but is none"),
+        ("[" * 100_000, r"f.jsonl: starts like a JSON array but is none"),
         ('{"prompt": ' + "[" * 100_000, r"f.jsonl:1: .* is no JSON"),
         ('{"prompt": "p", "answer": "1", "data_source": 3}', r"data_source = 3 must be a text"),
         (
@@ -344,7 +347,7 @@ def test_prompts_that_do_not_fit_the_template_are_refused(
 ) -> None:
     chat = [{"role": "system", "content": "s"}]
     file = write(tmp_path / "f.jsonl", [{"prompt": chat, "answer": "1"}])
-    message = r"f.jsonl:1: begins with a system message already; leave system out"
+    message = r"f.jsonl:1: starts with a system message already; leave system out"
     with pytest.raises(ConfigError, match=message):
         load(file, chat_tokenizer, system="x")
     chat_tokenizer.chat_template = "{{ raise_exception('system is not supported') }}"

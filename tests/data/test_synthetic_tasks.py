@@ -113,8 +113,9 @@ def test_a_wrong_digit_in_the_answer_scores_0(task: Task) -> None:
 
 @pytest.mark.parametrize("chance", [None, 0.2])
 def test_the_rate_of_forgotten_carries(chance: float | None) -> None:
-    """Forgotten carries are visible if a problem has carries. Four standard errors
-    sqrt(p (1 - p) / n) with n > 6,000 are below 0.025.
+    """Forgotten carries are visible if a problem has carries.
+
+    Four standard errors sqrt(p (1 - p) / n) with n > 6,000 are below 0.025.
     """
     problems = SPLITS["arithmetic"][0]
     demonstrations = synthetic_tasks.demonstrations(

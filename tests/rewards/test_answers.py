@@ -1,6 +1,4 @@
-"""Final answers that people and policies write: a table of verdicts, tricks, and the time that
-reading takes.
-"""
+"""Final answers as people and policies write them: a table of results, and linear time."""
 
 from __future__ import annotations
 

@@ -33,8 +33,12 @@ class StaticDecode:
     """Decode steps of all slots. The engine writes ``last``, ``cached``, ``u`` and ``occurred``."""
 
     def __init__(self, policy: LanguagePolicy, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Create the buffers; ``keys`` and ``values`` are the cache of every layer, [S, groups,
-        width, d].
+        """Create the buffers.
+
+        Args:
+            policy: The language model.
+            keys: Cached keys of every layer, [S, groups, width, d].
+            values: Cached values of every layer, [S, groups, width, d].
         """
         self.policy, self.keys, self.values = policy, keys, values
         self.slots, _, self.width, _ = keys[0].shape
@@ -58,9 +62,7 @@ class StaticDecode:
         return [p.data_ptr() for p in self.policy.parameters()]
 
     def track_occurred(self) -> Tensor:
-        """Return bool [S, V], the tokens that occurred in each slot, which every step updates from
-        now on.
-        """
+        """Return bool [S, V], the tokens that occurred in each slot. Later steps update it."""
         if self.occurred is None:
             shape = self.slots, self.policy.model.lm_head.weight.shape[0]
             self.occurred = torch.zeros(shape, dtype=torch.bool, device=self.last.device)

@@ -115,9 +115,7 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _draw(p: Tensor, u: Tensor) -> Tensor:
-    """Return int64 [B], the first index whose cumulative share exceeds u. p [B, V] may have any
-    sum.
-    """
+    """Return int64 [B], the first index whose cumulative share of p [B, V] exceeds u."""
     total = p.double().cumsum(-1)
     token = torch.searchsorted(total, (u * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
     # Rounding may select the index after the last token with positive probability.

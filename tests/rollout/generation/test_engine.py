@@ -125,8 +125,9 @@ def test_finished_rows_are_not_computed() -> None:
 def test_tokens_do_not_depend_on_the_size_of_prefill_passes(
     tokens: int, parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``parts``: copies of each prompt in a pass. The longest prompt has 7 tokens, so 14 tokens are
-    two prompts and 1 token is one.
+    """``parts``: copies of each prompt in a pass.
+
+    The longest prompt has 7 tokens, so 14 tokens are two prompts and 1 token is one.
     """
     policy, sampling = make(), Sampling(12, stop_ids=(2, *range(30, 40)))
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 1 << 15)
@@ -218,9 +219,7 @@ def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("slots", [1, 3, 64])
 def test_fixed_shapes_give_the_same_tokens(slots: int) -> None:
-    """Covers ragged prompts, groups, refills, compaction, ends within a round, and reuse of the
-    engine's memory.
-    """
+    """Covers ragged prompts, groups, refills, compaction, ends within a round, reused memory."""
     policy = make()
     static = engine(policy, slots, static=True)
     for sampling in RULES:
