@@ -517,8 +517,8 @@ def write_report(
 
 
 # -------------------------------------------------------------------------------------- compilation
-TURNS = "processes that take turns on a GPU move their tensors"
-"""Why nothing is compiled there: a CUDA graph holds the addresses of its tensors."""
+OFFLOADING_OBSTACLE = "processes that take turns on a GPU move their tensors"
+"""Why offloaded roles are not compiled: a CUDA graph contains the addresses of its tensors."""
 
 
 def compile_schedule(request: RunRequest, since: int | None) -> compile.CompileSchedule:
@@ -534,11 +534,11 @@ def check_compile(config: Config, plan: placement.Plan) -> None:
     residency, learners = Residency(plan), plan.processes("actor")
     reason = f"{learners} processes learn together" if learners > 1 else ""
     if any(
-        residency.turns(plan.group(role))
+        residency.offloads(plan.group(role))
         for role in ("rollout", "actor", "critic")
         if plan.has(role)
     ):
-        reason = TURNS
+        reason = OFFLOADING_OBSTACLE
     if reason:
         raise ConfigError(f"compile=always: {reason}; use compile=auto")
 

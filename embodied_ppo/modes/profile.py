@@ -32,7 +32,7 @@ Timing = tuple[float, float, float]
 def fit_cost(timings: Sequence[Timing]) -> cost_model.Cost:
     """Fit wall-clock and CPU seconds as linear functions of the size."""
     wall, cpu = ([(timing[0], timing[i]) for timing in timings] for i in (1, 2))
-    return cost_model.Cost(cost_model.fitted(wall), cost_model.fitted(cpu))
+    return cost_model.Cost(cost_model.fit_line(wall), cost_model.fit_line(cpu))
 
 
 def select_sizes(sizes: Sequence[int]) -> list[int]:
@@ -100,7 +100,7 @@ def time_messages(action: Tensor, answer: Mapping[str, Any]) -> dict[str, float]
     server.join()
     connection.close()
     exchange.close()
-    round_trip = cost_model.fitted(points)
+    round_trip = cost_model.fit_line(points)
     return {"message_s": round_trip.fixed / 2, "byte_s": round_trip.each}
 
 

@@ -172,7 +172,7 @@ class Line:
         return self.fixed + self.each * n
 
 
-def fitted(points: Sequence[tuple[float, float]]) -> Line:
+def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     """Fit a line by weighted least squares.
 
         argmin Σ ((fixed + each * n - y) / y)^2  subject to  fixed >= 0, each >= 0
@@ -322,8 +322,8 @@ def code(p: Plan | None, compiled: bool) -> tuple[bool, bool]:
     """
     if p is None:
         return compiled, compiled
-    turns = Residency(p).turns
-    acts, learns = (compiled and not turns(p.group(role)) for role in ("rollout", "actor"))
+    offloads = Residency(p).offloads
+    acts, learns = (compiled and not offloads(p.group(role)) for role in ("rollout", "actor"))
     return acts, learns and p.processes("actor") == 1
 
 
@@ -474,7 +474,7 @@ def _swaps(p: Plan, needs: Mapping[str, Need]) -> int:
         moved = 0
         for phase in ("collect", "update", "publish"):
             before = dict(residency.level)
-            for g, level in residency.before(phase):
+            for g, level in residency.moves_before(phase):
                 moved += abs(
                     _resident_bytes(needs[g.name], level)
                     - _resident_bytes(needs[g.name], before[g])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embodied_ppo.config.placement import ALL, OFFLOADED, PHASES, WEIGHTS, Group, Plan
 
-MOVES = {"cuda"}
+OFFLOADED_DEVICES = {"cuda"}
 """Kinds of devices that are offloaded from.
 
 On CPU, offloading is a no-op: device and host memory are the same.
@@ -24,11 +24,11 @@ class Residency:
         self.plan = plan
         self.level = dict.fromkeys(plan.groups, ALL)
 
-    def turns(self, group: Group) -> bool:
+    def offloads(self, group: Group) -> bool:
         """Return whether the group shares a device, and is offloaded in others' phases."""
-        return self.plan.hardware.kind in MOVES and bool(self.plan.sharing(group))
+        return self.plan.hardware.kind in OFFLOADED_DEVICES and bool(self.plan.sharing(group))
 
-    def before(self, phase: str) -> list[tuple[Group, int]]:
+    def moves_before(self, phase: str) -> list[tuple[Group, int]]:
         """Return the groups that move before a phase, with their new levels, and record these.
 
         Groups that free memory come before those that allocate it, so that both never hold it at
@@ -36,7 +36,7 @@ class Residency:
         """
         need = PHASES[phase]
         moves = []
-        for group in filter(self.turns, self.plan.groups):
+        for group in filter(self.offloads, self.plan.groups):
             level = max(need.get(role, OFFLOADED) for role in group.roles)
             if level != self.level[group]:
                 moves.append((group, level))

@@ -401,7 +401,7 @@ class ClusterSystem(RunSystem):
                 ranks,
                 self.plan.stages,
                 env_description=env_description,
-                tensors_move=self.residency.turns(group) or gathers_to_act,
+                tensors_move=self.residency.offloads(group) or gathers_to_act,
             ),
             servers=[
                 (self.addresses[name], name, tuple(roles)) for name, roles in roles_of.items()
@@ -469,7 +469,7 @@ class ClusterSystem(RunSystem):
     def _move_to_phase(self, phase: str) -> None:
         """Offload the processes that a phase does not use, then load those that it uses."""
         start = time.monotonic()
-        for group, level in self.residency.before(phase):
+        for group, level in self.residency.moves_before(phase):
             self._call(self.processes[group], Worker.move_to, level)
         self.swap_s += time.monotonic() - start
 

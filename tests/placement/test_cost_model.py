@@ -18,7 +18,7 @@ from embodied_ppo.placement.cost_model import (
     Prediction,
     choices,
     code,
-    fitted,
+    fit_line,
     meaning,
 )
 
@@ -75,7 +75,7 @@ def seconds(
 
 # -------------------------------------------------------------------------------------------- lines
 def test_fit_of_points_on_a_line() -> None:
-    fit = fitted([(1, 3.0), (2, 5.0), (4, 9.0)])
+    fit = fit_line([(1, 3.0), (2, 5.0), (4, 9.0)])
     assert (fit.fixed, fit.each) == pytest.approx((1.0, 2.0))
     assert fit(8) == pytest.approx(17.0)
 
@@ -87,19 +87,19 @@ def test_fit_minimizes_relative_error() -> None:
     # determinant = 46/36 x 9/4 - (19/12)^2 = 414/144 - 361/144 = 53/144
     # fixed = (5/3 x 9/4 - 5/2 x 19/12) / that = (15/4 - 95/24) x 144/53 = -30/53 < 0: through the
     # origin, wny / wnn
-    assert fitted([(1, 1.0), (2, 2.0), (3, 6.0)]) == Line(0.0, pytest.approx(10 / 9))
+    assert fit_line([(1, 1.0), (2, 2.0), (3, 6.0)]) == Line(0.0, pytest.approx(10 / 9))
     # (1, 2), (2, 2), (4, 4): w = 1/4, 1/4, 1/16; w1 = 9/16, wn = 1, wnn = 1/4 + 1 + 1 = 9/4, wy =
     # 5/4, wny = 5/2 determinant = 81/64 - 1 = 17/64
     # fixed = (5/4 x 9/4 - 5/2) x 64/17 = 20/17, each = (9/16 x 5/2 - 5/4) x 64/17 = 10/17
-    fit = fitted([(1, 2.0), (2, 2.0), (4, 4.0)])
+    fit = fit_line([(1, 2.0), (2, 2.0), (4, 4.0)])
     assert (fit.fixed, fit.each) == pytest.approx((20 / 17, 10 / 17))
 
 
 def test_fitted_slope_is_not_negative() -> None:
     # w = 1/16, 1/9: (1/4 + 1/3) / (1/16 + 1/9) = (7/12) / (25/144) = 3.36
-    fit = fitted([(1, 4.0), (2, 3.0)])
+    fit = fit_line([(1, 4.0), (2, 3.0)])
     assert fit.each == 0 and fit.fixed == pytest.approx(3.36)
-    assert fitted([(4, 2.0), (4, 2.0)]) == Line(0.0, pytest.approx(0.5))
+    assert fit_line([(4, 2.0), (4, 2.0)]) == Line(0.0, pytest.approx(0.5))
 
 
 # ------------------------------------------------------------------------------------------ choices

@@ -18,7 +18,7 @@ from tests.integration.test_placements import assert_close, rows, train
 
 
 def steps(r: Residency, phase: str) -> list[tuple[str, int]]:
-    return [(g.name, level) for g, level in r.before(phase)]
+    return [(g.name, level) for g, level in r.moves_before(phase)]
 
 
 def test_groups_are_offloaded_before_others_are_loaded() -> None:
@@ -96,7 +96,7 @@ def test_offloading_works_with_sharded_parameters(
     options |= {"algorithm__use_kl_loss": True, "cluster__check_weights": True}
     # The placement fused gives the same results.
     expected = train(tmp_path / "unsharded", **options | {"placement": "fused"})
-    monkeypatch.setattr(offload, "MOVES", {"cpu"})
+    monkeypatch.setattr(offload, "OFFLOADED_DEVICES", {"cpu"})
     assert_close(train(tmp_path / "sharded", **options, cluster__shard=True), expected)
     assert '"time/swap_s": 0.0,' not in (tmp_path / "sharded" / "metrics.jsonl").read_text()
 
@@ -108,7 +108,7 @@ def test_offloading_does_not_change_training(
     """Tensors are offloaded and loaded in every phase, as on a GPU."""
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
     expected = train(tmp_path / "local")  # one process gives the same results
-    monkeypatch.setattr(offload, "MOVES", {"cpu"})
+    monkeypatch.setattr(offload, "OFFLOADED_DEVICES", {"cpu"})
     call, moved_bytes = ClusterSystem._call, dict[str, int]()
 
     def counting(self: Any, handles: Any, method: Any, *args: Any, **options: Any) -> Any:

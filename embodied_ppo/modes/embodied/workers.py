@@ -16,7 +16,7 @@ from embodied_ppo.config.batch_sizes import steps_per_update
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import VectorEnv
 from embodied_ppo.evaluation.episodes import EvaluationResult
-from embodied_ppo.modes.base import TURNS, RunRequest, Written, compile_schedule
+from embodied_ppo.modes.base import OFFLOADING_OBSTACLE, RunRequest, Written, compile_schedule
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
@@ -64,7 +64,7 @@ def build_worker(
     on_host = learners.sharded and not config.cloning.steps
     device = torch.device("cpu") if on_host else request.device
     policy = components.make_policy(config, envs[0] if envs else EnvDescription(spaces, device))
-    compiled_since, reason = None, TURNS
+    compiled_since, reason = None, OFFLOADING_OBSTACLE
     if not spec.tensors_move:
         compiled_since, reason = components.compile_from(
             config, request.device, request.notice, parts=stages

@@ -285,12 +285,11 @@ def make_reward(
     device: torch.device,
     notice: Callable[[str], None],
 ) -> Graders:
-    """Return what scores responses: graders or a reward model, with the reward for the format.
+    """Return the graders or the reward model of responses, with the reward for their format.
 
     Args:
         rule: The graders; they also decide whether an answer is right.
-        policy: Its weights initialise a reward model that is trained here; None: use ``rule``
-            instead.
+        policy: Initialises a reward model that is trained here; None: use ``rule`` instead.
         notice: Called with a line about the training of a reward model.
 
     Raises:
@@ -309,7 +308,7 @@ def _scores(
     device: torch.device,
     notice: Callable[[str], None],
 ) -> Graders:
-    """Return what scores responses without the reward for their format; see ``make_reward``."""
+    """Return the graders or the reward model of responses; see ``make_reward``."""
     m = config.reward.model
     if m.path is not None:
         model, tokenizer = reward_model.load(m.path, device=device)
