@@ -142,7 +142,7 @@ class NatureCNN(nn.Module):
         if min(height, width) < 36:
             raise ConfigError(
                 f"env observation {name!r}: image of {height} x {width} pixels is below the cnn's"
-                " 36 x 36; use model.backbone=mlp or a larger picture"
+                " 36 x 36; use model.backbone=mlp or a larger image"
             )
 
         def conv(size_in: int, size_out: int, kernel: int, stride: int) -> nn.Conv2d:

@@ -40,6 +40,8 @@ Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
 """Attention of a layer: (layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B,
 heads, Q, d].
 """
+Rotation: TypeAlias = "tuple[Tensor, Tensor]"
+"""cos and sin of rotary positions, [1 or B, L, d]."""
 CHUNK_BYTES = 64 << 20
 """Size of the logits that may exist at once. More are computed in parts, and again in the backward
 pass.
@@ -210,7 +212,7 @@ class Decoder(InferenceModule):
         last = len(self.layers) - 1
         for i, kind in enumerate(self.types):
             at = place if i == last else None
-            args = (self.layers[i], self._compute, i, x, *rotations[kind], attend, at)
+            args = (self.layers[i], _run_layer, i, x, rotations[kind], attend, at)
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(gathered, *args, use_reentrant=False)
             else:
@@ -257,49 +259,37 @@ class Decoder(InferenceModule):
         dtype = self.layers[0].self_attn.v_proj.weight.dtype
         if dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
-        plain = all(
-            a.softcap is None and (a.window is None or a.window >= ids.shape[1])
-            for a in self.attention
-        )
+        length = ids.shape[1]
+        windows = all(a.window is None or a.window >= length for a in self.attention)
+        plain = windows and all(a.softcap is None for a in self.attention)
         fits = self.head_dim % 8 == 0 and self.head_dim <= 256
         fits = fits and dtype in (torch.bfloat16, torch.float16)
         return plain and fits and torch.cuda.get_device_capability(ids.device) >= (8, 0)
 
-    def _rotation(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [1 or B, L, d]."""
+    def _rotation(self, x: Tensor, positions: Tensor, kind: str | None) -> Rotation:
+        """Return the rotation of one kind of layers."""
         rotary = self.base.rotary_emb
-        return (
-            rotary(x, positions, kind) if hasattr(rotary, "layer_types") else rotary(x, positions)
-        )
+        return rotary(x, positions, *([kind] if hasattr(rotary, "layer_types") else []))
 
-    @staticmethod
-    def _compute(
-        layer: Any,
-        i: int,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Attend,
-        place: Tensor | None,
-    ) -> Tensor:
-        a = layer.self_attn
-        h = layer.input_layernorm(x)
-        key, value = _heads(a, "k", h), _heads(a, "v", h)
-        key = rotate(key, cos, sin)
-        if place is not None:
-            x, h, cos, sin = (
-                _gather(x, place),
-                _gather(h, place),
-                _gather(cos, place),
-                _gather(sin, place),
-            )
-        query = rotate(_heads(a, "q", h), cos, sin)
-        h = a.o_proj(attend(i, query, key, value).transpose(1, 2).flatten(2))
-        if not hasattr(layer, "pre_feedforward_layernorm"):
-            x = x + h
-            return x + layer.mlp(layer.post_attention_layernorm(x))
-        x = x + layer.post_attention_layernorm(h)  # Gemma 2 and 3 also normalise the outputs
-        return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+
+def _run_layer(
+    layer: Any, i: int, x: Tensor, rotation: Rotation, attend: Attend, place: Tensor | None
+) -> Tensor:
+    """Compute layer ``i`` on x [B, L, D]; the result is [B, R, D] at ``place``."""
+    a = layer.self_attn
+    h = layer.input_layernorm(x)
+    key, value = _heads(a, "k", h), _heads(a, "v", h)
+    key = rotate(key, *rotation)
+    if place is not None:
+        x, h = _gather(x, place), _gather(h, place)
+        rotation = _gather(rotation[0], place), _gather(rotation[1], place)
+    query = rotate(_heads(a, "q", h), *rotation)
+    h = a.o_proj(attend(i, query, key, value).transpose(1, 2).flatten(2))
+    if not hasattr(layer, "pre_feedforward_layernorm"):
+        x = x + h
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+    x = x + layer.post_attention_layernorm(h)  # Gemma 2 and 3 also normalise the outputs
+    return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
 
 
 def _heads(attention: Any, which: str, h: Tensor) -> Tensor:
@@ -310,9 +300,7 @@ def _heads(attention: Any, which: str, h: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021) to [B, heads, L, d], angles [1 or B, L,
-    d].
-    """
+    """Apply rotary position embedding (Su et al. 2021) to [B, heads, L, d], see ``Rotation``."""
     a, b = x.chunk(2, dim=-1)
     return x * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
 

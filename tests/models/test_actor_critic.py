@@ -1,6 +1,4 @@
-"""Models: `evaluate` recomputes what `act` said, for every shape of policy; parameters,
-initialisation, errors.
-"""
+"""Actor-critic: ``evaluate`` recomputes ``act``; parameters, initialisation, errors."""
 
 from __future__ import annotations
 
@@ -46,9 +44,8 @@ def model(**options: Any) -> ModelConfig:
 def make(spec: str, actions: str = "box", seed: int = 0, **options: Any) -> ActorCritic:
     torch.manual_seed(seed)
     policy = ActorCritic(SPECS[spec], ACTIONS[actions], model(**options))
-    policy.observe(
-        observe(spec, 64, seed=99), torch.ones(64, dtype=torch.bool)
-    )  # normalise by something
+    # The normaliser must not be the identity.
+    policy.observe(observe(spec, 64, seed=99), torch.ones(64, dtype=torch.bool))
     return policy
 
 
@@ -87,7 +84,7 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
         distribution=distribution,
         shared_backbone=shared,
         state_dependent_std=dependent,
-        policy_gain=1.0,  # means and scales that differ from state to state
+        policy_gain=1.0,  # means and scales depend on the state
     )
     inputs = policy.encode(observe(spec, 7))
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
@@ -101,15 +98,14 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     torch.testing.assert_close(out.log_prob, decision.log_prob, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.value, decision.value, rtol=0, atol=1e-5)
     torch.testing.assert_close(policy.value(inputs), decision.value, rtol=0, atol=1e-5)
-    assert (
-        out.log_prob.std() > 1e-3 and decision.value.std() > 1e-3
-    )  # rows differ, so agreement means something
+    # Rows must differ for the comparison to be meaningful.
+    assert out.log_prob.std() > 1e-3 and decision.value.std() > 1e-3
     assert (out.logits is not None) == (actions == "discrete")
     loss = out.log_prob.mean() + out.entropy.mean() + out.value.mean()
     loss.backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in policy.parameters())
 
-    # rows do not see each other: any split of the batch, any order
+    # Rows are independent: any split and any order of the batch give equal results.
     parts = [
         policy.evaluate(*tree.index((inputs, decision.action, decision.replay), slice(i, i + 2)))
         for i in (0, 2)
@@ -125,7 +121,7 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     )
     torch.testing.assert_close(flipped.log_prob.flip(0), out.log_prob, rtol=0, atol=1e-5)
 
-    # the only randomness is the generator's; the mode needs none
+    # The generator is the only source of randomness, and the mode of the distribution needs none.
     assert torch.equal(
         policy.act(inputs, noise=policy.noise(7, generator())).action, decision.action
     )
@@ -142,7 +138,7 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
         assert torch.equal(mode.action, out.logits.argmax(-1))
 
 
-def test_acting_and_values_carry_no_gradient():
+def test_act_and_value_have_no_gradient():
     policy = make("vector")
     inputs = policy.encode(observe("vector", 4))
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
@@ -152,26 +148,26 @@ def test_acting_and_values_carry_no_gradient():
     )
 
 
-def test_mlp_on_pictures():
+def test_mlp_scales_images():
     policy = make("chw", backbone="mlp")
     inputs = policy.encode(observe("chw", 2))
     assert not len(policy.trunk.cnns)
-    # bytes are divided by 255: the first layer of a white picture is the sum of its weights
+    # Images are divided by 255: a white one gives the sum of the first layer's weights.
     white = policy.trunk.layers[0](torch.ones(1, 3 * 40 * 36))
-    seen: list[Any] = []
-    policy.trunk.layers[0].register_forward_hook(lambda module, args, out: seen.append(out))
+    outputs: list[Any] = []
+    policy.trunk.layers[0].register_forward_hook(lambda module, args, out: outputs.append(out))
     policy.value({"obs": torch.full_like(inputs["obs"][:1], 255)})
-    torch.testing.assert_close(seen[0], white)
+    torch.testing.assert_close(outputs[0], white)
 
 
-def test_pictures_are_the_same_however_channels_lie():
+def test_channel_order_of_images_has_no_effect():
     torch.manual_seed(0)
     chw = ActorCritic(CHW, Discrete(4), model())
     torch.manual_seed(0)
     hwc = ActorCritic(HWC, Discrete(4), model())
-    picture = observe("chw", 3)
-    assert isinstance(picture, Tensor)
-    a, b = chw.encode(picture), hwc.encode(picture.permute(0, 2, 3, 1).contiguous())
+    image = observe("chw", 3)
+    assert isinstance(image, Tensor)
+    a, b = chw.encode(image), hwc.encode(image.permute(0, 2, 3, 1).contiguous())
     assert a["obs"].dtype == b["obs"].dtype == torch.uint8  # bytes until the trunk
     assert torch.equal(a["obs"], b["obs"])
     torch.testing.assert_close(chw.value(a), hwc.value(b), rtol=0, atol=1e-5)
@@ -193,7 +189,7 @@ def test_parameter_groups_are_disjoint_and_complete(kind, spec, shared):
     assert any(name.startswith("value_trunk.") for name in names) == (not shared)
 
 
-def test_separate_trunks_do_not_meet():
+def test_separate_trunks_share_no_gradient():
     policy = make("vector", shared_backbone=False)
     inputs = policy.encode(observe("vector", 4))
     policy.evaluate(inputs, torch.zeros(4, 3), {}).value.sum().backward()
@@ -225,7 +221,7 @@ def test_orthogonal_gains():
     torch.testing.assert_close(cnn @ cnn.T, 4.0 * torch.eye(32), rtol=0, atol=1e-4)
 
 
-def test_gains_and_initial_scale():
+def test_gains_and_initial_log_std():
     observation = observe("vector", 64)
 
     def spread(**options: Any) -> tuple[float, float]:
@@ -250,7 +246,7 @@ def test_gains_and_initial_scale():
 
 
 @pytest.mark.parametrize("dependent", [False, True])
-def test_scale_limits(dependent):
+def test_log_std_limits(dependent):
     policy = make(
         "vector", init_log_std=0.0, min_log_std=-0.1, max_log_std=0.1, state_dependent_std=dependent
     )
@@ -265,7 +261,7 @@ def test_scale_limits(dependent):
 @pytest.mark.parametrize(
     "options", [{"layer_norm": True}, {"hidden": []}, {"hidden": [8]}, {"normalize_obs": False}]
 )
-def test_other_trunks(options):
+def test_trunk_options(options):
     policy, observation = make("vector", **options), observe("vector", 6)
     inputs = policy.encode(observation)
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
@@ -285,7 +281,7 @@ def test_activations(activation):
 
 
 # --------------------------------------------------------------------------------------- normaliser
-def test_normaliser():
+def test_observation_normaliser():
     torch.manual_seed(0)
     policy = ActorCritic(SPECS["dict"], ACTIONS["box"], model(obs_clip=2.0))
     observation = observe("dict", 50)
@@ -293,18 +289,18 @@ def test_normaliser():
     joined = torch.cat([observation["joints"], observation["goal"]], 1)
     torch.testing.assert_close(
         policy.encode(observation)[VECTOR], joined.clamp(-2, 2)
-    )  # nothing seen: as it is
+    )  # without statistics: unchanged
     mask = torch.arange(50) < 30
-    observation["joints"][30:] = 1e9  # masked rows may hold anything
+    observation["joints"][30:] = 1e9  # masked rows have no effect
     policy.observe(observation, mask)
-    seen = joined[:30]
-    expected = (seen - seen.mean(0)) / (seen.var(0, unbiased=False) + 1e-8).sqrt()
+    observed = joined[:30]
+    expected = (observed - observed.mean(0)) / (observed.var(0, unbiased=False) + 1e-8).sqrt()
     encoded = policy.encode(observation)
     torch.testing.assert_close(encoded[VECTOR][:30], expected.clamp(-2, 2), rtol=1e-5, atol=1e-5)
     assert encoded[VECTOR].abs().max() == 2.0
     assert torch.equal(encoded["camera"], observation["camera"])
 
-    # the normaliser travels with the weights
+    # The normaliser is part of the state_dict.
     torch.manual_seed(1)
     other = ActorCritic(SPECS["dict"], ACTIONS["box"], model(obs_clip=2.0))
     assert "encoder.moments.mean" in policy.state_dict()
@@ -315,7 +311,7 @@ def test_normaliser():
 
 # ------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
-    ("spec", "actions", "options", "words"),
+    ("spec", "actions", "options", "message"),
     [
         (VECTOR_SPEC, Discrete(3), {"distribution": "gaussian"}, "discrete; use categorical"),
         (
@@ -340,11 +336,11 @@ def test_normaliser():
         (ArraySpec((0,)), Discrete(3), {}, "observation is empty"),
     ],
 )
-def test_errors(spec, actions, options, words):
-    with pytest.raises(ConfigError, match=words):
+def test_refused_specs_and_options(spec, actions, options, message):
+    with pytest.raises(ConfigError, match=message):
         ActorCritic(spec, actions, model(**options))
 
 
-def test_smallest_picture_fits():
+def test_smallest_image_of_the_cnn():
     policy = ActorCritic(ArraySpec((1, 36, 36), torch.uint8), Discrete(3), model())
     assert policy.value(policy.encode(torch.zeros(2, 1, 36, 36, dtype=torch.uint8))).shape == (2,)

@@ -1,6 +1,4 @@
-"""Language models: our forward pass against transformers', log-probabilities against a float64
-twin.
-"""
+"""Language models: forward pass against transformers, log-probabilities in float64."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 def make(kind: str = "qwen2", seed: int = 0, **more: Any) -> LanguagePolicy:
     torch.manual_seed(seed)
     model = causal_lm.load(None, {"model_type": kind, **TINY, **more}, section="actor.model")
-    with torch.no_grad():  # new models have tiny weights: nothing would depend on anything
+    with torch.no_grad():  # larger weights, so that outputs depend on inputs
         for p in model.parameters():
             if p.ndim > 1:
                 p.mul_(5)
@@ -61,7 +59,7 @@ def make(kind: str = "qwen2", seed: int = 0, **more: Any) -> LanguagePolicy:
 
 
 def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens [3, 11] and places [3, 4]."""
+    """Return tokens [3, 11] and places [3, 4]."""
     g = torch.Generator().manual_seed(seed)
     return torch.randint(3, 50, (3, 11), generator=g), torch.tensor(
         [[2, 3, 4, 5], [6, 7, 8, 9], [0, 1, 2, 3]]
@@ -71,21 +69,21 @@ def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
 )
-def test_our_forward_pass_is_transformers(kind: str, more: dict[str, Any]) -> None:
-    """Hidden states at the places asked for, and their gradient."""
+def test_forward_pass_agrees_with_transformers(kind: str, more: dict[str, Any]) -> None:
+    """Compare hidden states at the requested places, and their gradient."""
     policy = make(kind, **more)
     ids, place = rows()
-    theirs = policy.model(input_ids=ids, use_cache=False).logits
-    theirs = theirs.gather(1, place.unsqueeze(-1).expand(-1, -1, 50))
+    expected = policy.model(input_ids=ids, use_cache=False).logits
+    expected = expected.gather(1, place.unsqueeze(-1).expand(-1, -1, 50))
     ours = policy.logits(policy.hidden(ids, place))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     weight = policy.model.model.embed_tokens.weight
-    grads = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (ours, theirs)]
+    grads = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (ours, expected)]
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "olmo2"])
-def test_another_family_is_refused(kind: str) -> None:
+def test_other_model_families_are_refused(kind: str) -> None:
     with pytest.raises(
         ConfigError, match=r"actor.model: .* computes something else .* Qwen 2 to 3"
     ):
@@ -114,14 +112,14 @@ def test_another_family_is_refused(kind: str) -> None:
         (None, {"model_type": "qwen9"}, "actor.model.architecture: transformers refuses: .*qwen9"),
     ],
 )
-def test_what_cannot_be_loaded(
+def test_invalid_models_are_refused(
     path: str | None, architecture: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         causal_lm.load(path, architecture, section="actor.model")
 
 
-def test_a_directory_of_transformers_is_loaded(tmp_path: Any) -> None:
+def test_load_a_directory(tmp_path: Any) -> None:
     policy = make("qwen3")
     policy.model.save_pretrained(tmp_path)
     again = LanguagePolicy(causal_lm.load(str(tmp_path), {}, section="actor.model"))
@@ -129,8 +127,8 @@ def test_a_directory_of_transformers_is_loaded(tmp_path: Any) -> None:
     assert torch.equal(policy.hidden(ids, place), again.hidden(ids, place))
 
 
-def test_what_comes_after_a_place_changes_nothing() -> None:
-    """Padding on the right is never seen, nor is the token whose probability is read."""
+def test_later_tokens_have_no_effect() -> None:
+    """Neither right padding nor the token after a place has an effect."""
     policy = make()
     ids, place = rows()
     other = ids.clone()
@@ -140,8 +138,9 @@ def test_what_comes_after_a_place_changes_nothing() -> None:
 
 
 def ragged(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens [3, 11] and places [3, 4] of rows that end at different places, the first with places
-    it does not use.
+    """Return tokens [3, 11] and places [3, 4] of rows with different lengths.
+
+    The first row has unused places.
     """
     ids, _ = rows(seed)
     return ids, torch.tensor([[2, 3, 0, 0], [6, 7, 8, 9], [0, 1, 2, 3]])
@@ -160,8 +159,8 @@ def separate_rows(decoder: Decoder, packing: Packing) -> Attend:
     return attend
 
 
-def test_packing() -> None:
-    """By hand: rows of 4, 10 and 4 tokens."""
+def test_packing_by_hand() -> None:
+    """The rows have 4, 10 and 4 tokens."""
     p = causal_lm.pack(ragged()[1], 11)
     assert p.start.tolist() == [0, 4, 14, 18] and p.longest == 10 and len(p.index) == 18
     assert p.index.tolist() == [0, 1, 2, 3, *range(11, 21), 22, 23, 24, 25]
@@ -172,8 +171,8 @@ def test_packing() -> None:
 @pytest.mark.parametrize(
     ("kind", "more"), FAMILIES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(FAMILIES)]
 )
-def test_packed_rows_are_padded_rows(kind: str, more: dict[str, Any]) -> None:
-    """Hidden states and their gradient."""
+def test_packed_rows_agree_with_padded_rows(kind: str, more: dict[str, Any]) -> None:
+    """Compare hidden states and their gradient."""
     policy = make(kind, **more)
     decoder = policy.decoder.module
     ids, place = ragged()
@@ -191,8 +190,8 @@ def test_packed_rows_are_padded_rows(kind: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_varlen_attention_takes_what_we_give_it(groups: int) -> None:
-    """Shapes and types alone, on no device; query and key are float32 under autocast."""
+def test_varlen_attention_accepts_shapes_and_types(groups: int) -> None:
+    """Check shapes and types on the meta device; query and key are float32 under autocast."""
     decoder = make(num_key_value_heads=groups).decoder.module
     packing = causal_lm.pack(ragged()[1], 11)
     packing = replace(packing, start=packing.start.to("meta"))
@@ -209,10 +208,8 @@ def test_varlen_attention_takes_what_we_give_it(groups: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [4, 2])
-def test_varlen_attention_is_that_of_separate_rows(groups: int) -> None:
-    """bfloat16 on a GPU: log-probabilities and gradient against packed rows one by one; forward
-    takes it by itself.
-    """
+def test_varlen_attention_agrees_with_separate_rows(groups: int) -> None:
+    """Compare hidden states and gradient in bfloat16 on a GPU; ``forward`` selects the kernel."""
     policy = make(num_key_value_heads=groups).to("cuda", torch.bfloat16)
     decoder = policy.decoder.module
     ids, place = (x.cuda() for x in ragged())
@@ -228,10 +225,10 @@ def test_varlen_attention_is_that_of_separate_rows(groups: int) -> None:
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 0.05
 
 
-# -------------------------------------------------------------------------------- what tokens weigh
+# ------------------------------------------------------------------------- token log-probabilities
 @pytest.mark.parametrize("chunk", [64 << 20, 4 * 50 * 5], ids=["at once", "in parts of 5"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_view_against_a_float64_twin(
+def test_view_agrees_with_float64_reference(
     temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(causal_lm, "CHUNK_BYTES", chunk)
@@ -240,28 +237,29 @@ def test_view_against_a_float64_twin(
     ids, place = rows()
     action = ids.gather(1, place + 1)
     hidden, other = policy.hidden(ids, place), reference.hidden(ids, place).detach()
-    found = policy.view(hidden, action, reference=reference, ref_hidden=other)
+    view = policy.view(hidden, action, reference=reference, ref_hidden=other)
     p = (hidden.double() @ policy.model.lm_head.weight.double().T / temperature).softmax(-1)
     q = (other.double() @ reference.model.lm_head.weight.double().T / temperature).softmax(-1)
     expected = p.gather(-1, action.unsqueeze(-1)).squeeze(-1).log()
-    assert found.distance is not None
-    for ours, twin in (
-        (found.log_prob, expected),
-        (found.entropy, -(p * p.log()).sum(-1)),
-        (found.distance, (p * (p / q).log()).sum(-1)),
+    assert view.distance is not None
+    for ours, reference_value in (
+        (view.log_prob, expected),
+        (view.entropy, -(p * p.log()).sum(-1)),
+        (view.distance, (p * (p / q).log()).sum(-1)),
     ):
         assert ours.dtype == torch.float32 and ours.shape == (3, 4)
-        torch.testing.assert_close(ours.double(), twin, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.double(), reference_value, rtol=1e-5, atol=1e-5)
     weights = [policy.model.lm_head.weight, policy.model.model.embed_tokens.weight]
-    ours = torch.autograd.grad(found.log_prob.sum() + 2 * found.entropy.sum() + 3 * found.distance.sum(), weights, retain_graph=True)  # fmt: skip
-    twin = torch.autograd.grad(
+    total = view.log_prob.sum() + 2 * view.entropy.sum() + 3 * view.distance.sum()
+    ours = torch.autograd.grad(total, weights, retain_graph=True)
+    reference_value = torch.autograd.grad(
         expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights
     )
-    for a, b in zip(ours, twin, strict=True):
+    for a, b in zip(ours, reference_value, strict=True):
         assert float((a - b).norm() / b.norm()) < 1e-5
 
 
-def test_recomputed_layers_give_the_same_gradient() -> None:
+def test_recomputed_layers_give_equal_gradients() -> None:
     policy = make()
     ids, place = rows()
     grads = []
@@ -273,7 +271,7 @@ def test_recomputed_layers_give_the_same_gradient() -> None:
 
 
 # ------------------------------------------------------------------------------------------- critic
-def test_the_critic_begins_at_zero_and_learns_everywhere() -> None:
+def test_critic_is_zero_at_the_start_and_trains_all_parameters() -> None:
     critic = LanguageCritic(make().model)
     ids, place = rows()
     value = critic.value(ids, place)
@@ -289,7 +287,7 @@ def test_the_critic_begins_at_zero_and_learns_everywhere() -> None:
     assert missing == []
 
 
-def test_dropout_never_comes_on() -> None:
+def test_dropout_stays_off() -> None:
     policy = make(attention_dropout=0.5)
     ids, place = rows()
     policy.train()
@@ -299,21 +297,21 @@ def test_dropout_never_comes_on() -> None:
     )
 
 
-def test_the_state_holds_every_weight_once() -> None:
+def test_state_dict_holds_every_weight_once() -> None:
     policy = make(tie_word_embeddings=True)
     assert all(name.startswith("model.") for name in policy.state_dict())
     assert len(list(policy.parameters())) == len(list(policy.model.parameters()))
 
 
-@pytest.mark.parametrize("seen", [False, True])
-def test_attention_written_out_for_a_compiler_is_the_same(seen: bool) -> None:
-    how = causal_lm.Attention(0.3, None, None)
+@pytest.mark.parametrize("masked", [False, True])
+def test_elementary_attention_agrees_with_the_kernel(masked: bool) -> None:
+    attention = causal_lm.Attention(0.3, None, None)
     q, k, v = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
     mask = (
-        how.visible_keys(torch.tensor([[1, 2, 3, 4, 0]]), torch.arange(5)).unsqueeze(1)
-        if seen
+        attention.visible_keys(torch.tensor([[1, 2, 3, 4, 0]]), torch.arange(5)).unsqueeze(1)
+        if masked
         else None
     )
-    graph = make_fx(lambda *x: how(*x, mask))(q, k, v)
+    graph = make_fx(lambda *x: attention(*x, mask))(q, k, v)
     assert "scaled_dot_product" not in graph.code
-    torch.testing.assert_close(graph(q, k, v), how(q, k, v, mask), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(graph(q, k, v), attention(q, k, v, mask), rtol=1e-5, atol=1e-6)

@@ -1,6 +1,4 @@
-"""Distributions: torch.distributions as float64 twin, hand-computed cases, extreme values,
-gradients and sampling.
-"""
+"""Distributions: torch as reference, values by hand, extreme values, gradients, samples."""
 
 from __future__ import annotations
 
@@ -54,34 +52,34 @@ def test_categorical_by_hand():
     assert dist.categorical_entropy(logits).item() == pytest.approx(0.5623351)
 
 
-# -------------------------------------------------------------------------------------------- twins
+# --------------------------------------------------------------------------------------- references
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.floats(-4, 2), st.integers(1, 5), st.integers(1, 4))
-def test_gaussian_twin(seed, level, rows, size):
+def test_gaussian_agrees_with_torch(seed, level, rows, size):
     x, mean, log_std = (
         numbers(seed, rows, size) * 3,
         numbers(seed + 1, rows, size),
         numbers(seed + 2, size) + level,
     )
-    twin = Normal(mean, log_std.exp().expand_as(mean))
+    reference = Normal(mean, log_std.exp().expand_as(mean))
     torch.testing.assert_close(
-        dist.gaussian_log_prob(x, mean, log_std), twin.log_prob(x), rtol=1e-9, atol=1e-9
+        dist.gaussian_log_prob(x, mean, log_std), reference.log_prob(x), rtol=1e-9, atol=1e-9
     )
     torch.testing.assert_close(
-        dist.gaussian_entropy(mean, log_std), twin.entropy(), rtol=1e-9, atol=1e-9
+        dist.gaussian_entropy(mean, log_std), reference.entropy(), rtol=1e-9, atol=1e-9
     )
     single = dist.gaussian_log_prob(x.float(), mean.float(), log_std.float())
-    torch.testing.assert_close(single.double(), twin.log_prob(x), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(single.double(), reference.log_prob(x), rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.floats(-2, 0.5), st.integers(1, 4))
-def test_squashed_twin(seed, level, size):
+def test_squashed_gaussian_agrees_with_torch(seed, level, size):
     mean, log_std = numbers(seed, 3, size), numbers(seed + 1, 3, size) * 0.3 + level
     u = mean + log_std.exp() * numbers(seed + 2, 3, size)
-    twin = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform(cache_size=1))
-    twin.transforms[0]._cached_x_y = u, u.tanh()  # its own inverse loses digits near 1
-    expected = twin.log_prob(u.tanh())
+    reference = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform(cache_size=1))
+    reference.transforms[0]._cached_x_y = u, u.tanh()  # the inverse of tanh loses digits near 1
+    expected = reference.log_prob(u.tanh())
     torch.testing.assert_close(
         dist.squashed_log_prob(u, mean, log_std), expected, rtol=1e-6, atol=1e-6
     )
@@ -89,15 +87,15 @@ def test_squashed_twin(seed, level, size):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.1, 30), st.integers(2, 6))
-def test_categorical_twin(seed, scale, size):
+def test_categorical_agrees_with_torch(seed, scale, size):
     logits = numbers(seed, 4, size) * scale
     action = torch.arange(4) % size
-    twin = Categorical(logits=logits)
+    reference = Categorical(logits=logits)
     torch.testing.assert_close(
-        dist.categorical_log_prob(action, logits), twin.log_prob(action), rtol=1e-9, atol=1e-9
+        dist.categorical_log_prob(action, logits), reference.log_prob(action), rtol=1e-9, atol=1e-9
     )
     torch.testing.assert_close(
-        dist.categorical_entropy(logits), twin.entropy(), rtol=1e-9, atol=1e-9
+        dist.categorical_entropy(logits), reference.entropy(), rtol=1e-9, atol=1e-9
     )
 
 
@@ -134,9 +132,7 @@ def test_squashed_entropy_estimates_the_entropy():
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_squashed_entropy_has_the_pathwise_gradient(which):
-    """With the noise held fixed the estimate is a function of the parameters; autograd has its
-    derivative.
-    """
+    """Compare autograd with a finite difference of the estimate at constant noise."""
     noise, values = numbers(3, 64, 2), [0.8, -0.4]
 
     def entropy(mean: float, log_std: float) -> float:
@@ -157,15 +153,14 @@ def test_squashed_entropy_has_the_pathwise_gradient(which):
     numeric = (entropy(*high) - entropy(*low)) / (2 * step)
     grad = parameters[which].grad
     assert grad is not None and grad.sum().item() == pytest.approx(numeric, rel=1e-6)
-    assert (
-        abs(numeric) > 0.05
-    )  # the gradient of -log p of a fixed sample would have expectation zero
+    # The gradient of -log p of a constant sample would have expectation zero.
+    assert abs(numeric) > 0.05
 
 
 # ----------------------------------------------------------------------------------- extreme values
 @pytest.mark.parametrize("u", [-1e4, -80.0, -20.0, 20.0, 80.0, 1e4])
 @pytest.mark.parametrize("log_std", [-5.0, 2.0])
-def test_extreme_actions_stay_finite(u, log_std):
+def test_extreme_actions_give_finite_results(u, log_std):
     x = torch.tensor([[u]])
     mean, scale = (
         torch.zeros(1, 1, requires_grad=True),
@@ -185,7 +180,7 @@ def test_extreme_actions_stay_finite(u, log_std):
         )
 
 
-def test_extreme_logits_stay_finite():
+def test_extreme_logits_give_finite_results():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 1e30, 1e30]], requires_grad=True)
     assert dist.categorical_sample(
         logits[:1], dist.categorical_noise((1, 3), torch.Generator())
@@ -201,7 +196,7 @@ def test_extreme_logits_stay_finite():
 
 
 # ----------------------------------------------------------------------------------------- sampling
-def test_gaussian_samples():
+def test_gaussian_samples_have_the_right_moments():
     n = 100_000
     mean, log_std = torch.tensor([[1.0, -2.0]]).expand(n, 2), torch.tensor([0.5, -1.0])
     x = dist.gaussian_sample(mean, log_std, dist.gaussian_noise((n, 2), keyed(0, 5, 0, 3)))
@@ -217,7 +212,7 @@ def test_gaussian_samples():
     assert distance < 1.95 / math.sqrt(n)
 
 
-def test_categorical_samples():
+def test_categorical_samples_have_the_right_frequencies():
     n, p = 100_000, torch.tensor([0.1, 0.2, 0.7])
     action = dist.categorical_sample(
         p.log().expand(n, 3) + 5.0, dist.categorical_noise((n, 3), keyed(0, "categorical"))
@@ -227,7 +222,7 @@ def test_categorical_samples():
     assert ((frequency - p).abs() < 4 * (p * (1 - p) / n).sqrt()).all()
 
 
-def test_samples_come_from_the_generator_alone():
+def test_generator_is_the_only_source_of_randomness():
     def noise(*key: int) -> tuple[torch.Tensor, torch.Tensor]:
         return dist.gaussian_noise((5, 3), keyed(*key)), dist.categorical_noise((5, 4), keyed(*key))
 

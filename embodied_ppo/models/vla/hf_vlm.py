@@ -158,18 +158,16 @@ class VisionLanguage(InferenceModule):
         cameras: int,
         actions: int | None,
         bins: int,
-        template: str | None,
     ) -> None:
         """Wrap a model of transformers.
 
         Args:
             model: The model with its head.
-            tokenizer: Its tokenizer.
+            tokenizer: Its tokenizer, with a chat template if the model has one.
             image_processor: Resizes and normalises images.
             cameras: Images of an observation.
             actions: Number of tokens decoded in parallel, C·A. None: one after another.
             bins: K.
-            template: Chat template, None: the model has none.
 
         Raises:
             ConfigError: The model's structure is not supported.
@@ -177,8 +175,7 @@ class VisionLanguage(InferenceModule):
         super().__init__()
         self.model: Any = model
         self.tokenizer, self.image_processor = tokenizer, image_processor
-        self.cameras, self.template = cameras, template
-        self.bins = bins
+        self.cameras, self.bins = cameras, bins
         self.kind = str(self.model.config.model_type)
         self.image_id: int = getattr(self.model.config, "image_token_id", None) or -1
         if self.image_id < 0 or not hasattr(self.core, "get_image_features"):
@@ -275,13 +272,13 @@ class VisionLanguage(InferenceModule):
         """
         request = REQUEST.format(sentence.lower())
         image, t = self.tokenizer.convert_ids_to_tokens(self.image_id), self.tokenizer
-        if self.template is not None:
+        if t.chat_template is not None:
             content: list[dict[str, str]] = [{"type": "image"}] * self.cameras
             content += [{"type": "text", "text": request}]
             messages = [{"role": "user", "content": content}]
             with config_errors(f"its chat template refuses {request!r}: ", kind=True):
                 options = {"tokenize": False, "add_generation_prompt": True}
-                text = t.apply_chat_template(messages, chat_template=self.template, **options)
+                text = t.apply_chat_template(messages, **options)
             has_bos = t.bos_token is not None and text.startswith(t.bos_token)
             ids = t(text, add_special_tokens=not has_bos).input_ids
         elif self.kind in PREFIX_LM:
@@ -293,12 +290,12 @@ class VisionLanguage(InferenceModule):
         if ids.count(self.image_id) != self.cameras:
             raise ConfigError(
                 f"model_type={self.kind}: its prompt has {ids.count(self.image_id)} places for"
-                f" {self.cameras} pictures; the tokenizer or the chat template is another model's"
+                f" {self.cameras} images; the tokenizer or the chat template is another model's"
             )
         delimiters = IMAGE_DELIMITERS.get(self.kind, ("", ""))
         before, after = (t(text, add_special_tokens=False).input_ids for text in delimiters)
-        picture = [*before, *[self.image_id] * self.visual_tokens, *after]
-        return [x for i in ids for x in (picture if i == self.image_id else [i])]
+        image_ids = [*before, *[self.image_id] * self.visual_tokens, *after]
+        return [x for i in ids for x in (image_ids if i == self.image_id else [i])]
 
     def prompts(self, sentences: Sequence[str]) -> Prompts:
         """Tokenise one prompt per sentence.
@@ -317,7 +314,7 @@ class VisionLanguage(InferenceModule):
         )
         return Prompts(ids, mask, position[-3:].transpose(0, 1))
 
-    # ------------------------------------------------------------------------------------- pictures
+    # ------------------------------------------------------------------------------------- images
     def pixels(self, images: Tensor) -> dict[str, Tensor]:
         """Return the vision tower's arguments for images uint8 [N, 3, H, W]."""
         x = self.image_processor(images)
@@ -515,8 +512,16 @@ class VisionLanguage(InferenceModule):
         transformers = import_transformers(option)
         raw = read_json(Path(folder) / "config.json", option, CURE)
         kind = raw.get("model_type")
+        bodies: list[VisionLanguage] = []
+
+        def difference() -> float:
+            bodies.append(
+                cls(model.eval(), tokenizer, processor, cameras=cameras, actions=actions, bins=bins)
+            )
+            return bodies[0].difference()
+
         try:
-            image_processor = read_image_processor(Path(folder), raw, image_size)
+            processor = read_image_processor(Path(folder), raw, image_size)
             with config_errors(f"holds a {kind}, which transformers refuses: ", kind=True):
                 model, loading_info = transformers.AutoModelForImageTextToText.from_pretrained(
                     folder, dtype=dtype, output_loading_info=True, **LOCAL_WEIGHTS
@@ -527,28 +532,10 @@ class VisionLanguage(InferenceModule):
                 raise ConfigError(
                     f"the weights lack {missing[0]}, {len(missing)} in all; download them again"
                 )
-        except ConfigError as error:
-            raise ConfigError(f"{option}: {error}") from error
-        bodies: list[VisionLanguage] = []
-
-        def difference() -> float:
             template_file = Path(folder) / "chat_template.json"
-            template = tokenizer.chat_template
-            if template is None and template_file.is_file():
+            if tokenizer.chat_template is None and template_file.is_file():
                 template = read_json(template_file, "", CURE).get("chat_template")
-            body = cls(
-                model.eval(),
-                tokenizer,
-                image_processor,
-                cameras=cameras,
-                actions=actions,
-                bins=bins,
-                template=template,
-            )
-            bodies.append(body)
-            return body.difference()
-
-        try:
+                tokenizer.chat_template = template
             mismatch = forward_mismatch(difference, dtype)
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from error
@@ -627,7 +614,7 @@ def read_image_processor(
         options = read_json(processor, "", CURE).get("image_processor")
     if options is None:
         raise ConfigError(
-            "holds no preprocessor_config.json, which says how pictures are normalised; download it"
+            "holds no preprocessor_config.json, which says how images are normalised; download it"
         )
     vision = raw.get("vision_config") or {}
     mean, std = (

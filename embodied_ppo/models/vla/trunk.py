@@ -296,29 +296,22 @@ class Trunk(ObservationEncoder):
         Returns:
             Mean position [B, D], mean content [B, D] and attention logits [B, P, heads].
         """
-        chosen = (
-            self.choose(words).masked_fill(~valid.unsqueeze(-1), MASKED_LOGIT).softmax(1)
-        )  # [B, L, heads]
-        query = torch.einsum(
-            "blh,blhd->bhd", chosen, self.ask(words).unflatten(-1, (self.heads, -1))
-        )
+        logits = self.choose(words).masked_fill(~valid.unsqueeze(-1), MASKED_LOGIT)
+        queries = self.ask(words).unflatten(-1, (self.heads, -1))  # [B, L, heads, d]
+        query = torch.einsum("blh,blhd->bhd", logits.softmax(1), queries)
         # Keys and contents are linear in a cell, so the projections are moved behind the pooling
         # over cells: both products are over [heads, D/2] instead of [P, 2 D].
         size = query.shape[-1]
-        key, content = self.show.weight.unflatten(
-            0, (2, self.heads, size)
-        ).unbind()  # [heads, d, D/2]
+        # key and content are [heads, d, D/2].
+        key, content = self.show.weight.unflatten(0, (2, self.heads, size)).unbind()
         key_bias, content_bias = self.show.bias.view(2, self.heads, size).unbind()
         marks = cells @ torch.einsum("bhd,hdc->bch", query, key)
         marks = (marks + (query * key_bias).sum(-1).unsqueeze(1)) * size**-0.5
         weight = marks.softmax(1)
-        place = torch.einsum(
-            "bph,phd->bhd", weight, self.place(places).unflatten(-1, (self.heads, -1))
-        )
-        pooled = (
-            torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content) + content_bias
-        )
-        return place.flatten(1), pooled.flatten(1), marks
+        place = self.place(places).unflatten(-1, (self.heads, -1))
+        place = torch.einsum("bph,phd->bhd", weight, place)
+        pooled = torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content)
+        return place.flatten(1), (pooled + content_bias).flatten(1), marks
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
@@ -327,8 +320,9 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-LN transformer block: self-attention, cross-attention to the memory, gated linear unit
-    (Shazeer 2020).
+    """Pre-LN transformer block with self-attention and cross-attention to the memory.
+
+    Its MLP is a gated linear unit (Shazeer 2020).
     """
 
     def __init__(self, width: int, heads: int) -> None:

@@ -1,6 +1,6 @@
-"""OpenVLA's body: towers against transformers' own, caches against whole rows.
+"""OpenVLA: towers, teacher forcing, parallel and cached decoding, logits.
 
-All weights are random.
+All weights are random. Results are compared with those of transformers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ P = 16
 A = 3
 
 
-def lively(body: OpenVLABody, seed: int = 0) -> OpenVLABody:
-    """Weights large enough that everything depends on everything."""
+def randomise(body: OpenVLABody, seed: int = 0) -> OpenVLABody:
+    """Draw weights so large that all outputs depend on all inputs."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in body.named_parameters():
@@ -55,14 +55,12 @@ def lively(body: OpenVLABody, seed: int = 0) -> OpenVLABody:
 
 @cache
 def shared() -> OpenVLABody:
-    """One body for the tests that change nothing in it."""
-    return lively(OpenVLABody(CONFIG))
+    """Return one body for all tests that do not change it."""
+    return randomise(OpenVLABody(CONFIG))
 
 
 def batch(seed: int = 0, cameras: int = 0, size: int = 28) -> tuple[Tensor, Tensor, Tensor]:
-    """Images uint8 [3, (K,) 3, size, size], prompts of 7, 4 and 5 tokens padded on the left,
-    mask.
-    """
+    """Return images uint8 [3, (K,) 3, size, size], and ids and mask of 3 left-padded prompts."""
     g = torch.Generator().manual_seed(seed)
     shape = (3, *([cameras] if cameras else []), 3, size, size)
     images = torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
@@ -98,14 +96,16 @@ def hidden_states(
 
 
 # ------------------------------------------------------------------------------------------- images
-def test_features_are_those_of_transformers_second_to_last_layers() -> None:
+def test_features_agree_with_transformers() -> None:
     body = shared()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours = body.features(pixels)
         dino = body.dino(pixels[:, :3], output_hidden_states=True).hidden_states
         siglip = body.siglip(pixels[:, 3:], output_hidden_states=True).hidden_states
-    assert len(dino) == 3 + 1 and len(siglip) == 4 + 1  # what goes in and out of each layer
+    assert (
+        len(dino) == 3 + 1 and len(siglip) == 4 + 1
+    )  # the input of the first layer and the output of each
     assert ours.shape == (2, P, 16 + 24)
     torch.testing.assert_close(
         ours[..., :16], dino[-2][:, 1 + 4 :], rtol=1e-5, atol=1e-5
@@ -116,14 +116,15 @@ def test_features_are_those_of_transformers_second_to_last_layers() -> None:
     )
 
 
-def test_both_towers_have_the_exact_gelu() -> None:
-    """timm's have; transformers' SigLIP takes the approximation by tanh unless it is told."""
+def test_both_towers_use_the_exact_gelu() -> None:
+    """transformers' SigLIP uses the tanh approximation by default, timm's the exact function."""
     assert shared().dino.config.hidden_act == shared().siglip.config.hidden_act == "gelu"
 
 
 def test_pixels_by_hand() -> None:
-    """White: (1 - .485) / .229 = 2.2489 for DINOv2, (1 - .5) / .5 = 1 for SigLIP; black: -.485 /
-    .229 = -2.1179, -1.
+    """White is (1 - .485) / .229 = 2.2489 for DINOv2 and (1 - .5) / .5 = 1 for SigLIP.
+
+    Black is -.485 / .229 = -2.1179 and -1.
     """
     white = shared().pixels(torch.full((1, 3, 28, 28), 255, dtype=torch.uint8))
     assert white.shape == (1, 6, 28, 28) and white.dtype == torch.float32
@@ -134,19 +135,19 @@ def test_pixels_by_hand() -> None:
     torch.testing.assert_close(black[0, :, 5, 7], expected)
 
 
-def test_resizing_is_pillows_but_for_a_level() -> None:
+def test_resizing_agrees_with_pillow_up_to_one_level() -> None:
     image = pytest.importorskip("PIL.Image")
     g = torch.Generator().manual_seed(0)
-    picture = torch.randint(0, 256, (3, 60, 45), generator=g, dtype=torch.uint8)
-    theirs = image.fromarray(picture.permute(1, 2, 0).numpy()).resize(
+    image_array = torch.randint(0, 256, (3, 60, 45), generator=g, dtype=torch.uint8)
+    expected = image.fromarray(image_array.permute(1, 2, 0).numpy()).resize(
         (28, 28), image.Resampling.BICUBIC
     )
-    ours = (shared().pixels(picture[None])[0, 3:] * 0.5 + 0.5) * 255
-    difference = ours.permute(1, 2, 0) - torch.from_numpy(np.array(theirs)).float()
+    ours = (shared().pixels(image_array[None])[0, 3:] * 0.5 + 0.5) * 255
+    difference = ours.permute(1, 2, 0) - torch.from_numpy(np.array(expected)).float()
     assert float(difference.abs().max()) <= 1.01 and float(difference.abs().mean()) < 0.05
 
 
-def test_cameras_follow_each_other() -> None:
+def test_visual_tokens_of_several_cameras() -> None:
     body = shared()
     images, _, _ = batch(cameras=2)
     with torch.no_grad():
@@ -158,12 +159,13 @@ def test_cameras_follow_each_other() -> None:
             )
 
 
-# --------------------------------------------------------------------------------------------- rows
-def written_out(
+# ------------------------------------------------------------------------------------ hidden states
+def reference_hidden_states(
     body: OpenVLABody, images: Tensor, ids: Tensor, mask: Tensor, after: Tensor, causal: bool
 ) -> Tensor:
-    """Hidden states [S + n, D] of row 0 by transformers' own Llama: BOS, picture, words, ``after``
-    [n, D].
+    """Return the hidden states [S + n, D] of row 0, computed by transformers.
+
+    The sequence is BOS, image, words, ``after`` [n, D].
     """
     llama = body.language_model.model
     words = llama.embed_tokens(ids[0, mask[0]])
@@ -177,55 +179,55 @@ def written_out(
 
 @torch.no_grad()
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_teacher_forcing_is_transformers_llama(row: int) -> None:
+def test_teacher_forcing_agrees_with_llama(row: int) -> None:
     body = shared()
     images, ids, mask = (x[row : row + 1] for x in batch())
     action = bins()[row : row + 1]
     after = body.language_model.model.embed_tokens(31999 - action[0])
-    theirs = written_out(body, images, ids, mask, after, causal=True)[-A - 1 : -1]
+    expected = reference_hidden_states(body, images, ids, mask, after, causal=True)[-A - 1 : -1]
     ours = hidden_states(body, *batch(), bins())[row]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_parallel_decoding_is_transformers_llama_without_a_causal_mask(row: int) -> None:
+def test_parallel_decoding_agrees_with_llama_without_causal_mask(row: int) -> None:
     body = shared()
     images, ids, mask = (x[row : row + 1] for x in batch())
     stop = body.language_model.model.embed_tokens(torch.tensor([2]))
-    theirs = written_out(
+    expected = reference_hidden_states(
         body, images, ids, mask, torch.cat((torch.zeros(6, 32), stop)), causal=False
     )[-8:-2]
     ours = hidden_states(body, *batch(), placeholders=6)[row]
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("cameras", [0, 2])
 @pytest.mark.parametrize("rows", [[0, 1, 2], [0], [1], [2, 0]])
-def test_cached_decoding_is_teacher_forcing(rows: list[int], cameras: int) -> None:
-    """With padding on the left, for any micro-batch; hidden states and log-probabilities."""
+def test_cached_decoding_agrees_with_teacher_forcing(rows: list[int], cameras: int) -> None:
+    """Compare hidden states and log-probabilities with left padding, for any micro-batch."""
     body, action = shared(), bins()
-    whole = hidden_states(body, *batch(cameras=cameras), action)
+    full = hidden_states(body, *batch(cameras=cameras), action)
     images, ids, mask = (x[rows] for x in batch(cameras=cameras))
-    hidden, kept = body.begin(embed(body, images, ids, mask), room=A - 1)
+    hidden, cache = body.begin(embed(body, images, ids, mask), room=A - 1)
     steps = [hidden]
     for a in range(A - 1):
-        steps.append(body.step(action[rows, a], kept))
+        steps.append(body.step(action[rows, a], cache))
     cached = torch.stack(steps, dim=1)
-    torch.testing.assert_close(cached, whole[rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cached, full[rows], rtol=1e-5, atol=1e-5)
     log_p = [
         body.logits(h).log_softmax(-1).gather(-1, action[rows, :, None])
-        for h in (cached, whole[rows])
+        for h in (cached, full[rows])
     ]
     assert float((log_p[0] - log_p[1]).abs().max()) <= 1e-5
-    with pytest.raises(AssertionError):  # no room left
-        body.step(action[rows, A - 1], kept)
+    with pytest.raises(AssertionError):  # the cache is full
+        body.step(action[rows, A - 1], cache)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("parallel", [False, True])
-def test_padding_and_micro_batch_change_nothing(parallel: bool) -> None:
+def test_padding_and_micro_batches_have_no_effect(parallel: bool) -> None:
     body = shared()
 
     def hidden(images: Tensor, ids: Tensor, mask: Tensor, action: Tensor) -> Tensor:
@@ -234,18 +236,18 @@ def test_padding_and_micro_batch_change_nothing(parallel: bool) -> None:
         return hidden_states(body, images, ids, mask, action)
 
     images, ids, mask = batch()
-    whole = hidden(images, ids, mask, bins())
+    full = hidden(images, ids, mask, bins())
     more = F.pad(ids, (4, 0), value=7), F.pad(mask, (4, 0))
-    torch.testing.assert_close(hidden(images, *more, bins()), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden(images, *more, bins()), full, rtol=1e-5, atol=1e-5)
     for row, length in enumerate((7, 4, 5)):
         alone = hidden(
             *(x[row : row + 1] for x in (images, ids[:, -length:], mask[:, -length:], bins()))
         )
-        torch.testing.assert_close(alone[0], whole[row], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(alone[0], full[row], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
-def test_teacher_forcing_sees_the_past_only() -> None:
+def test_teacher_forcing_is_causal() -> None:
     body, action = shared(), bins()
     other = action.clone()
     other[:, 1] = (other[:, 1] + 100) % 256
@@ -257,20 +259,19 @@ def test_teacher_forcing_sees_the_past_only() -> None:
     )
 
 
-def test_parallel_decoding_sees_both_directions() -> None:
-    """∂ of the first position's state by the stop token's embedding, which comes last, and by
-    BOS's, which is first.
+def test_parallel_decoding_is_bidirectional() -> None:
+    """The first action's state has a gradient to the embeddings of BOS and of the last token.
 
-    In the causal form what comes later has no gradient.
+    With a causal mask it has none to later tokens.
     """
-    body = lively(OpenVLABody(CONFIG))
+    body = randomise(OpenVLABody(CONFIG))
     weight = body.language_model.model.embed_tokens.weight
     some = torch.randn(32, generator=torch.Generator().manual_seed(1))
 
     first = hidden_states(body, *batch(), placeholders=4)[:, 0]
     (grad,) = torch.autograd.grad((first * some).sum(), weight)
     assert float(grad[2].norm()) > 1e-4 and float(grad[1].norm()) > 1e-4
-    with torch.no_grad():  # how many follow matters, too
+    with torch.no_grad():  # the number of placeholders has an effect
         assert not torch.allclose(
             first, hidden_states(body, *batch(), placeholders=5)[:, 0], atol=1e-3
         )
@@ -282,8 +283,8 @@ def test_parallel_decoding_sees_both_directions() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("where", ["teacher", "parallel", "cached"])
-def test_the_picture_matters(where: str) -> None:
+@pytest.mark.parametrize("decoding", ["teacher", "parallel", "cached"])
+def test_logits_depend_on_the_image(decoding: str) -> None:
     """The published code ignores it with transformers 4.50 and later (openvla/openvla#346)."""
     body = shared()
     images, ids, mask = batch()
@@ -294,13 +295,13 @@ def test_the_picture_matters(where: str) -> None:
             bins()[:, 0], body.begin(embed(body, x, ids, mask), room=1)[1]
         ),
     }
-    logits = [body.logits(forms[where](x)) for x in (images, 255 - images)]
+    logits = [body.logits(forms[decoding](x)) for x in (images, 255 - images)]
     change = (logits[0] - logits[1]).abs().flatten(1).amax(1)
     assert float(change.min()) > 0.1, change
 
 
-def test_gradients_reach_all_that_is_read_and_nothing_else() -> None:
-    body = lively(OpenVLABody(CONFIG))
+def test_gradients_reach_exactly_the_trained_parameters() -> None:
+    body = randomise(OpenVLABody(CONFIG))
     body.logits(hidden_states(body, *batch(), bins())).square().mean().backward()
     empty = {
         name for name, p in body.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
@@ -313,15 +314,15 @@ def test_gradients_reach_all_that_is_read_and_nothing_else() -> None:
         "siglip.post_layernorm.",
     )
     assert all(name.startswith((*unread, "siglip.head.")) for name in empty)
-    # timm's class token has no position of its own: it stays 0, so that nothing is lost in a
-    # published layout
+    # timm's class token has no position embedding. It must stay 0, because the published layout
+    # does not contain it.
     grad = body.dino.embeddings.position_embeddings.grad
     assert not grad[:, 0].any() and grad[:, 1:].any()
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_recomputed_layers_give_the_same_gradient(parallel: bool) -> None:
-    body = lively(OpenVLABody(CONFIG))
+def test_recomputed_layers_give_equal_gradients(parallel: bool) -> None:
+    body = randomise(OpenVLABody(CONFIG))
     weights = [
         body.dino.embeddings.cls_token,
         body.siglip.embeddings.patch_embedding.weight,
@@ -340,7 +341,7 @@ def test_recomputed_layers_give_the_same_gradient(parallel: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_train_changes_nothing() -> None:
+def test_train_keeps_evaluation_mode() -> None:
     body = OpenVLABody(CONFIG)
     body.train()
     assert not any(module.training for module in body.modules())
@@ -348,31 +349,31 @@ def test_train_changes_nothing() -> None:
 
 # ------------------------------------------------------------------------------------------ actions
 @torch.no_grad()
-def test_logits_are_the_whole_vocabularys_without_the_rest() -> None:
-    """Column k is id 31999 - k; the 64 ids of padding above are no actions."""
+def test_logits_equal_those_of_the_full_vocabulary() -> None:
+    """Column k is id 31999 - k; the 64 ids of padding above it are not actions."""
     body = shared()
     hidden = hidden_states(body, *batch(), bins())
-    whole = hidden @ body.language_model.lm_head.weight.T  # [3, A, 32064]
+    full = hidden @ body.language_model.lm_head.weight.T  # [3, A, 32064]
     logits = body.logits(hidden)
     assert logits.shape == (3, A, 256) and logits.dtype == torch.float32
     for k in (0, 1, 254, 255):
-        torch.testing.assert_close(logits[..., k], whole[..., 31999 - k], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[..., k], full[..., 31999 - k], rtol=1e-4, atol=1e-4)
     ids = 31999 - torch.arange(256)
     assert int(ids.min()) == 31744
-    rest = torch.ones(32064, dtype=torch.bool)
-    rest[ids] = False
-    masked = whole.masked_fill(rest, float("-inf")).log_softmax(-1)[..., ids]
+    others = torch.ones(32064, dtype=torch.bool)
+    others[ids] = False
+    masked = full.masked_fill(others, float("-inf")).log_softmax(-1)[..., ids]
     torch.testing.assert_close(logits.log_softmax(-1), masked, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_logits_are_float32_also_of_bfloat16_and_under_autocast() -> None:
+def test_logits_are_float32_with_bfloat16_and_autocast() -> None:
     body = shared()
     hidden = hidden_states(body, *batch(), bins())
     logits = body.logits(hidden)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(body.logits(hidden), logits)
-    half = lively(OpenVLABody(CONFIG, dtype=torch.bfloat16))
+    half = randomise(OpenVLABody(CONFIG, dtype=torch.bfloat16))
     states = hidden_states(half, *batch(), bins())
     assert states.dtype == torch.bfloat16 and half.logits(states).dtype == torch.float32
     assert half.language_model.model.rotary_emb.inv_freq.dtype == torch.float32

@@ -1,7 +1,7 @@
-"""OpenVLA's files: actions, prompts and statistics by hand, checkpoints against the published keys.
+"""OpenVLA's files: action bins, prompts, statistics, and checkpoints of the published layout.
 
-All weights are random: no published ones are at hand. Names and shapes of a checkpoint are written
-out here a second time, by hand, so that they are not compared with themselves.
+All weights are random, because published ones were not available. This file has its own list of the
+names and shapes of a checkpoint, so that ``layout`` is not compared with itself.
 """
 
 from __future__ import annotations
@@ -27,44 +27,42 @@ from tests.models.vla.test_openvla import CONFIG, STATS, P, batch, bins, hidden_
 
 # ------------------------------------------------------------------------------------------ actions
 def test_bins_by_hand() -> None:
-    """Edges -1 + 2k/255, 256 of them. 0 lies between e_127 = -1/255 and e_128 = 1/255: bin 127,
-    whose centre is 0.
+    """The 256 edges are -1 + 2k/255.
 
-    Published: np.digitize gives 128, id 32000 - 128 = 31872; ours 31999 - 127. x = -1: 1, so 31999
-    (bin 0, centre
-    -254/255); x = 1: 256, so 31744 (bin 255), which means the last centre, 254/255, as bin 254
-    does.
+    x = 0 lies between e_127 = -1/255 and e_128 = 1/255, in bin 127 with the centre 0; the published
+    code has np.digitize = 128 and id 32000 - 128 = 31999 - 127 = 31872. x = -1 has 1 and id 31999
+    (bin 0, centre -254/255). x = 1 has 256 and id 31744 (bin 255) with the centre of bin 254.
     """
     tokens = ActionTokens.from_config(CONFIG)
     assert tokens.dim == 3
-    gripper = torch.tensor(
-        [[0.0, 0.0, x] for x in (-1.0, 0.0, 0.999, 1.0, 5.0)]
-    )  # the third is not normalised
-    found = tokens.bins(gripper)[:, 2]
-    assert found.tolist() == [0, 127, 254, 255, 255]
-    assert (31999 - found).tolist() == [31999, 31872, 31745, 31744, 31744]
+    # The third dimension is not normalised.
+    gripper = torch.tensor([[0.0, 0.0, x] for x in (-1.0, 0.0, 0.999, 1.0, 5.0)])
+    k = tokens.bins(gripper)[:, 2]
+    assert k.tolist() == [0, 127, 254, 255, 255]
+    assert (31999 - k).tolist() == [31999, 31872, 31745, 31744, 31744]
     centers = torch.tensor([-254, 0, 254, 254, 254], dtype=torch.float64) / 255
-    torch.testing.assert_close(tokens.values(found), centers, rtol=0, atol=1e-12)
+    torch.testing.assert_close(tokens.values(k), centers, rtol=0, atol=1e-12)
 
 
 def test_unnormalisation_by_hand() -> None:
-    """½ (254/255 + 1) (2 - -2) - 2 = 1.9921569; ½ (-254/255 + 1) (1 - 0) + 0 = 1/510; the third is
-    as it is.
+    """½ (254/255 + 1) (2 - -2) - 2 = 1.9921569 and ½ (-254/255 + 1) (1 - 0) + 0 = 1/510.
+
+    The third dimension is not normalised.
     """
     tokens = ActionTokens.from_config(CONFIG, "bridge_orig")
-    found = tokens.actions(torch.tensor([254, 0, 254], dtype=torch.uint8))
-    assert found.dtype == torch.float32
+    action = tokens.actions(torch.tensor([254, 0, 254], dtype=torch.uint8))
+    assert action.dtype == torch.float32
     torch.testing.assert_close(
-        found, torch.tensor([1.9921569, 0.0019608, 0.9960784]), rtol=0, atol=1e-6
+        action, torch.tensor([1.9921569, 0.0019608, 0.9960784]), rtol=0, atol=1e-6
     )
-    assert tokens.bins(found).tolist() == [254, 0, 254]
+    assert tokens.bins(action).tolist() == [254, 0, 254]
     # 2 (1 - -2) / 4 - 1 = ½, 127.5 · ½ + 127.5 = 191.25; 2 · ¼ - 1 = -½, 127.5 - 63.75 = 63.75;
     # outside: clipped
     assert tokens.bins(torch.tensor([1.0, 0.25, -3.0])).tolist() == [191, 63, 0]
 
 
-def test_bins_are_those_of_the_published_arithmetic() -> None:
-    """numpy's linspace and digitize; every bin but the last comes back."""
+def test_bins_agree_with_the_published_code() -> None:
+    """The published code uses numpy's linspace and digitize; only the last bin is not restored."""
     tokens = ActionTokens.from_config(CONFIG)
     edges = np.linspace(-1, 1, 256)
     assert np.array_equal(tokens.edges.numpy(), edges)
@@ -109,7 +107,7 @@ def test_bins_are_those_of_the_published_arithmetic() -> None:
         ),
     ],
 )
-def test_statistics_that_cannot_be_used(
+def test_invalid_statistics_are_refused(
     stats: dict[str, Any], key: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -135,19 +133,17 @@ def test_prompts() -> None:
     assert (
         ids[1].tolist()[:3] == [32000, 32000, 1] and mask[1].tolist() == [False] * 2 + [True] * 12
     )
-    assert (
-        ids[:, -1].tolist() == [29871, 29871] and (ids == 29871).sum() == 2
-    )  # once, whether it was there or not
+    assert ids[:, -1].tolist() == [29871, 29871] and (ids == 29871).sum() == 2  # once per row
 
 
-def test_a_tokenizer_without_begin_of_sequence_is_refused() -> None:
+def test_tokenizer_without_bos_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gives \[5, 6\]\.\. but must begin with BOS = 1, once"):
         openvla_files.encode_prompts(lambda text: [5, 6], ["lift"])
 
 
 # --------------------------------------------------------------------------------------- checkpoint
 def tower_shapes(key: str, size: int, inner: int, layers: int) -> dict[str, tuple[int, ...]]:
-    """What timm's vision transformers have in common."""
+    """Return the shapes that both vision transformers of timm have."""
     shapes: dict[str, tuple[int, ...]] = {
         f"{key}.pos_embed": (1, P, size),
         f"{key}.patch_embed.proj.weight": (size, 3, 7, 7),
@@ -175,7 +171,7 @@ def tower_shapes(key: str, size: int, inner: int, layers: int) -> dict[str, tupl
 
 
 def published_shapes() -> dict[str, tuple[int, ...]]:
-    """Every key of a checkpoint of CONFIG's sizes, in the published layout."""
+    """Return the shape of every published key, in the sizes of CONFIG."""
     dino, siglip = "vision_backbone.featurizer", "vision_backbone.fused_featurizer"
     shapes = tower_shapes(dino, 16, 64, 3) | tower_shapes(siglip, 24, 40, 4)
     shapes |= {f"{dino}.cls_token": (1, 1, 16), f"{dino}.reg_token": (1, 4, 16)}
@@ -227,7 +223,7 @@ def synthetic(seed: int = 0) -> dict[str, Tensor]:
 
 
 def config_json() -> dict[str, Any]:
-    """As openvla-7b's, but for sizes: those are in our field vision_sizes."""
+    """Return the fields of openvla-7b, with other sizes in our field vision_sizes."""
     return {
         "arch_specifier": "no-align+fused-gelu-mlp",
         "architectures": ["OpenVLAForActionPrediction"],
@@ -270,10 +266,8 @@ def checkpoint(folder: Path, tensors: dict[str, Tensor] | None = None, **fields:
     return folder
 
 
-def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
-    """A body whose parameters are set from published tensors one family at a time, not by
-    ``layout``.
-    """
+def assign_weights(t: dict[str, Tensor]) -> OpenVLABody:
+    """Return a body with parameters of published tensors, assigned without ``layout``."""
     body = OpenVLABody(CONFIG)
     state: dict[str, Tensor] = {
         f"projector.fc{i}.{end}": t[f"projector.fc{i}.{end}"]
@@ -331,9 +325,7 @@ def filled_by_hand(t: dict[str, Tensor]) -> OpenVLABody:
 
 
 def timm_block(x: Tensor, t: dict[str, Tensor], block: str, heads: int) -> Tensor:
-    """timm's vision transformer layer on published tensors: x += ls1·attention(norm1 x); x +=
-    ls2·mlp(norm2 x).
-    """
+    """Compute timm's layer: x += ls1·attention(norm1 x); x += ls2·mlp(norm2 x)."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         return F.linear(x, t[f"{block}.{name}.weight"], t[f"{block}.{name}.bias"])
@@ -355,13 +347,11 @@ def timm_block(x: Tensor, t: dict[str, Tensor], block: str, heads: int) -> Tenso
 
 
 @torch.no_grad()
-def test_loaded_towers_compute_what_timms_do(tmp_path: Path) -> None:
-    """The towers written out on published tensors: patches + positions, then class and registers
-    before them.
-    """
+def test_loaded_towers_agree_with_timm(tmp_path: Path) -> None:
+    """Compute the towers from published tensors, with class and register tokens first."""
     body, t = openvla_files.load(checkpoint(tmp_path)), synthetic()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(3))
-    found = []
+    features = []
     for key, x, heads, blocks in (
         ("featurizer", pixels[:, :3], 2, 3),
         ("fused_featurizer", pixels[:, 3:], 3, 4),
@@ -382,18 +372,19 @@ def test_loaded_towers_compute_what_timms_do(tmp_path: Path) -> None:
             )
         for i in range(blocks - 1):
             x = timm_block(x, t, f"{key}.blocks.{i}", heads)
-        found.append(x[:, -P:])
+        features.append(x[:, -P:])
     torch.testing.assert_close(
-        body.features(pixels), torch.cat(found, dim=-1), rtol=1e-4, atol=1e-4
+        body.features(pixels), torch.cat(features, dim=-1), rtol=1e-4, atol=1e-4
     )
 
 
 @torch.no_grad()
-def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> None:
+def test_loaded_weights_agree_with_assigned_ones(tmp_path: Path) -> None:
     tensors = synthetic()
-    loaded, direct = openvla_files.load(checkpoint(tmp_path, tensors)), filled_by_hand(tensors)
-    ours, theirs = loaded.state_dict(), direct.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    loaded, direct = openvla_files.load(checkpoint(tmp_path, tensors)), assign_weights(tensors)
+    state, expected = loaded.state_dict(), direct.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in state)
     assert torch.equal(
         hidden_states(loaded, *batch(), bins()), hidden_states(direct, *batch(), bins())
     )
@@ -401,7 +392,8 @@ def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> Non
         hidden_states(loaded, *batch(), placeholders=5),
         hidden_states(direct, *batch(), placeholders=5),
     )
-    torch.testing.assert_close(loaded.language_model.model.rotary_emb.inv_freq, direct.language_model.model.rotary_emb.inv_freq)  # fmt: skip
+    frequencies = [b.language_model.model.rotary_emb.inv_freq for b in (loaded, direct)]
+    torch.testing.assert_close(*frequencies)
     assert [n for n, p in loaded.named_parameters() if p.requires_grad] == [
         n for n, p in direct.named_parameters() if p.requires_grad
     ]
@@ -409,7 +401,7 @@ def test_a_loaded_checkpoint_is_a_body_with_those_weights(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Load, save: the same keys, bits and configuration."""
+    """Loading and saving keeps keys, bits and configuration."""
     tensors = {key: value.to(dtype) for key, value in synthetic().items()}
     body = openvla_files.load(checkpoint(tmp_path / "a", tensors), dtype=dtype)
     openvla_files.save(body, tmp_path / "b")
@@ -429,7 +421,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_a_new_body_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_save_and_load_a_new_body(tmp_path: Path) -> None:
     body = shared()
     openvla_files.save(body, tmp_path)
     again = openvla_files.load(tmp_path)
@@ -439,8 +431,8 @@ def test_a_new_body_is_saved_and_loaded(tmp_path: Path) -> None:
     )
 
 
-def test_the_published_configuration_has_the_published_sizes() -> None:
-    """openvla-7b's: 256 patches of 14 pixels; nothing of ours is written into it."""
+def test_published_configuration_and_sizes() -> None:
+    """openvla-7b has 256 patches of 14 pixels; its config.json gets no additional field."""
     raw = config_json() | {
         "text_config": {"model_type": "llama", "pad_token_id": 32000, "vocab_size": 32064}
     }
@@ -463,47 +455,49 @@ def test_the_published_configuration_has_the_published_sizes() -> None:
         )
 
 
-def test_shards_and_the_original_name_of_layer_scales(tmp_path: Path) -> None:
-    """model.safetensors.index.json names the files; timm calls ``scale_factor`` ``gamma``."""
+def test_shards_and_timm_names_of_layer_scales(tmp_path: Path) -> None:
+    """The index names the files; in timm ``scale_factor`` is called ``gamma``."""
     tensors = {key.replace("scale_factor", "gamma"): value for key, value in synthetic().items()}
     names = sorted(tensors)
     (tmp_path / "config.json").write_text(json.dumps(config_json()))
-    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
-    for file in set(where.values()):
-        save_file({name: tensors[name] for name in names if where[name] == file}, tmp_path / file)
-    index = {"metadata": {}, "weight_map": where}
+    file_of_key = {
+        name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)
+    }
+    for file in set(file_of_key.values()):
+        save_file(
+            {name: tensors[name] for name in names if file_of_key[name] == file}, tmp_path / file
+        )
+    index = {"metadata": {}, "weight_map": file_of_key}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    ours, theirs = (
-        openvla_files.load(tmp_path).state_dict(),
-        filled_by_hand(synthetic()).state_dict(),
-    )
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    loaded = openvla_files.load(tmp_path).state_dict()
+    expected = assign_weights(synthetic()).state_dict()
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors is in .* but missing"):
         openvla_files.load(tmp_path)
 
 
-def test_shards_lie_within_the_folder(tmp_path: Path) -> None:
+def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    save_file(synthetic(), tmp_path / "theirs.safetensors")
+    save_file(synthetic(), tmp_path / "outside.safetensors")
     (folder / "config.json").write_text(json.dumps(config_json()))
-    for name in ("../theirs.safetensors", str(tmp_path / "theirs.safetensors")):
+    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
         index = {"metadata": {}, "weight_map": dict.fromkeys(synthetic(), name)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(
-            ConfigError, match=r"index.json names .*theirs.safetensors, outside; download it again"
+            ConfigError, match=r"index.json names .*outside.safetensors, outside; download it again"
         ):
             openvla_files.load(folder)
 
 
-def test_statistics_of_a_fine_tuned_model_go_first(tmp_path: Path) -> None:
-    mine = {
+def test_dataset_statistics_override_config(tmp_path: Path) -> None:
+    statistics = {
         "libero_spatial": {"action": STATS},
         "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}},
     }
-    (checkpoint(tmp_path) / "dataset_statistics.json").write_text(json.dumps(mine))
-    assert openvla_files.load(tmp_path).config.norm_stats == mine
+    (checkpoint(tmp_path) / "dataset_statistics.json").write_text(json.dumps(statistics))
+    assert openvla_files.load(tmp_path).config.norm_stats == statistics
 
 
 # ------------------------------------------------------------------------------------------- errors
@@ -554,7 +548,9 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
         ),
     ],
 )
-def test_every_key_is_used_once(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
+def test_wrong_weights_are_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], message: str
+) -> None:
     with pytest.raises(
         ConfigError, match=r"model.checkpoint=\S+: the weights are not .*" + message
     ):
@@ -618,14 +614,14 @@ def test_every_key_is_used_once(tmp_path: Path, tensors: dict[str, Tensor], mess
         ),
     ],
 )
-def test_a_configuration_that_cannot_be_read(
+def test_invalid_configurations_are_refused(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"model.checkpoint=\S+: .*" + message):
         openvla_files.load(checkpoint(tmp_path, {}, **fields))
 
 
-def test_directories_that_hold_no_checkpoint(tmp_path: Path) -> None:
+def test_invalid_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"model.checkpoint=\S+: there is no such directory; name the directory"
     ):

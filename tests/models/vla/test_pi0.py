@@ -1,6 +1,4 @@
-"""π0 as a policy: what it acts with is what it learns with, and what it computes is what
-transformers computes.
-"""
+"""π0: ``evaluate`` recomputes ``act``, agreement with transformers, layouts of files."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def make(
     config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
     box = Box((-1.0,) * (chunk * size), (1.0,) * (chunk * size))
     policy = PI0(spec, box, config, chunk=chunk, sentences=SENTENCES)
-    with torch.no_grad():  # a new head says 0, new adapters say nothing
+    with torch.no_grad():  # new heads and adapters are zero
         for name, p in policy.named_parameters():
             if name.startswith(("value_head", "scale")) or "lora_" in name:
                 p.add_(0.2 * torch.randn_like(p))
@@ -75,7 +73,7 @@ def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-# --------------------------------------------------------------------------------- the one property
+# ----------------------------------------------------------------------------- act and evaluate
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, trunk: str) -> None:
@@ -109,17 +107,17 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, t
 
 
 @pytest.mark.parametrize("chain", ["one", "sum, learned"])
-def test_kept_and_recomputed_prefixes_are_the_same(folder: Path, chain: str) -> None:
+def test_kept_and_recomputed_prefixes_agree(folder: Path, chain: str) -> None:
     policy = make(folder, **CHAINS[chain], freeze_trunk=True)
     obs, noise = observations(), policy.noise(B, torch.Generator().manual_seed(1))
     kept = policy.encode(obs)
     policy.memory_gb = 0.0
-    anew = policy.encode(obs)
-    assert KEYS in kept and KEYS not in anew
-    d, e = policy.act(kept, noise=noise), policy.act(anew, noise=noise)
+    recomputed = policy.encode(obs)
+    assert KEYS in kept and KEYS not in recomputed
+    d, e = policy.act(kept, noise=noise), policy.act(recomputed, noise=noise)
     assert all((x - y).abs().max() < 1e-5 for x, y in zip(tree.leaves(d), tree.leaves(e)))
     gradients = []
-    for inputs in (kept, anew):
+    for inputs in (kept, recomputed):
         policy.zero_grad()
         out = policy.evaluate(inputs, d.action, d.replay)
         assert (out.log_prob - d.log_prob).abs().max() < 1e-5
@@ -134,26 +132,29 @@ def test_kept_and_recomputed_prefixes_are_the_same(folder: Path, chain: str) -> 
     )
 
 
-def test_how_much_memory_prefixes_take(folder: Path) -> None:
-    """Prefix: 2 cameras x 4 patches and the longest sentence's 28 + 2 tokens = 38, of 2 layers x 2
-    x 8 numbers.
+def test_prefix_memory(folder: Path) -> None:
+    """A prefix has 2 cameras x 4 patches and the longest sentence's 28 + 2 tokens.
+
+    These are 38 tokens, each with 2 layers x (key and value) x 8 numbers.
     """
     policy = make(folder, freeze_trunk=True)
     inputs = policy.encode(observations())
-    held = sum(x[0].numel() * x.itemsize for x in inputs.values())
-    assert policy.prefix_bytes() == held == 38 * (2 * 2 * 8 * 4 + 1) + 4 * 64 + 4 * 8
-    policy.memory_gb = 10.5 * held / 1e9
+    size = sum(x[0].numel() * x.itemsize for x in inputs.values())
+    assert policy.prefix_bytes() == size == 38 * (2 * 2 * 8 * 4 + 1) + 4 * 64 + 4 * 8
+    policy.memory_gb = 10.5 * size / 1e9
     assert policy.max_kept_rows() == 10
-    assert "10 prefixes of 0.00" in str(policy.memory_notice(10)) and "kept through the ep" in str(
-        policy.memory_notice(10)
-    )
+    notice = str(policy.memory_notice(10))
+    assert "10 prefixes of 0.00" in notice and "kept through the epochs" in notice
     assert "at most 10 (algorithm.horizon x env.num_envs) are kept" in str(policy.memory_notice(11))
     assert make(folder).memory_notice(11) is None
 
 
-def test_at_its_published_size() -> None:
-    """Without storage: 3.5 G parameters, 0.3 G of them the expert's, and prefixes of 10.3 MB (two
-    cameras of 256 tokens and 48 words, 18 layers, one key head of 256, bfloat16)."""
+def test_published_sizes() -> None:
+    """The model has 3.5 G parameters, 0.3 G of them the expert's; a prefix has 10.3 MB.
+
+    The prefix is of two cameras of 256 tokens and 48 words, 18 layers, one key head of 256, in
+    bfloat16. The weights are on the meta device, without storage.
+    """
     from transformers import PI0ForConditionalGeneration
 
     published = pi0_files.read_config({"type": "pi0"}, "DIR")
@@ -169,8 +170,8 @@ def test_at_its_published_size() -> None:
             spec, Box((-1.0,) * 35, (1.0,) * 35), config, words, chunk=5, sentences=SENTENCES
         )
     count = {
-        learns: sum(p.numel() for p in policy.parameters() if p.requires_grad is learns)
-        for learns in (True, False)
+        trained: sum(p.numel() for p in policy.parameters() if p.requires_grad is trained)
+        for trained in (True, False)
     }
     assert count[False] / 1e9 == pytest.approx(2.92, abs=0.01)
     expert = sum(p.numel() for p in policy.parameter_groups()["actor"])
@@ -182,10 +183,8 @@ def test_at_its_published_size() -> None:
 
 
 @pytest.mark.parametrize("chain", ["one", "sum", "sum, learned"])
-def test_samples_come_from_the_density_that_is_told(folder: Path, chain: str) -> None:
-    """E[p'/p] = 1 under p, for another policy's p' of the same latents: the ratio that PPO relies
-    on.
-    """
+def test_log_probabilities_are_the_sampling_density(folder: Path, chain: str) -> None:
+    """The mean ratio E[p'/p] under p is 1, for another policy's p' of the same latents."""
     policy, other = (make(folder, freeze_trunk=True, **CHAINS[chain]) for _ in range(2))
     with torch.no_grad():
         other.velocity.bias.add_(0.03)
@@ -200,54 +199,52 @@ def test_samples_come_from_the_density_that_is_told(folder: Path, chain: str) ->
 
 # ----------------------------------------------------------------------------- against transformers
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_the_flow_is_what_transformers_samples(key_heads: int, tmp_path: Path) -> None:
-    """The whole chain from our first noise, and a single velocity with its gradient."""
+def test_flow_agrees_with_transformers(key_heads: int, tmp_path: Path) -> None:
+    """Compare a complete chain, and a single velocity with its gradient."""
     policy = make(write_checkpoint(tmp_path, key_heads=key_heads), flow_steps=5)
-    theirs = tiny_model(key_heads=key_heads)
+    reference = tiny_model(key_heads=key_heads)
     obs, K = observations(), 2
     inputs = policy.encode(obs)
-    pictures = torch.stack(
-        [policy.trunk.pixels(inputs[name]) for name in ("front", "wrist")], dim=1
-    )
+    pixels = torch.stack([policy.trunk.pixels(inputs[name]) for name in ("front", "wrist")], dim=1)
     ids = inputs["/words"]
     image = torch.full((B, K * 4), 300)
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "state": inputs["/vector"],
         "input_ids": torch.cat((image, ids.clamp_min(0)), dim=1),
         "attention_mask": torch.cat((torch.ones_like(image), (ids >= 0).long()), dim=1),
-        "pixel_values": pictures,
+        "pixel_values": pixels,
         "pixel_attention_mask": torch.ones(B, K, dtype=torch.bool),
     }
-    end = theirs.sample_actions(**asked, noise=policy.start(B), num_steps=5)
+    end = reference.sample_actions(**arguments, noise=policy.start(B), num_steps=5)
     ours = policy.act(inputs).action.view(B, C, A)
     assert (ours - end[:, :C, :A]).abs().max() < 1e-5 and ours.abs().max() > 0.01
     x, tau = torch.randn(B, H, N), torch.rand(B)
-    v = theirs(**asked, noise=x, timestep=tau).logits
+    v = reference(**arguments, noise=x, timestep=tau).logits
     w, _ = policy.field(policy.encode_context(inputs))(x, tau)
     assert (v - w).abs().max() < 1e-5 * (1 + v.abs().max())
     v.square().sum().backward()
     w.square().sum().backward()
     q = "language_model.layers.0.self_attn.q_proj.weight"
     for a, b in (
-        (theirs.model.vlm.get_parameter(q), policy.trunk.vlm.get_parameter(q)),
-        (theirs.action_out_proj.weight, policy.velocity.weight),
+        (reference.model.vlm.get_parameter(q), policy.trunk.vlm.get_parameter(q)),
+        (reference.action_out_proj.weight, policy.velocity.weight),
     ):
         assert a.grad is not None and b.grad is not None
         assert (a.grad - b.grad).abs().max() < 1e-4 * (1 + a.grad.abs().max())
 
 
-def test_padding_of_words_changes_nothing(folder: Path) -> None:
+def test_word_padding_has_no_effect(folder: Path) -> None:
     policy, obs = make(folder), observations(3)
     noise = policy.noise(3, torch.Generator().manual_seed(1))
     a = policy.act(policy.encode(obs), noise=noise)
     policy.set_sentences(
-        ("a very long sentence that nobody has ever said before, not even in a dream", *SENTENCES)
+        ("a very long sentence that does not occur in the other tests of this file", *SENTENCES)
     )
     b = policy.act(policy.encode(obs | {"instruction": obs["instruction"] + 1}), noise=noise)
     assert (a.log_prob - b.log_prob).abs().max() < 1e-5 and (a.value - b.value).abs().max() < 1e-5
 
 
-def test_what_an_answer_depends_on(folder: Path) -> None:
+def test_actions_depend_on_every_observation(folder: Path) -> None:
     policy, obs = make(folder), observations()
     d = policy.act(policy.encode(obs), noise=policy.noise(B, torch.Generator().manual_seed(1)))
     base = policy.evaluate(policy.encode(obs), d.action, d.replay)
@@ -258,30 +255,31 @@ def test_what_an_answer_depends_on(folder: Path) -> None:
         assert (changed.value - base.value).abs().max() > 1e-5, name
 
 
-def test_pictures(folder: Path) -> None:
+def test_pixel_preprocessing(folder: Path) -> None:
     pixels = make(folder).trunk.pixels
-    assert torch.equal(pixels(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 16, 16)).unique(),
-                       torch.tensor([-1.0, 1.0]))  # fmt: skip
-    wide = pixels(
-        torch.full((1, 3, 8, 32), 255, dtype=torch.uint8)
-    )  # 4 x 16 of white, black above and below
+    levels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 16, 16)
+    assert torch.equal(pixels(levels).unique(), torch.tensor([-1.0, 1.0]))
+    # A wide white image becomes 4 x 16 pixels of white with black above and below.
+    wide = pixels(torch.full((1, 3, 8, 32), 255, dtype=torch.uint8))
     assert wide.shape == (1, 3, 16, 16)
     assert bool((wide[..., 6:10, :] > 0.9999).all()) and bool((wide[..., :6, :] == -1).all())
     assert bool((wide[..., 10:, :] == -1).all())
 
 
-# -------------------------------------------------------------------------------------- what learns
+# ------------------------------------------------------------------------------------- training
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_who_learns(folder: Path, trunk: str, checkpointing: bool) -> None:
+def test_gradients_reach_trained_parameters_only(
+    folder: Path, trunk: str, checkpointing: bool
+) -> None:
     policy = make(folder, **TRUNKS[trunk], gradient_checkpointing=checkpointing, flow_chain="sum")
     policy.train()
     inputs = policy.encode(observations())
     d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
-    for _ in range(2):  # nothing of the first graph is in the second
+    for _ in range(2):  # the second backward pass needs nothing of the first graph
         policy.zero_grad()
         policy.evaluate(inputs, d.action, d.replay).log_prob.sum().backward()
-    got = {
+    reached = {
         name
         for name, p in policy.named_parameters()
         if p.grad is not None and p.grad.abs().sum() > 0
@@ -290,8 +288,8 @@ def test_who_learns(folder: Path, trunk: str, checkpointing: bool) -> None:
     assert {id(p) for g in groups.values() for p in g} == {
         id(p) for p in policy.parameters() if p.requires_grad
     }
-    assert "expert.layers.0.self_attn.q_proj.weight" in got and "embed.state_proj.weight" in got
-    vlm = {name for name in got if name.startswith("trunk.vlm")}
+    assert {"expert.layers.0.self_attn.q_proj.weight", "embed.state_proj.weight"} <= reached
+    vlm = {name for name in reached if name.startswith("trunk.vlm")}
     if trunk == "frozen":
         assert not vlm
     elif trunk == "adapters":
@@ -301,20 +299,20 @@ def test_who_learns(folder: Path, trunk: str, checkpointing: bool) -> None:
         assert "trunk.vlm.language_model.layers.0.mlp.up_proj.weight" in vlm
 
 
-def test_checkpointing_changes_no_gradient(folder: Path) -> None:
-    found = []
-    for on in (False, True):
-        policy = make(folder, gradient_checkpointing=on)
+def test_activation_checkpointing_keeps_gradients(folder: Path) -> None:
+    gradients = []
+    for recompute in (False, True):
+        policy = make(folder, gradient_checkpointing=recompute)
         policy.train()
         inputs = policy.encode(observations())
         d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
         policy.evaluate(inputs, d.action, d.replay).log_prob.sum().backward()
-        found.append([p.grad for p in policy.parameters() if p.grad is not None])
-    assert len(found[0]) == len(found[1]) and all(torch.equal(a, b) for a, b in zip(*found))
+        gradients.append([p.grad for p in policy.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("detach", [True, False])
-def test_the_value_reaches_the_trunk_only_if_it_may(folder: Path, detach: bool) -> None:
+def test_detach_value_stops_the_value_gradient(folder: Path, detach: bool) -> None:
     policy = make(folder, detach_value=detach)
     inputs = policy.encode(observations())
     d = policy.act(inputs)
@@ -326,8 +324,9 @@ def test_the_value_reaches_the_trunk_only_if_it_may(folder: Path, detach: bool) 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_bfloat16(folder: Path, trunk: str) -> None:
-    """What is trained stays float32, keys of a frozen trunk are kept in bfloat16, answers are those
-    of float32 but for rounding."""
+    """Trained parameters stay float32, kept keys are bfloat16, actions equal those of float32
+    except for rounding.
+    """
     policy, plain = (
         make(folder, dtype=dtype, **TRUNKS[trunk]) for dtype in ("bfloat16", "float32")
     )
@@ -348,7 +347,7 @@ def test_bfloat16(folder: Path, trunk: str) -> None:
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
 
 
-def test_a_clone_comes_closer(folder: Path) -> None:
+def test_cloning_approaches_the_demonstrations(folder: Path) -> None:
     policy, obs = make(folder), observations()
     action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
     executed[:, -1] = False
@@ -358,31 +357,27 @@ def test_a_clone_comes_closer(folder: Path) -> None:
     for i in range(80):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(i)
-        loss, found = policy.bc_loss(
+        loss, grounding = policy.bc_loss(
             inputs, action.repeat(4, 1, 1), executed.repeat(4, 1), generator
         )
         loss.backward()
         optimizer.step()
-    assert found is not None and found.focus.shape == (4 * B, 64)
+    assert grounding is not None and grounding.focus.shape == (4 * B, 64)
     after = (policy.act(policy.encode(obs)).action.view(B, C, A) - action).abs()[:, :-1].mean()
     assert after < 0.25 < before
 
 
 @pytest.mark.parametrize("chain", ["one", "sum"])
-def test_ppo_learns_what_each_sentence_wants(folder: Path, chain: str) -> None:
-    """Reward -(a - target of the sentence)²: best answer that ignores the words -0.17, at the start
-    -1.7.
+def test_ppo_learns_one_target_per_sentence(folder: Path, chain: str) -> None:
+    """The reward is -(a - target of the sentence)².
+
+    It is -1.7 at the start, and -0.17 for the best policy that ignores the words.
     """
-    policy, rows, generator = (
-        make(folder, freeze_trunk=True, **CHAINS[chain]),
-        96,
-        torch.Generator().manual_seed(0),
-    )
+    policy, rows = make(folder, freeze_trunk=True, **CHAINS[chain]), 96
+    generator = torch.Generator().manual_seed(0)
     obs = observations(rows)
-    inputs, target = (
-        policy.encode(obs),
-        torch.tensor([-0.5, 0.0, 0.5])[obs["instruction"]].view(-1, 1, 1),
-    )
+    inputs = policy.encode(obs)
+    target = torch.tensor([-0.5, 0.0, 0.5])[obs["instruction"]].view(-1, 1, 1)
     parameters = [p for group in policy.parameter_groups().values() for p in group]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     rewards = []
@@ -392,11 +387,8 @@ def test_ppo_learns_what_each_sentence_wants(folder: Path, chain: str) -> None:
         rewards.append(float(reward.mean()))
         advantage = (reward - reward.mean()) / reward.std()
         for _ in range(2):
-            ratio = (
-                (policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob)
-                .sum((1, 2))
-                .exp()
-            )
+            log_prob = policy.evaluate(inputs, d.action, d.replay).log_prob
+            ratio = (log_prob - d.log_prob).sum((1, 2)).exp()
             optimizer.zero_grad()
             (-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()).backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -404,46 +396,46 @@ def test_ppo_learns_what_each_sentence_wants(folder: Path, chain: str) -> None:
     assert rewards[0] < -1 and sum(rewards[-5:]) / 5 > -0.13
 
 
-# -------------------------------------------------------------------------------------- its weights
-def test_a_directory_of_lerobots_layout_is_read_completely(folder: Path) -> None:
-    held = load_file(folder / "model.safetensors")
+# -------------------------------------------------------------------------------------- weights
+def test_lerobot_layout_is_read_completely(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
     assert (
         "model.paligemma_with_expert.paligemma.model.vision_tower.vision_model.encoder.layers.0.layer_norm1.bias"
-        in held
+        in tensors
     )
     assert (
-        "model.action_in_proj.weight" in held
-        and "model.paligemma_with_expert.paligemma.lm_head.weight" in held
+        "model.action_in_proj.weight" in tensors
+        and "model.paligemma_with_expert.paligemma.lm_head.weight" in tensors
     )
-    ours, meant = pi0_files.read(folder).model.state_dict(), tiny_model().state_dict()
-    assert ours.keys() == meant.keys() and all(
-        torch.equal(x, meant[name]) for name, x in ours.items()
+    ours, expected = pi0_files.read(folder).model.state_dict(), tiny_model().state_dict()
+    assert ours.keys() == expected.keys() and all(
+        torch.equal(x, expected[name]) for name, x in ours.items()
     )
-    assert len(held) == len(meant)
+    assert len(tensors) == len(expected)
 
 
 @pytest.mark.parametrize("layout", ["transformers", "lerobot before 0.4"])
-def test_other_layouts(layout: str, folder: Path, tmp_path: Path) -> None:
-    other, meant = write_checkpoint(tmp_path / "tiny", seed=1), tiny_model()
+def test_transformers_and_old_lerobot_layouts(layout: str, folder: Path, tmp_path: Path) -> None:
+    other, expected = write_checkpoint(tmp_path / "tiny", seed=1), tiny_model()
     if layout == "transformers":
-        meant.save_pretrained(other)
+        expected.save_pretrained(other)
     else:
-        held = load_file(folder / "model.safetensors")
-        former = {}
-        for key, x in held.items():
+        tensors = load_file(folder / "model.safetensors")
+        renamed = {}
+        for key, x in tensors.items():
             key = key.replace("paligemma.lm_head", "paligemma.language_model.lm_head")
             key = key.replace("paligemma.model.language_model.", "paligemma.language_model.model.")
-            former[key.replace("paligemma.model.", "paligemma.")] = x
-        assert former.keys() != held.keys()
-        save_file(former, other / "model.safetensors")
+            renamed[key.replace("paligemma.model.", "paligemma.")] = x
+        assert renamed.keys() != tensors.keys()
+        save_file(renamed, other / "model.safetensors")
     ours = pi0_files.read(other).model.state_dict()
-    assert ours.keys() == meant.state_dict().keys()
-    assert all(torch.equal(x, meant.state_dict()[name]) for name, x in ours.items())
+    assert ours.keys() == expected.state_dict().keys()
+    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in ours.items())
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_a_runs_checkpoint(folder: Path, trunk: str, tmp_path: Path) -> None:
-    """All weights, or what is trained beside the digest of the directory that holds the rest."""
+def test_checkpoint_of_a_run(folder: Path, trunk: str, tmp_path: Path) -> None:
+    """A checkpoint holds all weights, or the trained ones and the digest of the base weights."""
     policy, other = (make(folder, seed=s, **TRUNKS[trunk]) for s in (0, 1))
     with torch.no_grad():
         for p in policy.parameters():
@@ -466,7 +458,7 @@ def test_a_runs_checkpoint(folder: Path, trunk: str, tmp_path: Path) -> None:
     assert torch.equal(copied.act(copied.encode(observations()), noise=noise).log_prob, d.log_prob)
 
 
-def test_lerobots_own_config_json() -> None:
+def test_lerobot_config_has_the_published_sizes() -> None:
     raw = {
         "type": "pi0",
         "paligemma_variant": "gemma_2b",
@@ -499,12 +491,12 @@ def test_lerobots_own_config_json() -> None:
         "": "chunk_size max_state_dim max_action_dim num_inference_steps min_period max_period",
     }.items():
         for name in names.split():
-            found = []
+            values = []
             for config in (ours, published):
                 for step in filter(None, part.split(".")):
                     config = getattr(config, step)
-                found.append(getattr(config, name))
-            assert found[0] == found[1], (part, name)
+                values.append(getattr(config, name))
+            assert values[0] == values[1], (part, name)
     assert pi0_files.lerobot_fields(raw | {"chunk_size": 10})["chunk_size"] == 10
 
 
@@ -512,43 +504,41 @@ MEANS = {"observation.state": [1.0, 2, 3, 4, 5], "action": [0.5, -0.5]}
 DEVIATIONS = {"observation.state": [2.0] * 5, "action": [2.0, 4.0]}
 
 
-@pytest.mark.parametrize("where", ["lerobot", "lerobot before", "transformers", "openpi"])
-def test_statistics(where: str, folder: Path, tmp_path: Path) -> None:
-    """States are (s - mean) / std, actions x std + mean, wherever the directory keeps the
-    numbers.
-    """
+@pytest.mark.parametrize("layout", ["lerobot", "lerobot before", "transformers", "openpi"])
+def test_statistics(layout: str, folder: Path, tmp_path: Path) -> None:
+    """States are (s - mean) / std and actions x std + mean, in each layout of a directory."""
     other = write_checkpoint(tmp_path / "tiny")
     named = {f"{n}.mean": torch.tensor(x) for n, x in MEANS.items()}
     named |= {f"{n}.std": torch.tensor(x) for n, x in DEVIATIONS.items()}
-    if where == "lerobot":
+    if layout == "lerobot":
         save_file(named, other / "policy_preprocessor_step_5_normalizer_processor.safetensors")
-    elif where == "lerobot before":
-        held = load_file(other / "model.safetensors")
+    elif layout == "lerobot before":
+        tensors = load_file(other / "model.safetensors")
         buffers = {
             f"normalize_targets.buffer_action.{x}": torch.full((2,), torch.inf)
             for x in ("mean", "std")
         }
         for name, x in named.items():
             feature, _, moment = name.rpartition(".")
-            whose = "unnormalize_outputs" if feature == "action" else "normalize_inputs"
-            buffers[f"{whose}.buffer_{feature.replace('.', '_')}.{moment}"] = x
-        save_file(held | buffers, other / "model.safetensors")
-    elif where == "transformers":
-        told = {
+            step = "unnormalize_outputs" if feature == "action" else "normalize_inputs"
+            buffers[f"{step}.buffer_{feature.replace('.', '_')}.{moment}"] = x
+        save_file(tensors | buffers, other / "model.safetensors")
+    elif layout == "transformers":
+        statistics = {
             "state_mean": MEANS["observation.state"],
             "state_std": DEVIATIONS["observation.state"],
         }
-        told |= {"actions_mean": MEANS["action"], "actions_std": DEVIATIONS["action"]}
-        (other / "processor_config.json").write_text(json.dumps(told))
+        statistics |= {"actions_mean": MEANS["action"], "actions_std": DEVIATIONS["action"]}
+        (other / "processor_config.json").write_text(json.dumps(statistics))
     else:
         stats = {"state": "observation.state", "actions": "action"}
-        told = {
+        statistics = {
             k: {"mean": MEANS[n] + [0.0] * 3, "std": DEVIATIONS[n] + [0.0] * 3}
             for k, n in stats.items()
         }
         (other / "assets" / "robot").mkdir(parents=True)
         (other / "assets" / "robot" / "norm_stats.json").write_text(
-            json.dumps({"norm_stats": told})
+            json.dumps({"norm_stats": statistics})
         )
     policy, plain, obs = make(other), make(folder, normalize_obs=False), observations()
     inputs = policy.encode(obs)
@@ -564,12 +554,12 @@ def test_statistics(where: str, folder: Path, tmp_path: Path) -> None:
     assert (
         policy.normalize_actions(d.action.view(B, C, A)) - e.action.view(B, C, A)
     ).abs().max() < 1e-4
-    assert (d.log_prob - e.log_prob).abs().max() < 1e-4  # of the latents: units are not in it
+    assert (d.log_prob - e.log_prob).abs().max() < 1e-4  # of the latents, which have no units
     policy.observe(obs, torch.ones(B, dtype=torch.bool))
     assert torch.equal(policy.encode(obs)["/vector"], inputs["/vector"])
 
 
-# ---------------------------------------------------------------------------------- the whole of it
+# ------------------------------------------------------------------------------------- commands
 SMALL = [
     *(f"env.{x}" for x in ("num_envs=4", "image_size=16", "max_episode_steps=8")),
     *(f"algorithm.{x}" for x in ("horizon=4", "global_batch_size=8", "update_epoch=2")),
@@ -583,7 +573,7 @@ def run(capsys: pytest.CaptureFixture, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_a_run_and_the_evaluation_of_its_checkpoint(
+def test_train_and_evaluate(
     trunk: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -596,18 +586,18 @@ def test_a_run_and_the_evaluation_of_its_checkpoint(
         "algorithm.micro_batch_size=4"
     ]
     words += ["model.dtype=float32", "updates=2", "save_every=1", f"model.checkpoint={folder}"]
-    told = run(capsys, "train", "--quiet", "--json", "experiment=pi0_tabletop", *SMALL, *words)
-    assert told["updates"] == 2 and told["final_return"] is not None
-    again = run(
+    summary = run(capsys, "train", "--quiet", "--json", "experiment=pi0_tabletop", *SMALL, *words)
+    assert summary["updates"] == 2 and summary["final_return"] is not None
+    evaluation = run(
         capsys,
         "evaluate",
         "--json",
-        f"checkpoint={told['checkpoint']}",
+        f"checkpoint={summary['checkpoint']}",
         "episodes=2",
         "video=false",
     )
-    assert again["eval/return"] == told["final_return"]
-    weights = torch.load(Path(told["checkpoint"]) / "policy.pt", weights_only=True)
+    assert evaluation["eval/return"] == summary["final_return"]
+    weights = torch.load(Path(summary["checkpoint"]) / "policy.pt", weights_only=True)
     assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (
         trunk == "trained"
     )
@@ -616,10 +606,10 @@ def test_a_run_and_the_evaluation_of_its_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["pi0_libero", "libero_vla"])
-def test_experiments_for_libero(
+def test_libero_experiments_on_another_simulator(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything but the simulator, whose meshes do not ship."""
+    """Another simulator replaces LIBERO, whose meshes are not part of this repository."""
     monkeypatch.chdir(tmp_path)
     words = [
         "env.id=Tabletop",
@@ -638,12 +628,12 @@ def test_experiments_for_libero(
     else:
         words += ["cloning.dataset=null", "cloning.foresight_steps=2", "cloning.batch_size=4"]
         words += ["cloning.steps=2", "cloning.episodes=8", "model.width=16", "model.depth=1"]
-    told = run(capsys, "train", "--quiet", "--json", f"experiment={name}", *SMALL, *words)
-    assert told["updates"] == 1 and told["final_success"] is not None
+    summary = run(capsys, "train", "--quiet", "--json", f"experiment={name}", *SMALL, *words)
+    assert summary["updates"] == 1 and summary["final_success"] is not None
 
 
-# ---------------------------------------------------------------------------------- what it refuses
-def test_without_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# --------------------------------------------------------------------------------------- errors
+def test_missing_transformers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         ConfigError, match=r"needs transformers .*pip install 'embodied-ppo\[vla\]'"
@@ -651,14 +641,14 @@ def test_without_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         make(folder)
 
 
-def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
-    def says(text: str, **options: Any) -> None:
+def test_refused_checkpoints_and_options(folder: Path, tmp_path: Path) -> None:
+    def refused(text: str, **options: Any) -> None:
         with pytest.raises(ConfigError, match=text):
             make(options.pop("folder", folder), **options)
 
-    says("there is no such directory; name one of π0", folder=tmp_path / "nowhere")
-    says("holds no config.json", folder=tmp_path)
-    for kind, told in (
+    refused("there is no such directory; name one of π0", folder=tmp_path / "nowhere")
+    refused("holds no config.json", folder=tmp_path)
+    for kind, message in (
         ("smolvla", "a directory of SmolVLA"),
         ("pi05", "π0.5, whose"),
         ("what", "of what, not of π0"),
@@ -666,29 +656,31 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
         other = tmp_path / kind
         other.mkdir()
         (other / "config.json").write_text(json.dumps({"type": kind}))
-        says(told, folder=other)
+        refused(message, folder=other)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "openvla"}))
-    says("OpenVLA, read with model.policy=token", folder=tmp_path)
+    refused("OpenVLA, read with model.policy=token", folder=tmp_path)
     empty = write_checkpoint(tmp_path / "empty")
     (empty / "tokenizer.json").unlink()
     (empty / "tokenizer_config.json").unlink()
-    says("holds no tokenizer; copy", folder=empty)
-    held = load_file(empty / "model.safetensors")
-    save_file({k: x for k, x in held.items() if "state_proj" not in k}, empty / "model.safetensors")
-    says("the weights lack embed_action_time.state_proj.bias .2 in all", folder=empty)
+    refused("holds no tokenizer; copy", folder=empty)
+    tensors = load_file(empty / "model.safetensors")
+    save_file(
+        {k: x for k, x in tensors.items() if "state_proj" not in k}, empty / "model.safetensors"
+    )
+    refused("the weights lack embed_action_time.state_proj.bias .2 in all", folder=empty)
     (empty / "model.safetensors").unlink()
-    says("holds no weights", folder=empty)
-    says("actions have 9 dimensions, the model's max_action_dim = 8", size=9)
-    says(
+    refused("holds no weights", folder=empty)
+    refused("actions have 9 dimensions, the model's max_action_dim = 8", size=9)
+    refused(
         "env.action_chunk=7: the model plans chunk_size = 6 actions; write env.action_chunk=6",
         chunk=7,
     )
-    says(
+    refused(
         "states have 9 numbers, the model reads max_state_dim = 8",
         spec={**dict(SPEC), "state": ArraySpec((9,))},
     )  # pyright: ignore
-    says("holds no image", spec={"state": ArraySpec((5,))})
-    says(
+    refused("holds no image", spec={"state": ArraySpec((5,))})
+    refused(
         "adapters are on what model.freeze_trunk=true freezes; keep one",
         lora_rank=4,
         freeze_trunk=True,
@@ -700,7 +692,7 @@ def test_what_it_refuses(folder: Path, tmp_path: Path) -> None:
             "observation.state.std": torch.ones(3),
         },
     )
-    says("its statistics of states have 3 numbers, the task's states 5", folder=few)
+    refused("its statistics of states have 3 numbers, the task's states 5", folder=few)
     with pytest.raises(ConfigError, match="the task's actions are discrete"):
         config = ModelConfig(policy="flow", checkpoint=str(folder))
         PI0(SPEC, Discrete(4), config, chunk=1, sentences=())

@@ -1,6 +1,4 @@
-"""Action tokens of published models: directories with the published layout, tiny and with random
-weights.
-"""
+"""Policies over action tokens on tiny directories of the published layout, with random weights."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.training import checkpoint
 
 C, A, B, K = 2, 2, 5, 16
-PICTURE = ArraySpec((3, SIDE, SIDE), torch.uint8)
-SPEC = {"state": ArraySpec((5,)), "front": PICTURE, "instruction": ArraySpec((), torch.int64)}
+IMAGE = ArraySpec((3, SIDE, SIDE), torch.uint8)
+SPEC = {"state": ArraySpec((5,)), "front": IMAGE, "instruction": ArraySpec((), torch.int64)}
 SENTENCES = ("push the red block", "lift it", "reach the blue block, please")
 DECODE = ("parallel", "autoregressive")
 ADAPTED = {"lora_rank": 4}
@@ -36,13 +34,13 @@ ADAPTED = {"lora_rank": 4}
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A kind -> its directory, made once."""
+    """Return a function from a kind to its directory, which is written once."""
     root = tmp_path_factory.mktemp("published")
     return cache(lambda kind: write_checkpoint(kind, root / kind))
 
 
 def policy_of(
-    folder: Path, *, lively: bool = True, spec: Any = SPEC, **options: Any
+    folder: Path, *, perturbed: bool = True, spec: Any = SPEC, **options: Any
 ) -> CheckpointVLA:
     unnorm = {"unnorm_key": "bridge_orig"} if folder.name == "openvla" else {}
     config = ModelConfig(
@@ -52,7 +50,7 @@ def policy_of(
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = CheckpointVLA(spec, box, config, chunk=C, sentences=SENTENCES)
     with torch.no_grad():  # new adapters and heads are zero
-        for p in policy.parameters() if lively else ():
+        for p in policy.parameters() if perturbed else ():
             if p.requires_grad:
                 p.add_(0.1 * torch.randn_like(p))
     return policy
@@ -67,19 +65,19 @@ def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def acted(policy: CheckpointVLA, inputs: dict[str, Tensor], seed: int = 1) -> Any:
+def sample(policy: CheckpointVLA, inputs: dict[str, Tensor], seed: int = 1) -> Any:
     return policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(seed)))
 
 
-# ------------------------------------------------------------------------------- what PPO relies on
+# ----------------------------------------------------------------------------- act and evaluate
 @pytest.mark.parametrize("decode", DECODE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_reproduces_act_for_any_micro_batch(folders: Any, kind: str, decode: str) -> None:
-    """With a cache and teacher forcing, prompts of several lengths."""
+    """Compare decoding with a cache and teacher forcing, for prompts of several lengths."""
     options = {"temperature": 1.5} if kind == "llava" else {}
     policy = policy_of(folders(kind), decode=decode, **options)
     inputs = policy.encode(observations())
-    for d in (acted(policy, inputs), policy.act(inputs)):
+    for d in (sample(policy, inputs), policy.act(inputs)):
         assert (
             d.log_prob.shape == (B, C, A)
             and d.log_prob.dtype == torch.float32
@@ -105,14 +103,14 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folders: Any, kind: str, de
 @pytest.mark.parametrize("kind", ["paligemma", "qwen3_vl", "openvla"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("decode", DECODE)
-def test_adapters_and_a_frozen_tower_change_nothing_of_that(
+def test_evaluate_reproduces_act_with_adapters_and_frozen_towers(
     folders: Any, kind: str, frozen: bool, decode: str
 ) -> None:
     policy = policy_of(folders(kind), freeze_trunk=frozen, decode=decode, **ADAPTED)
     policy.FROZEN_ROWS = 2
     inputs = policy.encode(observations())
     assert ("/visual" in inputs) == frozen and ("/images" in inputs) != frozen
-    d = acted(policy, inputs)
+    d = sample(policy, inputs)
     for i in range(B):
         cut = slice(i, i + 1)
         out = policy.evaluate(tree.index(inputs, cut), d.action[cut], tree.index(d.replay, cut))
@@ -120,10 +118,9 @@ def test_adapters_and_a_frozen_tower_change_nothing_of_that(
 
 
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "qwen2_5_vl", "qwen3_vl"])
-def test_teacher_forcing_is_the_models_own(folders: Any, kind: str) -> None:
-    """Hidden states by transformers' whole forward pass of prompt and action words; where it opens
-    a directory the first token's logits are compared as well."""
-    policy = policy_of(folders(kind), decode="autoregressive", lively=False)
+def test_teacher_forcing_agrees_with_transformers(folders: Any, kind: str) -> None:
+    """Compare the hidden states with those of transformers for prompt and action words."""
+    policy = policy_of(folders(kind), decode="autoregressive", perturbed=False)
     body: VisionLanguage = policy.body
     inputs, bins = (
         policy.encode(observations()),
@@ -137,21 +134,23 @@ def test_teacher_forcing_is_the_models_own(folders: Any, kind: str) -> None:
     if kind == "paligemma":
         options["token_type_ids"] = torch.nn.functional.pad(torch.zeros_like(ids), (0, n), value=1)
     with torch.no_grad():
-        theirs = body.core(
+        expected = body.core(
             input_ids=torch.cat((ids, body.word_ids[bins[:, :-1]]), dim=1),
             attention_mask=torch.nn.functional.pad(mask.long(), (0, n), value=1),
             **options,
         ).last_hidden_state[:, -n - 1 :]
         ours = policy.hidden(policy.encode_context(inputs), bins)
-    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
 @pytest.mark.parametrize("decode", DECODE)
-def test_what_an_answer_depends_on(folders: Any, kind: str, decode: str) -> None:
-    """Picture and sentence; the state is not shown; with autoregressive tokens those before."""
+def test_actions_depend_on_images_instruction_and_earlier_tokens(
+    folders: Any, kind: str, decode: str
+) -> None:
+    """The state is not an input; earlier tokens are one in autoregressive decoding only."""
     policy, obs = policy_of(folders(kind), decode=decode), observations()
-    d = acted(policy, policy.encode(obs))
+    d = sample(policy, policy.encode(obs))
     base = policy.evaluate(policy.encode(obs), d.action, d.replay).log_prob
     for name in obs:
         other = obs | {name: (obs[name] + 1) % 3 if name == "instruction" else obs[name].flip(-1)}
@@ -164,12 +163,12 @@ def test_what_an_answer_depends_on(folders: Any, kind: str, decode: str) -> None
     assert (changed[:, 1].abs().max() > 1e-5) == (decode == "autoregressive")
 
 
-# -------------------------------------------------------------------------------------- what learns
+# ------------------------------------------------------------------------------------- training
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "openvla"])
 @pytest.mark.parametrize(
     "options", [{}, {"freeze_trunk": True}, ADAPTED, ADAPTED | {"dtype": "bfloat16"}], ids=str
 )
-def test_groups_hold_all_that_is_trained_once(
+def test_parameter_groups_are_disjoint_and_complete(
     folders: Any, kind: str, options: dict[str, Any]
 ) -> None:
     policy = policy_of(folders(kind), **options)
@@ -178,8 +177,8 @@ def test_groups_hold_all_that_is_trained_once(
     assert len(ids) == len(set(ids))
     assert set(ids) == {id(p) for p in policy.parameters() if p.requires_grad}
     assert all(p.dtype == torch.float32 for group in groups.values() for p in group)
-    rest = [p for p in policy.parameters() if not p.requires_grad and p.is_floating_point()]
-    assert all(p.dtype == getattr(torch, options.get("dtype", "float32")) for p in rest)
+    frozen = [p for p in policy.parameters() if not p.requires_grad and p.is_floating_point()]
+    assert all(p.dtype == getattr(torch, options.get("dtype", "float32")) for p in frozen)
     names = {
         name
         for name, p in policy.named_parameters()
@@ -190,22 +189,22 @@ def test_groups_hold_all_that_is_trained_once(
         assert (
             len([name for name in names if "lora_" in name]) == 2 * 2 * 7
         )  # layers x (A, B) x linear layers
-    sight = {id(p) for p in policy.body.vision_parameters()}
-    assert bool(sight & set(ids)) == (not options)
+    vision = {id(p) for p in policy.body.vision_parameters()}
+    assert bool(vision & set(ids)) == (not options)
     inputs = policy.encode(observations())
-    d = acted(policy, inputs)
+    d = sample(policy, inputs)
     out = policy.evaluate(inputs, d.action, d.replay)
     (out.log_prob.sum() + out.value.sum()).backward()
-    dead = {name for name in names if policy.get_parameter(name).grad is None}
+    without_gradient = {name for name in names if policy.get_parameter(name).grad is None}
     assert all(
-        ".vision_tower." in name for name in dead
+        ".vision_tower." in name for name in without_gradient
     )  # SigLIP's pooling, which PaliGemma does not read
 
 
-def test_bfloat16_is_close_and_its_log_probabilities_are_float32(folders: Any) -> None:
+def test_bfloat16_log_probabilities_are_float32_and_close(folders: Any) -> None:
     exact, rounded = policy_of(folders("smolvlm")), policy_of(folders("smolvlm"), dtype="bfloat16")
     inputs = exact.encode(observations())
-    d = acted(exact, inputs)
+    d = sample(exact, inputs)
     out = rounded.evaluate(inputs, d.action, d.replay)
     assert out.log_prob.dtype == out.value.dtype == torch.float32
     assert 0 < (out.log_prob - d.log_prob).abs().max() < 0.2
@@ -215,20 +214,20 @@ def test_bfloat16_is_close_and_its_log_probabilities_are_float32(folders: Any) -
 
 @pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
-def test_recomputed_layers_give_the_same_gradient_and_keep_less(
+def test_recomputed_layers_give_equal_gradients_and_store_less(
     folders: Any, kind: str, options: dict[str, Any]
 ) -> None:
-    grads, kept = [], []
-    for again in (False, True):
-        policy = policy_of(folders(kind), gradient_checkpointing=again, **options)
+    grads, stored = [], []
+    for recompute in (False, True):
+        policy = policy_of(folders(kind), gradient_checkpointing=recompute, **options)
         inputs = policy.encode(observations())
-        d = acted(policy, inputs)
+        d = sample(policy, inputs)
         saved: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, s=saved: s.append(x.numel()) or x, lambda x: x
         ):
             out = policy.evaluate(inputs, d.action, d.replay)
-        kept.append(sum(saved))
+        stored.append(sum(saved))
         out.log_prob.sum().backward()
         grads.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
         assert not any(
@@ -237,10 +236,10 @@ def test_recomputed_layers_give_the_same_gradient_and_keep_less(
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad)
-    assert kept[1] < 0.7 * kept[0]
+    assert stored[1] < 0.7 * stored[0]
 
 
-def test_a_reference_shares_what_is_frozen(folders: Any) -> None:
+def test_copies_share_frozen_parameters(folders: Any) -> None:
     policy = policy_of(folders("smolvlm"), **ADAPTED)
     other = copy.deepcopy(policy)
     for (name, p), q in zip(policy.named_parameters(), other.parameters(), strict=True):
@@ -255,31 +254,33 @@ def test_a_reference_shares_what_is_frozen(folders: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
-def test_a_clone_comes_closer(folders: Any, options: dict[str, Any]) -> None:
-    policy = policy_of(folders("smolvlm"), lively=False, decode="autoregressive", **options)
+def test_cloning_approaches_the_demonstrations(folders: Any, options: dict[str, Any]) -> None:
+    policy = policy_of(folders("smolvlm"), perturbed=False, decode="autoregressive", **options)
     inputs = policy.encode(observations())
     action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
     optimizer = torch.optim.Adam([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(40):
         optimizer.zero_grad()
-        loss, found = policy.bc_loss(inputs, action, executed)
+        loss, grounding = policy.bc_loss(inputs, action, executed)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert found is not None and found.focus.shape == (B, 32) and losses[-1] < 0.3 * losses[0]
+    assert (
+        grounding is not None and grounding.focus.shape == (B, 32) and losses[-1] < 0.3 * losses[0]
+    )
     assert (policy.act(inputs).action.view(B, C, A) - action).abs().mean() < 0.2
 
 
-# ------------------------------------------------------------------------------------- what is kept
+# ----------------------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "openvla"])
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
-def test_a_checkpoint_holds_what_is_trained(
+def test_checkpoint_holds_trained_parameters(
     folders: Any, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     policy, other = (
         policy_of(folders(kind), **options),
-        policy_of(folders(kind), lively=False, **options),
+        policy_of(folders(kind), perturbed=False, **options),
     )
     state = policy.state_dict()
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
@@ -292,10 +293,10 @@ def test_a_checkpoint_holds_what_is_trained(
         other, torch.load(tmp_path / "policy.pt", weights_only=True), "policy.pt"
     )
     inputs = policy.encode(observations())
-    assert torch.equal(acted(policy, inputs).log_prob, acted(other, inputs).log_prob)
+    assert torch.equal(sample(policy, inputs).log_prob, sample(other, inputs).log_prob)
 
 
-def test_adapters_refuse_another_base(tmp_path: Path) -> None:
+def test_adapters_of_other_base_weights_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint("smolvlm", tmp_path / "smolvlm")
     policy = policy_of(folder, **ADAPTED)
     config = json.loads((folder / "config.json").read_text())
@@ -314,22 +315,22 @@ def test_adapters_refuse_another_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["smolvlm", "paligemma", "qwen3_vl", "openvla"])
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
-def test_an_exported_directory_acts_the_same(
+def test_exported_directory_gives_equal_log_probabilities(
     folders: Any, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Adapters merged, words of actions back in the vocabulary."""
+    """Export merges adapters and writes the action words into the vocabulary."""
     policy = policy_of(folders(kind), decode="autoregressive", **options)
     inputs = policy.encode(observations())
-    d = acted(policy, inputs)
+    d = sample(policy, inputs)
     pretrained.export(policy, folders(kind), tmp_path / kind)
-    again = policy_of(tmp_path / kind, decode="autoregressive", lively=False)
+    again = policy_of(tmp_path / kind, decode="autoregressive", perturbed=False)
     out = again.evaluate(again.encode(observations()), d.action, d.replay)
-    # PaliGemma's embedding is its head: the rows are those of the head
+    # PaliGemma's embedding is its head, so its rows are those of the head.
     assert (out.log_prob - d.log_prob).abs().max() < 1e-4
 
 
-def test_merging_is_the_sum(folders: Any) -> None:
-    """W + (alpha / rank) B A, by hand."""
+def test_merged_weights_by_hand(folders: Any) -> None:
+    """The merged weight is W + (alpha / rank) B A."""
     policy = policy_of(folders("smolvlm"), lora_rank=4, lora_alpha=6.0)
     layer = policy.body.language.layers[0].self_attn.q_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -339,25 +340,25 @@ def test_merging_is_the_sum(folders: Any) -> None:
     torch.testing.assert_close(policy.body.language.layers[0].self_attn.q_proj.weight, expected)
 
 
-# -------------------------------------------------------------------------- pictures, prompts, bins
-def test_patches_are_transformers(folders: Any) -> None:
+# ---------------------------------------------------------------------------- images, prompts, bins
+def test_patches_agree_with_transformers(folders: Any) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
         smart_resize,
     )
 
     body = policy_of(folders("qwen2_5_vl")).body
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(
+    processor = Qwen2VLImageProcessorPil.from_pretrained(
         folders("qwen2_5_vl"), patch_size=4, merge_size=2
     )
     images = observations()["front"]
-    told = theirs(
+    expected = processor(
         [x.permute(1, 2, 0).numpy() for x in images], return_tensors="pt", do_resize=False
     )
     ours = body.pixels(images)
-    assert torch.equal(ours["image_grid_thw"], told["image_grid_thw"])
+    assert torch.equal(ours["image_grid_thw"], expected["image_grid_thw"])
     torch.testing.assert_close(
-        ours["pixel_values"], told["pixel_values"].float(), rtol=1e-5, atol=1e-5
+        ours["pixel_values"], expected["pixel_values"].float(), rtol=1e-5, atol=1e-5
     )
     for size in ((64, 64), (480, 640), (30, 100), (2000, 1000)):
         limits = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
@@ -395,22 +396,22 @@ def test_prompts(folders: Any) -> None:
     assert body.visual_tokens == (SIDE // 4 // 2) ** 2
 
 
-def test_words_of_actions_are_the_last_that_no_prompt_uses(folders: Any) -> None:
-    body: VisionLanguage = policy_of(folders("smolvlm"), lively=False).body
+def test_action_words_are_the_last_unused_words(folders: Any) -> None:
+    body: VisionLanguage = policy_of(folders("smolvlm"), perturbed=False).body
     assert body.word_ids.tolist() == list(range(399, 399 - K, -1))
     body.tokenizer.add_special_tokens({"additional_special_tokens": ["<extra>"]})
     assert len(body.tokenizer) - 1 in body.reserved_ids()
-    whole = body.vocabulary.module.weight
-    assert torch.equal(body.head, whole[body.word_ids])
+    head = body.vocabulary.module.weight
+    assert torch.equal(body.head, head[body.word_ids])
 
 
-def test_several_cameras(folders: Any) -> None:
-    spec = SPEC | {"wrist": PICTURE}
+def test_actions_depend_on_every_camera(folders: Any) -> None:
+    spec = SPEC | {"wrist": IMAGE}
     for kind in ("smolvlm", "qwen2_5_vl", "openvla"):
         policy = policy_of(folders(kind), spec=spec)
         obs = observations() | {"wrist": observations(seed=1)["front"]}
         inputs = policy.encode(obs)
-        d = acted(policy, inputs)
+        d = sample(policy, inputs)
         assert (
             policy.evaluate(inputs, d.action, d.replay).log_prob - d.log_prob
         ).abs().max() < 1e-5
@@ -420,9 +421,10 @@ def test_several_cameras(folders: Any) -> None:
         ).abs().max() > 1e-4, kind
 
 
-def test_openvlas_actions_are_its_statistics(folders: Any) -> None:
-    """Bin 0 of 16 edges: x = -1 + 1/15; q01 = -2, q99 = 2 give 2 x, q01 = 0, q99 = 1 give (x + 1) /
-    2.
+def test_openvla_actions_are_unnormalised(folders: Any) -> None:
+    """Bin 0 of 16 edges has the centre x = -1 + 1/15.
+
+    q01 = -2 and q99 = 2 give 2 x; q01 = 0 and q99 = 1 give (x + 1) / 2.
     """
     policy = policy_of(folders("openvla"))
     action = policy.actions_of(torch.zeros(1, C, A, dtype=torch.int64))
@@ -435,7 +437,7 @@ def test_openvlas_actions_are_its_statistics(folders: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------- errors
-def test_directories_of_another_kind(folders: Any, tmp_path: Path) -> None:
+def test_unsupported_directories_are_refused(folders: Any, tmp_path: Path) -> None:
     cases: dict[str, tuple[dict[str, Any] | None, str]] = {
         "empty": (None, r"model.checkpoint=\S+empty: holds no config.json; name the directory"),
         "pi0": (
@@ -465,11 +467,11 @@ def test_directories_of_another_kind(folders: Any, tmp_path: Path) -> None:
         policy_of(tmp_path / "nowhere")
 
 
-def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path: Path) -> None:
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint("smolvlm", tmp_path / "smolvlm")
     weights = load_file(folder / "model.safetensors")
-    gone = next(name for name in weights if "q_proj" in name and "text_model" in name)
-    del weights[gone]
+    missing = next(name for name in weights if "q_proj" in name and "text_model" in name)
+    del weights[missing]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         ConfigError,
@@ -478,7 +480,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path: Path) -> Non
         policy_of(folder)
 
 
-def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
+def test_options_that_do_not_fit_the_checkpoint_are_refused(folders: Any) -> None:
     vlm, openvla = folders("smolvlm"), folders("openvla")
     for folder, options, message in (
         (
@@ -509,7 +511,7 @@ def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
         ),
         (
             vlm,
-            {"spec": {"a": PICTURE, "b": ArraySpec((3, 16, 16), torch.uint8)}},
+            {"spec": {"a": IMAGE, "b": ArraySpec((3, 16, 16), torch.uint8)}},
             r"must be RGB and of one size",
         ),
     ):
@@ -539,7 +541,7 @@ def test_options_that_do_not_fit_a_directory(folders: Any) -> None:
 
 
 @pytest.mark.parametrize(("missing", "options"), [("transformers", {}), ("peft", ADAPTED)])
-def test_a_missing_extra_is_named(
+def test_missing_packages_are_refused(
     folders: Any, missing: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("smolvlm")
@@ -550,7 +552,7 @@ def test_a_missing_extra_is_named(
         policy_of(folder, **options)
 
 
-# -------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------- commands
 TINY = [
     "experiment=tabletop_token",
     f"model.bins={K}",
@@ -574,13 +576,13 @@ TINY = [
 def run(capsys: pytest.CaptureFixture[str], command: str, *options: str) -> dict[str, Any]:
     quiet = [] if command == "export" else ["--quiet"]
     code = main.main([command, "--json", *quiet, *options])
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    return json.loads(told.out)
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return json.loads(output.out)
 
 
-def of_tabletop(folder: Path) -> Path:
-    """Statistics of a dataset with four dimensions, as a fine-tuned model has them."""
+def add_tabletop_statistics(folder: Path) -> Path:
+    """Write statistics of a dataset with four dimensions, as a fine-tuned model has them."""
     stats = {"four": {"action": {"q01": [-1.0] * 4, "q99": [1.0] * 4}}}
     (folder / "dataset_statistics.json").write_text(json.dumps(stats))
     return folder
@@ -603,30 +605,38 @@ def test_train_evaluate_and_export(
     ]
     if kind == "openvla":
         options += ["model.unnorm_key=four", "model.decode=autoregressive"]
-        of_tabletop(folders(kind))
-    done = run(capsys, "train", *TINY, *options)
-    assert done["updates"] == 2 and done["env_steps"] == 2 * 4 * 4 * 4
-    size = (Path(done["checkpoint"]) / "policy.pt").stat().st_size
+        add_tabletop_statistics(folders(kind))
+    summary = run(capsys, "train", *TINY, *options)
+    assert summary["updates"] == 2 and summary["env_steps"] == 2 * 4 * 4 * 4
+    size = (Path(summary["checkpoint"]) / "policy.pt").stat().st_size
     assert size < 300_000  # adapters and heads
-    measured = run(capsys, "evaluate", "checkpoint=run", "episodes=2", "num_envs=2", "video=false")
-    assert measured["eval/return"] == pytest.approx(done["final_return"])
-    written = run(capsys, "export", "checkpoint=run", "out=mine")
+    evaluation = run(
+        capsys, "evaluate", "checkpoint=run", "episodes=2", "num_envs=2", "video=false"
+    )
+    assert evaluation["eval/return"] == pytest.approx(summary["final_return"])
+    written = run(capsys, "export", "checkpoint=run", "out=exported")
     assert written["logit_difference"] < 1e-4
     Path("new").touch()
-    assert {file.stat().st_mode for file in Path("mine").iterdir()} == {
+    assert {file.stat().st_mode for file in Path("exported").iterdir()} == {
         Path("new").stat().st_mode
-    }, "as the umask has it"
+    }, "permissions follow the umask"
     again = run(
-        capsys, "train", *TINY, *options[1:], "model.checkpoint=mine", "run_dir=second", "updates=1"
+        capsys,
+        "train",
+        *TINY,
+        *options[1:],
+        "model.checkpoint=exported",
+        "run_dir=second",
+        "updates=1",
     )
     assert again["updates"] == 1
 
 
 @pytest.mark.parametrize("name", ["openvla_7b", "openvla_oft"])
-def test_experiments_for_openvla(
+def test_openvla_experiments_on_another_simulator(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything but the simulator, whose meshes do not ship, and the size."""
+    """Another simulator replaces LIBERO, whose meshes are not part of this repository."""
     monkeypatch.chdir(tmp_path)
     options = [
         "env.id=Tabletop",
@@ -634,10 +644,8 @@ def test_experiments_for_openvla(
         "env.image_size=32",
         "env.kwargs.obs=language",
     ]
-    options += [
-        f"model.checkpoint={of_tabletop(write_checkpoint('openvla', tmp_path / 'tiny'))}",
-        "model.unnorm_key=four",
-    ]
+    folder = add_tabletop_statistics(write_checkpoint("openvla", tmp_path / "tiny"))
+    options += [f"model.checkpoint={folder}", "model.unnorm_key=four"]
     done = run(capsys, "train", f"experiment={name}", *TINY[1:], *options)
     assert done["updates"] == 2 and done["final_success"] is not None
     weights = torch.load(Path(done["checkpoint"]) / "policy.pt", weights_only=True)
@@ -645,15 +653,13 @@ def test_experiments_for_openvla(
     assert {x.dtype for x in weights.values()} == {torch.float32, torch.uint8}
 
 
-def test_a_clone_by_command(
+def test_cloning_before_training(
     folders: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Demonstrations are recorded and imitated before PPO, by adapters alone; the second run takes
-    the clone.
-    """
+    """Demonstrations train the adapters before PPO; the second run reuses the cloned weights."""
     monkeypatch.chdir(tmp_path)
     options = [
         f"model.checkpoint={folders('paligemma')}",
@@ -672,8 +678,8 @@ def test_a_clone_by_command(
     assert first["final_return"] == again["final_return"]
 
 
-def test_the_gripper_closes_as_the_simulators_does(folders: Any, tmp_path: Path) -> None:
-    """OpenVLA's datasets: 0 closed, 1 open; LIBERO: 1 closes, -1 opens."""
+def test_gripper_uses_the_sign_of_the_simulator(folders: Any, tmp_path: Path) -> None:
+    """0 is closed and 1 open in OpenVLA's datasets; 1 closes and -1 opens in LIBERO."""
     folder = write_checkpoint("openvla", tmp_path / "openvla")
     stats = {"action": {"q01": [-1.0, 0.0], "q99": [1.0, 1.0], "mask": [True, False]}}
     (folder / "dataset_statistics.json").write_text(json.dumps({"gripper": stats}))
@@ -685,5 +691,5 @@ def test_the_gripper_closes_as_the_simulators_does(folders: Any, tmp_path: Path)
     raw, action = policy.actions.actions(bins), policy.actions_of(bins)
     assert torch.equal(action[..., 0], raw[..., 0])
     assert torch.equal(action[..., 1], torch.where(raw[..., 1] > 0.5, -1.0, 1.0))
-    found = policy.bins_of(torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))  # closed is 0, open is 1
-    assert torch.equal(policy.actions_of(found)[..., 1], torch.tensor([[1.0, -1.0]]))
+    bins = policy.bins_of(torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))  # closed is 0, open is 1
+    assert torch.equal(policy.actions_of(bins)[..., 1], torch.tensor([[1.0, -1.0]]))

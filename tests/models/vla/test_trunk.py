@@ -1,4 +1,4 @@
-"""Vision-language-action models: what they act with is what they learn with."""
+"""Small VLA policies: ``evaluate`` recomputes ``act``; densities, cloning, words, errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make(seed: int = 0, **options: Any) -> Any:
         SPEC, Box((-1.0,) * (C * A), (1.0,) * (C * A)), config, chunk=C, sentences=SENTENCES
     )
     policy.freeze(config.freeze_trunk)
-    with torch.no_grad():  # new models think all actions equally likely, and every value 0
+    with torch.no_grad():  # new heads are zero: all actions would be equally likely
         for p in policy.parameters():
             p.add_(0.15 * torch.randn_like(p))
     return policy
@@ -94,7 +94,7 @@ def test_evaluate_reproduces_act_for_any_micro_batch(family: str, options: dict[
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_frozen_trunk_sees_the_same_and_learns_nothing(family: str) -> None:
+def test_frozen_trunk_gives_equal_actions_and_no_gradient(family: str) -> None:
     policy = make(**FAMILIES[family])
     noise = policy.noise(B, torch.Generator().manual_seed(1))
     d = policy.act(policy.encode(observations()), noise=noise)
@@ -114,10 +114,8 @@ def test_a_frozen_trunk_sees_the_same_and_learns_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_samples_come_from_the_density_that_is_told(family: str) -> None:
-    """E[p'/p] = 1 under p, for another policy's p' of the same latents: the ratio that PPO relies
-    on.
-    """
+def test_log_probabilities_are_the_sampling_density(family: str) -> None:
+    """The mean ratio E[p'/p] under p is 1, for another policy's p' of the same latents."""
     options = FAMILIES[family] | {"temperature": 1.3} | ({"bins": 4} if "tokens" in family else {})
     policy, other = make(**options), make(**options)
     with torch.no_grad():
@@ -141,24 +139,24 @@ def test_samples_come_from_the_density_that_is_told(family: str) -> None:
 
 
 @pytest.mark.parametrize("decode", DECODE)
-def test_the_mode_is_the_likeliest_and_samples_follow_the_probabilities(decode: str) -> None:
+def test_mode_and_frequencies_of_samples(decode: str) -> None:
     policy = make(decode=decode, bins=4)
     one = policy.encode(tree.map(lambda x: x[:1].expand(4000, *x.shape[1:]), observations()))
     sampled = policy.act(one, noise=policy.noise(4000, torch.Generator().manual_seed(0)))
     first = sampled.replay["bins"][:, 0, 0].long()
     p = policy.evaluate(one, sampled.action, sampled.replay).log_prob[:, 0, 0].exp()
     for k in range(4):
-        mine = first == k
-        if mine.any():
-            assert abs(float(mine.float().mean()) - float(p[mine][0])) < 0.03
+        chosen = first == k
+        if chosen.any():
+            assert abs(float(chosen.float().mean()) - float(p[chosen][0])) < 0.03
     mode = policy.act(one)
     assert torch.equal(mode.action, policy.act(one).action)
     assert bool((mode.log_prob[:, 0, 0].exp() >= p.max() - 1e-5).all())
 
 
-def test_what_an_answer_depends_on() -> None:
-    """Picture, words, state; with autoregressive tokens also those before, and never those
-    after.
+def test_actions_depend_on_observations_and_earlier_tokens() -> None:
+    """Images, words and state change every action; an earlier token changes the later ones, with
+    autoregressive decoding only.
     """
     for decode in DECODE:
         policy, obs = make(decode=decode), observations()
@@ -180,12 +178,12 @@ def test_what_an_answer_depends_on() -> None:
         changed = (
             policy.evaluate(policy.encode(obs), d.action, {"bins": bins}).log_prob - base.log_prob
         )
-        assert changed[:, 0].abs().max() < 1e-6  # what comes before does not see it
+        assert changed[:, 0].abs().max() < 1e-6  # earlier tokens do not depend on it
         assert (changed[:, 1, 1:].abs().max() > 1e-4) == (decode == "autoregressive")
 
 
-def test_autoregressive_tokens_without_a_cache() -> None:
-    """Each token's distribution from a plain forward over the tokens before it, without a cache."""
+def test_autoregressive_tokens_agree_with_uncached_decoding() -> None:
+    """Compute each token's distribution from all tokens before it."""
     policy = make(decode="autoregressive")
     inputs = policy.encode(observations())
     d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(2)))
@@ -201,8 +199,8 @@ def test_autoregressive_tokens_without_a_cache() -> None:
 
 
 @pytest.mark.parametrize("eta", [0.5, 1e-4])
-def test_a_chain_against_a_float64_twin(eta: float) -> None:
-    """Written out step by step in float64; with eta -> 0 the chain is the flow itself."""
+def test_chain_agrees_with_float64_reference(eta: float) -> None:
+    """Compute the chain step by step in float64; with eta -> 0 it is the deterministic flow."""
     steps = 5
     policy = make(policy="flow", flow_steps=steps, flow_eta=eta, flow_chain="sum")
     inputs = policy.encode(observations())
@@ -232,7 +230,7 @@ def test_a_chain_against_a_float64_twin(eta: float) -> None:
         assert (d.action.view(B, C, A) - flow).abs().max() < 0.01
 
 
-def test_one_stochastic_step_drawn_for_each_chain() -> None:
+def test_flow_chain_one_draws_one_stochastic_step() -> None:
     policy, rows = make(policy="flow", flow_steps=4), 4000
     one = policy.encode(tree.map(lambda x: x[:1].expand(rows, *x.shape[1:]), observations()))
     noise = policy.noise(rows, torch.Generator().manual_seed(0))
@@ -241,8 +239,7 @@ def test_one_stochastic_step_drawn_for_each_chain() -> None:
         [1000] * 4, abs=150
     )
     assert d.replay["latents"].shape == (rows, 2, C, A)  # two of five
-    # the step's own noise is all that tells two chains with the same beginning and the same
-    # stochastic step apart
+    # Two chains with equal first latents and stochastic steps differ by the noise of the step.
     other = noise.clone()
     other[:, 1] = 0
     mean = policy.act(one, noise=other).replay["latents"][:, 1]
@@ -263,19 +260,20 @@ def test_bins(bins: int, parts: int) -> None:
         [-2.0, -1.0, -1 + 1.99 / parts, -1 + 2.01 / parts, 1 - 1.99 / parts, 1.0, 3.0]
     )
     assert policy.bins_of(edges).tolist() == [0, 0, 0, 1, parts - 1, parts - 1, parts - 1]
-    assert policy.actions_of(policy.bins_of(torch.zeros(1))) == 0  # standing still is an action
+    assert policy.actions_of(policy.bins_of(torch.zeros(1))) == 0  # the action 0 is exact
 
 
-def test_cloning_counts_executed_actions_only() -> None:
+def test_cloning_loss_ignores_unexecuted_actions() -> None:
     policy, inputs = make(), make().encode(observations())
     action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
     executed[:, -1] = False
-    loss, found = policy.bc_loss(inputs, action, executed)
+    loss, grounding = policy.bc_loss(inputs, action, executed)
     other = action.clone()
     other[:, -1] = -other[:, -1]
     assert torch.equal(loss, policy.bc_loss(inputs, other, executed)[0])
-    assert found is not None and found.cells is not None
-    assert found.focus.shape == (B, 32) and found.cells.shape == (B, 16 * 24 // 16, 16)
+    assert grounding is not None and grounding.cells is not None
+    assert grounding.focus.shape == (B, 32)
+    assert grounding.cells.shape == (B, 16 * 24 // 16, 16)
     logits = policy.logits(policy.hidden(policy.trunk(inputs), None)).view(B, C, A, 16)
     rows = -logits.log_softmax(-1).gather(-1, policy.bins_of(action).unsqueeze(-1)).squeeze(-1)
     assert torch.allclose(loss, rows[:, :-1].mean(), atol=1e-6)
@@ -288,7 +286,7 @@ def test_cloning_counts_executed_actions_only() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_clone_comes_closer(family: str) -> None:
+def test_cloning_approaches_the_demonstrations(family: str) -> None:
     policy, inputs = make(**FAMILIES[family]), make().encode(observations())
     action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
     executed[:, -1] = False
@@ -297,17 +295,19 @@ def test_a_clone_comes_closer(family: str) -> None:
     for i in range(200):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(i)
-        loss, found = policy.bc_loss(many, action.repeat(8, 1, 1), executed.repeat(8, 1), generator)
+        loss, grounding = policy.bc_loss(
+            many, action.repeat(8, 1, 1), executed.repeat(8, 1), generator
+        )
         loss.backward()
         optimizer.step()
-    assert found is not None and found.focus.shape == (8 * B, 32)
-    away = (policy.act(inputs).action.view(B, C, A) - action).abs()[:, :-1].mean()
-    assert away < 0.15, away  # 0.66 by chance
+    assert grounding is not None and grounding.focus.shape == (8 * B, 32)
+    distance = (policy.act(inputs).action.view(B, C, A) - action).abs()[:, :-1].mean()
+    assert distance < 0.15, distance  # 0.66 by chance
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("detach", [True, False])
-def test_the_value_head_alone_is_the_critic(family: str, detach: bool) -> None:
+def test_value_head_is_the_only_critic_parameter_group(family: str, detach: bool) -> None:
     policy = make(**FAMILIES[family], detach_value=detach)
     groups = policy.parameter_groups()
     assert {id(p) for g in groups.values() for p in g} == {id(p) for p in policy.parameters()}
@@ -318,21 +318,21 @@ def test_the_value_head_alone_is_the_critic(family: str, detach: bool) -> None:
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in groups["actor"]) != detach
 
 
-def test_words() -> None:
+def test_word_ids_and_padding() -> None:
     assert word_ids("Push the RED block!", 64) == word_ids("push the red block", 64)
     assert len(word_ids("push the red block", 64)) == 4 and 0 not in word_ids(
         "push the red block", 2
     )
     table = sentence_table(SENTENCES, 64)
     assert table.shape == (3, 5) and table[2].tolist()[2:] == [0, 0, 0]
-    # a checkpoint serves a simulator with other sentences, and padding changes nothing
+    # A checkpoint can be used with other sentences, and padding has no effect.
     policy, obs = make(), observations(3)
     other = TokenVLA(
         SPEC,
         Box((-1.0,) * (C * A), (1.0,) * (C * A)),
         ModelConfig(policy="token", bins=16, width=32, word_buckets=64),
         chunk=C,
-        sentences=("a very long sentence that nobody has ever said before", *SENTENCES),
+        sentences=("a very long sentence that makes the table of words wider", *SENTENCES),
     )
     other.load_state_dict(policy.state_dict())
     moved = obs | {"instruction": obs["instruction"] + 1}
@@ -341,9 +341,9 @@ def test_words() -> None:
 
 
 @torch.no_grad()
-def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
-    """So pairs that were never named together are found as well as those that were."""
-    policy, heard = make(word_buckets=256), []
+def test_grounding_depends_on_the_selected_word_only() -> None:
+    """Images are encoded without the words, and a head reads only the words that it selects."""
+    policy, embedded = make(word_buckets=256), []
     policy.set_sentences(
         ("take the red block to the blue zone", "take the red block to the green zone")
     )
@@ -352,11 +352,11 @@ def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
     }
     inputs = policy.encode(obs)
     choose = policy.trunk.choose
-    choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
+    choose.register_forward_hook(lambda module, args, output: embedded.append(args[0]))
     policy.encode_context(inputs)
     choose.bias.zero_()
     for word, same in ((2, True), (6, False)):  # red; blue or green
-        choose.weight.copy_(100 * heard[0][0, word].expand_as(choose.weight))
+        choose.weight.copy_(100 * embedded[0][0, word].expand_as(choose.weight))
         memory = policy.encode_context(inputs)
         for x in memory.grounding:
             assert torch.allclose(x[0], x[1], atol=1e-5) == same, word
@@ -364,19 +364,17 @@ def test_what_a_word_points_at_does_not_depend_on_the_words_around() -> None:
 
 
 @torch.no_grad()
-def test_words_know_their_place_where_those_beside_them_are_unheard() -> None:
-    """ "Nudge the red cube over to the red circle", to somebody who has never heard of cubes and
-    circles.
-    """
-    policy, heard = make(), []
-    policy.trunk.choose.register_forward_hook(lambda module, given, made: heard.append(given[0]))
+def test_equal_words_between_masked_words_have_different_embeddings() -> None:
+    """The sentence has one word twice, as in "nudge the red cube over to the red circle"."""
+    policy, embedded = make(), []
+    policy.trunk.choose.register_forward_hook(lambda module, args, output: embedded.append(args[0]))
     inputs = policy.encode(observations(1))
     for pads in (0, 3):
         words = torch.tensor(
             [[MASKED_WORD, 5, MASKED_WORD, MASKED_WORD, MASKED_WORD, 5, MASKED_WORD, *pads * [0]]]
         )
         policy.encode_context(inputs | {WORDS: words})
-    (a, b), n = heard, 7
+    (a, b), n = embedded, 7
     assert torch.allclose(a[0], b[0, :n], atol=1e-6)
     assert (a[0, 1] - a[0, 5]).abs().max() > 0.1
     assert torch.allclose(
@@ -386,7 +384,7 @@ def test_words_know_their_place_where_those_beside_them_are_unheard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "action", "says"),
+    ("spec", "action", "message"),
     [
         (
             {"state": ArraySpec((5,))},
@@ -405,6 +403,6 @@ def test_words_know_their_place_where_those_beside_them_are_unheard() -> None:
         ),
     ],
 )
-def test_what_it_refuses(spec: dict[str, ArraySpec], action: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_refused_specs(spec: dict[str, ArraySpec], action: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TokenVLA(spec, action, ModelConfig(policy="token"), chunk=1, sentences=())
