@@ -1,4 +1,4 @@
-"""A real browser without a window, spoken to over a pipe by its DevTools protocol."""
+"""Control a headless Chromium by its DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -26,89 +26,93 @@ WAIT_S = 60.0
 
 
 def chromium_path() -> str:
-    """Where there is none the test is skipped; with $NO_SKIPS, as .ci/run sets it, which installs
-    one, it fails.
+    """Return the path of Chromium.
+
+    Without it the test is skipped; with $NO_SKIPS, which .ci/run sets, it fails.
     """
-    found = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    if found is None and "NO_SKIPS" not in os.environ:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None and "NO_SKIPS" not in os.environ:
         pytest.skip("no Chromium: no browser looked at the page (Debian: apt-get install chromium)")
-    assert found, "no Chromium"
-    return found
+    assert path, "no Chromium"
+    return path
 
 
 class Browser:
-    """One page. ``requests``: addresses that it asked for; ``problems``: its errors, warnings and
-    refused requests.
+    """One page of a browser.
+
+    Attributes:
+        requests: Addresses that the page requested.
+        problems: Its errors, warnings and refused requests.
     """
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is for the browser's own files."""
-        where = chromium_path()
-        ours, theirs = os.pipe(), os.pipe()  # what it reads, what it writes
-        self._out, self._in = ours[1], theirs[0]
-        line = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'
+        """Start the browser; its own files go to ``folder``."""
+        to_browser, from_browser = os.pipe(), os.pipe()
+        self._out, self._in = to_browser[1], from_browser[0]
+        # The browser reads commands from descriptor 3 and writes to descriptor 4.
+        line = f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}'
         command = [
-            where,
+            chromium_path(),
             *FLAGS,
             "--remote-debugging-pipe",
             f"--user-data-dir={folder / 'profile'}",
             "about:blank",
         ]
-        with open(folder / "browser.log", "w") as told:
+        with open(folder / "browser.log", "w") as log:
             self._process = subprocess.Popen(
                 ["bash", "-c", line, "bash", *command],
-                pass_fds=(ours[0], theirs[1]),
-                stdout=told,
-                stderr=told,
+                pass_fds=(to_browser[0], from_browser[1]),
+                stdout=log,
+                stderr=log,
             )
-        os.close(ours[0])
-        os.close(theirs[1])
+        os.close(to_browser[0])
+        os.close(from_browser[1])
         self.requests: list[str] = []
         self.problems: list[str] = []
         self._ids, self._read, self._session = itertools.count(1), b"", None
         target = next(
             t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
         )
-        told = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        self._session = told["sessionId"]
+        session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = session["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol; events that come before its answer are noted."""
+        """Run a command of the protocol; events before its response are recorded."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._next()
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                return answer["result"]
+            response = self._next()
+            if response.get("id") == number:
+                assert "error" not in response, response
+                return response["result"]
 
     def _next(self) -> dict[str, Any]:
+        """Return the next message of the browser and record its events."""
         deadline = time.monotonic() + WAIT_S
         while b"\0" not in self._read:
             ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, "the browser is silent"
+            assert ready, "no message from the browser"
             block = os.read(self._in, 1 << 16)
             assert block, "the browser has ended"
             self._read += block
         line, _, self._read = self._read.partition(b"\0")
         message = json.loads(line)
-        told = message.get("params", {})
+        params = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":
-                self.requests.append(told["request"]["url"])
+                self.requests.append(params["request"]["url"])
             case "Runtime.exceptionThrown":
-                self.problems.append(str(told["exceptionDetails"]))
+                self.problems.append(str(params["exceptionDetails"]))
             case "Log.entryAdded":
-                self.problems.append(str(told["entry"]))
+                self.problems.append(str(params["entry"]))
             case "Runtime.consoleAPICalled":
-                self.problems.append(str(told["args"]))
+                self.problems.append(str(params["args"]))
         return message
 
     def open(
@@ -127,22 +131,22 @@ class Browser:
         self.wait("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """A JavaScript expression's value; promises are awaited."""
-        told = self.call(
+        """Return the value of a JavaScript expression; promises are awaited."""
+        result = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def wait(self, expression: str) -> None:
-        """Until a JavaScript expression is true."""
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + WAIT_S
         while not self.evaluate(f"!!({expression})"):
             assert time.monotonic() < deadline, f"never true: {expression}"
             time.sleep(0.05)
 
     def key(self, name: str) -> None:
-        """A key, pressed and let go."""
+        """Press and release a key."""
         code = {"Tab": 9, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}[name]
         text = {"text": name} if name == " " else {}
         for kind in ("keyDown", "keyUp"):
@@ -151,9 +155,9 @@ class Browser:
             )
 
     def picture(self, file: Path) -> None:
-        """The whole page as PNG."""
-        told = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(told["data"]))
+        """Write the full page as PNG."""
+        image = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(image["data"]))
 
     def close(self) -> None:
         self.call("Browser.close")

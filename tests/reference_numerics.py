@@ -1,8 +1,7 @@
-"""Slow twins of the maths: float64 loops over Python numbers, written from the formulas and not
-from the code.
+"""Slow references of the numerics: float64 loops over Python numbers, from the formulas.
 
-Arguments are nested lists; time first, as everywhere. Masked rows are handled in the one way that
-cannot be wrong: by cutting them out of their column before anything is computed.
+Arguments are nested lists, time first. Masked rows are removed from their column before anything is
+computed.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from statistics import fmean, variance
 
 
 def columns(x):
-    """[T][N] -> [N][T]."""
+    """Transpose [T][N] to [N][T]."""
     return [list(column) for column in zip(*x, strict=True)]
 
 
@@ -32,7 +31,7 @@ def gae(
     steps=None,
     bootstrap_type="standard",
 ):
-    """(advantage, returns) [T][N], column by column."""
+    """Return (advantage, returns), each [T][N], column by column."""
     T, N = len(reward), len(reward[0])
     advantage = [[0.0] * N for _ in range(T)]
     returns = [list(map(float, row)) for row in value]
@@ -44,9 +43,8 @@ def gae(
             done = terminated[t][n] or truncated[t][n]
             successor = next_value[t][n]
             if not done and t + 1 < T and not mask[t + 1][n] and i + 1 < len(real):
-                successor = value[real[i + 1]][
-                    n
-                ]  # a hole inside an episode: the next row that is left
+                # A masked row inside an episode: continue with the next unmasked row.
+                successor = value[real[i + 1]][n]
             if terminated[t][n] and bootstrap_type == "standard":
                 successor = 0.0
             k = 1 if steps is None else steps[t][n]
@@ -58,52 +56,53 @@ def gae(
 
 
 def return_to_go(reward, done, mask, *, gamma):
+    """Return the discounted sum of rewards until the end of the episode, [T][N]."""
     T, N = len(reward), len(reward[0])
-    out = [[0.0] * N for _ in range(T)]
+    returns = [[0.0] * N for _ in range(T)]
     for n in range(N):
-        later = 0.0
+        following = 0.0
         for t in reversed(range(T)):
             if mask[t][n]:
-                later = reward[t][n] + (0.0 if done[t][n] else gamma * later)
-                out[t][n] = later
-    return out
+                following = reward[t][n] + (0.0 if done[t][n] else gamma * following)
+                returns[t][n] = following
+    return returns
 
 
 def discounted_returns(reward, done, mask, *, gamma, start):
-    """Running return of each environment: (the values at unmasked rows, the state after the last
-    row).
-    """
-    seen, state = [], list(start)
+    """Return the running return at unmasked rows, and the state after the last row."""
+    returns, state = [], list(start)
     for t in range(len(reward)):
         for n in range(len(state)):
             if mask[t][n]:
                 state[n] = gamma * state[n] + reward[t][n]
-                seen.append(state[n])
+                returns.append(state[n])
                 if done[t][n]:
                     state[n] = 0.0
-    return seen, state
+    return returns, state
 
 
 def grpo(score, group_size, *, normalize_std=True, eps=1e-6):
-    out = []
+    """Return (score - mean) / (std + eps) within each group."""
+    advantages = []
     for g in range(0, len(score), group_size):
         group = score[g : g + group_size]
         scale = math.sqrt(variance(group)) + eps if normalize_std else 1.0
-        out += [(s - fmean(group)) / scale for s in group]
-    return out
+        advantages += [(s - fmean(group)) / scale for s in group]
+    return advantages
 
 
 def rloo(score, group_size):
-    out = []
+    """Return the score minus the mean of the others in its group."""
+    advantages = []
     for g in range(0, len(score), group_size):
         group = score[g : g + group_size]
         for i, s in enumerate(group):
-            out.append(s - fmean(group[:i] + group[i + 1 :]))
-    return out
+            advantages.append(s - fmean(group[:i] + group[i + 1 :]))
+    return advantages
 
 
 def standardise(x, mask):
-    """(x − μ)/sqrt(σ² + 1e-8), unbiased, over unmasked entries of [T][N]; 0 elsewhere."""
+    """Return (x - mean) / sqrt(variance + 1e-8), unbiased, over unmasked [T][N]; 0 elsewhere."""
     kept = [
         v for row, keep in zip(x, mask, strict=True) for v, k in zip(row, keep, strict=True) if k
     ]
@@ -115,8 +114,9 @@ def standardise(x, mask):
 
 
 def policy_loss(lp, old, advantage, mask, *, low, high, c=None):
-    """Loss of each element of flat lists, and the sums (clipped, dual, k3, count) and largest
-    ratio.
+    """Return the loss of each element, the sums (clipped, dual, k3, count), the largest ratio.
+
+    All lists are flat.
     """
     loss, clipped, dual, k3, count, largest = [], 0, 0, 0.0, 0, 0.0
     for new, before, a, keep in zip(lp, old, advantage, mask, strict=True):
@@ -138,11 +138,12 @@ def policy_loss(lp, old, advantage, mask, *, low, high, c=None):
 
 
 def huber(e, delta):
+    """Return the Huber loss of an error, e² / 2 without ``delta``."""
     return 0.5 * e * e if delta is None or abs(e) <= delta else delta * (abs(e) - 0.5 * delta)
 
 
 def value_loss(value, old, returns, *, clip, delta):
-    """(loss, clipped?) of each element of flat lists."""
+    """Return (loss, whether it is clipped) of each element of flat lists."""
     loss, flags = [], []
     for v, before, r in zip(value, old, returns, strict=True):
         plain = huber(r - v, delta)
@@ -157,7 +158,7 @@ def value_loss(value, old, returns, *, clip, delta):
 
 
 def aggregate(x, mask, *, how, length=1.0):
-    """[T][B] of lists of trailing elements -> one number."""
+    """Return one number from lists of trailing elements [T][B]."""
     per_column = []
     for b in range(len(mask[0])):
         kept = [v for t in range(len(mask)) if mask[t][b] for v in x[t][b]]
@@ -175,6 +176,7 @@ def aggregate(x, mask, *, how, length=1.0):
 
 
 def kl(lp, ref, kind):
+    """Return the estimator ``kind`` of KL from two log-probabilities."""
     d = lp - ref
     if kind == "k1":
         return d
@@ -187,4 +189,5 @@ def kl(lp, ref, kind):
 
 
 def categorical_kl(p, q):
+    """Return KL(p || q) of two categorical distributions."""
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)

@@ -1,4 +1,4 @@
-"""Small training runs, and what tests assert about processes, Ray and nested states."""
+"""Small training runs, and checks of processes, Ray and nested states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    """Return nested dictionaries for dotted paths: {"a.b": 1} -> {"a": {"b": 1}}."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, leaf = path.split(".")
@@ -45,25 +45,24 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tiny_config(options: Mapping[str, Any] | None = None) -> Config:
-    """``BASE`` with ``options`` (dotted paths), checked as the command checks; every option given
-    must be read.
+    """Return ``BASE`` with ``options`` (dotted paths), validated as on the command line.
+
+    Every option must be read.
     """
     options = options or {}
-    base = (
-        BASE
-        if options.get("model.policy", "actor_critic") == "actor_critic"
-        else {**BASE, "model": {}}
-    )
+    is_actor_critic = options.get("model.policy", "actor_critic") == "actor_critic"
+    base = BASE if is_actor_critic else {**BASE, "model": {}}
     loaded = loader.read(Config, [("base", base), ("test", nested(options))])
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
 
 
 def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
-    """Train as ``build`` would; per update every metric that is no measurement of time, and a sum
-    over the weights.
+    """Train and return the metrics of every update, and the sum of all absolute weights.
 
-    ``max_lag``: the rollouts that lie between acting and learning, as in ``loop.train``.
+    Args:
+        c: Options of the run.
+        max_lag: Updates between acting and learning, as in ``loop.train``.
     """
     env = embodied.make_env(
         env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
@@ -108,7 +107,7 @@ def train_mean_rewards(c: Config, env: VectorEnv, *, stagger: bool = False) -> l
 
 
 def build_cluster_system(c: Config, run_dir: Path, stack: ExitStack) -> Any:
-    """The ClusterSystem of ``c``; ``stack`` closes it."""
+    """Return the ClusterSystem of ``c``; ``stack`` closes it."""
     request = RunRequest(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
     plan = mode(c).plan(c, request.device)
     assert plan is not None
@@ -118,23 +117,24 @@ def build_cluster_system(c: Config, run_dir: Path, stack: ExitStack) -> Any:
 
 
 def free_ray_cpus(expected: float = 8.0) -> float:
-    """CPUs that Ray has to give, as soon as there are as many as expected: it takes them back a
-    moment later.
+    """Wait up to 20 s until Ray has ``expected`` free CPUs; return how many it has.
+
+    Ray reclaims the CPUs of an ended process with a delay.
     """
     import ray  # takes a second to load
 
-    until = time.monotonic() + 20
-    while (
-        free := ray.available_resources().get("CPU", 0.0)
-    ) != expected and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while (free := ray.available_resources().get("CPU", 0.0)) != expected:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.2)
     return free
 
 
 def processes_ended(*pids: int) -> bool:
-    """Whether these processes end within a moment.
+    """Return whether these processes end within 10 s.
 
-    Whoever inherits one may leave it a zombie, which has no command.
+    A zombie counts as ended; it has an empty command line.
     """
 
     def runs(pid: int) -> bool:
@@ -143,25 +143,25 @@ def processes_ended(*pids: int) -> bool:
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    until = time.monotonic() + 10
-    while (left := any(map(runs, pids))) and time.monotonic() < until:
+    deadline = time.monotonic() + 10
+    while (running := any(map(runs, pids))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not left
+    return not running
 
 
-def assert_states_close(found: Any, expected: Any, where: str = "") -> None:
-    """The same nested state, tensors to 1e-5."""
-    assert type(found) is type(expected), where
+def assert_states_close(actual: Any, expected: Any, path: str = "") -> None:
+    """Assert that two nested states are equal, tensors to 1e-5."""
+    assert type(actual) is type(expected), path
     if isinstance(expected, dict):
-        assert list(found) == list(expected), where
+        assert list(actual) == list(expected), path
         for name, value in expected.items():
-            assert_states_close(found[name], value, f"{where}/{name}")
+            assert_states_close(actual[name], value, f"{path}/{name}")
     elif isinstance(expected, Tensor):
-        assert type(found) is Tensor and found.dtype == expected.dtype, where
+        assert type(actual) is Tensor and actual.dtype == expected.dtype, path
         torch.testing.assert_close(
-            found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}"
+            actual, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{path}: {text}"
         )
     elif isinstance(expected, list):
-        assert_states_close(dict(enumerate(found)), dict(enumerate(expected)), where)
+        assert_states_close(dict(enumerate(actual)), dict(enumerate(expected)), path)
     else:
-        assert found == expected, where
+        assert actual == expected, path

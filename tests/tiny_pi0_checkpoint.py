@@ -1,4 +1,4 @@
-"""A directory of π0 as lerobot publishes it, with few and random weights."""
+"""Tiny checkpoints of π0 with random weights in lerobot's layout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
-    """transformers' PI0Config: pictures of 16 x 16, a plan of 6 actions, 8 numbers in each and in a
-    state.
+    """Return transformers' PI0Config with images of 16 x 16 pixels and 6 actions per chunk.
+
+    States and actions have 8 numbers.
     """
     from transformers import PI0Config
 
@@ -50,7 +51,7 @@ def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
 
 
 def tiny_model(seed: int = 0, **fields: Any) -> Any:
-    """Larger weights than new ones have: everything matters."""
+    """Return a model with larger weights than initial ones, so that every part has an effect."""
     from transformers import PI0ForConditionalGeneration
 
     with torch.random.fork_rng():
@@ -63,9 +64,9 @@ def tiny_model(seed: int = 0, **fields: Any) -> Any:
 
 
 def published_key(key: str) -> str:
-    """transformers' name of a weight -> lerobot's (0.4; lerobot/pi0_base)."""
+    """Map transformers' name of a weight to lerobot's (0.4; lerobot/pi0_base)."""
     key = key.replace("embed_action_time.", "")
-    for ours, theirs in (
+    for name, published in (
         ("model.vlm.language_model.embed_tokens", "paligemma_with_expert.paligemma.lm_head"),
         (
             "model.vlm.vision_tower.",
@@ -75,12 +76,12 @@ def published_key(key: str) -> str:
         ("model.dit.embed_tokens", "paligemma_with_expert.gemma_expert.lm_head"),
         ("model.dit.", "paligemma_with_expert.gemma_expert.model."),
     ):
-        key = key.replace(ours, theirs)
+        key = key.replace(name, published)
     return f"model.{key}"
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One byte, one token: 3 to 258."""
+    """Write a tokenizer with one token per byte, 3 to 258."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -98,7 +99,7 @@ def write_tokenizer(folder: Path) -> None:
 def write_checkpoint(
     folder: Path, *, statistics: dict[str, Tensor] | None = None, seed: int = 0, **fields: Any
 ) -> Path:
-    """``statistics``: lerobot's names -> numbers, as its normaliser keeps them."""
+    """Write a checkpoint; ``statistics`` are the normaliser's tensors by lerobot's names."""
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_model(seed, **fields)
     save_file(

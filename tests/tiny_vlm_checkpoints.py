@@ -1,6 +1,4 @@
-"""Directories as published models lie in them, tiny and with random weights: what
-``model.checkpoint`` names.
-"""
+"""Tiny checkpoints of vision-language models with random weights in the published layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from embodied_ppo.models.vla import openvla_files
 from embodied_ppo.models.vla.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
 
 SIDE = 32
-"""Pixels of the cameras that tests have."""
+"""Height and width of the tests' camera images in pixels."""
 KINDS = ("smolvlm", "idefics3", "paligemma", "llava", "qwen2_5_vl", "qwen3_vl", "openvla")
 STATS = {"q01": [-2.0, 0.0], "q99": [2.0, 1.0], "mask": [True, True]}
 TEXT: dict[str, Any] = {
@@ -56,7 +54,7 @@ CHAT = (
 
 
 def tokenizer(*special: str) -> Any:
-    """Bytes as words: <pad> 0, <s> 1, </s> 2, 256 bytes, the special ones."""
+    """Return a byte tokenizer: <pad> 0, <s> 1, </s> 2, 256 bytes, then the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -73,7 +71,7 @@ def tokenizer(*special: str) -> Any:
 
 
 def write_checkpoint(kind: str, folder: Path) -> Path:
-    """``kind``: one of KINDS. OpenVLA's actions have two dimensions and 16 bins."""
+    """Write a checkpoint of one of KINDS; OpenVLA's actions have 2 dimensions and 16 bins."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +112,7 @@ def _openvla(folder: Path) -> Path:
 def _vision_language(kind: str, folder: Path) -> Path:
     import transformers as t
 
-    told: dict[str, Any] = dict(PREPROCESSOR)
+    preprocessor: dict[str, Any] = dict(PREPROCESSOR)
     if kind in ("smolvlm", "idefics3"):
         words = tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<|im_start|>")
         words.chat_template = CHAT.replace("IMAGE", "<image>")
@@ -163,12 +161,12 @@ def _vision_language(kind: str, folder: Path) -> Path:
         else:
             vision = QWEN | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
             config = t.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
-        told |= {"min_pixels": 64, "max_pixels": 4096}
+        preprocessor |= {"min_pixels": 64, "max_pixels": 4096}
     model = t.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
     model.save_pretrained(folder)
     words.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(told))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     return folder

@@ -26,14 +26,16 @@ from embodied_ppo.core.types import (
 
 # ----------------------------------------------------------------------------- scripted environment
 class ScriptedEnv:
-    """Environment i runs episodes of ``lengths[i]`` steps; those with ``clock[i]`` end by
-    truncation.
+    """Environment i has episodes of ``lengths[i]`` steps.
 
-    obs     (i, episode, step) of what to act on next
-    reward  100 i + 10 episode + step (1 for the first step)
-    success True in the last step of odd episodes
-    same_step: the row that ends an episode carries final_obs and the next episode's first
-    observation; else the next row is a dummy (mask False).
+    Episodes of environments with ``clock[i]`` end by truncation, the others by termination.
+
+    obs      (i, episode, step) of the state to act on
+    reward   100 i + 10 episode + step (1 for the first step)
+    success  True in the last step of odd episodes
+
+    With ``same_step`` the row that ends an episode carries final_obs and the first observation of
+    the next episode; otherwise the next row is a dummy (mask False).
     """
 
     id = "scripted"
@@ -114,7 +116,7 @@ class ScriptedEnv:
         pass
 
 
-# ------------------------------------------------------------------------------- a robot of our own
+# ------------------------------------------------------------------------------------ MuJoCo task
 BALANCE = """<mujoco model="balance">
   <option timestep="0.02" integrator="implicitfast"/>
   <worldbody>
@@ -137,11 +139,10 @@ BALANCE = """<mujoco model="balance">
 
 
 class Balance(Task):
-    """A pole on a cart. Observation [N, 4]: qpos, qvel. Reward: 1 a step; the end: the pole leans
-    by over 0.5 rad.
+    """A pole on a cart. The reward is 1 per step; the pole must not lean by over 0.5 rad.
 
-    Its variables: "pushes" [N], control steps of this episode; "gust" [N], a number drawn in every
-    step.
+    Observation [N, 4]: qpos, qvel. Variables: "pushes" [N], control steps of this episode; "gust"
+    [N], a number drawn in every step.
     """
 
     id = "Balance"
@@ -149,7 +150,7 @@ class Balance(Task):
     ranges: ClassVar = {"mass": (0.5, 1.5)}
 
     def __init__(self, mjcf: str = BALANCE, sensor: str = "angle", blow_up: float = 2.0) -> None:
-        """``blow_up``: an action above it is a force that no simulation survives."""
+        """Store the options; an action above ``blow_up`` makes the simulation unstable."""
         self.mjcf, self.sensor, self.blow_up = mjcf, sensor, blow_up
 
     def spec(self) -> mujoco.MjSpec:
@@ -187,7 +188,7 @@ class Balance(Task):
 
 
 class Privileged(Balance):
-    """Balance with an observation that exists in simulation only."""
+    """Balance with a privileged observation, which exists in simulation only."""
 
     def observe(self, s: State) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return {
@@ -197,13 +198,14 @@ class Privileged(Balance):
 
 
 def value_of(obs: Tensor) -> Tensor:
-    """V = 1000 i + 100 episode + step + ½ of the scripted observation [.., 3]."""
+    """Return V = 1000 i + 100 episode + step + 1/2 of a scripted observation [.., 3]."""
     return obs @ torch.tensor([1000.0, 100.0, 1.0]) + 0.5
 
 
 class CountingPolicy(nn.Module):
-    """V is ``value_of``; actions are noise, log-probabilities their negatives, replay repeats the
-    observation.
+    """Policy for ``ScriptedEnv``: V is ``value_of`` and actions are noise.
+
+    Log-probabilities are the negative actions; replay repeats the observation.
     """
 
     def encode(self, obs: Obs) -> Any:
@@ -236,10 +238,9 @@ class CountingPolicy(nn.Module):
 
 # ----------------------------------------------------------------------------------- Gymnasium task
 class Point(gymnasium.Env):
-    """Move a point to the origin of the plane; info says ``success`` and ``near``, the task ends at
-    success.
+    """Move a point to the origin of the plane; the info has ``success`` and ``near``.
 
-    ``far`` scales the start, so that kwargs change what happens.
+    An episode ends at success. ``far`` scales the initial position, so that kwargs have an effect.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012

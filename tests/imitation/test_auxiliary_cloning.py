@@ -1,4 +1,4 @@
-"""Demonstrations beside PPO: what every minibatch adds to its loss."""
+"""The cloning loss that PPO adds to every minibatch of the actor."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def test_cloning_restores_the_simulators_sentences() -> None:
 def test_evaluation_with_other_sentences_than_the_demonstrations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training evaluates in the evaluation's sentences, as the command does, and goes on with its
-    own.
-    """
+    """Training evaluates with the evaluation's sentences, then continues with its own."""
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     words = [
@@ -155,7 +153,7 @@ def test_every_actor_minibatch_adds_the_auxiliary_loss(family: str) -> None:
         return losses, sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
 
     losses, weights = trained(0.5)
-    assert losses[0] != losses[0]  # while the value head warms up there is none
+    assert losses[0] != losses[0]  # NaN: no loss while the value head warms up
     assert losses[-1] < 0.8 * losses[1]
     assert trained(0.5) == (pytest.approx(losses, nan_ok=True), weights)
     without, other = trained(0.0)

@@ -1,4 +1,4 @@
-"""Behaviour cloning: what is learned from demonstrations, and that it is kept."""
+"""Behaviour cloning: what a clone learns from demonstrations, and its cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ STEPS = CloningConfig(steps=150, batch_size=16, lr=3e-3, foresight_steps=100)
 
 
 def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
-    """A bright patch lies left or right; the sentence says whether to move there or away, and so
-    the state ends.
+    """A bright patch is left or right; the sentence says whether to move to it or away from it.
+
+    The final state follows from both.
     """
     g = torch.Generator().manual_seed(0)
     frames = episodes * length
@@ -59,7 +60,7 @@ def test_clone_imitates_the_demonstrations_and_reports_losses() -> None:
         and result.held_out_loss < 0.5 < before
         and result.cpu_s > 0
     )
-    assert policy.trunk.table is table  # the simulator's sentences again
+    assert policy.trunk.table is table  # the simulator's sentences are restored
     policy.set_sentences(demos.instructions)
     obs = {
         "front": demos.images["front"].permute(0, 3, 1, 2),
@@ -82,7 +83,7 @@ def test_cloning_is_deterministic_and_depends_on_its_options(
 ) -> None:
     def weights(seed: int = 0, **options: Any) -> float:
         policy = make()
-        torch.rand(next(counted))  # whatever else drew random numbers before
+        torch.rand(next(counted))  # other code draws random numbers before
         config = replace(STEPS, **{"steps": 5, "foresight_steps": 5, **options})
         behavior_cloning.clone(policy, demonstrations(), config, seed=seed)
         return sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
@@ -94,7 +95,7 @@ def test_cloning_is_deterministic_and_depends_on_its_options(
     assert len({base, cloning_only, weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
     monkeypatch.setattr(
         behavior_cloning, "MASKED_WORDS", 0.0
-    )  # words are missed while it learns to foresee, and only then
+    )  # words are masked only while the auxiliary loss is trained alone
     assert weights() != base and weights(foresight_steps=0) == cloning_only
 
 
@@ -109,7 +110,7 @@ def test_targets_of_the_auxiliary_loss() -> None:
         [5, 5],
     ]
     images = torch.randint(0, 256, (3, 8, 12, 3), dtype=torch.uint8)
-    cells = behavior_cloning._cells(images)  # row by row
+    cells = behavior_cloning._cells(images)  # in row-major order
     assert cells.shape == (3, 6, 3)
     assert (cells[2, 4].float() - images[2, 4:8, 4:8].float().mean((0, 1))).abs().max() <= 0.5
 
@@ -135,15 +136,13 @@ def test_cloning_initialises_the_words_of_the_demonstrations() -> None:
 
 
 def test_colour_changes_are_predicted() -> None:
-    """What the sentence speaks of leaves its place and arrives at another; the state says nothing
-    of it.
-    """
+    """The patch in the sentence disappears and another appears; the state has no information."""
     episodes, g = 400, torch.Generator().manual_seed(0)
     images = torch.zeros(2 * episodes, 16, 24, 3, dtype=torch.uint8)
     instruction = torch.randint(0, 2, (episodes,), generator=g).repeat_interleave(2)
     for episode in range(
         episodes
-    ):  # red and blue patches in two of the six squares; the one that is named goes out
+    ):  # two of six squares are red and blue; the one in the sentence becomes dark
         for patch, square in enumerate(torch.randperm(6, generator=g)[:2].tolist()):
             y, x = 8 * (square // 3), 8 * (square % 3)
             images[2 * episode, y : y + 4, x : x + 4, 2 * patch] = 255
@@ -158,7 +157,7 @@ def test_colour_changes_are_predicted() -> None:
         ("take the red one", "take the blue one"),
         20,
     )
-    policy = make(word_buckets=256)  # of 64, red and blue would be the same
+    policy = make(word_buckets=256)  # with 64, red and blue share a bucket
     policy.set_sentences(demos.instructions)
     run = behavior_cloning._CloningRun(
         policy, demos, replace(STEPS, batch_size=64), 0, lambda text: None, lambda *a: None
@@ -172,7 +171,7 @@ def test_colour_changes_are_predicted() -> None:
         off = (run.cell_head(grounding.cells) - run._change(test) / run.change_std).square().mean()
     assert off < 0.3 * (run._change(test) / run.change_std).square().mean(), (
         off
-    )  # half without the words
+    )  # without the words half are correct
 
 
 @pytest.mark.parametrize(
@@ -201,9 +200,7 @@ def test_demonstrations_of_another_robot_are_refused(change: dict[str, Any], mes
 
 
 def relabelled(**spec: ArraySpec) -> Any:
-    """A policy with other observations and, name for name of ``SPEC``, the weights of
-    ``make()``.
-    """
+    """Return a policy with other observations and the weights of ``make()``, name for name."""
     config = ModelConfig(policy="token", bins=16, width=32, word_buckets=64)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = TokenVLA(
@@ -324,12 +321,12 @@ def test_command_records_and_clones_and_reuses_both(
     ]
     a, b = (checkpoint.open_checkpoint(run).policy() for run in ("one", "two"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    # an option that changes what a clone is, and one that does not
+    # one option changes the clone, the other does not
     assert main.main([*words, "run_dir=four", "model.heads=2"]) == 0
     assert "taken from" not in capsys.readouterr().err
     assert main.main([*words, "run_dir=five", "cloning.coef=0.1", "model.detach_value=false"]) == 0
     assert "cloning: taken from" in capsys.readouterr().err
-    # a resumed run has its weights already
+    # a resumed run loads its own weights
     assert main.main([*words, "resume=one", "run_dir=three", "updates=2"]) == 0
     assert "cloning:" not in capsys.readouterr().err
 

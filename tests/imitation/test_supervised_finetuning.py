@@ -1,4 +1,4 @@
-"""Supervised steps: the loss by hand, that it falls, and what is kept on disk."""
+"""Supervised fine-tuning: the loss by hand, its decrease, and the cache."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def same(a: LanguagePolicy, b: LanguagePolicy) -> bool:
 
 # --------------------------------------------------------------------------------------------- loss
 def test_loss_is_the_mean_over_response_tokens() -> None:
-    """Each row by itself, through transformers, without padding."""
+    """The reference evaluates each row alone with transformers, without padding."""
     policy, total, count = make(), 0.0, 0
     for prompt, response in EXAMPLES[:4]:
         with torch.no_grad():
             logits = policy.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
         for k, token in enumerate(
             response
-        ):  # token k of the response is predicted one place before it
+        ):  # token k of the response is predicted at the position before it
             total -= float(logits[len(prompt) + k - 1].log_softmax(-1)[token])
             count += 1
     assert count == 2 + 3 + 1 + 4
@@ -59,15 +59,16 @@ def test_loss_is_the_mean_over_response_tokens() -> None:
 
 
 def test_one_step_equals_adamw_by_hand(tmp_path: Path) -> None:
-    """Adam's first step is lr * sign(gradient) where the gradient is not tiny; warm-up over 4
-    steps: lr / 4.
+    """Adam's first step is lr * sign(gradient) where the gradient is not tiny.
+
+    The learning rate is lr / 4 because of the warm-up over 4 steps.
     """
     policy, before = make(), make()
     loss(before, EXAMPLES[:4]).backward()
     start(policy, tmp_path, steps=1, lr=4e-3, lr_warmup=4)
     for new, old in zip(policy.parameters(), before.parameters(), strict=True):
         assert old.grad is not None
-        large = old.grad.abs() > 1e-3  # clipped to norm 1 it is still much larger than eps = 1e-8
+        large = old.grad.abs() > 1e-3  # also after clipping to norm 1 much larger than eps = 1e-8
         assert large.any()
         wanted = -1e-3 * old.grad.sign()
         assert torch.allclose((new - old)[large], wanted[large], rtol=1e-3, atol=1e-6)

@@ -1,6 +1,4 @@
-"""Our own simulation path on a CPU: against Gymnasium step by step, and what happens when something
-goes wrong.
-"""
+"""The CPU engine: equality with Gymnasium, the environment's contract, and failures."""
 
 from __future__ import annotations
 
@@ -48,14 +46,13 @@ def push(env: MujocoEnv, x: float = 0.0) -> Tensor:
     return torch.full((env.num_envs, env.action_spec.size), x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# -------------------------------------------------------------------------- the same as Gymnasium's
+# ------------------------------------------------------------------------- equality with Gymnasium
 @pytest.mark.parametrize("name", LOCOMOTION)
 @pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
 def test_steps_equal_gymnasiums(name: str, batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same states, 100 steps of every world: observations to float32's last bit, rewards
-    within 1e-6.
+    """Observations are equal as float32 over 100 steps; rewards differ by at most 1e-6.
 
-    Where a world falls, Gymnasium's goes on from the state of our next episode.
+    When a world falls, Gymnasium's is set to the initial state of our next episode.
     """
     if not batch:
         monkeypatch.setattr(mujoco_cpu, "Batch", None)  # MuJoCo before 3.17
@@ -76,7 +73,7 @@ def test_steps_equal_gymnasiums(name: str, batch: bool, monkeypatch: pytest.Monk
     low, high = np.array(env.action_spec.low), np.array(env.action_spec.high)
     compared = 0
     for _ in range(100):
-        # small enough for Hopper, Walker2d and Humanoid not to fall at once
+        # Small enough that Hopper, Walker2d and Humanoid do not fall in the first steps.
         action = (0.3 * rng.uniform(low, high, (4, len(low)))).astype(np.float32)
         step = env.step(torch.from_numpy(action))
         obs = step.obs if step.final_obs is None else step.final_obs
@@ -94,7 +91,7 @@ def test_steps_equal_gymnasiums(name: str, batch: bool, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", LOCOMOTION)
 def test_initial_states_are_distributed_as_gymnasiums(name: str) -> None:
-    """Mean and deviation of each position and velocity over 500 episodes."""
+    """Mean and deviation of each position and velocity agree over 500 episodes."""
     env = make(name, 500)
     env.reset()
     with warnings.catch_warnings():
@@ -134,7 +131,7 @@ def test_contract_with_cameras() -> None:
 
 
 def test_episodes_are_a_function_of_the_seed() -> None:
-    """Whatever the number of threads, the neighbours, and the implementation of the worlds."""
+    """They do not depend on the threads, the other worlds or the implementation."""
     alone, many = make(n=1, seeds=[7], num_threads=1), make(n=3, seeds=[5, 7, 9], num_threads=2)
     a, b = alone.reset(), many.reset()
     for t in range(60):
@@ -172,7 +169,7 @@ def test_threads_and_batch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_final_obs_and_first_obs_at_the_end_of_an_episode() -> None:
-    """obs begins the next episode, final_obs ends the old one, in the row that ends."""
+    """obs is the first of the next episode, final_obs the last of the old one."""
     env = make(max_episode_steps=5)
     env.reset()
     for t in range(5):
@@ -224,7 +221,7 @@ def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------------- when it goes wrong
+# ----------------------------------------------------------------------------------------- failures
 @pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
 def test_unstable_world_is_reset_and_counted(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not batch:
@@ -244,7 +241,7 @@ def test_unstable_world_is_reset_and_counted(batch: bool, monkeypatch: pytest.Mo
             assert step.final_obs is not None and torch.equal(step.final_obs[1], last[1])
             assert env.s["pushes"].tolist() == [4, 0, 4]
         for i in (0, 2):
-            assert torch.equal(step.obs[i], quiet.obs[i]), "the neighbours do not notice"
+            assert torch.equal(step.obs[i], quiet.obs[i]), "other worlds are not affected"
         last = step.obs
     assert int(env.unstable) == 1
 
@@ -377,7 +374,7 @@ def test_randomisation_without_ranges_is_refused() -> None:
         make("HalfCheetah", randomize=True)
 
 
-# ----------------------------------------------------------------------------------------- pictures
+# ------------------------------------------------------------------------------------------- images
 @pytest.mark.parametrize(("id", "camera"), [("Go1Joystick", "track"), ("PandaPickCube", "wrist")])
 def test_first_image_of_a_context_equals_later_ones(id: str, camera: str) -> None:
     env = make(id, 2, cameras=(camera,))
@@ -392,9 +389,14 @@ def test_first_image_of_a_context_equals_later_ones(id: str, camera: str) -> Non
 
 def test_unstable_world_inside_a_chunk_keeps_its_last_image() -> None:
     env = embodied_envs.make(
-        "toy_envs:Balance", num_envs=2, seeds=[0, 1], simulator="mujoco", cameras=("eye",), action_chunk=4,
+        "toy_envs:Balance",
+        num_envs=2,
+        seeds=[0, 1],
+        simulator="mujoco",
+        cameras=("eye",),
+        action_chunk=4,
         action_mapping="none",
-    )  # fmt: skip
+    )
     first: Any = env.reset()
     action = torch.zeros(2, 4, 1)
     action[0, 2] = 5.0  # above toy_envs.Balance's blow_up
@@ -403,14 +405,14 @@ def test_unstable_world_inside_a_chunk_keeps_its_last_image() -> None:
     env.close()
 
 
-# ---------------------------------------------------------------------------- a task with a mistake
+# ----------------------------------------------------------------------------- mistakes in the task
 def _reset(**more: Any) -> Any:
     whole = toy_envs.Balance.reset
     return lambda self, u: whole(self, u) | {k: f(u) for k, f in more.items()}
 
 
 MISTAKES: list[tuple[str, Any, str]] = [
-    # attribute of toy_envs.Balance, what it is instead, what is said
+    # Attribute of toy_envs.Balance, its replacement, the message.
     ("decimation", 0, "Balance.decimation=0 must be a whole number, at least 1"),
     ("decimation", 2.5, "Balance.decimation=2.5 must be a whole number"),
     (
@@ -533,7 +535,7 @@ def test_kind_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_controls_that_are_not_finite_are_counted(
     number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MuJoCo itself would put zeros in their place without a word."""
+    """MuJoCo itself would replace them with zeros without a message."""
     monkeypatch.setattr(
         toy_envs.Balance, "control", lambda self, s, a: torch.where(a > 0.5, number, a)
     )
@@ -545,7 +547,7 @@ def test_controls_that_are_not_finite_are_counted(
     assert env.step(torch.zeros(3, 1)).truncated.tolist() == [False] * 3
 
 
-# -------------------------------------------------------------------------------- domain randomised
+# ----------------------------------------------------------------------------- domain randomisation
 def test_randomised_masses_are_in_range_seeded_and_effective() -> None:
     options = {"randomize": True, "ranges": {"mass": [0.5, 1.5]}}
     env, again, plain = make(n=200, **options), make(n=200, **options), make(n=200)
@@ -588,7 +590,7 @@ def test_reset_of_other_worlds_does_not_change_a_model() -> None:
     assert (masses[[0, 2]] == before[[0, 2]]).all() and (masses[1, 1:] != before[1, 1:]).all()
 
 
-# ----------------------------------------------------------------------------------------- pictures
+# ------------------------------------------------------------------------------------------- images
 def test_images_show_the_current_state_of_each_world() -> None:
     env = make(
         cameras=("eye", "side"),
@@ -605,12 +607,12 @@ def test_images_show_the_current_state_of_each_world() -> None:
         step = env.step(push(env, 1.0))
         assert isinstance(step.obs, dict)
         assert torch.equal(step.obs["eye"][0].permute(1, 2, 0), env.render()), (
-            "the film sees what the policy sees"
+            "the video shows the image of the policy"
         )
         if t == 3:
             assert isinstance(step.final_obs, dict)
             assert not torch.equal(step.final_obs["eye"][0], step.obs["eye"][0])
-    # the same state alone, by MuJoCo's own renderer
+    # The same state rendered by MuJoCo's own renderer.
     model = env.physics.model
     data = mujoco.MjData(model)
     data.qpos[:] = env.s["qpos"][1].numpy()
@@ -619,20 +621,20 @@ def test_images_show_the_current_state_of_each_world() -> None:
         renderer.update_scene(data, camera="eye")
         reference = torch.from_numpy(renderer.render().copy())
     difference = (reference.float() - step.obs["eye"][1].permute(1, 2, 0).float()).abs()
-    assert float(difference.mean()) < 3.0, "but for multisampling"
+    assert float(difference.mean()) < 3.0, "equal except for multisampling"
     env.close()
 
 
 def test_two_renderers_do_not_affect_each_other() -> None:
     one, two = (make(cameras=("eye",), image_size=(24, 24)) for _ in range(2))
-    pictures = []
+    images = []
     one.reset(), two.reset()
     for _ in range(3):
-        pictures.append(one.step(push(one, 1.0)).obs["eye"])
+        images.append(one.step(push(one, 1.0)).obs["eye"])
         two.step(push(two, -1.0))
     two.close()
-    pictures.append(one.step(push(one, 1.0)).obs["eye"])
-    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(pictures))
+    images.append(one.step(push(one, 1.0)).obs["eye"])
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(images))
 
 
 def test_randomised_cameras_lights_and_colours() -> None:
@@ -654,9 +656,9 @@ def test_randomised_cameras_lights_and_colours() -> None:
     assert rgba.min() >= 0 and rgba.max() <= 1 and (rgba[..., 3] == 1).all()
 
 
-# ---------------------------------------------------------------------------------- the whole house
+# ---------------------------------------------------------------------------------------- full runs
 def test_training_counts_unstable_worlds(tmp_path: Path) -> None:
-    """A task that blows up now and then is trained all the same, and the metric says how often."""
+    """Training continues with a task that is unstable at times, and a metric counts it."""
     options = {
         "env.id": "toy_envs:Balance",
         "env.kwargs": {"blow_up": 0.9},
@@ -704,7 +706,7 @@ def test_evaluation_reports_each_kind_of_episode() -> None:
 
 
 def test_resume_is_exact(tmp_path: Path) -> None:
-    """Four updates = two, resume, two: bit for bit, without replaying the simulator."""
+    """Four updates equal two, a resume and two, bit for bit, without replaying the simulator."""
     options = {"env.id": "toy_envs:Balance", "env.randomize": True, "save_every": 2}
     whole = build.train(
         run_helpers.tiny_config({**options, "updates": 4, "run_dir": str(tmp_path / "whole")}),

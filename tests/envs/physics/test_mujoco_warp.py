@@ -1,7 +1,6 @@
-"""mujoco_warp behind our tasks, on device "cpu": against the CPU engine, and what happens when
-something goes wrong.
+"""The MuJoCo Warp engine on device "cpu": equality with the CPU engine, and failures.
 
-The first run compiles kernels for about two minutes; they are kept in ~/.cache/warp
+The first run compiles kernels for about two minutes; they are stored in ~/.cache/warp
 ($WARP_CACHE_PATH).
 """
 
@@ -39,13 +38,14 @@ SWING = """<mujoco>
   <option timestep="0.01"/>
   <asset><material name="plain" specular="0" reflectance="0"/></asset>
   <worldbody>
-    <light directional="true" dir="0.3 0.4 -1" castshadow="false" diffuse=".6 .6 .6" specular="0 0 0"/>
+    <light directional="true" dir="0.3 0.4 -1" castshadow="false" diffuse=".6 .6 .6"
+      specular="0 0 0"/>
     <camera name="front" pos="0 -2.5 0.6" xyaxes="1 0 0 0 0.2 1"/>
     <geom type="plane" size="2 2 .1" rgba=".4 .5 .4 1" material="plain"/>
     <body name="rod" pos="0.4 0 1">
       <joint name="hinge" axis="0 1 0" damping="0.05"/>
-      <geom type="capsule" size="0.06" fromto="0 0 0 0 0 -0.4" contype="0" conaffinity="0" rgba=".8 .3 .2 1"
-        material="plain"/>
+      <geom type="capsule" size="0.06" fromto="0 0 0 0 0 -0.4" contype="0" conaffinity="0"
+        rgba=".8 .3 .2 1" material="plain"/>
       <site name="end" pos="0 0 -0.4"/>
     </body>
     <body name="ball" pos="-0.4 0 0.35">
@@ -53,18 +53,23 @@ SWING = """<mujoco>
       <geom type="sphere" size="0.15" rgba=".2 .3 .8 1" material="plain"/>
     </body>
     <body name="goal" mocap="true" pos="0 0.5 0.2">
-      <geom type="box" size=".1 .1 .1" contype="0" conaffinity="0" rgba=".9 .8 .1 1" material="plain"/>
+      <geom type="box" size=".1 .1 .1" contype="0" conaffinity="0" rgba=".9 .8 .1 1"
+        material="plain"/>
     </body>
   </worldbody>
-  <actuator><motor name="turn" joint="hinge" gear="2" ctrlrange="-1 1" ctrllimited="true"/></actuator>
-  <sensor><framepos objtype="site" objname="end"/><framelinvel objtype="site" objname="end"/></sensor>
+  <actuator>
+    <motor name="turn" joint="hinge" gear="2" ctrlrange="-1 1" ctrllimited="true"/>
+  </actuator>
+  <sensor>
+    <framepos objtype="site" objname="end"/><framelinvel objtype="site" objname="end"/>
+  </sensor>
 </mujoco>"""
 
 
 class Swing(Task):
-    """A rod that a motor turns, a ball that falls on the floor.
+    """A rod that a motor turns and a ball that falls on the floor.
 
-    Ends where the rod has turned by more than 2 rad.
+    The episode ends when the rod has turned by more than 2 rad.
     """
 
     id = "Swing"
@@ -117,9 +122,7 @@ class Swing(Task):
 
 
 class RoundAnt(Ant):
-    """With a round friction cone, whose force does not depend on the directions of a contact's
-    tangents.
-    """
+    """Ant with a round friction cone, which does not depend on the tangents of a contact."""
 
     def spec(self) -> mujoco.MjSpec:
         spec = super().spec()
@@ -156,10 +159,9 @@ def final(step: Any) -> Any:
 
 
 def compare(one: MujocoEnv, other: MujocoEnv, steps: int, tolerance: float) -> int:
-    """Both engines from the same states within ``tolerance`` of 1 + |x|, each world until its first
-    episode ends.
+    """Compare both engines from the same states within ``tolerance`` of 1 + |x|.
 
-    Returns how many steps of worlds were compared.
+    Each world is compared until its first episode ends. Return the number of compared steps.
     """
     torch.testing.assert_close(one.reset(), other.reset(), rtol=tolerance, atol=1e-5)
     running, compared = torch.ones(one.num_envs, dtype=torch.bool), 0
@@ -192,8 +194,8 @@ def test_equal_to_the_cpu_engine(stage: str) -> None:
         pytest.param("Hopper", 30, 1e-3, marks=pytest.mark.slow),
         pytest.param("Walker2d", 30, 1e-3, marks=pytest.mark.slow),
         pytest.param("Humanoid", 10, 1e-3, marks=pytest.mark.slow),
-        # Where a capsule stands steeply on a plane mujoco_warp turns the tangents of the contact
-        # otherwise than MuJoCo, and a pyramid of friction is not round. The first step has no
+        # If a capsule stands steeply on a plane, mujoco_warp rotates the tangents of the contact
+        # differently from MuJoCo, and a friction pyramid is not round. The first step has no
         # contact yet.
         pytest.param("Ant", 1, 1e-5, marks=pytest.mark.slow),
         pytest.param(f"{__name__}:RoundAnt", 4, 2e-3, marks=pytest.mark.slow),
@@ -206,7 +208,7 @@ def test_locomotion_equals_the_cpu_engine(name: str, steps: int, tolerance: floa
 
 @pytest.mark.slow
 def test_sensors_of_contacts_and_limits() -> None:
-    """They are of the present, as MuJoCo's: also where a contact or a limit has just ended."""
+    """Sensors describe the current state, also just after a contact or a limit has ended."""
     one, other = make(f"{__name__}:Feeling", simulator="mujoco"), make(f"{__name__}:Feeling")
     one.reset()
     other.reset()
@@ -227,9 +229,7 @@ def test_sensors_of_contacts_and_limits() -> None:
 
 
 class Feeling(Swing):
-    """Senses whether the ball touches the floor, how far the hinge is from its limit, and the ball
-    from the rod.
-    """
+    """Observe contact of the ball with the floor, the hinge's limit and the ball from the rod."""
 
     fields, max_episode_steps = ("sensordata", "xpos", "site_xpos", "cfrc_ext", "cvel"), 15
 
@@ -247,7 +247,7 @@ class Feeling(Swing):
 
 
 def test_initial_states_equal_the_cpu_engines() -> None:
-    """Also in later episodes, and where models are drawn anew."""
+    """This holds in later episodes too, and with randomised models."""
     ranges = {
         "mass": (0.5, 1.5),
         "friction": (0.5, 1.5),
@@ -313,9 +313,7 @@ def test_fields_have_mujocos_shapes() -> None:
 # ------------------------------------------------------------------------------------- the contract
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_contract(stage: str) -> None:
-    """Among others: a state continues to the last bit, and a reset of one world touches no
-    other.
-    """
+    """Among others, a state continues bit for bit and a reset does not affect other worlds."""
     report = embodied_envs.check_env(
         lambda seeds: make(n=len(seeds), seeds=seeds, max_episode_steps=7, kwargs={"stage": stage}),
         steps=40,
@@ -353,7 +351,7 @@ def test_reset_changes_only_the_masked_worlds(stage: str) -> None:
 
 
 def test_unstable_world_is_reset_without_effect_on_others() -> None:
-    """Not finite in one step, out of bounds in another."""
+    """A world is not finite in one step, another is out of bounds in a later one."""
     plain, env = make(), make()
     plain.reset()
     env.reset()
@@ -387,16 +385,14 @@ def test_recorded_kernels_are_equal_bit_for_bit() -> None:
 
 
 class Recordable(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: looking at values, and tensors that the host has just
-    made.
-    """
+    """Raise for what a CUDA graph cannot hold: values read and tensors created on the host."""
 
     def __init__(self, env: MujocoEnv) -> None:
         super().__init__()
         self.known = {
             id(x) for x in (*vars(env.task).values(), *env.s.values(), *env._before.values())
         }
-        self.kept: list[Tensor] = []  # so that no other object gets the id of one
+        self.kept: list[Tensor] = []  # keeps them alive, so that no other object gets the id of one
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -420,9 +416,7 @@ class Recordable(TorchDispatchMode):
 
 
 def held(env: MujocoEnv) -> dict[str, int]:
-    """Every tensor that the environment holds, by its place in memory: a graph goes on writing
-    there.
-    """
+    """Return every tensor of the environment by its address, which a graph continues to write."""
     owners = {"env": vars(env), "task": vars(env.task), "physics": vars(env.physics), "s": env.s}
     owners |= {"before": env._before, "last": dict(enumerate(tree.leaves(env._last_obs)))}
     return {
@@ -437,9 +431,7 @@ def held(env: MujocoEnv) -> dict[str, int]:
     "id", [f"{__name__}:Swing", *(pytest.param(x, marks=pytest.mark.slow) for x in tasks.OWN)]
 )
 def test_control_step_reads_no_value_on_the_host(id: str) -> None:
-    """The way that CUDA graphs are recorded in, on a CPU: the same answers; no operation that the
-    host waits for.
-    """
+    """The code path of CUDA graphs gives the same results on a CPU without host access."""
     options: dict[str, Any] = {
         "max_episode_steps": 5,
         "randomize": True,
@@ -460,9 +452,9 @@ def test_control_step_reads_no_value_on_the_host(id: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-# ----------------------------------------------------------------------------------------- pictures
+# ------------------------------------------------------------------------------------------- images
 def test_images_equal_opengls() -> None:
-    """Mean absolute difference below 2 of 255 (measured: 0.3), also with models drawn anew."""
+    """The mean absolute difference is below 2 of 255 (measured: 0.3), also with random models."""
     options: dict[str, Any] = {"cameras": ("front",), "image_size": (48, 64), "randomize": True}
     options["ranges"] = {"camera_position": (-0.2, 0.2), "light": (0.5, 1.0), "colour": (-0.2, 0.2)}
     a, b = make(simulator="mujoco", **options), make(**options)
@@ -595,9 +587,7 @@ class Boxed(Swing):
 
 
 def test_default_capacities() -> None:
-    """The ball touches 1 + 1 times, but 16 is the least; a contact has 4 rows and nothing else
-    constrains.
-    """
+    """The ball has 2 contacts, but the minimum is 16; a contact has 4 rows, nothing else."""
     assert default_capacities(swing(worldbody="")) == (16, 64)
     bodies = "".join(
         f'<body pos="{i} 0 1"><freejoint/><geom type="capsule" size=".1 .2"/></body>'
@@ -610,7 +600,7 @@ def test_default_capacities() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_gpu_equals_the_cpu_engine(stage: str) -> None:
-    """The third control step is recorded, the others before the end are replays."""
+    """The third control step is recorded; later ones are replays."""
     one, other = (
         make(kwargs={"stage": stage}, simulator="mujoco"),
         make(kwargs={"stage": stage}, device="cuda"),
@@ -639,7 +629,7 @@ def test_captured_step_equals_the_eager_step(name: str) -> None:
     eager.reset()
     fast.reset()
     *actions, last = random_actions(fast, 9)
-    for action in actions:  # 5 of them replays, before chaos
+    for action in actions:  # 5 are replays; later steps are chaotic
         a, b = eager.step(action), fast.step(action)
         close = (a.obs - b.obs).abs().amax(1) < 1e-2
         assert float(close.float().mean()) > 0.9
@@ -664,7 +654,7 @@ def test_control_step_does_not_synchronise() -> None:
 
 @pytest.mark.gpu
 def test_gpu_state_continues_and_results_are_not_overwritten() -> None:
-    """As check_env, within rounding: sums of contacts have no fixed order there."""
+    """As check_env, within rounding: sums over contacts have no fixed order on a GPU."""
     env = make(device="cuda")
     env.reset()
     actions = random_actions(env, 20)

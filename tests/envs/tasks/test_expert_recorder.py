@@ -1,4 +1,4 @@
-"""Demonstrations of Tabletop's scripted expert: real MuJoCo, recorded, read back, and repeated."""
+"""Demonstrations of Tabletop's scripted expert, recorded in MuJoCo, read and replayed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tabletop(size: int = 32) -> MujocoEnv:
 def test_replayed_actions_repeat_the_recording(
     recorded: tuple[Path, list[expert_recorder.Episode]],
 ) -> None:
-    """From the same seeds: every first episode is seen again, bit for bit, and succeeds."""
+    """With the same seeds every first episode is equal bit for bit, and succeeds."""
     data, episodes = read(recorded[0]), recorded[1]
     first = {e.attempt: i for i, e in enumerate(episodes) if e.attempt < N}
     assert len(first) > N / 2 and [e.attempt for e in episodes] == sorted(
@@ -106,8 +106,9 @@ def test_another_start_gives_other_episodes(
 
 
 def test_with_noise_the_experts_action_is_recorded() -> None:
-    """In half of the steps: then the target has not moved as recorded; and who has failed is
-    counted, not recorded.
+    """Half of the steps execute another action, so the target does not move as recorded.
+
+    Failed episodes are counted, not recorded.
     """
     outcomes: Counter[bool] = Counter()
     options: dict[str, Any] = {"seed": 0, "num_envs": N, "image_size": (8, 8), "num_threads": 1}
@@ -128,10 +129,9 @@ def test_with_noise_the_experts_action_is_recorded() -> None:
     after = np.concatenate([e.state[1:] for e in recorded_episodes])
     finger = np.clip(
         state[:, 8] + 0.014 * action[:, 3], 0, 0.037
-    )  # where the fingers would have been sent
+    )  # targets of the fingers by the recorded actions
     executed = np.abs(after[:, 8] - finger) < 1e-6
-    # Half as recorded; and of the others some, where the fingers were at their stops and stay
-    # there.
+    # Half are as recorded, and some of the others, where the fingers stay at their limits.
     assert 0.5 < executed.mean() < 0.9
 
 

@@ -1,6 +1,4 @@
-"""PandaPickCube and Go1Joystick: models, observations, rewards by hand, resets, commands, memory,
-refusals.
-"""
+"""PandaPickCube and Go1Joystick: models, observations, rewards by hand, resets and commands."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def make(id: str, n: int = 2, **options: object) -> MujocoEnv:
 
 
 def actions(env: MujocoEnv, fill: float | None = None) -> Tensor:
-    """Random ones, or all ``fill``."""
+    """Return random actions, or actions that are all ``fill``."""
     assert isinstance(env.action_spec, Box)
     shape = (env.num_envs, env.action_spec.size)
     return (
@@ -112,7 +110,8 @@ env = embodied_envs.make("PandaPickCube", num_envs=256, seeds=list(range(256)), 
 env.reset()
 for _ in range(3):
     env.step(torch.zeros(256, 8))
-print(int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) / 1e6)  # not our parent's, as ru_maxrss
+# ru_maxrss would include the peak of the parent process.
+print(int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) / 1e6)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 0.6  # GB, of which torch is 0.2; EnvPool's take 10.8
@@ -141,7 +140,7 @@ def test_panda_cameras_front_and_wrist() -> None:
 def pick(
     cube: list[float], gripper: list[float], target: list[float], finger: float = 0.04
 ) -> dict[str, Tensor]:
-    """One world by hand: positions, m; the hand's axes are x, -y, -z of the world."""
+    """Return a state of one world; positions in m, the hand's axes are x, -y, -z of the world."""
     qpos = torch.zeros(1, 16, dtype=torch.float64)
     qpos[0, 7], qpos[0, 9:12], qpos[0, 12] = finger, torch.tensor(cube), 1.0
     axes = torch.tensor([[1.0, 0, 0], [0, -1, 0], [0, 0, -1]], dtype=torch.float64)
@@ -174,10 +173,10 @@ def test_panda_progress_by_hand() -> None:
     upwards = pick([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target)
     upwards["site_xmat"] = -upwards["site_xmat"]
     assert float(task.progress(upwards)) == 0.0
-    # around it, open; closed to its width of 4 cm (2 cm each)
+    # around the cube: open, then closed to its width of 4 cm (2 cm each)
     assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target) == pytest.approx(0.2)
     assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target, 0.02) == pytest.approx(0.4)
-    # closing at 3 cm is no grasp
+    # closed at a distance of 3 cm: no grasp
     assert progress([0.6, 0.0, 0.03], [0.6, 0.03, 0.03], target, 0.02) == pytest.approx(
         (1 - math.tanh(0.15)) / 5
     )
@@ -205,7 +204,7 @@ def test_panda_success_is_a_cube_at_rest_at_its_target() -> None:
     thrown = pick(target, target, target)
     thrown["qvel"][0, 9] = 0.3
     assert not bool(task.success(thrown))
-    # the lowest target leaves a cube on the floor, whatever its x and y, too far away
+    # even below the lowest target a cube on the floor is too far away
     assert task.target_z_m[0] - 0.03 > task.tolerance_m + 0.1
 
 
@@ -298,7 +297,7 @@ def test_panda_is_still_without_actions() -> None:
 
 # ------------------------------------------------------------------------------------------ the Go1
 def walk(command: list[float], dog: Go1Joystick) -> dict[str, Tensor]:
-    """One world by hand: the home pose at rest, feet on the ground."""
+    """Return a state of one world: the home pose at rest, feet on the ground."""
     s = {k: x[:1] for k, x in dog.reset(torch.full((1, 49), 0.5, dtype=torch.float64)).items()}
     s["qvel"] = torch.zeros(1, 18, dtype=torch.float64)
     s["command"] = torch.tensor([command], dtype=torch.float64)
@@ -376,7 +375,7 @@ def test_go1_reward_by_hand() -> None:
         return {k: float(x) for k, x in dog.terms(before, s, action).items() if float(x)}
 
     still = walk([0.0, 0.0, 0.0], dog)
-    assert terms(still, still) == {"track": 1.0, "turn": 0.5}  # told to stand, and stands
+    assert terms(still, still) == {"track": 1.0, "turn": 0.5}  # the command is to stand
     assert float(dog.reward(still, still, nothing)) == 1.5
     s = walk([0.3, 0.4, 1.0], dog)  # 0.5 m/s and 1 rad/s missing: exp(-4 · 0.25), exp(-4 · 1) / 2
     assert terms(s, s) == pytest.approx(
@@ -397,7 +396,7 @@ def test_go1_reward_by_hand() -> None:
     s["qpos"][0, 3:7] = torch.tensor([math.cos(0.3), math.sin(0.3), 0, 0])  # rolls by 0.6 rad
     assert terms(s, s)["tilt"] == pytest.approx(-(math.sin(0.6) ** 2))
     s["qvel"][0, 2] = 30.0
-    assert float(dog.reward(s, s, nothing)) == 0.0  # never below
+    assert float(dog.reward(s, s, nothing)) == 0.0  # the minimum
 
 
 def test_go1_rewards_air_time_and_penalises_slip() -> None:
@@ -407,7 +406,7 @@ def test_go1_rewards_air_time_and_penalises_slip() -> None:
     s["air"][0] = torch.tensor([0.3, 0.1, 0.3, 0.0])
     s["site_xpos"][0, dog.feet[2], 2] = 0.05  # still in the air
     s["site_xpos"][0, dog.feet[3], 0] = 0.02  # 2 cm in 20 ms
-    s["site_xpos"][0, dog.feet[2], 0] = 0.02  # may move: it is in the air
+    s["site_xpos"][0, dog.feet[2], 0] = 0.02  # no penalty: it is in the air
     terms = dog.terms(before, s, nothing)
     assert float(terms["air"]) == pytest.approx((0.3 - 0.2) + (0.1 - 0.2), abs=1e-7)
     assert float(terms["slip"]) == pytest.approx(-0.05)
@@ -441,7 +440,7 @@ def test_go1_commands_change_within_their_ranges() -> None:
     assert len(first.unique(dim=0)) > 50
     for _ in range(40):
         step = env.step(torch.zeros(64, 12))
-        assert not step.terminated.any()  # it stands
+        assert not step.terminated.any()  # it does not fall
         seen |= (env.s["command"] != first).any(1)
     assert 2 <= int(seen.sum()) <= 25  # of 64 · 40 · 0.004 = 10
 

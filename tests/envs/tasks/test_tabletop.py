@@ -1,6 +1,4 @@
-"""Tabletop: its words and splits, how episodes begin, what counts as done, and an expert who can do
-it all.
-"""
+"""Tabletop: sentences and splits, initial states, success and reward, and the scripted expert."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def beginnings(task: Tabletop, n: int, dtype: torch.dtype = torch.float64) -> di
 
 
 def blocks(s: Mapping[str, Tensor]) -> Tensor:
-    """[N, 4, 3] by colour; a view."""
+    """Return a view of the blocks' positions, [N, 4, 3] by colour."""
     return s["qpos"][:, 5:].unflatten(1, (4, 7))[:, :, :3]
 
 
@@ -73,7 +71,9 @@ def test_splits_share_no_combination_and_no_sentence() -> None:
     sentences = [
         [x for xs in split.values() for x in xs] for split in (train, combination, wording)
     ]
-    assert len({x for xs in sentences for x in xs}) == sum(map(len, sentences))  # each once
+    assert len({x for xs in sentences for x in xs}) == sum(
+        map(len, sentences)
+    )  # each sentence occurs once
     assert len(ALL) >= 10
 
 
@@ -84,7 +84,7 @@ def test_every_word_of_a_family_is_trained(name: str) -> None:
     trained = [c for c in every if not held_out(c)]
     for argument in FAMILIES[name].arguments:
         there = {getattr(c, argument) for c in trained}
-        # One argument: a word that is held out is trained in other families only.
+        # With one argument, other families train the held-out word.
         assert len(there) == (3 if len(FAMILIES[name].arguments) == 1 else 4)
     if FAMILIES[name].symmetric:
         assert all(held_out(c._replace(a=c.b, b=c.a)) for c in kept)
@@ -116,7 +116,7 @@ def test_sentence_names_the_arguments_of_the_combination(split: str) -> None:
         assert arguments == list(c.words().values()) or c.family in (
             "clear",
             "sort",
-        )  # a before b before z
+        )  # in the order a, b, z
     assert len(s["kind"].unique()) == len(ALL) and len(s["instruction"].unique()) > 0.9 * len(
         task.instructions
     )
@@ -146,11 +146,11 @@ def test_episodes_start_without_overlap_and_without_success() -> None:
     s = beginnings(task, 20000)
     assert not task.success(s).any()
     distance = torch.cdist(blocks(s), blocks(s)) + torch.eye(4)
-    assert distance.min() > 2 * HALF_EDGE - 1e-9  # a stack; else:
+    assert distance.min() > 2 * HALF_EDGE - 1e-9  # blocks of a stack; all others:
     stacked = s["kind"] == ALL.index("unstack")
     assert distance[~stacked].min() > 0.0499
     zones = s["mocap_pos"]
-    assert (torch.cdist(zones, zones) + torch.eye(4)).min() > 0.1  # two radii
+    assert (torch.cdist(zones, zones) + torch.eye(4)).min() > 0.1  # two radii of a zone
     over = torch.cdist(blocks(s)[..., :2].contiguous(), zones[..., :2].contiguous())
     cleared = s["kind"] == ALL.index("clear")
     assert over[~cleared].min() > 0.06 and over[cleared].flatten(1).amin(1).max() < 0.03
@@ -178,7 +178,7 @@ def test_stacks_and_neighbours_start_as_their_family_demands() -> None:
 def test_goals_are_at_the_positions_in_the_sentences() -> None:
     task = bound()
     s = beginnings(task, 3000)
-    goal = s["spot"][:, 0]  # of A, where it does not follow B
+    goal = s["spot"][:, 0]  # the goal of A, unless it is relative to B
     for i, name in enumerate(ALL):
         here = s["kind"] == i
         cs = [task.combinations[k] for k in s["combination"][here].tolist()]
@@ -226,7 +226,7 @@ def test_put_requires_the_block_down_at_rest_and_released() -> None:
     lay(task, s, "a", place)
     s["qpos"][0, :5] = torch.tensor([*place, 0.022, 0.022])  # between the fingers
     assert not task.success(s)
-    s["qpos"][0, 3:5] = 0.03  # and now not
+    s["qpos"][0, 3:5] = 0.03  # not any more
     assert task.success(s)
     s["qvel"][:] = 0.1
     assert not task.success(s)
@@ -300,7 +300,7 @@ def test_targets_follow_the_gripper_within_the_workspace() -> None:
     up = torch.tensor([[1.0, -0.5, 1.0, 1.0]], dtype=torch.float64)
     expected = torch.tensor(
         [[STEP, -STEP / 2, 0.17, FINGER_OPEN, FINGER_OPEN]], dtype=torch.float64
-    )  # 0.17 is the ceiling
+    )  # 0.17 is the largest height
     torch.testing.assert_close(task.control(s, up), expected)
     s["ctrl"][0, 0] = 0.05
     assert float(task.control(s, up)[0, 0]) == pytest.approx(MAX_LEAD)  # ahead of x = 0
@@ -325,7 +325,7 @@ def test_expert_succeeds_in_every_family() -> None:
     rate = {name: float(succeeded[kind == i].mean()) for i, name in enumerate(ALL)}
     assert min(rate.values()) >= 0.95, rate
     assert int(env.unstable) == 0
-    # Progress sums to at most 1, success is worth 1.
+    # Progress sums to at most 1; success gives 1.
     assert float(earned[succeeded.bool()].min()) > 1 and float(earned.max()) < 2
     env.close()
 
@@ -354,14 +354,14 @@ def test_observations() -> None:
     assert isinstance(language, dict) and language["state"].shape == (3, 12)
     assert torch.equal(language["instruction"], few.s["instruction"])  # pyright: ignore[reportAttributeAccessIssue]
     assert few.task_names == ("reach", "push")
-    # The last 16 + families entries say what the sentence says.
+    # The last 16 + families entries encode the combination.
     for i in range(3):
         c = env.task.combinations[int(env.s["combination"][i])]  # pyright: ignore[reportAttributeAccessIssue]
         hot = state[i, -16 - len(ALL) :].nonzero().flatten().tolist()
         arguments = [len(ALL) + 4 * at + x for at, x in enumerate((c.a, c.b, c.z, c.d)) if x >= 0]
         assert hot == [ALL.index(c.family), *arguments]
     env.close()
-    # A family's place does not depend on which are chosen, and in what order.
+    # The entry of a family does not depend on the selection and its order.
     some = make(8, kwargs={"families": ["put", "reach"]})
     state = some.reset()
     assert isinstance(state, Tensor) and state.shape == (8, 91)
