@@ -95,11 +95,12 @@ def train_mean_rewards(c: Config, env: VectorEnv, *, stagger: bool = False) -> l
     """Train a policy in ``env`` and return the mean reward of each update's rollout."""
     policy = embodied.make_policy(c, env)
     rollout = Rollout(env, policy, seed=1, stagger=stagger)
+    updates = total_updates(c)
     learner = actor_critic_learner(
-        policy, c.algorithm, num_envs=env.num_envs, updates=c.updates, seed=1
+        policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=1
     )
     rewards = []
-    for update in range(c.updates):
+    for update in range(updates):
         trajectory, _ = rollout.collect(c.algorithm.horizon, update=update, version=update)
         rewards.append(trajectory.reward[trajectory.mask].mean().item())
         learner.update(trajectory, update=update)

@@ -144,7 +144,7 @@ class IsaacLike:
     def __init__(self, cfg: Any) -> None:
         self.cfg, self.unwrapped, self.extras = cfg, self, {}
         self.cart = Cart(cfg.num_envs, cfg.seed, cfg.device)
-        self.cart.generators = [None]  # torch's global one
+        self.cart.generators = [None]  # torch's global generator
         torch.manual_seed(cfg.seed)
         self.num_envs, self.device = cfg.num_envs, cfg.device
         self.fell, self.out = (

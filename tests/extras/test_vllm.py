@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, where there is no GPU
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, without a GPU
 sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.importorskip("vllm")
 
@@ -37,11 +37,8 @@ SAMPLING = Sampling(12, temperature=0.8, stop_ids=(2, *range(30, 34)))
 def policy_and_engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[LanguagePolicy, VllmEngine]]:
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "head_dim": 32,
-        "intermediate_size": 128,
-    }  # sizes that vLLM's CPU kernels support
+    # Sizes that vLLM's CPU kernels support.
+    sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
     policy = make(tie_word_embeddings=True, **sizes)
     policy.temperature = SAMPLING.temperature
     path = tmp_path_factory.mktemp("model")

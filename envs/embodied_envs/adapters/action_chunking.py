@@ -84,7 +84,7 @@ class ChunkedActions:
         for step, was_active in zip(steps[-2::-1], active_before[-2::-1], strict=True):
             ended = was_active & (step.terminated | step.truncated)
             final_obs = _where(ended, successor(step), final_obs)
-        # Episodes that ended start anew now, except those that the simulator has just reset itself.
+        # Reset the episodes that ended, except those that the simulator has just reset itself.
         is_reset = ~active
         if last.final_obs is not None:
             is_reset = ~active & ~active_before[-1]

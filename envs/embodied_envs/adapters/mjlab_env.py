@@ -139,7 +139,7 @@ class _MjlabTask:
         if len(index) == 0:
             return obs, reward, terminated, truncated, info
         info = {name: x.clone() for name, x in info.items()}
-        flags = terminated.clone(), truncated.clone()  # the reset clears mjlab's own
+        flags = terminated.clone(), truncated.clone()  # the reset clears mjlab's flags
         last = tree.map(torch.clone, obs)
         first, _ = self.env.reset(env_ids=index)
 
