@@ -144,6 +144,23 @@ def fake_tensors(policy: nn.Module) -> Iterator[list[Tensor]]:
         yield [mode.from_tensor(x) for x in (*policy.parameters(), *policy.buffers())]
 
 
+@contextmanager
+def _freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
+    """Free each gradient as soon as it is complete; yield the parameters that got one."""
+    with_gradient = set[Tensor]()
+
+    def free(p: Tensor) -> None:
+        with_gradient.add(p)
+        p.grad = None
+
+    hooks = [
+        p.register_post_accumulate_grad_hook(free) for p in model.parameters() if p.requires_grad
+    ]
+    yield with_gradient
+    for hook in hooks:
+        hook.remove()
+
+
 def micro_batch(
     policy: Policy, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig
 ) -> Batch:
@@ -252,16 +269,7 @@ def language_step(
     Returns:
         Peak in bytes, without weights and gradients.
     """
-
-    def free_gradient(p: Tensor) -> None:
-        p.grad = None
-
-    hooks = [
-        p.register_post_accumulate_grad_hook(free_gradient)
-        for p in model.parameters()
-        if p.requires_grad
-    ]
-    with fake_tensors(model) as known:
+    with _freed_gradients(model), fake_tensors(model) as known:
         ids = torch.zeros(rows, width, dtype=torch.int64)
         place, action = ids[:, -length:], ids[:, -length:]
         with AllocationCounter([*known, ids]) as counter:
@@ -272,8 +280,6 @@ def language_step(
                 loss = (view.log_prob + view.entropy).sum()
             loss.backward()
             del loss
-    for hook in hooks:
-        hook.remove()
     return counter.peak
 
 
@@ -288,17 +294,10 @@ def predicted(policy: Policy, learner: Learner, device: torch.device, t: Traject
     """
     assert isinstance(policy, nn.Module)
     policy.zero_grad(set_to_none=True)
-    c, with_gradient = learner.config, set[Tensor]()
-
-    def free_gradient(p: Tensor) -> None:
-        with_gradient.add(p)
-        p.grad = None
-
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(free_gradient) for p in trained]
+    c = learner.config
     share = c.global_batch_size // learner.ranks.world
     size = min(c.micro_batch_size or share, share)
-    with fake_tensors(policy) as known:
+    with _freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:
         batch = micro_batch(policy, device, t, size, c)
         bytes_per_row = nbytes(batch.inputs) / size
         denominator = losses.denominator(batch.mask)
@@ -307,8 +306,6 @@ def predicted(policy: Policy, learner: Learner, device: torch.device, t: Traject
             loss.backward()
             del loss
         activations = counter.peak
-    for hook in hooks:
-        hook.remove()
     gradients = nbytes(list(with_gradient))
     rows = t.version.numel()
     experience_bytes = nbytes(t) + (rows + share) * bytes_per_row
