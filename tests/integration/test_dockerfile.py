@@ -1,6 +1,4 @@
-"""The Dockerfile names what is there: it is built only where there is a builder, so what can rot is
-read here.
-"""
+"""Static tests of the Dockerfile, because images are built only where there is a builder."""
 
 from __future__ import annotations
 
@@ -21,32 +19,31 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, its words) in order, without comments, each on one line."""
+    """Return (instruction, arguments) in order, without comments, each on one line."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
+    parts = (line.partition(" ") for line in lines if line)
+    return [(name, text) for name, _, text in parts]
 
 
-def words(instruction: str) -> list[str]:
-    return [rest for word, rest in instructions() if word == instruction]
+def arguments(instruction: str) -> list[str]:
+    """Return the arguments of each occurrence of an instruction."""
+    return [text for name, text in instructions() if name == instruction]
 
 
 def copied() -> dict[str, str]:
-    """Source in the checkout -> where it goes, relative to the working directory."""
-    pairs = {}
-    for rest in words("COPY"):
-        *sources, target = [word for word in shlex.split(rest) if not word.startswith("--")]
-        pairs |= {
-            source: f"{target}/{source}" if target.endswith("/") else target for source in sources
-        }
-    return pairs
+    """Return source in the checkout -> target relative to the working directory."""
+    targets = {}
+    for text in arguments("COPY"):
+        *sources, target = [part for part in shlex.split(text) if not part.startswith("--")]
+        for source in sources:
+            targets[source] = f"{target}/{source}" if target.endswith("/") else target
+    return targets
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The image's working directory before anything is installed: what is copied and nothing
-    else.
-    """
+    """Return the image's working directory with the copied files only."""
     home = tmp_path_factory.mktemp("image")
     for source, target in copied().items():
         assert (ROOT / source).exists(), f"COPY {source}"
@@ -57,63 +54,60 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_nothing_comes_but_by_copy_of_names() -> None:
-    """ADD unpacks and downloads; a folder of everything would take .venv and runs of the host."""
-    assert words("ADD") == []
+def test_files_are_copied_by_name() -> None:
+    """ADD would unpack and download; a copy of ``.`` would include .venv and runs."""
+    assert arguments("ADD") == []
     assert not {".", "./", "*"} & set(copied())
 
 
-def test_make_finds_what_it_needs(image: Path) -> None:
-    assert any("make .venv/base" in rest for rest in words("RUN"))
-    for target in (".venv/base", "train"):  # `train` is what a user calls inside
-        done = subprocess.run(["make", "-n", target], cwd=image, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+def test_make_targets_have_their_files(image: Path) -> None:
+    assert any("make .venv/base" in text for text in arguments("RUN"))
+    for target in (".venv/base", "train"):  # users call `train` in the container
+        command = ["make", "-n", target]
+        process = subprocess.run(command, cwd=image, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
 
 
-def test_the_package_installs_from_what_is_copied(image: Path) -> None:
-    """The wheel of the editable installation, as pip asks for it: README, licence, version, every
-    package's folder.
-    """
+def test_package_can_be_built_from_the_copied_files(image: Path) -> None:
+    """Build the wheel of the editable installation with the backend's hook that pip calls."""
     script = (
         "import sys; from setuptools import build_meta;"
         " print(build_meta.build_editable(sys.argv[1]))"
     )
     (image / "out").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", script, "out"], cwd=image, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert (image / "out" / done.stdout.split()[-1]).suffix == ".whl"
+    command = [sys.executable, "-c", script, "out"]
+    process = subprocess.run(command, cwd=image, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert (image / "out" / process.stdout.split()[-1]).suffix == ".whl"
 
 
-def test_the_user_is_not_root() -> None:
-    """By number: a cluster that asks for another user than root cannot tell from a name."""
-    (uid,) = words("USER")[-1:]
+def test_user_is_a_number_other_than_root() -> None:
+    """A cluster that forbids root cannot check a user's name."""
+    (uid,) = arguments("USER")[-1:]
     assert int(uid) > 0
-    assert any(f"useradd --create-home --uid {uid} ppo" in rest for rest in words("RUN"))
-    owners = {re.search(r"--chown=(\w+)", rest) for rest in words("COPY")}
-    assert {owner and owner[1] for owner in owners} == {"ppo"}, "make writes beside what is copied"
+    assert any(f"useradd --create-home --uid {uid} ppo" in text for text in arguments("RUN"))
+    owners = {re.search(r"--chown=(\w+)", text) for text in arguments("COPY")}
+    assert {owner and owner[1] for owner in owners} == {"ppo"}, (
+        "make writes into the copied folders"
+    )
 
 
-def test_the_command_is_the_entry() -> None:
-    (entry,) = [json.loads(rest) for rest in words("ENTRYPOINT")]
+def test_entrypoint_is_the_command() -> None:
+    (entry,) = [json.loads(text) for text in arguments("ENTRYPOINT")]
     assert entry == ["embodied-ppo"] and entry[0] in PROJECT["scripts"]
-    (command,) = [json.loads(rest) for rest in words("CMD")]
+    (command,) = [json.loads(text) for text in arguments("CMD")]
     verb, experiment = command
     assert verb == "train"
-    assert (
-        ROOT / "configs" / "experiment" / f"{experiment.removeprefix('experiment=')}.yaml"
-    ).is_file()
-    (home,) = words("WORKDIR")
-    assert any(f"PATH={home}/.venv/bin:" in rest for rest in words("ENV"))
+    name = experiment.removeprefix("experiment=")
+    assert (ROOT / "configs" / "experiment" / f"{name}.yaml").is_file()
+    (home,) = arguments("WORKDIR")
+    assert any(f"PATH={home}/.venv/bin:" in text for text in arguments("ENV"))
 
 
-def test_what_builds_and_runs_it_says_so() -> None:
-    """The commands of its head and of docs/image.md: arguments that are declared, the folder that
-    runs are in.
-    """
+def test_documented_commands_use_declared_arguments() -> None:
+    """Check the commands in the comments of the Dockerfile and in docs/image.md."""
     text = (ROOT / "Dockerfile").read_text() + (ROOT / "docs" / "image.md").read_text()
-    declared = {rest.partition("=")[0] for rest in words("ARG")}
+    declared = {argument.partition("=")[0] for argument in arguments("ARG")}
     assert set(re.findall(r"--build-arg (\w+)=", text)) == declared
-    (home,) = words("WORKDIR")
+    (home,) = arguments("WORKDIR")
     assert set(re.findall(r"-v [\w-]+:(\S+)", text)) == {f"{home}/runs"}

@@ -1,6 +1,4 @@
-"""Every experiment that ships is parsed, built and trained for one small update; nothing in
-configs/ is left out.
-"""
+"""Every shipped experiment is parsed, built and trained for one small update."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ SMALL = [
     "evaluation.num_envs=1",
     "evaluation.video_episodes=0",
     "updates=1",
-    "compile=never",  # bench_* wait for the compiler; core/test_compile.py has it
+    "compile=never",  # bench_* would wait for the compiler, which core/test_compile.py tests
 ]
 SMALL_LANGUAGE = [
     *(f"actor.model.architecture.{name}=16" for name in ("hidden_size", "intermediate_size")),
@@ -48,92 +46,80 @@ NEEDS_FILES = {
     "openvla_7b",
     "openvla_oft",
 }
-"""Experiments whose weights and data do not ship; the tests of reasoning, pi0 and pretrained models
-have small ones.
-"""
-TOLD = {
-    "tabletop_token",
-    "tabletop_flow",
-    "tabletop_gaussian",
-    "tabletop_token_push",
-    "tabletop_token_put",
+"""Experiments without shipped weights and data; other tests use small ones."""
+INSTRUCTED = {f"tabletop_{x}" for x in ("token", "flow", "gaussian", "token_push", "token_put")}
+"""Experiments of policies with instructions, which clone first."""
+SUCCESS = INSTRUCTED | {
+    "metaworld",
+    "go1_joystick",
+    "panda_pick_cube",
+    "tabletop_push",
+    "tabletop_reach",
 }
-"""Policies that are told what to do, cloned first."""
-SUCCESS = TOLD | {"metaworld", "go1_joystick", "panda_pick_cube", "tabletop_push", "tabletop_reach"}
-"""Experiments whose task says when it has succeeded."""
+"""Experiments whose task reports success."""
 
 
-def test_the_promised_experiments_ship() -> None:
-    promised = (
-        "quickstart cartpole inverted_pendulum hopper halfcheetah walker2d ant humanoid cheetah_run"
-    )
-    promised += (
-        " panda_pick_cube go1_joystick tabletop_push tabletop_reach metaworld atari gymnasium"
-    )
-    promised += (
-        " tabletop_token tabletop_flow tabletop_gaussian arithmetic scratchpad rlhf_tiny"
-        " gsm8k_qwen2_5_0_5b"
-    )
-    assert set(promised.split()) <= set(EXPERIMENTS)
+def test_documented_experiments_exist() -> None:
+    documented = {"quickstart", "cartpole", "inverted_pendulum", "hopper", "halfcheetah"}
+    documented |= {"walker2d", "ant", "humanoid", "cheetah_run", "panda_pick_cube", "go1_joystick"}
+    documented |= {"tabletop_push", "tabletop_reach", "metaworld", "atari", "gymnasium"}
+    documented |= {"tabletop_token", "tabletop_flow", "tabletop_gaussian", "arithmetic"}
+    documented |= {"scratchpad", "rlhf_tiny", "gsm8k_qwen2_5_0_5b"}
+    assert documented <= set(EXPERIMENTS)
 
 
 def mode(name: str) -> str:
-    """That an experiment is for, its own or that of the one it builds on."""
-    defaults = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text()).get(
-        "defaults", []
-    )
-    chosen = [
-        entry["override /mode"]
-        for entry in defaults
-        if isinstance(entry, dict) and "override /mode" in entry
-    ]
-    above = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
-    return chosen[0] if chosen else mode(above[0]) if above else "embodied"
+    """Return the mode of an experiment, which may be that of the experiment it extends."""
+    content = yaml.safe_load((CONFIGS / "experiment" / f"{name}.yaml").read_text())
+    defaults = content.get("defaults", [])
+    for entry in defaults:
+        if isinstance(entry, dict) and "override /mode" in entry:
+            return entry["override /mode"]
+    base = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
+    return mode(base[0]) if base else "embodied"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in EXPERIMENTS if mode(name) == "embodied" and name not in NEEDS_FILES]
-)
+def experiments_of(mode_name: str) -> list[str]:
+    return [name for name in EXPERIMENTS if mode(name) == mode_name and name not in NEEDS_FILES]
+
+
+@pytest.mark.parametrize("name", experiments_of("embodied"))
 def test_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = SMALL + (SMALL_CLONING if name in TOLD else [])
-    assert main.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, (
-        capsys.readouterr().err
-    )
+    small = SMALL + (SMALL_CLONING if name in INSTRUCTED else [])
+    code = main.main(["train", "--quiet", "--json", f"experiment={name}", *small])
+    assert code == 0, capsys.readouterr().err
     summary = json.loads(capsys.readouterr().out)
-    assert summary["updates"] == 1 and summary["env_steps"] == (32 if name in TOLD else 8)
+    assert summary["updates"] == 1 and summary["env_steps"] == (32 if name in INSTRUCTED else 8)
     assert summary["final_return"] is not None and summary["cpu_us_per_step"] > 10
     assert (summary["final_success"] is not None) == (name in SUCCESS)
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in EXPERIMENTS if mode(name) == "reasoning" and name not in NEEDS_FILES]
-)
+@pytest.mark.parametrize("name", experiments_of("reasoning"))
 def test_language_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = SMALL_LANGUAGE + (SMALL_REWARD_MODEL if name == "rlhf_tiny" else [])
-    assert main.main(["train", "--quiet", "--json", f"experiment={name}", *small]) == 0, (
-        capsys.readouterr().err
-    )
+    code = main.main(["train", "--quiet", "--json", f"experiment={name}", *small])
+    assert code == 0, capsys.readouterr().err
     summary = json.loads(capsys.readouterr().out)
     assert summary["updates"] == 1 and summary["tokens"] >= 8
     assert summary["final_return"] is not None and summary["final_success"] is not None
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()
 
 
-def test_an_experiment_that_needs_files_names_them(capsys: pytest.CaptureFixture) -> None:
+def test_missing_files_of_an_experiment_are_named(capsys: pytest.CaptureFixture) -> None:
     for name in NEEDS_FILES:
         assert main.main(["train", f"experiment={name}"]) == 2
         assert "has no value yet; give it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_describes_itself(name: str) -> None:
+def test_experiment_has_a_description(name: str) -> None:
     text = (CONFIGS / "experiment" / f"{name}.yaml").read_text()
     assert len(yaml.safe_load(text)["description"]) > 10
 
@@ -142,4 +128,4 @@ def test_every_group_file_is_used_by_an_experiment() -> None:
     texts = "\n".join(p.read_text() for p in (CONFIGS / "experiment").glob("*.yaml"))
     for group in ("algorithm", "model", "env"):
         for file in (CONFIGS / group).glob("*.yaml"):
-            assert f"override /{group}: {file.stem}" in texts, f"{group}/{file.stem} is dead"
+            assert f"override /{group}: {file.stem}" in texts, f"{group}/{file.stem} is not used"

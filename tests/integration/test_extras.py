@@ -1,5 +1,6 @@
-"""mjlab and LIBERO are not in this environment (make test-mjlab, make test-libero): what is said
-then.
+"""Tests of the extras mjlab and LIBERO without their packages.
+
+`make test-mjlab` and `make test-libero` test them with their packages.
 """
 
 from __future__ import annotations
@@ -42,27 +43,25 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
     ],
 )
-def test_what_is_missing_is_named_with_the_command_that_installs_it(
-    make: type, id: str, message: str
-) -> None:
+def test_missing_package_is_named_with_its_installation(make: type, id: str, message: str) -> None:
     with pytest.raises(EnvError, match=message):
         make(id, AdapterOptions(num_envs=1, seeds=[0]))
 
 
-def test_ids_are_told_by_their_names_alone() -> None:
-    assert mjlab_env.has_task("Mjlab-Velocity-Flat-Unitree-Go1") and not mjlab_env.has_task(
-        "Ant-v5"
-    )
+def test_ids_are_recognised_without_importing_simulators() -> None:
+    assert mjlab_env.has_task("Mjlab-Velocity-Flat-Unitree-Go1")
+    assert not mjlab_env.has_task("Ant-v5")
     assert libero_env.has_task("libero/libero_90") and not libero_env.has_task("libero_90")
     assert mjlab_env.ids() == []
     code = "import sys, embodied_envs.adapters.mjlab_env, embodied_envs.adapters.libero_env\n"
     code += "print('mujoco' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "False"
 
 
-def test_a_task_of_libero_has_its_spaces_before_its_scene() -> None:
-    """Else the first process would build a scene only to be asked what it looks like."""
+def test_spaces_of_libero_are_known_before_the_scene_is_built() -> None:
+    """Otherwise the first process would build a scene only to read its spaces."""
     vector = libero_env.make_vector(
         2,
         tasks=[0, 3],
@@ -89,41 +88,28 @@ def test_a_task_of_libero_has_its_spaces_before_its_scene() -> None:
         ("libero", {"mujoco": "3.8.", "robosuite": "1.4.0"}),
     ],
 )
-def test_the_tested_sets_agree_with_each_other(extra: str, pins: dict[str, str]) -> None:
-    """Another mujoco and what comes with it, the same torch."""
+def test_constraints_of_extras_agree_with_the_main_ones(extra: str, pins: dict[str, str]) -> None:
+    """The extras have other versions of mujoco and its dependents, and the same torch."""
     main, own = (
         dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "scripts" / name).read_text(), re.MULTILINE))
         for name in ("constraints.txt", f"constraints-{extra}.txt")
     )
-    assert {name: own[name].startswith(start) for name, start in pins.items()} == dict.fromkeys(
-        pins, True
-    )
+    assert all(own[name].startswith(version) for name, version in pins.items())
     for name in ("torch", "gymnasium", "numpy", "envpool", "ray", "pytest"):
         assert own[name] == main[name], name
 
 
-def test_the_tested_set_is_for_every_python_that_we_support() -> None:
-    """Debian 12 has 3.11.2, too old for some.
-
-    What is installed in another version than the tested is not judged.
-    """
-    (lowest,) = re.findall(
-        r'^requires-python = ">=([\d.]+),', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
-    pins = dict(
-        re.findall(
-            r"^([\w.-]+)==(\S+)$", (ROOT / "scripts" / "constraints.txt").read_text(), re.MULTILINE
-        )
-    )
-    tested = [
-        found
-        for found in distributions()
-        if pins.get(found.name.lower().replace("_", "-")) == found.version
-    ]
-    assert len(tested) > 50
-    wants = {found.name: found.metadata["Requires-Python"] for found in tested}
-    assert {
-        name: want
-        for name, want in wants.items()
-        if want and f"{lowest}.0" not in SpecifierSet(want)
-    } == {}
+def test_tested_versions_support_the_lowest_python() -> None:
+    """Debian 12 has Python 3.11.2. Only packages in the tested version are checked."""
+    project = (ROOT / "pyproject.toml").read_text()
+    constraints = (ROOT / "scripts" / "constraints.txt").read_text()
+    (lowest,) = re.findall(r'^requires-python = ">=([\d.]+),', project, re.MULTILINE)
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, re.MULTILINE))
+    requirements = {
+        package.name: package.metadata["Requires-Python"]
+        for package in distributions()
+        if pins.get(package.name.lower().replace("_", "-")) == package.version
+    }
+    assert len(requirements) > 50
+    for name, required in requirements.items():
+        assert not required or f"{lowest}.0" in SpecifierSet(required), name

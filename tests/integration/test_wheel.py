@@ -1,6 +1,4 @@
-"""What is installed is what is here: the built wheel holds every package and configuration, and
-works elsewhere.
-"""
+"""Tests of the wheel: it contains all packages and configs, and works in another environment."""
 
 from __future__ import annotations
 
@@ -33,35 +31,32 @@ TRASH = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
 
 
 def run(*command: object, cwd: Path) -> str:
-    """Standard output of a command that must succeed, without the test run's own import paths."""
+    """Run a command without the import paths of the tests and return its standard output."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    process = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, (
-        f"{command} in {cwd}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    )
-    return done.stdout
+    assert process.returncode == 0, f"{command} in {cwd}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 def sources() -> set[str]:
-    """Every file of the checkout that belongs in the wheel, by its name there."""
-    found = set()
-    for here, there in INSTALLED.items():
-        for path in (ROOT / here).rglob("*"):
-            hidden = any(
-                part == "__pycache__" or part.startswith(".")
-                for part in path.relative_to(ROOT).parts
-            )
+    """Return the names in the wheel of all files of the checkout that belong there."""
+    names = set()
+    for source, target in INSTALLED.items():
+        for path in (ROOT / source).rglob("*"):
+            parts = path.relative_to(ROOT).parts
+            hidden = any(part == "__pycache__" or part.startswith(".") for part in parts)
             if path.is_file() and not hidden:
-                found.add(f"{there}/{path.relative_to(ROOT / here).as_posix()}")
-    return found
+                names.add(f"{target}/{path.relative_to(ROOT / source).as_posix()}")
+    return names
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the source distribution and the wheel made *from it*: EMBODIED_PPO_DIST, or built
-    from a copy.
+    """Return the folder of the source distribution and the wheel that is built from it.
+
+    The folder is $EMBODIED_PPO_DIST, else both are built from a copy of the checkout.
     """
     if given := os.environ.get("EMBODIED_PPO_DIST"):
         return (ROOT / given).resolve()
@@ -82,54 +77,36 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def bin_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``bin`` of a fresh environment with the wheel, and this environment's other packages but not
-    its checkout.
+    """Return ``bin`` of a new environment with the wheel and the packages of this environment.
 
-    A path line in a .pth file adds site-packages without running the .pth files in there, one of
-    which is the checkout's editable installation.
+    A path line in a .pth file adds site-packages without running its .pth files, one of which is
+    the editable installation of the checkout.
     """
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=False, symlinks=True)
-    python = home / "bin" / "python"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-        cwd=home,
-    )
+    pip = (sys.executable, "-m", "pip", "--python", home / "bin" / "python")
+    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=home)
     (site,) = home.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(
-        "\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    )
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site / "dependencies.pth").write_text("\n".join(paths))
     return home / "bin"
 
 
-def test_wheel_holds_what_the_checkout_holds(wheel: Path) -> None:
+def test_wheel_contains_the_files_of_the_checkout(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         info = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
     assert names == sources(), "pyproject.toml: [tool.setuptools] packages and package-data"
     assert "embodied_ppo/configs/train.yaml" in names
-    assert info, "the licence travels with the wheel"
+    assert info, "the wheel contains the licence"
 
 
 def test_sdist_builds_without_the_checkout(dist: Path) -> None:
     (path,) = dist.glob("embodied_ppo-*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    assert {
-        "pyproject.toml",
-        "LICENSE",
-        "README.md",
-        "configs/train.yaml",
-        "envs/embodied_envs/__init__.py",
-    } <= names
+    required = {"pyproject.toml", "LICENSE", "README.md", "configs/train.yaml"}
+    assert required | {"envs/embodied_envs/__init__.py"} <= names
 
 
 def test_wheel_works_from_another_directory(bin_dir: Path, tmp_path: Path) -> None:
@@ -143,21 +120,19 @@ def test_wheel_works_from_another_directory(bin_dir: Path, tmp_path: Path) -> No
 
 
 def test_command_finds_its_experiments(bin_dir: Path, tmp_path: Path) -> None:
-    printed = run(bin_dir / "embodied-ppo", "experiments", cwd=tmp_path)
+    output = run(bin_dir / "embodied-ppo", "experiments", cwd=tmp_path)
     names = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
     assert "quickstart" in names  # what `make train` runs
-    assert {name for name in names if name not in printed.split()} == set()
+    assert {name for name in names if name not in output.split()} == set()
 
 
 def test_checkout_finds_its_configurations() -> None:
-    """The editable installation maps configs/ as well."""
+    """The editable installation maps configs/, too."""
     assert Path(str(files("embodied_ppo.configs"))) == ROOT / "configs"
 
 
 def test_imports_are_declared() -> None:
-    """Every import is the standard library's, ours, or named in pyproject.toml; and nothing is
-    named in vain.
-    """
+    """Check that all imported packages are declared in pyproject.toml, and no others."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     base = {canonicalize_name(Requirement(r).name) for r in project["dependencies"]}
@@ -179,10 +154,8 @@ def test_imports_are_declared() -> None:
     owners = packages_distributions()
     used = {canonicalize_name(owner) for name in imported for owner in owners.get(name, [name])}
 
-    theirs = {
-        "vllm"
-    }  # users install it themselves: it pins another torch and transformers (docs/dependencies.md)
-    assert used - base - optional == theirs, "imported, not declared"
+    # Users install vllm: it pins another torch and transformers (docs/dependencies.md).
+    assert used - base - optional == {"vllm"}, "imported, not declared"
     indirect = {
         "tensorboard",  # torch.utils.tensorboard writes with it
         "imageio-ffmpeg",  # imageio writes mp4 with it
