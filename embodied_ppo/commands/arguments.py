@@ -54,15 +54,15 @@ def reject_overrides(args: argparse.Namespace) -> None:
         raise UsageError(f"{args.overrides[0]} is not read by {args.command}; leave it out")
 
 
-def reject_bare_words(args: argparse.Namespace) -> None:
-    """Raise UsageError for an argument without ``=``, which is most likely a checkpoint's path."""
+def reject_paths(args: argparse.Namespace) -> None:
+    """Raise UsageError for an argument without ``=``, which is probably a checkpoint's path."""
     from embodied_ppo.config import loader
     from embodied_ppo.config.schema import OWN_OPTIONS
 
     options = loader.describe(OWN_OPTIONS[args.command])
-    for word in args.overrides:
-        if "=" not in word and not word.startswith("~") and word not in options:
-            raise UsageError(f"{word} is not of the form option=value; write checkpoint={word}")
+    for text in args.overrides:
+        if "=" not in text and not text.startswith("~") and text not in options:
+            raise UsageError(f"{text} is not of the form option=value; write checkpoint={text}")
 
 
 def describe_own_options(command: str) -> str:

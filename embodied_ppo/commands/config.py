@@ -64,11 +64,10 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
         if only and only.lower() not in f"{path} {option.meaning}".lower():
             continue
         value = "???" if path in loaded.missing else attrgetter(path)(loaded.config)
+        default = option.default
         rows[path] = {
             "value": list(value) if isinstance(value, tuple) else value,
-            "default": list(option.default)
-            if isinstance(option.default, tuple)
-            else option.default,
+            "default": list(default) if isinstance(default, tuple) else default,
             "source": loaded.origin.get(path, "config.py"),
             "meaning": option.meaning,
             "type": option.type,

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate a checkpoint and print the summary."""
-    arguments.reject_bare_words(args)
+    arguments.reject_paths(args)
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
     from embodied_ppo import run

@@ -32,18 +32,20 @@ from embodied_ppo.core.errors import (
     shorten,
 )
 
-RUNNING = (*PRIMARY, "tune")
+LOADING_TORCH = (*PRIMARY, "tune")
 """Commands that load torch and simulators to run them."""
-LEAST_ADDRESS_SPACE = 1_500_000 * 1024
-"""Bytes. Measured with experiment=cartpole: glibc or libstdc++ abort the process with 1,200,000 kB,
-not with 1,300,000 kB."""
+MIN_ADDRESS_SPACE = 1_500_000 * 1024
+"""Smallest allowed address space in bytes.
+
+With experiment=cartpole, glibc or libstdc++ abort the process with 1,200,000 kB, but not with
+1,300,000 kB."""
 OUT_OF_MEMORY = (
     "can't start new thread",
     "can't allocate memory",
     "Cannot allocate memory",
     "failed to map segment",
 )
-"""Texts of errors of threading, torch and the dynamic loader."""
+"""Messages of threading, torch and the dynamic loader when memory is exhausted."""
 
 
 class Command(Protocol):
@@ -127,7 +129,7 @@ COMMANDS = {
     ),
     "new-task": Entry("write a task for your own robot", "new-task my_robot --mjcf robot.xml"),
 }
-"""Name -> entry of every command. ``load`` imports the module."""
+"""Name of each command -> entry. ``load`` imports the module."""
 
 
 def load(name: str) -> Command:
@@ -171,6 +173,7 @@ def load(name: str) -> Command:
 
 # ---------------------------------------------------------------------------------------- arguments
 def _help() -> str:
+    """Return the text of --help."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {entry.summary}" for name, entry in COMMANDS.items())
     examples = "\n".join(f"  {PROGRAM} {entry.example}" for entry in COMMANDS.values())
@@ -225,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    """Run a command; report errors and return its exit code."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process has closed it (>&-)
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
@@ -238,10 +242,9 @@ def _main(argv: list[str]) -> int:
         try:
             sys.path.append(os.getcwd())  # env.id=my_module:MyTask-v0 is imported from here
         except FileNotFoundError as e:
-            raise UsageError(
-                "the current folder has been deleted; change to an existing one"
-            ) from e
-        if argv[0] in RUNNING:
+            message = "the current folder has been deleted; change to an existing one"
+            raise UsageError(message) from e
+        if argv[0] in LOADING_TORCH:
             _check_address_space()
         code = args.execute(args)
         sys.stdout.flush()
@@ -256,9 +259,7 @@ def _main(argv: list[str]) -> int:
         # The reader of the pipe has ended (.. | head), which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (
-        Exception
-    ) as e:  # the top of the program: every error becomes a last line and an exit code
+    except Exception as e:  # the top of the program: every error has a last line and an exit code
         return _report(e)
     return code or 0
 
@@ -266,11 +267,11 @@ def _main(argv: list[str]) -> int:
 def _check_address_space() -> None:
     """Raise UsageError for a limit (``ulimit -v``) with which the C libraries abort the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+    if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_SPACE:
         raise UsageError(
             f"ulimit -v is {limit // 1024}: torch and its threads need at least "
-            f"{LEAST_ADDRESS_SPACE // 1024} kB of "
-            "address space; raise it, or write ulimit -v unlimited"
+            f"{MIN_ADDRESS_SPACE // 1024} kB of address space; raise it, or write ulimit -v "
+            "unlimited"
         )
 
 
@@ -284,36 +285,36 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _report(error: Exception) -> int:
-    """Print the last line, return the exit code."""
+    """Print the last line and return the exit code."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        path = str(error.filename)
-        longest = max(path.split("/"), key=len)
-        shown = (
-            path.replace(longest, f"{longest[:20]}..") if len(longest) > 255 else f"{path[:60]}.."
-        )
-        limit = f"a part of it has {len(os.fsencode(longest))} bytes, the limit is 255" * (
-            len(longest) > 255
-        )
-        error = UsageError(
-            f"{shown}: is too long for a path ({limit or error.strerror}); shorten it"
-        )
+        error = _path_error(error)
     if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
         print(shorten(f"error: {one_line(error)}"), file=sys.stderr)
         return REFUSED
     if _out_of_memory(error):
         error = TrainingError(
             f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan shows what a run "
-            "needs; lower "
-            "env.num_envs or algorithm.horizon"
+            "needs; lower env.num_envs or algorithm.horizon"
         )
     if not isinstance(error, TrainingError):
         traceback.print_exception(error)
         error = RuntimeError(one_line(error, kind=True))
-    first, _, _ = str(error).partition(
-        "\n"
-    )  # the log has the other lines (stacks of other processes)
-    print(f"error: {first}", file=sys.stderr)
+    # The log has the other lines, such as stacks of other processes.
+    first_line = str(error).partition("\n")[0]
+    print(f"error: {first_line}", file=sys.stderr)
     return FAILED
+
+
+def _path_error(error: OSError) -> UsageError:
+    """Return the error of a path that is too long, with a shortened path."""
+    path = str(error.filename)
+    longest = max(path.split("/"), key=len)
+    if len(longest) > 255:
+        path = path.replace(longest, f"{longest[:20]}..")
+        reason = f"a part of it has {len(os.fsencode(longest))} bytes, the limit is 255"
+    else:
+        path, reason = f"{path[:60]}..", error.strerror
+    return UsageError(f"{path}: is too long for a path ({reason}); shorten it")
 
 
 if __name__ == "__main__":

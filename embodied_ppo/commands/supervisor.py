@@ -1,4 +1,4 @@
-"""Run a command in a child process, so that every end has a last line and an exit code.
+"""Run a command in a child process, so that crashes have a last line and an exit code, too.
 
 A simulator may crash (SIGSEGV), call ``os._exit`` or hang while it holds the interpreter's lock,
 and the kernel may end the process for lack of memory. Only another process can report these. The
@@ -22,12 +22,10 @@ from embodied_ppo.core import watchdog
 CHECK_S = 0.5
 """Interval of the checks of the simulator's time limit, seconds."""
 PAUSE_S = 5.0
-"""Seconds between two checks from which on this process, and so its group, has been stopped
-(Ctrl-Z).
-"""
+"""Interval of two checks above which the process group must have been stopped (Ctrl-Z), seconds."""
 PR_SET_PDEATHSIG = 1
 SI_KERNEL = 0x80
-"""Origin of a signal from the terminal, which reaches the whole group."""
+"""Origin of a signal from the terminal, which the whole process group receives."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
@@ -41,7 +39,7 @@ def supervise(run: Callable[[], int]) -> int:
         return run()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: None
-            stream.flush()  # otherwise the child would write it, too
+            stream.flush()  # otherwise the child would write its content, too
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGCHLD})
     child = os.fork()
@@ -70,9 +68,8 @@ def _supervised(run: Callable[[], int], parent: int) -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     code = run()
-    watchdog.numbers[watchdog.DONE] = (
-        code + 1
-    )  # a crash at the exit of the interpreter changes no result
+    # A crash at the exit of the interpreter does not change the result.
+    watchdog.numbers[watchdog.DONE] = code + 1
     return code
 
 

@@ -73,11 +73,8 @@ def print_arms(results: Sequence[Mapping[str, Any]]) -> None:
     for result in results:
         arm = tuple((key, value) for key, value in result["options"].items() if key != "seed")
         arms.setdefault(arm, []).append(result)
-    tags = [
-        tag
-        for tag in ("final_return", "final_success")
-        if any(result.get(tag) is not None for result in results)
-    ]
+    tags = ("final_return", "final_success")
+    tags = [tag for tag in tags if any(result.get(tag) is not None for result in results)]
     columns = [f"{tag} {part}" for tag in tags for part in ("mean", "std", "min", "max")]
     rows = [["arm", "runs", *columns]]
     for arm, runs in arms.items():
