@@ -105,10 +105,11 @@ def has_task(id: str) -> bool:
 class EnvPoolEnv(Adapter):
     """``num_envs`` copies of an EnvPool task, stepped by EnvPool's threads.
 
-    Implements ``VectorEnv``. EnvPool resets an ended episode on the step *after* it. The row that ends carries the true final
-    observation (so ``final_obs`` is None), and the next row is a dummy (mask False, reward 0,
-    action ignored). The first ``reset`` builds the simulators, so ``restart`` itself is free. If
-    the task and the time limit end an episode in the same step, EnvPool reports it as truncated.
+    Implements ``VectorEnv``. EnvPool resets an ended episode on the step *after* it. The row that
+    ends carries the true final observation (so ``final_obs`` is None), and the next row is a dummy
+    (mask False, reward 0, action ignored). The first ``reset`` builds the simulators, so
+    ``restart`` itself is free. If the task and the time limit end an episode in the same step,
+    EnvPool reports it as truncated.
     """
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
