@@ -1,25 +1,24 @@
-"""Vision-language-action models of published size, random weights, beside 32 rendered simulators on
-one GPU.
+"""Measure vision-language-action models of published size on one GPU.
 
     python scripts/bench_gpu_vla.py [--tiny] [--part NAME]
 
-Our own rollout and learner run updates of PPO on Tabletop (pictures of 224 x 224; MuJoCo and OpenGL
-on the host):
+Our rollout and learner run PPO updates on Tabletop with 32 simulators (images of 224 x 224; MuJoCo
+and OpenGL on the host) and random weights:
 
     oft           OpenVLA-OFT's shape, 7.5 G, chunks of 8 actions in parallel, adapters of rank 32
-    pi0_frozen    π0's shape, 3.2 G, its expert trained; prefixes kept through the epochs, and
-    computed anew
-    pi0_trained   π0, everything trained
+    pi0_frozen    π0's shape, 3.2 G, its expert trained; prefixes cached over the epochs, and
+                  recomputed
+    pi0_trained   π0, all weights trained
 
-Each part is a process of its own, prints a table and one line of JSON; what cannot be measured is
-named in both and takes nothing else along. Nothing depends on what weights say, so random ones
-measure speed and memory as any; success is not looked at. ``--tiny``: small models, also without a
-GPU.
+Each part runs in its own process and prints a table and one line of JSON. Both name every value
+that could not be measured; the other values are measured nevertheless. Speed and memory do not
+depend on the values of the weights. Success is not measured. ``--tiny`` uses small models and needs
+no GPU.
 
-Predicted memory is from shapes, before the first update: parameters, their gradients and AdamW's
-moments; trajectory and prefixes; and of a micro-batch what lives at most, by running forward and
-backward pass on tensors without contents. Operations are those of the models' mathematics, 2 for
-each weight and token: what is computed again is no work done.
+Memory is predicted from shapes before the first update: parameters, their gradients and AdamW's
+moments, trajectory and prefixes, and the peak of a micro-batch, found by a forward and backward
+pass on tensors without storage. Operations are those of the model's mathematics, 2 for each weight
+and token; recomputation does not count.
 """
 
 from __future__ import annotations
@@ -61,23 +60,28 @@ T = TypeVar("T")
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 """Part of a device's name -> dense bfloat16 products, operations per second (data sheets)."""
 MEASURED = {"H200": 788e12}
-"""What a product of 8192 x 8192 matrices of random numbers reached on one (2026-10)."""
+"""Measured with a product of random 8192 x 8192 matrices (2026-10), operations per second."""
 PARTS = ("oft", "pi0_frozen", "pi0_trained")
 DEADLINE_S = 155
-"""Of a part."""
+"""Time limit of a part."""
 STAGE = 1 << 28
-"""float32 numbers of host memory that offloading goes through: 1 GiB."""
+"""Size of the host buffer for offloading: float32 numbers of 1 GiB."""
 
 
 # ------------------------------------------------------------------------------------------- shapes
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What an update is made of.
+    """Sizes of an update.
 
-    horizon     decisions of each environment          epochs, minibatch, micro   see
-    AlgorithmConfig
-    chunk       actions of a decision                  side   of a picture, pixels
-    recompute   activations are computed twice
+    Attributes:
+        horizon: Decisions of each environment.
+        epochs: See ``AlgorithmConfig.update_epoch``.
+        minibatch: See ``AlgorithmConfig.global_batch_size``.
+        micro: See ``AlgorithmConfig.micro_batch_size``.
+        chunk: Actions of a decision.
+        side: Side of an image, in pixels.
+        num_envs: Number of environments.
+        recompute: Whether activations are recomputed in the backward pass.
     """
 
     horizon: int
@@ -103,16 +107,16 @@ TINY = {
 
 
 def openvla_config(actions: int, *, tiny: bool) -> OpenVLAConfig:
-    """``actions``: A."""
+    """Return the configuration for ``actions`` action dimensions."""
     stats = {"q01": [-1.0] * actions, "q99": [1.0] * actions}
-    rest: dict[str, Any] = {"norm_stats": {"bench": {"action": stats}}}
+    norms: dict[str, Any] = {"norm_stats": {"bench": {"action": stats}}}
     text: dict[str, Any] = {
         "vocab_size": 32064,
         "pad_token_id": 32000,
         "max_position_embeddings": 2048,
     }
     if not tiny:
-        return OpenVLAConfig(text=text, **rest)
+        return OpenVLAConfig(text=text, **norms)
     text |= {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -121,11 +125,11 @@ def openvla_config(actions: int, *, tiny: bool) -> OpenVLAConfig:
     }
     dino = TowerConfig(hidden_size=16, layers=3, heads=2, intermediate_size=64, patch_size=7)
     siglip = TowerConfig(hidden_size=24, layers=4, heads=3, intermediate_size=40, patch_size=7)
-    return OpenVLAConfig(text=text, dino=dino, siglip=siglip, image_size=28, **rest)
+    return OpenVLAConfig(text=text, dino=dino, siglip=siglip, image_size=28, **norms)
 
 
 def pi0_config(*, tiny: bool) -> Any:
-    """transformers' PI0Config."""
+    """Return transformers' PI0Config."""
     from transformers import PI0Config
 
     if not tiny:
@@ -157,13 +161,13 @@ def pi0_config(*, tiny: bool) -> Any:
     )
 
 
-def words(sentence: str) -> list[int]:
-    """Begin of sequence, then a token each, below 258: every vocabulary here has them."""
+def tokenize(sentence: str) -> list[int]:
+    """Return the begin token and one token per word, all below 258, as every vocabulary needs."""
     return [openvla.BOS, *(2 + i for i in word_ids(sentence, 256))]
 
 
 class NewOpenVLA(CheckpointVLA):
-    """Of new weights, made where they are to be; otherwise as one that a directory holds."""
+    """OpenVLA with new weights, created on the device, instead of weights of a directory."""
 
     def __init__(
         self, body: OpenVLAConfig, device: torch.device, *args: Any, **options: Any
@@ -176,11 +180,11 @@ class NewOpenVLA(CheckpointVLA):
         self.actions = ActionTokens.from_config(sizes)
         body = OpenVLABody(sizes, dtype=self.dtype, device=device)
         body.recompute = config.gradient_checkpointing
-        return OpenVLA(body, words, actions=self.chunk * self.size)
+        return OpenVLA(body, tokenize, actions=self.chunk * self.size)
 
 
 def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> CheckpointVLA | PI0:
-    """On the environment's device."""
+    """Return the policy of a part on the environment's device."""
     torch.manual_seed(0)
     box = env.action_spec
     assert isinstance(box, Box)
@@ -192,11 +196,11 @@ def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> Checkpo
         with torch.device(env.device):
             model = PI0ForConditionalGeneration(pi0_config(tiny=tiny))
         config = ModelConfig(policy="flow", freeze_trunk=part == "pi0_frozen", **common)
-        published = pi0_files.Published(model, words)
+        published = pi0_files.Published(model, tokenize)
         policy = PI0(env.obs_spec, box, config, published, chunk=work.chunk, sentences=sentences)
         return policy.to(env.device)
     sizes = openvla_config(box.size // work.chunk, tiny=tiny)
-    with tempfile.TemporaryDirectory() as folder:  # adapters rest on a directory
+    with tempfile.TemporaryDirectory() as folder:  # adapters need a directory
         (Path(folder) / "config.json").write_text(json.dumps(write_config(sizes)))
         config = ModelConfig(
             policy="token", checkpoint=folder, lora_rank=4 if tiny else 32, **common
@@ -209,7 +213,7 @@ def make_policy(part: str, env: VectorEnv, work: Work, *, tiny: bool) -> Checkpo
 
 # --------------------------------------------------------------------------------------- operations
 def linear(modules: Iterable[nn.Module], *, adapters: bool = False) -> int:
-    """Weights that a token is multiplied with: of adapters, or of all else."""
+    """Return the number of weights of linear layers: of adapters, or of all others."""
     return sum(
         layer.weight.numel()
         for module in modules
@@ -220,7 +224,13 @@ def linear(modules: Iterable[nn.Module], *, adapters: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Operations:
-    """Of one decision: of acting, of training on it once, and before that of a frozen trunk."""
+    """Operations per decision.
+
+    Attributes:
+        act: Acting.
+        learn: One training pass.
+        once: The frozen trunk, if its outputs are cached.
+    """
 
     act: float
     learn: float
@@ -228,61 +238,60 @@ class Operations:
 
 
 def openvla_operations(policy: CheckpointVLA) -> Operations:
-    """S tokens of a row, Q of which predict. Forward: 2 weights S + 4 S² D in each layer; of the
-    last one Q queries.
+    """Return the operations for rows of S tokens, Q of which predict.
 
-    Backward: as much again for what tokens are, and once more for weights that are trained, the
-    adapters.
+    Forward: 2 weights S + 4 S² D in each layer; the last layer has Q queries. Backward: the same
+    for the gradients of activations, and again for those of the trained weights, the adapters.
     """
     body: OpenVLABody = policy.body.body
     config, llama = body.config, body.language_model.model
-    seen, q = config.grid**2 * len(policy.trunk.encoder.images), policy.chunk * policy.size
-    s = seen + policy.trunk.table.ids.shape[1] + q + 1
+    visual, q = config.grid**2 * len(policy.trunk.encoder.images), policy.chunk * policy.size
+    s = visual + policy.trunk.table.ids.shape[1] + q + 1
     cameras = len(policy.trunk.encoder.images)
-    sight = 0.0
-    for layers, sizes, patches, more in (
+    vision_ops = 0.0
+    for layers, sizes, patches, extra in (
         (body.dino.encoder.layer[:-1], config.dino, body.dino.embeddings, 1 + config.registers),
         (body.siglip.encoder.layers[:-1], config.siglip, body.siglip.embeddings, 0),
     ):
-        n = config.grid**2 + more
-        each = 2 * linear([patches]) * config.grid**2 + 2 * linear(layers) * n
-        sight += cameras * (each + 4 * n * n * sizes.hidden_size * len(layers))
-    sight += 2 * linear([body.projector]) * seen
+        n = config.grid**2 + extra
+        linear_ops = 2 * linear([patches]) * config.grid**2 + 2 * linear(layers) * n
+        vision_ops += cameras * (linear_ops + 4 * n * n * sizes.hidden_size * len(layers))
+    vision_ops += 2 * linear([body.projector]) * visual
     last = llama.layers[-1]
     keys, width = [last.self_attn.k_proj, last.self_attn.v_proj], policy.body.hidden_size
 
     def rows(adapters: bool) -> float:
-        of_keys = linear(keys, adapters=adapters)
-        first = linear(llama.layers[:-1], adapters=adapters) + of_keys
-        return 2.0 * (first * s + (linear([last], adapters=adapters) - of_keys) * q)
+        key_weights = linear(keys, adapters=adapters)
+        first = linear(llama.layers[:-1], adapters=adapters) + key_weights
+        return 2.0 * (first * s + (linear([last], adapters=adapters) - key_weights) * q)
 
     attention = 4.0 * width * ((len(llama.layers) - 1) * s * s + q * s)
     head = 2.0 * policy.bins * width * q
     value = 2.0 * linear([policy.value_head])
     base, adapters = rows(False), rows(True)
-    act = sight + base + adapters + attention + head + value
-    learn = sight + 2 * (base + head) + 3 * (adapters + attention + value)
+    act = vision_ops + base + adapters + attention + head + value
+    learn = vision_ops + 2 * (base + head) + 3 * (adapters + attention + value)
     return Operations(act, learn)
 
 
 def pi0_operations(policy: PI0) -> Operations:
-    """P tokens of the prefix, H + 1 of the expert, which see all.
+    """Return the operations for P tokens of the prefix and H + 1 of the expert.
 
-    Training runs one step of the expert's.
+    The expert's tokens attend to all tokens. Training runs one step of the expert.
     """
     vlm: Any = policy.trunk.vlm
     expert: Any = policy.expert
     text, vision = vlm.config.text_config, vlm.config.vision_config
-    looks = len(policy.trunk.encoder.images)
+    cameras = len(policy.trunk.encoder.images)
     patches = (policy.trunk.side // vision.patch_size) ** 2
     tower = vlm.vision_tower
-    sight = 2 * linear([tower, vlm.multi_modal_projector]) * patches * looks
-    sight += 4 * patches**2 * vision.hidden_size * vision.num_hidden_layers * looks
-    p = patches * looks + policy.trunk.table.shape[1]
+    vision_ops = 2 * linear([tower, vlm.multi_modal_projector]) * patches * cameras
+    vision_ops += 4 * patches**2 * vision.hidden_size * vision.num_hidden_layers * cameras
+    p = patches * cameras + policy.trunk.table.shape[1]
     layers, width = vlm.language_model.layers, text.num_attention_heads * text.head_dim
-    words = 2 * linear(layers) * p + 4 * p * p * width * len(layers)
-    # the prefix' own outputs are for the value, which changes no feature: of the last layer only
-    # keys learn
+    text_ops = 2 * linear(layers) * p + 4 * p * p * width * len(layers)
+    # The outputs of the prefix serve the value, whose gradient does not reach the features: in the
+    # last layer only keys and values are trained.
     a = layers[-1].self_attn
     idle = 2 * (linear([layers[-1]]) - linear([a.k_proj, a.v_proj])) * p + 4 * p * p * width
     h = policy.horizon
@@ -293,7 +302,7 @@ def pi0_operations(policy: PI0) -> Operations:
     step -= 2 * linear([embed.state_proj]) * (h - 1)
     step += 4 * (h + 1) * (p + h + 1) * width * len(layers)
     value = 2.0 * linear([policy.value_head])
-    prefix = float(sight + words)
+    prefix = float(vision_ops + text_ops)
     act = prefix + policy.steps * step + value
     if not policy.frozen:
         return Operations(act, 3 * (prefix + step + value) - 2 * idle)
@@ -301,26 +310,28 @@ def pi0_operations(policy: PI0) -> Operations:
 
 
 def operations(policy: CheckpointVLA | PI0) -> Operations:
+    """Return the operations of a policy."""
     return pi0_operations(policy) if isinstance(policy, PI0) else openvla_operations(policy)
 
 
 # ------------------------------------------------------------------------------------------ measure
 def wait(device: torch.device) -> None:
+    """Wait for the work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Wall time, the device's work included."""
+    """Return the wall time of a call, including the work of the device."""
     wait(device)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     call()
     wait(device)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
 
-class Watched:
-    """A ``VectorEnv`` whose steps are timed; what the GPU has to finish before one is left out."""
+class TimedEnv:
+    """``VectorEnv`` that times its steps, without earlier work of the GPU."""
 
     def __init__(self, env: VectorEnv) -> None:
         self.env, self.spent = env, 0.0
@@ -329,13 +340,13 @@ class Watched:
         return getattr(self.env, name)
 
     def step(self, action: Tensor) -> Step:
-        told: list[Step] = []
-        self.spent += seconds(lambda: told.append(self.env.step(action)), self.env.device)
-        return told[0]
+        results: list[Step] = []
+        self.spent += seconds(lambda: results.append(self.env.step(action)), self.env.device)
+        return results[0]
 
 
 def pieces(tensors: Iterable[Tensor], room: int) -> Iterator[list[Tensor]]:
-    """Flat parts of contiguous tensors, in groups of at most ``room`` numbers."""
+    """Yield flat parts of contiguous tensors, in groups of at most ``room`` numbers."""
     group: list[Tensor] = []
     for x in tensors:
         for part in x.detach().view(-1).split(room):
@@ -350,12 +361,15 @@ def pieces(tensors: Iterable[Tensor], room: int) -> Iterator[list[Tensor]]:
 def offload_s(
     tensors: Sequence[Tensor], device: torch.device, room: int = STAGE
 ) -> tuple[float, float]:
-    """Of float32 tensors to pinned host memory, and of the way back. They go through ``room``
-    numbers of it, so that the host need not hold them; between the two they are overwritten."""
+    """Return the seconds to copy float32 tensors to pinned host memory, and back.
+
+    The tensors go through a buffer of ``room`` numbers, so that the host need not hold all of them.
+    They are set to zero between the two copies.
+    """
     stage = torch.empty(
         min(room, sum(x.numel() for x in tensors)), pin_memory=device.type == "cuda"
     )
-    there = back = 0.0
+    to_host = to_device = 0.0
     for group in pieces(tensors, room):
         host = stage[: sum(x.numel() for x in group)].split([x.numel() for x in group])
 
@@ -363,41 +377,41 @@ def offload_s(
             for a, b in zip(to, source, strict=True):
                 a.copy_(b, non_blocking=True)
 
-        there += seconds(lambda g=group, h=host: move(h, g), device)
+        to_host += seconds(lambda g=group, h=host: move(h, g), device)
         for x in group:
             x.zero_()
-        back += seconds(lambda g=group, h=host: move(g, h), device)
-    return there, back
+        to_device += seconds(lambda g=group, h=host: move(g, h), device)
+    return to_host, to_device
 
 
 def copy_s(policy: nn.Module, device: torch.device) -> float:
-    """Of bringing a second set of the trained weights, in bfloat16, up to date; the second time."""
+    """Return the time of the second update of a bfloat16 copy of the trained weights."""
     trained = [p.detach() for p in policy.parameters() if p.requires_grad]
-    twins = [torch.empty_like(p, dtype=torch.bfloat16) for p in trained]
+    copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in trained]
     copy: Any = vars(torch)["_foreach_copy_"]
-    took = [seconds(lambda: copy(twins, trained), device) for _ in range(2)]
-    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(twins, trained, strict=True))
-    return took[1]
+    times = [seconds(lambda: copy(copies, trained), device) for _ in range(2)]
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(copies, trained, strict=True))
+    return times[1]
 
 
 @torch.no_grad()
 def difference(policy: Policy, learner: Learner, t: Trajectory) -> float:
-    """Largest difference of log-probabilities between acting and learning."""
-    again = learner.actor.log_prob(learner.actor.encode(t), t)
-    return float((again - t.log_prob).abs().max())
+    """Return the largest difference of log-probabilities between acting and learning."""
+    log_prob = learner.actor.log_prob(learner.actor.encode(t), t)
+    return float((log_prob - t.log_prob).abs().max())
 
 
 def attempt(call: Callable[[], T], failures: dict[str, str], what: str) -> T | None:
-    """None where it fails; ``failures`` says why."""
+    """Return the result of a call; if it fails, add the cause to ``failures`` and return None."""
     try:
         return call()
-    except Exception as error:  # ten minutes of a GPU are not given away for one of their numbers
+    except Exception as error:  # one failure must not end a measurement of ten minutes
         failures[what] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return None
 
 
 def named(table: dict[str, float]) -> float | None:
-    """The table's entry for this GPU."""
+    """Return the table's entry for this GPU, None if it has none."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -406,12 +420,17 @@ def named(table: dict[str, float]) -> float | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the second update, seconds.
+    """Measurements of the second update.
 
-    simulate   steps and pictures                      act, train   the policy's and the learner's
-    part
-    tflops     of training, per second                 difference   see ``difference``
-    peak       bytes at most within an update, None without a GPU
+    Attributes:
+        decisions: Number of decisions.
+        simulate: Seconds of simulation and rendering.
+        act: Seconds of the policy.
+        train: Seconds of the learner.
+        tflops: Operations of training per second, 1e12.
+        difference: See ``difference``.
+        predicted: Predicted memory.
+        peak: Largest number of bytes during an update, None without a GPU.
     """
 
     decisions: int
@@ -431,49 +450,53 @@ def measure(
     learner: Learner,
     failures: dict[str, str],
 ) -> Measured:
-    """Two updates."""
+    """Run two updates."""
     device = env.device
-    watched: Any = Watched(env)
-    rollout = Rollout(watched, policy, seed=0, gamma=learner.config.gamma)
-    told: list[Trajectory] = []
+    timed: Any = TimedEnv(env)
+    rollout = Rollout(timed, policy, seed=0, gamma=learner.config.gamma)
+    trajectories: list[Trajectory] = []
     peak = 0
     collect = train = 0.0
     memory: Memory | None = None
-    apart: float | None = None
+    gap: float | None = None
     for update in range(2):
-        told.clear()
-        watched.spent = 0.0
+        trajectories.clear()
+        timed.spent = 0.0
         collect = seconds(
-            lambda u=update: told.append(rollout.collect(work.horizon, update=u, version=u)[0]),
+            lambda u=update: trajectories.append(
+                rollout.collect(work.horizon, update=u, version=u)[0]
+            ),
             device,
         )
         if update == 0:
             memory = attempt(
-                lambda: predicted(policy, learner, env.device, told[0]), failures, "predicted"
+                lambda: predicted(policy, learner, env.device, trajectories[0]),
+                failures,
+                "predicted",
             )
-        apart = attempt(lambda: difference(policy, learner, told[0]), failures, "difference")
+        gap = attempt(lambda: difference(policy, learner, trajectories[0]), failures, "difference")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        train = seconds(lambda u=update: learner.update(told[0], update=u), device)
+        train = seconds(lambda u=update: learner.update(trajectories[0], update=u), device)
         if device.type == "cuda":
             peak = max(peak, torch.cuda.max_memory_allocated())
-    rows, ops = told[0].mask.numel(), operations(policy)
-    kept = isinstance(policy, PI0) and policy.frozen and rows <= policy.max_kept_rows()
-    done = rows * (work.epochs * ops.learn + ops.once * (1 if kept else work.epochs))
+    rows, ops = trajectories[0].mask.numel(), operations(policy)
+    is_cached = isinstance(policy, PI0) and policy.frozen and rows <= policy.max_kept_rows()
+    ops_done = rows * (work.epochs * ops.learn + ops.once * (1 if is_cached else work.epochs))
     return Measured(
         rows,
-        watched.spent,
-        collect - watched.spent,
+        timed.spent,
+        collect - timed.spent,
         train,
-        done / train / 1e12,
-        apart,
+        ops_done / train / 1e12,
+        gap,
         memory,
         peak or None,
     )
 
 
 def run(part: str, *, tiny: bool) -> dict[str, Any]:
-    """Measures a part, prints its table; what its line of JSON holds."""
+    """Measure a part, print its table and return the values of its line of JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work = (TINY if tiny else WORK)[part]
     env = embodied_envs.make(
@@ -487,9 +510,9 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         kwargs={"obs": "language"},
         device=device,
     )
-    made: list[CheckpointVLA | PI0] = []
-    build = seconds(lambda: made.append(make_policy(part, env, work, tiny=tiny)), device)
-    policy = made[0]
+    policies: list[CheckpointVLA | PI0] = []
+    build = seconds(lambda: policies.append(make_policy(part, env, work, tiny=tiny)), device)
+    policy = policies[0]
     config = AlgorithmConfig(
         horizon=work.horizon,
         update_epoch=work.epochs,
@@ -502,31 +525,31 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         gamma=0.998,
     )
     learner = actor_critic_learner(policy, config, num_envs=work.num_envs, updates=8, seed=0)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "part": part,
         "tiny": tiny,
         "torch": torch.__version__,
         "build_s": build,
     }
-    found |= {
+    result |= {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "work": asdict(work),
     }
-    found["parameters"] = sum(p.numel() for p in policy.parameters())
-    found["trained"] = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    result["parameters"] = sum(p.numel() for p in policy.parameters())
+    result["trained"] = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     failures: dict[str, str] = {}
-    rooms: dict[str, float | None] = {"": None}
+    limits: dict[str, float | None] = {"": None}
     if part == "pi0_frozen":
-        rooms = {"prefixes kept": None, "prefixes computed anew": 0.0}
-    found["modes"] = {}
-    for mode, room in rooms.items():
+        limits = {"prefixes kept": None, "prefixes computed anew": 0.0}
+    result["modes"] = {}
+    for mode, memory_gb in limits.items():
         if isinstance(policy, PI0):
-            policy.memory_gb = room
+            policy.memory_gb = memory_gb
         x = measure(work, env, policy, learner, failures)
-        found["modes"][mode] = told = asdict(x)
+        result["modes"][mode] = entry = asdict(x)
         if x.predicted is not None:
-            told["predicted_total"] = x.predicted.total
-        print_table(part, mode, found, x)
+            entry["predicted_total"] = x.predicted.total
+        print_table(part, mode, result, x)
     env.close()
     parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
     moved = [p for p in parameters if p in learner.optimizer.adamw.state]
@@ -536,41 +559,41 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         for key, x in learner.optimizer.adamw.state[p].items()
         if key != "step"
     ]
-    found["bytes"] = {"second set": 2 * found["parameters"], "masters and moments": nbytes(moved)}
-    found["second_set_s"] = attempt(lambda: copy_s(policy, device), failures, "second set")
-    found["offload_s"] = attempt(lambda: offload_s(moved, device), failures, "offload")
-    print_copies(found)
+    result["bytes"] = {"second set": 2 * result["parameters"], "masters and moments": nbytes(moved)}
+    result["second_set_s"] = attempt(lambda: copy_s(policy, device), failures, "second set")
+    result["offload_s"] = attempt(lambda: offload_s(moved, device), failures, "offload")
+    print_copies(result)
     for what, why in failures.items():
         print(f"{what}: not measured, {why}")
-    return found | {"failures": failures}
+    return result | {"failures": failures}
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """The first one is the title."""
-    (a, b), *rest = rows
+    """Print a table; the first row is its header."""
+    (a, b), *entries = rows
     print(f"\n| {a} | {b} |\n|---|---|")
-    print("\n".join(f"| {name} | {value} |" for name, value in rest), flush=True)
+    print("\n".join(f"| {name} | {value} |" for name, value in entries), flush=True)
 
 
-def print_table(part: str, mode: str, found: dict[str, Any], x: Measured) -> None:
-    """Of one way of running a part."""
+def print_table(part: str, mode: str, result: dict[str, Any], x: Measured) -> None:
+    """Print the table of one mode of a part."""
     gb, peak, below = 1e-9, named(PEAKS), named(MEASURED)
-    title = f"{part}{f', {mode}' if mode else ''}: {found['parameters'] / 1e9:.3g} G parameters"
-    rows = [(title, f"{found['trained'] / 1e9:.3g} G trained; {found['device']}")]
-    rows.append(("weights made on the device", f"{found['build_s']:.1f} s"))
+    title = f"{part}{f', {mode}' if mode else ''}: {result['parameters'] / 1e9:.3g} G parameters"
+    rows = [(title, f"{result['trained'] / 1e9:.3g} G trained; {result['device']}")]
+    rows.append(("weights made on the device", f"{result['build_s']:.1f} s"))
     for name, s in (("simulate and render", x.simulate), ("act", x.act), ("train", x.train)):
         rows.append((f"{name}, {x.decisions} decisions", f"{s:.3f} s"))
-    told = f"{x.tflops:.3g} TFLOP/s"
+    text = f"{x.tflops:.3g} TFLOP/s"
     if peak is not None:
-        told += (
+        text += (
             f", {x.tflops * 1e12 / peak:.1%} of the data sheet's {peak / 1e12:.0f} (target: 45 %)"
         )
-        told += (
+        text += (
             f", {x.tflops * 1e12 / below:.1%} of {below / 1e12:.0f} measured"
             if below is not None
             else ""
         )
-    rows.append(("train, the model's operations", told))
+    rows.append(("train, the model's operations", text))
     if x.difference is not None:
         rows.append(
             ("largest difference of log-probabilities, acting and learning", f"{x.difference:.3g}")
@@ -589,36 +612,36 @@ def print_table(part: str, mode: str, found: dict[str, Any], x: Measured) -> Non
     print_rows(rows)
 
 
-def print_copies(found: dict[str, Any]) -> None:
-    """One set of weights against two, and what would leave the GPU."""
-    size = {name: f"{x / 1e9:.3g} GB" for name, x in found["bytes"].items()}
+def print_copies(result: dict[str, Any]) -> None:
+    """Print the cost of a second set of weights and of offloading."""
+    size = {name: f"{x / 1e9:.3g} GB" for name, x in result["bytes"].items()}
     rows = [("weights of acting and learning", "to bring up to date"), ("one set", "0 s")]
-    if found["second_set_s"] is not None:
-        more = f"{found['second_set_s']:.4f} s, {size['second set']} more"
+    if result["second_set_s"] is not None:
+        more = f"{result['second_set_s']:.4f} s, {size['second set']} more"
         rows.append(("two sets: what is trained, copied in bfloat16", more))
-    if found["offload_s"] is not None:
-        there, back = found["offload_s"]
-        what = f"masters and moments, {size['masters and moments']}, to the host and back"
-        rows.append((what, f"{there:.3f} s, {back:.3f} s"))
+    if result["offload_s"] is not None:
+        to_host, to_device = result["offload_s"]
+        name = f"masters and moments, {size['masters and moments']}, to the host and back"
+        rows.append((name, f"{to_host:.3f} s, {to_device:.3f} s"))
     print_rows(rows)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true", help="small models; needs no GPU")
-    parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
-    asked = parser.parse_args(words)
-    if not asked.tiny and not torch.cuda.is_available():
+    parser.add_argument("--part", choices=PARTS, help="measure only this part, in this process")
+    args = parser.parse_args(arguments)
+    if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to measure (--tiny runs the same code small)")
-    if asked.part:
-        found = run(asked.part, tiny=asked.tiny)
-        print(json.dumps(found), flush=True)
+    if args.part:
+        result = run(args.part, tiny=args.tiny)
+        print(json.dumps(result), flush=True)
         return
     failed = []
     for part in PARTS:
-        command = [sys.executable, __file__, "--part", part, *(["--tiny"] if asked.tiny else [])]
+        command = [sys.executable, __file__, "--part", part, *(["--tiny"] if args.tiny else [])]
         try:
             if subprocess.run(command, timeout=DEADLINE_S).returncode:
                 failed.append(part)
