@@ -1,6 +1,4 @@
-"""Names that other trainers give to options: read as ours, or refused with what to write
-instead.
-"""
+"""Names of options in other trainers: accepted as aliases, or refused with a cure."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     },
     "algorithm.kl_penalty": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
 }
-# Options that are peers' and have no meaning here, or not yet: path -> reason and cure.
+# Options of other trainers that have no meaning here: path -> reason and cure.
 REFUSED: dict[str, str] = {
     f"rollout.{name}": (
         "training on filtered samples would learn from another distribution than the one sampled;"
@@ -111,8 +109,8 @@ _TRACKER = (
     "a run writes TensorBoard files and metrics.jsonl into its directory and uses no tracking"
     " service; leave it out"
 )
-# Names of CleanRL and rsl_rl whose meaning is not that of one option here, in whatever section:
-# name -> what to write.
+# Names of CleanRL and rsl_rl, in any section, that do not correspond to one option here: name ->
+# what to write.
 CURES: dict[str, str] = {
     "num_minibatches": _MINIBATCHES,
     "num_mini_batches": _MINIBATCHES,

@@ -389,8 +389,8 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "critic.weight_decay": 0.01,
         },
     ),
-    # RLinf: discount of a chunk, 0.99 = 0.9987445^8; the reward of a chunk is a plain sum; steps per
-    # decision; passes; a warm-up of 30 steps at 10 steps per update; two micro-batch sizes
+    # RLinf: discount of a chunk, 0.99 = 0.9987445^8; the reward of a chunk is a plain sum; steps
+    # per decision; passes; a warm-up of 30 steps at 10 steps per update; two micro-batch sizes
     (
         "rlinf",
         {**ROBOT, "algorithm.reward_type": "chunk_level", "algorithm.gamma": 0.99},
