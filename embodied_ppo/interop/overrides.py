@@ -11,9 +11,9 @@ import yaml
 from embodied_ppo.config.loader import plain_yaml
 
 SPACE = re.compile(r"(?:\s|\\[ \t]*\r?\n|#[^\n]*)+")
-"""Separator of words: blanks, continued lines and comments. A comment is not continued."""
+"""Separator of tokens: blanks, continued lines and comments. A comment is not continued."""
 PIECE = re.compile(r"'([^']*)'|\"((?:[^\"\\]|\\.)*)\"|\\(.)|([^\s'\"\\]+)|(['\"\\])", re.DOTALL)
-"""A part of a word: single-quoted, double-quoted, escaped character, bare, or unpaired quote."""
+"""A part of a token: single-quoted, double-quoted, escaped character, bare, or unpaired quote."""
 OPTION = re.compile(r"(?:\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 DELETED = re.compile(r"~([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=.*)?", re.DOTALL)
 VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -36,14 +36,14 @@ def parse(text: str) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     variables: dict[str, str] = {}
-    for word in _words(text, variables):
-        if match := CONFIG.fullmatch(word):
+    for token in _tokens(text, variables):
+        if match := CONFIG.fullmatch(token):
             options[f"hydra.{match[1]}"] = match[2]
-        elif match := OPTION.fullmatch(word):
+        elif match := OPTION.fullmatch(token):
             options[match[1]] = _value(match[2])
-        elif match := DELETED.fullmatch(word):
+        elif match := DELETED.fullmatch(token):
             options[match[1]] = None
-        elif match := VARIABLE.fullmatch(word):
+        elif match := VARIABLE.fullmatch(token):
             if any("hydra." not in path for path in options):
                 options[match[1]] = _value(match[2])
             else:
@@ -51,31 +51,33 @@ def parse(text: str) -> dict[str, Any]:
     return options if any("." in path and not path.startswith("hydra.") for path in options) else {}
 
 
-def _words(text: str, variables: dict[str, str]) -> Iterator[str]:
-    """Yield words as a shell splits them; ``variables`` may grow between two words."""
+def _tokens(text: str, variables: dict[str, str]) -> Iterator[str]:
+    """Yield the tokens of a shell script; ``variables`` may grow between two tokens."""
     position = 0
     while position < len(text):
         if blank := SPACE.match(text, position):
             position = blank.end()
             continue
-        word = ""
+        token = ""
         while position < len(text) and (piece := PIECE.match(text, position)):
-            if piece[3] == "\n":  # a continued line ends the word, too
+            if piece[3] == "\n":  # a continued line ends the token, too
                 break
             single, double, escaped, bare, lone = piece.groups()
             if single is not None:
-                word += single
+                token += single
             elif double is not None:
-                word += _expanded(re.sub(r'\\(["\\$`])', r"\1", double), variables)
+                token += _expanded(re.sub(r'\\(["\\$`])', r"\1", double), variables)
             elif bare is not None:
-                word += _expanded(bare, variables)
+                token += _expanded(bare, variables)
             else:
-                word += escaped or lone
+                token += escaped or lone
             position = piece.end()
-        yield word
+        yield token
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
+    """Return the text with the values of the known shell variables."""
+
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2] or "shell"
         return variables.get(name, f"${{{name}}}")
@@ -84,6 +86,7 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
 
 
 def _value(text: str) -> Any:
+    """Return the YAML value of a text, or the text itself."""
     try:
         return plain_yaml(text) if text else ""
     except yaml.YAMLError:

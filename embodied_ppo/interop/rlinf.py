@@ -149,7 +149,12 @@ def _model(value: Any, source: Source) -> Answer:
     Their mlp_policy has a separate value network, unnormalised observations and an initial
     standard deviation of e^-0.5.
     """
-    words = {"openvla": "token", "openvla_oft": "token", "openpi": "flow", "openpi_rlinf": "flow"}
+    policies = {
+        "openvla": "token",
+        "openvla_oft": "token",
+        "openpi": "flow",
+        "openpi_rlinf": "flow",
+    }
     if _robot(source) and value == "mlp_policy":
         return {
             "model.policy": "actor_critic",
@@ -160,13 +165,13 @@ def _model(value: Any, source: Source) -> Answer:
         }
     if not _robot(source):
         return "read from the model directory"
-    if value not in words:
+    if value not in policies:
         return (
             f"{value} does not exist here; the models are model.policy=actor_critic, token, flow "
             "and "
             "gaussian (docs/vla.md)"
         )
-    return {"model.policy": words[value]}
+    return {"model.policy": policies[value]}
 
 
 def _checkpoint(value: Any, source: Source) -> Answer:

@@ -1,6 +1,6 @@
 """Every option of every command has an effect: two values differ, or a value is refused.
 
-``test_options`` and ``test_options_language`` compare trainings. This file adds the options without
+``test_options`` compares trainings. This file adds the options without
 an effect on training (memory, time, files, text, placement) and the options of the other commands,
 and requires an entry for each option of the schema. ``docs/options_effects.md`` shows the table; to
 update it:
@@ -42,7 +42,7 @@ from embodied_ppo.modes.embodied.mode import EmbodiedMode
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import run_directory
-from tests.integration import test_options, test_options_language
+from tests.integration import language_option_cases, robot_option_cases
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options_effects.md"
 REFUSALS = (CheckpointError, ConfigError, EnvError, PlacementError)
@@ -158,7 +158,7 @@ def video(option: str, value: Any) -> list[Any]:
 def language_run() -> Path:
     """Train a tiny language model and return the run directory."""
     folder = FOLDER / "language_run"
-    build.train(test_options_language.config({"run_dir": str(folder), "updates": 1}), quiet=True)
+    build.train(language_option_cases.config({"run_dir": str(folder), "updates": 1}), quiet=True)
     return folder
 
 
@@ -298,7 +298,7 @@ def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) ->
 
 @cache
 def _language(options: str) -> dict[str, Any]:
-    c = test_options_language.config(json.loads(options))
+    c = language_option_cases.config(json.loads(options))
     with ExitStack() as stack:
         request = modes.RunRequest(
             c, CPU, FOLDER / "language", c.updates or 0, "", {}, print, print, []
@@ -435,8 +435,10 @@ PAIRS: dict[str, Pair] = {
         "run directory",
         lambda v: run_directory.locate(run_helpers.tiny_config({"run_dir": v}), print)[0],
     ),
-    "seed": Pair(0, 1, "weights", lambda v: test_options.train({"seed": v})[-1]["weights"]),
-    "updates": Pair(2, 3, "updates of the run", lambda v: len(test_options.train({"updates": v}))),
+    "seed": Pair(0, 1, "weights", lambda v: robot_option_cases.train({"seed": v})[-1]["weights"]),
+    "updates": Pair(
+        2, 3, "updates of the run", lambda v: len(robot_option_cases.train({"updates": v}))
+    ),
     "env_steps": Pair(
         64,
         128,
@@ -482,7 +484,9 @@ PAIRS: dict[str, Pair] = {
         False,
         True,
         GRADIENTS,
-        lambda v: joint_forwards("model.gradient_checkpointing", v, test_options.VLM, "RMSNorm"),
+        lambda v: joint_forwards(
+            "model.gradient_checkpointing", v, robot_option_cases.VLM, "RMSNorm"
+        ),
     ),
     "algorithm.micro_batch_size": Pair(
         4,
@@ -685,7 +689,7 @@ PAIRS: dict[str, Pair] = {
     ),
     "evaluate data": Pair(
         [],
-        [str(test_options_language.FILES / "more.jsonl")],
+        [str(language_option_cases.FILES / "more.jsonl")],
         "report",
         of_evaluate("report", "data", {"language": True}),
     ),
@@ -780,24 +784,20 @@ PAIRS: dict[str, Pair] = {
 
 # -------------------------------------------------------------------------------------------- tests
 CLASSES = {"": Config, "evaluate ": EvaluateConfig, "demos ": DemosConfig, "export ": ExportConfig}
-TRAININGS = (test_options, test_options_language)
+TRAININGS = (robot_option_cases.CASES, language_option_cases.CASES)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def files() -> Iterator[None]:
-    """Write the models, prompts and graders of the other two modules."""
-    write: Any = vars(test_options_language)["files"].__wrapped__
-    vars(test_options)["models"].__wrapped__()
-    if test_options_language.FILES.exists():
+    """Write the models, prompts and graders that options name."""
+    robot_option_cases.write_models()
+    with language_option_cases.small_tasks_and_files():
         yield
-    else:
-        yield from write()
 
 
 def trainings() -> set[str]:
-    """Return the options that the other two modules test by trainings or refusals."""
-    tables = [table for m in TRAININGS for table in (m.CHANGES, m.METRIC_ONLY, m.REFUSED)]
-    return {path for table in tables for path in table}
+    """Return the options for which ``test_options`` compares trainings or expects a refusal."""
+    return {p for c in TRAININGS for table in (c.changes, c.reported, c.refused) for p in table}
 
 
 def test_every_option_has_an_effect() -> None:
@@ -852,12 +852,9 @@ def page() -> str:
         "",
         (
             "Every option has two values whose runs differ, or a value that is refused. The tests"
-            " compare them:"
-            " [tests/integration/test_option_effects.py]"
-            "(../tests/integration/test_option_effects.py),"
-            " [tests/integration/test_options.py](../tests/integration/test_options.py) and"
-            " [tests/integration/test_options_language.py]"
-            "(../tests/integration/test_options_language.py)."
+            " compare them: "
+            "[tests/integration/test_option_effects.py](../tests/integration/test_option_effects.py)"
+            " and [tests/integration/test_options.py](../tests/integration/test_options.py)."
             " This page is written from their tables by `PYTHONPATH=tests python -m"
             " tests.integration.test_option_effects`; a new option without an entry fails the"
             " tests."
@@ -869,21 +866,18 @@ def page() -> str:
         lines.extend(["", f"## {title}", "", f"| {head} |", "|" + "---|" * count])
         lines.extend(f"| {' | '.join(row)} |" for row in rows)
 
-    for title, module in (
-        ("Training of robot policies", test_options),
-        ("Training of language models", test_options_language),
+    for title, cases in (
+        ("Training of robot policies", robot_option_cases.CASES),
+        ("Training of language models", language_option_cases.CASES),
     ):
-        rows, base = [], loader.flat(run_helpers.BASE if module is test_options else module.BASE)
-        for entries, difference in (
-            (module.CHANGES, "weights"),
-            (module.METRIC_ONLY, ""),
-            (module.REFUSED, ""),
-        ):
+        rows = []
+        tables = ((cases.changes, "weights"), (cases.reported, ""), (cases.refused, ""))
+        for entries, difference in tables:
             for path, entry in entries.items():
                 default = loader.describe(Config)[path].default
                 value, needs = entry[0], entry[1] if isinstance(entry[1], dict) else {}
                 effect = difference or (f"metric `{entry[2]}`" if len(entry) > 2 else "refused")
-                a = needs.get(path, base.get(path, default))
+                a = needs.get(path, cases.base.get(path, default))
                 others = {k: v for k, v in needs.items() if k != path}
                 rows.append(
                     [

@@ -1,334 +1,137 @@
-"""Every option of algorithm, model and environment has an effect, or a reason why not."""
+"""Every option of training changes a number, or a reason says why it must not."""
 
 from __future__ import annotations
 
-import functools
-import json
-import math
-import os
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import run_helpers
-import tiny_vlm_checkpoints
 
 from embodied_ppo.config import loader, readers
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError
+from tests.integration import language_option_cases, robot_option_cases
+from tests.integration.option_cases import OptionCases
 
-POINT = {"env.id": "toy_envs/Point-v0", "env.num_threads": 0}
-PICTURES = {
-    "env.id": "Pong-v5",
-    "env.num_envs": 2,
-    "algorithm.horizon": 4,
-    "algorithm.global_batch_size": 8,
-}
-TERMINATING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
-"""A task whose episodes end within a rollout."""
-BALANCE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
-"""A task with a camera and with ranges for its model."""
-CAMERA = {**BALANCE, "env.cameras": ["eye"], "env.image_size": 40}
-TOKENS = {
-    **CAMERA,
-    "env.action_chunk": 2,
-    "model.policy": "token",
-    "model.width": 16,
-    "model.bins": 8,
-}
-GAUSSIAN = {**{k: x for k, x in TOKENS.items() if k != "model.bins"}, "model.policy": "gaussian"}
-FLOW = {**GAUSSIAN, "model.policy": "flow"}
-ROOT = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "published"
-FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
-VLM = {
-    **CAMERA,
-    **FEW,
-    "model.policy": "token",
-    "model.checkpoint": str(ROOT / "smolvlm"),
-    "model.bins": 16,
-}
-OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
-COLUMNS = {"algorithm.minibatch_unit": "column"}
-CHUNKS = {"env.action_chunk": 2}
-GROUPS = {"algorithm.group_size": 2, "env.restart_each_rollout": True}
-IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
-ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
-IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
-
-# Option -> (changed value, required options of both runs). The sums of the weights must differ.
-CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "env.id": ("Swimmer-v4", {}),
-    "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
-    "env.num_envs": (8, {}),
-    "env.max_episode_steps": (5, {}),
-    "env.action_chunk": (2, {}),
-    "env.obs_keys": (["orientations"], {"env.id": "AcrobotSwingup-v1"}),
-    "env.cameras": (["eye"], BALANCE),
-    "env.image_size": (48, {**BALANCE, "env.cameras": ["eye"]}),
-    "env.randomize": (True, {**BALANCE, "env.ranges": {}}),
-    "env.ranges": ({"mass": [0.2, 0.4]}, {**BALANCE, "env.randomize": True}),
-    "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
-    "env.restart_each_rollout": (True, {}),
-    "env.restart_every": (8, {}),
-    "env.stagger": (False, {"env.max_episode_steps": 8}),
-    "env.kwargs": ({"far": 3.0}, POINT),
-    "model.policy": ("token", CAMERA),
-    "model.width": (32, {k: x for k, x in TOKENS.items() if k != "model.width"}),
-    "model.depth": (1, TOKENS),
-    "model.heads": (2, TOKENS),
-    "model.bins": (16, {k: x for k, x in TOKENS.items() if k != "model.bins"}),
-    "model.decode": ("autoregressive", TOKENS),
-    "model.temperature": (0.5, TOKENS),
-    "model.detach_value": (False, TOKENS),
-    "model.word_buckets": (64, TOKENS),
-    "model.freeze_trunk": (True, TOKENS),
-    "model.checkpoint": (
-        str(ROOT / "smolvlm"),
-        {k: x for k, x in VLM.items() if k != "model.checkpoint"},
-    ),
-    "model.unnorm_key": ("fast", OPENVLA),
-    "model.lora_rank": (2, VLM),
-    "model.lora_alpha": (4.0, {**VLM, "model.lora_rank": 2}),
-    "model.dtype": ("bfloat16", VLM),
-    "model.flow_steps": (3, FLOW),
-    "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
-    "model.flow_eta": (0.3, FLOW),
-    "model.flow_chain": ("sum", FLOW),
-    "model.backbone": ("mlp", PICTURES),
-    "model.hidden": ([8], {}),
-    "model.activation": ("relu", {}),
-    "model.layer_norm": (True, {}),
-    "model.shared_backbone": (False, {}),
-    "model.distribution": ("squashed_gaussian", {}),
-    "model.state_dependent_std": (True, {}),
-    "model.init_log_std": (-1.0, {}),
-    "model.min_log_std": (-1.0, {"model.init_log_std": -1.0}),
-    "model.max_log_std": (-1.0, {"model.init_log_std": -1.0}),
-    "model.orthogonal_init": (False, {}),
-    "model.hidden_gain": (0.5, {}),
-    "model.policy_gain": (1.0, {}),
-    "model.value_gain": (0.0, {}),
-    "model.normalize_obs": (False, {}),
-    "model.obs_clip": (0.5, {}),
-    "algorithm.horizon": (16, {}),
-    "algorithm.update_epoch": (2, {}),
-    "algorithm.global_batch_size": (32, {}),
-    "algorithm.minibatch_unit": ("column", {}),
-    "algorithm.adv_type": ("reinforce_plus_plus", {}),
-    "algorithm.gamma": (0.5, {}),
-    "algorithm.gae_lambda": (0.5, {}),
-    "algorithm.normalize_advantages": (False, {}),
-    "algorithm.advantage_clip": (0.5, {}),
-    "algorithm.reward_clip": (0.1, {}),
-    "algorithm.reward_clip_order": (
-        "after_norm",
-        {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"},
-    ),
-    "algorithm.reward_norm": ("batch", {}),
-    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.whiten_rewards": (True, {}),
-    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
-    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
-    "algorithm.group_size": (2, {}),
-    "algorithm.bootstrap_type": ("always", TERMINATING),
-    "algorithm.clip_ratio_low": (0.01, {}),
-    "algorithm.clip_ratio_high": (0.01, {}),
-    "algorithm.clip_ratio_c": (1.01, {}),
-    "algorithm.entropy_bonus": (0.1, {}),
-    "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
-    "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
-    "algorithm.loss_scale_factor": (
-        3.0,
-        {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"},
-    ),
-    "algorithm.logprob_type": ("token_level", {}),
-    "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
-    "algorithm.target_kl_stop": (1e-6, {}),
-    "algorithm.use_kl_loss": (True, {}),
-    "algorithm.kl_loss_coef": (0.1, IN_LOSS),
-    "algorithm.kl_loss_type": ("k2", IN_LOSS),
-    "algorithm.use_kl_in_reward": (True, {}),
-    "algorithm.kl_penalty": ("abs", IN_REWARD),
-    "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD),
-    "algorithm.kl_ctrl.kl_coef": (0.1, IN_REWARD),
-    "algorithm.kl_ctrl.horizon": (20, ADAPTIVE_KL),
-    "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
-    "algorithm.off_policy_correction": ("token", {}),  # with one rollout of lag, see LAG
-    "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
-    "algorithm.reward_type": ("action_level", CHUNKS),
-    "algorithm.chunk_reward": ("sum", CHUNKS),
-    "algorithm.value_clip": (0.01, {}),
-    "algorithm.huber_delta": (0.01, {}),
-    "algorithm.value_loss_coef": (0.1, {}),
-    "algorithm.critic_warmup": (1, {}),
-    "algorithm.lr": (1e-4, {}),
-    "algorithm.value_lr": (1e-4, {}),
-    "algorithm.lr_schedule": ("linear", {}),
-    "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
-    "algorithm.lr_warmup": (2, {}),
-    "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
-    "algorithm.max_grad_norm": (0.01, {}),
-    "algorithm.adam_beta1": (0.5, {}),
-    "algorithm.adam_beta2": (0.9, {}),
-    "algorithm.adam_eps": (0.1, {}),
-    "algorithm.weight_decay": (0.1, {}),
-}
-LAG = {"algorithm.off_policy_correction": 1}
-"""Options of off-policy experience -> rollouts between acting and learning."""
-
-# Option -> (changed value, required options, metric that changes). The weights must be equal.
-METRIC_ONLY: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "env.success_key": (
-        "near",
-        {**POINT, "env.kwargs": {"far": 0.8}, "algorithm.horizon": 16},
-        "rollout/success",
-    ),
-}
-
-# Option -> (changed value, required options, reason why no number may change)
-NO_EFFECT: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "env.num_threads": (2, {}, "speed only: environments are independent"),
-    "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
-    "algorithm.micro_batch_size": (4, {}, "memory only"),
-    "algorithm.rollout_micro_batch_size": (3, {}, "memory only"),
-    "algorithm.logprob_forward_micro_batch_size": (3, IN_LOSS, "memory only"),
-    "model.gradient_checkpointing": (True, VLM, "memory only"),
-}
-
-# Option -> (value, message of the refusal)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "algorithm.loss_type": ("actor", "is that of two models"),
-}
+CASES = (robot_option_cases.CASES, language_option_cases.CASES)
+BOTH_MODES = pytest.mark.parametrize("cases", CASES, ids=[cases.mode for cases in CASES])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def models() -> None:
-    """Write the checkpoints for model.checkpoint."""
-    tiny_vlm_checkpoints.write_checkpoint("smolvlm", ROOT / "smolvlm")
-    folder = tiny_vlm_checkpoints.write_checkpoint("openvla", ROOT / "openvla")
-    bounds = {"slow": 0.1, "fast": 1.0}
-    stats = {name: {"action": {"q01": [-x], "q99": [x]}} for name, x in bounds.items()}
-    (folder / "dataset_statistics.json").write_text(json.dumps(stats))
+def files() -> Iterator[None]:
+    """Write the models, prompts and graders that options name."""
+    robot_option_cases.write_models()
+    with language_option_cases.small_tasks_and_files():
+        yield
 
 
-@functools.cache
-def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
-    return run_helpers.tiny_training(run_helpers.tiny_config(json.loads(options)), max_lag=lag)
+def entries(table: str) -> pytest.MarkDecorator:
+    """Parametrise a test by the cases of both modes and the options of one of their tables."""
+    return pytest.mark.parametrize(
+        ("cases", "path"),
+        [
+            pytest.param(cases, path, id=f"{cases.mode}-{path}")
+            for cases in CASES
+            for path in getattr(cases, table)
+        ],
+    )
 
 
-def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
-    return trained(json.dumps(options, sort_keys=True), lag)
-
-
-def test_every_option_is_tested():
-    sections = ("algorithm.", "model.", "env.")
+@BOTH_MODES
+def test_every_option_has_a_case(cases: OptionCases) -> None:
     options = {
-        p
-        for p in loader.describe(Config)
-        if p.startswith(sections) and readers.mode_of(p) != "reasoning"
+        path
+        for path in loader.describe(Config)
+        if path.startswith(cases.sections) and readers.mode_of(path) in (None, cases.mode)
     }
-    tables = [*CHANGES, *METRIC_ONLY, *NO_EFFECT, *REFUSED]
+    tables = [*cases.changes, *cases.reported, *cases.unchanged, *cases.refused]
     assert sorted(tables) == sorted(options)
 
 
-def test_trainings_are_reproducible():
-    """Check that differences between runs are effects of options."""
-    assert train({}) == run_helpers.tiny_training(run_helpers.tiny_config({}))
-    assert all(math.isfinite(row["weights"]) for row in train({}))
+@BOTH_MODES
+def test_training_is_deterministic(cases: OptionCases) -> None:
+    """A difference between two runs of the following tests is the effect of the option."""
+    assert cases.train({}, 0) == cases.repeat()
+    assert cases.learned(cases.train({}, 0))
 
 
-@pytest.mark.parametrize("path", CHANGES)
-def test_option_changes_the_weights(path):
-    value, needs = CHANGES[path]
+def test_language_model_learns() -> None:
+    rows = language_option_cases.CASES.train({}, 0)
+    assert 0 < rows[-1]["rollout/truncated"] < 1 and rows[-1]["rollout/length"] > 2
+    assert rows[-1]["advantage/std"] > 0.1 and rows[0]["weights"] != rows[-1]["weights"]
+    assert rows[-1]["policy/clip_fraction"] > 0
+
+
+@entries("changes")
+def test_option_changes_weights(cases: OptionCases, path: str) -> None:
+    value, needs = cases.changes[path]
     assert loader.describe(Config)[path].default != value
-    lag = LAG.get(path, 0)
-    base, changed = train(needs, lag), train({**needs, path: value}, lag)
-    assert changed[-1]["weights"] != base[-1]["weights"]
-    assert all(math.isfinite(row["weights"]) for row in changed)
+    lag = cases.lag.get(path, 0)
+    base = cases.learned(cases.train(needs, lag))
+    changed = cases.learned(cases.train({**needs, path: value}, lag))
+    network = 1 if path.startswith(cases.critic_options) else 0
+    assert changed[network] != base[network]
 
 
-@pytest.mark.parametrize("path", METRIC_ONLY)
-def test_option_changes_a_metric_only(path):
-    value, needs, tag = METRIC_ONLY[path]
-    base, changed = train(needs), train({**needs, path: value})
+@entries("reported")
+def test_option_changes_metric_only(cases: OptionCases, path: str) -> None:
+    value, needs, tag = cases.reported[path]
+    base, changed = cases.train(needs, 0), cases.train({**needs, path: value}, 0)
     assert changed[-1][tag] != base[-1][tag]
-    assert changed[-1]["weights"] == base[-1]["weights"]
+    assert cases.learned(changed) == cases.learned(base)
 
 
-@pytest.mark.parametrize("path", NO_EFFECT)
-def test_option_has_no_effect(path):
-    value, needs, _ = NO_EFFECT[path]
-    for base, changed in zip(train(needs), train({**needs, path: value}), strict=True):
+@entries("unchanged")
+def test_option_changes_nothing(cases: OptionCases, path: str) -> None:
+    """Compare up to rounding; the tests of the learners have narrower tolerances."""
+    value, needs, _ = cases.unchanged[path]
+    base_rows, changed_rows = cases.train(needs, 0), cases.train({**needs, path: value}, 0)
+    for base, changed in zip(base_rows, changed_rows, strict=True):
         assert base.keys() == changed.keys()
         for tag in base:
-            # test_learner has a stricter limit
             assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag
 
 
-@pytest.mark.parametrize("path", REFUSED)
-def test_option_is_refused(path):
-    value, message = REFUSED[path]
-    with pytest.raises(ConfigError, match=message):
-        run_helpers.tiny_config({path: value})
+@entries("refused")
+def test_option_is_refused(cases: OptionCases, path: str) -> None:
+    value, pattern = cases.refused[path]
+    with pytest.raises(ConfigError, match=pattern):
+        cases.config({path: value})
 
 
-def test_off_policy_weights_are_one_without_lag():
-    """Check that the weights are 1 except for rounding with placement=local."""
-    for row in train({"algorithm.off_policy_correction": "token"}):
+@BOTH_MODES
+def test_off_policy_weights_are_one_without_lag(cases: OptionCases) -> None:
+    """With placement=local the acting and the learning weights are equal."""
+    options = {"algorithm.off_policy_correction": "token"}
+    for row in cases.train(options, 0):
         assert row["policy/off_policy_weight"] == pytest.approx(1.0, abs=1e-5)
-    lagging = train({"algorithm.off_policy_correction": "token"}, lag=1)
+    lagging = cases.train(options, 1)
     assert abs(lagging[-1]["policy/off_policy_weight"] - 1.0) > 1e-4
 
 
-OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-    # Values of other branches; the effects of all values of an option differ.
-    "algorithm.adv_type": [  # reinforce is reinforce_plus_plus, both with normalize_advantages
-        (
-            kind,
-            {**GROUPS, "env.max_episode_steps": 6},
-        )
-        for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
-    ],
-    "algorithm.reward_norm": [(kind, GROUPS) for kind in (None, "batch", "group", "running")],
-    "algorithm.loss_agg_func": [
-        (kind, {**COLUMNS, **TERMINATING, "algorithm.global_batch_size": 64})
-        for kind in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    ],
-    "algorithm.kl_loss_type": [(kind, IN_LOSS) for kind in ("abs", "k2", "k3", "k1+", "abs+")],
-    "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
-    "algorithm.lr_schedule": [(kind, {}) for kind in ("constant", "linear", "cosine", "adaptive")],
-    "algorithm.off_policy_correction": [(kind, COLUMNS) for kind in ("token", "sequence")],
-    "model.policy": [(kind, CAMERA) for kind in ("actor_critic", "token", "flow", "gaussian")],
-    "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
-    "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
-    "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
-    "algorithm.logprob_type": [
-        (kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")
-    ],
-    "env.action_mapping": [
-        (kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")
-    ],
-}
-
-
-@pytest.mark.parametrize("path", OTHER_VALUES)
-def test_values_have_different_effects(path):
-    lag = LAG.get(path, 0)
-    runs = {value: train({**needs, path: value}, lag) for value, needs in OTHER_VALUES[path]}
-    results = [tuple(sorted(rows[-1].items())) for rows in runs.values()]
-    assert len(set(results)) == len(results)
+@entries("other_values")
+def test_values_differ_from_each_other(cases: OptionCases, path: str) -> None:
+    lag = cases.lag.get(path, 0)
+    outcomes = {
+        value: cases.outcome(cases.train({**needs, path: value}, lag))
+        for value, needs in cases.other_values[path]
+    }
+    pairs = [(a, b) for a in outcomes for b in outcomes if str(a) < str(b)]
+    equal = [(a, b) for a, b in pairs if outcomes[a] == outcomes[b]]
+    assert equal == cases.same_values.get(path, [])
 
 
 @pytest.mark.parametrize("kind", ["full", "k3"])
-def test_full_kl_needs_logits(kind):
-    options = {"env.id": "CartPole-v1", **IN_LOSS, **IN_REWARD}
-    paths = {"algorithm.kl_loss_type": kind, "algorithm.kl_penalty": kind}
-    assert train({**options, **paths})[-1]["kl/to_reference"] != 0
+def test_full_kl_needs_logits(kind: str) -> None:
+    penalties = {**robot_option_cases.IN_LOSS, **robot_option_cases.IN_REWARD}
+    paths: dict[str, Any] = {"algorithm.kl_loss_type": kind, "algorithm.kl_penalty": kind}
+    rows = robot_option_cases.train({"env.id": "CartPole-v1", **penalties, **paths}, 0)
+    assert rows[-1]["kl/to_reference"] != 0
     if kind == "full":
         for path in paths:
-            c = run_helpers.tiny_config({**IN_LOSS, **IN_REWARD, path: "full"})
-            message = f"{path}.*needs the logits of a categorical policy"
-            with pytest.raises(ConfigError, match=message):
-                run_helpers.tiny_training(c)
+            config = run_helpers.tiny_config({**penalties, path: "full"})
+            with pytest.raises(
+                ConfigError, match=f"{path}.*needs the logits of a categorical policy"
+            ):
+                run_helpers.tiny_training(config)

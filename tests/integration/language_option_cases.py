@@ -1,4 +1,4 @@
-"""Every option of mode=reasoning has an effect, or a reason why not."""
+"""Pairs of values for every option that mode=reasoning reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ import pytest
 import run_helpers
 import torch
 
-from embodied_ppo.config import loader, readers, validation
+from embodied_ppo.config import loader, validation
 from embodied_ppo.config.schema import Config
-from embodied_ppo.core.types import ConfigError
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.models import causal_lm
 from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.rewards import reward_model
 from embodied_ppo.training.logging import numbers
+from tests.integration.option_cases import OptionCases
 
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
-"""Graders, prompts, tokenizers and models of the fixture ``files``; removed with the
+"""Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the
 tests' cache.
 """
 ARCHITECTURE: dict[str, Any] = {
@@ -64,7 +64,7 @@ BASE: dict[str, Any] = {
     },
     "evaluation": {"episodes": 8},
 }
-"""Options of an untrained model with responses of all lengths and different scores."""
+"""An untrained model whose responses have different lengths and scores."""
 EVEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     even = sum(c in "02468" for c in solution_str)
@@ -81,7 +81,7 @@ PROMPTS: dict[str, Any] = {
     "data.eval": [str(FILES / "eval.jsonl")],
     "actor.tokenizer": str(FILES / "tokenizer"),
 }
-"""Options for prompts from files, with a tokenizer that has a chat template."""
+"""Files instead of a task; their tokenizer has a chat template."""
 GROUPS = {"algorithm.group_size": 2}
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
@@ -90,8 +90,6 @@ PAIRS = {"reward.model.pairs": 40, "reward.model.steps": 3, "reward.model.batch_
 WARM = {"warm_start.steps": 2, "warm_start.batch_size": 8}
 SAMPLED = {"evaluation.deterministic": False}
 
-# option -> (changed value, options that it needs, in both runs). Weights of actor or critic must
-# come out different.
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.update_epoch": (3, {}),
     "algorithm.global_batch_size": (8, {}),
@@ -200,10 +198,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 LAG: dict[str, int] = {
     f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")
 }
-"""Options of off-policy experience -> rollouts between acting and learning."""
+"""Options for experience that an older policy made -> rollouts between acting and learning."""
 
-# Option -> (changed value, required options, metric that changes). The weights must be equal.
-METRIC_ONLY: dict[str, tuple[Any, dict[str, Any], str]] = {
+REPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "data.eval": ([str(FILES / "more.jsonl")], PROMPTS, "eval/return"),
     "evaluation.episodes": (5, {}, "eval/return"),
     "evaluation.deterministic": (False, {}, "eval/return"),
@@ -217,25 +214,20 @@ METRIC_ONLY: dict[str, tuple[Any, dict[str, Any], str]] = {
     "evaluation.repetition_penalty": (5.0, {}, "eval/return"),
 }
 
-# Option -> (changed value, reason why no number may change)
-NO_EFFECT: dict[str, tuple[Any, str]] = {
-    "algorithm.micro_batch_size": (2, "memory only"),
-    "algorithm.rollout_micro_batch_size": (3, "memory only"),
-    "algorithm.logprob_forward_micro_batch_size": (3, "memory only"),
-    "algorithm.micro_batch_tokens": (40, "memory and speed only"),
-    "actor.model.gradient_checkpointing": (True, "memory only"),
-    "critic.model.gradient_checkpointing": (True, "memory only"),
-    "critic.concurrent": (True, "speed only: updates of actor and critic are independent"),
-    "rollout.slots": (3, "memory only: a response depends on its prompt and number"),
-    "reward.workers": (1, "the grades do not depend on the process of the grader"),
+UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "algorithm.micro_batch_size": (2, {}, "memory only"),
+    "algorithm.rollout_micro_batch_size": (3, {}, "memory only"),
+    "algorithm.logprob_forward_micro_batch_size": (3, {}, "memory only"),
+    "algorithm.micro_batch_tokens": (40, {}, "memory and speed only"),
+    "actor.model.gradient_checkpointing": (True, {}, "memory only"),
+    "critic.model.gradient_checkpointing": (True, {}, "memory only"),
+    "critic.concurrent": (True, {}, "speed only: actor and critic share nothing while they learn"),
+    "rollout.slots": (3, {}, "memory only: a response depends on its prompt and number"),
+    "reward.workers": (1, {}, "a grader gives the same grades in any process"),
 }
 
-# Option -> (value, message of the refusal)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "reward.timeout_s": (
-        20.0,
-        r"it needs reward\.workers >= 1",
-    ),  # graders in the same process have no limit
+    "reward.timeout_s": (20.0, r"it needs reward\.workers >= 1"),  # these grade in the process
     "algorithm.loss_type": ("actor_critic", "is that of one model"),
     "critic.use_critic_model": (False, "needs a critic"),
     "rollout.engine": ("vllm", "rollout.engine = vllm needs a directory"),  # test_vllm.py has it
@@ -243,16 +235,34 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 # ---------------------------------------------------------------------------------------- tiny runs
-@pytest.fixture(scope="module", autouse=True)
-def files() -> Iterator[None]:
-    """Write the files of the options; reduce tasks to 48 problems to save half a second."""
+@contextmanager
+def small_tasks_and_files() -> Iterator[None]:
+    """Write the files that options name, and reduce the tasks to 48 problems.
+
+    The tasks have ten thousand problems, which take half a second to read.
+    """
+    if not FILES.exists():
+        _write_files()
+    small = {
+        name: replace(task, train=32, held_out=16) for name, task in synthetic_tasks.TASKS.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic_tasks, "TASKS", small)
+        yield
+
+
+def _write_files() -> None:
     FILES.mkdir()
     (FILES / "even.py").write_text(EVEN)
     (FILES / "odd.py").write_text(EVEN.replace("02468", "13579"))
     for name, first in (("train", 10), ("eval", 30), ("more", 61)):
         rows = [
-            {"prompt": f"{i}+{10 * (i % 2)}=", "task": f"{i}-1="}
-            | {"answer": str(i), "truth": str(3 * i)}
+            {
+                "prompt": f"{i}+{10 * (i % 2)}=",
+                "task": f"{i}-1=",
+                "answer": str(i),
+                "truth": str(3 * i),
+            }
             for i in range(first, first + 12)
         ]
         (FILES / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -268,15 +278,10 @@ def files() -> Iterator[None]:
     model.save_pretrained(FILES / "model")
     scores.save_pretrained(FILES / "reward")
     tokenizer.save_pretrained(FILES / "reward")
-    tasks = synthetic_tasks.TASKS.items()
-    small = {name: replace(task, train=32, held_out=16) for name, task in tasks}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic_tasks, "TASKS", small)
-        yield
 
 
 def config(options: dict[str, Any]) -> Config:
-    """Load ``BASE`` as a shipped file and ``options`` as overrides, with the command's checks."""
+    """Return ``BASE`` as a shipped file with ``options`` as flags, checked as by the command."""
     loaded = loader.read(Config, [("configs/base", BASE), ("test", run_helpers.nested(options))])
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
@@ -287,8 +292,8 @@ def weights(module: torch.nn.Module) -> float:
 
 
 @functools.cache
-def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
-    """Return the metrics and sums of weights of each update; the last row includes evaluation."""
+def _train(options: str, lag: int = 0) -> list[dict[str, float]]:
+    """Return the metrics of each update with sums over the weights, and of the last evaluation."""
     c = config(json.loads(options))
     rows, pending = [], []
     with ExitStack() as stack:
@@ -315,95 +320,19 @@ def trained(options: str, lag: int = 0) -> list[dict[str, float]]:
 
 
 def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
-    return trained(json.dumps(options, sort_keys=True), lag)
+    """Return the metrics of each update of a small run, which is cached."""
+    return _train(json.dumps(options, sort_keys=True), lag)
 
 
-def final_weights(rows: list[dict[str, float]]) -> tuple[float, float]:
-    """Return the final sums of weights of actor and critic; all must be finite."""
+def learned(rows: list[dict[str, float]]) -> tuple[float, float]:
+    """Return sums over the weights of actor and critic, which are finite in every update."""
     assert all(math.isfinite(row["weights"]) and math.isfinite(row["critic"]) for row in rows)
     return rows[-1]["weights"], rows[-1]["critic"]
 
 
-# -------------------------------------------------------------------------------------------- tests
-def test_every_option_is_tested() -> None:
-    names = (
-        "algorithm",
-        "actor",
-        "critic",
-        "rollout",
-        "data",
-        "reward",
-        "warm_start",
-        "evaluation",
-    )
-    sections = tuple(f"{name}." for name in names)
-    options = {
-        p
-        for p in loader.describe(Config)
-        if p.startswith(sections) and readers.mode_of(p) != "embodied"
-    }
-    tables = [*CHANGES, *METRIC_ONLY, *NO_EFFECT, *REFUSED]
-    assert sorted(tables) == sorted(options)
-
-
-def test_trainings_are_reproducible_and_change_the_weights() -> None:
-    """Check that differences between runs are effects of options, and that there is a signal."""
-    rows = train({})
-    assert rows == trained.__wrapped__(json.dumps({}))
-    assert 0 < rows[-1]["rollout/truncated"] < 1 and rows[-1]["rollout/length"] > 2
-    assert rows[-1]["advantage/std"] > 0.1 and rows[0]["weights"] != rows[-1]["weights"]
-    assert rows[-1]["policy/clip_fraction"] > 0
-
-
-@pytest.mark.parametrize("path", CHANGES)
-def test_option_changes_the_weights(path: str) -> None:
-    value, needs = CHANGES[path]
-    assert loader.describe(Config)[path].default != value
-    lag = LAG.get(path, 0)
-    base, changed = (
-        final_weights(train(needs, lag)),
-        final_weights(train({**needs, path: value}, lag)),
-    )
-    if path.startswith("critic.") or path in ("algorithm.value_clip", "algorithm.huber_delta"):
-        assert changed[1] != base[1]
-    else:
-        assert changed[0] != base[0]
-
-
-@pytest.mark.parametrize("path", METRIC_ONLY)
-def test_option_changes_a_metric_only(path: str) -> None:
-    value, needs, tag = METRIC_ONLY[path]
-    base, changed = train(needs), train({**needs, path: value})
-    assert changed[-1][tag] != base[-1][tag]
-    assert final_weights(changed) == final_weights(base)
-
-
-@pytest.mark.parametrize("path", NO_EFFECT)
-def test_option_has_no_effect(path: str) -> None:
-    value, _ = NO_EFFECT[path]
-    for base, changed in zip(train({}), train({path: value}), strict=True):
-        assert base.keys() == changed.keys()
-        for tag in base:
-            assert changed[tag] == pytest.approx(base[tag], rel=1e-3, abs=1e-3), tag
-
-
-@pytest.mark.parametrize("path", REFUSED)
-def test_option_is_refused(path: str) -> None:
-    value, message = REFUSED[path]
-    with pytest.raises(ConfigError, match=message):
-        config({path: value})
-
-
-def test_off_policy_weights_are_one_without_lag() -> None:
-    for row in train({"algorithm.off_policy_correction": "token"}):
-        assert row["policy/off_policy_weight"] == pytest.approx(1.0, abs=1e-5)
-    lagging = train({"algorithm.off_policy_correction": "token"}, lag=1)
-    assert abs(lagging[-1]["policy/off_policy_weight"] - 1.0) > 1e-4
-
-
 KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
 OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    # Option -> (values, required options). Weights or KL differ between all values.
+    # option -> (values, needs)
     "algorithm.adv_type": (
         ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
         GROUPS,
@@ -422,21 +351,40 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "data.chat_template": (("always", "never"), PROMPTS),
     "reward.grader": (("auto", "exact"), {"reward.path": None}),
 }
-EQUAL = {
+SAME = {
     "algorithm.adv_type": [("reinforce", "reinforce_plus_plus")],  # both with normalize_advantages
-    "algorithm.kl_loss_type": [("k2", "k2+")],  # + selects the gradient of k2
-    "reward.grader": [("auto", "exact")],  # the grader of arithmetic compares the complete response
+    "algorithm.kl_loss_type": [("k2", "k2+")],  # + is the gradient of k2
+    "reward.grader": [("auto", "exact")],  # arithmetic's grader compares responses unchanged
 }
-"""Values that are equal by definition."""
+"""Values that are the same by definition."""
 
 
-@pytest.mark.parametrize("path", OTHER_VALUES)
-def test_values_have_different_effects(path: str) -> None:
-    values, needs = OTHER_VALUES[path]
-    runs = {value: train({**needs, path: value}, LAG.get(path, 0)) for value in values}
-    results = {
-        value: (*final_weights(rows), rows[-1].get("kl/to_reference"))
-        for value, rows in runs.items()
-    }
-    pairs = [(a, b) for a in results for b in results if str(a) < str(b)]
-    assert [(a, b) for a, b in pairs if results[a] == results[b]] == EQUAL.get(path, [])
+CASES = OptionCases(
+    mode="reasoning",
+    base=loader.flat(BASE),
+    sections=(
+        "algorithm.",
+        "actor.",
+        "critic.",
+        "rollout.",
+        "data.",
+        "reward.",
+        "warm_start.",
+        "evaluation.",
+    ),
+    changes=CHANGES,
+    reported=REPORTED,
+    unchanged=UNCHANGED,
+    refused=REFUSED,
+    other_values={
+        path: [(value, needs) for value in values] for path, (values, needs) in OTHER_VALUES.items()
+    },
+    same_values=SAME,
+    lag=LAG,
+    critic_options=("critic.", "algorithm.value_clip", "algorithm.huber_delta"),
+    config=config,
+    train=train,
+    repeat=lambda: _train.__wrapped__(json.dumps({})),
+    learned=learned,
+    outcome=lambda rows: (*learned(rows), rows[-1].get("kl/to_reference")),
+)
