@@ -182,11 +182,11 @@ def _layers(
             node.pop("hydra", None)
             source = getattr(repo.load_config(path), "path", "")
             root = "configs" if source == f"pkg://{PACKAGE}" else source.removeprefix("file://")
-            # a group chosen by flag beats what an experiment says about the same options
-            beats = stored is not None or any(
+            # A group that the command line chose overrides the experiment.
+            overrides_files = stored is not None or any(
                 g not in ("experiment", "mode") and path.startswith(f"{g}/") for g in groups
             )
-            (flagged if beats else files).append((f"{root}/{path}.yaml", node))
+            (flagged if overrides_files else files).append((f"{root}/{path}.yaml", node))
             if experiment and path == f"experiment/{experiment}":
                 title = OmegaConf.create({"name": str(experiment).replace("/", "-")})
                 files.insert(0, (f"{root}/{path}.yaml", title))
@@ -496,7 +496,7 @@ def _check_group(group: str, value: Any, loader: ConfigLoaderImpl) -> None:
 
 
 def _parse_line(line: str, loader: ConfigLoaderImpl) -> Override:
-    """Parse ``option=value``. Raises ConfigError that says how to write it."""
+    """Parse ``option=value``. Raises ConfigError with the correct form."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -241,12 +241,13 @@ def _range(part: Any, count: int, label: str, unit: str) -> range:
     if high < low:
         raise PlacementError(f"{label}: {text} runs backwards; write {high}-{low}")
     if high >= count:
-        there = f"0-{count - 1}" if count > 1 else "0"
+        last_valid = count - 1
+        valid = f"0-{last_valid}" if count > 1 else "0"
+        cure = "0" if low > last_valid or last_valid == low == 0 else f"{low}-{last_valid}"
         raise PlacementError(
             f"{label}: {text} needs {unit} {high}, but there {'are' if count > 1 else 'is'} {count}"
-            f" ({there}); write"
-            f" {'0' if low >= count or low == count - 1 == 0 else f'{low}-{count - 1}'}, or say"
-            " what there is in cluster.num_nodes and cluster.devices_per_node"
+            f" ({valid}); write {cure}, or set the available devices with cluster.num_nodes and"
+            " cluster.devices_per_node"
         )
     return range(low, high + 1)
 
@@ -385,7 +386,7 @@ def _preset(name: str, hardware: Hardware, mode: str, without: Sequence[str]) ->
         if roles and "half" in devices and hardware.total < 2:
             raise PlacementError(
                 f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or"
-                " say what there is in cluster.devices_per_node"
+                " set the available devices with cluster.devices_per_node"
             )
         if roles:
             groups.append(_group(",".join(roles), devices, hardware))

@@ -60,7 +60,7 @@ class Migration:
     unknown: list[dict[str, Any]] = field(default_factory=list)
     """{theirs, value, why}"""
     differences: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, why}: mapped options that still do not train exactly as theirs."""
+    """{theirs, value, why}: mapped options that still train differently."""
     to_write: dict[str, str] = field(default_factory=dict)
     """Our options that a run needs and the file does not set -> what to write."""
     conflict: str | None = None
@@ -263,7 +263,7 @@ def convert(peer: str, file: str) -> Migration:
 
 
 def _row(path: str, value: Any, reason: str) -> dict[str, Any]:
-    """Return the row of an option of theirs that has no counterpart, or an inexact one."""
+    """Return the row of an option without an exact counterpart."""
     return {"theirs": path, "value": value, "why": reason}
 
 
@@ -318,7 +318,7 @@ def _apply(
     *,
     default: bool = False,
 ) -> None:
-    """Add what one option of theirs becomes to ``migration``."""
+    """Add the result for one option of the other framework to ``migration``."""
 
     def refuse(reason: str) -> None:
         migration.refused.append(_row(path, value, reason))

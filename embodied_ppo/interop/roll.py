@@ -208,7 +208,7 @@ def _normalizes(source: Source) -> bool:
 
 
 def _whitening(value: Any, source: Source) -> Answer:
-    """Map whitening; theirs subtracts the mean and follows the KL penalty (compute_advantage)."""
+    """Map whitening, which subtracts the mean and follows the KL penalty (compute_advantage)."""
     if not value:
         return {"algorithm.whiten_rewards": False}
     order = {"algorithm.whiten_after_kl": True} if _has_penalty(source) else {}
@@ -216,7 +216,7 @@ def _whitening(value: Any, source: Source) -> Answer:
 
 
 def _reward_clip(value: Any, source: Source) -> Answer:
-    """Map clipping; theirs follows normalisation and again the KL penalty; 0 is off."""
+    """Map clipping, which follows normalisation and again the KL penalty; 0 is off."""
     if not value:
         return {"algorithm.reward_clip": None}
     after = _has_penalty(source) or _normalizes(source)

@@ -64,7 +64,7 @@ def _kl(value: Any, source: Source) -> Answer:
 
 
 def _whitening(value: Any, source: Source) -> Answer:
-    """Map whitening; theirs follows the KL penalty and keeps the mean."""
+    """Map whitening, which follows the KL penalty and keeps the mean."""
     order = {"algorithm.whiten_after_kl": True} if value and source.get("kl_coef", 0.05) else {}
     return {"algorithm.whiten_rewards": bool(value), **order}
 

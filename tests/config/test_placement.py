@@ -126,22 +126,19 @@ BAD: list[tuple[Any, Hardware, str]] = [
         {"env,rollout,actor": "0-9"},
         EIGHT,
         C + " = {env,rollout,actor: 0-9}: 0-9 needs device 9, but there are 8 (0-7); write 0-7, or"
-        " say what there is in "
-        "cluster.num_nodes and cluster.devices_per_node",
+        " set the available devices with cluster.num_nodes and cluster.devices_per_node",
     ),
     (
         {"env,rollout,actor": 8},
         EIGHT,
-        C + " = {env,rollout,actor: 8}: 8 needs device 8, but there are 8 (0-7); write 0, or say"
-        " what there is in "
-        "cluster.num_nodes and cluster.devices_per_node",
+        C + " = {env,rollout,actor: 8}: 8 needs device 8, but there are 8 (0-7); write 0, or set"
+        " the available devices with cluster.num_nodes and cluster.devices_per_node",
     ),
     (
         {"env,rollout,actor": "0-1"},
         Hardware(),
-        C + " = {env,rollout,actor: 0-1}: 0-1 needs device 1, but there is 1 (0); write 0, or say"
-        " what there is in "
-        "cluster.num_nodes and cluster.devices_per_node",
+        C + " = {env,rollout,actor: 0-1}: 0-1 needs device 1, but there is 1 (0); write 0, or set"
+        " the available devices with cluster.num_nodes and cluster.devices_per_node",
     ),
     (
         {"env,rollout,actor": "3-0"},
@@ -237,8 +234,8 @@ BAD: list[tuple[Any, Hardware, str]] = [
     (
         "hybrid",
         Hardware(),
-        "placement = hybrid: needs 2 devices, and there is 1; use fused or colocated, or say what "
-        "there is in cluster.devices_per_node",
+        "placement = hybrid: needs 2 devices, and there is 1; use fused or colocated, or set the "
+        "available devices with cluster.devices_per_node",
     ),
 ]
 
