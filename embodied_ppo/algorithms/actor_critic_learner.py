@@ -1,4 +1,4 @@
-"""The learner of a robot policy: one model with policy and value head, one loss, one AdamW."""
+"""Learner of a robot policy: one model with policy and value head, one loss, one AdamW."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import Evaluation, Policy, Trajectory
 
 METHODS = ("encode", "act", "evaluate", "value", "bc_loss")
-"""Methods of policies that read weights."""
+"""Methods of policies that read the weights."""
 
 
 def actor_critic_learner(
@@ -41,13 +41,15 @@ def actor_critic_learner(
     """Return the learner of a policy with a value head.
 
     Args:
-        policy: an ``nn.Module``.
-        num_envs: environments of all ranks.
-        auxiliary_loss: behaviour cloning loss, see ``behavior_cloning.AuxiliaryCloningLoss``.
-        updates, seed, compile_schedule, dump_dir, notice, ranks: as for ``MinibatchOptimizer``.
+        policy: A policy that is an ``nn.Module``.
+        config: Options of the algorithm.
+        num_envs: Environments of all ranks.
+        updates, seed, compile_schedule, dump_dir, ranks: As for ``MinibatchOptimizer``.
+        notice: Called with messages for the user.
+        auxiliary_loss: Behaviour cloning loss, see ``behavior_cloning.AuxiliaryCloningLoss``.
 
     Raises:
-        ConfigError: for granularities or a KL estimator that do not fit.
+        ConfigError: The granularities or the KL estimator are not possible.
     """
     losses.check_levels(
         logprob_type=config.logprob_type,
@@ -65,7 +67,6 @@ def actor_critic_learner(
         auxiliary_loss=auxiliary_loss,
         compile_schedule=compile_schedule,
         dump_dir=dump_dir,
-        notice=notice,
         ranks=ranks,
     )
     actor.optimizer = optimizer
@@ -79,9 +80,7 @@ class PolicyActor:
     recompute, scores_sequences = False, False
 
     def __init__(self, policy: Policy, config: AlgorithmConfig, ranks: Ranks) -> None:
-        """Copy the policy as its reference where the options need one; cut the parameters over
-        ``ranks``.
-        """
+        """Copy the policy as its reference if the options need one; shard the parameters."""
         self.policy, self.config, self._ranks = policy, config, ranks
         self.reference = (
             copy.deepcopy(policy) if config.use_kl_loss or config.use_kl_in_reward else None
@@ -115,9 +114,7 @@ class PolicyActor:
 
     @torch.no_grad()
     def view(self, policy: Policy, inputs: Any, t: Trajectory) -> Evaluation:
-        """Return the trajectory's actions as ``policy`` evaluates them, [T, N, ..]; inputs [T, N,
-        ..].
-        """
+        """Evaluate the trajectory's actions under a policy; inputs and results are [T, N, ..]."""
         c, flat = self.config, tree.flatten_time
         size = c.logprob_forward_micro_batch_size or c.micro_batch_size or c.global_batch_size
         view = apply_in_parts(policy.evaluate, size, flat(inputs), flat(t.action), flat(t.replay))
@@ -127,9 +124,7 @@ class PolicyActor:
         return self.view(self.policy, inputs, t).log_prob
 
     def reference_view(self, t: Trajectory) -> Evaluation | None:
-        """As ``Actor.reference_view``; the reference reads raw observations through its own, frozen
-        normaliser.
-        """
+        """See ``Actor``. The reference has its own, frozen normaliser of observations."""
         if self.reference is None:
             return None
         return self.view(self.reference, self._encoded(self.reference, t), t)
@@ -162,11 +157,11 @@ class PolicyActor:
         for m in running:
             m.count.zero_()
         self.policy.observe(obs, mask)
-        for m, kept in zip(running, before, strict=True):
+        for m, previous in zip(running, before, strict=True):
             parts = zip(
                 *(self.ranks.all_gather(x.clone()) for x in (m.mean, m.var, m.count)), strict=True
             )
-            for x, old in zip((m.mean, m.var, m.count), kept, strict=True):
+            for x, old in zip((m.mean, m.var, m.count), previous, strict=True):
                 x.copy_(old)
             for part in parts:
                 m.merge(*part)

@@ -243,63 +243,6 @@ def return_to_go(
 
 
 @torch.no_grad()
-def reinforce_plus_plus(
-    reward: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float,
-    steps: int | Tensor = 1,
-    whiten: bool = True,
-) -> Tensor:
-    """REINFORCE++ advantage: return-to-go of the (KL-penalised) rewards, whitened.
-
-    Source: Hu et al. 2025.
-
-    Args:
-        reward: [T, N].
-        terminated: bool [T, N].
-        truncated: bool [T, N].
-        mask: bool [T, N].
-        gamma: Discount factor.
-        steps: As in ``gae``.
-        whiten: Whiten over all unmasked rows of these columns. False leaves it to the caller, which
-            has the moments of all ranks (``normalize``).
-
-    Returns:
-        float32 [T, N], 0 in masked rows.
-    """
-    advantage = return_to_go(reward, terminated, truncated, mask, gamma=gamma, steps=steps)
-    return normalize(advantage, mask)[0] if whiten else advantage
-
-
-@torch.no_grad()
-def reinforce_plus_plus_baseline(
-    score: Tensor, mask: Tensor, group_size: int, *, whiten: bool = True
-) -> Tensor:
-    """REINFORCE++ advantage with a group baseline: s_i − μ_g in every unmasked row, whitened.
-
-    Source: Hu et al. 2025.
-
-    Args:
-        score: [N], s.
-        mask: bool [T, N].
-        group_size: Columns of a group.
-        whiten: As in ``reinforce_plus_plus``.
-
-    Returns:
-        float32 [T, N], 0 in masked rows.
-
-    Raises:
-        ConfigError: As ``grpo``.
-    """
-    centred = grpo(score, group_size, normalize_std=False, valid=mask.bool().any(0))
-    advantage = torch.where(mask.bool(), centred, 0.0)
-    return normalize(advantage, mask)[0] if whiten else advantage
-
-
-@torch.no_grad()
 def estimate(
     adv_type: str,
     *,
@@ -314,22 +257,24 @@ def estimate(
     group_size: int = 1,
     bootstrap_type: str = "standard",
     steps: int | Tensor = 1,
-    whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return advantage and returns of the estimator named ``adv_type``, float32 [T, N].
 
-    Critic-free estimators use the score of a column, the undiscounted sum of its unmasked rewards
-    (a column is one episode or response), and give every unmasked row of the column the same
-    advantage. reinforce and reinforce_plus_plus give each row its return-to-go. None of them uses a
-    value. Their returns only train a critic if there is one: the λ = 1 targets of ``gae``, i.e. the
-    discounted rewards to the end of the episode, or to the value where the time limit or the
-    rollout cut it.
+    gae                           as ``gae``
+    reinforce                     return-to-go of each row (Williams 1992)
+    reinforce_plus_plus           return-to-go of each row; the caller whitens it with ``normalize``
+    reinforce_plus_plus_baseline  s_i − μ_g in every row; the caller whitens it (Hu et al. 2025)
+    grpo, rloo                    the advantage of the column in every row
+
+    s is the score of a column (one episode or response): the undiscounted sum of its unmasked
+    rewards. Only gae uses values. The returns of the others are the λ = 1 targets of ``gae``, which
+    train a critic if there is one: the discounted rewards to the end of the episode, or to the
+    value where the time limit or the rollout cut it.
 
     Args:
         adv_type: One of ADV_TYPES.
         reward: As in ``gae``, and so are the arguments that are not listed.
         group_size: Columns of a group, for the group-relative estimators.
-        whiten: As in ``reinforce_plus_plus``.
 
     Raises:
         ConfigError: Unknown ``adv_type``, and as the estimators.
@@ -350,38 +295,30 @@ def estimate(
     )
     if adv_type == "gae":
         return advantage, returns
-    if adv_type == "reinforce":
+    if adv_type in ("reinforce", "reinforce_plus_plus"):
         return return_to_go(reward, terminated, truncated, mask, gamma=gamma, steps=steps), returns
-    if adv_type == "reinforce_plus_plus":
-        advantage = reinforce_plus_plus(
-            reward, terminated, truncated, mask, gamma=gamma, steps=steps, whiten=whiten
-        )
-        return advantage, returns
-    score = torch.where(mask.bool(), reward.double(), 0.0).sum(0)  # [N]
-    if adv_type == "reinforce_plus_plus_baseline":
-        return reinforce_plus_plus_baseline(score, mask, group_size, whiten=whiten), returns
-    relative = grpo if adv_type == "grpo" else rloo
-    column = relative(score, group_size, valid=mask.bool().any(0))
+    score, valid = torch.where(mask.bool(), reward.double(), 0.0).sum(0), mask.bool().any(0)  # [N]
+    if adv_type == "rloo":
+        column = rloo(score, group_size, valid=valid)
+    else:
+        column = grpo(score, group_size, normalize_std=adv_type == "grpo", valid=valid)
     return torch.where(mask.bool(), column, 0.0), returns
 
 
 # ------------------------------------------------------------------------------------ normalisation
 @torch.no_grad()
-def normalize(
-    advantage: Tensor, mask: Tensor, *, moments: Moments | None = None
-) -> tuple[Tensor, Moments]:
+def normalize(advantage: Tensor, mask: Tensor) -> tuple[Tensor, Moments]:
     """Standardise advantages: (A − μ)·rsqrt(σ² + 1e-8), unbiased σ² over unmasked entries.
 
     Args:
         advantage: float32 [..].
         mask: bool [..].
-        moments: Moments of all ranks (``running_stats.merge_moments``). None: those of this tensor.
 
     Returns:
-        The standardised advantage, 0 where masked, and the moments that were used. With fewer than
-        2 entries the advantage is returned unchanged; the caller reports it.
+        The standardised advantage, 0 where masked, and its moments before. With fewer than 2
+        entries the advantage is returned unchanged; the caller reports it.
     """
-    moments = masked_moments(advantage, mask) if moments is None else moments
+    moments = masked_moments(advantage, mask)
     if float(moments.count) < 2:
         return advantage, moments
     scaled = (advantage.double() - moments.mean) * torch.rsqrt(moments.var + EPS)
@@ -402,19 +339,18 @@ def shape_rewards(
     norm: str | None = None,
     shift: bool = False,
     scale: bool = False,
-    clip: float | None = None,
     group_size: int = 1,
     running_std: Tensor | float | None = None,
 ) -> Tensor:
-    """Clamp and then normalise rewards, before a KL penalty is subtracted.
+    """Normalise rewards, before a KL penalty is subtracted.
 
-    1. clip: r ← clamp(r, ±clip)
-    2. norm: r ← (r − μ)·rsqrt(σ² + 1e-8); with ``shift`` alone r − μ, with ``scale`` alone
-       r·rsqrt(σ² + 1e-8)
-       batch: μ and unbiased σ over all unmasked entries.
-       group: μ and σ over the unmasked entries of each group of columns.
-       running: r / running_std, the deviation of the discounted return (``ReturnScaler.std``). No
-           mean is subtracted.
+    r ← (r − μ)·rsqrt(σ² + 1e-8); with ``shift`` alone r − μ, with ``scale`` alone
+    r·rsqrt(σ² + 1e-8)
+
+    batch: μ and unbiased σ over all unmasked entries.
+    group: μ and σ over the unmasked entries of each group of columns.
+    running: r / running_std, the deviation of the discounted return (``ReturnScaler.std``). No mean
+        is subtracted.
 
     Sets of fewer than 2 entries are not normalised, and a deviation below 1e-6 is not divided by.
     If the reward is one score per column, normalise the scores as [1, N] before assigning them to
@@ -426,7 +362,6 @@ def shape_rewards(
         norm: One of REWARD_NORMS.
         shift: Subtract the mean only.
         scale: Divide by the deviation only.
-        clip: Bound of the reward's magnitude, None: no bound.
         group_size: Columns of a group, for norm = group.
         running_std: Deviation of the discounted return, for norm = running.
 
@@ -439,8 +374,7 @@ def shape_rewards(
     """
     if norm not in REWARD_NORMS:
         raise ConfigError(f"algorithm.reward_norm = {norm}: must be null, batch, group or running")
-    keep = mask.bool()
-    x = reward.double() if clip is None else reward.double().clamp(-clip, clip)
+    keep, x = mask.bool(), reward.double()
     if norm == "running":
         if shift:
             raise ConfigError(
@@ -493,10 +427,9 @@ def whiten_rewards(reward: Tensor, mask: Tensor, *, keep_mean: bool = True) -> T
     Returns:
         float32 [T, N]; masked rows, and fewer than 2 entries, are unchanged.
     """
-    moments = masked_moments(reward, mask)
+    white, moments = normalize(reward, mask)
     if float(moments.count) < 2:
         return reward
-    white, _ = normalize(reward, mask, moments=moments)
     white = white + moments.mean if keep_mean else white
     return torch.where(mask.bool(), white, reward.double()).float()
 
@@ -551,8 +484,3 @@ class ReturnScaler(nn.Module):
     def std(self) -> Tensor:
         """sqrt(var + 1e-8), float64 scalar; 1 before the first update."""
         return torch.where(self.moments.count > 0, torch.sqrt(self.moments.var + EPS), 1.0)
-
-    @property
-    def scale(self) -> Tensor:
-        """1 / std, float64 scalar."""
-        return 1.0 / self.std

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,10 +131,26 @@ def penalize(reward: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor
 
 
 # -------------------------------------------------------------------------------------- controllers
-class KLController(Protocol):
-    """Coefficient β of the KL penalty. Read ``coef`` for an update and call ``update`` after it."""
+class KLController:
+    """Coefficient β of the KL penalty: constant, or adapted to a target KL.
 
-    coef: float
+    e = clip(KL/target − 1, ±0.2);  β ← β·(1 + e·n/horizon) for n sequences
+
+    Read ``coef`` for an update and call ``update`` after it.
+
+    Source: Ziegler et al. 2019, section 2.2. The KL is a mean per token as in verl, not a sum.
+
+    Args:
+        coef: Initial β.
+        target: Target KL, nats per token. None: β is constant.
+        horizon: Number of sequences over which β adapts.
+    """
+
+    def __init__(self, coef: float, *, target: float | None = None, horizon: float = 1.0):
+        for name, number in (("target_kl", target), ("horizon", horizon)):
+            if number is not None and number <= 0:
+                raise ConfigError(f"algorithm.kl_ctrl.{name} = {number:g}: must be > 0")
+        self.coef, self.target, self.horizon = float(coef), target, horizon
 
     def update(self, kl: float, n: int) -> None:
         """Adapt β.
@@ -142,53 +158,13 @@ class KLController(Protocol):
         Args:
             kl: Mean over sequences of the mean KL per token, nats.
             n: Number of sequences.
-        """
-        ...
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class FixedKL:
-    """Constant β."""
-
-    def __init__(self, coef: float):
-        self.coef = float(coef)
-
-    def update(self, kl: float, n: int) -> None:
-        """Leave β unchanged."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coef = float(state["coef"])
-
-
-class AdaptiveKL:
-    """β that is adapted to a target KL.
-
-    e = clip(KL/target − 1, ±0.2);  β ← β·(1 + e·n/horizon) for n sequences
-
-    Source: Ziegler et al. 2019, section 2.2. The KL is a mean per token as in verl, not a sum.
-    """
-
-    def __init__(self, coef: float, *, target: float, horizon: float):
-        for name, number in (("target_kl", target), ("horizon", horizon)):
-            if number <= 0:
-                raise ConfigError(f"algorithm.kl_ctrl.{name} = {number:g}: must be > 0")
-        self.coef = float(coef)
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, kl: float, n: int) -> None:
-        """Adapt β, see ``KLController.update``.
 
         Raises:
             ConfigError: One step could make β negative.
             TrainingError: ``kl`` is not finite.
         """
+        if self.target is None:
+            return
         if not math.isfinite(kl):
             raise TrainingError(
                 f"KL to the reference = {kl}: the KL controller needs a finite one; lower lr or"
@@ -204,22 +180,22 @@ class AdaptiveKL:
         self.coef *= 1.0 + error * n / self.horizon
 
     def state_dict(self) -> dict[str, float]:
+        """Return the state of a checkpoint."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state_dict``."""
         self.coef = float(state["coef"])
 
 
-def controller(
-    type: str, *, kl_coef: float, horizon: float, target_kl: float
-) -> FixedKL | AdaptiveKL:
+def controller(type: str, *, kl_coef: float, horizon: float, target_kl: float) -> KLController:
     """Return the controller that ``algorithm.kl_ctrl`` describes.
 
     Raises:
         ConfigError: Unknown type.
     """
     if type == "fixed":
-        return FixedKL(kl_coef)
+        return KLController(kl_coef)
     if type == "adaptive":
-        return AdaptiveKL(kl_coef, target=target_kl, horizon=horizon)
+        return KLController(kl_coef, target=target_kl, horizon=horizon)
     raise ConfigError(f"algorithm.kl_ctrl.type = {type}: must be fixed or adaptive")

@@ -1,10 +1,9 @@
-"""PPO: prepare the advantages of a trajectory once, optimise for several epochs, adapt the
-coefficients.
+"""PPO update: compute advantages, optimise for several epochs, adapt the coefficients.
 
 ``Learner`` is the same for robot policies and language models. The critic is the policy's value
-head, a separate model, or absent. What a learner reads of its policy is an ``Actor``:
-``actor_critic_learner.PolicyActor`` for robot policies, ``separate_critic_learner.LanguageActor``
-for language models.
+head, a separate model, or absent. The learner calls the policy through the interface ``Actor``,
+which ``actor_critic_learner.PolicyActor`` implements for robot policies and
+``separate_critic_learner.LanguageActor`` for language models.
 
 T steps (or response tokens), N environments (or sequences), C actions of a chunk.
 """
@@ -33,20 +32,22 @@ from embodied_ppo.core.running_stats import (
 )
 from embodied_ppo.core.types import Batch, ConfigError, Evaluation, Mean, Metrics, Trajectory
 
-NOTHING = OptimizationStats({}, 0.0, 0)
+NO_STATS = OptimizationStats({}, 0.0, 0)
 """Statistics of a model that was not optimised."""
 
 
 # --------------------------------------------------------------------------------- actor and critic
 class Actor(Protocol):
-    """The policy, and the reference policy, as the learner reads them."""
+    """Interface of the policy and the reference policy to the learner."""
 
     @property
-    def policy(self) -> Any: ...
+    def policy(self) -> Any:
+        """The policy."""
+        ...
 
     @property
     def recompute(self) -> bool:
-        """Whether the behaviour's log-probabilities are always computed again."""
+        """Whether the learner always recomputes the behaviour's log-probabilities."""
         ...
 
     @property
@@ -55,7 +56,7 @@ class Actor(Protocol):
         ...
 
     def reshard(self) -> None:
-        """Release gathered parameters of policy and reference."""
+        """Free the gathered parameters of policy and reference."""
         ...
 
     def encode(self, t: Trajectory) -> Any:
@@ -67,9 +68,7 @@ class Actor(Protocol):
         ...
 
     def reference_view(self, t: Trajectory) -> Evaluation | None:
-        """Return log-probabilities and logits (or hidden states) under the reference; None without
-        a reference.
-        """
+        """Return log-probabilities and logits (or hidden states) under the reference, if any."""
         ...
 
     def kl_to_reference(
@@ -83,14 +82,16 @@ class Actor(Protocol):
         ...
 
     def initialize(self) -> None:
-        """Give a reference in another process the policy's weights."""
+        """Copy the policy's weights to a reference in another process."""
         ...
 
     def reference_state(self) -> Any:
         """Return the reference's weights; None without a reference."""
         ...
 
-    def load_reference(self, state: Any) -> None: ...
+    def load_reference(self, state: Any) -> None:
+        """Restore the result of ``reference_state``."""
+        ...
 
     def state_tensors(self) -> list[Any]:
         """Return the reference's tensors that are in this process, in nested containers."""
@@ -98,20 +99,21 @@ class Actor(Protocol):
 
 
 class ValueHead:
-    """Marks a critic that is a part of the policy: its loss is a part of the policy's loss."""
+    """Marks a critic that is a part of the policy, and its loss a part of the policy's loss."""
 
 
 class Critic(Protocol):
     """A separate model that computes values, and its optimiser; in this process or another one."""
 
     @property
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """Learning rate of the newest update."""
         ...
 
     def initialize(self, actor: Any) -> None:
-        """Initialise from ``actor``, once and before any other call, unless it has its own
-        weights.
+        """Initialise from ``actor``, once and before any other call.
+
+        A critic with its own weights ignores it.
         """
         ...
 
@@ -122,28 +124,27 @@ class Critic(Protocol):
     def begin(
         self, obs: Mapping[str, Tensor], mask: Tensor, value: Tensor, returns: Tensor, update: int
     ) -> None:
-        """Begin to learn ``returns`` [T, N]; ``value``: what ``values`` returned for the same
-        rows.
-        """
+        """Start to learn ``returns`` [T, N]; ``value`` is the result of ``values`` before."""
         ...
 
     def end(self) -> OptimizationStats:
-        """Wait for what ``begin`` started."""
+        """Wait for the optimisation that ``begin`` has started."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return "critic_weights", and "critic": everything else that the next update depends
-        on.
-        """
+        """Return "critic_weights", and as "critic" all other state of the next update."""
         ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of ``state``."""
+        ...
 
     def state_tensors(self) -> Any:
         """Return the tensors, in nested containers, that are in this process between updates."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release processes and memory."""
 
 
 # ------------------------------------------------------------------------------------------ learner
@@ -170,13 +171,8 @@ class Learner:
             notice: callback for messages to the user.
         """
         config = optimizer.config
-        self.actor, self.critic, self.optimizer, self.config, self.notice = (
-            actor,
-            critic,
-            optimizer,
-            config,
-            notice,
-        )
+        self.actor, self.critic, self.optimizer = actor, critic, optimizer
+        self.config, self.notice = config, notice
         self.cpu_s = {"advantages": 0.0, "update": 0.0}
         self.returns = advantages.ReturnScaler(columns).to(device)
         self.kl = kl.controller(**vars(config.kl_ctrl))
@@ -199,9 +195,16 @@ class Learner:
 
     # ----------------------------------------------------------------------------------- one update
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
-        """Train on one trajectory (this rank's columns).
+        """Update the policy and the critic from one trajectory.
 
         Until ``critic_warmup`` only the critic learns.
+
+        Args:
+            trajectory: This rank's columns.
+            update: Number of the update, from 0.
+
+        Raises:
+            TrainingError: A loss or gradient is not finite.
         """
         c, model = self.config, self._critic_model
         warmup, value_head = update < c.critic_warmup, isinstance(self.critic, ValueHead)
@@ -209,7 +212,7 @@ class Learner:
         self.actor.reshard()
         batch, metrics = self._prepare(trajectory)
         prepared = time.process_time()
-        actor = critic = NOTHING
+        actor = critic = NO_STATS
         if model is not None:  # it may learn at the same time as the actor
             model.begin(batch.inputs, batch.mask, batch.value, batch.returns, update)
         try:
@@ -226,14 +229,15 @@ class Learner:
         if not warmup and actor.sums["steps"]:
             self._adapt(metrics, actor.sums)
         self.actor.observe(trajectory)
-        return metrics if self.critic is not None else _without_values(metrics)
+        if self.critic is None:
+            metrics = {tag: x for tag, x in metrics.items() if not tag.startswith("value/")}
+        return metrics
 
     def _prepare(self, t: Trajectory) -> tuple[Batch, Metrics]:
-        """Return everything that the losses read, [T*N, ..] (samples) or [T, N, ..] (columns), and
-        metrics.
+        """Return the batch, [T*N, ..] (samples) or [T, N, ..] (columns), and metrics.
 
-        Rewards and advantages are computed for the columns of all ranks, so that statistics are
-        those of the rollout.
+        Rewards and advantages are computed for the columns of all ranks, so that their statistics
+        do not depend on the number of ranks.
         """
         c, ranks, actor, mask = self.config, self.ranks, self.actor, t.mask
         inputs = actor.encode(t)
@@ -247,28 +251,30 @@ class Learner:
                 losses.reduce_log_prob(x, c.logprob_type, batch_dims=2)
                 for x in (behaviour, t.log_prob)
             )
-            weight, metrics = off_policy(old, acted, mask, c)
+            weight, metrics = off_policy_weights(old, acted, mask, c)
         reference = actor.reference_view(t)
         # 2. Values, and the columns of all ranks.
         t = self._with_values(t)
         scalars = ("reward", "value", "next_value", "terminated", "truncated", "mask", "steps")
         columns = tree.map(
-            in_time, ranks.all_gather_columns({name: getattr(t, name) for name in scalars})
+            flatten_chunks, ranks.all_gather_columns({name: getattr(t, name) for name in scalars})
         )
         rollout = replace(t, **columns)  # of all ranks, except obs and action
         # 3. Rewards, with the KL penalty.
-        shape = shaped_scores if actor.scores_sequences else shaped_steps
+        shape = shape_sequence_rewards if actor.scores_sequences else shape_step_rewards
         reward = shape(rollout, c, self.returns)
         if reference is not None and c.use_kl_in_reward:
             distance = ranks.all_gather_columns(
                 actor.kl_to_reference(inputs, t, behaviour, reference)
             )
-            reward, more = penalized(reward, in_time(distance), rollout.mask, self.kl.coef)
+            reward, more = subtract_kl_penalty(
+                reward, flatten_chunks(distance), rollout.mask, self.kl.coef
+            )
             metrics |= more
-        reward = shaped_after_kl(reward, rollout.mask, c)
+        reward = shape_after_kl(reward, rollout.mask, c)
         # 4. Advantages and returns.
         steps = 1 if rollout.steps is None else rollout.steps
-        advantage, returns, more = estimated(
+        advantage, returns, more = estimate_advantages(
             replace(rollout, reward=reward), c, steps=steps, notice=self.notice
         )
         metrics |= more
@@ -279,8 +285,8 @@ class Learner:
             replay=t.replay,
             log_prob=losses.reduce_log_prob(behaviour, c.logprob_type, batch_dims=2),
             value=t.value,
-            advantage=ranks.local_columns(in_chunks(advantage, t.value)),
-            returns=ranks.local_columns(in_chunks(returns, t.value)),
+            advantage=ranks.local_columns(unflatten_chunks(advantage, t.value)),
+            returns=ranks.local_columns(unflatten_chunks(returns, t.value)),
             mask=mask,
             weight=weight,
             ref_log_prob=reference.log_prob if reference is not None and c.use_kl_loss else None,
@@ -291,8 +297,9 @@ class Learner:
         return (batch if c.minibatch_unit == "column" else tree.flatten_time(batch)), metrics
 
     def _with_values(self, t: Trajectory) -> Trajectory:
-        """Return the trajectory with the critic's values; those of a value head come with the
-        rollout.
+        """Return the trajectory with the values of a separate critic.
+
+        The values of a value head are part of the rollout.
         """
         if isinstance(self.critic, ValueHead):
             return t
@@ -306,13 +313,13 @@ class Learner:
         )
 
     def _summary(self, actor: OptimizationStats, critic: OptimizationStats) -> Metrics:
-        """Return the metrics of the epochs, with the coefficients as they were in them."""
+        """Return the metrics of the epochs, with the coefficients that they used."""
         rates, model = self.optimizer.learning_rates, self._critic_model
         if isinstance(self.critic, ValueHead):
             critic = actor
         else:
-            rates = rates[0], 0.0 if model is None else model.rate
-        metrics = summary(actor, critic, self.config, lr=rates)
+            rates = rates[0], 0.0 if model is None else model.learning_rate
+        metrics = optimization_metrics(actor, critic, self.config, lr=rates)
         if self.config.entropy_target is not None:
             metrics["policy/entropy_coef"] = self.entropy.coef
         if self.optimizer.auxiliary_loss is not None:
@@ -320,9 +327,7 @@ class Learner:
         return metrics
 
     def _adapt(self, metrics: Metrics, sums: Mapping[str, float]) -> None:
-        """Adapt the entropy bonus, the KL coefficient and the learning rate to the update's
-        statistics.
-        """
+        """Adapt entropy bonus, KL coefficient and learning rate to the update's statistics."""
         self.entropy.update(float(sums["entropy"]) / float(sums["steps"]))
         distance = metrics.get("kl/to_reference")
         if self.config.use_kl_in_reward and isinstance(distance, Mean):
@@ -331,17 +336,13 @@ class Learner:
 
     # --------------------------------------------------------------------- processes and checkpoint
     def initialize(self) -> None:
-        """Initialise a critic and a reference in other processes from the policy, before the first
-        update.
-        """
+        """Initialise critic and reference in other processes, before the first update."""
         if (model := self._critic_model) is not None:
             model.initialize(self.policy)
         self.actor.initialize()
 
     def state_tensors(self) -> Any:
-        """Return the tensors that are in this process between updates, without those of the
-        policy.
-        """
+        """Return the tensors in this process between updates, except those of the policy."""
         model = self._critic_model
         others = [*([] if model is None else [model.state_tensors()]), *self.actor.state_tensors()]
         return [self.optimizer.state(), self.returns.state_dict(), *others]
@@ -367,16 +368,17 @@ class Learner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state()``.
+        """Restore the result of ``state``.
 
-        Raises ConfigError where the critic or the reference is missing in it.
+        Raises:
+            ConfigError: It has no critic or no reference, which the options need.
         """
         value_head, model = isinstance(self.critic, ValueHead), self._critic_model
         if model is not None and state["critic"] is None:
             raise ConfigError("the checkpoint holds no critic to continue with; start a new run")
         c = self.config
-        refers = c.use_kl_loss or c.use_kl_in_reward
-        if refers and state["reference"] is None:
+        has_reference = c.use_kl_loss or c.use_kl_in_reward
+        if has_reference and state["reference"] is None:
             raise ConfigError(
                 "algorithm.use_kl_loss/use_kl_in_reward: the checkpoint holds no reference policy"
                 " to continue with; start a new run, or resume without the KL options"
@@ -384,11 +386,10 @@ class Learner:
         self.optimizer.load_state(state if value_head else state["actor"])
         if model is not None:
             model.load_state(state)
-        if refers:
+        if has_reference:
             self.actor.load_reference(state["reference"])
-        if (
-            value_head or c.reward_norm == "running"
-        ):  # the number of sequences may change, that of environments not
+        # The number of sequences may change on resume, that of environments may not.
+        if value_head or c.reward_norm == "running":
             self.returns.load_state_dict(state["returns"])
         if c.kl_ctrl.type == "adaptive":
             self.kl.load_state_dict(state["kl"])
@@ -403,13 +404,19 @@ class Learner:
 
 
 # ------------------------------------------------------------------------------------------ rewards
-def shaped_steps(t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnScaler) -> Tensor:
+def shape_step_rewards(
+    t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnScaler
+) -> Tensor:
     """Return the shaped rewards [T, N] of a robot's steps before the KL penalty."""
     steps = 1 if t.steps is None else t.steps
-    return shaped(t.reward, t.terminated | t.truncated, t.mask, c, returns=returns, steps=steps)
+    return shape_before_kl(
+        t.reward, t.terminated | t.truncated, t.mask, c, returns=returns, steps=steps
+    )
 
 
-def shaped_scores(t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnScaler) -> Tensor:
+def shape_sequence_rewards(
+    t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnScaler
+) -> Tensor:
     """Return the shaped rewards [T, N] of sequences before the KL penalty.
 
     A sequence has one score. It is normalised as one number, whatever the sequence's length, and is
@@ -417,12 +424,14 @@ def shaped_scores(t: Trajectory, c: AlgorithmConfig, returns: advantages.ReturnS
     """
     unmasked = t.mask.any(0, keepdim=True)  # [1, N]
     score = torch.where(t.mask, t.reward, 0.0).sum(0, keepdim=True)
-    score = shaped(score, unmasked, unmasked, replace(c, whiten_rewards=False), returns=returns)
+    score = shape_before_kl(
+        score, unmasked, unmasked, replace(c, whiten_rewards=False), returns=returns
+    )
     reward = torch.where((t.terminated | t.truncated) & t.mask, score, 0.0)
-    return reward if c.whiten_after_kl else whitened(reward, t.mask, c)
+    return reward if c.whiten_after_kl else whiten(reward, t.mask, c)
 
 
-def shaped(
+def shape_before_kl(
     reward: Tensor,
     done: Tensor,
     mask: Tensor,
@@ -451,31 +460,27 @@ def shaped(
     )
     if c.reward_clip_order == "after_norm":
         reward = torch.where(mask.bool(), advantages.clip(reward, c.reward_clip), reward)
-    return reward if c.whiten_after_kl else whitened(reward, mask, c)
+    return reward if c.whiten_after_kl else whiten(reward, mask, c)
 
 
-def whitened(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
+def whiten(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
     """Return the rewards [T, N], whitened over all unmasked entries if whiten_rewards is set."""
     if not c.whiten_rewards:
         return reward
     return advantages.whiten_rewards(reward, mask, keep_mean=not c.whiten_subtract_mean)
 
 
-def shaped_after_kl(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
-    """Apply what some trainers (ROLL, TRL) do after the KL penalty: the second clamp, then
-    whitening; [T, N].
-    """
+def shape_after_kl(reward: Tensor, mask: Tensor, c: AlgorithmConfig) -> Tensor:
+    """Clamp and whiten rewards [T, N] after the KL penalty, as ROLL and TRL do."""
     if c.reward_clip_order == "after_norm":
         reward = torch.where(mask.bool(), advantages.clip(reward, c.reward_clip), reward)
-    return whitened(reward, mask, c) if c.whiten_after_kl else reward
+    return whiten(reward, mask, c) if c.whiten_after_kl else reward
 
 
-def off_policy(
+def off_policy_weights(
     old: Tensor, acted: Tensor, mask: Tensor, c: AlgorithmConfig
 ) -> tuple[Tensor, Metrics]:
-    """Return importance weights of the learner's log-probabilities against the acting policy's, [T,
-    N, ..].
-    """
+    """Return importance weights of the learner against the acting policy, [T, N, ..]."""
     assert c.off_policy_correction is not None
     weight = losses.off_policy_weight(
         old, acted, mask, kind=c.off_policy_correction, cap=c.off_policy_cap
@@ -484,23 +489,22 @@ def off_policy(
     return weight, {"policy/off_policy_weight": Mean(float(masked_sum(weight, mask)), count)}
 
 
-def penalized(
+def subtract_kl_penalty(
     reward: Tensor, distance: Tensor, mask: Tensor, coef: float
 ) -> tuple[Tensor, Metrics]:
-    """Return rewards [T, N] minus coef times the distance to the reference, and that distance as a
-    metric.
-    """
-    columns = float(losses.denominator(mask, how="seq-mean-token-mean"))
-    per_column = float(losses.aggregate(distance, mask, how="seq-mean-token-mean"))
+    """Return rewards [T, N] minus coef times the KL to the reference, and the KL as a metric."""
+    columns = float(losses.denominator(mask, aggregation="seq-mean-token-mean"))
+    per_column = float(losses.aggregate(distance, mask, aggregation="seq-mean-token-mean"))
     metrics: Metrics = {"kl/to_reference": Mean(per_column * columns, columns), "kl/coef": coef}
     return kl.penalize(reward, distance, mask, coef=coef), metrics
 
 
-def estimated(
+def estimate_advantages(
     t: Trajectory, c: AlgorithmConfig, *, steps: int | Tensor = 1, notice: Callable[[str], None]
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Return normalised advantages, returns [T, N], and metrics; T counts actions where each has a
-    value.
+    """Return normalised advantages, returns [T, N], and metrics.
+
+    T counts actions where each action of a chunk has a value.
     """
     advantage, returns = advantages.estimate(
         c.adv_type,
@@ -515,7 +519,6 @@ def estimated(
         group_size=c.group_size,
         bootstrap_type=c.bootstrap_type,
         steps=steps,
-        whiten=False,  # normalize_advantages decides
     )
     metrics: Metrics = {
         "value/explained_variance": float(explained_variance(t.value, returns, t.mask)),
@@ -532,12 +535,10 @@ def estimated(
     return advantages.clip(advantage, c.advantage_clip), returns, metrics
 
 
-def summary(
+def optimization_metrics(
     actor: OptimizationStats, critic: OptimizationStats, c: AlgorithmConfig, *, lr: Sequence[float]
 ) -> Metrics:
-    """Return the metrics of the epochs; ``actor`` and ``critic`` are equal where one loss has
-    both.
-    """
+    """Return the metrics of the epochs; a loss of both has equal ``actor`` and ``critic``."""
     a, v = defaultdict(float, actor.sums), defaultdict(float, critic.sums)
     metrics: Metrics = {
         "policy/loss": Mean(a["policy_loss"], a["steps"]),
@@ -561,17 +562,11 @@ def summary(
     return metrics
 
 
-def in_time(x: Tensor) -> Tensor:
-    """[T, N, C] -> [T·C, N]: the actions of each column in execution order; [T, N] is returned as
-    it is.
-    """
+def flatten_chunks(x: Tensor) -> Tensor:
+    """Reshape [T, N, C] to [T·C, N], actions in execution order; return [T, N] unchanged."""
     return x if x.ndim == 2 else x.transpose(1, 2).flatten(0, 1)
 
 
-def in_chunks(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of ``in_time``, for a tensor ``like`` [T, N, C] or [T, N]."""
+def unflatten_chunks(x: Tensor, like: Tensor) -> Tensor:
+    """Invert ``flatten_chunks``, for a tensor ``like`` [T, N, C] or [T, N]."""
     return x if like.ndim == 2 else x.unflatten(0, (-1, like.shape[2])).transpose(1, 2)
-
-
-def _without_values(metrics: Metrics) -> Metrics:
-    return {tag: x for tag, x in metrics.items() if not tag.startswith("value/")}

@@ -281,7 +281,7 @@ def value_loss(
 
 
 # -------------------------------------------------------------------------------------- aggregation
-def denominator(mask: Tensor, *, how: str = "token-mean") -> Tensor:
+def denominator(mask: Tensor, *, aggregation: str = "token-mean") -> Tensor:
     """Return the divisor of ``aggregate`` for a complete minibatch, float64 scalar.
 
     token-mean: unmasked rows. seq-mean-*: columns with an unmasked row. Add it up over ranks and
@@ -290,12 +290,12 @@ def denominator(mask: Tensor, *, how: str = "token-mean") -> Tensor:
 
     Args:
         mask: bool [..], [T, B] for seq-mean-*.
-        how: One of AGGREGATIONS.
+        aggregation: One of AGGREGATIONS.
     """
-    _check_how(how)
-    if how == "token-mean":
+    _check_aggregation(aggregation)
+    if aggregation == "token-mean":
         return mask.bool().sum().double()
-    _check_columns(mask, f"algorithm.loss_agg_func = {how}")
+    _check_columns(mask, f"algorithm.loss_agg_func = {aggregation}")
     return mask.bool().any(0).sum().double()
 
 
@@ -303,7 +303,7 @@ def aggregate(
     x: Tensor,
     mask: Tensor,
     *,
-    how: str = "token-mean",
+    aggregation: str = "token-mean",
     denominator: Tensor | float | None = None,
     length: float | None = None,
 ) -> Tensor:
@@ -319,7 +319,7 @@ def aggregate(
     Args:
         x: [.., *trailing].
         mask: bool [..].
-        how: One of AGGREGATIONS.
+        aggregation: One of AGGREGATIONS.
         denominator: Replaces Σ_b Σ_t 1 (counted in rows; trailing elements are multiplied in here)
             or B' by that of the complete minibatch, see the function ``denominator``. None: that of
             this tensor.
@@ -329,21 +329,21 @@ def aggregate(
         Scalar of x's dtype. Without unmasked elements 0, with zero gradient.
 
     Raises:
-        ConfigError: Unknown ``how``; seq-mean-* without columns; a norm without length.
+        ConfigError: Unknown ``aggregation``; seq-mean-* without columns; a norm without length.
     """
-    _check_how(how)
-    if how != "token-mean":
-        _check_columns(mask, f"algorithm.loss_agg_func = {how}")
+    _check_aggregation(aggregation)
+    if aggregation != "token-mean":
+        _check_columns(mask, f"algorithm.loss_agg_func = {aggregation}")
     if denominator is None:
-        denominator = _own_denominator(mask, how=how)
+        denominator = _count_denominator(mask, aggregation=aggregation)
     trailing = math.prod(x.shape[mask.ndim :])
-    if how == "token-mean":
+    if aggregation == "token-mean":
         return masked_sum(x, mask) / (_at_least_one(denominator, x) * trailing)
     rows = torch.where(expand_mask(mask, x), x, 0.0).reshape(*mask.shape, trailing)
     column = rows.sum((0, 2))  # [B]
-    if how == "seq-mean-token-mean":
+    if aggregation == "seq-mean-token-mean":
         column = column / (mask.bool().sum(0).clamp(min=1) * trailing)
-    elif how == "seq-mean-token-sum-norm":
+    elif aggregation == "seq-mean-token-sum-norm":
         if length is None or length <= 0:
             raise ConfigError(
                 "algorithm.loss_agg_func = seq-mean-token-sum-norm: needs a constant length > 0,"
@@ -353,24 +353,24 @@ def aggregate(
     return column.sum() / _at_least_one(denominator, x)
 
 
-_own_denominator = denominator  # ``aggregate`` has an argument of that name
+_count_denominator = denominator  # ``aggregate`` has an argument of that name
 
 
 def _at_least_one(count: Tensor | float, like: Tensor) -> Tensor:
     return torch.as_tensor(count, dtype=like.dtype, device=like.device).clamp(min=1)
 
 
-def _check_how(how: str) -> None:
-    if how not in AGGREGATIONS:
+def _check_aggregation(aggregation: str) -> None:
+    if aggregation not in AGGREGATIONS:
         raise ConfigError(
-            f"algorithm.loss_agg_func = {how}: must be one of {', '.join(AGGREGATIONS)}"
+            f"algorithm.loss_agg_func = {aggregation}: must be one of {', '.join(AGGREGATIONS)}"
         )
 
 
-def _check_columns(mask: Tensor, what: str) -> None:
+def _check_columns(mask: Tensor, option: str) -> None:
     if mask.ndim != 2:
         raise ConfigError(
-            f"{what}: needs whole columns [T, B], got a mask {tuple(mask.shape)}; set"
+            f"{option}: needs whole columns [T, B], got a mask {tuple(mask.shape)}; set"
             " minibatch_unit=column"
         )
 

@@ -1,8 +1,7 @@
-"""Optimise one loss over epochs x minibatches x micro-batches with one AdamW, eager or as compiled
-code.
+"""Optimisation of one loss over epochs x minibatches x micro-batches with one AdamW.
 
-How a minibatch is cut is a strategy: ``SampleCutter`` for samples or whole columns,
-``TokenBudgetCutter`` for the sequences of a language model.
+``SampleCutter`` cuts batches of samples or whole columns, ``TokenBudgetCutter`` those of language
+models. Minibatches run eagerly or as compiled code.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class OptimizationStats:
     """Statistics of the minibatches of an update.
 
     Attributes:
-        sums: statistic -> its sum over all minibatches. "steps" counts those that took an optimiser
+        sums: Statistic -> its sum over all minibatches. "steps" counts those that took an optimiser
             step.
-        ratio_max: the largest probability ratio.
-        epochs: epochs begun; fewer than ``update_epoch`` after an early stop.
+        ratio_max: The largest probability ratio.
+        epochs: Epochs that have started; fewer than ``update_epoch`` after an early stop.
     """
 
     sums: Mapping[str, float]
@@ -69,14 +68,14 @@ class OptimizationStats:
 
 # ------------------------------------------------------------------------------ cutting minibatches
 class MinibatchCutter(Protocol):
-    """How a batch is cut into minibatches, and a minibatch into micro-batches."""
+    """Cuts a batch into minibatches, and a minibatch into micro-batches."""
 
     def minibatch_size(self, batch: Batch, world: int) -> int:
         """Return this rank's samples (or columns) of a minibatch; ``world``: number of ranks."""
         ...
 
     def micro_batches(self, minibatch: Batch, ranks: Ranks) -> Iterator[Batch]:
-        """Yield the parts of a minibatch that go through the model one after another."""
+        """Yield the parts of a minibatch, each for one forward and backward pass."""
         ...
 
 
@@ -106,14 +105,15 @@ class SampleCutter:
 
 @dataclass(frozen=True)
 class TokenBudgetCutter:
-    """Cut columns of tokens, rows of similar length together, without their padding.
+    """Cut columns of tokens: rows of similar length together, without their padding.
 
-    On a CPU that is faster than packing rows into one. The result does not depend on the budget.
+    On a CPU this is faster than packing rows into one. The result does not depend on the budget.
 
     Attributes:
-        columns: sequences in one minibatch, of all ranks together.
-        tokens: limit of a micro-batch, padding included; at least one row. None: no limit.
-        max_columns: limit of the sequences in a micro-batch. None: no limit.
+        columns: Sequences of a minibatch, of all ranks together.
+        tokens: Limit of tokens in a micro-batch, padding included; it has at least one row. None:
+            no limit.
+        max_columns: Limit of sequences in a micro-batch. None: no limit.
     """
 
     columns: int
@@ -129,7 +129,7 @@ class TokenBudgetCutter:
             cut_columns(minibatch.mask, minibatch.inputs["place"], self.tokens, self.max_columns)
         )
         masked = replace(minibatch, mask=torch.zeros_like(minibatch.mask))
-        # Sharded models need the same number of passes on every rank: the others add masked ones.
+        # Sharded models need the same number of passes on every rank; masked ones fill it up.
         for _ in range(ranks.max_passes(len(cuts)) - len(cuts)):
             yield self._part(masked, minibatch.mask.new_zeros(1, dtype=torch.int64), 1, 1)
         for index, width, rows in cuts:
@@ -137,13 +137,10 @@ class TokenBudgetCutter:
 
     @staticmethod
     def _part(minibatch: Batch, index: Tensor, width: int, rows: int) -> Batch:
-        """Return the columns ``index``, with ``width`` tokens of a row and ``rows`` response
-        tokens.
-        """
+        """Return columns, trimmed to ``width`` tokens of a row and ``rows`` response tokens."""
         part = take(minibatch, index, "column")
-        place = torch.where(part.mask, part.inputs["place"], 0)[
-            :rows
-        ]  # masked places would lengthen packed rows
+        # Places of masked tokens may lie beyond ``width``.
+        place = torch.where(part.mask, part.inputs["place"], 0)[:rows]
         trimmed = tree.map(lambda x: x[:rows], replace(part, inputs={}))
         return replace(trimmed, inputs={"row": part.inputs["row"][:width], "place": place})
 
@@ -154,22 +151,22 @@ def cut_columns(
     """Cut the columns of mask and place [T, N] into parts of similar length, longest first.
 
     Args:
-        tokens: limit of a part, padding included; a part holds at least one column. None: no limit.
-        columns: limit of the columns of a part.
+        mask: bool [T, N].
+        place: int64 [T, N], see ``separate_critic_learner.Rows``.
+        tokens: Limit of tokens in a part, padding included; it has at least one column. None: no
+            limit.
+        columns: Limit of columns in a part. None: no limit.
 
     Yields:
         The indices of the columns, int64 [b], the tokens of a row and the response tokens that the
-        part needs. Columns that are masked throughout are left out.
+        part needs. Fully masked columns are left out.
     """
     last = torch.where(mask, place, -1).amax(0) + 1  # [N] tokens that the loss depends on
     order = last.argsort(descending=True, stable=True)
     lengths = last[order].tolist()
     count = sum(x > 0 for x in lengths)
-    rows = (
-        (mask * torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1))
-        .amax(0)[order]
-        .tolist()
-    )
+    numbers = torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1)  # [T, 1]
+    rows = (mask * numbers).amax(0)[order].tolist()
     start = 0
     while start < count:
         size = min(count if tokens is None else max(1, tokens // lengths[start]), columns or count)
@@ -180,9 +177,7 @@ def cut_columns(
 
 # ---------------------------------------------------------------------------------------- optimiser
 class MinibatchOptimizer:
-    """Epochs x minibatches of one loss with one AdamW and a learning rate each for actor and
-    critic.
-    """
+    """Optimises one loss with one AdamW, which has a learning rate each for actor and critic."""
 
     def __init__(
         self,
@@ -197,48 +192,45 @@ class MinibatchOptimizer:
         auxiliary_loss: Callable[[torch.Generator], Tensor] | None = None,
         compile_schedule: compile.CompileSchedule | None = None,
         dump_dir: Path | None = None,
-        notice: Callable[[str], None] = lambda text: None,
         ranks: Ranks | None = None,
     ) -> None:
         """Create the optimiser.
 
         Args:
+            loss: The loss.
             groups: "actor" and "critic" -> parameters of ``loss.model``; one of them may be empty.
-            updates: length of the run, which the schedules span.
-            buffers: names of the buffers of ``loss.model`` that the loss reads.
-            auxiliary_loss: a loss of samples that it draws, added to each eager minibatch of the
+            config: Options of the algorithm.
+            cutter: Cuts batches.
+            updates: Updates of the complete run, for the schedule of the learning rate.
+            seed: Seed of the permutations.
+            buffers: Names of the buffers of ``loss.model`` that the loss reads.
+            auxiliary_loss: Loss of samples that it draws, added to each eager minibatch of the
                 actor.
-            compile_schedule: the update from which minibatches run as compiled code. None: never.
-            dump_dir: folder of the batch that made a loss or gradient non-finite. None: it is not
+            compile_schedule: When minibatches run as compiled code. None: never.
+            dump_dir: Folder for the batch of a non-finite loss or gradient. None: it is not
                 written.
-            notice: callback for messages to the user.
-            ranks: the ranks that learn together, each from its own columns. A minibatch is the sum
-                of equal shares.
+            ranks: Ranks that learn together, each from its own columns. A minibatch consists of
+                equal shares of all ranks.
         """
         self.loss, self.config, self.cutter, self.buffers = loss, config, cutter, list(buffers)
         self.model: nn.Module = loss.model  # pyright: ignore[reportAttributeAccessIssue]
         self.compile_schedule = compile_schedule or compile.CompileSchedule(None)
         self.ranks = ranks or Ranks()
-        self.updates, self.seed, self.dump_dir, self.notice = updates, seed, dump_dir, notice
+        self.updates, self.seed, self.dump_dir = updates, seed, dump_dir
         self.actor, self.critic = groups["actor"], groups["critic"]
         name = {id(p): n for n, p in self.model.named_parameters()}
         self.names = {role: [name[id(p)] for p in group] for role, group in groups.items()}
-        self.lr = {
-            "actor": config.lr,
-            "critic": config.lr if config.value_lr is None else config.value_lr,
-        }
+        value_lr = config.lr if config.value_lr is None else config.value_lr
+        self.lr = {"actor": config.lr, "critic": value_lr}
         self.adamw = torch.optim.AdamW(
-            [
-                {"params": self.actor, "lr": self.lr["actor"]},
-                {"params": self.critic, "lr": self.lr["critic"]},
-            ],
+            [{"params": groups[role], "lr": lr} for role, lr in self.lr.items()],
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
         self.adaptive_factor = 1.0
-        """Factor of the learning rates that lr_schedule=adaptive controls."""
+        """Factor of the learning rates with lr_schedule=adaptive."""
         self.statistics: tuple[str, ...] = ()
         """Names of the columns of a minibatch's statistics."""
         self.auxiliary_loss = auxiliary_loss
@@ -289,7 +281,7 @@ class MinibatchOptimizer:
                 # Divide by the counts of the minibatch of all ranks: the gradient then depends
                 # neither on the micro-batch size nor on the number of ranks.
                 rows = losses.denominator(minibatch.mask)
-                denominator = losses.denominator(minibatch.mask, how=c.loss_agg_func)
+                denominator = losses.denominator(minibatch.mask, aggregation=c.loss_agg_func)
                 if ranks.world > 1:
                     rows, denominator = ranks.all_reduce_sum(
                         torch.stack([rows, denominator])
@@ -396,10 +388,9 @@ class MinibatchOptimizer:
 
     # ---------------------------------------------------------------------------------- minibatches
     def _minibatches(self, batch: Batch, update: int, epoch: int) -> Sequence[Tensor]:
-        """Return indices of a new permutation; each sample (or column) occurs once.
+        """Return the indices of each minibatch of a new permutation of the samples (or columns).
 
-        Minibatches that are masked throughout are left out: their step would move the weights by
-        momentum alone.
+        Fully masked minibatches are left out, because AdamW's momentum would change the weights.
         """
         mask = batch.mask.any(0) if self.config.minibatch_unit == "column" else batch.mask
         size = self.cutter.minibatch_size(batch, self.ranks.world)
@@ -414,10 +405,7 @@ class MinibatchOptimizer:
 
     # ------------------------------------------------------------------------------------- one step
     def _compiled(self, batch: Batch, update: int, *, critic_only: bool) -> compile.Function | None:
-        """Return the minibatch as compiled code, None where it is not due.
-
-        Sets the names of the statistics.
-        """
+        """Return the compiled minibatch, None before it is due; set the names of statistics."""
         program = MinibatchStep(
             self.loss, self.names["actor"], self.names["critic"], batch, self.buffers
         )
@@ -500,9 +488,7 @@ class MinibatchOptimizer:
 
     # -------------------------------------------------------------------------------- learning rate
     def adapt(self, sums: Mapping[str, float]) -> None:
-        """Move the learning rates so that approx_kl stays near desired_kl
-        (lr_schedule=adaptive).
-        """
+        """Adapt the learning rates so that approx_kl stays near desired_kl."""
         if self.config.lr_schedule != "adaptive":
             return
         approx_kl = float(sums["approx_kl"]) / max(1.0, float(sums["count"]))
@@ -512,6 +498,7 @@ class MinibatchOptimizer:
             self.adaptive_factor = min(self.adaptive_factor * 1.5, 30.0)
 
     def _set_learning_rates(self, update: int) -> None:
+        """Set the learning rates of an update."""
         factor = learning_rate_factor(self.config, update, self.updates) * self.adaptive_factor
         for group, role in zip(self.adamw.param_groups, ("actor", "critic"), strict=True):
             group["lr"] = self.lr[role] * factor
@@ -522,7 +509,7 @@ class MinibatchOptimizer:
         return {"optimizer": self.adamw.state_dict(), "adaptive_factor": self.adaptive_factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state()``; options of AdamW stay those of the configuration."""
+        """Restore the result of ``state``; the options of AdamW remain those of the config."""
         options = [
             {k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups
         ]
@@ -534,7 +521,7 @@ class MinibatchOptimizer:
         self.adamw.load_state_dict({**saved, "state": moments})
         for group, option in zip(self.adamw.param_groups, options, strict=True):
             group.update(option)
-        if self.config.lr_schedule == "adaptive":  # otherwise the factor stays 1
+        if self.config.lr_schedule == "adaptive":  # otherwise the factor is 1
             self.adaptive_factor = state["adaptive_factor"]
 
     def close(self) -> None:
@@ -553,7 +540,7 @@ class _AdamState:
 
 
 def adam_state(optimizer: torch.optim.Optimizer) -> _AdamState:
-    """Return the optimiser's state; create it where no step has created it yet."""
+    """Return the optimiser's state; create it before the first step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         if not optimizer.state[p]:

@@ -84,7 +84,7 @@ def statistic_names(batch: Batch) -> tuple[str, ...]:
 def _aggregate(b: Batch, c: AlgorithmConfig, denominator: Tensor, length: float) -> Aggregate:
     """Return the configured aggregation over the minibatch of which ``b`` is a part."""
     return lambda x: losses.aggregate(
-        x, b.mask, how=c.loss_agg_func, denominator=denominator, length=length
+        x, b.mask, aggregation=c.loss_agg_func, denominator=denominator, length=length
     )
 
 
@@ -420,7 +420,7 @@ class MinibatchStep:
         part = take(batch, index, c.minibatch_unit)
         live = [p.detach().requires_grad_() for p in params]
         denominator, rows = (
-            losses.denominator(part.mask, how=c.loss_agg_func),
+            losses.denominator(part.mask, aggregation=c.loss_agg_func),
             losses.denominator(part.mask),
         )
         loss, stats = torch.func.functional_call(

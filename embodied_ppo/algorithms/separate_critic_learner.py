@@ -1,5 +1,4 @@
-"""The learner of a language model: an actor, a critic that is another model, and a frozen
-reference.
+"""Learner of a language model: an actor, a separate critic, and a frozen reference.
 
 Critic and reference may be in other processes (``placement.remote_models``): the learner calls them
 through the protocols ``Critic`` and ``Reference``. T response tokens, N sequences, L tokens of a
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.algorithms import kl
-from embodied_ppo.algorithms.learner import NOTHING, Critic, Learner
+from embodied_ppo.algorithms.learner import NO_STATS, Critic, Learner
 from embodied_ppo.algorithms.optimizer import (
     MinibatchOptimizer,
     OptimizationStats,
@@ -34,8 +33,11 @@ from embodied_ppo.core.types import Batch, ConfigError, Evaluation, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 
 Rows: TypeAlias = "Mapping[str, Tensor]"
-"""A trajectory's obs: "row" int64 [L, N], prompt and response without a gap; "place" int64 [T, N],
-the position in its row of the token before each response token."""
+"""Observations of a trajectory.
+
+"row": int64 [L, N], prompt and response without a gap. "place": int64 [T, N], the position in its
+row of the token before each response token.
+"""
 
 
 # ---------------------------------------------------------------------------------------- reference
@@ -47,7 +49,7 @@ class Reference(Protocol):
         ...
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
-        """Return what ``views`` returns."""
+        """Return what ``evaluate_tokens`` returns."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -59,34 +61,33 @@ class Reference(Protocol):
         ...
 
 
-ACTS, VALUES = ("hidden", "view_where"), ("value",)
+POLICY_METHODS, CRITIC_METHODS = ("hidden", "view_where"), ("value",)
 """Methods that read weights: of actor and reference, and of the critic."""
 
 
-def value_rows(c: AlgorithmConfig) -> int | None:
-    """Return the limit of sequences in a forward pass that computes values; None: no limit."""
+def value_batch_size(c: AlgorithmConfig) -> int | None:
+    """Return the limit of sequences in a forward pass of the critic; None: no limit."""
     return c.rollout_micro_batch_size or c.micro_batch_size
 
 
-def log_prob_rows(c: AlgorithmConfig) -> int | None:
-    """Return the limit of sequences in a forward pass that recomputes log-probabilities; None: no
-    limit.
-    """
+def log_prob_batch_size(c: AlgorithmConfig) -> int | None:
+    """Return the limit of sequences in a forward pass for log-probabilities; None: no limit."""
     return c.logprob_forward_micro_batch_size or c.micro_batch_size
 
 
 def full_kl(c: AlgorithmConfig) -> bool:
-    """Return whether loss or reward compares whole distributions with those of the reference."""
+    """Return whether loss or reward uses the exact KL of the distributions to the reference."""
     return (c.use_kl_loss and c.kl_loss_type == "full") or (
         c.use_kl_in_reward and c.kl_penalty == "full"
     )
 
 
-def parts(
+def column_parts(
     obs: Rows, mask: Tensor, tokens: int | None, columns: int | None, ranks: Ranks
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Yield columns in parts of similar length: (index [b], ids [b, l], place [b, r], r). See
-    ``cut_columns``.
+    """Yield columns in parts of similar length: (index [b], ids [b, l], place [b, r], r).
+
+    See ``cut_columns``.
 
     Sharded models need the same number of passes on every rank. Ranks with fewer parts first yield
     a part of one token; its result is overwritten by that of the part that holds the token.
@@ -101,7 +102,7 @@ def parts(
 
 
 @torch.no_grad()
-def views(
+def evaluate_tokens(
     policy: LanguagePolicy,
     obs: Rows,
     mask: Tensor,
@@ -112,14 +113,15 @@ def views(
     ranks: Ranks,
     hidden: bool = False,
 ) -> dict[str, Tensor]:
-    """Return "log_prob" [T, N] of the taken tokens and, on request, "hidden" [T, N, D]; arbitrary
-    where masked.
+    """Return "log_prob" [T, N] of the taken tokens and, if ``hidden``, "hidden" [T, N, D].
+
+    Masked entries are arbitrary.
     """
     zero = torch.zeros(mask.shape, device=mask.device)
     out = {"log_prob": zero}
     if hidden:
         out["hidden"] = zero.new_zeros(*zero.shape, policy.decoder.module.hidden_size)
-    for part, ids, place, rows in parts(obs, mask, tokens, columns, ranks):
+    for part, ids, place, rows in column_parts(obs, mask, tokens, columns, ranks):
         states = policy.hidden(ids, place)
         out["log_prob"][:rows, part] = policy.view_where(
             mask[:rows, part], states, action[:rows, part]
@@ -140,16 +142,16 @@ class FrozenReference:
         columns: int | None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Freeze ``policy``. ``tokens``, ``columns``: limits of a forward pass."""
+        """Freeze ``policy``; ``tokens`` and ``columns`` are the limits of a forward pass."""
         self.policy, self.ranks = policy.requires_grad_(False), ranks or Ranks()
-        self.ranks.shard(policy, ACTS)
+        self.ranks.shard(policy, POLICY_METHODS)
         self.limits: dict[str, Any] = {"tokens": tokens, "columns": columns, "ranks": self.ranks}
 
     def initialize(self, actor: LanguagePolicy) -> None:
         """Do nothing: the reference is a copy of the policy."""
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
-        view = views(self.policy, obs, mask, action, hidden=hidden, **self.limits)
+        view = evaluate_tokens(self.policy, obs, mask, action, hidden=hidden, **self.limits)
         self.ranks.reshard(self.policy)
         return view
 
@@ -182,15 +184,17 @@ class LocalCritic:
         """Create the critic's optimiser.
 
         Args:
-            config: options of its optimiser and epochs.
+            critic: The model.
+            config: Options of its optimiser and epochs.
             length: response_length (T).
-            columns: sequences of an optimiser step.
-            tokens: limit of a forward pass; ``value_rows`` is that of its sequences.
-            concurrent: whether it learns in its own thread.
-            ranks, options: as for ``MinibatchOptimizer``.
+            columns: Sequences of an optimiser step.
+            tokens: Limit of tokens in a forward pass.
+            concurrent: Whether it learns in its own thread.
+            ranks: As for ``MinibatchOptimizer``.
+            options: Further arguments of ``MinibatchOptimizer``.
         """
         config = replace(config, minibatch_unit="column", target_kl_stop=None)
-        (ranks or Ranks()).shard(critic, VALUES)
+        (ranks or Ranks()).shard(critic, CRITIC_METHODS)
         self.module, self.config, self.tokens = critic, config, tokens
         self.optimizer = MinibatchOptimizer(
             CriticLoss(critic, config, length=length),
@@ -207,10 +211,10 @@ class LocalCritic:
             self.pool = ThreadPoolExecutor(
                 1, "critic", initializer=torch.set_num_threads, initargs=(threads,)
             )
-        self._learning: Future[OptimizationStats] | OptimizationStats = NOTHING
+        self._learning: Future[OptimizationStats] | OptimizationStats = NO_STATS
 
     @property
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         return self.optimizer.learning_rates[1]
 
     def initialize(self, actor: LanguagePolicy) -> None:
@@ -219,18 +223,20 @@ class LocalCritic:
     @torch.no_grad()
     def values(self, obs: Rows, mask: Tensor) -> Tensor:
         value = torch.zeros(mask.shape, device=mask.device)
-        limit = value_rows(self.config)
-        for part, ids, place, rows in parts(obs, mask, self.tokens, limit, self.optimizer.ranks):
+        limit = value_batch_size(self.config)
+        for part, ids, place, rows in column_parts(
+            obs, mask, self.tokens, limit, self.optimizer.ranks
+        ):
             value[:rows, part] = torch.where(
                 mask[:rows, part], self.module.value(ids, place).T, 0.0
             )
         return value
 
     def begin(self, obs: Rows, mask: Tensor, value: Tensor, returns: Tensor, update: int) -> None:
-        """Learn, in the critic's thread if it has one."""
+        """See ``learner.Critic``. Optimises in the critic's thread if it has one."""
         batch = Batch(
             inputs=dict(obs),
-            action=obs["place"],  # action, log_prob and advantage are not read
+            action=obs["place"],  # the loss reads neither action nor log_prob nor advantage
             replay={},
             log_prob=value,
             value=value,
@@ -245,7 +251,7 @@ class LocalCritic:
         self._learning = learn() if self.pool is None else self.pool.submit(learn)
 
     def end(self) -> OptimizationStats:
-        learning, self._learning = self._learning, NOTHING
+        learning, self._learning = self._learning, NO_STATS
         return learning.result() if isinstance(learning, Future) else learning
 
     def state(self) -> dict[str, Any]:
@@ -281,7 +287,15 @@ class LanguageActor:
         tokens: int | None,
         recompute: bool,
     ) -> None:
-        """``tokens``: limit of a forward pass. ``recompute``: see ``learner.Actor``."""
+        """Create an actor.
+
+        Args:
+            policy: The language model.
+            reference: The frozen reference, None without one.
+            config: Options.
+            tokens: Limit of tokens in a forward pass.
+            recompute: See ``learner.Actor``.
+        """
         self.policy, self.reference, self.config, self.tokens = policy, reference, config, tokens
         self.recompute = recompute
         self.optimizer: MinibatchOptimizer | None = None
@@ -305,23 +319,20 @@ class LanguageActor:
     def log_prob(self, inputs: Rows, t: Trajectory) -> Tensor:
         limits: dict[str, Any] = {
             "tokens": self.tokens,
-            "columns": log_prob_rows(self.config),
+            "columns": log_prob_batch_size(self.config),
             "ranks": self.ranks,
         }
-        return views(self.policy, inputs, t.mask, t.action, **limits)["log_prob"]
+        return evaluate_tokens(self.policy, inputs, t.mask, t.action, **limits)["log_prob"]
 
     def reference_view(self, t: Trajectory) -> Evaluation | None:
-        """As ``Actor.reference_view``; logits are hidden states [T, N, D], and only where a full KL
-        needs them.
-        """
+        """See ``Actor``. Logits are hidden states [T, N, D]; None unless a full KL needs them."""
         if self.reference is None:
             return None
         assert isinstance(t.obs, dict)
         view = self.reference.view(t.obs, t.mask, t.action, hidden=full_kl(self.config))
         log_prob = view["log_prob"]
-        return Evaluation(
-            log_prob, log_prob, log_prob, view.get("hidden")
-        )  # entropy and value are not read
+        # The learner reads neither entropy nor value.
+        return Evaluation(log_prob, log_prob, log_prob, view.get("hidden"))
 
     @torch.no_grad()
     def kl_to_reference(
@@ -332,8 +343,8 @@ class LanguageActor:
             return kl.estimate(behaviour, reference.log_prob, c.kl_penalty)
         assert reference.logits is not None
         distance = torch.zeros_like(behaviour)
-        for part, ids, place, rows in parts(
-            inputs, mask, self.tokens, log_prob_rows(c), self.ranks
+        for part, ids, place, rows in column_parts(
+            inputs, mask, self.tokens, log_prob_batch_size(c), self.ranks
         ):
             view = self.policy.view_where(
                 mask[:rows, part],
@@ -385,21 +396,26 @@ def separate_critic_learner(
 ) -> Learner:
     """Return the learner of a language model.
 
-    A trajectory's obs are ``Rows``. Its values are not read: the critic computes them.
+    The observations of its trajectories are ``Rows``. Their values are not read, because the critic
+    computes them.
 
     Args:
-        critic: None for estimators that read no value.
+        policy: The language model.
+        critic: None for estimators that use no values.
+        config: Options of the algorithm.
         length: response_length (T).
-        columns: sequences of an optimiser step.
-        tokens: limit of a forward pass (config.micro_batch_size: of its sequences). None: no limit.
-        recompute: whether the behaviour's log-probabilities are computed again before the first
-            epoch, instead of those of the rollout.
+        columns: Sequences of an optimiser step.
+        tokens: Limit of tokens in a forward pass (config.micro_batch_size limits its sequences).
+            None: no limit.
+        recompute: Whether the behaviour's log-probabilities are recomputed before the first epoch,
+            instead of using those of the rollout.
         num_sequences: N of all ranks.
-        reference: None for a copy of ``policy`` where the options need a reference.
-        updates, seed, compile_schedule, dump_dir, notice, ranks: as for ``MinibatchOptimizer``.
+        updates, seed, compile_schedule, dump_dir, ranks: As for ``MinibatchOptimizer``.
+        notice: Called with messages for the user.
+        reference: None: a copy of ``policy`` if the options need a reference.
 
     Raises:
-        ConfigError: for an estimator that needs a critic, or a KL estimator that does not fit.
+        ConfigError: The estimator needs a critic, or the KL estimator is not possible.
     """
     if not (config.use_kl_loss or config.use_kl_in_reward):
         reference = None
@@ -407,13 +423,13 @@ def separate_critic_learner(
         if config.use_kl_loss:
             kl.check_loss_type(config.kl_loss_type)
         reference = reference or FrozenReference(
-            copy.deepcopy(policy), tokens=tokens, columns=log_prob_rows(config), ranks=ranks
+            copy.deepcopy(policy), tokens=tokens, columns=log_prob_batch_size(config), ranks=ranks
         )
     if critic is None and config.adv_type == "gae":
         raise ConfigError(
             "algorithm.adv_type = gae: needs a critic; write critic.use_critic_model=true"
         )
-    (ranks or Ranks()).shard(policy, ACTS)
+    (ranks or Ranks()).shard(policy, POLICY_METHODS)
     config = replace(config, minibatch_unit="column")
     actor = LanguageActor(policy, reference, config, tokens=tokens, recompute=recompute)
     optimizer = MinibatchOptimizer(
@@ -426,7 +442,6 @@ def separate_critic_learner(
         buffers=[name for name, _ in policy.named_buffers()],
         compile_schedule=compile_schedule,
         dump_dir=dump_dir,
-        notice=notice,
         ranks=ranks,
     )
     actor.optimizer = optimizer

@@ -13,14 +13,14 @@ from embodied_ppo.core import tree
 
 T = TypeVar("T")
 CALL = "gathered_call"
-"""Method of a sharded module that calls ``function(module, *args)`` with gathered weights."""
+"""Name of the method of sharded modules that calls ``function(module, *args)``."""
 
 
 def gathered(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
     """Return ``function(module, *args)``, called with gathered weights.
 
-    FSDP2 gathers the weights when the module itself is called. A function that reads the weights in
-    another way must be called through this one, which also gathers them in the backward pass.
+    FSDP2 gathers the weights when the module itself is called. Functions that read the weights in
+    another way must be called through this function, which gathers them in the backward pass, too.
     """
     call = getattr(module, CALL, None)
     return function(module, *args) if call is None else call(function, *args)

@@ -1,5 +1,6 @@
-"""Tensor functions compiled ahead of time into a shared library (torch's AOTInductor), kept on disk
-between runs.
+"""Ahead-of-time compilation of tensor functions with torch's AOTInductor.
+
+The compiled libraries are cached on disk. On a GPU a function becomes a CUDA graph instead.
 """
 
 from __future__ import annotations
@@ -43,11 +44,9 @@ LEFTOVER_S = 4 * DEADLINE_S
 
 
 def cache_folder() -> Path:
-    """Return the folder of libraries: $EMBODIED_PPO_CACHE, else embodied_ppo in the user's cache
-    directory.
-    """
-    if named := os.environ.get("EMBODIED_PPO_CACHE"):
-        return Path(named).absolute()
+    """Return $EMBODIED_PPO_CACHE, by default embodied_ppo in the user's cache directory."""
+    if folder := os.environ.get("EMBODIED_PPO_CACHE"):
+        return Path(folder).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied_ppo"
 
 
@@ -58,20 +57,20 @@ def _compiler() -> str:
 def _libraries() -> Path:
     """Return the folder of libraries; create it if necessary.
 
-    Raises RuntimeError where other users can write to it, because libraries run as code.
+    Raises RuntimeError if other users can write to it, because libraries run as code.
     """
     folder = cache_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid != os.getuid():
         raise RuntimeError(
-            f"{folder} is another user's (uid {status.st_uid}); EMBODIED_PPO_CACHE names another"
-            " directory"
+            f"{folder} belongs to another user (uid {status.st_uid}); set EMBODIED_PPO_CACHE to"
+            " another directory"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(
-            f"others can write in {folder} (mode {status.st_mode & 0o777:o}), and what is there"
-            " runs: chmod go-w"
+            f"other users can write to {folder} (mode {status.st_mode & 0o777:o}), which holds"
+            " code; run chmod go-w"
         )
     return folder
 
@@ -87,14 +86,20 @@ def unavailable_reason() -> str:
         return str(error)
     except OSError as error:
         return (
-            f"{cache_folder()} cannot be written ({error.strerror}; EMBODIED_PPO_CACHE names"
-            " another directory)"
+            f"{cache_folder()} cannot be written ({error.strerror}; set EMBODIED_PPO_CACHE"
+            " to another directory)"
         )
 
 
 def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
-    """Return 20 hex digits of everything a library depends on: sources, torch, processor, model,
-    options, shapes.
+    """Return 20 hex digits that identify a library.
+
+    They depend on the sources, the versions of torch and Python, the processor, the compiler, the
+    program with its modules and options, and the shapes, types and strides of its arguments.
+
+    Args:
+        program: The program; modules in its attributes count with their options.
+        example: Arguments of the program.
     """
     digest = hashlib.sha256()
     package = Path(embodied_ppo.__file__).parent
@@ -106,54 +111,48 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
             sources.add(Path(inspect.getsourcefile(kind) or package / "types.py"))
     for path in sorted(sources):
         digest.update(path.read_bytes())
-    words = [
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        sys.version,
-        type(program).__qualname__,
-    ]
-    words += [
-        _compiler(),
-        repr(OPTIONS),
+    entries = [
+        *(torch.__version__, torch.backends.cpu.get_cpu_capability(), sys.version),
+        *(type(program).__qualname__, _compiler(), repr(OPTIONS)),
         repr({k: v for k, v in vars(program).items() if k not in parts}),
     ]
     for name, m in modules.items():  # not repr(m): it may contain counters of the module
-        words.append(
-            f"{name} {type(m).__qualname__}"
-            f" { {k: v for k, v in vars(m).items() if not k.startswith('_')} }"
-        )
-    words += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
-    digest.update("\n".join(words).encode())
+        options = {k: v for k, v in vars(m).items() if not k.startswith("_")}
+        entries.append(f"{name} {type(m).__qualname__} {options}")
+    entries += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
+    digest.update("\n".join(entries).encode())
     return digest.hexdigest()[:20]
 
 
 def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by name, those held outside the module tree (``causal_lm.ModuleReference``)
-    included.
-    """
+    """Yield all modules by name, including those of ``causal_lm.ModuleReference``."""
     for inner, m in module.named_modules(prefix=name):
         yield inner, m
         for attribute, value in vars(m).items():
-            if isinstance(aside := getattr(value, "module", None), nn.Module):
-                yield from _all_modules(f"{inner}.{attribute}", aside)
+            if isinstance(referenced := getattr(value, "module", None), nn.Module):
+                yield from _all_modules(f"{inner}.{attribute}", referenced)
 
 
 OPTIONS = {"cpp.use_decompose_tanh": True}
-"""Of torch's compiler. tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster and within 2e-7 of it.
+"""Options of torch's compiler.
+
+tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster than the default, and within 2e-7 of it.
 """
 
 
 def _checksum_file(path: Path) -> Path:
+    """Return the file that holds the checksum of a library."""
     return path.with_suffix(".sha256")
 
 
 def _checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _intact(path: Path) -> bool:
-    """Return whether a library exists and is what its compilation wrote."""
+    """Return whether a library exists and has its checksum."""
     try:
         return _checksum_file(path).read_text() == _checksum(path)
     except (OSError, UnicodeDecodeError):
@@ -161,14 +160,11 @@ def _intact(path: Path) -> bool:
 
 
 def _remove_leftovers(*patterns: tuple[Path, str]) -> None:
-    """Remove files and folders of compilations that were killed: those older than any compilation
-    may last.
-    """
+    """Remove files and folders of killed compilations, which are older than LEFTOVER_S."""
     for folder, pattern in patterns:
         for path in folder.glob(pattern):
-            with contextlib.suppress(
-                OSError
-            ):  # another process removes it, or it is another user's
+            # Another process may remove it, or it may belong to another user.
+            with contextlib.suppress(OSError):
                 if time.time() - path.lstat().st_mtime < LEFTOVER_S:
                     continue
                 if path.is_dir():
@@ -178,28 +174,33 @@ def _remove_leftovers(*patterns: tuple[Path, str]) -> None:
 
 
 def _load(path: Path) -> Function:
+    """Load a library."""
     # The public aoti_load_package imports all of inductor first: 2.5 s instead of 10 ms.
     return vars(torch._C)["_aoti"].AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
 
 
 class Library:
-    """A compiled program; construction starts its compilation in another process unless the cache
-    holds it.
+    """A compiled program.
 
-    The program maps tensors to tensors without reading their values on the host; it may write into
+    The program maps tensors to tensors without reading their values on the host. It may write to
     its arguments. Shapes, types and strides of the arguments must be those of the example.
     """
 
     def __init__(self, program: Callable[..., Any], example: Sequence[Tensor]) -> None:
-        """Start the compilation.
+        """Start the compilation in another process, unless the cache holds the library.
 
-        ``program`` must be picklable; ``example`` is read for shapes, types and strides.
+        Args:
+            program: A picklable function.
+            example: Arguments, of which shapes, types and strides are read.
+
+        Raises:
+            RuntimeError: The program cannot be pickled, or the cache cannot be used.
         """
         self.path = _libraries() / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = None
         self.work: tempfile.TemporaryDirectory[str] | None = None
-        """Where it is compiled, while it is."""
+        """Working folder of a compilation in progress."""
         if _intact(self.path):
             return
         example = [
@@ -212,29 +213,25 @@ class Library:
             pickle.PicklingError,
             AttributeError,
             TypeError,
-        ) as error:  # all three are pickle's way of refusing
-            raise RuntimeError(f"pickle refuses the policy ({error})") from error
+        ) as error:  # pickle raises all three
+            raise RuntimeError(f"the policy cannot be pickled ({error})") from error
         request.seek(0)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)
-        }
         prefix, folder = "inductor-", cache_folder()
-        if re.search(r"\s", str(folder)):  # torch hands it to the compiler without quotes
+        if re.search(r"\s", str(folder)):  # torch passes the path to the compiler without quotes
             prefix, folder = "embodied_ppo-inductor-", Path(tempfile.gettempdir())
         _remove_leftovers((folder, f"{prefix}*"), (self.path.parent, "*.*.pt2"))
-        # of its own: torch packs what another compilation of the same code may be writing at that
-        # moment
+        # Each compilation needs its own folder: otherwise torch packs files that another
+        # compilation of the same code may be writing.
         self.work = tempfile.TemporaryDirectory(
             prefix=prefix, dir=folder, ignore_cleanup_errors=True
         )
-        environment |= {
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": self.work.name,
             "CXX": _compiler(),
+            "TMPDIR": self.work.name,  # the compiler's temporary files are removed with the folder
         }
-        environment["TMPDIR"] = (
-            self.work.name
-        )  # of the compiler, so that its files are removed, too
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
             [
@@ -245,15 +242,19 @@ class Library:
             stdout=self._errors,
             stderr=self._errors,
             env=environment,
-            # a Ctrl-C is for the parent, which ends the child and its compiler
+            # Ctrl-C must reach the parent only, which ends the child and its compiler.
             start_new_session=True,
         )
         request.close()
 
     def load(self, deadline_s: float = DEADLINE_S) -> Function:
-        """Wait, load and return the function.
+        """Wait for the compiler, load the library and return the function.
 
-        Raises RuntimeError with the reason where there is none.
+        Args:
+            deadline_s: Time limit in seconds.
+
+        Raises:
+            RuntimeError: The compilation failed or exceeded the limit.
         """
         if self._child is not None:
             try:
@@ -263,10 +264,10 @@ class Library:
                 raise RuntimeError(f"not compiled after {deadline_s:g} s") from None
             self._clean()
             if code:
-                why = self._last_words()
-                if code < 0 and not why.startswith("TimeoutError"):
-                    why = f"signal {-code}"
-                raise RuntimeError(f"the compiler failed ({why})")
+                reason = self._last_error()
+                if code < 0 and not reason.startswith("TimeoutError"):
+                    reason = f"signal {-code}"
+                raise RuntimeError(f"the compiler failed ({reason})")
             self._child = None
         return _load(self.path)
 
@@ -283,26 +284,30 @@ class Library:
         self._clean()
 
     def _clean(self) -> None:
+        """Remove the working folder."""
         if self.work is not None:
             self.work.cleanup()
             self.work = None
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
+        """Return the last exception in the output of the compiling process, else its last line."""
         assert self._errors is not None
         self._errors.seek(0)
-        lines = [
-            line.strip()
-            for line in self._errors.read().decode(errors="replace").splitlines()
-            if line.strip()
-        ]
+        output = self._errors.read().decode(errors="replace")
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        return [*lines, *errors][-1] if lines else "without a word"
+        return [*lines, *errors][-1] if lines else "without output"
 
 
 @dataclass(frozen=True)
 class Example:
-    """A program, the tensors it owns or changes (``state``: the same storage in every call), and
-    other arguments.
+    """A program with example arguments.
+
+    Attributes:
+        program: Function of all tensors.
+        state: First arguments: tensors that have the same storage in every call. The program may
+            change them.
+        arguments: The other arguments.
     """
 
     program: Callable[..., Any]
@@ -311,13 +316,11 @@ class Example:
 
 
 class CudaGraph:
-    """A program captured as one CUDA graph: a call is one launch, without Python or the host in
-    between.
-    """
+    """A program captured as one CUDA graph, which one launch executes."""
 
     def __init__(self, example: Example) -> None:
-        """Runs the program a few times to warm up; its state is as before afterwards."""
-        kept = [x.clone() for x in example.state]
+        """Run the program three times to warm up, restore its state, and capture it."""
+        saved = [x.clone() for x in example.state]
         self.arguments = [x.clone() for x in example.arguments]
         self.last: list[Tensor | None] = [None] * len(self.arguments)
         tensors = [*example.state, *self.arguments]
@@ -326,7 +329,7 @@ class CudaGraph:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 example.program(*tensors)
-            for x, old in zip(example.state, kept, strict=True):
+            for x, old in zip(example.state, saved, strict=True):
                 x.copy_(old)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
@@ -337,7 +340,9 @@ class CudaGraph:
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the results in new memory.
 
-        An argument that is the same object as in the last call is not copied.
+        Args:
+            tensors: State and arguments. The state is not read: the graph has its storage. An
+                argument that is the same object as in the last call is not copied.
         """
         for i, x in enumerate(tensors[len(tensors) - len(self.arguments) :]):
             if x is not self.last[i]:
@@ -348,10 +353,10 @@ class CudaGraph:
 
 
 class CompileSchedule:
-    """Switch a program to compiled code at a fixed update; on a GPU the code is a CUDA graph.
+    """Switches a program to compiled code at a fixed update; on a GPU the code is a CUDA graph.
 
-    The update is fixed so that no result depends on what the cache holds or how long the compiler
-    takes.
+    The update is fixed, so that results depend neither on the content of the cache nor on the
+    duration of the compilation.
     """
 
     waiting = 0
@@ -359,7 +364,7 @@ class CompileSchedule:
 
     def __init__(
         self,
-        since: int | None,
+        first_update: int | None,
         *,
         required: bool = False,
         notice: Callable[[str], None] = lambda text: None,
@@ -367,35 +372,42 @@ class CompileSchedule:
         """Create a schedule.
 
         Args:
-            since: the first update that uses compiled code. None: never.
-            required: whether a failure to compile is a TrainingError; otherwise ``notice`` receives
+            first_update: The first update that uses compiled code. None: never.
+            required: Whether a failure to compile is a TrainingError; otherwise ``notice`` receives
                 the reason.
+            notice: Called with messages for the user.
         """
-        self.since, self.required, self.notice = since, required, notice
+        self.first_update, self.required, self.notice = first_update, required, notice
         self.captures = False
         """Whether the compiled function is a CUDA graph."""
         self._library: Library | None = None
         self._function: Function | None = None
 
-    def get(self, update: int, make: Callable[[], Example]) -> Function | None:
+    def get(self, update: int, make_example: Callable[[], Example]) -> Function | None:
         """Return the compiled function for ``update``, None before it is due.
 
-        The first call starts the compilation of the example that ``make`` returns.
+        The first call starts the compilation.
+
+        Args:
+            update: Number of the update.
+            make_example: Returns the program and its example arguments.
+
+        Raises:
+            TrainingError: The compilation failed and is required.
         """
-        if self.since is None or self._function is not None:
+        if self.first_update is None or self._function is not None:
             return self._function
         try:
             if self._library is None:
-                example = make()
+                example = make_example()
                 if example.arguments[0].is_cuda:
-                    if update >= self.since:
+                    if update >= self.first_update:
                         self._function, self.captures = CudaGraph(example), True
                     return self._function
                 self._library = Library(example.program, [*example.state, *example.arguments])
-            if update >= self.since:
-                CompileSchedule.waiting += (
-                    1  # before the notice: an interrupt in response to it must end the wait
-                )
+            if update >= self.first_update:
+                # Count before the notice: an interrupt in response to it must end the wait.
+                CompileSchedule.waiting += 1
                 try:
                     if self._library.is_compiling():
                         self.notice(
@@ -408,19 +420,20 @@ class CompileSchedule:
         except (RuntimeError, OSError) as error:
             if self.required:
                 raise TrainingError(
-                    f"compile=always: {one_line(error)}; mend it, or use compile=auto"
+                    f"compile=always: {one_line(error)}; repair it, or use compile=auto"
                 ) from error
-            self.notice(f"compile: {error}; training goes on without")
-            self.since = None
+            self.notice(f"compile: {error}; training continues without compiled code")
+            self.first_update = None
         return self._function
 
     def close(self) -> None:
+        """Stop a compilation in progress."""
         if self._library is not None:
             self._library.close()
 
 
 class _Program(nn.Module):
-    """A graph as the module that torch.export needs."""
+    """Wrap a graph as a module, which torch.export needs."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -431,16 +444,13 @@ class _Program(nn.Module):
 
 
 def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) -> None:
-    """Trace ``program`` (its backward pass included), compile it and write the library to
-    ``path``.
-    """
+    """Trace a program and its backward pass, compile it and write the library to ``path``."""
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(
-            lock, fcntl.LOCK_EX
-        )  # of two runs that need the same library, the second loads it
+        # Of two runs that need the same library, the second one loads that of the first.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if _intact(path):
             return
         example = [
@@ -456,18 +466,17 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
             exported, package_path=str(temporary), inductor_configs=OPTIONS
         )
         _load(temporary)  # a library that does not load is not kept
-        # The checksum first: between the two lines the library counts as damaged, never the other
-        # way round.
+        # Write the checksum first. Between the two lines it belongs to no library, so that another
+        # process compiles again instead of loading an incomplete file.
         _checksum_file(path).write_text(_checksum(temporary))
         temporary.replace(path)
 
 
 def _end_with(parent: int, work: str) -> None:
-    """End this process group when process ``parent`` is gone, or after ``DEADLINE_S``; runs in a
-    thread.
+    """End this process group after the end of process ``parent``, or after ``DEADLINE_S``.
 
-    A signal at the parent's death would reach this process, but not the C++ compiler that it
-    started.
+    Runs in a thread. A signal at the parent's death (PR_SET_PDEATHSIG) would reach this process,
+    but not the C++ compiler that it has started.
     """
     deadline = time.monotonic() + DEADLINE_S
     while os.getppid() == parent and time.monotonic() < deadline:
@@ -482,7 +491,7 @@ def _end_with(parent: int, work: str) -> None:
 def _build_stdin() -> None:
     """Entry of the compiling process: arguments are the parent's process id and the work folder."""
     threading.Thread(target=_end_with, args=(int(sys.argv[1]), sys.argv[2]), daemon=True).start()
-    os.nice(5)  # the parent trains meanwhile
+    os.nice(5)  # the parent trains at the same time
     torch.set_num_threads(1)
     program, example, path = pickle.load(sys.stdin.buffer)
     build(program, example, Path(path))

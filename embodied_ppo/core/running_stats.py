@@ -88,34 +88,6 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     return Moments(mean, var, count)
 
 
-def merge_moments(parts: Sequence[Moments], *, unbiased: bool = True) -> Moments:
-    """Return the moments of the union of several sets of entries, e.g. over ranks.
-
-    n = n_a + n_b;  d = μ_b − μ_a;  μ = μ_a + d·n_b/n;  S = S_a + S_b + d²·n_a·n_b/n  with S =
-                    Σ(x−μ)²
-
-    Source: Chan, Golub and LeVeque 1979, the pairwise formula.
-
-    Args:
-        parts: Moments of disjoint sets.
-        unbiased: Whether the variances of the parts, and of the result, divide by n − 1.
-    """
-    mean, _, count = parts[0]
-    total = parts[0].var * _degrees(count, unbiased)
-    for b in parts[1:]:
-        n = (count + b.count).clamp(min=1)
-        d = b.mean - mean
-        total = total + b.var * _degrees(b.count, unbiased) + d.square() * count * b.count / n
-        mean = mean + d * b.count / n
-        count = count + b.count
-    return Moments(mean, total / _degrees(count, unbiased).clamp(min=1), count)
-
-
-def _degrees(count: Tensor, unbiased: bool) -> Tensor:
-    """Return the degrees of freedom of a variance, n − 1 or n."""
-    return (count - 1).clamp(min=0) if unbiased else count
-
-
 def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return 1 − Var(R−V)/Var(R) over unmasked entries, float64 scalar.
 
@@ -164,15 +136,18 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, count: Tensor | float) -> None:
-        """Merge population moments [*shape] over ``count`` samples (formula of
-        ``merge_moments``).
+        """Merge population moments [*shape] over ``count`` samples.
+
+        With the new samples' share w = n_new/n and d = μ_new − μ:
+        μ ← μ + w·d,  σ² ← (1−w)·σ² + w·σ²_new + w(1−w)·d²
+
+        Source: Chan, Golub and LeVeque 1979, the pairwise formula.
         """
         n = float(count)
         if n == 0:
             return
         mean = torch.as_tensor(mean, dtype=torch.float64, device=self.mean.device)
         var = torch.as_tensor(var, dtype=torch.float64, device=self.mean.device)
-        # With the new samples' share w: mean ← mean + w·d, var ← (1−w)·var + w·var_new + w(1−w)·d²
         w = n / (float(self.count) + n)
         d = mean - self.mean
         self.mean.lerp_(mean, w)

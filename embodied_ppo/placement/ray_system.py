@@ -688,7 +688,7 @@ class ClusterSystem(RunSystem):
         paths = str(source.path.absolute()), str(out.absolute())
         return self._call([self.actors[0]], Worker.report, result, *paths)[0]
 
-    def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
+    def _save(self, update: int, arguments: Mapping[str, Any]) -> Path:
         self._move_to_phase("save")
         first, *others = self.learners
         serving = self._serve(self.actors, "env")
@@ -697,9 +697,9 @@ class ClusterSystem(RunSystem):
         # state, which the first learner waits for, before it serves that learner's requests.
         serving += self._serve([first], *REQUESTS["actor"])
         folder = str(self.records.checkpoints.absolute())
-        calls = [first.call(Worker.save, folder, update, rest, *states)]
+        calls = [first.call(Worker.save, folder, update, arguments, *states)]
         if self.options.shard:  # gathering the shards is a collective operation
-            calls += [h.call(Worker.save, folder, update, rest) for h in others]
+            calls += [h.call(Worker.save, folder, update, arguments) for h in others]
         return Path(self._wait(calls, "save", serving)[0].result)
 
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:

@@ -132,7 +132,7 @@ class ModelService:
         self._last_values = None
         self.critic.begin(rows, mask, value, returns, update)
         stats = self.critic.end()
-        return {"sums": dict(stats.sums), "epochs": stats.epochs, "rate": self.critic.rate}
+        return {"sums": dict(stats.sums), "epochs": stats.epochs, "rate": self.critic.learning_rate}
 
     def _initialize(self, role: str, weights: Mapping[str, Tensor]) -> None:
         """Start from the actor's weights."""
@@ -214,7 +214,7 @@ class RemoteCritic(_RemoteModel):
                 the actor's weights.
         """
         super().__init__(client, device)
-        self.pretrained, self.rate = pretrained, 0.0
+        self.pretrained, self.learning_rate = pretrained, 0.0
 
     def initialize(self, actor: LanguagePolicy) -> None:
         """Send the actor's weights unless the critic has its own model."""
@@ -233,7 +233,7 @@ class RemoteCritic(_RemoteModel):
     def end(self) -> OptimizationStats:
         """Wait for the training that ``begin`` started, and return its statistics."""
         reply = self.client.receive(self.target).data
-        self.rate = reply["rate"]
+        self.learning_rate = reply["rate"]
         return OptimizationStats(reply["sums"], math.nan, reply["epochs"])
 
     def load_state(self, state: Mapping[str, Any]) -> None:

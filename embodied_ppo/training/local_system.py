@@ -30,10 +30,10 @@ class LocalSystem(RunSystem):
         """Create a system.
 
         Args:
-            records: What is written about the run.
+            records: Content of checkpoints.
             policy: The policy, a module.
-            rollout: Collects experience with it.
-            learner: Trains it.
+            rollout: Collects experience with the policy.
+            learner: Updates the policy.
             count: Returns the amount of experience of a trajectory, in ``records.unit``.
             measure: Evaluates the policy.
             publish: Called with every new version of the weights.
@@ -59,11 +59,11 @@ class LocalSystem(RunSystem):
     def _measure(self) -> Result:
         return self.measure()
 
-    def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
+    def _save(self, update: int, arguments: Mapping[str, Any]) -> Path:
         training = {"learner": self.learner.state(), "rollout": self.rollout.state()}
         policy = self.module.state_dict()
         return checkpoint.save(
-            self.records.checkpoints, update=update, policy=policy, training=training, **rest
+            self.records.checkpoints, update=update, policy=policy, training=training, **arguments
         )
 
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:

@@ -16,11 +16,14 @@ TRAINING = ("collect", "update", "publish")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Lengths and intervals of a run, in updates.
+    """Lengths and intervals of a run.
 
-    updates     updates of the whole run        horizon     steps (or tokens) of one rollout
-    save_every  0: only at the end              eval_every  0: only at the end
-    max_lag     rollouts that may wait between acting and learning; 0: strictly on-policy
+    Attributes:
+        updates: Updates of the complete run.
+        horizon: Steps (or tokens) of one rollout.
+        save_every: Updates between checkpoints; 0: only at the end.
+        eval_every: Updates between evaluations; 0: only at the end.
+        max_lag: Rollouts that may wait between acting and learning; 0: strictly on-policy.
     """
 
     updates: int
@@ -32,8 +35,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of the loop: completed updates, whether it was interrupted, and the metrics of the
-    last update.
+    """Result of the loop.
+
+    Attributes:
+        updates: Completed updates.
+        interrupted: Whether the loop ended before the last update.
+        metrics: Metrics of the last update.
     """
 
     updates: int
@@ -54,10 +61,10 @@ def train(
     """Train until ``schedule.updates``; evaluate, save and log when due, and after the last update.
 
     Args:
-        system: The parts that collect, learn and save.
-        log: Where metrics are written.
+        system: Collects, learns and saves.
+        log: Receives the metrics.
         schedule: Lengths and intervals.
-        first_update: Updates that a resumed run has completed before.
+        first_update: Updates that a resumed run has completed.
         should_stop: Called between updates; if it returns True, the loop saves and ends.
         timer: Timer of the phases.
         after_first: Called after the first update, which builds the simulators and loads compiled
@@ -65,6 +72,9 @@ def train(
 
     Returns:
         Completed updates and the last metrics.
+
+    Raises:
+        TrainingError: An update or the simulator failed.
     """
     timer = timer or Timer()
     pending: deque[tuple[Any, Metrics]] = deque()
@@ -89,9 +99,8 @@ def train(
             metrics, last or bool(schedule.eval_every and done % schedule.eval_every == 0)
         )
         if row.evaluation_due or (schedule.save_every and done % schedule.save_every == 0):
-            with timer(
-                "save"
-            ):  # before the evaluation, so that its failure does not lose the update
+            # Save before the evaluation, so that its failure does not lose the update.
+            with timer("save"):
                 system.save(done, row)
             saved = done
         metrics = evaluate_and_log(system, log, timer, row, update=done)

@@ -52,10 +52,10 @@ def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
 
 
 class Interrupts:
-    """Context in which signals raise KeyboardInterrupt, at once or at the end of an
-    ``uninterrupted`` block.
+    """Context in which signals raise KeyboardInterrupt.
 
-    A second signal raises it at once in both cases.
+    In an ``uninterrupted`` block the first signal raises it at the end of the block; a second one
+    raises it at once.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,9 @@ class Interrupts:
 
 
 class Progress:
-    """Progress of long tasks other than training, on stderr: a bar on a terminal, else a line every
-    LINE_EVERY_S.
+    """Progress of long tasks other than training, on stderr.
+
+    It is a bar on a terminal, otherwise a line every LINE_EVERY_S seconds.
     """
 
     def __init__(self, quiet: bool) -> None:
@@ -110,8 +111,12 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def advance(self, task: str, completed: int, total: int) -> None:
-        """Show that ``completed`` of ``total`` units of ``task`` are done; a new name starts a new
-        task.
+        """Show the progress of a task.
+
+        Args:
+            task: Name; a new one starts a new bar.
+            completed: Units that are completed.
+            total: Units of the task.
         """
         if self.quiet:
             return

@@ -1,6 +1,4 @@
-"""Base class of the systems of a run: evaluate, save and load checkpoints, independent of the
-placement.
-"""
+"""Base class of the systems of all placements: evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from embodied_ppo.training.logging import finite, numbers
 class Result(Protocol):
     """Result of an evaluation."""
 
-    def metrics(self) -> Metrics: ...
+    def metrics(self) -> Metrics:
+        """Return the metrics of the evaluation."""
+        ...
 
 
 class Collector(Protocol):
-    """Interface of ``simulation.Rollout``, ``simulation.Staged`` and
-    ``language.ReasoningRollout``.
-    """
+    """Collects trajectories with a policy: the rollouts in ``rollout``."""
 
     @property
     def one_state(self) -> bool:
@@ -35,27 +33,37 @@ class Collector(Protocol):
         ...
 
     @property
-    def cpu_s(self) -> Mapping[str, float]: ...
+    def cpu_s(self) -> Mapping[str, float]:
+        """CPU seconds of this process so far, by phase."""
+        ...
 
-    def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]: ...
+    def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
+        """Collect ``horizon`` steps of each environment; ``version`` is that of the policy."""
+        ...
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Return everything that the next rollout depends on."""
+        ...
 
-    def load_state(self, state: Mapping[str, Any], *, notice: Callable[[str], None]) -> None: ...
+    def load_state(self, state: Mapping[str, Any], *, notice: Callable[[str], None]) -> None:
+        """Restore the result of ``state``; report if new episodes start."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release processes and memory."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """What is written about a run.
+    """What the checkpoints of a run contain and where they are.
 
-    unit         unit of experience                score      tag of an evaluation that selects the
-    best checkpoint
-    checkpoints  folder of the checkpoints         keep_last  number of checkpoints to keep besides
-    the best
-    config_text  content of config.yaml            info       entries of every manifest: versions,
-    hash, ..
+    Attributes:
+        unit: Unit of experience.
+        score: Metric of an evaluation that selects the best checkpoint.
+        checkpoints: Folder of the checkpoints.
+        keep_last: Number of checkpoints to keep besides the best.
+        config_text: Content of config.yaml.
+        info: Entries of every manifest: versions, hashes, ..
     """
 
     unit: Literal["env_steps", "tokens"]
@@ -101,28 +109,22 @@ class RunSystem(ABC):
 
     @abstractmethod
     def cpu_s(self) -> dict[str, float]:
-        """Return CPU seconds of training by phase; "process" is the sum over all other
-        processes.
-        """
+        """Return CPU seconds of training by phase; "process" sums all other processes."""
 
     @abstractmethod
     def _measure(self) -> Result:
         """Evaluate the policy."""
 
     @abstractmethod
-    def _save(self, update: int, rest: Mapping[str, Any]) -> Path:
-        """Call ``checkpoint.save`` with the state of all parts; ``rest`` holds its other
-        arguments.
-        """
+    def _save(self, update: int, arguments: Mapping[str, Any]) -> Path:
+        """Call ``checkpoint.save`` with the state of all components and ``arguments``."""
 
     @abstractmethod
     def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
-        """Load the state of all parts with ``resume``."""
+        """Load the state of all components with ``resume``."""
 
     def evaluate(self, update: int) -> Metrics:
-        """Evaluate the policy, and write the score into the checkpoint of this update if there is
-        one.
-        """
+        """Evaluate the policy; write the score to the checkpoint of this update if there is one."""
         self.result = self._measure()
         metrics: Metrics = self.result.metrics()
         if self.saved is not None and self.saved_update == update:
@@ -131,9 +133,7 @@ class RunSystem(ABC):
         return metrics
 
     def save(self, update: int, row: PendingRow | None = None) -> Path:
-        """Save a checkpoint with ``row``, the metrics of the update that are not logged yet; return
-        its folder.
-        """
+        """Save a checkpoint and return its folder; ``row``: metrics that are not logged yet."""
         r = self.records
         info = {**r.info, r.unit: self.steps}
         if row is not None:
@@ -175,7 +175,7 @@ def resume(
     world: int = 1,
     learners: Ranks | None = None,
 ) -> None:
-    """Load a checkpoint into the parts of one process.
+    """Load a checkpoint into the components of one process.
 
     Args:
         source: The checkpoint.
@@ -201,10 +201,10 @@ def resume(
             if len(states) == world or rollout.one_state:
                 rollout.load_state(states[0 if rollout.one_state else rank], notice=notice)
             else:
-                count = (
-                    f"{len(states)} process{'es' * (len(states) > 1)} simulated before, now {world}"
+                notice(
+                    f"resume: number of processes that simulate was {len(states)}, is {world}; all"
+                    " episodes start again"
                 )
-                notice(f"resume: {count} {'do' if world > 1 else 'does'}; episodes begin anew")
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{source.path / checkpoint.TRAINING}: does not fit this run"

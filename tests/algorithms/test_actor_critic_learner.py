@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embodied_ppo.algorithms import advantages
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
-from embodied_ppo.algorithms.learner import Learner, shaped, shaped_after_kl
+from embodied_ppo.algorithms.learner import Learner, shape_after_kl, shape_before_kl
 from embodied_ppo.algorithms.optimizer import SampleCutter, learning_rate_factor
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
@@ -45,20 +45,26 @@ PLAIN = {
 
 
 def make(
-    options: dict[str, Any] | None = None, *, discrete: bool = False, seed: int = 0, **rest: Any
+    options: dict[str, Any] | None = None,
+    *,
+    discrete: bool = False,
+    seed: int = 0,
+    **arguments: Any,
 ) -> Learner:
     """A learner of a small policy; ``model`` in ``rest`` are model options, the others go to the
     learner.
     """
-    model = loader.load(ModelConfig, {"hidden": [16], "policy_gain": 0.5, **rest.pop("model", {})})
+    model = loader.load(
+        ModelConfig, {"hidden": [16], "policy_gain": 0.5, **arguments.pop("model", {})}
+    )
     config = loader.load(
         AlgorithmConfig, {"global_batch_size": 16, "update_epoch": 2, **(options or {})}
     )
     torch.manual_seed(seed)
     actions = Discrete(4) if discrete else Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
-    policy = ActorCritic(ArraySpec((OBS,)), actions, model).to(rest.pop("device", "cpu"))
+    policy = ActorCritic(ArraySpec((OBS,)), actions, model).to(arguments.pop("device", "cpu"))
     return actor_critic_learner(
-        policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **rest}
+        policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **arguments}
     )
 
 
@@ -159,8 +165,8 @@ MICRO_CASES = [
     ({"kl_loss_type": "full", "kl_penalty": "full"}, True),
     ({"minibatch_unit": "column", "off_policy_correction": "sequence"}, False),
     *(
-        ({"minibatch_unit": "column", "loss_agg_func": how}, False)
-        for how in (
+        ({"minibatch_unit": "column", "loss_agg_func": aggregation}, False)
+        for aggregation in (
             "token-mean",
             "seq-mean-token-sum",
             "seq-mean-token-mean",
@@ -180,11 +186,11 @@ def test_micro_batch_size_does_not_change_update(options, discrete):
         metrics = learner.update(experience(learner, noise=0.3), update=0)
         assert len(seen) == 1
         outcomes.append((seen[0], numbers(metrics)))
-    (whole, expected), *parts = outcomes
-    for gradient, found in parts:
-        assert (gradient - whole).norm() <= 1e-5 * whole.norm()
-        assert_close(expected, found, rel=1e-5)
-    assert not torch.equal(parts[0][0], whole)  # the sums were really taken apart
+    (full_gradient, expected), *parts = outcomes
+    for gradient, results in parts:
+        assert (gradient - full_gradient).norm() <= 1e-5 * full_gradient.norm()
+        assert_close(expected, results, rel=1e-5)
+    assert not torch.equal(parts[0][0], full_gradient)  # the sums were really taken apart
     assert expected["kl/to_reference"] != 0
     if "off_policy_correction" in options:
         assert expected["policy/off_policy_weight"] != 1.0
@@ -217,8 +223,8 @@ def test_order_of_reward_clip_and_whitening():
     def rewards(**options: Any) -> list[float]:
         c = AlgorithmConfig(**options)
         scaler = advantages.ReturnScaler(3)
-        before = shaped(score, torch.ones(1, 3).bool(), kept, c, returns=scaler)
-        return shaped_after_kl(before - penalty, kept, c)[0].tolist()
+        before = shape_before_kl(score, torch.ones(1, 3).bool(), kept, c, returns=scaler)
+        return shape_after_kl(before - penalty, kept, c)[0].tolist()
 
     clipped = {"reward_clip": 0.5, "reward_norm": "batch"}
     # clamp to 0.5: 0, 0.5, 0.5; mean 1/3, deviation 0.5/sqrt(3): -2/sqrt(3), 1/sqrt(3), 1/sqrt(3);
@@ -473,12 +479,14 @@ def test_invalid_options_are_refused():
 
 
 def test_skipped_advantage_normalisation_is_reported():
-    told: list[str] = []
-    learner = make({"global_batch_size": 1}, notice=told.append)
+    notices: list[str] = []
+    learner = make({"global_batch_size": 1}, notice=notices.append)
     t = experience(learner, rows=1)
     t.mask[:] = torch.arange(N) == 0
     learner.update(t, update=0)
-    assert told == ["algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"]
+    assert notices == [
+        "algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"
+    ]
 
 
 # ------------------------------------------------------------------------------- steering the steps
@@ -637,15 +645,15 @@ def test_kl_penalty_is_subtracted_from_reward():
     assert metrics["kl/coef"] == 0.3
 
 
-@pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-sum"])
-def test_adaptive_kl_coefficient(how):
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
+def test_adaptive_kl_coefficient(aggregation):
     """e = clip(KL/target - 1, +-0.2) ; beta *= 1 + e n / horizon, whatever the loss aggregates."""
     ctrl = {"type": "adaptive", "kl_coef": 0.1, "horizon": 80, "target_kl": 1.0}
     learner = make(
         {
             "use_kl_in_reward": True,
             "kl_ctrl": ctrl,
-            "loss_agg_func": how,
+            "loss_agg_func": aggregation,
             "minibatch_unit": "column",
         }
     )
@@ -686,8 +694,8 @@ def test_reference_is_initial_policy():
     then = initial.evaluate(initial.encode(flat.obs), flat.action, flat.replay)
     delta = (now.log_prob - then.log_prob).sum((1, 2))
     k3 = (torch.expm1(-delta) + delta).clamp(max=10)[flat.mask].mean().item()
-    found = numbers(learner.update(t, update=1))["kl/to_reference"]
-    assert found == pytest.approx(k3, rel=1e-4) and k3 > 1e-4
+    results = numbers(learner.update(t, update=1))["kl/to_reference"]
+    assert results == pytest.approx(k3, rel=1e-4) and k3 > 1e-4
 
 
 # ------------------------------------------------------------------------------------ another acted
@@ -711,15 +719,15 @@ def test_off_policy_weights_by_hand():
 
 def test_off_policy_weights_scale_the_policy_gradient():
     """Constant weights w: the policy's gradient is w times that of the policy that acted."""
-    found = []
+    results = []
     for shift in (0.0, math.log(1.25)):
         learner = make({**PLAIN, "off_policy_correction": "token", "value_loss_coef": 0.0})
         seen, t = gradients(learner), full(experience(learner))
         acted = t.log_prob.clone()
         acted[..., 0, 0] -= shift
         learner.update(replace(t, log_prob=acted), update=0)
-        found.append(seen[0])
-    torch.testing.assert_close(found[1], 1.25 * found[0], rtol=1e-4, atol=1e-6)
+        results.append(seen[0])
+    torch.testing.assert_close(results[1], 1.25 * results[0], rtol=1e-4, atol=1e-6)
 
 
 # ----------------------------------------------------------------------------- metrics, known cases
@@ -894,7 +902,7 @@ def test_constant_coefficients_follow_config_after_resume():
 @pytest.mark.gpu
 @pytest.mark.parametrize("discrete", [False, True])
 def test_gpu_update_equals_cpu_update(discrete):
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         options = {
             **EVERYTHING,
@@ -907,9 +915,9 @@ def test_gpu_update_equals_cpu_update(discrete):
             lambda x, device=device: x.to(device),
             experience(make(options, discrete=discrete), noise=0.3),
         )
-        found.append(numbers(learner.update(t, update=0)))
+        results.append(numbers(learner.update(t, update=0)))
         assert all(p.is_cuda == (device == "cuda") for p in learner.optimizer.model.parameters())
-    assert_close(found[0], found[1], rel=1e-3)
+    assert_close(results[0], results[1], rel=1e-3)
 
 
 GOLDEN_TAGS = (
@@ -958,6 +966,6 @@ def test_update_equals_recorded_numbers(name):
     total = sum(
         float(p.detach().double().abs().sum()) for p in learner.optimizer.model.parameters()
     )
-    found = [*(metrics[tag] for tag in GOLDEN_TAGS), total]
-    print(name, [float(f"{value:.8g}") for value in found])
-    assert found == pytest.approx(GOLDEN[name], rel=1e-5, abs=1e-6)
+    results = [*(metrics[tag] for tag in GOLDEN_TAGS), total]
+    print(name, [float(f"{value:.8g}") for value in results])
+    assert results == pytest.approx(GOLDEN[name], rel=1e-5, abs=1e-6)

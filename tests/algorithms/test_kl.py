@@ -171,7 +171,7 @@ def test_penalize():
 
 # -------------------------------------------------------------------------------------- controllers
 def test_adaptive_controller_by_hand():
-    c = kl.AdaptiveKL(0.5, target=0.1, horizon=1000)
+    c = kl.KLController(0.5, target=0.1, horizon=1000)
     c.update(0.11, 50)  # e = 0.1: 0.5·(1 + 0.1·50/1000)
     assert c.coef == pytest.approx(0.5 * 1.005)
     c.update(5.0, 50)  # e = 49 is clipped to 0.2
@@ -185,7 +185,7 @@ def test_adaptive_controller_by_hand():
 
 def test_adaptive_controller_reaches_target():
     """A policy whose KL falls as 1/β settles where KL = target."""
-    c = kl.AdaptiveKL(0.01, target=0.1, horizon=100)
+    c = kl.KLController(0.01, target=0.1, horizon=100)
     for _ in range(500):
         c.update(0.02 / c.coef, 64)
     assert 0.02 / c.coef == pytest.approx(0.1, rel=1e-3)
@@ -193,8 +193,8 @@ def test_adaptive_controller_reaches_target():
 
 def test_controller_state_round_trip():
     a, b = (
-        kl.AdaptiveKL(0.5, target=0.1, horizon=1000),
-        kl.AdaptiveKL(9.0, target=0.1, horizon=1000),
+        kl.KLController(0.5, target=0.1, horizon=1000),
+        kl.KLController(9.0, target=0.1, horizon=1000),
     )
     a.update(0.3, 64)
     b.load_state_dict(a.state_dict())
@@ -218,8 +218,8 @@ def test_invalid_controller_options_are_refused():
     with pytest.raises(
         ConfigError, match=r"kl_ctrl.horizon = 10: must be > 0.2 x 64 .* set it to 640"
     ):
-        kl.AdaptiveKL(0.1, target=0.1, horizon=10).update(0.1, 64)
+        kl.KLController(0.1, target=0.1, horizon=10).update(0.1, 64)
     with pytest.raises(ConfigError, match=r"kl_ctrl.target_kl = 0: must be > 0"):
-        kl.AdaptiveKL(0.1, target=0.0, horizon=10)
+        kl.KLController(0.1, target=0.0, horizon=10)
     with pytest.raises(TrainingError, match="nan"):
-        kl.AdaptiveKL(0.1, target=0.1, horizon=10).update(float("nan"), 1)
+        kl.KLController(0.1, target=0.1, horizon=10).update(float("nan"), 1)

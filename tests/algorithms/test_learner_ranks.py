@@ -30,7 +30,7 @@ from tests.algorithms.test_actor_critic_learner import (
 )
 
 
-def together(world: int, work: Any) -> list[Any]:
+def run_ranks(world: int, work: Any) -> list[Any]:
     """``work(ranks)`` on every rank at once; results in order."""
     store = dist.HashStore()
 
@@ -46,19 +46,19 @@ def together(world: int, work: Any) -> list[Any]:
 
 def merged(metrics: list[Metrics]) -> dict[str, float]:
     """As the driver sees them: means are added up, plain numbers are the same everywhere."""
-    found = {}
+    results = {}
     for tag, first in metrics[0].items():
         values = [m[tag] for m in metrics]
         if isinstance(first, Mean):
-            found[tag] = reduce(Mean.__add__, values).value  # pyright: ignore[reportArgumentType]
+            results[tag] = reduce(Mean.__add__, values).value  # pyright: ignore[reportArgumentType]
         else:
             assert all(v == first or math.isnan(first) for v in values), tag  # pyright: ignore[reportArgumentType]
-            found[tag] = first
-    return found
+            results[tag] = first
+    return results
 
 
 def learned(
-    world: int, options: dict[str, Any], trajectory: Trajectory, **rest: Any
+    world: int, options: dict[str, Any], trajectory: Trajectory, **arguments: Any
 ) -> tuple[list[Any], list[Any]]:
     """Weights and metrics of every rank after two updates."""
     learners = []
@@ -67,15 +67,15 @@ def learned(
         learner = learners[ranks.rank]
         learner.optimizer.ranks = ranks
         part = tree.map(lambda x: x.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
-        told = [learner.update(part, update=update) for update in range(2)]
-        return weights(learner), told
+        metrics_of_ranks = [learner.update(part, update=update) for update in range(2)]
+        return weights(learner), metrics_of_ranks
 
     for _ in range(world):
-        learners.append(make(options, **rest))
+        learners.append(make(options, **arguments))
         if learners[-1].actor.reference is not None:
             disturb_reference(learners[-1])
-    found = together(world, work)
-    return [w for w, _ in found], [m for _, m in found]
+    results = run_ranks(world, work)
+    return [w for w, _ in results], [m for _, m in results]
 
 
 WHOLE: dict[str, Any] = {"global_batch_size": T * N, "update_epoch": 3, "lr": 1e-3}
@@ -108,16 +108,19 @@ CASES: dict[str, dict[str, Any]] = {
 def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
     options = WHOLE | CASES[case] | {"global_batch_size": T * N}
     trajectory = experience(make(options), noise=0.2)
-    alone, told = learned(1, options, trajectory)
-    theirs, metrics = learned(world, options, trajectory)
+    alone, metrics_of_ranks = learned(1, options, trajectory)
+    weights_of_ranks, metrics = learned(world, options, trajectory)
     for name, x in alone[0].items():
-        for other in theirs:
-            assert torch.equal(other[name], theirs[0][name]), (
+        for other in weights_of_ranks:
+            assert torch.equal(other[name], weights_of_ranks[0][name]), (
                 name
             )  # the same on every rank, bit for bit
-        torch.testing.assert_close(theirs[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(weights_of_ranks[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
     for update in range(2):
-        one, many = merged([m[update] for m in told]), merged([m[update] for m in metrics])
+        one, many = (
+            merged([m[update] for m in metrics_of_ranks]),
+            merged([m[update] for m in metrics]),
+        )
         assert one.keys() == many.keys()
         for tag, value in one.items():
             assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag
@@ -126,10 +129,10 @@ def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
 def test_every_sample_is_used_once_per_epoch() -> None:
     options = {"global_batch_size": 16, "update_epoch": 2}
     trajectory = experience(make(options))
-    _, told = learned(4, options, trajectory)
-    rows = merged([m[0] for m in told])
+    _, metrics_of_ranks = learned(4, options, trajectory)
+    rows = merged([m[0] for m in metrics_of_ranks])
     assert rows["policy/epochs"] == 2.0
-    counted = sum(m[0]["policy/approx_kl"].count for m in told) / len(told)  # pyright: ignore[reportAttributeAccessIssue]
+    counted = sum(m[0]["policy/approx_kl"].count for m in metrics_of_ranks) / len(metrics_of_ranks)  # pyright: ignore[reportAttributeAccessIssue]
     assert counted == 2 * int(trajectory.mask.sum())
 
 
@@ -137,9 +140,9 @@ def test_fully_masked_rank_takes_same_steps() -> None:
     trajectory = experience(make(WHOLE))
     trajectory.mask[:, : N // 2] = False
     alone, _ = learned(1, WHOLE, trajectory)
-    theirs, _ = learned(2, WHOLE, trajectory)
+    weights_of_ranks, _ = learned(2, WHOLE, trajectory)
     for name, x in alone[0].items():
-        torch.testing.assert_close(theirs[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(weights_of_ranks[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_non_finite_reward_stops_every_rank() -> None:
@@ -151,13 +154,13 @@ def test_non_finite_reward_stops_every_rank() -> None:
         learner = learners[ranks.rank]
         learner.optimizer.ranks = ranks
         part = tree.map(lambda x: x.chunk(2, dim=1)[ranks.rank].contiguous(), trajectory)
-        with pytest.raises(TrainingError, match="not finite") as told:
+        with pytest.raises(TrainingError, match="not finite") as metrics_of_ranks:
             learner.update(part, update=0)
-        return str(told.value)
+        return str(metrics_of_ranks.value)
 
     learners = [make(WHOLE) for _ in range(2)]
     before = weights(learners[0])
-    assert all("update 0" in text for text in together(2, work))
+    assert all("update 0" in text for text in run_ranks(2, work))
     for learner in learners:
         assert all(torch.equal(x, before[name]) for name, x in weights(learner).items())
 
@@ -172,7 +175,7 @@ def test_gradients_missing_on_some_ranks_are_summed() -> None:
         assert float(loss) == 2.0
         return [a.grad, b.grad, c.grad]
 
-    for a, b, c in together(2, work):
+    for a, b, c in run_ranks(2, work):
         assert a.tolist() == [3.0, 3.0] and b.tolist() == [1.0, 1.0] and c is None
 
 
@@ -180,10 +183,10 @@ def test_gradients_missing_on_some_ranks_are_summed() -> None:
     "dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
 )
 def test_gathered_columns_round_trip(dtype: torch.dtype) -> None:
-    whole = torch.arange(24).reshape(3, 4, 2).to(dtype)
+    all_columns = torch.arange(24).reshape(3, 4, 2).to(dtype)
 
     def work(ranks: Ranks) -> bool:
-        mine = ranks.local_columns(whole)
-        return torch.equal(ranks.all_gather_columns(mine), whole)
+        local = ranks.local_columns(all_columns)
+        return torch.equal(ranks.all_gather_columns(local), all_columns)
 
-    assert together(1, work) == [True] and together(2, work) == [True, True]
+    assert run_ranks(1, work) == [True] and run_ranks(2, work) == [True, True]

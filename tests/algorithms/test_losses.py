@@ -286,66 +286,82 @@ def test_aggregate_by_hand():
         "seq-mean-token-mean": (2 + 10) / 2,
         "seq-mean-token-sum-norm": (6 / 8 + 10 / 8) / 2,
     }
-    for how, expected in by_hand.items():
-        assert losses.aggregate(x, mask, how=how, length=8).item() == pytest.approx(expected), how
-        divisor = losses.denominator(mask, how=how).item()
-        assert divisor == (4 if how == "token-mean" else 2)
+    for aggregation, expected in by_hand.items():
+        assert losses.aggregate(x, mask, aggregation=aggregation, length=8).item() == pytest.approx(
+            expected
+        ), aggregation
+        divisor = losses.denominator(mask, aggregation=aggregation).item()
+        assert divisor == (4 if aggregation == "token-mean" else 2)
 
 
-@pytest.mark.parametrize("how", losses.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 2)])
-def test_aggregate_equals_reference(how, trailing):
+def test_aggregate_equals_reference(aggregation, trailing):
     g = generator(1)
     x = torch.randn(6, 5, *trailing, generator=g)
     mask = torch.rand(6, 5, generator=g) < 0.6
     mask[:, 2] = False
     expected = reference_numerics.aggregate(
-        x.reshape(6, 5, -1).tolist(), mask.tolist(), how=how, length=6
+        x.reshape(6, 5, -1).tolist(), mask.tolist(), aggregation=aggregation, length=6
     )
-    assert losses.aggregate(x, mask, how=how, length=6).item() == pytest.approx(expected, abs=1e-6)
+    assert losses.aggregate(x, mask, aggregation=aggregation, length=6).item() == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
-@pytest.mark.parametrize("how", losses.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
 @pytest.mark.parametrize("trailing", [(), (2, 3)])
 @pytest.mark.parametrize("micro", [1, 2, 3, 5, 8])
-def test_micro_batch_size_does_not_change_result(how, trailing, micro):
+def test_micro_batch_size_does_not_change_result(aggregation, trailing, micro):
     g = generator(2)
     x = torch.randn(7, 8, *trailing, generator=g)
     mask = torch.rand(7, 8, generator=g) < torch.linspace(0, 1, 8)  # ragged, column 0 empty
     assert not mask[:, 0].any()
-    whole = x.clone().requires_grad_()
+    unsplit = x.clone().requires_grad_()
     parts = x.clone().requires_grad_()
-    losses.aggregate(whole, mask, how=how, length=7).backward()
-    divisor = losses.denominator(mask, how=how)
+    losses.aggregate(unsplit, mask, aggregation=aggregation, length=7).backward()
+    divisor = losses.denominator(mask, aggregation=aggregation)
     total = 0.0
     for columns in torch.arange(8).split(micro):
         part = losses.aggregate(
-            parts[:, columns], mask[:, columns], how=how, denominator=divisor, length=7
+            parts[:, columns],
+            mask[:, columns],
+            aggregation=aggregation,
+            denominator=divisor,
+            length=7,
         )
         part.backward()
         total += part.item()
-    assert total == pytest.approx(losses.aggregate(x, mask, how=how, length=7).item(), abs=1e-6)
-    assert whole.grad is not None
-    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-6, atol=1e-8)
+    assert total == pytest.approx(
+        losses.aggregate(x, mask, aggregation=aggregation, length=7).item(), abs=1e-6
+    )
+    assert unsplit.grad is not None
+    torch.testing.assert_close(parts.grad, unsplit.grad, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("how", losses.AGGREGATIONS)
-def test_number_of_ranks_does_not_change_loss(how):
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+def test_number_of_ranks_does_not_change_loss(aggregation):
     """Denominators of two ranks, one of them with nothing, add up to the whole's."""
     g = generator(3)
     x, mask = torch.randn(5, 6, generator=g), torch.rand(5, 6, generator=g) < 0.5
     mask[:, 4:] = False
     cuts = [slice(0, 4), slice(4, 6)]
-    divisor = torch.stack([losses.denominator(mask[:, c], how=how) for c in cuts]).sum()
+    divisor = torch.stack(
+        [losses.denominator(mask[:, c], aggregation=aggregation) for c in cuts]
+    ).sum()
     total = sum(
-        losses.aggregate(x[:, c], mask[:, c], how=how, denominator=float(divisor), length=5).item()
+        losses.aggregate(
+            x[:, c], mask[:, c], aggregation=aggregation, denominator=float(divisor), length=5
+        ).item()
         for c in cuts
     )
-    assert total == pytest.approx(losses.aggregate(x, mask, how=how, length=5).item(), abs=1e-6)
+    assert total == pytest.approx(
+        losses.aggregate(x, mask, aggregation=aggregation, length=5).item(), abs=1e-6
+    )
 
 
-@pytest.mark.parametrize("how", losses.AGGREGATIONS)
-def test_padding_does_not_change_result(how):
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+def test_padding_does_not_change_result(aggregation):
     g = generator(4)
     x, mask = torch.randn(5, 4, generator=g), torch.rand(5, 4, generator=g) < 0.7
     junk = torch.full((30, 4), float("nan"))
@@ -353,10 +369,10 @@ def test_padding_does_not_change_result(how):
         torch.cat([x, junk]).requires_grad_(),
         torch.cat([mask, torch.zeros(30, 4, dtype=torch.bool)]),
     )
-    loss = losses.aggregate(padded, longer, how=how, length=5)
+    loss = losses.aggregate(padded, longer, aggregation=aggregation, length=5)
     loss.backward()
     assert loss.item() == pytest.approx(
-        losses.aggregate(x, mask, how=how, length=5).item(), abs=1e-7
+        losses.aggregate(x, mask, aggregation=aggregation, length=5).item(), abs=1e-7
     )
     assert padded.grad is not None and padded.grad[~longer].abs().sum().item() == 0.0
 
@@ -367,16 +383,18 @@ def test_sequence_aggregation_of_steps_is_refused():
     with pytest.raises(
         ConfigError, match=r"seq-mean-token-mean: needs whole columns.*minibatch_unit=column"
     ):
-        losses.aggregate(x, mask, how="seq-mean-token-mean")
+        losses.aggregate(x, mask, aggregation="seq-mean-token-mean")
     with pytest.raises(ConfigError, match=r"needs whole columns"):
-        losses.denominator(mask, how="seq-mean-token-sum")
+        losses.denominator(mask, aggregation="seq-mean-token-sum")
     with pytest.raises(ConfigError, match=r"loss_agg_func = mean: must be one of token-mean"):
-        losses.aggregate(x, mask, how="mean")
+        losses.aggregate(x, mask, aggregation="mean")
     with pytest.raises(
         ConfigError, match=r"needs a constant length > 0, got None; set algorithm.response_length"
     ):
         losses.aggregate(
-            torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), how="seq-mean-token-sum-norm"
+            torch.ones(2, 2),
+            torch.ones(2, 2, dtype=torch.bool),
+            aggregation="seq-mean-token-sum-norm",
         )
 
 

@@ -114,8 +114,8 @@ def eager_step(optimizer: MinibatchOptimizer, batch: Batch, index: Tensor, coef:
 
 @pytest.mark.parametrize("case", CASES)
 def test_program_equals_eager_step(case: str) -> None:
-    options, rest = CASES[case]
-    eager, fast = (make(options, **copy.deepcopy(rest)) for _ in range(2))
+    options, arguments = CASES[case]
+    eager, fast = (make(options, **copy.deepcopy(arguments)) for _ in range(2))
     batch = prepared(eager)
     start = [p.detach().clone() for p in eager.policy.parameters()]
     size = N // 4 if "minibatch_unit" in options else 16

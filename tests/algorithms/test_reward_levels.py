@@ -166,13 +166,13 @@ def test_gradient_equals_float64_reference(level: str, more: dict[str, Any]) -> 
     module: Any = learner.policy
     reference_loss(learner, t, level).backward()
     expected = torch.cat([p.grad.flatten() for p in module.parameters()])
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     learner.optimizer.adamw.register_step_pre_hook(
-        lambda *_: found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+        lambda *_: gradients.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
     )
     metrics = learner.update(t, update=0)
-    assert len(found) == 1
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-6)
+    assert len(gradients) == 1
+    torch.testing.assert_close(gradients[0], expected, rtol=1e-4, atol=1e-6)
     clipped: Any = metrics["policy/clip_fraction"]
     assert clipped.count == int(t.mask.sum()) * (1 if level == "action_level" else A)
 

@@ -96,12 +96,14 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
         own = both | {"columns": options.get("critic_columns", both["columns"])}
         own |= {"concurrent": options.get("concurrent", False), "ranks": options.get("ranks")}
         values = LocalCritic(model, options.get("critic_config", config), **own)
-    rest = {
+    shared_arguments = {
         name: x
         for name, x in options.items()
         if name in ("recompute", "dump_dir", "notice", "ranks")
     }
-    return separate_critic_learner(policy, values, config, num_sequences=N, **both, **rest)
+    return separate_critic_learner(
+        policy, values, config, num_sequences=N, **both, **shared_arguments
+    )
 
 
 def critic_of(x: Learner) -> LocalCritic:
@@ -176,10 +178,10 @@ def test_kl_in_the_reward_is_per_token(kl: Any) -> None:
     # sum
     y = learner(replace(c, gamma=1.0, gae_lambda=1.0))
     reference_of(y).load_state_dict(reference_of(x).state_dict())
-    found = y._prepare(t)[0].returns
+    actual = y._prepare(t)[0].returns
     penalties = torch.where(t.mask, distance, 0.0)
     expected = t.reward.sum(0) - 0.5 * penalties.flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(found[t.mask], expected[t.mask], rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual[t.mask], expected[t.mask], rtol=0, atol=1e-4)
     assert not torch.equal(batch.returns, plain.returns)
     columns = [float(distance[:r, i].mean()) for i, r in enumerate(LENGTH)]
     assert numbers(metrics)["kl/to_reference"] == pytest.approx(sum(columns) / N, abs=1e-5)
@@ -191,9 +193,9 @@ def test_scores_are_normalised_per_sequence() -> None:
     t = experience(x.policy)
     score = t.reward.sum(0)
     expected = (score - score.mean()) * torch.rsqrt(score.var() + 1e-8)
-    found = x._prepare(t)[0].returns
+    actual = x._prepare(t)[0].returns
     for i, r in enumerate(LENGTH):
-        torch.testing.assert_close(found[:r, i], expected[i].expand(r), rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual[:r, i], expected[i].expand(r), rtol=0, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------- denominators
@@ -201,15 +203,15 @@ def test_value_loss_uses_aggregation_of_critic() -> None:
     """seq-mean-token-mean: the mean over rows of each row's mean of (R - V)^2 / 2; null: the mean
     over tokens.
     """
-    whole = replace(BASE, update_epoch=1, global_batch_size=N, value_clip=None)
-    for how in ("token-mean", "seq-mean-token-mean"):
-        x = learner(whole, columns=N, critic_config=replace(whole, loss_agg_func=how))
+    full = replace(BASE, update_epoch=1, global_batch_size=N, value_clip=None)
+    for aggregation in ("token-mean", "seq-mean-token-mean"):
+        x = learner(full, columns=N, critic_config=replace(full, loss_agg_func=aggregation))
         t = experience(x.policy)
         batch, _ = x._prepare(t)
         square = (batch.returns - batch.value).double().square() / 2
         rows = [square[:r, i] for i, r in enumerate(LENGTH)]
         by_row = sum(float(row.mean()) for row in rows) / N
-        expected = by_row if how == "seq-mean-token-mean" else float(torch.cat(rows).mean())
+        expected = by_row if aggregation == "seq-mean-token-mean" else float(torch.cat(rows).mean())
         assert numbers(x.update(t, update=0))["value/loss"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -256,12 +258,12 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("tokens", [1, 13, 40])
 def test_micro_batch_size_does_not_change_result(case: str, tokens: int) -> None:
     c = replace(BASE, **OPTIONS[case])
-    whole, parts = learner(c), learner(c, tokens=tokens)
-    t = experience(whole.policy, noise=0.1)
-    for x in (whole, parts):
+    full, parts = learner(c), learner(c, tokens=tokens)
+    t = experience(full.policy, noise=0.1)
+    for x in (full, parts):
         x.update(t, update=0)
-    assert differences(whole, parts) < 2e-5  # AdamW's first steps divide by tiny numbers
-    a, b = (x.optimizer.adamw.state_dict()["state"][0]["exp_avg"] for x in (whole, parts))
+    assert differences(full, parts) < 2e-5  # AdamW's first steps divide by tiny numbers
+    a, b = (x.optimizer.adamw.state_dict()["state"][0]["exp_avg"] for x in (full, parts))
     assert float((a - b).norm() / a.norm()) < 1e-5
 
 
@@ -269,12 +271,12 @@ def test_micro_batch_size_does_not_change_result(case: str, tokens: int) -> None
 def test_padding_does_not_change_result(case: str) -> None:
     c = replace(BASE, **OPTIONS[case])
     short, long = learner(c), learner(c)
-    told = [
+    outcomes = [
         numbers(x.update(experience(x.policy, more=m), update=0))
         for x, m in ((short, 0), (long, 3))
     ]
     assert differences(short, long) < 2e-5
-    assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-5)
+    assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("case", OPTIONS)
@@ -300,10 +302,10 @@ def test_program_equals_eager_step(case: str, which: str) -> None:
     settings = adamw_settings(
         two.config, 1, lr=[two.config.lr] * 2, steps=[0, 0], entropy_coef=0.01
     )[0]
-    found = compute(
+    actual = compute(
         *state.parameters, *state.first, *state.second, settings, index, *two._constants(batches[1])
     )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert differences(eager, program) < 2e-5 and compute.statistics() == one.statistics
 
 
@@ -393,8 +395,8 @@ def test_state_resumes_bit_for_bit(tmp_path: Any) -> None:
     y.policy.load_state_dict(saved["policy"])
     y.load_state(saved["learner"])
     for i in (2, 3):
-        told = [numbers(z.update(ts[i], update=i)) for z in (x, y)]
-        assert told[0] == told[1]
+        outcomes = [numbers(z.update(ts[i], update=i)) for z in (x, y)]
+        assert outcomes[0] == outcomes[1]
     assert differences(x, y) == 0 and x.kl.coef == y.kl.coef != 0.1
 
 
@@ -430,10 +432,10 @@ def test_bfloat16_products_keep_float32_weights() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_forward_batch_size_does_not_change_result(size: int) -> None:
-    whole, parts = learner(), learner(replace(BASE, micro_batch_size=size))
-    for x in (whole, parts):
+    full, parts = learner(), learner(replace(BASE, micro_batch_size=size))
+    for x in (full, parts):
         x.update(experience(x.policy), update=0)
-    assert differences(whole, parts) < 1e-6
+    assert differences(full, parts) < 1e-6
 
 
 def test_forward_limits_of_values_and_log_probs(
@@ -509,13 +511,13 @@ def test_resume_with_other_number_of_responses() -> None:
 
 
 # ------------------------------------------------------------------------------------------- memory
-@pytest.mark.parametrize("who", ["actor", "critic"])
-def test_predicted_memory_of_step(who: str) -> None:
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_predicted_memory_of_step(role: str) -> None:
     """Within a fifth of what operations make in a real forward and backward pass of the loss."""
     x = learner()
     t = experience(x.policy)
     batch, _ = x._prepare(replace(t, mask=torch.ones_like(t.mask)))
-    optimizer = x.optimizer if who == "actor" else critic_of(x).optimizer
+    optimizer = x.optimizer if role == "actor" else critic_of(x).optimizer
     model: Any = optimizer.model
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -523,5 +525,5 @@ def test_predicted_memory_of_step(who: str) -> None:
     rows = torch.tensor(float(T * N))
     with memory_estimate.AllocationCounter(known) as living:
         optimizer.loss(batch, rows, rows, entropy_coef=0.1)[0].backward()
-    told = memory_estimate.language_step(model, N, batch.inputs["row"].shape[0], T)
-    assert told == pytest.approx(living.peak, rel=0.2)
+    outcomes = memory_estimate.language_step(model, N, batch.inputs["row"].shape[0], T)
+    assert outcomes == pytest.approx(living.peak, rel=0.2)

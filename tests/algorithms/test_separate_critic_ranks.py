@@ -32,7 +32,7 @@ from embodied_ppo.placement.remote_models import (
 )
 from embodied_ppo.rewards.graders import Grade, Sample
 from embodied_ppo.rewards.worker_pool import GraderPool
-from tests.algorithms.test_learner_ranks import merged, together
+from tests.algorithms.test_learner_ranks import merged, run_ranks
 from tests.algorithms.test_separate_critic_learner import (
     BASE,
     N,
@@ -66,12 +66,12 @@ def disturbed(x: Learner) -> Learner:
 
 
 def state(x: Learner) -> dict[str, Tensor]:
-    found = {f"actor {name}": p.detach().clone() for name, p in x.policy.named_parameters()}
+    results = {f"actor {name}": p.detach().clone() for name, p in x.policy.named_parameters()}
     if x.critic is not None:
-        found |= {
+        results |= {
             f"critic {name}": p.clone() for name, p in x.critic.state()["critic_weights"].items()
         }
-    return found
+    return results
 
 
 def learned(
@@ -80,9 +80,10 @@ def learned(
     """Weights, which are the same everywhere, and metrics after two updates of one minibatch an
     epoch.
     """
-    whole = replace(config, global_batch_size=N)
+    full_batch = replace(config, global_batch_size=N)
     made = [
-        disturbed(learner(whole, critic=critic, columns=N, critic_columns=N)) for _ in range(world)
+        disturbed(learner(full_batch, critic=critic, columns=N, critic_columns=N))
+        for _ in range(world)
     ]
     trajectory = experience(made[0].policy, noise=0.2)
 
@@ -94,21 +95,26 @@ def learned(
         part = tree.map(lambda t: t.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
         return state(x), [x.update(part, update=update) for update in range(2)]
 
-    found = together(world, work)
+    results = run_ranks(world, work)
     for other in made[1:]:
         for name, p in state(made[0]).items():
             assert torch.equal(p, state(other)[name]), name
-    return state(made[0]), [merged([told[update] for _, told in found]) for update in range(2)]
+    return state(made[0]), [
+        merged([metrics_of_updates[update] for _, metrics_of_updates in results])
+        for update in range(2)
+    ]
 
 
 @pytest.mark.parametrize("case", [*CASES, *WITHOUT])
 @pytest.mark.parametrize("world", [2, 4])
 def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
     config, critic = (CASES | WITHOUT)[case], case in CASES
-    (alone, told), (many, metrics) = (learned(n, config, critic=critic) for n in (1, world))
+    (alone, metrics_of_updates), (many, metrics) = (
+        learned(n, config, critic=critic) for n in (1, world)
+    )
     for name, p in alone.items():
         torch.testing.assert_close(many[name], p, rtol=1e-4, atol=2e-6, msg=name)
-    for one, other in zip(told, metrics, strict=True):
+    for one, other in zip(metrics_of_updates, metrics, strict=True):
         assert one.keys() == other.keys()
         for tag, value in one.items():
             assert other[tag] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), tag
@@ -128,7 +134,7 @@ def test_minibatch_size_is_total_over_ranks(world: int) -> None:
         optimizers = (x.optimizer.adamw, critic_of(x).optimizer.adamw)
         return [float(next(iter(o.state.values()))["step"]) for o in optimizers]
 
-    assert together(world, work) == [[2.0, 2.0]] * world  # two minibatches of N / 2 sequences
+    assert run_ranks(world, work) == [[2.0, 2.0]] * world  # two minibatches of N / 2 sequences
 
 
 # ---------------------------------------------------------------------------------- other processes
@@ -170,15 +176,15 @@ def test_remote_critic_and_reference_equal_local_ones(case: str) -> None:
         if reference is not None:
             there.actor.reference = RemoteReference(desk, CPU)
         for update in range(2):
-            ours, theirs = (
+            local_metrics, remote_metrics = (
                 x.update(experience(x.policy, noise=0.2), update=update) for x in (here, there)
             )
-            assert ours == theirs
+            assert local_metrics == remote_metrics
         a, b = state(here), state(there)
         assert all(torch.equal(a[name], b[name]) for name in a)
-        kept = copy.deepcopy(there.state())  # an optimiser keeps what it is given
-        assert kept.keys() == here.state().keys()
-        here.load_state(kept)  # from elsewhere to here ..
+        saved = copy.deepcopy(there.state())  # an optimiser keeps what it is given
+        assert saved.keys() == here.state().keys()
+        here.load_state(saved)  # from elsewhere to here ..
         there.load_state(copy.deepcopy(here.state()))  # .. and back
         last = [x.update(experience(x.policy, noise=0.2), update=2) for x in (here, there)]
         assert last[0] == last[1]
@@ -203,8 +209,8 @@ def test_remote_models_start_as_copies_of_actor() -> None:
         view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
         torch.testing.assert_close(view[t.mask], t.log_prob[t.mask], rtol=0, atol=1e-5)
         body = dict(x.policy.model.model.named_parameters())
-        found = other.critic.module.decoder.base.named_parameters()  # pyright: ignore
-        assert all(torch.equal(p, body[name]) for name, p in found)
+        results = other.critic.module.decoder.base.named_parameters()  # pyright: ignore
+        assert all(torch.equal(p, body[name]) for name, p in results)
 
 
 def fails(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:

@@ -1,6 +1,4 @@
-"""Compiled code: the same numbers, from the same update on in every repetition, and a word where it
-cannot be had.
-"""
+"""Compiled code: equal results, a fixed first update, and messages if it is not available."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Double:
-    """x <- x + y in place; answers 2 x."""
+    """Add y to x in place and return 2 x."""
 
     def __init__(self, comment: str = "") -> None:
         self.comment = comment
@@ -47,7 +45,7 @@ class Double:
         return 2 * x
 
 
-class Refuses(Double):
+class DataDependent(Double):
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         return x if float(x.sum()) > 0 else y
 
@@ -62,7 +60,7 @@ def test_library_writes_in_place_and_is_cached(
     first = compile.Library(Double(), [x, y])
     assert first.is_compiling() and not first.path.exists()
     run = first.load()
-    assert first.path.exists() and torch.equal(x, torch.zeros(3))  # the example was only looked at
+    assert first.path.exists() and torch.equal(x, torch.zeros(3))  # the example is not changed
     for i in (1.0, 2.0):
         (out,) = run([x, y])
         assert x.tolist() == [i] * 3 and out.tolist() == [2 * i] * 3
@@ -78,7 +76,7 @@ def test_fingerprint_depends_on_program_options_and_shapes() -> None:
     assert base == compile.fingerprint(Double(), [x + 1, x])
     others = [
         (Double("b"), [x, x]),
-        (Refuses(), [x, x]),
+        (DataDependent(), [x, x]),
         (Double(), [torch.zeros(4), x]),
         (Double(), [x.double(), x]),
     ]
@@ -97,12 +95,9 @@ def test_fingerprint_depends_on_program_options_and_shapes() -> None:
 
 
 def test_fingerprint_of_language_model_is_reproducible() -> None:
-    """Not on where in memory a model lies: every run would compile anew.
-
-    What is held aside counts.
-    """
+    # It depends on the reference, which is no submodule, and not on memory addresses.
     x = torch.zeros(3)
-    found, batch = [], (one := make())._prepare(experience(one))[0]
+    fingerprints, batch = [], (one := make())._prepare(experience(one))[0]
     for eps in (1e-6, 1e-6, 1e-5):
         objective = ActorLoss(
             language_model(),
@@ -111,24 +106,22 @@ def test_fingerprint_of_language_model_is_reproducible() -> None:
             reference=language_model(rms_norm_eps=eps),
         )
         step = MinibatchStep(objective, [], [], batch)
-        found.append(compile.fingerprint(step, [x]))
-    assert found[0] == found[1] != found[2]
+        fingerprints.append(compile.fingerprint(step, [x]))
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 def test_damaged_library_is_recompiled() -> None:
     """With another at once, in folders of their own: torch names files by the code's hash and packs
-    them later.
+    them schedule.
     """
     x = torch.zeros(3)
     library = compile.Library(Double(), [x, x])  # as of the first test
     library.load()
-    whole = library.path.read_bytes()
-    middle = len(whole) // 2
-    empty = b"PK\5\6" + bytes(
-        18
-    )  # an archive without files, which a check of its files finds whole
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for bad in (b"no archive", whole[:middle], empty, flipped):
+    content = library.path.read_bytes()
+    middle = len(content) // 2
+    empty = b"PK\5\6" + bytes(18)  # a valid archive without files
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    for bad in (b"no archive", content[:middle], empty, flipped):
         library.close()
         library.path.write_bytes(bad)
         library = compile.Library(Double(), [x, x])
@@ -168,27 +161,27 @@ def test_fingerprint_is_constant_during_training() -> None:
 
 
 def test_compiler_failure_is_reported_once() -> None:
-    said: list[str] = []
-    later = compile.CompileSchedule(0, notice=said.append)
+    notices: list[str] = []
+    schedule = compile.CompileSchedule(0, notice=notices.append)
     x = torch.zeros(3)
-    assert later.get(0, lambda: compile.Example(Refuses(), [x], [x])) is None
-    assert later.get(1, lambda: compile.Example(Refuses(), [x], [x])) is None
-    assert said[0].startswith("compile: waiting for the compiler") and len(said) == 2
-    assert "the compiler failed (" in said[1] and "training goes on without" in said[1]
-    later = compile.CompileSchedule(0, required=True, notice=said.append)
+    assert schedule.get(0, lambda: compile.Example(DataDependent(), [x], [x])) is None
+    assert schedule.get(1, lambda: compile.Example(DataDependent(), [x], [x])) is None
+    assert notices[0].startswith("compile: waiting for the compiler") and len(notices) == 2
+    assert "the compiler failed (" in notices[1] and "training continues without" in notices[1]
+    schedule = compile.CompileSchedule(0, required=True, notice=notices.append)
     with pytest.raises(
         TrainingError,
-        match=r"compile=always: the compiler failed \(.*; mend it, or use compile=auto",
+        match=r"compile=always: the compiler failed \(.*; repair it, or use compile=auto",
     ):
-        later.get(0, lambda: compile.Example(Refuses(), [x], [x]))
+        schedule.get(0, lambda: compile.Example(DataDependent(), [x], [x]))
     assert compile.CompileSchedule.waiting == 0
 
 
 def test_unpicklable_program_is_reported() -> None:
-    said: list[str] = []
-    later = compile.CompileSchedule(3, notice=said.append)
-    assert later.get(0, lambda: compile.Example(lambda x: x, [], [torch.zeros(3)])) is None
-    assert len(said) == 1 and "pickle" in said[0].lower()
+    notices: list[str] = []
+    schedule = compile.CompileSchedule(3, notice=notices.append)
+    assert schedule.get(0, lambda: compile.Example(lambda x: x, [], [torch.zeros(3)])) is None
+    assert len(notices) == 1 and "pickle" in notices[0].lower()
 
 
 def test_hanging_compiler_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +205,7 @@ library.load()
 
 
 def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
-    """A compiler that hangs, and a run ended with SIGKILL; leftovers of earlier kills are removed,
-    too.
-    """
+    """The compiler hangs and the run is killed; files of earlier killed runs are removed."""
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nsleep 1000\n")
     compiler.chmod(0o755)
@@ -242,7 +233,7 @@ def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
 
 
 def test_compiling_process_enforces_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the run waits: the compiling process ends itself and what it started."""
+    """The compiling process ends itself and its children, whatever the time limit of the run."""
     monkeypatch.setattr(
         compile, "__name__", "tests.core.test_compile"
     )  # the module whose entry the process runs
@@ -269,15 +260,15 @@ def test_libraries_writable_by_others_are_refused(
     for mode in (0o770, 0o707):
         folder.chmod(mode)
         assert (
-            f"others can write in {folder} (mode {mode:o}), and what is there runs: chmod go-w"
+            f"other users can write to {folder} (mode {mode:o}), which holds code; run chmod go-w"
             in compile.unavailable_reason()
         )
-        with pytest.raises(RuntimeError, match="others can write"):
+        with pytest.raises(RuntimeError, match="other users can write"):
             compile.Library(Double("theirs"), [x, x])
     folder.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     assert (
-        f"{folder} is another user's (uid {folder.stat().st_uid}); EMBODIED_PPO_CACHE names"
+        f"{folder} belongs to another user (uid {folder.stat().st_uid}); set EMBODIED_PPO_CACHE"
         in compile.unavailable_reason()
     )
 
@@ -296,18 +287,16 @@ def test_reasons_why_nothing_can_be_compiled(
         (tmp_path / "file").touch()
         monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "file" / "below"))
         assert "cannot be written (Not a directory" in compile.unavailable_reason()
-    said: list[str] = []
+    notices: list[str] = []
     c = run_helpers.tiny_config({"compile": "auto", "updates": 10_000})
-    since, why = embodied.compile_from(c, torch.device("cpu"), said.append)
-    assert since is None and said == [f"compile: not used, {why}"]
+    since, why = embodied.compile_from(c, torch.device("cpu"), notices.append)
+    assert since is None and notices == [f"compile: not used, {why}"]
     with pytest.raises(ConfigError, match=r"compile=always: .*; or use compile=auto"):
-        embodied.compile_from(replace(c, compile="always"), torch.device("cpu"), said.append)
+        embodied.compile_from(replace(c, compile="always"), torch.device("cpu"), notices.append)
 
 
 def test_first_compiled_update() -> None:
-    """8192 optimiser steps; 3 epochs x 2 minibatches an update: after 1366 updates, however long
-    the run is.
-    """
+    # 8192 optimiser steps at 3 epochs x 2 minibatches per update are complete after 1366 updates.
 
     def decided(**options: Any) -> tuple[int | None, str]:
         return embodied.compile_from(
@@ -326,10 +315,10 @@ def test_first_compiled_update() -> None:
     assert since(compile="always") == 0 and decided(compile="never") == (None, "compile=never")
     reason = "compile=auto starts after 8192 optimiser steps, in update 1367, and the run has 1366"
     assert decided(updates=1366) == (None, reason)
-    said: list[str] = []
+    notices: list[str] = []
     c = run_helpers.tiny_config({"updates": 2000, "algorithm.micro_batch_size": 4})
-    why = embodied.compile_from(c, torch.device("cpu"), said.append)[1]
-    assert why.startswith("algorithm.micro_batch_size cuts minibatches") and why in said[0]
+    why = embodied.compile_from(c, torch.device("cpu"), notices.append)[1]
+    assert why.startswith("algorithm.micro_batch_size cuts minibatches") and why in notices[0]
     assert (
         embodied.compile_from(
             run_helpers.tiny_config({"updates": 2000}), torch.device("cuda"), pytest.fail
@@ -459,16 +448,17 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
     monkeypatch.setattr(
         embodied, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32)
     )  # updates x epochs x minibatches
-    whole = tiny(tmp_path / "whole", save_every=2)
-    assert embodied.compile_from(whole, torch.device("cpu"), pytest.fail)[0] == 5
-    build.train(whole, quiet=False)  # cold
+    base_config = tiny(tmp_path / "whole", save_every=2)
+    assert embodied.compile_from(base_config, torch.device("cpu"), pytest.fail)[0] == 5
+    build.train(base_config, quiet=False)  # cold
     assert "compile: waiting for the compiler" in capfd.readouterr().err
-    build.train(replace(whole, run_dir=str(tmp_path / "again")), quiet=False)  # warm
+    build.train(replace(base_config, run_dir=str(tmp_path / "again")), quiet=False)  # warm
     assert "compile:" not in capfd.readouterr().err
     for at in (4, 6):
         source = tmp_path / "whole" / "checkpoints" / f"step_{at:06d}"
         build.train(
-            replace(whole, run_dir=str(tmp_path / f"from{at}"), resume=str(source)), quiet=True
+            replace(base_config, run_dir=str(tmp_path / f"from{at}"), resume=str(source)),
+            quiet=True,
         )
     for other in ("again", "from4", "from6"):
         for a, b in zip(
@@ -476,7 +466,7 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
         ):
             assert_same(a, b)
     assert rows(tmp_path / "whole") == rows(tmp_path / "again")
-    eager = replace(whole, run_dir=str(tmp_path / "eager"), compile="never")
+    eager = replace(base_config, run_dir=str(tmp_path / "eager"), compile="never")
     build.train(eager, quiet=True)
     x, y = (
         torch.tensor([r["policy/loss"] for r in rows(tmp_path / d)[1:]]) for d in ("whole", "eager")
@@ -486,7 +476,7 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
 
 
 def test_interrupt_ends_wait_for_compiler(tmp_path: Path) -> None:
-    """Nothing eager is learned in the meantime, and nobody is left behind."""
+    """No update runs in the meantime, and no process remains."""
     env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
     command = [
         sys.executable,
@@ -509,19 +499,18 @@ def test_interrupt_ends_wait_for_compiler(tmp_path: Path) -> None:
         if "waiting for the compiler" in line:
             break
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    rest = run.stderr.read()
-    assert run.wait(20) == 130 and "interrupted" in rest and "compiler failed" not in rest
+    output = run.stderr.read()
+    assert run.wait(20) == 130 and "interrupted" in output and "compiler failed" not in output
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
 def test_close_ends_compiling_process(tmp_path: Path) -> None:
-    """A run that ends while the compiler works takes it along."""
     x = torch.zeros(9)
-    later = compile.CompileSchedule(100)
-    later.get(0, lambda: compile.Example(Double("left"), [x], [x]))
-    assert later._library is not None and later._library._child is not None
-    pid = later._library._child.pid
-    later.close()
+    schedule = compile.CompileSchedule(100)
+    schedule.get(0, lambda: compile.Example(Double("left"), [x], [x]))
+    assert schedule._library is not None and schedule._library._child is not None
+    pid = schedule._library._child.pid
+    schedule.close()
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists():
             break

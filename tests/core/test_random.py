@@ -10,7 +10,7 @@ from embodied_ppo.core.random import normal, uniform
 SEEDS = torch.arange(256) + 1_000_000
 
 
-def twin(seed: int, stream: int, count: int, place: int) -> float:
+def reference(seed: int, stream: int, count: int, place: int) -> float:
     """With Python's integers, modulo 2^64."""
 
     def mix(z: int) -> int:
@@ -24,9 +24,9 @@ def twin(seed: int, stream: int, count: int, place: int) -> float:
 
 
 def test_uniform_equals_integer_reference() -> None:
-    found = uniform(torch.tensor([0, 5, 2**31 - 1]), 3, torch.tensor([0, -1, 9]), 4)
-    for row, (seed, count) in zip(found.tolist(), [(0, 0), (5, -1), (2**31 - 1, 9)], strict=True):
-        assert row == [twin(seed, 3, count, k) for k in range(4)]
+    numbers = uniform(torch.tensor([0, 5, 2**31 - 1]), 3, torch.tensor([0, -1, 9]), 4)
+    for row, (seed, count) in zip(numbers.tolist(), [(0, 0), (5, -1), (2**31 - 1, 9)], strict=True):
+        assert row == [reference(seed, 3, count, k) for k in range(4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

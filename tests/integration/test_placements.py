@@ -258,7 +258,7 @@ def test_run_resumes_bit_for_bit_and_in_other_placements(
         resume=str(tmp_path / "half"),
     )
     log = (tmp_path / "half" / "log.txt").read_text()
-    assert "resume: 2 processes simulated before, now 1 does; episodes begin anew" in log
+    assert "resume: number of processes that simulate was 2, is 1; all episodes start again" in log
     train(tmp_path / "local", updates=5, resume=str(run_dir))
     assert "resume: 2 processes simulated before" in (tmp_path / "local" / "log.txt").read_text()
 

@@ -132,7 +132,7 @@ def test_compile_option_applies_to_worker_processes(tmp_path: Path) -> None:
             worker.learner.critic, LocalCritic
         )
         schedules = [x.optimizer.compile_schedule for x in (worker.learner, worker.learner.critic)]
-        assert [x.since for x in schedules] == [since] * 2
+        assert [x.first_update for x in schedules] == [since] * 2
         worker.close()
 
 
@@ -179,7 +179,7 @@ def test_run_resumes_bit_for_bit_in_other_placements(
     assert resumed[-1] == rows(cached_run(**KL, **TWO_LEARNERS["fused"]))[-1]
     # In one process the order of the data continues.
     train(tmp_path / "two", **KL, resume=str(tmp_path / "two"), updates=4)
-    assert "episodes begin anew" not in (tmp_path / "two" / "log.txt").read_text()
+    assert "episodes start again" not in (tmp_path / "two" / "log.txt").read_text()
 
 
 SHARDED: dict[str, dict[str, Any]] = {

@@ -413,9 +413,16 @@ def test_manifest_records_versions(trained: Path) -> None:
 
 
 def test_evaluation_is_reproducible(trained: Path, tmp_path: Path) -> None:
-    words = ["evaluate", f"checkpoint={trained}", "episodes=5", "video=false", "--quiet", "--json"]
+    arguments = [
+        "evaluate",
+        f"checkpoint={trained}",
+        "episodes=5",
+        "video=false",
+        "--quiet",
+        "--json",
+    ]
     for name, more in (("a", ["num_envs=2"]), ("b", ["num_envs=5"])):
-        assert main.main([*words, *more, f"out={tmp_path / name}"]) == 0
+        assert main.main([*arguments, *more, f"out={tmp_path / name}"]) == 0
     a, b = ((tmp_path / name / "report.json").read_bytes() for name in "ab")
     assert a == b
     assert len(json.loads(a)["tasks"]) == 1

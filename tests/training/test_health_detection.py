@@ -23,7 +23,7 @@ from embodied_ppo.training.health import HISTORY, WINDOW, HealthMonitor
 
 def row(**more: float) -> dict[str, float]:
     """Of a healthy update."""
-    found = {
+    metrics = {
         "speed/env_steps_per_s": 1000.0,
         "time/collect_s": 1.0,
         "time/update_s": 1.0,
@@ -33,7 +33,7 @@ def row(**more: float) -> dict[str, float]:
         "value/explained_variance": 0.5,
         "rollout/return": 1.0,
     }
-    return found | {name.replace("__", "/"): x for name, x in more.items()}
+    return metrics | {name.replace("__", "/"): x for name, x in more.items()}
 
 
 def warnings_of(rows: list[dict[str, float]]) -> list[str]:
@@ -180,7 +180,7 @@ gymnasium.register("test/Turns-v0", lambda **kwargs: Turns(**kwargs))
 
 
 @pytest.mark.parametrize(
-    ("turn", "words"),
+    ("turn", "text"),
     [
         ("slow", "speed/env_steps_per_s is "),
         ("large", "value/loss has grown from "),
@@ -194,7 +194,7 @@ gymnasium.register("test/Turns-v0", lambda **kwargs: Turns(**kwargs))
     ],
 )
 def test_degrading_robot_policy_is_reported(
-    turn: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turn: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "SLOW_S", 0.2)
     options = {
@@ -213,14 +213,14 @@ def test_degrading_robot_policy_is_reported(
         run_helpers.tiny_config({**SMALL, **options, **smaller, "run_dir": str(tmp_path / "run")}),
         quiet=True,
     )
-    told = [
+    log_lines = [
         line
         for line in (tmp_path / "run" / "log.txt").read_text().splitlines()
         if "warning, update" in line
     ]
-    assert len([line for line in told if words in line]) == 1, told
+    assert len([line for line in log_lines if text in line]) == 1, log_lines
     if turn == "slow":
-        (line,) = (line for line in told if words in line)
+        (line,) = (line for line in log_lines if text in line)
         assert "time/collect_s has gone from " in line
 
 
@@ -233,5 +233,5 @@ def test_healthy_run_has_no_warning(tmp_path: Path) -> None:
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert len(rows) == 31
-    told = (tmp_path / "run" / "log.txt").read_text()
-    assert "warning, update" not in told, told
+    log_lines = (tmp_path / "run" / "log.txt").read_text()
+    assert "warning, update" not in log_lines, log_lines

@@ -86,14 +86,19 @@ def test_rows_equal_tensorboard_points(tmp_path):
         )
         log.metrics(training(update, **result), update=update, steps=64 * update)
     log.close()
-    found = rows(tmp_path)
-    assert [(r["update"], r["env_steps"]) for r in found] == [(0, 0), (1, 64), (2, 128), (3, 192)]
-    assert found[0] == {"update": 0, "env_steps": 0, "eval/return": 1.5}
-    assert found[1]["rollout/return"] is None and found[2]["rollout/return"] == pytest.approx(
+    log_rows = rows(tmp_path)
+    assert [(r["update"], r["env_steps"]) for r in log_rows] == [
+        (0, 0),
+        (1, 64),
+        (2, 128),
+        (3, 192),
+    ]
+    assert log_rows[0] == {"update": 0, "env_steps": 0, "eval/return": 1.5}
+    assert log_rows[1]["rollout/return"] is None and log_rows[2]["rollout/return"] == pytest.approx(
         0.2 / 3
     )
     expected: dict[str, list[tuple[int, float]]] = {}
-    for row in found:
+    for row in log_rows:
         for tag, value in row.items():
             if "/" in tag and value is not None:
                 expected.setdefault(tag, []).append((row["env_steps"], value))
@@ -119,8 +124,8 @@ def test_hyper_parameters(tmp_path):
     log.close()
     events = board(tmp_path / "tensorboard" / "hparams")
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    told = parse_session_start_info_plugin_data(content).hparams
-    assert {name: value.WhichOneof("kind") for name, value in told.items()} == {
+    reported = parse_session_start_info_plugin_data(content).hparams
+    assert {name: value.WhichOneof("kind") for name, value in reported.items()} == {
         "algorithm.lr": "number_value",
         "env.id": "string_value",
         "env.success_key": "string_value",
@@ -128,8 +133,8 @@ def test_hyper_parameters(tmp_path):
         "seed": "number_value",
     }
     assert (
-        told["algorithm.lr"].number_value == 3e-4
-        and told["model.hidden"].string_value == "[64, 64]"
+        reported["algorithm.lr"].number_value == 3e-4
+        and reported["model.hidden"].string_value == "[64, 64]"
     )
     assert [e.value for e in events.Scalars("hparam/final_return")] == [12.5]
 
@@ -258,10 +263,10 @@ def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
     assert left is not None
     hours, minutes, seconds = map(int, left.groups())
     assert 98 <= hours * 3600 + minutes * 60 + seconds <= 130
-    (told,) = re.findall(
+    (reported,) = re.findall(
         r"update 6 is done; all 105 will be at about (.*)\n", (tmp_path / "log.txt").read_text()
     )
-    ends = time.mktime(time.strptime(told, "%Y-%m-%d %H:%M"))
+    ends = time.mktime(time.strptime(reported, "%Y-%m-%d %H:%M"))
     assert 98 - 60 <= ends - time.time() <= 130
 
 
@@ -322,8 +327,10 @@ def test_timer():
 
 
 def test_peak_memory():
-    told = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert told is not None and peak_rss_mb() == pytest.approx(int(told[1]) / 1024, rel=0.05)
+    reported = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert reported is not None and peak_rss_mb() == pytest.approx(
+        int(reported[1]) / 1024, rel=0.05
+    )
 
 
 # ---------------------------------------------------------------------------------------- every tag
@@ -394,8 +401,8 @@ def test_tags_equal_documentation(run_dir):
 
 def test_metrics_change_during_training(run_dir):
     """In this run every number that can move has moved, and none is at a bound it cannot leave."""
-    found = [row for row in rows(run_dir) if SPEED in row]
-    assert len(found) == 3
+    log_rows = [row for row in rows(run_dir) if SPEED in row]
+    assert len(log_rows) == 3
     constant = {
         "rollout/version_lag": 0,
         "policy/epochs": 3,
@@ -405,23 +412,23 @@ def test_metrics_change_during_training(run_dir):
         "policy/lr": 3e-3,
         "value/lr": 3e-3,
         "kl/coef": 0.001,
-        "memory/peak_gb": found[0]["memory/peak_gb"],
+        "memory/peak_gb": log_rows[0]["memory/peak_gb"],
     }
     constant |= {"policy/off_policy_weight": 1}  # who acts is who learns
-    for tag in {tag for row in found for tag in row} - {"update", "env_steps"}:
-        values = [row[tag] for row in found if row.get(tag) is not None]
+    for tag in {tag for row in log_rows for tag in row} - {"update", "env_steps"}:
+        values = [row[tag] for row in log_rows if row.get(tag) is not None]
         if tag in constant:
             assert values == pytest.approx([constant[tag]] * 3, rel=0.1), tag
         else:
             assert any(v not in (0, 1) for v in values), tag
             assert len(set(values)) > 1, tag
     for tag in ("policy/clip_fraction", "policy/dual_clip_fraction", "value/clip_fraction"):
-        assert 0 < sum(row[tag] for row in found) < 3, tag
-    assert found[-1]["policy/ratio_max"] > 1 and found[-1]["value/explained_variance"] < 1
-    assert found[-1][SPEED] == pytest.approx(
-        64 / sum(found[-1][f"time/{p}_s"] for p in ("collect", "update", "publish"))
+        assert 0 < sum(row[tag] for row in log_rows) < 3, tag
+    assert log_rows[-1]["policy/ratio_max"] > 1 and log_rows[-1]["value/explained_variance"] < 1
+    assert log_rows[-1][SPEED] == pytest.approx(
+        64 / sum(log_rows[-1][f"time/{p}_s"] for p in ("collect", "update", "publish"))
     )
-    assert 0.1 < found[-1]["memory/peak_gb"] < 100
+    assert 0.1 < log_rows[-1]["memory/peak_gb"] < 100
 
 
 def test_summary_equals_rows(run_dir):

@@ -138,9 +138,9 @@ def test_last_update_is_evaluated_and_saved_once(tmp_path):
 
 @pytest.mark.parametrize("after", [0, 2])
 def test_loop_stops_and_saves(tmp_path, after):
-    asked = iter([False] * after + [True])
+    answers = iter([False] * after + [True])
     calls, rows, outcome = train(
-        tmp_path, 9, should_stop=lambda: next(asked), save_every=2 if after else 0
+        tmp_path, 9, should_stop=lambda: next(answers), save_every=2 if after else 0
     )
     assert (outcome.updates, outcome.interrupted) == (after, True)
     assert len(only(calls, "update")) == len(rows) == after

@@ -531,7 +531,6 @@ def _common_options(request: RunRequest, a: AlgorithmConfig, since: int | None) 
         "seed": request.config.seed,
         "compile_schedule": base.compile_schedule(request, since),
         "dump_dir": request.run_dir,
-        "notice": request.notice,
     }
 
 
@@ -586,6 +585,7 @@ def make_learner(
         num_sequences=a.rollout_batch_size * a.group_size,
         ranks=ranks,
         reference=reference,
+        notice=request.notice,
         **_common_options(request, a, since),
     )
 

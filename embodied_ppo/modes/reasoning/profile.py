@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.algorithms.learner import NOTHING
+from embodied_ppo.algorithms.learner import NO_STATS
 from embodied_ppo.algorithms.optimizer import OptimizationStats
 from embodied_ppo.algorithms.separate_critic_learner import (
     FrozenReference,
     Rows,
     full_kl,
-    log_prob_rows,
+    log_prob_batch_size,
 )
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import Config
@@ -114,7 +114,7 @@ class _Probe:
         if a.use_kl_loss or a.use_kl_in_reward:
             frozen = copy.deepcopy(self.m.policy)
             self.reference = FrozenReference(
-                frozen, tokens=a.micro_batch_tokens, columns=log_prob_rows(a)
+                frozen, tokens=a.micro_batch_tokens, columns=log_prob_batch_size(a)
             )
         self.trajectory: Any = None
         self.experience_bytes = 0
@@ -196,7 +196,7 @@ class _FreeModels:
     ) -> None: ...
 
     def end(self) -> OptimizationStats:
-        return NOTHING
+        return NO_STATS
 
     def view(self, obs: Rows, mask: Tensor, action: Tensor, *, hidden: bool) -> dict[str, Tensor]:
         return {"log_prob": self.log_prob}

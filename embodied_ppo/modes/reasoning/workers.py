@@ -16,7 +16,7 @@ from embodied_ppo.algorithms.separate_critic_learner import (
     FrozenReference,
     LocalCritic,
     Reference,
-    log_prob_rows,
+    log_prob_batch_size,
 )
 from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.reasoning import components
@@ -60,7 +60,9 @@ def build_worker(
         a, frozen = config.algorithm, m.policy
         if "rollout" in roles:  # the weights of m.policy will change
             frozen = components.make_policy(config, m.tokenizer, request.device)
-        reference = FrozenReference(frozen, tokens=a.micro_batch_tokens, columns=log_prob_rows(a))
+        reference = FrozenReference(
+            frozen, tokens=a.micro_batch_tokens, columns=log_prob_batch_size(a)
+        )
     server = None
     if exchange is not None:
         services = ModelService(
