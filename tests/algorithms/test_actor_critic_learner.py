@@ -1,6 +1,4 @@
-"""The learner's invariants: what must not change a number, what must, and what every metric says in
-a known case.
-"""
+"""Learner of a robot policy: invariants, hand-computed updates, metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ PLAIN = {
     "update_epoch": 1,
     "global_batch_size": T * N,
 }
-"""One step on the whole rollout, nothing rescaled: numbers can be computed by hand."""
+"""One optimiser step on the complete rollout without normalisation, for hand-computed numbers."""
 
 
 def make(
@@ -51,9 +49,7 @@ def make(
     seed: int = 0,
     **arguments: Any,
 ) -> Learner:
-    """A learner of a small policy; ``model`` in ``rest`` are model options, the others go to the
-    learner.
-    """
+    """Return the learner of a small policy; ``model`` has model options."""
     model = loader.load(
         ModelConfig, {"hidden": [16], "policy_gain": 0.5, **arguments.pop("model", {})}
     )
@@ -70,9 +66,9 @@ def make(
 
 @torch.no_grad()
 def experience(learner: Learner, *, seed: int = 0, noise: float = 0.0, rows: int = T) -> Trajectory:
-    """What a rollout could have been.
+    """Return random experience of the learner's policy.
 
-    With ``noise`` on log-probabilities and values, another policy acted.
+    The policy that acted differs from it by ``noise``.
     """
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(rows, N, OBS, generator=g) * 2 + 1
@@ -115,7 +111,7 @@ def weights(learner: Learner) -> dict[str, Tensor]:
 
 
 def gradients(learner: Learner) -> list[Tensor]:
-    """The gradient of every optimiser step from now on, flat."""
+    """Record the flat gradient of every optimiser step from now on."""
     seen: list[Tensor] = []
 
     def note(*_: Any) -> None:
@@ -134,7 +130,7 @@ def gradients(learner: Learner) -> list[Tensor]:
 
 
 def disturb_reference(learner: Learner) -> None:
-    """Move the reference away, so that the distance to it is not zero."""
+    """Disturb the reference, so that the KL to it is not zero."""
     assert isinstance(learner.actor.reference, torch.nn.Module)
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -213,10 +209,7 @@ def test_micro_batches_over_epochs():
 
 # --------------------------------------------------------------------------------- order of rewards
 def test_order_of_reward_clip_and_whitening():
-    """Scores 0, 4 and 8; the penalty is 1 on the first, 0 on the others.
-
-    Mean 4, unbiased deviation 4.
-    """
+    """Scores 0, 4 and 8 (mean 4, unbiased deviation 4); the penalty is 1 in the first column."""
     score, kept = torch.tensor([[0.0, 4.0, 8.0]]), torch.ones(1, 3).bool()
     penalty = torch.tensor([[1.0, 0.0, 0.0]])
 
@@ -251,7 +244,7 @@ def test_order_of_reward_clip_and_whitening():
 
 # ----------------------------------------------------------------------------- masks change nothing
 def padded(t: Trajectory, rows: int) -> Trajectory:
-    """``rows`` masked rows of garbage below; rewards, successors and flags may even be NaN."""
+    """Append ``rows`` masked rows of arbitrary values, NaN included."""
     g = torch.Generator().manual_seed(9)
 
     def below(x: Tensor) -> Tensor:
@@ -294,7 +287,7 @@ def test_masked_rows_do_not_change_update(unit, reward_norm):
 
 
 def test_column_minibatches_ignore_padding():
-    """In several minibatches over several epochs: the permutation of columns is the same."""
+    """Several minibatches and epochs have the same permutation of columns."""
     runs = []
     for extra in (0, 4):
         learner = make({"minibatch_unit": "column", "global_batch_size": (T + extra) * 2})
@@ -307,9 +300,7 @@ def test_column_minibatches_ignore_padding():
 
 
 def test_reset_rows_do_not_change_update():
-    """A simulator that resets on the next step inserts a masked row after each end: the numbers are
-    those without.
-    """
+    """A simulator that resets on the next step inserts a masked row after each episode."""
     outcomes = []
     for dummies in (False, True):
         learner = make({**EVERYTHING, "global_batch_size": (T + dummies) * N})
@@ -384,7 +375,7 @@ def test_every_epoch_is_a_fresh_permutation(unit):
 def plain_ppo(
     policy: ActorCritic, t: Trajectory, c: AlgorithmConfig, *, update: int, seed: int
 ) -> None:
-    """PPO as CleanRL writes it, on a policy without normaliser; no masks."""
+    """PPO as in CleanRL, for a policy without normaliser and masks."""
     advantage, carry = torch.zeros(T, N), torch.zeros(N)
     for r in reversed(range(T)):
         delta = t.reward[r] + c.gamma * t.next_value[r] * ~t.terminated[r] - t.value[r]
@@ -545,7 +536,7 @@ def test_learning_rate_schedules_by_hand():
 
 
 def test_learning_rates_of_actor_and_critic():
-    """Adam's first step moves every weight by the learning rate."""
+    """Adam's first step changes every weight by the learning rate."""
     for options, actor, critic in (
         ({"lr": 1e-3}, 1e-3, 1e-3),
         ({"lr": 1e-3, "value_lr": 1e-5}, 1e-3, 1e-5),
@@ -624,7 +615,7 @@ def test_entropy_target_adapts_bonus():
 
 # ------------------------------------------------------------------------------------ the reference
 def test_kl_penalty_is_subtracted_from_reward():
-    """The same as handing in rewards r - beta (lp - lp_ref)."""
+    """The result equals that for rewards r - beta (lp - lp_ref)."""
     learner = make({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.3}})
     disturb_reference(learner)
     t = experience(learner, noise=0.2)
@@ -647,7 +638,7 @@ def test_kl_penalty_is_subtracted_from_reward():
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
 def test_adaptive_kl_coefficient(aggregation):
-    """e = clip(KL/target - 1, +-0.2) ; beta *= 1 + e n / horizon, whatever the loss aggregates."""
+    """e = clip(KL/target - 1, +-0.2) ; beta *= 1 + e n / horizon, for each aggregation."""
     ctrl = {"type": "adaptive", "kl_coef": 0.1, "horizon": 80, "target_kl": 1.0}
     learner = make(
         {
@@ -681,9 +672,7 @@ def test_kl_loss_keeps_policy_near_reference():
 
 
 def test_reference_is_initial_policy():
-    """As a function of raw observations: when the normaliser moves on, the reference keeps its
-    own.
-    """
+    """The reference keeps its normaliser when that of the policy changes."""
     learner = make({"use_kl_loss": True, "lr": 1e-12})
     initial = make().policy
     first = numbers(learner.update(experience(learner), update=0))["kl/to_reference"]
@@ -700,7 +689,7 @@ def test_reference_is_initial_policy():
 
 # ------------------------------------------------------------------------------------ another acted
 def test_off_policy_weights_by_hand():
-    """lp_acted = lp - s: weights e^s capped at 1.5, and the ratio starts at 1, not at e^s."""
+    """lp_acted = lp - s: weights e^s are capped at 1.5; the ratio starts at 1."""
     shift = torch.tensor([0.1, -0.2, 1.0, 0.0] * 2)  # per column
     for kind, per_sample in (("token", shift), ("sequence", shift * T)):
         learner = make({**PLAIN, "off_policy_correction": kind, "off_policy_cap": 1.5})
@@ -718,7 +707,7 @@ def test_off_policy_weights_by_hand():
 
 
 def test_off_policy_weights_scale_the_policy_gradient():
-    """Constant weights w: the policy's gradient is w times that of the policy that acted."""
+    """Constant weights w scale the policy's gradient by w."""
     results = []
     for shift in (0.0, math.log(1.25)):
         learner = make({**PLAIN, "off_policy_correction": "token", "value_loss_coef": 0.0})
@@ -732,9 +721,7 @@ def test_off_policy_weights_scale_the_policy_gradient():
 
 # ----------------------------------------------------------------------------- metrics, known cases
 def test_policy_metrics_by_hand():
-    """One step on the whole rollout with gamma = 0: A = r - V; the ratio is e^{-s} where lp_old =
-    lp + s.
-    """
+    """One step on the rollout with gamma = 0: A = r - V; the ratio is e^-s for lp_old = lp + s."""
     learner = make({**PLAIN, "gamma": 0.0, "clip_ratio_c": 1.3, "clip_ratio_high": 0.1})
     t = full(experience(learner))
     shift = torch.tensor([0.0, 0.4, -0.4, -0.15, 0.0, 0.4, -0.4, -0.15]).expand(T, N)
@@ -817,9 +804,7 @@ def test_value_metrics_by_hand():
     "adv_type", ["grpo", "rloo", "reinforce_plus_plus_baseline", "reinforce_plus_plus"]
 )
 def test_group_advantages(adv_type):
-    """Columns 0 .. 3 return the same: nothing to learn from them. mean and std are those before
-    normalisation.
-    """
+    """Equal returns in columns 0 to 3 give advantage 0; mean and std are before normalisation."""
     learner = make({"adv_type": adv_type, "group_size": 4, "normalize_advantages": True})
     t = full(experience(learner))
     t.terminated[:], t.truncated[:] = False, False
@@ -945,9 +930,9 @@ GOLDEN = {  # those, and the sum of all weights' absolute values
 
 @pytest.mark.parametrize("name", ["gaussian", "categorical", "columns"])
 def test_update_equals_recorded_numbers(name):
-    """Fixed seeds: a refactor moves none of these numbers.
+    """Compare fixed seeds with recorded numbers, which a refactoring must not change.
 
-    To set them anew run pytest -s, and say why they moved.
+    To record them again run pytest -s, and give the reason.
     """
     options = {
         "gaussian": {"entropy_bonus": 0.01, "lr_schedule": "cosine"},

@@ -1,6 +1,4 @@
-"""Advantages: hand-computed cases, float64 twins that cut masked rows out, and the properties users
-rely on.
-"""
+"""Advantages: hand-computed cases, float64 references without masked rows, properties."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ NAN = float("nan")
 def random_rows(
     T: int, N: int, seed: int, *, holes: float = 0.3, ends: float = 0.2
 ) -> dict[str, Tensor]:
-    """What ``gae`` takes; flags and masks fall anywhere, masked rows among done ones included."""
+    """Return random arguments of ``gae`` with flags and masks at random rows."""
     g = torch.Generator().manual_seed(seed)
     done = torch.rand(T, N, generator=g) < ends
     clock = torch.rand(T, N, generator=g) < 0.5
@@ -42,7 +40,7 @@ def random_rows(
 
 
 def column(*, mask: list[int] | None = None, **rows: list[float]) -> dict[str, Tensor]:
-    """One column [T, 1] from lists; flags default to False, the mask to True."""
+    """Return one column [T, 1] from lists; flags default to False, the mask to True."""
     T = len(rows["reward"])
     out = {name: torch.tensor(x, dtype=torch.float32).unsqueeze(1) for name, x in rows.items()}
     for flag in ("terminated", "truncated"):
@@ -154,9 +152,7 @@ def test_gae_with_lambda_0_is_td_error():
 
 
 def test_gae_with_lambda_1_is_monte_carlo():
-    """With consistent values the returns are discounted rewards, plus the value where the clock or
-    the rollout cuts.
-    """
+    """With consistent values the returns are discounted rewards plus the value at the cut."""
     T = 12
     g = torch.Generator().manual_seed(2)
     reward, value = torch.randn(T, 1, generator=g), torch.randn(T, 1, generator=g)
@@ -209,9 +205,7 @@ def test_masked_rows_do_not_change_results(seed):
 
 
 def test_gae_ignores_reset_row():
-    """Embodied: the row before the dummy is done and keeps its own next_value; the next episode
-    begins after it.
-    """
+    """The row before a reset row is done and has its own next_value."""
     with_dummy = column(
         reward=[1.0, 2.0, NAN, 3.0],
         value=[1.0, 1.0, 50.0, 4.0],
@@ -228,9 +222,7 @@ def test_gae_ignores_reset_row():
 
 
 def test_gae_ignores_masked_tokens_inside_response():
-    """Reasoning: two tool tokens between two of the policy's; next_value is the following token's
-    value.
-    """
+    """Two masked tool tokens between two tokens of the policy."""
     value = [1.0, 2.0, 30.0, 40.0, 5.0, 6.0]
     with_hole = column(
         reward=[0.0, 0.0, 7.0, 7.0, 0.0, 1.0],
@@ -349,9 +341,7 @@ def test_return_to_go_by_hand():
 
 
 def test_reinforce_by_hand():
-    """The discounted return-to-go as it is: no value, no whitening; a cut by the clock ends the
-    sum.
-    """
+    """The return-to-go uses no value and is not whitened; a time limit ends the sum."""
     rows = column(
         reward=[1.0, 2.0, 9.0, 4.0], value=[7.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1]
     )

@@ -1,6 +1,4 @@
-"""KL: hand-computed estimators, their gradients and expectations, the penalty and the
-controllers.
-"""
+"""KL: estimators, their gradients and expectations, penalty and controller."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ def test_estimators_equal_reference(lp, ref, kind, plus):
 
 
 def test_expectation_of_estimators_is_exact_kl():
-    """Sums over a categorical's actions, no sampling: E[k1] = E[k3] = KL, E[k2] is close but
-    biased.
-    """
+    """Sums over the actions of a categorical: E[k1] = E[k3] = KL; E[k2] is close but biased."""
     logits = torch.tensor([0.3, -0.4, 1.1, 0.0], dtype=torch.float64)
     ref_logits = torch.tensor([0.1, 0.2, 0.6, -0.5], dtype=torch.float64)
     p, lp, ref = logits.softmax(-1), logits.log_softmax(-1), ref_logits.log_softmax(-1)
@@ -184,7 +180,7 @@ def test_adaptive_controller_by_hand():
 
 
 def test_adaptive_controller_reaches_target():
-    """A policy whose KL falls as 1/β settles where KL = target."""
+    """A policy whose KL is proportional to 1/β converges to KL = target."""
     c = kl.KLController(0.01, target=0.1, horizon=100)
     for _ in range(500):
         c.update(0.02 / c.coef, 64)

@@ -1,6 +1,6 @@
-"""Processes that learn together: their number changes no number.
+"""Ranks that learn together: results do not depend on their number.
 
-Ranks are threads here, over real gloo.
+Ranks are threads that communicate by gloo.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.algorithms.test_actor_critic_learner import (
 
 
 def run_ranks(world: int, work: Any) -> list[Any]:
-    """``work(ranks)`` on every rank at once; results in order."""
+    """Run ``work(ranks)`` on every rank in threads; return the results in order."""
     store = dist.HashStore()
 
     def one(rank: int) -> Any:
@@ -45,7 +45,7 @@ def run_ranks(world: int, work: Any) -> list[Any]:
 
 
 def merged(metrics: list[Metrics]) -> dict[str, float]:
-    """As the driver sees them: means are added up, plain numbers are the same everywhere."""
+    """Merge metrics of ranks as the driver does: add up means; plain numbers must be equal."""
     results = {}
     for tag, first in metrics[0].items():
         values = [m[tag] for m in metrics]
@@ -60,7 +60,7 @@ def merged(metrics: list[Metrics]) -> dict[str, float]:
 def learned(
     world: int, options: dict[str, Any], trajectory: Trajectory, **arguments: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Weights and metrics of every rank after two updates."""
+    """Return weights and metrics of every rank after two updates."""
     learners = []
 
     def work(ranks: Ranks) -> tuple[dict[str, Tensor], list[Metrics]]:

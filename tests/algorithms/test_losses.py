@@ -1,6 +1,4 @@
-"""Losses: hand-computed cases, float64 twins, gradients, and that neither cut nor padding changes a
-number.
-"""
+"""Losses: hand-computed cases, float64 references, gradients, invariance to splits and padding."""
 
 from __future__ import annotations
 
@@ -341,7 +339,7 @@ def test_micro_batch_size_does_not_change_result(aggregation, trailing, micro):
 
 @pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
 def test_number_of_ranks_does_not_change_loss(aggregation):
-    """Denominators of two ranks, one of them with nothing, add up to the whole's."""
+    """The denominators of two ranks, one of them fully masked, add up to that of all columns."""
     g = generator(3)
     x, mask = torch.randn(5, 6, generator=g), torch.rand(5, 6, generator=g) < 0.5
     mask[:, 4:] = False

@@ -135,9 +135,7 @@ def test_program_equals_eager_step(case: str) -> None:
 
 
 def test_adamw_settings_equal_torch_bias_corrections() -> None:
-    """After 3 steps of the actor and 5 of the critic (a warm-up of 2): bias corrections of steps 4
-    and 6.
-    """
+    """After 3 steps of the actor and 5 of the critic: bias corrections of steps 4 and 6."""
     learner = make({"adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.1})
     row = dict(
         zip(

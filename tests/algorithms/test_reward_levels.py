@@ -1,6 +1,4 @@
-"""Chunks of actions: rewards, values, advantages, ratios and masks of each action, against numbers
-computed by hand.
-"""
+"""Action chunks: rewards, values, advantages and ratios per action, against a float64 reference."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from embodied_ppo.rollout.simulation import Rollout
 
 T, N, C, A, OBS = 4, 3, 3, 2, 5
 STEP = {"normalize_advantages": False, "max_grad_norm": None, "update_epoch": 1}
-"""One optimiser step on the rollout as it is, so that its gradient can be computed elsewhere."""
+"""One optimiser step on the complete rollout, so that a test can compute its gradient."""
 
 
 def make_learner(options: dict[str, Any], *, values: int = C, samples: int = T * N) -> Learner:
-    """A learner of chunks of C actions; ``values``: outputs of the value head."""
+    """Return the learner of chunks of C actions; ``values`` is the number of value outputs."""
     torch.manual_seed(0)
     model = loader.load(ModelConfig, {"hidden": [8], "policy_gain": 0.5, "normalize_obs": False})
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
@@ -81,9 +79,7 @@ def test_action_level_advantages_by_hand() -> None:
 
 
 def random_trajectory(learner: Learner, *, seed: int = 0) -> Trajectory:
-    """Decisions of the learner's policy with rewards, ends and masks of every action drawn at
-    random.
-    """
+    """Return decisions of the learner's policy with random rewards, ends and masks of actions."""
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(T, N, OBS, generator=g)
     flat = learner.policy.encode(obs.flatten(0, 1))
@@ -110,9 +106,7 @@ def random_trajectory(learner: Learner, *, seed: int = 0) -> Trajectory:
 
 
 def reference_loss(learner: Learner, t: Trajectory, level: str) -> Tensor:
-    """L_policy + L_value - 0.01 H in float64, written as loops over columns, decisions and
-    actions.
-    """
+    """Compute L_policy + L_value - 0.01 H in float64 by loops over all actions."""
     c = learner.config
     policy: Any = learner.policy
     view = policy.evaluate(policy.encode(t.obs.flatten(0, 1)), t.action.flatten(0, 1), {})
@@ -178,7 +172,7 @@ def test_gradient_equals_float64_reference(level: str, more: dict[str, Any]) -> 
 
 
 def test_actions_after_episode_end_are_ignored() -> None:
-    """What an unexecuted action holds, NaN included, reaches neither loss nor normaliser."""
+    """Values of unexecuted actions, NaN included, change neither loss nor normaliser."""
     outcomes = []
     for spoil in (False, True):
         options = {
@@ -263,9 +257,7 @@ def trained(options: dict[str, Any]) -> dict[str, float]:
 
 
 def test_levels_change_actor_critic_update() -> None:
-    """Each level of ratio, entropy and reward trains other weights; a chunk is [B, C, A], not one
-    action of C x A.
-    """
+    """Each level of ratio, entropy and reward gives another update."""
     base = trained({})
     plain = trained({"algorithm.chunk_reward": "sum"})
     runs = {

@@ -1,4 +1,4 @@
-"""Learner: what a token's loss is made of, and what must not change it."""
+"""Learner of a language model: losses of tokens, and invariances."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ BASE = AlgorithmConfig(
 def experience(
     policy: LanguagePolicy, *, more: int = 0, seed: int = 0, noise: float = 0.0
 ) -> Trajectory:
-    """Ragged rows, with ``more`` columns of padding behind prompts and responses; one score a
-    row.
-    """
+    """Return rows of different length with ``more`` columns of padding, and one score per row."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 50, (N, 12), generator=g)
     width, rows = 5 + T - 1 + more, T + more
@@ -80,7 +78,7 @@ def experience(
 
 
 def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: Any) -> Learner:
-    """``options`` of both; critic_config, critic_columns and concurrent of the critic alone."""
+    """Return a learner; critic_config, critic_columns and concurrent are options of the critic."""
     policy = make()
     both: dict[str, Any] = {"length": T, "columns": 4, "updates": 10, "seed": 0}
     both |= {
@@ -127,9 +125,7 @@ def differences(a: Learner, b: Learner) -> float:
 
 # ------------------------------------------------------------------------------------- what is read
 def test_advantages_of_packed_rows_equal_single_rows() -> None:
-    """A float64 twin, row by row without padding: values at the token before the action, the score
-    on the last one.
-    """
+    """Compare with a float64 reference that computes each row without padding."""
     x = learner()
     t = experience(x.policy)
     batch, metrics = x._prepare(t)
@@ -188,7 +184,7 @@ def test_kl_in_the_reward_is_per_token(kl: Any) -> None:
 
 
 def test_scores_are_normalised_per_sequence() -> None:
-    """One number a row, whatever its length; not one a token."""
+    """A row has one score, whatever its length."""
     x = learner(replace(BASE, reward_norm="batch", gamma=1.0, gae_lambda=1.0))
     t = experience(x.policy)
     score = t.reward.sum(0)
@@ -282,7 +278,7 @@ def test_padding_does_not_change_result(case: str) -> None:
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("which", ["actor", "critic"])
 def test_program_equals_eager_step(case: str, which: str) -> None:
-    """The function that is compiled, run as Python."""
+    """Run the function that is compiled as Python code."""
     c = replace(BASE, **OPTIONS[case])
     eager, program = learner(c), learner(c)
     t = experience(eager.policy, noise=0.1)
@@ -370,7 +366,7 @@ def test_recomputed_log_probs_replace_rollout_log_probs() -> None:
 
 
 def test_full_kl_penalty_does_not_change_behaviour_log_probs() -> None:
-    """It reads the policy's distribution; the ratio's denominator stays the rollout's."""
+    """It uses the policy's distribution; the denominator of the ratio is that of the rollout."""
     x = learner(replace(BASE, use_kl_in_reward=True, kl_penalty="full"))
     t = experience(x.policy, noise=0.3)
     assert torch.equal(x._prepare(t)[0].log_prob, t.log_prob)
@@ -441,7 +437,7 @@ def test_forward_batch_size_does_not_change_result(size: int) -> None:
 def test_forward_limits_of_values_and_log_probs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows of forward passes without gradient: of the critic, and of policy and reference."""
+    """Limits of forward passes without gradient: of the critic, and of policy and reference."""
     rows: dict[str, set[int]] = {}
 
     def count(cls: type, method: str, name: str) -> None:
@@ -487,7 +483,7 @@ def test_error_in_critic_thread_fails_update() -> None:
 
 
 def test_running_reward_norm_counts_each_response_once() -> None:
-    """A score is a sequence's: the deviation is that of 8 numbers, clipped like what it divides."""
+    """A score belongs to a sequence: the deviation is that of 8 numbers."""
     for clip in (None, 0.3):
         x = learner(replace(BASE, reward_norm="running", reward_clip=clip))
         t = experience(x.policy)
@@ -513,7 +509,7 @@ def test_resume_with_other_number_of_responses() -> None:
 # ------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_predicted_memory_of_step(role: str) -> None:
-    """Within a fifth of what operations make in a real forward and backward pass of the loss."""
+    """The prediction is within 20 % of the memory of a real forward and backward pass."""
     x = learner()
     t = experience(x.policy)
     batch, _ = x._prepare(replace(t, mask=torch.ones_like(t.mask)))

@@ -58,7 +58,7 @@ WITHOUT: dict[str, AlgorithmConfig] = {
 
 
 def disturbed(x: Learner) -> Learner:
-    """With a reference that is not the policy."""
+    """Disturb the reference, so that it differs from the policy."""
     if x.actor.reference is not None:
         with torch.no_grad():
             reference_of(x).model.lm_head.weight.mul_(0.9)
@@ -77,9 +77,7 @@ def state(x: Learner) -> dict[str, Tensor]:
 def learned(
     world: int, config: AlgorithmConfig, *, critic: bool
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """Weights, which are the same everywhere, and metrics after two updates of one minibatch an
-    epoch.
-    """
+    """Return weights, equal on all ranks, and metrics after two updates."""
     full_batch = replace(config, global_batch_size=N)
     made = [
         disturbed(learner(full_batch, critic=critic, columns=N, critic_columns=N))

@@ -111,9 +111,7 @@ def test_fingerprint_of_language_model_is_reproducible() -> None:
 
 
 def test_damaged_library_is_recompiled() -> None:
-    """With another at once, in folders of their own: torch names files by the code's hash and packs
-    them schedule.
-    """
+    """Two compilations run in their own folders, because torch names files by the code's hash."""
     x = torch.zeros(3)
     library = compile.Library(Double(), [x, x])  # as of the first test
     library.load()
@@ -246,7 +244,7 @@ def test_compiling_process_enforces_time_limit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _build_stdin() -> None:
-    """Entry of a compiling process with less time."""
+    """Run ``_build_stdin`` with a shorter time limit."""
     compile.DEADLINE_S = 0.1
     compile._build_stdin()
 
@@ -442,9 +440,7 @@ def test_compiled_acting_equals_eager_acting() -> None:
 def test_compiled_run_repeats_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Compiled from update 5 of 8 on, whether the cache is cold or warm, and also in a run resumed
-    at 4 or at 6.
-    """
+    """Compiled from update 5 of 8, with a cold and a warm cache, and after a resume."""
     monkeypatch.setattr(
         embodied, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32)
     )  # updates x epochs x minibatches

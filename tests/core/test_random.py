@@ -1,4 +1,4 @@
-"""Random numbers by counting."""
+"""Counter-based random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEEDS = torch.arange(256) + 1_000_000
 
 
 def reference(seed: int, stream: int, count: int, place: int) -> float:
-    """With Python's integers, modulo 2^64."""
+    """Compute a number with Python's integers, modulo 2^64."""
 
     def mix(z: int) -> int:
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64

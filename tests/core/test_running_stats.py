@@ -1,6 +1,4 @@
-"""Moments: against the standard library's statistics, hand-computed cases, merging, and the float32
-copies.
-"""
+"""Moments: hand-computed cases, the standard library's statistics, merging, state."""
 
 from __future__ import annotations
 

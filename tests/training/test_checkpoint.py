@@ -1,6 +1,4 @@
-"""Checkpoints that cannot be used end in one line that names file, fault and cure; good ones
-survive anything.
-"""
+"""Checkpoints: damaged ones are refused in one line; valid ones survive interruptions."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(trained: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy of the run, which the test may damage."""
     shutil.copytree(trained, tmp_path / "run", symlinks=True)
     return tmp_path / "run"
 
@@ -66,7 +64,7 @@ def flip_a_bit(run_dir: Path) -> Path:
 
 
 def resign(run_dir: Path) -> None:
-    """Make the manifest agree with the files, as an attacker or another tool could."""
+    """Write a manifest with the checksums of the changed files."""
     folder = step(run_dir)
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
@@ -129,7 +127,7 @@ def no_tensor(run_dir: Path) -> Path:
 
 
 def compressed(run_dir: Path) -> Path:
-    """A megabyte that would be a gigabyte in memory."""
+    """Write an archive of a megabyte that expands to a gigabyte."""
     file = step(run_dir) / "policy.pt"
     with zipfile.ZipFile(file) as archive:
         held = {name: archive.read(name) for name in archive.namelist()}
@@ -289,9 +287,7 @@ def test_damaged_checkpoint_is_refused_in_one_line(
 
 
 def test_manifest_paths_outside_checkpoint_are_not_read(run_dir: Path) -> None:
-    """A name with ``..`` would tell whether a file is there, how long it is and what its digest
-    is.
-    """
+    """Paths with ``..`` in a manifest are not read: it reveals nothing about other files."""
     file = step(run_dir) / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["files"]["../../../secret"] = {"bytes": 1, "sha256": "0"}

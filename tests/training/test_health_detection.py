@@ -1,6 +1,4 @@
-"""What is said of a training that goes wrong: each trouble is provoked, in real trainings where
-that takes seconds.
-"""
+"""Warnings about problems in training: synthetic rows and real runs."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from embodied_ppo.training.health import HISTORY, WINDOW, HealthMonitor
 
 
 def row(**more: float) -> dict[str, float]:
-    """Of a healthy update."""
+    """Return the metrics of a healthy update."""
     metrics = {
         "speed/env_steps_per_s": 1000.0,
         "time/collect_s": 1.0,
@@ -99,7 +97,7 @@ def test_missing_success_is_reported() -> None:
 
 
 def test_memory_of_monitor_is_bounded() -> None:
-    """Bytes that each of 2,000 updates leaves behind; a row of 60 tags takes some 4,000."""
+    """Bytes per update over 2,000 updates; a row of 60 tags takes about 4,000."""
     monitor = HealthMonitor()
     rows = [
         row(rollout__return=float(i % 7), **{f"more__{n}": i + n / 60 for n in range(60)})
@@ -130,7 +128,7 @@ SMALL: dict[str, Any] = {
 
 
 def test_warning_is_in_log_and_tensorboard(tmp_path: Path) -> None:
-    """Steps a hundred times too large: the KL runs away, and the policy stops trying."""
+    """A learning rate 100 times too large: the KL diverges and the entropy collapses."""
     run.train(
         run_helpers.tiny_config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 0.1})
     )

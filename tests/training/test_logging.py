@@ -1,5 +1,4 @@
-"""What a run tells, read back: rows and TensorBoard agree, resumed logs forget, terminals see words
-and no riddles, and docs/metrics.md lists every tag."""
+"""Log files: rows, TensorBoard points, resumed logs, console output, documented tags."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def training(update: int, **more: Any) -> Metrics:
-    """The metrics of an update, as the loop gives them."""
+    """Return the metrics of an update as the loop reports them."""
     return {SPEED: 1000.0 * update, "policy/loss": Mean(float(update), 3.0), **more}
 
 
@@ -157,7 +156,7 @@ def test_video(tmp_path):
 
 
 def test_table(tmp_path):
-    """TensorBoard shows what the model wrote, whatever it wrote."""
+    """TensorBoard shows the text of the model without changes."""
     wild = "12*6=<<12*6=72>>72 | a_b_c \\\\(x\\\\) `y` <think>\r\n# so\n\n| 3 |"
     log = Log(tmp_path, total_updates=1, quiet=True)
     log.table(
@@ -252,7 +251,7 @@ def test_progress_lines_are_rate_limited(tmp_path, capsys):
 
 
 def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
-    """A resumed run has 5 of 105 updates behind it and does one in a second: 99 s are left."""
+    """A resumed run with 5 of 105 updates completed and one update per second has 99 s left."""
     write(tmp_path, range(1, 6))
     log = Log(tmp_path, total_updates=105, first_update=5)
     now = time.perf_counter()
@@ -363,7 +362,7 @@ ALL_ON: dict[str, Any] = {
 
 
 def documented() -> dict[str, list[str]]:
-    """Tag -> unit, meaning and healthy range of docs/metrics.md."""
+    """Return tag -> unit, meaning and healthy range from docs/metrics.md."""
     table = re.findall(r"^\| `([^`]+)` \| (.+) \|$", DOCS.read_text(), flags=re.M)
     return {tag: [cell.strip() for cell in re.split(r"(?<!\\)\|", rest)] for tag, rest in table}
 
@@ -400,7 +399,7 @@ def test_tags_equal_documentation(run_dir):
 
 
 def test_metrics_change_during_training(run_dir):
-    """In this run every number that can move has moved, and none is at a bound it cannot leave."""
+    """All metrics that can change in this run have changed, and none is at a bound."""
     log_rows = [row for row in rows(run_dir) if SPEED in row]
     assert len(log_rows) == 3
     constant = {

@@ -1,6 +1,4 @@
-"""The loop: order of calls, lag, what is due when, stopping and resuming; against a system that
-only takes notes.
-"""
+"""Training loop: order of calls, lag, intervals, stop and resume."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from embodied_ppo.training.system import Records
 
 
 class Notes:
-    """A System that writes down what is asked of it; an update is 64 steps."""
+    """System that records its calls; an update has 64 steps."""
 
     unit = "env_steps"
 
@@ -66,7 +64,7 @@ class Notes:
 def train(
     tmp_path: Path, updates: int, *, first_update: int = 0, should_stop=lambda: False, **due: int
 ):
-    """(calls, rows, outcome)."""
+    """Run the loop; return calls, rows and outcome."""
     system, log = (
         Notes(first_update),
         Log(tmp_path, total_updates=updates, first_update=first_update, quiet=True),
@@ -186,9 +184,7 @@ def test_loop_uses_timer_of_caller(tmp_path):
 
 
 def test_version_lag_of_local_system(tmp_path):
-    """Learning from a rollout that an older policy made: the lag is told, and the ratios are
-    wider.
-    """
+    """A rollout of an older policy has a lag and larger probability ratios."""
     c = run_helpers.tiny_config({"env.id": "CartPole-v1"})
     env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
     policy = embodied.make_policy(c, env)
