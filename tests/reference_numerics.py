@@ -157,7 +157,7 @@ def value_loss(value, old, returns, *, clip, delta):
     return loss, flags
 
 
-def aggregate(x, mask, *, how, length=1.0):
+def aggregate(x, mask, *, aggregation, length=1.0):
     """Return one number from lists of trailing elements [T][B]."""
     per_column = []
     for b in range(len(mask[0])):
@@ -166,11 +166,11 @@ def aggregate(x, mask, *, how, length=1.0):
             per_column.append(kept)
     if not per_column:
         return 0.0
-    if how == "token-mean":
+    if aggregation == "token-mean":
         return fmean([v for column in per_column for v in column])
-    if how == "seq-mean-token-sum":
+    if aggregation == "seq-mean-token-sum":
         return fmean([sum(column) for column in per_column])
-    if how == "seq-mean-token-mean":
+    if aggregation == "seq-mean-token-mean":
         return fmean([fmean(column) for column in per_column])
     return fmean([sum(column) / length for column in per_column])
 

@@ -181,7 +181,7 @@ class _FreeModels:
     The reference returns the log-probabilities of the policy, so that the KL divergence is 0.
     """
 
-    rate = 0.0
+    learning_rate = 0.0
 
     def __init__(self, log_prob: Tensor) -> None:
         self.log_prob = log_prob
