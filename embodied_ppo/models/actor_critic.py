@@ -55,9 +55,8 @@ class ActorCritic(nn.Module):
         self.encoder = Encoder(obs_spec, config)
         self.trunk = Trunk(self.encoder, config)
         self.value_trunk = None if config.shared_backbone else Trunk(self.encoder, config)
-        self.actions = size = (
-            action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
-        )
+        discrete = isinstance(action_spec, Discrete)
+        self.actions = size = action_spec.n if discrete else action_spec.size
         outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size
         self.policy_head = linear(
             self.trunk.features, outputs, config.policy_gain, config.orthogonal_init

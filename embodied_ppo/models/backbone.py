@@ -94,9 +94,9 @@ class Encoder(nn.Module):
         inputs: dict[str, Tensor] = {}
         if self.vectors:
             x = self._join(obs).float()  # [B, D]
-            inputs[VECTOR] = (
-                self.moments.normalize(x, clip=self.clip) if self.moments is not None else x
-            )
+            if self.moments is not None:
+                x = self.moments.normalize(x, clip=self.clip)
+            inputs[VECTOR] = x
         for name, spec in self.images.items():
             x = obs if isinstance(obs, Tensor) else obs[name]
             inputs[name] = x.movedim(-1, -3) if channels_last(spec) else x

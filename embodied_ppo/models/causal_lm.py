@@ -150,14 +150,12 @@ class Decoder(InferenceModule):
 
     @staticmethod
     def _attention(attention: Any, kind: str | None) -> Attention:
-        window = getattr(
-            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
-        )
+        window = getattr(attention.config, "sliding_window", None)
+        window = getattr(attention, "sliding_window", window)
         if kind not in (None, "sliding_attention"):
             window = None
-        return Attention(
-            float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None)
-        )
+        softcap = getattr(attention, "attn_logit_softcapping", None)
+        return Attention(float(attention.scaling), window, softcap)
 
     def causal(self, length: int, place: Tensor | None, device: torch.device) -> Attend:
         """Return causal attention within each row.
@@ -332,9 +330,8 @@ def pack(place: Tensor, width: int) -> Packing:
     inside = torch.arange(width, device=place.device) < length.unsqueeze(1)
     index = inside.flatten().nonzero().flatten()
     start = F.pad(length.cumsum(0), (1, 0))
-    return Packing(
-        index, index % width, start.int(), place + start[:-1].unsqueeze(1), int(length.max())
-    )
+    at = place + start[:-1].unsqueeze(1)
+    return Packing(index, index % width, start.int(), at, int(length.max()))
 
 
 @cache

@@ -75,9 +75,8 @@ def categorical_noise(
     shape: Sequence[int], generator: Generator | None, device: torch.device | None = None
 ) -> Tensor:
     """Return Exp(1) numbers of ``shape``, float32, for ``categorical_sample``."""
-    return (
-        torch.empty(*shape, device=device).exponential_(generator=generator).clamp_(min=1e-30)
-    )  # argmax would select 0/0
+    noise = torch.empty(*shape, device=device).exponential_(generator=generator)
+    return noise.clamp_(min=1e-30)  # argmax would select 0/0
 
 
 def categorical_sample(logits: Tensor, noise: Tensor) -> Tensor:

@@ -99,9 +99,8 @@ class Tokens(VLAPolicy, Generic[Context]):
     # ------------------------------------------------------------------------------------- protocol
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""
-        return dist.categorical_noise(
-            (rows, self.chunk * self.size, self.bins), generator, self.device
-        )
+        shape = (rows, self.chunk * self.size, self.bins)
+        return dist.categorical_noise(shape, generator, self.device)
 
     @torch.no_grad()
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
@@ -201,15 +200,13 @@ class TokenVLA(VLA, Tokens[Memory]):
         if bins is None:
             return self.decoder(x, context)
         assert self.before is not None
-        return self.decoder(
-            x + self.before(F.pad(bins[:, :-1], (1, 0), value=self.bins)), context, causal=True
-        )
+        previous = F.pad(bins[:, :-1], (1, 0), value=self.bins)
+        return self.decoder(x + self.before(previous), context, causal=True)
 
     def start(self, context: Memory) -> tuple[Tensor, _DecodingState]:
         """See ``Tokens.start``."""
-        state = _DecodingState(
-            context, self.decoder.project_memory(context), [[] for _ in self.decoder.blocks]
-        )
+        past: list[list[Tensor]] = [[] for _ in self.decoder.blocks]
+        state = _DecodingState(context, self.decoder.project_memory(context), past)
         first = torch.full((len(context.summary),), self.bins, device=self.device)
         return self.next(first, state), state
 

@@ -228,9 +228,8 @@ class FlowVLA(VLA, Flow):
         time = self.time(time_encoding(tau, self.width))
         h = self.query + (memory.summary + time).unsqueeze(1) + self.latent(x)
         h = self.decoder(h, memory, memory_kv)
-        return self.velocity(h).float(), None if self.scale is None else learned_log_std(
-            self.scale(h)
-        )
+        log_std = None if self.scale is None else learned_log_std(self.scale(h))
+        return self.velocity(h).float(), log_std
 
     def value_of(self, context: Memory) -> Tensor:
         """See ``VLAPolicy.value_of``."""

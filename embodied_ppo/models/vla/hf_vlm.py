@@ -201,9 +201,8 @@ class VisionLanguage(InferenceModule):
         self.head = nn.Parameter(head.weight.detach()[words].clone())
         self.embed = self.query = None
         if actions is not None:
-            self.query = nn.Parameter(
-                torch.zeros(actions, self.hidden_size, dtype=embed.weight.dtype)
-            )
+            query = torch.zeros(actions, self.hidden_size, dtype=embed.weight.dtype)
+            self.query = nn.Parameter(query)
             """Inputs of the tokens that are decoded in parallel; 0 at the start, as in OpenVLA-OFT.
             """
         elif not self.tied:
@@ -222,9 +221,8 @@ class VisionLanguage(InferenceModule):
         """int64 [1, 3]: patches of an image along time, height and width."""
         if self.kind in PATCH_INPUT:
             patch = self.model.config.vision_config.patch_size
-            self.grid = torch.tensor(
-                [[1, image_processor.height // patch, image_processor.width // patch]]
-            )
+            height, width = image_processor.height // patch, image_processor.width // patch
+            self.grid = torch.tensor([[1, height, width]])
         with torch.no_grad():
             shape = (1, 1, 3, image_processor.height, image_processor.width)
             image = torch.zeros(shape, dtype=torch.uint8, device=self.device)
@@ -323,9 +321,8 @@ class VisionLanguage(InferenceModule):
         v = self.model.config.vision_config
         merge, patch, (_, height, width) = v.spatial_merge_size, v.patch_size, self.grid[0].tolist()
         x = x.view(len(x), 3, height // merge, merge, patch, width // merge, merge, patch)
-        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(
-            6
-        )  # [N, rows, columns, merge, merge, 3, 1, patch, patch]
+        # [N, rows, columns, merge, merge, 3, 1, patch, patch]
+        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
         x = x.expand(*[-1] * 6, v.temporal_patch_size, -1, -1).reshape(len(x) * height * width, -1)
         return {"pixel_values": x, "image_grid_thw": self.grid.to(x.device).expand(len(images), -1)}
 
@@ -392,11 +389,8 @@ class VisionLanguage(InferenceModule):
         from transformers import DynamicCache
 
         options = self._deep_features(prefix, 0)
-        state = DecodingState(
-            DynamicCache(),
-            prefix.valid,
-            self._append_positions(prefix.position, prefix.valid, 1)[..., -1],
-        )
+        position = self._append_positions(prefix.position, prefix.valid, 1)[..., -1]
+        state = DecodingState(DynamicCache(), prefix.valid, position)
         mask = self._mask(prefix.valid, prefix.x.shape[1], causal=True)
         return self._run(prefix.x, mask, prefix.position, state.cache, options)[:, -1], state
 
@@ -556,9 +550,8 @@ class VisionLanguage(InferenceModule):
         p = self.prompts(("push the block", "lift"))
         generator = torch.Generator().manual_seed(0)
         shape = (2, self.cameras, 3, self.image_processor.height, self.image_processor.width)
-        images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(
-            self.device
-        )
+        images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        images = images.to(self.device)
         options = self.pixels(images.flatten(0, 1))
         if self.kind in IMAGE_DELIMITERS:
             options["pixel_values"] = options["pixel_values"].view(shape)
@@ -571,9 +564,8 @@ class VisionLanguage(InferenceModule):
             input_ids=p.ids, attention_mask=mask, use_cache=False, logits_to_keep=1, **options
         )
         expected = output.logits[:, -1, self.word_ids].float()
-        hidden, _ = self.start(
-            self.embed_prompt(self.encode_images(images), p.ids, p.mask, p.position)
-        )
+        prefix = self.embed_prompt(self.encode_images(images), p.ids, p.mask, p.position)
+        hidden, _ = self.start(prefix)
         return relative_difference(self.logits(hidden), expected)
 
     @torch.no_grad()
@@ -627,12 +619,8 @@ def read_image_processor(
         size = options.get("size") or {}
         min_pixels = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
         max_pixels = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-        return ImageProcessor(
-            *smart_resize(*image_size, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels),
-            mean,
-            std,
-            mode,
-        )
+        limits = {"factor": factor, "min_pixels": min_pixels, "max_pixels": max_pixels}
+        return ImageProcessor(*smart_resize(*image_size, **limits), mean, std, mode)
     side = vision.get("image_size")
     if side is None:
         size = options.get("crop_size") or options.get("size") or {}

@@ -189,9 +189,8 @@ class Trunk(Decoder):
         last_visible = visible if place is None or visible.shape[2] == 1 else visible[:, :, place]
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention[i](
-                q, k, v, last_visible if i == len(self.attention) - 1 else visible
-            )
+            is_last = i == len(self.attention) - 1
+            return self.attention[i](q, k, v, last_visible if is_last else visible)
 
         return attend
 
@@ -425,9 +424,8 @@ class OpenVLABody(InferenceModule):
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.key[i][:, :, now:end] = k
             cache.value[i][:, :, now:end] = v
-            return trunk.attention[i](
-                q, cache.key[i][:, :, :end], cache.value[i][:, :, :end], visible
-            )
+            key, value = cache.key[i][:, :, :end], cache.value[i][:, :, :end]
+            return trunk.attention[i](q, key, value, visible)
 
         x = self._embed(self._id(bins).unsqueeze(1))
         hidden = trunk.run(x, cache.position.unsqueeze(1), attend, None)[:, 0]
