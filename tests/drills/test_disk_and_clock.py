@@ -24,7 +24,6 @@ from embodied_ppo.training import checkpoint, run_directory
 from tests.integration.test_resume import (
     OVERRIDES,
     assert_same,
-    command,
     contents,
     rows,
     start,
@@ -42,6 +41,11 @@ exit $code
 
 CONSTANT = "algorithm.lr_schedule=constant"
 """With this option the number of updates does not change the updates before the last."""
+
+
+def command(*options: str) -> list[str]:
+    """Return a train command."""
+    return [sys.executable, "-m", "embodied_ppo.commands.main", "train", *options]
 
 
 def train_on_small_disk(

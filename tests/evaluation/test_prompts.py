@@ -15,7 +15,7 @@ from embodied_ppo.evaluation.prompts import evaluate_prompts, majority, pass_at_
 from embodied_ppo.rewards.graders import Grade
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.training.logging import numbers
-from tests.rollout.test_language import ANSWERS, PROMPTS, Scripted, decode
+from tests.rollout.test_language import ANSWERS, PROMPTS, ScriptedGenerator, decode
 
 
 class FixedGrades:
@@ -45,7 +45,7 @@ def test_metrics_against_hand_computed_numbers() -> None:
     """Of four answers to each of two prompts, 3 and 1 are right."""
     grades = [right("a"), right("a"), wrong("b"), right("a")]
     grades += [wrong("c"), wrong("c"), right("d"), wrong(None)]
-    generator = Scripted(ANSWERS, 4)
+    generator = ScriptedGenerator(ANSWERS, 4)
     result = evaluate_prompts(
         PROMPTS[:2], generator, FixedGrades(grades), decode, Sampling(4, temperature=0.7), n=4
     )
@@ -66,7 +66,7 @@ def test_metrics_against_hand_computed_numbers() -> None:
 def test_accuracy_of_each_data_source() -> None:
     result = evaluate_prompts(
         PROMPTS[:3:2],
-        Scripted(ANSWERS, 4),
+        ScriptedGenerator(ANSWERS, 4),
         FixedGrades([right("a"), wrong("b")]),
         decode,
         Sampling(4),
@@ -79,7 +79,13 @@ def test_accuracy_of_each_data_source() -> None:
 def test_results_have_the_form_of_episodes() -> None:
     grades = [wrong("a"), right("b"), right("c"), right("d"), wrong(None), wrong("e")]
     result = evaluate_prompts(
-        PROMPTS[:3], Scripted(ANSWERS, 4), FixedGrades(grades), decode, Sampling(4), n=2, seed=5
+        PROMPTS[:3],
+        ScriptedGenerator(ANSWERS, 4),
+        FixedGrades(grades),
+        decode,
+        Sampling(4),
+        n=2,
+        seed=5,
     )
     first, second = result.results()  # prompts 0 and 1, prompt 2
     assert (first.task, second.task) == ("source 0", "source 1")
@@ -94,7 +100,7 @@ def test_results_have_the_form_of_episodes() -> None:
     assert {e.seed for e in first.episodes} == {5}
     greedy = evaluate_prompts(
         PROMPTS[:1],
-        Scripted(ANSWERS, 4),
+        ScriptedGenerator(ANSWERS, 4),
         FixedGrades([right("a")]),
         decode,
         Sampling(4, temperature=0.0),
@@ -107,7 +113,7 @@ def test_samples_for_the_report() -> None:
     prompts = [PROMPTS[i % 4] for i in range(12)]
     grades = [right(str(i)) if i % 3 == 1 else wrong(None) for i in range(12)]
     result = evaluate_prompts(
-        prompts, Scripted(ANSWERS, 4), FixedGrades(grades), decode, Sampling(4)
+        prompts, ScriptedGenerator(ANSWERS, 4), FixedGrades(grades), decode, Sampling(4)
     )
     assert result.samples(1)[0] == {
         "prompt": "pp",
@@ -125,7 +131,7 @@ def test_samples_for_the_report() -> None:
     assert len(result.samples()) == 12 and result.samples(0) == []
     all_right = evaluate_prompts(
         PROMPTS,
-        Scripted(ANSWERS, 4),
+        ScriptedGenerator(ANSWERS, 4),
         FixedGrades([right(str(i)) for i in range(4)]),
         decode,
         Sampling(4),
