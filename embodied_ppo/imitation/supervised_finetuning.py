@@ -144,7 +144,7 @@ def compute_or_load(
         if damage is None:
             notice(f"{what}: taken from {path}")
             return True
-        notice(f"{what}: {path} is damaged ({damage}); it is made anew")
+        notice(f"{what}: {path} is damaged ({damage}); it is computed again")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -445,7 +445,7 @@ class _CapturedStep:
                 self._capture(action)
             except RuntimeError as error:
                 warnings.warn(
-                    f"no CUDA graph of the whole control step, slower without ({error})",
+                    f"no CUDA graph of the control step, which is slower without it ({error})",
                     stacklevel=2,
                 )
                 self.physics.records_kernels = True
