@@ -350,7 +350,7 @@ def test_changed_options_are_logged_or_refused(tmp_path: Path) -> None:
     assert "algorithm.gamma was 0.99, is 0.5" in (tmp_path / "run/log.txt").read_text()
     with pytest.raises(ValueError, match=r"env.num_envs=16: the run to resume has 8"):
         run.train(replace(config, env=replace(config.env, num_envs=16)), quiet=True)
-    message = r"model.activation=relu: the run to resume has tanh, which its weights"
+    message = r"model.activation=relu: the run to resume has tanh, on which its weights"
     with pytest.raises(ValueError, match=message):
         run.train(replace(config, model=replace(config.model, activation="relu")), quiet=True)
     with pytest.raises(ValueError, match=r"updates=5: .* has completed 9"):
@@ -372,7 +372,7 @@ def test_earlier_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     before = rows(tmp_path / "run")
     earlier = tmp_path / "run/checkpoints/step_000004"
-    with pytest.raises(ValueError, match=r"gone on to step_000008.*run_dir=NEW"):
+    with pytest.raises(ValueError, match=r"continued to step_000008.*run_dir=NEW"):
         run.train(replace(tiny(tmp_path), run_dir=None, resume=str(earlier)), quiet=True)
     run.train(tiny(tmp_path / "branch", resume=str(earlier)), quiet=True)
     assert rows(tmp_path / "run") == before
