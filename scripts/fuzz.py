@@ -1,14 +1,11 @@
-"""Throws made-up and damaged input at everything that reads what strangers may hand over
-(docs/security.md).
+"""Test every reader of untrusted input with generated and damaged input (docs/security.md).
 
-    python scripts/fuzz.py [TARGET ...] [--inputs N] [--seed N]     all targets: 100,000 inputs and
-    more
-    python scripts/fuzz.py TARGET --atheris [SECONDS]               guided by coverage, if atheris
-    is installed
+    python scripts/fuzz.py [TARGET ...] [--inputs N] [--seed N]     all targets: over 100,000 inputs
+    python scripts/fuzz.py TARGET --atheris [SECONDS]               guided by coverage (atheris)
 
-Only the errors that a target declares may come out; what else does ends the run with its number,
-input and traceback. Inputs are functions of a random.Random: numbered ones here, hypothesis' in
-tests/scripts/test_fuzz.py, which also finds the smallest one, and through it atheris'.
+Only the errors that a target declares may be raised; any other ends the run with the number of the
+input, the input and a traceback. An input is a function of a random.Random: numbered here, chosen
+by hypothesis in tests/scripts/test_fuzz.py, which also shrinks failing inputs, or by atheris.
 """
 
 from __future__ import annotations
@@ -78,9 +75,14 @@ from embodied_ppo.training import checkpoint, run_directory
 
 @dataclass(frozen=True)
 class Target:
-    """make: an input; run: takes it; errors: what it may raise; count: inputs of a long run.
+    """A reader of untrusted input.
 
-    every: all inputs there are, which a long run takes instead of ``count`` random ones.
+    Attributes:
+        make: Generates an input.
+        run: Reads an input.
+        errors: Declared errors.
+        count: Number of inputs of a long run.
+        every: All possible inputs, which a long run uses instead of ``count`` random ones.
     """
 
     make: Callable[[Random], Any]
@@ -133,7 +135,7 @@ def text(r: Random, most: int = 8) -> str:
 
 
 def junk(r: Random, depth: int = 2) -> Any:
-    """Any value that YAML or JSON may hold."""
+    """Return any value that YAML or JSON can contain."""
     kind = r.randrange(12 if depth else 8)
     if kind < 3:
         return deepcopy(r.choice(ODD))
@@ -157,7 +159,7 @@ Changes = list[tuple[float, str, bytes]]
 
 
 def changes(r: Random) -> Changes:
-    """What is done to bytes: where (as a part of their length), how, and with which bytes."""
+    """Return changes of bytes: position (relative to the length), operation and new bytes."""
     hows = ("set", "set", "set", "insert", "delete", "cut", "repeat")
     return [
         (r.random(), r.choice(hows), bytes(r.randrange(256) for _ in range(r.randint(1, 4))))
@@ -165,18 +167,18 @@ def changes(r: Random) -> Changes:
     ]
 
 
-def damaged(whole: bytes, done: Changes) -> bytes:
-    """``whole`` after ``changes``."""
-    x = bytearray(whole)
-    for part, how, new in done:
+def damaged(data: bytes, changes: Changes) -> bytes:
+    """Return ``data`` after ``changes``."""
+    x = bytearray(data)
+    for part, operation, new in changes:
         at = int(part * len(x))
-        if how == "set":
+        if operation == "set":
             x[at : at + len(new)] = new
-        elif how == "insert":
+        elif operation == "insert":
             x[at:at] = new
-        elif how == "delete":
+        elif operation == "delete":
             del x[at : at + len(new)]
-        elif how == "repeat":
+        elif operation == "repeat":
             x[at:at] = x[at : at + 64 * len(new)]
         else:
             del x[at:]
@@ -187,16 +189,16 @@ Edits = list[tuple[int, str, Any]]
 
 
 def edited(tree: Any, edits: Edits) -> Any:
-    """JSON after edits: the n-th place of it set to a value, left out, or told twice."""
+    """Return JSON after edits: the n-th value is replaced, deleted or repeated."""
     tree = json.loads(json.dumps(tree))
-    for number, how, value in edits:
+    for number, operation, value in edits:
         places = list(_places(tree))
         if not places:
             break
         node, key = places[number % len(places)]
-        if how == "set":
+        if operation == "set":
             node[key] = deepcopy(value)
-        elif how == "delete":
+        elif operation == "delete":
             del node[key]
         elif isinstance(node, list):
             node.append(deepcopy(node[key]))
@@ -223,7 +225,7 @@ def as_json(value: Any) -> bytes:
 
 
 def _scratch() -> Path:
-    """A folder of this process, with room for one input."""
+    """Return the temporary folder of this process."""
     return Path(_folder().name)
 
 
@@ -241,14 +243,14 @@ CONFIGS = (Config, EvaluateConfig, DemosConfig, ExportConfig)
 
 @cache
 def _paths() -> dict[str, list[Any]]:
-    """Option -> values that it might take: its default, its choices, and odd ones."""
-    found: dict[str, list[Any]] = {}
+    """Return for each option its default, its choices and unusual values."""
+    values: dict[str, list[Any]] = {}
     for cls in CONFIGS:
         for path, option in strict.describe(cls).items():
             words = [x.strip() for x in option.type.removeprefix("one of ").split(",")]
-            found[path] = [option.default, *words]
-        found |= {path: [1, 0.5, True, "auto"] for path in strict.alias_paths(cls)}
-    return found
+            values[path] = [option.default, *words]
+        values |= {path: [1, 0.5, True, "auto"] for path in strict.alias_paths(cls)}
+    return values
 
 
 def config_inputs(r: Random) -> tuple[Any, list[tuple[str, Any]], bool]:
@@ -276,8 +278,8 @@ def config_run(case: tuple[Any, list[tuple[str, Any]], bool]) -> None:
             if not isinstance(node, dict):
                 return
         node[parts[-1]] = value
-    made = strict.load(cls, tree, source="fuzz")
-    assert strict.read(cls, [("", strict.dump(made))]).config == made
+    config = strict.load(cls, tree, source="fuzz")
+    assert strict.read(cls, [("", strict.dump(config))]).config == config
 
 
 SCRAPS = [
@@ -324,15 +326,15 @@ def yaml_inputs(r: Random) -> str:
         return "".join(
             r.choice(SCRAPS) if r.random() < 0.7 else text(r, 4) for _ in range(r.randrange(12))
         )
-    whole = _dumped()
-    start = r.randrange(len(whole))
-    return damaged(whole[start : start + 400], changes(r)).decode(errors="replace")
+    text_bytes = _dumped()
+    start = r.randrange(len(text_bytes))
+    return damaged(text_bytes[start : start + 400], changes(r)).decode(errors="replace")
 
 
 def yaml_run(text: str) -> None:
-    found = strict.plain_yaml(text)
-    if isinstance(found, dict):
-        strict.load(Config, found)
+    tree = strict.plain_yaml(text)
+    if isinstance(tree, dict):
+        strict.load(Config, tree)
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -384,7 +386,7 @@ def command_inputs(r: Random) -> tuple[str, list[str]]:
 
 
 def command_run(case: tuple[str, list[str]]) -> None:
-    """The whole command, of those that start nothing."""
+    """Return a command that starts nothing."""
     said = io.StringIO()
     with redirect_stderr(said), open(os.devnull, "w") as nowhere:
         shown, sys.stdout = sys.stdout, nowhere
@@ -536,7 +538,7 @@ def _checkpoint() -> dict[str, bytes]:
         yaml.safe_dump(strict.dump(Config())),
         {"env_steps": 64, "versions": {"torch": "2"}, "config_hash": "0" * 12},
     )
-    made = checkpoint.save(
+    folder_of_checkpoint = checkpoint.save(
         folder,
         update=3,
         policy=model.state_dict(),
@@ -545,7 +547,7 @@ def _checkpoint() -> dict[str, bytes]:
         info=info,
         keep_last=1,
     )
-    return {file.name: file.read_bytes() for file in made.iterdir()}
+    return {file.name: file.read_bytes() for file in folder_of_checkpoint.iterdir()}
 
 
 def checkpoint_inputs(r: Random) -> tuple[str, Changes, Edits | None, bool]:
@@ -556,10 +558,10 @@ def checkpoint_inputs(r: Random) -> tuple[str, Changes, Edits | None, bool]:
 
 def checkpoint_run(case: tuple[str, Changes, Edits | None, bool]) -> None:
     """One file damaged; the manifest, which might be the attacker's, agrees with it."""
-    name, done, of_manifest, sign = case
+    name, damage, of_manifest, sign = case
     contents = dict(_checkpoint())
     if name != checkpoint.MANIFEST or of_manifest is None:
-        contents[name] = damaged(contents[name], done)
+        contents[name] = damaged(contents[name], damage)
     if sign and name != checkpoint.MANIFEST:
         manifest = json.loads(contents[checkpoint.MANIFEST])
         digest = hashlib.sha256(contents[name]).hexdigest()
@@ -571,13 +573,13 @@ def checkpoint_run(case: tuple[str, Changes, Edits | None, bool]) -> None:
         )
     folder = _scratch() / "checkpoint"
     folder.mkdir(exist_ok=True)
-    for file, held in contents.items():
-        (folder / file).write_bytes(held)
-    found = checkpoint.open_checkpoint(folder)
+    for file, content in contents.items():
+        (folder / file).write_bytes(content)
+    source = checkpoint.open_checkpoint(folder)
     if name == checkpoint.CONFIG:
-        strict.load(Config, run_directory.stored_options(found))
-    found.training()
-    checkpoint.load_weights(_model(), found.policy(), "fuzz")
+        strict.load(Config, run_directory.stored_options(source))
+    source.training()
+    checkpoint.load_weights(_model(), source.policy(), "fuzz")
 
 
 # ------------------------------------------------------------------------------------------ dataset
@@ -592,9 +594,11 @@ def _parquet(kind: str) -> bytes:
     if kind == "data":
         pictures = []
         for form in ("PNG", "JPEG", "WEBP", "GIF"):
-            held = io.BytesIO()
-            Image.fromarray(np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)).save(held, form)
-            pictures.append({"bytes": held.getvalue(), "path": "x"})
+            encoded = io.BytesIO()
+            Image.fromarray(np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)).save(
+                encoded, form
+            )
+            pictures.append({"bytes": encoded.getvalue(), "path": "x"})
         columns: dict[str, Any] = {
             "observation.state": pa.array([[0.0, 1.0]] * 4, pa.list_(pa.float32())),
             "action": pa.array([[0.5]] * 4, pa.list_(pa.float32())),
@@ -654,14 +658,14 @@ def dataset_inputs(r: Random) -> tuple[bool, str, Changes, Edits, list[Any]]:
 
 
 def dataset_run(case: tuple[bool, str, Changes, Edits, list[Any]]) -> None:
-    old, kind, done, of_json, column = case
+    old, kind, damage, of_json, column = case
     root = _scratch() / "dataset"
     shutil.rmtree(root, ignore_errors=True)
     for file in FILES.values():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
     for name, file in FILES.items():
-        held = _parquet(name)
-        (root / file).write_bytes(damaged(held, done) if name == kind else held)
+        content = _parquet(name)
+        (root / file).write_bytes(damaged(content, damage) if name == kind else content)
     info: Any = INFO
     if old:
         info = {
@@ -670,27 +674,27 @@ def dataset_run(case: tuple[bool, str, Changes, Edits, list[Any]]) -> None:
             "data_path": "data/chunk-{episode_chunk:03d}/file-000.parquet",
         }
         for name, rows in LINES.items():
-            held = edited(rows, of_json) if name == kind else rows
-            (root / f"meta/{name}.jsonl").write_bytes(b"\n".join(map(as_json, held)))
+            content = edited(rows, of_json) if name == kind else rows
+            (root / f"meta/{name}.jsonl").write_bytes(b"\n".join(map(as_json, content)))
     (root / "meta/info.json").write_bytes(
         as_json(edited(info, of_json) if kind == "info" else info)
     )
     if kind in ("picture", "columns"):
-        _changed_table(root / FILES["data"], kind, done, column)
+        _changed_table(root / FILES["data"], kind, damage, column)
     lerobot_reader.read(root)
 
 
-def _changed_table(file: Path, kind: str, done: list[Any], column: list[Any]) -> None:
+def _changed_table(file: Path, kind: str, damage: list[Any], column: list[Any]) -> None:
     """One picture damaged, or a column of other values."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pq.read_table(file)
-    number = sum(len(new) for _, _, new in done) % table.num_columns
+    number = sum(len(new) for _, _, new in damage) % table.num_columns
     name = table.column_names[number] if kind == "columns" else "observation.images.front"
     if kind == "picture":
         values = table[name].to_pylist()
-        values[number % 4]["bytes"] = damaged(values[number % 4]["bytes"], done)
+        values[number % 4]["bytes"] = damaged(values[number % 4]["bytes"], damage)
     else:
         values = (column + [None] * 4)[:4]
     out = io.BytesIO()
@@ -737,7 +741,7 @@ def prompts_inputs(r: Random) -> tuple[str, Edits, Changes | None]:
 
 
 def prompts_run(case: tuple[str, Edits, Changes | None]) -> None:
-    suffix, of_json, done = case
+    suffix, of_json, damage = case
     rows = edited(ROWS, of_json)
     if suffix == ".parquet":
         import pyarrow as pa
@@ -748,11 +752,11 @@ def prompts_run(case: tuple[str, Edits, Changes | None]) -> None:
             pq.write_table(pa.Table.from_pylist(json.loads(as_json(rows[:1]))), out)
         except (pa.ArrowException, ValueError, OverflowError, TypeError, AttributeError):
             return  # not what a table can hold
-        held = out.getvalue()
+        content = out.getvalue()
     else:
-        held = as_json(rows) if suffix == ".json" else b"\n".join(map(as_json, rows))
+        content = as_json(rows) if suffix == ".json" else b"\n".join(map(as_json, rows))
     file = _scratch() / f"prompts{suffix}"
-    file.write_bytes(held if done is None else damaged(held, done))
+    file.write_bytes(content if damage is None else damaged(content, damage))
     prompts.load_prompts(file, _tokenizer(), prompt_length=64, chat_template="auto", system=None)
 
 
@@ -841,18 +845,18 @@ def placement_inputs(r: Random) -> tuple[Any, plan.Hardware, str, list[int]]:
 def placement_run(case: tuple[Any, plan.Hardware, str, list[int]]) -> None:
     placement, hardware, mode, (envs, group, batch, lag) = case
     without = () if lag % 2 else ("critic", "reference", "reward")
-    made = plan.plan(
+    placed = plan.plan(
         placement, hardware, mode=mode, without=without, stages=1 + lag % 3, max_lag=lag % 2
     )
-    plan.lines(made.rows())
+    plan.lines(placed.rows())
     plan.check_memory(
-        made, {g.name: {"weights": batch << 20, "activations": envs << 24} for g in made.groups}
+        placed, {g.name: {"weights": batch << 20, "activations": envs << 24} for g in placed.groups}
     )
     if mode == "embodied":
-        plan.check_numbers(made, num_envs=envs, group_size=group, global_batch_size=batch)
+        plan.check_numbers(placed, num_envs=envs, group_size=group, global_batch_size=batch)
     else:
         plan.check_sequences(
-            made,
+            placed,
             prompts=envs,
             group_size=group,
             batches={"algorithm.global_batch_size": batch * group},
@@ -876,16 +880,16 @@ def message_inputs(r: Random) -> tuple[str, Any]:
 
 def message_run(case: tuple[str, Any]) -> None:
     """What a peer that knows the secret sends."""
-    whole = b"".join(pack(MESSAGE))
+    message = b"".join(pack(MESSAGE))
     if case[0] == "bytes":
-        held = damaged(whole, case[1])
+        content = damaged(message, case[1])
     else:
-        length, size = PREFIX.unpack(whole[: PREFIX.size])
+        length, size = PREFIX.unpack(message[: PREFIX.size])
         words = as_json(case[1])
-        held = PREFIX.pack(len(words), size) + words + whole[PREFIX.size + length :]
+        content = PREFIX.pack(len(words), size) + words + message[PREFIX.size + length :]
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(held)
+        theirs.sendall(content)
         theirs.close()
         line = object.__new__(Connection)
         line.socket, line.peer, line.timeout_s, line.waited_s = ours, "a peer", 1.0, 0.0
@@ -911,11 +915,11 @@ def _exchange() -> tuple[Exchange, Connection]:
     )
 
 
-def stranger_run(held: bytes) -> None:
+def stranger_run(content: bytes) -> None:
     """What one that does not know it sends: nobody parses that, and a friend is heard after it."""
     exchange, friend = _exchange()
     with socket.create_connection(exchange.address) as stranger:
-        stranger.sendall(held)
+        stranger.sendall(content)
         stranger.shutdown(socket.SHUT_WR)
         friend.send(Message("ping"))
         line, m = exchange.receive()
@@ -940,7 +944,7 @@ TARGETS: dict[str, Target] = {
 
 
 def attempt(target: Target, r: Random) -> bool:
-    """Whether the target refused an input; raises what it must not raise."""
+    """Return whether the target refused an input; raise errors that it does not declare."""
     return attempt_case(target, target.make(r))
 
 
@@ -957,7 +961,7 @@ def attempt_case(target: Target, case: Any) -> bool:
 
 
 def guided(name: str, seconds: int) -> None:
-    """Inputs that atheris chooses by what they reach in our code."""
+    """Run inputs that atheris selects by the coverage of our code."""
     atheris: Any = importlib.import_module("atheris")
 
     @given(st.randoms(use_true_random=False))
@@ -968,9 +972,11 @@ def guided(name: str, seconds: int) -> None:
         attempt(TARGETS[name], r)
 
     for module in (checkpoint, cli, prompts, lerobot_reader, run_directory, strict, plan, channels):
-        for held in vars(module).values():
-            if getattr(held, "__module__", None) == module.__name__ and hasattr(held, "__code__"):
-                atheris.instrument_func(held)
+        for member in vars(module).values():
+            if getattr(member, "__module__", None) == module.__name__ and hasattr(
+                member, "__code__"
+            ):
+                atheris.instrument_func(member)
     fuzz_one: Any = test.hypothesis.fuzz_one_input  # pyright: ignore[reportFunctionMemberAccess]
     atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", "-max_len=8192"], fuzz_one)
     atheris.Fuzz()

@@ -142,9 +142,9 @@ def test_video(tmp_path):
     frames = np.zeros((20, 48, 64, 3), np.uint8)
     for t in range(20):
         frames[t, :, : 3 * t] = 255  # a bar that grows
-    imageio.imwrite(tmp_path / "film.mp4", frames, fps=20)
+    imageio.imwrite(tmp_path / "video.mp4", frames, fps=20)
     log = Log(tmp_path, total_updates=1, quiet=True)
-    log.video("evaluation", tmp_path / "film.mp4", steps=640)
+    log.video("evaluation", tmp_path / "video.mp4", steps=640)
     log.close()
     (image,) = board(tmp_path / "tensorboard").Images("evaluation")
     assert (image.step, image.height, image.width) == (640, 48, 64)
@@ -384,7 +384,7 @@ def test_tags_equal_documentation(run_dir):
         "evaluation",
         "rollout/unstable",
         "eval/success/<kind>",
-    }  # test_film films; our own engines say
+    }  # tested in test_video; our own engines write it
     elsewhere |= {"policy/cloning_loss"}  # test_beside
     elsewhere |= {
         "time/swap_s",
