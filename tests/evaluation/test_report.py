@@ -478,11 +478,13 @@ def test_samples_in_a_browser(tmp_path: Path, width: int) -> None:
     probe = tmp_path / "probe.html"
     page = html.escape(write_prompt_report(tmp_path).html.read_text())
     probe.write_text(
-        f"""<!doctype html><iframe id=f width={width} height=3000 srcdoc="{page}"></iframe><script>
+        f"""<!doctype html><iframe id=f width={width} height=3000 srcdoc="{page}"></iframe>
+<script>
 onload = () => {{
   const d = document.getElementById("f").contentDocument, wide = e => e.scrollWidth - e.clientWidth;
   document.title = JSON.stringify({{
-    title: d.title, overflow: wide(d.documentElement), table: wide(d.querySelector(".samples").parentElement),
+    title: d.title, overflow: wide(d.documentElement),
+    table: wide(d.querySelector(".samples").parentElement),
     wrong: d.querySelectorAll(".samples tr.wrong").length,
     texts: [...d.querySelectorAll(".text")].map(e => [e.innerText, e.getBoundingClientRect().width]),
   }});

@@ -335,7 +335,7 @@ def test_peak_memory():
 # ---------------------------------------------------------------------------------------- every tag
 ALL_ON: dict[str, Any] = {
     **{
-        "env.id": "toy_envs/Point-v0",
+        "env.id": "toy_envs:toy_envs/Point-v0",
         "env.num_threads": 0,
         "eval_every": 1,
         "save_every": 1,
