@@ -8,7 +8,8 @@ robot policies and language models.
 Does not belong here: simulators, decoding, processes, files.
 
 To add an advantage estimator: add a branch to ``advantages.estimate`` and its name to
-``AlgorithmConfig.adv_type``. To add a KL estimator: add its formula to ``kl.estimate`` and its name
-to ``kl_loss_type`` and ``kl_penalty``. To add a term of the loss: add it to ``ppo_loss`` and its
+``AlgorithmConfig.adv_type``. To add a KL estimator: add its formula as a branch of ``kl._sampled``,
+its name and the name with ``+`` to ``kl.KINDS`` and to ``AlgorithmConfig.kl_loss_type``, and its
+name without ``+`` to ``kl_penalty``. To add a term of the loss: add it to ``ppo_loss`` and its
 coefficient to ``AlgorithmConfig``.
 """

@@ -77,6 +77,7 @@ def _sampled(delta: Tensor, kind: str) -> Tensor:
         return delta.abs()
     if kind == "k2":
         return 0.5 * delta.square()
+    assert kind == "k3", f"{kind} is in KINDS, but has no formula"
     delta = delta.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     return (torch.expm1(-delta) + delta).clamp(-RESULT_LIMIT, RESULT_LIMIT)
 

@@ -539,7 +539,8 @@ def optimization_metrics(
     actor: OptimizationStats, critic: OptimizationStats, c: AlgorithmConfig, *, lr: Sequence[float]
 ) -> Metrics:
     """Return the metrics of the epochs; a loss of both has equal ``actor`` and ``critic``."""
-    a, v = defaultdict(float, actor.sums), defaultdict(float, critic.sums)
+    # Without a minibatch all sums are 0. An unknown name among existing sums is an error.
+    a, v = (stats.sums or defaultdict(float) for stats in (actor, critic))
     metrics: Metrics = {
         "policy/loss": Mean(a["policy_loss"], a["steps"]),
         "policy/approx_kl": Mean(a["approx_kl"], a["count"]),

@@ -371,7 +371,7 @@ class MinibatchOptimizer:
         if bad:
             stats = dict(zip(self.statistics, table[bad[0]].tolist(), strict=True))
             raise self._not_finite(stats, f"{location}, minibatch {bad[0]}")
-        sums = defaultdict(float, {name: float(x.sum()) for name, x in column.items()})
+        sums = {name: float(x.sum()) for name, x in column.items()}
         sums["steps"] = float((column["rows"] > 0).sum())
         return sums, float(column["ratio_max"].max())
 

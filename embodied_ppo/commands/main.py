@@ -1,6 +1,7 @@
 """The console command: run the command's module, print one line per error, return an exit code.
 
-To add a command, write its module (``add_arguments`` and ``run``), then add a row to ``COMMANDS``.
+To add a command, write its module (``add_arguments`` and ``run``), then add an entry to
+``COMMANDS`` and a case to ``load``.
 """
 
 from __future__ import annotations

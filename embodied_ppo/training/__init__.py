@@ -5,6 +5,9 @@ of metrics.
 
 Does not belong here: losses, simulators, Ray.
 
-To add a metric: return it from the code that measures it under a tag such as ``policy/entropy``,
-and add a row with its unit and healthy range to docs/metrics.md.
+To add a metric: return it from the code that measures it under a tag such as ``policy/entropy``, as
+``Mean(sum, count)`` for a mean over samples, else as a float. Add a row with its unit and healthy
+range to docs/metrics.md; a range that should warn goes into ``health.RANGES`` too. A statistic of
+minibatches is a sum that ``losses`` or ``ppo_loss`` returns: add its name to
+``ppo_loss.statistic_names``, and divide it in ``learner.optimization_metrics``.
 """

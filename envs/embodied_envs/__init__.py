@@ -180,9 +180,8 @@ def _make_env(
         if simulator == "auto" or simulator in FAMILIES[family]
     }
     hints = [f"nearest in {family}: {', '.join(ids) or 'none'}" for family, ids in similar.items()]
-    raise EnvError(
-        f"env.id={id} is unknown to {' and '.join(similar)}; {'; '.join(hints)}{tasks.hint(id)}"
-    )
+    searched = " and ".join(similar) or f"simulator {simulator}"
+    raise EnvError(f"env.id={id} is unknown to {'; '.join([searched, *hints])}{tasks.hint(id)}")
 
 
 def nearest(id: str, n: int = 3) -> dict[str, list[str]]:

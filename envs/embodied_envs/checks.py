@@ -113,7 +113,7 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
         notes.append("reset_where() is None: episodes cannot be staggered")
     env.restart(seeds)
     if not _check_state(env, actions):
-        notes.append("state() is None: a resumed run starts new episodes")
+        notes.append("state() is None: a resumed run replays the actions since the last restart")
     if factory is not None:
         _check_close(env, actions[0])
     else:

@@ -486,7 +486,8 @@ onload = () => {{
     title: d.title, overflow: wide(d.documentElement),
     table: wide(d.querySelector(".samples").parentElement),
     wrong: d.querySelectorAll(".samples tr.wrong").length,
-    texts: [...d.querySelectorAll(".text")].map(e => [e.innerText, e.getBoundingClientRect().width]),
+    texts: [...d.querySelectorAll(".text")].map(
+      e => [e.innerText, e.getBoundingClientRect().width]),
   }});
 }};
 </script>"""

@@ -27,7 +27,9 @@ def make(id: str = BALANCE, n: int = 4, seeds: list[int] | None = None, **option
 def test_cartpole_satisfies_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_env(lambda seeds: make(seeds=seeds, max_episode_steps=10), steps=25)
     assert (report.episodes, report.longest, report.rows, report.seeded) == (8, 10, 100, True)
-    assert report.notes == ("state() is None: a resumed run starts new episodes",)
+    assert report.notes == (
+        "state() is None: a resumed run replays the actions since the last restart",
+    )
     assert "Module" not in capsys.readouterr().out
 
 

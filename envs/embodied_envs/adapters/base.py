@@ -40,8 +40,9 @@ class AdapterOptions:
 class Adapter:
     """Base class of the adapters: implements the parts of ``VectorEnv`` that need no simulator.
 
-    A subclass calls ``_set_spaces`` and sets ``max_episode_steps`` and ``_env`` in its constructor.
-    It clears ``_seeds_are_new`` in ``reset``.
+    A subclass calls ``_set_spaces`` and sets ``max_episode_steps`` and ``_env``, which needs a
+    method ``close``, in its constructor. It implements ``reset``, which clears ``_seeds_are_new``,
+    ``step``, ``reset_where`` and ``render``.
     """
 
     obs_spec: ObsSpec
