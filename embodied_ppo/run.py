@@ -156,7 +156,7 @@ class _Messages:
 
     def __init__(self, quiet: bool) -> None:
         self.bar = Progress(quiet)
-        self.early: list[str] = []
+        self.early_log_lines: list[str] = []
         """Lines that are not shown yet."""
         self._shown: list[str] = []
         self._notices: set[str] = set()
@@ -166,7 +166,7 @@ class _Messages:
         """Report a line, each line once."""
         if line not in self._notices:
             self._notices.add(line)
-            (self.early.append if self._log is None else self._log.say)(line)
+            (self.early_log_lines.append if self._log is None else self._log.say)(line)
 
     def progress(self, line: str) -> None:
         """Show a line at once."""
@@ -178,7 +178,7 @@ class _Messages:
         self._log = log
         for line in self._shown:
             log.say(line, show=False)
-        for line in self.early:
+        for line in self.early_log_lines:
             log.say(line)
 
 
@@ -234,7 +234,7 @@ class _Run:
     def write_report(self, update: int) -> dict[str, str | None]:
         """Write the report of the last evaluation; return the paths of its files."""
         assert self.system.saved is not None
-        written = self.components.write(
+        written = self.components.write_report(
             self.system.result,
             checkpoint.open_checkpoint(self.system.saved),
             self.dir / "reports" / f"step_{update:06d}",
@@ -275,12 +275,15 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
     watchdog.clear()  # in a sweep, the calls of the previous run
     validation.check(config, explicit)
     messages = _Messages(quiet)
-    with claimed(config, messages.early.append) as (run_dir, resumed), ExitStack() as stack:
-        source = _checkpoint_to_resume(config, run_dir, resumed, messages.early.append)
+    with (
+        claimed(config, messages.early_log_lines.append) as (run_dir, resumed),
+        ExitStack() as stack,
+    ):
+        source = _checkpoint_to_resume(config, run_dir, resumed, messages.early_log_lines.append)
         updates = total_updates(config)
         device = select_device(config.device, config.threads)
         if source is not None:
-            check_resume(config, source, updates, device, messages.early.append)
+            check_resume(config, source, updates, device, messages.early_log_lines.append)
             if (summary := _finished(run_dir, source, updates)) is not None:
                 messages.bar.say(
                     f"{run_dir}: nothing left to train and nothing changed;"
@@ -288,7 +291,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
                 )
                 yield summary
                 return
-        task = mode(config).task_for_training(config, source, messages.early.append)
+        task = mode(config).task_for_training(config, source, messages.early_log_lines.append)
         config = replace(
             absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False
         )
@@ -307,7 +310,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
             info if task is None else {**info, "task_hash": task.hash},
             messages.notice,
             messages.progress,
-            messages.early,
+            messages.early_log_lines,
             source is None,
             advance=messages.bar.advance,
             task=None if task is None else task.without_data(run_dir),

@@ -41,9 +41,9 @@ Evaluator = Callable[[Path, ProgressCallback], dict[str, Any]]
 
 It returns metrics and the paths of the report's files.
 """
-Written = dict[str, str | None]
+ReportFiles = dict[str, str | None]
 """Kind of file -> path of a file of a report; None: not written."""
-WriteReport = Callable[[Any, checkpoint.Checkpoint, Path], Written]
+ReportWriter = Callable[[Any, checkpoint.Checkpoint, Path], ReportFiles]
 """``(result of an evaluation, checkpoint, folder)`` -> files of the report."""
 
 
@@ -90,7 +90,7 @@ class RunRequest:
         info: Versions, hashes and arithmetic settings, which every checkpoint records.
         notice: Reports a line to the user, each line once.
         progress: Reports at once that a slow step begins or ends.
-        early: Collects lines for the log while it is not open yet.
+        early_log_lines: Log lines from before the log is opened.
         fresh_start: False where the weights of a checkpoint will replace the initial ones.
         advance: Progress callback ``(task, completed, total)``.
         task: Files of the user's task; None for a task of an installed package.
@@ -104,7 +104,7 @@ class RunRequest:
     info: Mapping[str, Any]
     notice: Callable[[str], None]
     progress: Callable[[str], None]
-    early: list[str]
+    early_log_lines: list[str]
     fresh_start: bool = True
     advance: ProgressCallback = lambda task, completed, total: None
     task: TaskFiles | None = None
@@ -117,14 +117,14 @@ class RunComponents:
     Attributes:
         system: Collects, updates, evaluates and saves.
         title: Name of what is trained, for the first line of the log.
-        write: Writes the report of an evaluation ``(result, checkpoint, folder)``; returns the
-            paths of its files.
+        write_report: Writes the report of an evaluation ``(result, checkpoint, folder)``; returns
+            the paths of its files.
         facts: Results of the steps before PPO (cloning), for the summary.
     """
 
     system: RunSystem
     title: str
-    write: WriteReport
+    write_report: ReportWriter
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -196,10 +196,7 @@ class Mode(ABC):
     compiles_complete_minibatches_only: ClassVar[bool] = False
     """Whether micro-batches that cut minibatches switch compiled code off."""
     profiles_trained_policy: ClassVar[bool] = False
-    """Whether the supervised steps before PPO change the duration of an update.
-
-    Profiling then includes them.
-    """
+    """Whether profiling first runs the supervised steps, as they change an update's duration."""
 
     # ------------------------------------------------------------------------------------ placement
     def plan(self, config: Config, device: torch.device) -> placement.Plan | None:
@@ -256,7 +253,7 @@ class Mode(ABC):
             return f"needs torch 2.13, this is {version}; write cluster.shard=false"
         if plan.processes("actor") == 1:
             return (
-                "one process learns, and has no other to share a model with; give actor more"
+                "sharding needs at least two actor processes, this plan has one; give actor more"
                 " devices (cluster.devices_per_node, cluster.component_placement), or write"
                 " cluster.shard=false"
             )
@@ -469,7 +466,7 @@ class Mode(ABC):
 
 # -------------------------------------------------------------------------- checkpoints and reports
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
+def report_write_errors(out: Path) -> Iterator[None]:
     """Raise ConfigError where a file in ``out`` cannot be written within the block."""
     try:
         yield
@@ -488,7 +485,7 @@ def write_report(
     out: Path,
     unit: Literal["env_steps", "tokens"],
     **sections: Any,
-) -> Written:
+) -> ReportFiles:
     """Write report.json and report.html of an evaluation; return their paths.
 
     Args:
@@ -578,7 +575,9 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
-    """Return the devices that a placement can use: of the options, else of this machine.
+    """Return the devices that a placement can use, as set in section cluster.
+
+    Defaults are those of this machine.
 
     Raises:
         PlacementError: There are too many, or cluster.node_groups names nodes that do not exist.

@@ -214,7 +214,7 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
             info={},
             notice=notice,
             progress=notice,
-            early=[],
+            early_log_lines=[],
             fresh_start=implementation.profiles_trained_policy,
             advance=bar.advance,
         )

@@ -39,7 +39,7 @@ def build_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> RunC
         threads=config.threads,
         notice=request.notice,
     )
-    request.early.extend(placement.lines(plan.rows()))
+    request.early_log_lines.extend(placement.lines(plan.rows()))
     return RunComponents(system, mode.title(config), system.write_report, system.facts)
 
 
@@ -65,7 +65,7 @@ class WorkerFactory:
             run_dir=request.run_dir.absolute(),
             notice=_ignore_line,
             progress=_ignore_line,
-            early=[],
+            early_log_lines=[],
             advance=_ignore_progress,
         )
         return cls(mode, sent)
@@ -82,10 +82,10 @@ class WorkerFactory:
                 say(line)
 
         torch.set_float32_matmul_precision(self.request.config.matmul_precision)
-        request = replace(self.request, notice=notice, progress=say, early=[])
+        request = replace(self.request, notice=notice, progress=say, early_log_lines=[])
         # Nothing closes this stack: the process is ended after ``Worker.close``.
         worker, facts = self.mode.build_worker(request, spec, exchange, ExitStack())
-        for line in request.early:
+        for line in request.early_log_lines:
             say(line)
         return worker, facts
 

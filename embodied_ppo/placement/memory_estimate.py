@@ -108,13 +108,13 @@ def sharded(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
         "weights", "gradients" and "optimiser" -> bytes.
     """
 
-    def sizes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-        """Bytes of weights, and of gradients."""
+    def weight_and_gradient_bytes(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+        """Return the bytes of weights, and of gradients."""
         parameters = list(parameters)
         return nbytes(parameters), nbytes([p for p in parameters if p.requires_grad])
 
-    units = [sizes(unit.parameters()) for unit in model.units()]
-    weights, gradients = sizes(model.parameters())
+    units = [weight_and_gradient_bytes(unit.parameters()) for unit in model.units()]
+    weights, gradients = weight_and_gradient_bytes(model.parameters())
     gathered = [
         min(
             total,

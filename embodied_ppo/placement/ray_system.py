@@ -125,11 +125,17 @@ class Reservation:
         except (OSError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(error, PlacementError):
                 raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            if not address:
+                raise PlacementError(
+                    "cluster.address = null: Ray could not be started on this machine"
+                    f" ({reason[:150]}); free memory or disk space of /tmp, or set cluster.address"
+                ) from error
             option = (
                 "cluster.address =" if options.address else "cluster.address is null, RAY_ADDRESS ="
             )
             raise PlacementError(
-                f"{option} {address}: Ray cannot be reached ({str(error).splitlines()[0]}); check"
+                f"{option} {address}: Ray cannot be reached ({reason}); check"
                 " ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed"
                 " here, too"
             ) from error
@@ -159,27 +165,33 @@ class Reservation:
         return group
 
     def _shortage(self, unit: str) -> str:
-        """The line that compares needed, registered and free devices."""
+        """Return a line that compares needed, registered and free devices."""
         needed, registered = self.plan.hardware.total, ray.cluster_resources().get(unit, 0)
         free = ray.available_resources().get(unit, 0)
         return f"placement: needs {needed} {unit}s, {registered:g} registered, {free:g} free"
 
     def _nodes(self, unit: str) -> list[str]:
-        """Ray's ids of the plan's nodes, in order. Raises PlacementError."""
+        """Return the Ray ids of the plan's nodes, in order. Raises PlacementError."""
         hardware = self.plan.hardware
         alive = [n for n in ray.nodes() if n["Alive"]]
         # A fixed order, so that all runs number the nodes alike.
         alive.sort(key=lambda n: (sorted((n.get("Labels") or {}).items()), n["NodeID"]))
+        label_of = {n["NodeID"]: (n.get("Labels") or {}).get("node-group") for n in alive}
         free, ids = list(alive), list[str]()
         for number, count in enumerate(hardware.per_node):
             label = next((name for name, nodes in hardware.labels.items() if number in nodes), None)
+            large_enough = [n for n in free if n["Resources"].get(unit, 0) >= count]
             candidates = [
-                n
-                for n in free
-                if n["Resources"].get(unit, 0) >= count
-                and (label is None or (n.get("Labels") or {}).get("node-group") in (label, None))
+                n for n in large_enough if label is None or label_of[n["NodeID"]] in (label, None)
             ]
-            candidates.sort(key=lambda n: (n.get("Labels") or {}).get("node-group") != label)
+            candidates.sort(key=lambda n: label_of[n["NodeID"]] != label)
+            if not candidates and large_enough:
+                others = ", ".join(sorted({str(label_of[n["NodeID"]]) for n in large_enough})[:3])
+                raise PlacementError(
+                    f"cluster.node_groups: node {number} needs {count} {unit}s and the label"
+                    f" node-group={label}; the remaining nodes of this size have node-group="
+                    f"{others}; start Ray there with --labels=node-group={label}"
+                )
             if not candidates:
                 have = ", ".join(f"{n['Resources'].get(unit, 0):g} {unit}s" for n in alive)
                 raise PlacementError(
@@ -197,7 +209,7 @@ class Reservation:
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=device)
 
     def close(self) -> None:
-        """Free the devices, and stop Ray where this object has started it."""
+        """Free the devices, and disconnect from Ray, which stops a cluster started here."""
         if self.group is not None:
             remove_placement_group(self.group)
         if self.started:
@@ -258,9 +270,14 @@ class ClusterSystem(RunSystem):
         """Facts for the run's summary."""
         self.moved_bytes = 0
         """Bytes that each ``publish`` transfers to all rollout processes together."""
-        self.training_cpu_s = self.swap_s = self.wall_s = 0.0
+        self.training_cpu_s = 0.0
+        """CPU seconds of the processes' training calls since the start."""
+        self.swap_s = 0.0
+        """Seconds of offloading and loading since the last update."""
+        self.wall_s = 0.0
+        """Wall time of training since the last update, seconds."""
         self.busy_s = [0.0] * plan.hardware.total
-        """Busy seconds of each device since the last update; ``wall_s``: wall time of training."""
+        """Busy seconds of each device since the last update."""
         self.residency = Residency(plan)
         self.peak_mb: dict[str, float] = {}
         """Tag -> peak memory of the largest process, of the host or of the GPU, MiB."""
@@ -325,7 +342,7 @@ class ClusterSystem(RunSystem):
                 self.store: Address = endpoints.store
 
     def _check_files(self) -> None:
-        """Check that processes on other nodes see the run's files. Raises PlacementError.
+        """Check that processes on other nodes can read the run directory. Raises PlacementError.
 
         A temporary file is written beside the run directory, and the other processes that read or
         write the run's files look for it.
@@ -350,8 +367,8 @@ class ClusterSystem(RunSystem):
         for handle, is_visible in zip(handles, visible, strict=True):
             if not is_visible:
                 raise PlacementError(
-                    f"run_dir={run_dir}: {handle} does not see this machine's {folder}; name a"
-                    " folder that all machines share under one path"
+                    f"run_dir={run_dir}: {handle} cannot read {folder} of this machine; use"
+                    " a shared file system (same path on all machines)"
                 )
 
     def _servers(self, caller: str, rank: int) -> dict[str, list[WorkerHandle]]:
@@ -386,7 +403,7 @@ class ClusterSystem(RunSystem):
     def _connections(
         self, group: Group, rank: int, env_description: Mapping[str, Any] | None
     ) -> WorkerConnections:
-        """The spec of one process, and the addresses of the processes that it works with."""
+        """Return the spec of one process, and the addresses of processes that it works with."""
         ranks = dict.fromkeys(group.roles, (rank, group.processes))
         roles_of: dict[str, list[str]] = {}
         for caller in REQUESTS.keys() & group.roles:
@@ -443,8 +460,8 @@ class ClusterSystem(RunSystem):
             for group in simulating
             for h in self.processes[group]
         ]
-        # Once with frozen parameters, so that all processes start from the same model; later
-        # without.
+        # The first transfer includes frozen parameters, so that all processes start from the same
+        # model. Later ones do not.
         self._prepare_weight_sync(frozen=True)
         self.publish(0)
         self._prepare_weight_sync(frozen=False)
@@ -611,7 +628,7 @@ class ClusterSystem(RunSystem):
 
     # --------------------------------------------------------------------------------------- phases
     def collect(self, horizon: int, *, update: int) -> tuple[RemoteExperience, Metrics]:
-        """Start collecting experience.
+        """Collect experience; with max_lag > 0 only start it.
 
         Returns:
             The experience, which stays in the processes, and its metrics. With max_lag > 0 this
@@ -660,7 +677,7 @@ class ClusterSystem(RunSystem):
         return metrics | self._idle()
 
     def _share_of(self, learner: int, data: Sequence[StoreRef]) -> tuple[Any, ...]:
-        """(shard, *trajectories) of one learner, the arguments of ``Worker.update``.
+        """Return (shard, *trajectories) of one learner, the arguments of ``Worker.update``.
 
         With R trajectories and A learners, a learner gets R / A of them, or one of A / R equal
         parts of one.
@@ -710,7 +727,7 @@ class ClusterSystem(RunSystem):
         self._wait(calls, "load", serving)
 
     def cpu_s(self) -> dict[str, float]:
-        """Return CPU seconds by phase; "process": of all processes besides the driver."""
+        """Return CPU seconds by phase; "process": sum over all processes except the driver."""
         total = {"process": self.training_cpu_s}
         for seconds_of in self._call(self.handles, Worker.cpu_s):
             for phase, seconds in seconds_of.items():

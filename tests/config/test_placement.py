@@ -522,7 +522,7 @@ def test_shard_needs_several_learners(
         return str(caught.value)
 
     assert refused(1).startswith(
-        "cluster.shard = true: one process learns, and has no other to share a model with; give"
+        "cluster.shard = true: sharding needs at least two actor processes, this plan has one; give"
     )
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     assert (

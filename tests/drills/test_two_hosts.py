@@ -250,6 +250,6 @@ def test_run_directory_that_is_not_shared_is_refused(
         message.startswith(f"error: run_dir={tmp_path}/runs/cartpole/")
         and "env,rollout,actor rank" in message
     )
-    assert f"does not see this machine's {tmp_path}/runs/cartpole/" in message
-    assert message.endswith("; name a folder that all machines share under one path")
+    assert f"cannot read {tmp_path}/runs/cartpole/" in message
+    assert message.endswith("; use a shared file system (same path on all machines)")
     assert list(tmp_path.iterdir()) == []

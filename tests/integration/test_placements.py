@@ -362,6 +362,39 @@ def test_unreachable_ray_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         reservation._connect(ClusterConfig())
 
 
+def test_ray_that_does_not_start_here_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no space left\n" + 80 * "details ")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    reservation = object.__new__(Reservation)
+    reservation.plan = plan("fused", Hardware())
+    with pytest.raises(
+        PlacementError,
+        match=r"^cluster.address = null: Ray could not be started .*\(no space left\); free memory",
+    ):
+        reservation._connect(ClusterConfig())
+
+
+def test_missing_node_label_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "NodeID": name, "Labels": labels, "Resources": {"CPU": 2.0}}
+        for name, labels in (("a", {}), ("b", {"node-group": "train"}))
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    reservation = object.__new__(Reservation)
+    reservation.plan = plan("fused", Hardware((2, 2), labels={"sim": (1,)}))
+    with pytest.raises(
+        PlacementError,
+        match=r"node 1 needs 2 CPUs and the label node-group=sim; the remaining .* have"
+        r" node-group=train; start Ray there with --labels=node-group=sim",
+    ):
+        reservation._nodes("CPU")
+    nodes[1]["Labels"] = {"node-group": "sim"}
+    assert reservation._nodes("CPU") == ["a", "b"]
+
+
 def test_system_can_be_closed_twice(tmp_path: Path) -> None:
     c = run_helpers.tiny_config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
     with ExitStack() as stack:

@@ -41,7 +41,7 @@ from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.modes import base
-from embodied_ppo.modes.base import RunRequest, TaskFiles, TrainedRun, Written
+from embodied_ppo.modes.base import ReportFiles, RunRequest, TaskFiles, TrainedRun
 from embodied_ppo.placement.remote_envs import EnvDescription
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
@@ -211,24 +211,24 @@ def compile_from(
             f" and the run has {total_updates(config)}"
         )
         return None, reason
-    obstacle = compile.unavailable_reason() if device.type == "cpu" else ""
+    compile_obstacle = compile.unavailable_reason() if device.type == "cpu" else ""
     if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
-        obstacle = "algorithm.micro_batch_size cuts minibatches; leave it null"
+        compile_obstacle = "algorithm.micro_batch_size cuts minibatches; leave it null"
     if (a.rollout_micro_batch_size or config.env.num_envs) < config.env.num_envs // parts:
-        obstacle = (
+        compile_obstacle = (
             "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it"
             " null"
         )
     if config.model.checkpoint is not None:
-        obstacle = "the model of model.checkpoint runs as it is"
+        compile_obstacle = "a model of model.checkpoint is not compiled; leave it null"
     if config.cloning.coef:
-        obstacle = "cloning.coef adds demonstrations to minibatches; leave it 0"
-    if not obstacle:
+        compile_obstacle = "cloning.coef adds demonstrations to minibatches; leave it 0"
+    if not compile_obstacle:
         return since, ""
     if config.compile == "always":
-        raise ConfigError(f"compile=always: {obstacle}; or use compile=auto")
-    notice(f"compile: not used, {obstacle}")
-    return None, obstacle
+        raise ConfigError(f"compile=always: {compile_obstacle}; or use compile=auto")
+    notice(f"compile: not used, {compile_obstacle}")
+    return None, compile_obstacle
 
 
 def check_evaluation(config: Config, device: torch.device) -> None:
@@ -383,15 +383,15 @@ def log_settings(
         reason: Why there is none, from ``compile_from``.
     """
     config = request.config
-    request.early.extend(_unread_options(config, env))
+    request.early_log_lines.extend(_unread_options(config, env))
     samples = config.algorithm.horizon * env.num_envs
     if isinstance(policy, PI0) and (line := policy.memory_notice(samples)):
-        request.early.append(line)
+        request.early_log_lines.append(line)
     simulators = config.env.num_threads or "as many as there are cores"
     compiled = (
         f"never ({reason})" if compiled_since is None else f"from update {compiled_since + 1} on"
     )
-    request.early.append(
+    request.early_log_lines.append(
         f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled"
         f" code: {compiled}"
     )
@@ -443,7 +443,7 @@ def write_report(
     video_size: int,
     task: TaskFiles | None = None,
     notice: Callable[[str], None] | None = None,
-) -> Written:
+) -> ReportFiles:
     """Write report.json, report.html and an mp4 of an evaluation; return their paths.
 
     Args:

@@ -27,7 +27,7 @@ from embodied_ppo.modes.base import (
     RunRequest,
     TaskFiles,
     TrainedRun,
-    writing,
+    report_write_errors,
 )
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.embodied.memory import EmbodiedMemoryEstimator
@@ -182,7 +182,7 @@ class EmbodiedMode(Mode):
             run.load_weights(policy)
             obs = env.reset()
             before = policy.act(policy.encode(obs))
-            with writing(out):
+            with report_write_errors(out):
                 pretrained.export(policy, config.model.checkpoint, out)
             merged = replace(config.model, checkpoint=str(out), lora_rank=0)
             exported = components.make_policy(replace(config, model=merged), env)

@@ -16,7 +16,7 @@ from embodied_ppo.config.batch_sizes import steps_per_update
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import VectorEnv
 from embodied_ppo.evaluation.episodes import EvaluationResult
-from embodied_ppo.modes.base import OFFLOADING_OBSTACLE, RunRequest, Written, compile_schedule
+from embodied_ppo.modes.base import OFFLOADING_OBSTACLE, ReportFiles, RunRequest, compile_schedule
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
@@ -128,7 +128,7 @@ def _write_report(
     result: EvaluationResult,
     source: checkpoint.Checkpoint,
     out: Path,
-) -> Written:
+) -> ReportFiles:
     """Write the report of an evaluation.
 
     Args:

@@ -40,7 +40,7 @@ from embodied_ppo.imitation.supervised_finetuning import warm_start
 from embodied_ppo.models import causal_lm
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.modes import base
-from embodied_ppo.modes.base import RunRequest, Written
+from embodied_ppo.modes.base import ReportFiles, RunRequest
 from embodied_ppo.rewards import graders, reward_model
 from embodied_ppo.rewards.graders import Graders, WithFormat
 from embodied_ppo.rewards.worker_pool import GraderPool
@@ -363,7 +363,7 @@ def write_report(
     source: checkpoint.Checkpoint,
     run_dir: Path,
     out: Path,
-) -> Written:
+) -> ReportFiles:
     """Write report.json and report.html of a prompt evaluation; return their paths."""
     shown = {"eval/return", "eval/length", "eval/truncated"}
     extra = {
@@ -457,7 +457,7 @@ def read_inputs(request: RunRequest) -> Inputs:
     """Read tokenizer, prompts and the actor's model, before its warm start. Raises ConfigError."""
     config, a, e = request.config, request.config.algorithm, request.config.evaluation
     tokenizer = make_tokenizer(config)
-    train, held_out = read_prompts(config, tokenizer, request.early.append)
+    train, held_out = read_prompts(config, tokenizer, request.early_log_lines.append)
     policy = make_policy(config, tokenizer, request.device)
     stops = stop_ids(config, policy, tokenizer)
     longest = check_length(

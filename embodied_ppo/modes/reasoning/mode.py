@@ -25,7 +25,7 @@ from embodied_ppo.modes.base import (
     Mode,
     RunRequest,
     TrainedRun,
-    writing,
+    report_write_errors,
 )
 from embodied_ppo.modes.reasoning import components, cost_model
 from embodied_ppo.modes.reasoning.memory import ReasoningMemoryEstimator
@@ -197,7 +197,7 @@ class ReasoningMode(Mode):
 
     def write_model(self, run: TrainedRun, out: Path) -> float:
         policy, tokenizer = self._restore(run, torch.device("cpu"))
-        with writing(out):
+        with report_write_errors(out):
             policy.model.save_pretrained(out)
             tokenizer.save_pretrained(out)
             copy_permissions(out)

@@ -1,4 +1,4 @@
-"""Task validation: call each function of a task once and report mistakes by its name."""
+"""Task validation: call each function of a task once, report mistakes with its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TaskValidator:
     """Call a task's functions on its first state and check what they return.
 
     Types, shapes and dtypes are checked, and that no function modifies the state. Every method
-    raises EnvError with the name of the function and the cure.
+    raises EnvError with the name of the function, if it is known, and the mistake.
     """
 
     def __init__(self, id: str, task: Task, physics: Physics, num_envs: int) -> None:
@@ -37,15 +37,19 @@ class TaskValidator:
                 yield
             except KeyError as error:
                 name = error.args[0] if error.args else "?"
-                cure = (
-                    "list a field of MuJoCo in the attribute fields, let reset() return a variable"
-                    " of the task"
+                if function == "reset":  # has no state
+                    raise
+                message = (
+                    f"reads s[{name!r}], which does not exist; if {name} is a MuJoCo field, add it"
+                    " to the attribute `fields`; if it is a variable of the task, return it from"
+                    " reset()"
                 )
                 if function == "reward" and name in self.state_names:
-                    cure = "list it in the attribute before"
-                raise EnvError(
-                    f"{self.prefix}.{function} reads {name!r}, which is not there: {cure}"
-                ) from error
+                    message = (
+                        f"reads before[{name!r}], which does not exist; add it to the attribute"
+                        " `before`"
+                    )
+                raise EnvError(f"{self.prefix}.{function} {message}") from error
 
     def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
         """Raise EnvError unless ``x`` is a tensor of ``shape``.
@@ -66,7 +70,8 @@ class TaskValidator:
             "int64": x.dtype == torch.int64,
         }
         if not types.get(kind, True):
-            raise EnvError(f"{self.prefix}.{what} is {x.dtype}; it must be {kind}")
+            required = "a floating-point tensor" if kind == "real" else kind
+            raise EnvError(f"{self.prefix}.{what} is {x.dtype}; it must be {required}")
 
     def start(self, reset: Callable[[], Any]) -> dict[str, Tensor]:
         """Return the validated result of ``reset``."""
@@ -90,13 +95,13 @@ class TaskValidator:
                 continue
             if name in fields:
                 raise EnvError(
-                    f"{self.prefix}: its variable {name!r} has the name of a MuJoCo field; name it"
-                    " otherwise"
+                    f"{self.prefix}: its variable {name!r} has the name of a MuJoCo field; rename"
+                    " it"
                 )
             if similar := difflib.get_close_matches(name, INITIAL_FIELDS, n=1, cutoff=0.8):
                 raise EnvError(
-                    f"{self.prefix}.{what} is a variable of the task; rename it, or did you mean"
-                    f" {similar[0]}?"
+                    f"{self.prefix}.{what} is not a MuJoCo field; did you mean {similar[0]!r}? If"
+                    " it is a variable of your task, choose a less similar name"
                 )
             self._tensor(what, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
         for name, attribute in (("kind", "names"), ("instruction", "instructions")):
@@ -121,7 +126,8 @@ class TaskValidator:
         if unknown := [k for k in self.task.before if k not in s]:
             raise EnvError(
                 f"{self.prefix}.before names {unknown[0]!r}, which is neither in the attribute"
-                " fields nor a variable that reset() returns; add it there"
+                " `fields` nor a variable of the task; add it to `fields`, or return it from"
+                " reset()"
             )
         return {k: s[k].clone() for k in self.task.before}
 
@@ -147,8 +153,8 @@ class TaskValidator:
             for name, x in task.advance(s, action, action.new_zeros(n, task.step_noise)).items():
                 if name not in s or name in self.physics.fields:
                     raise EnvError(
-                        f"{self.prefix}.advance()[{name!r}]: reset() returns no such variable; add"
-                        " it there"
+                        f"{self.prefix}.advance()[{name!r}]: reset() returns no such variable;"
+                        " return it from reset()"
                     )
                 self._tensor(f"advance()[{name!r}]", x, tuple(s[name].shape), "any")
         with self._calling("observe"):

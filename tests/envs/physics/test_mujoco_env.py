@@ -422,11 +422,11 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ),
     ("fields", "sensordata", "Balance.fields='sensordata' must be a tuple of names"),
     ("fields", ("blah",), "env.id=toy_envs:Balance: MuJoCo has no field 'blah'"),
-    ("fields", (), "Balance.terminated reads 'sensordata', .* in the attribute fields"),
+    ("fields", (), r"Balance.terminated reads s\['sensordata'\], .* to the attribute `fields`"),
     (
         "before",
         ("xpos",),
-        "Balance.before names 'xpos', which is neither in the attribute fields nor a variable",
+        "Balance.before names 'xpos', which is neither in the attribute `fields` nor a variable",
     ),
     ("names", ("one", "two"), r"reset\(\)\['kind'\] and the attribute names go together"),
     ("spec", lambda self: None, r"Balance.spec\(\) is NoneType; it must be a mujoco.MjSpec"),
@@ -450,9 +450,9 @@ MISTAKES: list[tuple[str, Any, str]] = [
     (
         "reset",
         _reset(qpos=lambda u: u.long()),
-        r"reset\(\)\['qpos'\] is torch.int64; it must be real",
+        r"reset\(\)\['qpos'\] is torch.int64; it must be a floating-point tensor",
     ),
-    ("reset", _reset(qps=lambda u: u), r"reset\(\)\['qps'\] is a variable .* did you mean qpos"),
+    ("reset", _reset(qps=lambda u: u), r"reset\(\)\['qps'\] is not a .* did you mean 'qpos'\?"),
     (
         "reset",
         _reset(goal=lambda u: u[:1]),
@@ -484,7 +484,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     (
         "reward",
         lambda self, b, s, a: b["qpos"][:, 0],
-        "Balance.reward reads 'qpos', .* in the attribute before",
+        r"Balance.reward reads before\['qpos'\], .* to the attribute `before`",
     ),
     (
         "terminated",
