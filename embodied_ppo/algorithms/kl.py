@@ -174,8 +174,8 @@ class KLController:
         if STEP_LIMIT * n >= self.horizon:
             raise ConfigError(
                 f"algorithm.kl_ctrl.horizon = {self.horizon:g}: must be > {STEP_LIMIT:g} x {n}"
-                f" sequences an update, or the coefficient could turn negative; set it to {10 * n}"
-                " or more"
+                f" sequences an update, or the coefficient could become 0 or negative; set it to"
+                f" {10 * n} or more"
             )
         error = min(max(kl / self.target - 1.0, -STEP_LIMIT), STEP_LIMIT)
         self.coef *= 1.0 + error * n / self.horizon

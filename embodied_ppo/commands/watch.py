@@ -162,12 +162,14 @@ def _text(file: Path) -> str | None:
     """
     try:
         with _open(file) as f:
-            block, size = f.read(MAX_FILE_SIZE + 1), os.fstat(f.fileno()).st_size
+            text, file_size = f.read(MAX_FILE_SIZE + 1), os.fstat(f.fileno()).st_size
     except FileNotFoundError:
         return None
-    if len(block) > MAX_FILE_SIZE:
-        raise ValueError(f"{file}: has {size} bytes, more than {MAX_FILE_SIZE}, and is not read")
-    return block.decode("utf-8")
+    if len(text) > MAX_FILE_SIZE:
+        raise ValueError(
+            f"{file}: has {file_size} bytes, more than {MAX_FILE_SIZE}, and is not read"
+        )
+    return text.decode("utf-8")
 
 
 @lru_cache(maxsize=1000)

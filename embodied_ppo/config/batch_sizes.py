@@ -21,7 +21,8 @@ def lines(config: Config) -> list[str]:
 
 def steps_per_update(config: Config) -> int:
     """Return the environment steps of one rollout; with action chunks this is an upper bound."""
-    return config.algorithm.horizon * config.env.num_envs * config.env.action_chunk
+    env_steps = config.algorithm.horizon * config.env.num_envs * config.env.action_chunk
+    return env_steps
 
 
 def total_updates(config: Config) -> int:

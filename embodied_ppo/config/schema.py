@@ -82,7 +82,7 @@ class ReadIf:
     """A condition on other options under which an option is read."""
 
     text: str
-    """The condition as messages state it: "it needs TEXT, or leave it out"."""
+    """The condition as messages state it: "it needs TEXT; otherwise remove this option"."""
     holds: Callable[[Any], bool]
     """Return whether a config fulfils the condition."""
     mode: Mode | None = None

@@ -1,8 +1,11 @@
 """Which options go together: an option that is set must be read, and options must not exclude each
 other.
 
-``loader`` checks types and bounds, ``check`` compares the options with each other. Each refusal is
-one line with the path, the value, the limit and the cure. Rules of one mode are in ``rules``.
+``loader`` checks types and bounds. ``check`` compares the options with each other, and checks
+values whose bound is a pattern or depends on the meaning (device, name, model.checkpoint,
+clip_ratio_low).
+Each refusal is one line with the path, the value, the limit and the cure. Rules of one mode are in
+``rules``.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from embodied_ppo.config.schema import ClusterConfig, Config, EvaluateConfig, Ex
 from embodied_ppo.core.errors import ConfigError, PlacementError, show
 
 UNSET = (None, False)
-"""Values by which a user switches an option off: they are never refused as not read."""
+"""Values that switch an option off (0 counts as False). Setting an unread option to one of them is
+accepted.
+"""
 LEVELS = ("token_level", "action_level", "chunk_level")
 """Granularities, from fine to coarse."""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -46,25 +51,26 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         return None
     if not DEVICE.fullmatch(config.device):
         raise ConfigError(
-            f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; the safe one is"
-            " device=cpu"
+            f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; device=cpu works"
+            " on every machine"
         )
     if isinstance(config, EvaluateConfig):
         return _check_evaluation(config, explicit)
     if not re.fullmatch(r"[^/\\\0]+", config.name) or config.name.startswith("."):
         raise ConfigError(
-            f"name = {show(config.name)} must be one folder name without / and leading dot; try"
-            " name=custom"
+            f"name = {show(config.name)} must be a folder name: not empty, no / or \\, and no"
+            " dot at the beginning; try name=custom"
         )
     for path in sorted(explicit):
         mode, value = mode_of(path), attrgetter(path)(config)
         if mode not in (None, config.mode) and value not in UNSET:
             raise ConfigError(
-                f"{path} = {show(value)} is set but not read; it needs mode={mode}, or leave it out"
+                f"{path} = {show(value)} is set but not read; set mode={mode}, or remove this"
+                " option"
             )
     if config.model.checkpoint == "":
         raise ConfigError(
-            "model.checkpoint = '': is empty; name a directory, or write model.checkpoint=null"
+            "model.checkpoint = '' is not a directory; name one, or write model.checkpoint=null"
         )
     _check_placement(config)
     _check_algorithm(config)
@@ -80,7 +86,8 @@ def _check_unread(
         value = attrgetter(path)(config)
         if path in explicit and value not in UNSET:
             raise ConfigError(
-                f"{path} = {show(value)} is set but not read; it needs {condition}, or leave it out"
+                f"{path} = {show(value)} is set but not read; it needs {condition}; otherwise"
+                " remove this option"
             )
 
 
@@ -105,23 +112,23 @@ def _check_placement(config: Config) -> None:
             if value != getattr(default, field.name):
                 raise PlacementError(
                     f"cluster.{field.name} = {show(value)}: is not read with placement=local, which"
-                    f" is this process alone; choose a placement ({', '.join(placement.PRESETS)}),"
-                    " or leave it out"
+                    f" runs one process; choose a placement ({', '.join(placement.PRESETS)}), or"
+                    " remove this option"
                 )
 
 
 def _check_lag(cluster: ClusterConfig) -> None:
-    """Refuse a transport that cannot serve rollouts that run ahead. Raises PlacementError."""
+    """Refuse a transport that does not keep weights for cluster.max_lag. Raises PlacementError."""
     if cluster.max_lag and cluster.weights not in ("auto", "store"):
         raise PlacementError(
-            f"cluster.weights = {cluster.weights}: rollouts that run ahead take weights when they"
-            " are ready, which only cluster.weights=store keeps for them; write that, or"
-            " cluster.max_lag=0"
+            f"cluster.weights = {cluster.weights} and cluster.max_lag = {cluster.max_lag}: rollout"
+            " processes fetch the weights later, and only cluster.weights=store keeps them; write"
+            " cluster.weights=store or cluster.max_lag=0"
         )
 
 
 def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
-    """Compare the options of ``tune``, which searches the placement; otherwise as ``check``."""
+    """Check the options of ``tune``: refuse those that it searches, then call ``check``."""
     rules_of(config.mode).check_tuning(config)
     if config.resume is not None:
         raise ConfigError(
@@ -146,7 +153,7 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
     for path, value, unset in searched:
         if value != unset:
             raise PlacementError(
-                f"{path} = {show(value)}: is searched by tune; leave it out, or try it with train"
+                f"{path} = {show(value)}: tune chooses this option; remove it, or use it with train"
             )
     check(replace(config, cluster=default), explicit)
     _check_lag(config.cluster)
@@ -179,7 +186,7 @@ def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str
         if mode_of(path, EvaluateConfig) not in (None, mode) and value not in (*UNSET, ()):
             raise ConfigError(
                 f"{path} = {show(value)} is set but not read: {config.checkpoint} is a"
-                f" {rules_of(mode).policy}; leave it out"
+                f" {rules_of(mode).policy_name}; leave it out"
             )
 
 
@@ -194,13 +201,13 @@ def _check_algorithm(config: Config) -> None:
         )
     if a.clip_ratio_low >= 1:
         raise ConfigError(
-            f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the ratio is clipped"
-            " at 1 - this, which must stay positive); the default is"
+            f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the lower bound of"
+            " the ratio, 1 - clip_ratio_low, must be positive); the default is"
             " algorithm.clip_ratio_low=0.2"
         )
     if a.use_kl_loss and a.kl_loss_type == "k1":
         raise ConfigError(
-            "algorithm.kl_loss_type = k1 has a gradient of expectation zero and cannot be a"
+            "algorithm.kl_loss_type = k1 has an expected gradient of zero and cannot be a"
             " loss; write algorithm.kl_loss_type=k2, k3 or k1+"
         )
     if comparison is not None and a.group_size < 2:
@@ -224,6 +231,6 @@ def _check_algorithm(config: Config) -> None:
         if LEVELS.index(a.reward_type) < LEVELS.index(getattr(a, name)):
             raise ConfigError(
                 f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} ="
-                f" {getattr(a, name)}; an advantage can be spread over finer entries only: write"
-                f" algorithm.reward_type={getattr(a, name)}"
+                f" {getattr(a, name)}; an advantage applies to entries of its own or a finer level:"
+                f" write algorithm.reward_type={getattr(a, name)}"
             )

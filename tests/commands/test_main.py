@@ -188,12 +188,12 @@ REFUSALS = [
     ),
     (
         "train mode=reasoning experiment=hopper",
-        "env.id = Hopper-v4 is set but not read; it needs mode=embodied",
+        "env.id = Hopper-v4 is set but not read; set mode=embodied",
     ),
-    ("train mode=embodied experiment=arithmetic", "is set but not read; it needs mode=reasoning"),
+    ("train mode=embodied experiment=arithmetic", "is set but not read; set mode=reasoning"),
     (
         "train experiment=arithmetic env.num_envs=3",
-        "env.num_envs = 3 is set but not read; it needs mode=embodied",
+        "env.num_envs = 3 is set but not read; set mode=embodied",
     ),
     ("train experiment=arithmetic algorithm.clip_ratio_c=1", "algorithm.clip_ratio_c = 1 .. > 1"),
     (
@@ -249,7 +249,7 @@ REFUSALS = [
     ),
     (
         "train algorithm.train_batch_size=8",
-        "algorithm.rollout_batch_size = 8 .. needs mode=reasoning",
+        "algorithm.rollout_batch_size = 8 .. set mode=reasoning",
     ),
     ("train cluster.num_nodes=2", "cluster.num_nodes = 2 .. placement=local"),
     (
@@ -260,24 +260,24 @@ REFUSALS = [
         "tune experiment=arithmetic compile=always",
         "compile = always: tune times language models without the compiler",
     ),
-    ("tune experiment=arithmetic placement=fused", "placement = fused: is searched by tune"),
+    ("tune experiment=arithmetic placement=fused", "placement = fused: tune chooses this option"),
     (
         "tune placement=hybrid",
-        "placement = hybrid: is searched by tune; leave it out, or try it with train",
+        "placement = hybrid: tune chooses this option; remove it, or use it with train",
     ),
     (
         "tune cluster.shard=true",
         "cluster.shard = true: tune cannot predict the cost of gathering a sharded model",
     ),
-    ("tune cluster.stages=2", "cluster.stages = 2: is searched by tune; leave it out"),
+    ("tune cluster.stages=2", "cluster.stages = 2: tune chooses this option; remove it"),
     (
         "tune component_placement={actor:0,rollout:0,env:0}",
-        "cluster.component_placement = {actor: 0, rollout: 0, env: 0}: is searched by tune",
+        "cluster.component_placement = {actor: 0, rollout: 0, env: 0}: tune chooses this option",
     ),
     ("tune resume=auto", "resume = auto: is not read by tune, which does not continue a run"),
     ("tune device=cuda:99", "device=cuda:99: torch finds .. CUDA devices"),
     ("tune cluster.num_nodes=2", "cluster.num_nodes = 2: no Ray cluster is named"),
-    ("tune cluster.max_lag=1 cluster.weights=ipc", "only cluster.weights=store keeps for them"),
+    ("tune cluster.max_lag=1 cluster.weights=ipc", "only cluster.weights=store keeps them"),
     (
         "tune cluster.device_memory_gb=1e-5",
         "tune: no placement is left; local: placement: node 0 needs 1 x",
@@ -510,7 +510,10 @@ REFUSALS = [
     ("config algorithm.gama=1", "did you mean algorithm.gamma?"),
     ("config --only qqq", "--only qqq: no option mentions it; leave --only out"),
     ("config --only binz", "--only binz: no option mentions it; did you mean bins?"),
-    ("train experiment=tabletop_token model.checkpoint=", "model.checkpoint = '': is empty"),
+    (
+        "train experiment=tabletop_token model.checkpoint=",
+        "model.checkpoint = '' is not a directory",
+    ),
     ("train experiment=openvla_7b", "no value yet; give it text, or null: model.checkpoint=.."),
     # sweeps: no job starts when one of them is refused
     (

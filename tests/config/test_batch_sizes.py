@@ -58,7 +58,7 @@ def test_chunks_and_micro_batches() -> None:
     )
     assert lines(c) == [
         "32 environments x 32 decisions = 1,024 samples an update",
-        "1 epoch x 8 minibatches of 128 = 8 optimiser steps (at most 48 samples at once)",
+        "1 epoch x 8 minibatches of 128 = 8 optimiser steps (micro-batches of at most 48 samples)",
         "2 updates x 5,120 = at most 10,240 environment steps",  # 1,024 x 5
     ]
 
@@ -79,9 +79,9 @@ def test_update_of_a_language_model() -> None:
     assert batches(c).critic == Passes(1, 2, 32)
     assert (
         lines(c)[1]
-        == "2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps (at most 8 responses and 900"
-        " tokens at once), the critic's 1 epoch x 2 minibatches of 32 prompts = 2 optimiser"
-        " steps"
+        == "actor: 2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps (micro-batches of at"
+        " most 8 responses and 900 tokens); critic: 1 epoch x 2 minibatches of 32 prompts = 2"
+        " optimiser steps"
     )
     assert batches(language(algorithm__adv_type="grpo")).critic is None
 

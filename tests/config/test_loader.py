@@ -199,12 +199,15 @@ def test_empty_section_sets_nothing() -> None:
         ("algorithm.kl_ctrl", 0.1, ["= 0.1", "section", "kl_coef"]),
         ("env", [1], ["[1]", "section", "num_envs"]),
         ("device", "gpu", ["gpu", "cpu, cuda or cuda:N", "device=cpu"]),
-        ("name", "a/b", ["a/b", "without /", "name=custom"]),
+        ("name", "a/b", ["a/b", "no /", "name=custom"]),
         ("name", "", ["''", "name=custom"]),
         (
             "mode",
             "reasoning",
-            ["actor_critic is that of one model", "write algorithm.loss_type=actor"],
+            [
+                "actor_critic is the loss of a model with a value head",
+                "write algorithm.loss_type=actor",
+            ],
         ),
     ],
 )
@@ -363,7 +366,7 @@ def test_option_of_the_other_mode_is_refused() -> None:
         ((path, value),) = flat.items()
         line = refused(Config, {**(LANGUAGE if mode == "reasoning" else {}), **flat})
         assert (
-            line == f"{path} = {value} is set but not read; it needs mode={other}, or leave it out"
+            line == f"{path} = {value} is set but not read; set mode={other}, or remove this option"
         )
 
 

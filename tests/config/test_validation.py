@@ -383,7 +383,12 @@ def test_option_that_is_not_read_is_refused(path: str) -> None:
     value, needs = UNREAD[path]
     base = LANGUAGE if readers.mode_of(path) == "reasoning" and path not in NOT_READ else {}
     line = refused(Config, {**base, **NOT_READ.get(path, {}), path: value})
-    for part in (path, show(value), "set but not read", "it needs", "leave it out"):
+    for part in (
+        path,
+        show(value),
+        "set but not read; it needs ",
+        "; otherwise remove this option",
+    ):
         assert part in line
     loader.load(Config, nested({**(needs or {}), path: value}))
 

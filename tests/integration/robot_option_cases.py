@@ -192,7 +192,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "algorithm.loss_type": ("actor", "is that of two models"),
+    "algorithm.loss_type": ("actor", "is the loss of a policy without a value head"),
 }
 
 

@@ -12,8 +12,8 @@ from embodied_ppo.config.schema import Config, Mode
 from embodied_ppo.core.errors import ConfigError
 
 LARGEST_ROLLOUT = 10**10
-"""Maximum number of steps of one update: more exceed any memory, and the search for their divisors
-takes seconds.
+"""Maximum number of steps of one update: a larger rollout fits in no memory, and ``divisors`` would
+take seconds.
 """
 
 
@@ -65,14 +65,16 @@ class ModeRules(ABC):
     """
 
     mode: ClassVar[Mode]
-    policy: ClassVar[str]
-    """What the mode trains, as messages name it."""
+    policy_name: ClassVar[str]
+    """What the mode trains, in messages, for example "robot policy"."""
     loss_type: ClassVar[str]
     """The only value of algorithm.loss_type."""
     loss_type_mismatch: ClassVar[str]
-    """Why the other value is refused."""
+    """Why the other value is refused: continues "algorithm.loss_type = VALUE", for example "is the
+    loss of a model with a value head, but ..".
+    """
     group_members: ClassVar[str]
-    """What algorithm.group_size counts."""
+    """What algorithm.group_size counts, in messages, for example "environments"."""
     batch_unit: ClassVar[str]
     """What follows the size of a minibatch in ``batch_lines``."""
     default_experiment: ClassVar[str | None] = None
@@ -109,16 +111,16 @@ class ModeRules(ABC):
 
     @abstractmethod
     def batches(self, config: Config) -> Batches:
-        """Return the batch sizes of checked options, all of which divide."""
+        """Return the batch sizes. The options are checked, so every division is exact."""
 
     def batch_lines(self, config: Config, updates: int) -> list[str]:
         """Return rollout, minibatches and run as one line of text each."""
         b = self.batches(config)
         learning = b.actor.describe(self.batch_unit)
         if limits := " and ".join(self._micro_batches(config)):
-            learning += f" (at most {limits} at once)"
+            learning += f" (micro-batches of at most {limits})"
         if b.critic is not None and b.critic != b.actor:
-            learning += f", the critic's {b.critic.describe(self.batch_unit)}"
+            learning = f"actor: {learning}; critic: {b.critic.describe(self.batch_unit)}"
         return [self._rollout_line(config, b), learning, self._run_line(config, b, updates)]
 
     @abstractmethod
@@ -157,7 +159,7 @@ def check_controller(config: Config, sequences: int, product: str) -> None:
     if adaptive and a.kl_ctrl.horizon <= 0.2 * sequences:
         raise ConfigError(
             f"algorithm.kl_ctrl.horizon = {a.kl_ctrl.horizon:g} must be > 0.2 x {product} ="
-            f" {0.2 * sequences:g}, or the coefficient could turn negative; write"
+            f" {0.2 * sequences:g}, or the coefficient could become 0 or negative; write"
             f" algorithm.kl_ctrl.horizon={10 * sequences}"
         )
 

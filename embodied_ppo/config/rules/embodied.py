@@ -24,9 +24,12 @@ class EmbodiedRules(ModeRules):
     """A simulator and one model with a value head."""
 
     mode = "embodied"
-    policy = "robot policy"
+    policy_name = "robot policy"
     loss_type = "actor_critic"
-    loss_type_mismatch = "is that of two models, but mode = embodied has one"
+    loss_type_mismatch = (
+        "is the loss of a policy without a value head, but mode=embodied trains one model with a"
+        " value head"
+    )
     group_members = "environments"
     batch_unit = ""
     required_options: ClassVar = {"env.id": "the task: docs/tasks.md"}

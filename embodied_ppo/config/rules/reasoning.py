@@ -24,9 +24,11 @@ class ReasoningRules(ModeRules):
     """A language model, and with GAE a second model as critic."""
 
     mode = "reasoning"
-    policy = "language model"
+    policy_name = "language model"
     loss_type = "actor"
-    loss_type_mismatch = "is that of one model, but mode = reasoning has two"
+    loss_type_mismatch = (
+        "is the loss of a model with a value head, but mode=reasoning trains a policy without one"
+    )
     group_members = "responses"
     batch_unit = " prompts"
     default_experiment = "arithmetic"
