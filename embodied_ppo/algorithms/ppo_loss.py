@@ -54,7 +54,7 @@ def kl_distance(
     mask: Tensor,
     dims: int,
 ) -> Tensor:
-    """Return KL(policy || reference) with an entry for each of ``mask``.
+    """Return KL(policy || reference), of the shape of ``mask``.
 
     Args:
         kind: estimator, see ``kl.estimate``.
@@ -104,10 +104,10 @@ class Terms(NamedTuple):
     """What the loss of a policy reads of its model, with gradients.
 
     Attributes:
-        log_prob: Of the taken actions under the current policy, [..] or finer.
-        entropy: Of the policy, [..] or finer.
+        log_prob: Log-probability of the taken actions under the current policy, [..] or finer.
+        entropy: Entropy of the policy, [..] or finer.
         kl: Elementwise KL to the reference, [..] or finer. None without a reference.
-        value: [..] of the value head. None where the critic is a separate model.
+        value: Output of the value head, [..]. None if the critic is a separate model.
     """
 
     log_prob: Tensor
@@ -151,11 +151,12 @@ class PolicyLoss(nn.Module, ABC):
 
         Args:
             b: The micro-batch.
-            denominator: Of the policy's terms, for the complete minibatch, see
+            denominator: Denominator of the policy's terms for the complete minibatch, see
                 ``losses.denominator``.
             rows: Denominator of the value loss: unmasked rows of the complete minibatch.
             entropy_coef: c_H, scalar.
-            critic_only: Whether the loss is c_V·L_value alone.
+            critic_only: Whether the loss is c_V·L_value alone. Requires a value head; the optimizer
+                of an ``ActorLoss`` never sets it.
         """
         c = self.config
         terms, aggregate = self.terms(b), _aggregate(b, c, denominator, self.length)
@@ -272,7 +273,13 @@ class CriticLoss(nn.Module):
     """L = L_value of a separate critic; a batch is that of ``ActorLoss``."""
 
     def __init__(self, critic: LanguageCritic, config: AlgorithmConfig, *, length: int) -> None:
-        """As for ``ActorLoss``."""
+        """Create the loss.
+
+        Args:
+            critic: The critic.
+            config: Coefficients and aggregation.
+            length: response_length.
+        """
         super().__init__()
         self.model, self.config = critic, config
         self.length = float(config.loss_scale_factor or length)
@@ -286,7 +293,15 @@ class CriticLoss(nn.Module):
         entropy_coef: Tensor | float,
         critic_only: bool = False,
     ) -> tuple[Tensor, Statistics]:
-        """As ``PolicyLoss.forward``; of the numbers only ``denominator`` is read."""
+        """Return the loss of a micro-batch, a scalar, and its statistics.
+
+        ``rows``, ``entropy_coef`` and ``critic_only`` are not used.
+
+        Args:
+            b: The micro-batch.
+            denominator: Denominator of the loss for the complete minibatch, see
+                ``losses.denominator``.
+        """
         zeros = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(()))
         value = self.model.value(b.inputs["row"].T, b.inputs["place"].T).T
         loss, statistics = _value_loss(
@@ -399,8 +414,11 @@ class MinibatchStep:
         self.batch = tree.map(lambda x: x.new_empty(0), batch)
 
     def statistics(self) -> tuple[str, ...]:
-        """Return the names of the result's entries, in order; the last is not finite where nothing
-        was changed.
+        """Return the names of the result's entries, in order.
+
+        The last (``finite``) is not finite if the loss or a gradient is not finite; the step was
+        then skipped. The step of a minibatch that is masked completely is skipped, too; its
+        ``finite`` is 0.
         """
         return (*statistic_names(self.batch), "actor_norm", "critic_norm", "finite")
 

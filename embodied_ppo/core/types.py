@@ -464,7 +464,10 @@ class System(Protocol):
         ...
 
     def evaluate(self, update: int) -> Metrics:
-        """Measure the policy. A checkpoint that is saved after the same update stores the score."""
+        """Measure the policy.
+
+        The score is written into the checkpoint that was saved before, after the same update.
+        """
         ...
 
     def save(self, update: int, row: PendingRow | None = None) -> Path:

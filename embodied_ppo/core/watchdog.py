@@ -112,12 +112,14 @@ def _phase() -> str:
 
 
 _paused_call = _paused_s = 0.0
-"""Beginning of the call that was under way in pauses of this process, and how long they were."""
+"""Start time of the call that was interrupted by Ctrl-Z, and the total length of its pauses (s)."""
 
 
 def exclude_pause(seconds: float) -> None:
-    """Do not count a time in which all processes of the command were stopped (Ctrl-Z) for the call
-    under way.
+    """Subtract a pause (Ctrl-Z) from the elapsed time of the current simulator call.
+
+    Args:
+        seconds: Time during which all processes of the command were stopped.
     """
     global _paused_call, _paused_s
     since = numbers[SINCE]
@@ -150,7 +152,7 @@ def wait_for_timeout() -> None:
 
 
 def exit_message(ending: str) -> str:
-    """Return the message about a process that ended without one of its own.
+    """Return the message about a process that ended without an error message.
 
     Args:
         ending: How the process ended, e.g. "was ended by SIGSEGV".

@@ -86,7 +86,7 @@ TERMS: dict[Unit, dict[str, str]] = {
         ),
     },
 }
-"""Terms of the page; nothing else differs between robots and language models."""
+"""Terms of the page, by unit."""
 
 CURVES: dict[Unit, tuple[tuple[str, tuple[str, ...], float | None], ...]] = {
     "env_steps": (
@@ -144,13 +144,14 @@ def write(
     """Write ``out``/report.json and ``out``/report.html atomically.
 
     report.json contains no date, duration or curve, so the same checkpoint and seed give the same
-    bytes. The training steps are stored under the name of their unit, and numbers that are not
-    finite as null. Only a robot's report has ``seeds``.
+    bytes. The training steps are stored under the name of their unit. Numbers in ``extra`` that
+    are not finite are stored as null, and options that are not finite as text ("inf"). Only a
+    robot's report has ``seeds``.
 
     Args:
         out: Folder of the report.
         results: One result per task, in the order of display.
-        checkpoint: Path of the checkpoint.
+        checkpoint: Name of the checkpoint's folder.
         update: Update of the checkpoint.
         steps: Training steps until then, counted in ``unit``.
         unit: env_steps for a robot policy, tokens for a language model.
@@ -165,7 +166,7 @@ def write(
         video: Video to embed, or the reason why there is none.
 
     Raises:
-        ValueError: There is no episode.
+        ValueError: There is no task, a task has no episode, or a return is not finite.
     """
     if not results or not all(r.episodes for r in results):
         raise ValueError("a report needs at least one task with at least one episode")
@@ -240,9 +241,9 @@ def _json_value(value: Any) -> Any:
 def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, Any]:
     """Return the statistics of one task.
 
-    ``ci95`` is [low, high], null with a single episode. ``success`` is null if the task does not
-    report it. Responses to one prompt are not independent, so a language model's intervals are over
-    prompts.
+    ``ci95`` is [low, high]. For return and length it is null if there is one episode (language
+    model: one prompt). ``success`` is null if the task does not report it. Responses to one prompt
+    are not independent, so a language model's intervals are over prompts.
     """
     groups = _by_prompt(result.episodes) if unit == "tokens" else [[e] for e in result.episodes]
     return {
@@ -350,9 +351,10 @@ def _render_page(
 
 # ------------------------------------------------------------------------------------------ numbers
 def number(x: float, like: float | None = None) -> str:
-    """Format with four significant digits: 12,345 · 123.4 · 0.01235.
+    """Format with at least four significant digits: 12,345 · 123.4 · 0.01235.
 
-    With ``like``, use the number of decimals of that number.
+    Integers below 10^6 are written in full. With ``like``, use the number of decimals of that
+    number.
     """
     size = abs(x if like is None else like)
     if (size == 0 or float(size).is_integer()) and float(x).is_integer() and abs(x) < 1e6:

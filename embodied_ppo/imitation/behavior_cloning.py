@@ -1,11 +1,11 @@
 """Behaviour cloning of robot policies, with an auxiliary loss.
 
-From actions alone the small trunk learns the motion and ignores the words (success 0.1 after 2,000
-steps), because an action contains little more than the direction to the place that a sentence
-names. The auxiliary loss therefore predicts, from the features that the sentence attends to
-(``Grounding``), future states of the robot, and for each image cell the change of its colour until
-the end of the demonstration. Training it first grounds the features within a few hundred steps.
-Its heads are dropped afterwards.
+Trained on actions alone, the small trunk ignores the instruction (success 0.1 after 2,000 steps),
+because an action says little about which object the instruction names. The auxiliary loss therefore
+predicts, from the features that the sentence attends to (``Grounding``), future states of the
+robot, and for each image cell the change of its colour until the end of the demonstration. If it is
+trained first, the attention finds the named object within a few hundred steps. Its heads are
+dropped afterwards.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ MASKED_WORDS = 0.2
 
 Words unseen in training are masked at test time, so the model must rely on the other words.
 """
+AUXILIARY_PHASE = "auxiliary loss"
+"""Name of the phase that minimises the auxiliary loss alone, in the log and in progress bars."""
 MIN_STD = 1e-3
 """Lower bound of the standard deviation by which a target is divided."""
 
@@ -77,8 +79,8 @@ def clone(
     """Train a policy on demonstrations.
 
     AdamW minimises the auxiliary loss alone for ``config.foresight_steps``, then the sum of cloning
-    and auxiliary loss for ``config.steps``. The policy's normaliser is updated with every state
-    once.
+    and auxiliary loss for ``config.steps``; with foresight_steps=0 the cloning loss alone. The
+    policy's normaliser is updated with every state once.
 
     Args:
         policy: The policy, trained in place.
@@ -93,7 +95,7 @@ def clone(
 
     Raises:
         ConfigError: The demonstrations do not fit the policy.
-        TrainingError: The loss is not finite.
+        TrainingError: The norm of the gradient is not finite.
     """
     check(policy, demos)
     start = time.process_time()
@@ -111,7 +113,7 @@ def clone(
         policy.observe(_vectors(policy, demos.state.to(device)), mask)
         run = _CloningRun(policy, demos, config, seed, notice, advance)
         if config.foresight_steps:
-            run.train(train, config.foresight_steps, "foresight", seed)
+            run.train(train, config.foresight_steps, AUXILIARY_PHASE, seed)
         loss = run.train(train, config.steps, "cloning", seed + 1)
         held_out_loss = _held_out_loss(policy, demos, held_out)
         return CloningResult(config.steps, loss, held_out_loss, time.process_time() - start)
@@ -179,7 +181,8 @@ class _CloningRun:
             norm = nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
             if not torch.isfinite(norm):
                 raise TrainingError(
-                    f"{phase}: the loss of step {step} is {float(loss):g}; lower cloning.lr={lr:g}"
+                    f"{phase}: gradient norm {float(norm):g} at step {step} (loss"
+                    f" {float(loss):g}); lower cloning.lr={lr:g}"
                 )
             optimizer.step()
             self.advance(phase, step + 1, steps)
@@ -193,7 +196,7 @@ class _CloningRun:
     def _loss(self, frames: Tensor, phase: str, noise: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the loss that is reported, and the one that is minimised."""
         inputs = _inputs(self.policy, self.demos, frames)
-        if phase == "foresight":
+        if phase == AUXILIARY_PHASE:
             if isinstance(self.policy, VLA) and WORDS in inputs:
                 inputs[WORDS] = _mask_words(inputs[WORDS], noise)
             loss = self._auxiliary_loss(_grounding(self.policy, inputs), frames)
@@ -272,22 +275,23 @@ def check(policy: Family, demos: Demonstrations) -> None:
         shape = spec.shape if channels_last(spec) else (*spec.shape[1:], spec.shape[0])
         if shape[2] != 3:
             raise ConfigError(
-                f"cloning.dataset: camera {name!r} shows 3 channels (RGB), the task's {shape[2]};"
-                " use a task whose pictures are RGB"
+                f"cloning.dataset: its images of camera {name!r} have 3 channels (RGB), the task's"
+                f" have {shape[2]}; use a task whose images are RGB"
             )
         if (height, width) != shape[:2]:
             raise ConfigError(
-                f"cloning.dataset: camera {name!r} shows {height} x {width} pixels, the task's"
-                f" {shape[0]} x {shape[1]}; set env.image_size to what the dataset has, or record"
-                " with the task's"
+                f"cloning.dataset: its images of camera {name!r} have {height} x {width} pixels,"
+                f" the task's have {shape[0]} x {shape[1]}; set env.image_size to the size of the"
+                " dataset's images, or record demonstrations with the task's size"
             )
     numbers, vectors = demos.state.shape[1], policy.trunk.encoder.vectors
     if vectors and numbers != policy.trunk.encoder.vector_size:
         expected = " + ".join(f"{name} ({math.prod(x.shape)})" for name, x in vectors.items())
+        if len(vectors) > 1:
+            expected += f" = {policy.trunk.encoder.vector_size}"
         raise ConfigError(
-            f"cloning.dataset: its observation.state has {numbers} numbers, the task's {expected}"
-            f" {policy.trunk.encoder.vector_size}; name demonstrations with the same, or record"
-            " some (embodied-ppo demos)"
+            f"cloning.dataset: its observation.state has {numbers} numbers, the task has"
+            f" {expected}; name demonstrations with the same, or record some (embodied-ppo demos)"
         )
 
 
@@ -322,7 +326,7 @@ def _frames_at(episode: Tensor, fractions: Sequence[float]) -> Tensor:
 
 @torch.no_grad()
 def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> float:
-    """Return the mean loss of up to 2,048 frames, NaN without frames."""
+    """Return the mean loss of every k-th frame, at most 4,095 frames; NaN without frames."""
     frames = frames[:: max(1, len(frames) // 2048)]
     if not len(frames):
         return float("nan")

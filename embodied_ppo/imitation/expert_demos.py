@@ -284,7 +284,7 @@ def clone(
     Raises:
         ConfigError: The demonstrations do not fit the policy.
         EnvError: The simulator cannot be used.
-        TrainingError: The loss is not finite.
+        TrainingError: The norm of the gradient is not finite.
     """
     c = config.cloning
     folder = demonstrations(config, notice, advance)

@@ -68,6 +68,7 @@ class ReasoningRollout:
     """Collects ``group_size`` responses to each of ``batch`` prompts per update."""
 
     one_state = True
+    """Whether all processes share one rollout state."""
 
     def __init__(
         self,

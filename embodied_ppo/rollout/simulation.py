@@ -62,7 +62,8 @@ class _Act(nn.Module):
 class ActProgram:
     """``policy.act`` as a function of tensors.
 
-    Inputs are the weights, the noise and the observation's leaves; outputs are the decision's.
+    Inputs are the weights, the noise and the observation's leaves; outputs are the leaves of the
+    decision.
     """
 
     def __init__(self, policy: Policy, obs: Obs) -> None:
@@ -191,6 +192,7 @@ class Rollout:
     """Collects trajectories from one vector environment and keeps the state of its episodes."""
 
     one_state = False
+    """Whether all processes share one rollout state."""
 
     def __init__(
         self,
@@ -222,7 +224,8 @@ class Rollout:
                 last restart.
             stagger: Truncate the first episode of environment i after i/N of the time limit.
                 Otherwise, in tasks whose episodes always last until the time limit, all N
-                environments would stay in the same phase.
+                environments would stay in the same phase. Ignored with group_size > 1 or
+                one_episode.
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
             rows: Largest number of observations in one forward pass of the policy; None: all.
             schedule: Schedule of the switch to compiled code; None: never.
@@ -262,7 +265,10 @@ class Rollout:
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
 
     def _cut(self, step: Step) -> tuple[Step, Tensor | None]:
-        """Truncate episodes that are staggered to end now; return the step and bool [N] of them."""
+        """Truncate episodes that are staggered to end now.
+
+        Return the step and the mask of truncated environments, bool [N].
+        """
         self.steps += 1
         cut = self.cuts.get(self.steps)
         if cut is None:
@@ -452,7 +458,10 @@ class Rollout:
         self.env.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the simulator's state, or all actions since its restart, and the episodes'."""
+        """Return the state of the simulator and of the running episodes.
+
+        If the simulator cannot save its state, all actions since its restart are stored instead.
+        """
         return {
             "env": self.env.state(),
             "round": self.round,
@@ -469,8 +478,11 @@ class Rollout:
     ) -> None:
         """Continue from ``state``.
 
-        If replaying the actions does not reproduce the last observation, new episodes start and
-        ``notice`` is called.
+        If replaying the actions does not reproduce the last observation, new episodes start.
+
+        Args:
+            state: Result of ``state``.
+            notice: Receives a line when a replay starts, and one if new episodes start.
         """
         self.finished = deque((tuple(e) for e in state["finished"]), maxlen=WINDOW)
         self.has_success = state["has_success"]
@@ -510,8 +522,15 @@ class Staged:
     """Several rollouts in turns: the policy acts for one while the simulator of another runs."""
 
     one_state = False
+    """Whether all processes share one rollout state."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        """Combine rollouts.
+
+        Args:
+            rollouts: One rollout per stage, in the order of their environments, with the same
+                policy.
+        """
         self.rollouts = list(rollouts)
 
     @property

@@ -228,7 +228,7 @@ def test_progress_bars_in_a_terminal() -> None:
     assert re.search(r"recording .*━.*3/3", output)
     options = ["experiment=tabletop_token", *SMALL, "env.image_size=16", "updates=1"]
     output = run_in_a_terminal("train", *options, "run_dir=run")
-    assert re.search(r"foresight .*━.*2/2", output) and re.search(r"cloning .*━.*3/3", output)
+    assert re.search(r"auxiliary loss .*━.*2/2", output) and re.search(r"cloning .*━.*3/3", output)
     assert run_in_a_terminal("demos", "out=d", "episodes=4", "env.image_size=16", "--quiet") == ""
 
 
@@ -251,7 +251,7 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
     options = [f"experiment=tabletop_{policy}", *SMALL]
     video = ["evaluation.video_episodes=1", "evaluation.video_steps=3"] if policy == "token" else []
     summary, err = run(capsys, "clone", *options, *video, "run_dir=clone")
-    assert "foresight: step 2 of 2" in err and "cloning: step 3 of 3" in err
+    assert "auxiliary loss: step 2 of 2" in err and "cloning: step 3 of 3" in err
     assert summary == json.loads(Path("clone/summary.json").read_text())
     assert summary["updates"] == 0 and not math.isnan(summary["cloning_loss"])
     assert summary["held_out_loss"] is not None and Path(summary["report"]).is_file()
@@ -314,7 +314,7 @@ def test_interrupted_clone_leaves_no_run(
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("foresight: step 2"):
+        if line.startswith("auxiliary loss: step 2"):
             break
     process.send_signal(number)
     _, err = process.communicate(timeout=60)

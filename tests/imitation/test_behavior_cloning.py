@@ -69,7 +69,7 @@ def test_clone_imitates_the_demonstrations_and_reports_losses() -> None:
     }
     action = policy.act(policy.encode(obs)).action.view(240, -1, A)[:, 0]
     assert ((action - demos.action).abs() < 0.15).float().mean() > 0.95
-    assert lines[0].startswith("foresight: step 10 of 100, loss ") and lines[-1].startswith(
+    assert lines[0].startswith("auxiliary loss: step 10 of 100, loss ") and lines[-1].startswith(
         "cloning: step 150 of 150"
     )
     moments = policy.trunk.encoder.moments
@@ -164,7 +164,7 @@ def test_colour_changes_are_predicted() -> None:
     )
     begun = torch.arange(0, 2 * episodes, 2)
     train, test = begun[:350], begun[350:]
-    run.train(train, 300, "foresight", 0)
+    run.train(train, 300, "auxiliary loss", 0)
     with torch.no_grad():
         grounding = policy.encode_context(behavior_cloning._inputs(policy, demos, test)).grounding
         assert grounding is not None and grounding.cells is not None and run.cell_head is not None
@@ -185,11 +185,11 @@ def test_colour_changes_are_predicted() -> None:
         ({"images": {}}, r"holds no camera 'front', only none; .*env.cameras=\[front\]"),
         (
             {"images": {"front": torch.zeros(240, 8, 8, 3, dtype=torch.uint8)}},
-            "camera 'front' shows 8 x 8 pixels, the task's 16 x 24; set env.image_size",
+            "camera 'front' have 8 x 8 pixels, the task's have 16 x 24; set env.image_size",
         ),
         (
             {"state": torch.zeros(240, 4)},
-            r"its observation.state has 4 numbers, the task's state \(5\) 5",
+            r"its observation.state has 4 numbers, the task has state \(5\); name",
         ),
     ],
 )
@@ -244,15 +244,15 @@ def test_names_and_layouts_of_observations_do_not_change_cloning(
     [
         (
             {"front": ArraySpec((24, 16, 3), torch.uint8), "state": SPEC["state"]},
-            "shows 16 x 24 pixels, the task's 24 x 16",
+            "have 16 x 24 pixels, the task's have 24 x 16",
         ),
         (
             {"front": ArraySpec((1, 16, 24), torch.uint8), "state": SPEC["state"]},
-            "shows 3 channels .*, the task's 1",
+            "have 3 channels .*, the task's have 1",
         ),
         (
             {"front": SPEC["front"], "joints": ArraySpec((4,)), "gripper": ArraySpec((2,))},
-            r"observation.state has 5 numbers, the task's joints \(4\) \+ gripper \(2\) 6",
+            r"observation.state has 5 numbers, the task has joints \(4\) \+ gripper \(2\) = 6",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_policy_with_images_only_needs_no_state() -> None:
     )
     assert result.loss > 0
     assert steps == [
-        *(("foresight", i, 3) for i in (1, 2, 3)),
+        *(("auxiliary loss", i, 3) for i in (1, 2, 3)),
         ("cloning", 1, 2),
         ("cloning", 2, 2),
     ]
