@@ -1,13 +1,13 @@
 """Trunk of the small vision-language-action models.
 
 It maps images, a sentence and the robot's state to a memory for the action decoder. B rows, C
-actions of a chunk, A dimensions of each, D width, P tokens of the memory, Q tokens of the decoder,
-L words of a sentence.
+actions of a chunk, A dimensions of each, D width, K cells of all cameras, P tokens of the memory, Q
+tokens of the decoder, L words of a sentence.
 
 The words attend to places in the images (``Trunk._attend_to_cells``). A plain transformer of this
-size clones the motion and ignores the words. The memory is computed once per observation; the
-action tokens attend to it and to each other. The action heads are in ``action_tokens``,
-``gaussian`` and ``flow_matching``.
+size reproduces the motion but does not use the instruction. The memory is computed once per
+observation; the action tokens attend to it and to each other. The action heads are in
+``action_tokens``, ``gaussian`` and ``flow_matching``.
 """
 
 from __future__ import annotations
@@ -97,6 +97,16 @@ class Stem(nn.Module):
     """Image features in two resolutions: cells of CELL x CELL pixels, and tokens of 2 x 2 cells."""
 
     def __init__(self, name: str, shape: tuple[int, int, int], width: int) -> None:
+        """Build the layers for one camera.
+
+        Args:
+            name: Name of the observation, for messages.
+            shape: (channels, height, width) of an image in pixels.
+            width: D.
+
+        Raises:
+            ConfigError: Height or width is not a multiple of 8.
+        """
         super().__init__()
         channels, height, w = shape
         if height % (2 * CELL) or w % (2 * CELL):
@@ -106,6 +116,7 @@ class Stem(nn.Module):
             )
         half, self.grid = width // 2, (height // CELL, w // CELL)
         self.patch, self.merge = nn.Linear(CELL * CELL * channels, half), nn.Linear(4 * half, width)
+        # Convolution over neighbouring cells. The attributes' names are keys of checkpoints.
         self.near = nn.ModuleList(nn.Conv2d(half, half, 3, padding=1) for _ in range(2))
         cells = self.grid[0] * self.grid[1]
         self.places = nn.Parameter(torch.randn(cells, width))
@@ -114,7 +125,7 @@ class Stem(nn.Module):
         """Position embedding of the tokens."""
 
     def cells(self, image: Tensor) -> Tensor:
-        """Return cell features [B, HW/16, D/2] of images uint8 [B, 3, H, W]."""
+        """Return cell features [B, HW/16, D/2] of images uint8 [B, channels, H, W]."""
         x = _merge_patches(image.permute(0, 2, 3, 1).contiguous(), CELL).float() * (1 / 127.5) - 1
         x = F.silu(self.patch(x)).permute(0, 3, 1, 2)
         for near in self.near:
@@ -140,9 +151,9 @@ def _position_encoding(length: int, like: Tensor) -> Tensor:
 
 
 def _merge_patches(x: Tensor, n: int) -> Tensor:
-    """Join patches of n x n: [B, H, W, K] -> [B, H/n, W/n, n·n·K]."""
-    b, h, w, k = x.shape
-    return x.view(b, h // n, n, w // n, n, k).transpose(2, 3).reshape(b, h // n, w // n, n * n * k)
+    """Join patches of n x n: [B, H, W, F] -> [B, H/n, W/n, n·n·F]."""
+    b, h, w, f = x.shape
+    return x.view(b, h // n, n, w // n, n, f).transpose(2, 3).reshape(b, h // n, w // n, n * n * f)
 
 
 class ObservationEncoder(nn.Module):
@@ -196,6 +207,16 @@ class Trunk(ObservationEncoder):
     """Maps encoded observations to the memory that the decoder attends to."""
 
     def __init__(self, spec: ObsSpec, sentences: Sequence[str], config: ModelConfig) -> None:
+        """Build the trunk.
+
+        Args:
+            spec: Observations of one environment.
+            sentences: The simulator's instructions.
+            config: Options of the section ``model``.
+
+        Raises:
+            ConfigError: No observation is an image, or an image's size is not supported.
+        """
         super().__init__(spec, config)
         width = config.width
         self.stems = nn.ModuleList(
@@ -213,12 +234,15 @@ class Trunk(ObservationEncoder):
         zone" and "the blue block to the red zone" are the same bag of words."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.heads = config.heads
-        # Layers of ``_attend_to_cells``; the names are keys of checkpoints. choose: words that a
-        # head reads; ask: its query; show: keys and contents of cells; place: positions of cells;
-        # mark: adds the attention of all heads to the cells.
+        # Layers of ``_attend_to_cells``; the attributes' names are keys of checkpoints.
+        # choose: logits of the attention of each head to the words.
+        # ask: query of each head, from the words.
         self.choose, self.ask = nn.Linear(width, config.heads), nn.Linear(width, width)
+        # Keys and contents (values) of the cells.
         self.show = nn.Linear(width // 2, 2 * width)
+        # Projection of the cells' position embeddings, whose attended mean is ``Grounding.focus``.
         self.place = nn.Linear(width, width)
+        # Maps the heads' attention logits of a cell to a term that is added to its features.
         self.mark = nn.Linear(config.heads, width // 2)
         table = sentence_table(tuple(sentences), config.word_buckets)
         self.register_buffer("table", table, persistent=False)
@@ -278,7 +302,7 @@ class Trunk(ObservationEncoder):
         )
 
     def _attend_to_cells(
-        self, words: Tensor, valid: Tensor, cells: Tensor, places: Tensor
+        self, words: Tensor, valid: Tensor, cells: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend from the words to image cells, one spatial softmax per head.
 
@@ -290,17 +314,17 @@ class Trunk(ObservationEncoder):
         Args:
             words: [B, L, D].
             valid: bool [B, L], words that are not padding.
-            cells: [B, P, D/2].
-            places: [P, D], position embeddings of the cells.
+            cells: [B, K, D/2].
+            positions: [K, D], position embeddings of the cells.
 
         Returns:
-            Mean position [B, D], mean content [B, D] and attention logits [B, P, heads].
+            Mean position [B, D], mean content [B, D] and attention logits [B, K, heads].
         """
         logits = self.choose(words).masked_fill(~valid.unsqueeze(-1), MASKED_LOGIT)
         queries = self.ask(words).unflatten(-1, (self.heads, -1))  # [B, L, heads, d]
         query = torch.einsum("blh,blhd->bhd", logits.softmax(1), queries)
         # Keys and contents are linear in a cell, so the projections are moved behind the pooling
-        # over cells: both products are over [heads, D/2] instead of [P, 2 D].
+        # over cells: both products are over [heads, D/2] instead of [K, 2 D].
         size = query.shape[-1]
         # key and content are [heads, d, D/2].
         key, content = self.show.weight.unflatten(0, (2, self.heads, size)).unbind()
@@ -308,10 +332,10 @@ class Trunk(ObservationEncoder):
         marks = cells @ torch.einsum("bhd,hdc->bch", query, key)
         marks = (marks + (query * key_bias).sum(-1).unsqueeze(1)) * size**-0.5
         weight = marks.softmax(1)
-        place = self.place(places).unflatten(-1, (self.heads, -1))
-        place = torch.einsum("bph,phd->bhd", weight, place)
+        position = self.place(positions).unflatten(-1, (self.heads, -1))
+        position = torch.einsum("bkh,khd->bhd", weight, position)
         pooled = torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content)
-        return place.flatten(1), (pooled + content_bias).flatten(1), marks
+        return position.flatten(1), (pooled + content_bias).flatten(1), marks
 
 
 def _concatenate(parts: list[Tensor]) -> Tensor:
