@@ -52,29 +52,57 @@ class TaskFile(Protocol):
     """One source file of a user's task."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Path relative to the folder of the originals."""
+        ...
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """SHA-256 of the contents in hex; the size of a very large file."""
+        ...
 
 
 class TaskFiles(Protocol):
     """Source files of a user's task; ``embodied_envs.task_files.TaskFiles`` implements it."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """Value of ``env.id``."""
+        ...
 
     @property
-    def files(self) -> Sequence[TaskFile]: ...
+    def files(self) -> Sequence[TaskFile]:
+        """The files; the module that ``id`` names is the first."""
+        ...
 
     @property
-    def hash(self) -> str: ...
+    def hash(self) -> str:
+        """12 hex digits of the SHA-256 of names and contents."""
+        ...
 
-    def save(self, run_dir: Path) -> TaskFiles: ...
+    def save(self, run_dir: Path) -> TaskFiles:
+        """Write copies and a manifest into ``run_dir`` unless they exist.
 
-    def without_data(self, run_dir: Path) -> TaskFiles: ...
+        Returns:
+            The same files with the folder of their copies.
+        """
+        ...
 
-    def activate(self, say: Callable[[str], None] = ...) -> None: ...
+    def without_data(self, run_dir: Path) -> TaskFiles:
+        """Return a value for other processes, which read the copies from ``run_dir``."""
+        ...
+
+    def activate(self, say: Callable[[str], None] = ...) -> None:
+        """Execute the files of the run's start: the originals if unchanged, else the copies.
+
+        Args:
+            say: Called with a line if copies are executed.
+
+        Raises:
+            EnvError: The originals differ and the copies cannot be read.
+            CheckpointError: The copies are damaged.
+        """
+        ...
 
 
 @dataclass(frozen=True)

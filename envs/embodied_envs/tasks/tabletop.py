@@ -34,7 +34,7 @@ x points away from the camera, y to its left, z up.
 FINGER_OPEN = 0.037
 """Distance of each finger from the middle of the open gripper."""
 STEP, FINGER_STEP = 0.03, 0.014
-"""Change of the tool's target, and of each finger's, by an action of 1."""
+"""Change of the tool's and of each finger's target position per step for action 1 (m)."""
 MAX_LEAD = 0.06
 """Largest distance along each axis from the tool to its target."""
 
@@ -78,8 +78,10 @@ FEATURES = (
 """Features that success depends on."""
 
 INF = float("inf")
-LEVEL, RELEASED = (-0.008, 0.008), {"free": (0.0, INF), "speed": (-1.0, 0.05)}
-"""Bounds of a drop of a block on the table; bounds for blocks at rest that the gripper released."""
+LEVEL = (-0.008, 0.008)
+"""Bounds of ``a_drop`` and ``b_drop`` (m) for a block that lies on the table."""
+RELEASED = {"free": (0.0, INF), "speed": (-1.0, 0.05)}
+"""Bounds that require released blocks at rest."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,9 @@ class Rule:
 
     Attributes:
         bounds: Feature -> open interval; success means that all features are inside at once.
-        goal: Goal of A: its zone, on B, beside B, or its own cell, in which it starts or which is
-            free. "a": A is the goal of the tool.
+        goal: Goal of A: its zone, on B, or beside B. "cell": the cell of role A in the layout: A's
+            initial cell, or an empty one if A starts elsewhere (``start``). "a": A is the goal of
+            the tool.
         height: Height (m) of the goal; for goals on or beside B and "a" relative to that block.
         start: A starts in its own cell, in its zone, on B or touching B.
         method: "tool": the tool moves to the goal; "push" and "grasp": it moves A this way.
@@ -141,13 +144,14 @@ WEIGHTS = {"tool": (0.0, 0.0, 1.0), "push": (0.3, 0.0, 0.7), "grasp": (0.2, 0.2,
 class Tabletop(Task):
     """Language-conditioned manipulation. Each world has its own sentence; all share the model.
 
-    Action [N, 4] in [-1, 1]: a velocity. It moves the tool's target by up to STEP along x, y and z,
-    and opens (> 0) or closes (< 0) the fingers by up to FINGER_STEP each. The targets are the
-    state's "ctrl".
+    Action [N, 4]: change of the target positions, scaled to [-1, 1]. The tool's target moves by up
+    to STEP along x, y and z; the fingers open (> 0) or close (< 0) by up to FINGER_STEP each. The
+    targets are the state's "ctrl".
 
     Variables: kind, instruction, combination int64 [N] (indices of ``names``, ``instructions``,
-    ``combinations``); spot [N, 5, 3], see ``displacements``. A and B are the blocks that the
-    sentence names; with one block B is A.
+    ``combinations``): kind is the index of a family in ``names``. spot [N, 5, 3]: the
+    displacement_offset of ``displacements``; checkpoints store it under this name. A and B are the
+    blocks that the sentence names; with one block B is A.
     """
 
     id = "Tabletop"
@@ -195,6 +199,7 @@ class Tabletop(Task):
 
     # ------------------------------------------------------------------------------------ the model
     def spec(self) -> mujoco.MjSpec:
+        """Return a new model of the table, the gripper, four blocks and four zones."""
         return mujoco.MjSpec.from_string(_mjcf())
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
@@ -217,7 +222,8 @@ class Tabletop(Task):
         rules = [RULES[c.family] for c in cs]
         arrays = [_combination_arrays(c) for c in cs]
         self._table = integer([x.table for x in arrays])
-        self._mix, self._offset = real([x.mix for x in arrays]), real([x.offset for x in arrays])
+        self._place_weights = real([x.place_weights for x in arrays])
+        self._offset = real([x.offset for x in arrays])
         self._height = real([x.height for x in arrays])
         self._point_weights = real([x.point_weights for x in arrays])
         # qpos: gripper 0:5, then [x, y, z, quaternion] of each block; qvel likewise with 6 each.
@@ -229,7 +235,9 @@ class Tabletop(Task):
         )
         self._direction = real([_direction_vector(c) for c in cs])
         self._weight = real([WEIGHTS[rule.method] for rule in rules])
-        self._share = real([(0.5, 0.5) if "b_flat" in x.bounds else (1.0, 0.0) for x in rules])
+        self._goal_weights = real(
+            [(0.5, 0.5) if "b_flat" in rule.bounds else (1.0, 0.0) for rule in rules]
+        )
         self._pushed = torch.tensor([[rule.method == "push"] for rule in rules], device=device)
         self._one_hot = real([[c.family == name for name in RULES] + _one_hot(c) for c in cs])
         # The same for all.
@@ -238,13 +246,24 @@ class Tabletop(Task):
         self._cells = real([((row - 1) * PITCH, (column - 1.5) * PITCH) for row, column in cells])
         self._jitter = real([[BLOCK_JITTER]] * 4 + [[ZONE_JITTER]] * 4)
         self._low, self._high = real(LOW), real(HIGH)
-        self._hand, self._spread = real([0.0, 0.0, 0.13, 0.018]), real([0.05, 0.05, 0.02, 0.018])
+        # Initial pose of the gripper: x, y, z, opening of a finger.
+        self._gripper_mean = real([0.0, 0.0, 0.13, 0.018])
+        self._gripper_range = real([0.05, 0.05, 0.02, 0.018])
 
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
+        """Return the bounds -1 and 1 of each of the four action dimensions."""
         return [-1.0] * 4, [1.0] * 4
 
     # -------------------------------------------------------------------------------- the functions
     def control(self, s: State, action: Tensor) -> Tensor:
+        """Return the new target positions [N, 5] of tool and fingers (m).
+
+        The tool's target stays within LOW and HIGH and within MAX_LEAD of the tool.
+
+        Args:
+            s: State.
+            action: [N, 4], see the class.
+        """
         tool, ctrl = s["qpos"][:, :3], s["ctrl"]
         target = ctrl[:, :3] + STEP * action[:, :3]
         low, high = (tool - MAX_LEAD).maximum(self._low), (tool + MAX_LEAD).minimum(self._high)
@@ -252,7 +271,9 @@ class Tabletop(Task):
         finger = (ctrl[:, 3:4] + FINGER_STEP * action[:, 3:]).clamp(0.0, FINGER_OPEN)
         return torch.cat((target, finger, finger), dim=1)
 
-    def displacements(self, qpos: Tensor, combination: Tensor, spot: Tensor) -> Tensor:
+    def displacements(
+        self, qpos: Tensor, combination: Tensor, displacement_offset: Tensor
+    ) -> Tensor:
         """Return five vectors per world, [N, 5, 3] (m).
 
         0  from A to its goal; for reach and touch from the tool to its goal
@@ -261,11 +282,11 @@ class Tabletop(Task):
         3  from the tool to A
         4  from the tool to B
 
-        A vector that the family does not have is 0. Each is ``spot`` [N, 5, 3] plus a linear
-        combination of the points tool, A and B in ``qpos`` [N, nq].
+        A vector that the family does not have is 0. Each is ``displacement_offset`` [N, 5, 3] plus
+        a linear combination of the points tool, A and B in ``qpos`` [N, nq].
         """
         points = qpos.gather(1, self._xyz[combination]).view(-1, 3, 3)
-        return torch.baddbmm(spot, self._point_weights[combination], points)
+        return torch.baddbmm(displacement_offset, self._point_weights[combination], points)
 
     def observe(self, s: State) -> Obs:
         """Return the observation.
@@ -274,8 +295,8 @@ class Tabletop(Task):
         tool) and "instruction" int64 [N].
 
         obs=state: [N, 91], the same 12 numbers; ``displacements``; velocities and quaternions of A
-        and B; vectors from the tool to all blocks, and horizontal ones to all zones; one-hot the
-        family, A, B, the zone and the direction.
+        and B; vectors from the tool to all blocks, and horizontal ones to all zones; one-hot
+        encodings of family, A, B, zone and direction.
         """
         qpos, qvel, combination = s["qpos"], s["qvel"], s["combination"]
         tool = qpos[:, None, :3]
@@ -293,22 +314,22 @@ class Tabletop(Task):
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         """Return phi(s') - phi(s) + [success], in [-1, 2]; a state that does not change gives 0.
 
-        phi = sum over A and B of share * (w1 near(tool, block) + w2 [held] + w3 near(block, goal))
-        is in [0, 1], with near(x, y) = 0.1 / (0.1 + |x - y|) in metres, w the family's WEIGHTS, and
-        share = (1, 0), or (1/2, 1/2) if A and B have a goal. A block within 3.5 cm of its goal
-        counts as near and held; B counts for w1 and w2 once A is there. To push, near refers to the
-        nearest point of PUSH_RANGE behind the block as seen from the goal. For reach and touch,
-        phi = near(tool, goal).
+        phi = sum over A and B of g * (w1 p(tool, block) + w2 [held] + w3 p(block, goal)) is in
+        [0, 1], with the proximity p(x, y) = 0.1 / (0.1 + |x - y|) in metres, w the family's
+        WEIGHTS, and the goal weights g = (1, 0), or (1/2, 1/2) if A and B have a goal. A block
+        within 3.5 cm of its goal counts as held, with proximity 1 to the tool; B counts for w1 and
+        w2 once A is at its goal. To push, the proximity of the tool is that to the nearest point of
+        PUSH_RANGE behind the block as seen from the goal. For reach and touch, phi = p(tool, goal).
         """
-        combination, spot = s["combination"], s["spot"]
+        combination, offset = s["combination"], s["spot"]
         qpos = torch.cat((before["qpos"], s["qpos"]))
-        phi = self._potential(qpos, combination.repeat(2), spot.repeat(2, 1, 1))
+        phi = self._potential(qpos, combination.repeat(2), offset.repeat(2, 1, 1))
         old, new = phi.chunk(2)
         return new - old + self.success(s)
 
-    def _potential(self, qpos: Tensor, combination: Tensor, spot: Tensor) -> Tensor:
+    def _potential(self, qpos: Tensor, combination: Tensor, displacement_offset: Tensor) -> Tensor:
         """Return phi [N] of ``reward``."""
-        displacements = self.displacements(qpos, combination, spot)
+        displacements = self.displacements(qpos, combination, displacement_offset)
         to_goal, to_block = displacements[:, :2], displacements[:, 3:]
         distance = _length(to_goal)
         at_goal = distance < 0.035
@@ -317,15 +338,17 @@ class Tabletop(Task):
         behind = (to_block * to_goal)[..., :2].sum(2) / _length(to_goal[..., :2]).clamp_min(1e-6)
         gap = behind - behind.clamp(*PUSH_RANGE)
         squared_push = squared - behind.square() + gap.square()
-        near = _near(torch.where(self._pushed[combination], squared_push, squared).relu().sqrt())
+        squared = torch.where(self._pushed[combination], squared_push, squared)
+        proximity = _proximity(squared.relu().sqrt())
         closed = (qpos[:, 3:5] - HALF_EDGE).abs().amax(1, keepdim=True) < 0.006
         held = closed & (to_block.abs().amax(2) < 0.02)
         w1, w2, w3 = self._weight[combination][:, :, None].unbind(1)
-        handled = torch.where(at_goal, w1 + w2, w1 * near + w2 * held)
+        handled = torch.where(at_goal, w1 + w2, w1 * proximity + w2 * held)
         handled = torch.cat((handled[:, :1], handled[:, 1:] * at_goal[:, :1]), dim=1)
-        return ((handled + w3 * _near(distance)) * self._share[combination]).sum(1)
+        return ((handled + w3 * _proximity(distance)) * self._goal_weights[combination]).sum(1)
 
     def terminated(self, s: State) -> Tensor:
+        """Return bool [N]; an episode ends with success."""
         return self.success(s)
 
     def success(self, s: State) -> Tensor:
@@ -353,22 +376,22 @@ class Tabletop(Task):
         layout = self._layouts[self._table[combination], _pick(u[:, 3], LAYOUTS)]
         jitter = self._jitter * (2 * u[:, 4:20].unflatten(1, (8, 2)) - 1)
         places = self._cells[layout] + jitter  # [N, 8, 2] by role
-        xy = torch.baddbmm(self._offset[combination], self._mix[combination], places)
+        xy = torch.baddbmm(self._offset[combination], self._place_weights[combination], places)
         points = torch.cat((xy, self._height[combination]), dim=2)  # [N, 13, 3]
-        blocks, zones, spot = points.split((4, 4, 5), dim=1)
+        blocks, zones, displacement_offset = points.split((4, 4, 5), dim=1)
         half_yaw = YAW_RANGE * (u[:, 20:24, None] - 0.5)
         zero = torch.zeros_like(half_yaw)
         blocks = torch.cat((blocks, torch.cos(half_yaw), zero, zero, torch.sin(half_yaw)), dim=2)
-        hand = self._hand + self._spread * (2 * u[:, 24:] - 1)
-        hand = torch.cat((hand, hand[:, 3:]), dim=1)
+        gripper = self._gripper_mean + self._gripper_range * (2 * u[:, 24:] - 1)
+        gripper = torch.cat((gripper, gripper[:, 3:]), dim=1)
         return {
-            "qpos": torch.cat((hand, blocks.flatten(1)), dim=1),
-            "ctrl": hand,
+            "qpos": torch.cat((gripper, blocks.flatten(1)), dim=1),
+            "ctrl": gripper,
             "mocap_pos": zones,
             "kind": kind,
             "instruction": instruction,
             "combination": combination,
-            "spot": spot,
+            "spot": displacement_offset,
         }
 
 
@@ -382,15 +405,15 @@ class CombinationArrays(NamedTuple):
     """The start of a combination's episodes and the goals of A and B as arrays.
 
     An episode has 13 points: the four blocks by colour, the four zones by colour and the five rows
-    of the variable "spot". Their x and y are mix [13, 8] times the places [8, 2] of a layout plus
-    offset [13, 2]; their z is height [13, 1]; in metres.
+    of the variable "spot". Their x and y are place_weights [13, 8] times the places [8, 2] of a
+    layout plus offset [13, 2]; their z is height [13, 1]; in metres.
     """
 
     blocks: tuple[int, int]
     """Colours of A and B."""
     table: int
     """Index of the table of layouts."""
-    mix: NDArray[np.float64]
+    place_weights: NDArray[np.float64]
     offset: NDArray[np.float64]
     height: NDArray[np.float64]
     point_weights: NDArray[np.float64]
@@ -405,10 +428,11 @@ def _combination_arrays(c: Combination) -> CombinationArrays:
     zones = (c.a, c.b) if c.family == "sort" else (max(c.z, 0), max(c.z, 0))
     weights = np.zeros((5, 3))
     weights[3], weights[4] = (-1, 1, 0), (-1, 0, 1)
-    mix, offset, height = np.zeros((13, 8)), np.zeros((13, 2)), np.zeros((13, 1))
+    place_weights, offset, height = np.zeros((13, 8)), np.zeros((13, 2)), np.zeros((13, 1))
 
     def place(row: int, role: int | None, z: float, x: float = 0.0, y: float = 0.0) -> None:
-        mix[row], offset[row], height[row] = np.arange(8) == role, (x, y), z
+        place_weights[row] = np.arange(8) == role
+        offset[row], height[row] = (x, y), z
 
     # Initial positions of blocks and zones.
     for colour in range(4):
@@ -443,7 +467,7 @@ def _combination_arrays(c: Combination) -> CombinationArrays:
         place(10, ZONE_A, HALF_EDGE)
         weights[2] = (0, -1, 0)
     table = {"push": 5, "beside": 6, "separate": 7}.get(c.family, c.d + 1)
-    return CombinationArrays(blocks, table, mix, offset, height, weights)
+    return CombinationArrays(blocks, table, place_weights, offset, height, weights)
 
 
 def _roles(first: int, second: int) -> tuple[int, ...]:
@@ -508,8 +532,8 @@ def _length(x: Tensor) -> Tensor:
     return x.square().sum(-1).sqrt()
 
 
-def _near(distance: Tensor) -> Tensor:
-    """Return 1 at distance 0, 1/2 at 10 cm."""
+def _proximity(distance: Tensor) -> Tensor:
+    """Return the proximity: 1 at distance 0, 1/2 at 10 cm."""
     return 0.1 / (0.1 + distance)
 
 
