@@ -21,7 +21,7 @@ from embodied_ppo.config.schema import Config
 
 
 def main() -> dict[str, Any]:
-    """Return where the parts of a run would be; nothing is started."""
+    """Return the device of each role; nothing is started."""
     config = load(
         Config,
         {
