@@ -104,7 +104,8 @@ def _wait(child: int) -> tuple[int, bool]:
                     os.kill(pid, signal.SIGKILL)
             return os.waitpid(child, 0)[1], received
         info = signal.sigtimedwait({*SIGNALS, signal.SIGCHLD}, CHECK_S)
-        if info is not None and info.si_signo != signal.SIGCHLD:
+        # If a pause (SIGSTOP) outlasts the time limit, CPython returns an uninitialised siginfo.
+        if info is not None and info.si_signo in SIGNALS:
             received = True
             if info.si_code != SI_KERNEL:
                 watchdog.numbers[watchdog.FORWARDED] += 1
