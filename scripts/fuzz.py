@@ -916,7 +916,7 @@ def _exchange() -> tuple[Exchange, Connection]:
 
 
 def stranger_run(content: bytes) -> None:
-    """What one that does not know it sends: nobody parses that, and a friend is heard after it."""
+    """Return bytes of a client without the secret: they are never parsed."""
     exchange, friend = _exchange()
     with socket.create_connection(exchange.address) as stranger:
         stranger.sendall(content)
