@@ -59,7 +59,7 @@ def test_metrics_against_hand_computed_numbers() -> None:
     assert metrics["eval/maj@4"] == pytest.approx(0.5), "the majorities are a and c"
     assert metrics["eval/truncated"] == pytest.approx(2 / 8) and metrics["eval/length"] == 3
     assert not [tag for tag in metrics if tag.startswith("eval/accuracy/")], "there is one source"
-    prompts, _, samples, *_ = generator.asked[0]
+    prompts, _, samples = generator.calls[0]
     assert len(prompts) == 8 and int(samples.min()) >= 1 << 40
 
 
