@@ -367,8 +367,8 @@ class ClusterSystem(RunSystem):
         for handle, is_visible in zip(handles, visible, strict=True):
             if not is_visible:
                 raise PlacementError(
-                    f"run_dir={run_dir}: {handle} cannot read {folder} of this machine; use"
-                    " a shared file system (same path on all machines)"
+                    f"run_dir={run_dir}: {handle} cannot read this machine's folder; use a shared"
+                    " file system (same path on all machines)"
                 )
 
     def _servers(self, caller: str, rank: int) -> dict[str, list[WorkerHandle]]:
