@@ -287,7 +287,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
             if (summary := _finished(run_dir, source, updates)) is not None:
                 messages.bar.say(
                     f"{run_dir}: nothing left to train and nothing changed;"
-                    f" {mode(config).budget_options} asks for more than {updates} updates"
+                    f" {mode(config).budget_options} requests more than {updates} updates"
                 )
                 yield summary
                 return

@@ -879,7 +879,7 @@ def message_inputs(r: Random) -> tuple[str, Any]:
 
 
 def message_run(case: tuple[str, Any]) -> None:
-    """What a peer that knows the secret sends."""
+    """Return the bytes of a peer with the secret."""
     message = b"".join(pack(MESSAGE))
     if case[0] == "bytes":
         content = damaged(message, case[1])

@@ -505,7 +505,7 @@ class _Table:
             i = wrong[0]
             raise _damaged(
                 f"{self.path}: episode {self._episode[i]}, frame {self._frame[i]}: {name}"
-                f" has {counts[i]} numbers; meta/info.json says {dims}"
+                f" has {counts[i]} numbers; meta/info.json has {dims}"
             )
         flat = column.flatten() if is_list else column
         try:
@@ -538,7 +538,7 @@ class _Table:
                 raise _damaged(f"{label} cannot be decoded ({error})") from error
             if (height, width) != size:
                 raise ConfigError(
-                    f"{label} is {[height, width, 3]}; meta/info.json says {[*size, 3]}"
+                    f"{label} is {[height, width, 3]}; meta/info.json has {[*size, 3]}"
                 )
         return out
 
@@ -569,7 +569,7 @@ def _decode(
             width, height = next(frames)["size"]
             if (height, width) != size:
                 raise ConfigError(
-                    f"{path}: has {height} x {width} pixels; meta/info.json says {size[0]} x"
+                    f"{path}: has {height} x {width} pixels; meta/info.json has {size[0]} x"
                     f" {size[1]}"
                 )
             position = 0  # index of the next frame

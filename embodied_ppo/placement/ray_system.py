@@ -136,7 +136,7 @@ class Reservation:
             )
             raise PlacementError(
                 f"{option} {address}: Ray cannot be reached ({reason}); check"
-                " ray status there; if it asks for a token, RAY_AUTH_MODE=token is needed"
+                " ray status there; if it requires a token, RAY_AUTH_MODE=token is needed"
                 " here, too"
             ) from error
 

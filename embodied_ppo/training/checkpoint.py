@@ -352,7 +352,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         data = file.read_bytes()
         if len(data) != size:
             raise CheckpointError(
-                f"{file}: has {len(data)} bytes, its manifest says {size}; it was cut short, use"
+                f"{file}: has {len(data)} bytes, its manifest has {size}; it was cut short, use"
                 " another checkpoint"
             )
         if hashlib.sha256(data).hexdigest() != digest:

@@ -138,7 +138,7 @@ def test_minibatch_size_is_total_over_ranks(world: int) -> None:
 # ---------------------------------------------------------------------------------- other processes
 @contextmanager
 def serving(services: ModelService) -> Iterator[Client]:
-    """A desk at a server that answers in a thread, over a real connection."""
+    """Yield a client of a server that answers in a thread, over a real connection."""
     exchange = Exchange("127.0.0.1", "secret", 20.0)
     server = Server(services, exchange)
     failed: list[BaseException] = []
@@ -153,11 +153,11 @@ def serving(services: ModelService) -> Iterator[Client]:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    desk = Client(connect(exchange.address, "secret", "asker", peer="services", timeout_s=20.0))
+    client = Client(connect(exchange.address, "secret", "asker", peer="services", timeout_s=20.0))
     try:
-        yield desk
+        yield client
     finally:
-        desk.finish()
+        client.finish()
         thread.join(20.0)
         server.close()
     assert not failed and not thread.is_alive()
@@ -169,10 +169,10 @@ def test_remote_critic_and_reference_equal_local_ones(case: str) -> None:
     here, there = disturbed(learner(config)), disturbed(learner(config))
     values, reference = critic_of(there), there.actor.reference
     services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
-    with serving(services) as desk:
-        there.critic = RemoteCritic(desk, CPU, pretrained=True)
+    with serving(services) as client:
+        there.critic = RemoteCritic(client, CPU, pretrained=True)
         if reference is not None:
-            there.actor.reference = RemoteReference(desk, CPU)
+            there.actor.reference = RemoteReference(client, CPU)
         for update in range(2):
             local_metrics, remote_metrics = (
                 x.update(experience(x.policy, noise=0.2), update=update) for x in (here, there)
@@ -198,10 +198,10 @@ def test_remote_models_start_as_copies_of_actor() -> None:
     services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     t = experience(x.policy)
     assert isinstance(t.obs, dict)
-    with serving(services) as desk:
+    with serving(services) as client:
         x.critic, x.actor.reference = (
-            RemoteCritic(desk, CPU, pretrained=False),
-            RemoteReference(desk, CPU),
+            RemoteCritic(client, CPU, pretrained=False),
+            RemoteReference(client, CPU),
         )
         x.initialize()
         view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
@@ -229,8 +229,8 @@ def test_remote_graders_equal_local_graders() -> None:
     services = ModelService(
         device=CPU, graders=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts
     )
-    with serving(services) as desk:
-        there = RemoteGraders(desk, prompts)
+    with serving(services) as client:
+        there = RemoteGraders(client, prompts)
         for _ in range(2):
             assert there.grade(samples, chosen) == here.grade(samples, chosen)
             assert there.failures == here.failures and there.last_failure == here.last_failure

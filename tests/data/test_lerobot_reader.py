@@ -374,7 +374,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: imageio.imwrite(
             f / VIDEO, np.zeros((8, 48, 48, 3), np.uint8), macro_block_size=16
         ),
-        VIDEO + ": has 48 x 48 pixels; meta/info.json says 16 x 24",
+        VIDEO + ": has 48 x 48 pixels; meta/info.json has 16 x 24",
     ),
     "lost frame": (
         lambda f: rewrite_table(f, DATA, without(6)),
@@ -390,7 +390,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "shape": (
         lambda f: rewrite_table(f, DATA, setting(6, action=[1.0])),
-        DATA + r": episode 3, frame 1: action has 1 numbers; meta/info.json says 2",
+        DATA + r": episode 3, frame 1: action has 1 numbers; meta/info.json has 2",
     ),
     "task": (
         lambda f: rewrite_table(f, DATA, setting(0, task_index=7)),
@@ -559,7 +559,7 @@ def test_images_execute_no_programs_and_are_not_decompressed(tmp_path: Path) -> 
     file = io.BytesIO()
     Image.new("1", (10_000, 8_000)).save(file, "PNG")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    message = r"is \[8000, 10000, 3\]; meta/info.json says \[16, 24, 3\]"
+    message = r"is \[8000, 10000, 3\]; meta/info.json has \[16, 24, 3\]"
     with pytest.raises(ConfigError, match=message):
         read(in_tables(tmp_path / "bomb", [[file.getvalue()]], (H, W)))
     # In KiB; the pixels would need 240 MB.

@@ -24,7 +24,7 @@ STEPS = CloningConfig(steps=150, batch_size=16, lr=3e-3, foresight_steps=100)
 
 
 def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
-    """A bright patch is left or right; the sentence says whether to move to it or away from it.
+    """A bright patch is left or right; the sentence selects whether to move to it or away from it.
 
     The final state follows from both.
     """

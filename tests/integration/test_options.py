@@ -1,4 +1,4 @@
-"""Every option of training changes a number, or a reason says why it must not."""
+"""Every option of training changes a number, or a stated reason explains why not."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def empty_run(run_dir: Path) -> Path:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "truncated": (truncate, "policy.pt: has .* bytes, its manifest says .* use another"),
+    "truncated": (truncate, "policy.pt: has .* bytes, its manifest has .* use another"),
     "bit flipped": (
         flip_a_bit,
         "policy.pt: its contents do not match the manifest's sha256; use another",

@@ -606,7 +606,7 @@ def read_image_processor(
         options = read_json(processor, "", CURE).get("image_processor")
     if options is None:
         raise ConfigError(
-            "holds no preprocessor_config.json, which says how images are normalised; download it"
+            "holds no preprocessor_config.json, which defines the image normalisation; download it"
         )
     vision = raw.get("vision_config") or {}
     mean, std = (
@@ -627,7 +627,7 @@ def read_image_processor(
         side = size.get("height") if isinstance(size, dict) else size
     if side is None:
         raise ConfigError(
-            "vision_config.image_size: neither config.json nor preprocessor_config.json says it"
+            "vision_config.image_size: is in neither config.json nor preprocessor_config.json"
         )
     return ImageProcessor(int(side), int(side), mean, std, mode)
 

@@ -153,7 +153,7 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         ConfigError: It describes another kind of model or is damaged.
     """
     transformers = _transformers()
-    kind = str(raw.get("model_type") or raw.get("type") or "nothing it says")
+    kind = str(raw.get("model_type") or raw.get("type") or "missing")
     try:
         if raw.get("model_type") == "pi0":
             return transformers.PI0Config.from_dict(dict(raw))

@@ -405,7 +405,7 @@ def _kind(folder: str) -> str:
             f"{label}: there is no such directory; download one (hf download NAME --local-dir DIR)"
         )
     raw = read_json(Path(folder) / "config.json", label, openvla_files.CURE)
-    kind = str(raw.get("model_type") or raw.get("type") or "nothing that it says")
+    kind = str(raw.get("model_type") or raw.get("type") or "missing")
     if kind in UNSUPPORTED:
         raise ConfigError(
             f"{label}: holds {kind}, not a model of action tokens: {UNSUPPORTED[kind]}"

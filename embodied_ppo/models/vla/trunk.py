@@ -627,7 +627,7 @@ class VLA(VLAPolicy):
         return self.chunk
 
     def build_head(self, config: ModelConfig) -> None:
-        """Build the action head, the last step of the constructor."""
+        """Build the action head, the last step of the constructor; a subclass must implement it."""
         raise NotImplementedError
 
     def freeze(self, frozen: bool) -> None:
