@@ -1,12 +1,11 @@
 """Behaviour cloning of robot policies, with an auxiliary loss.
 
 Trained on actions alone, the small trunk ignores the instruction (success 0.1 after 2,000 steps),
-because an action has little information on the object
-that the instruction names. The auxiliary loss therefore
-predicts, from the features that the sentence attends to (``Grounding``), future states of the
-robot, and for each image cell the change of its colour until the end of the demonstration. If it is
-trained first, the attention finds the named object within a few hundred steps. Its heads are
-dropped afterwards.
+because an action has little information on the object that the instruction names. The auxiliary
+loss therefore predicts, from the features that the sentence attends to (``Grounding``), future
+states of the robot, and for each image cell the change of its colour until the end of the
+demonstration. If it is trained first, the attention finds the named object within a few hundred
+steps. Its heads are dropped afterwards.
 """
 
 from __future__ import annotations
