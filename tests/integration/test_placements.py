@@ -312,7 +312,7 @@ def test_refused_options_leave_no_files_and_no_processes(tmp_path: Path) -> None
         ),
         (
             PlacementError,
-            "cluster.shard = true: one process learns",
+            "cluster.shard = true: sharding needs at least two actor processes",
             {"placement": "disaggregated", "cluster__shard": True},
         ),
         (
