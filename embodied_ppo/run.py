@@ -254,7 +254,7 @@ class _Run:
             "config_hash": config_hash(self.config),
             "run_dir": str(self.dir),
             "checkpoint": str(self.system.saved),
-            "tensorboard": str(self.dir / "tensorboard"),
+            "tensorboard": str(self.dir / "tensorboard") if self.log.board else None,
             **written,
         }
         self.log.hyper_parameters(

@@ -670,5 +670,5 @@ def shipped() -> Path:
     """Return the folder of the shipped configs. Raises UsageError without an installation."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError(f"{PACKAGE} is not installed; in a checkout run: pip install -e .")
+        raise UsageError(f"{PACKAGE} is not installed; install embodied-ppo again")
     return Path(next(iter(spec.submodule_search_locations)))

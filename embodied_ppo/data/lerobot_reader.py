@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 import torch
 from PIL import Image
@@ -28,6 +27,7 @@ from torch import Tensor
 from embodied_ppo.core.errors import ConfigError, one_line
 from embodied_ppo.core.host_memory import free_memory
 from embodied_ppo.data.parquet import read_rows, read_table
+from embodied_ppo.data.video_encoder import import_ffmpeg
 
 VERSION = "v3.0"
 """Version that is written."""
@@ -595,8 +595,7 @@ def _decode(
 
 def _frames(path: Path) -> Any:
     """Yield the video's metadata, then the bytes [H, W, 3] of each frame up to a damaged one."""
-    read_frames: Any = imageio_ffmpeg.read_frames
-    return read_frames(
+    return import_ffmpeg(path).read_frames(
         str(path),
         # Only mp4: ffmpeg also accepts playlists, which could name files outside the folder.
         input_params=["-f", "mp4", "-threads", "1", "-xerror", "-err_detect", "explode"],

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import imageio_ffmpeg
 import numpy as np
 
 from embodied_ppo.core.errors import ConfigError, one_line
@@ -454,7 +453,7 @@ def _files_of(row: Mapping[str, Any], chunk: int) -> list[int]:
 def _count(path: Path) -> int:
     """Return the number of frames of a video, 0 if it cannot be read."""
     try:
-        return imageio_ffmpeg.count_frames_and_secs(str(path))[0] or 0
+        return video_encoder.import_ffmpeg(path).count_frames_and_secs(str(path))[0] or 0
     except (OSError, RuntimeError):
         return 0
 

@@ -6,10 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
+from embodied_ppo.core.errors import ConfigError
 
 DETERMINISTIC = ("-fflags", "+bitexact", "-flags:v", "+bitexact", "-map_metadata", "-1")
 """Options of ffmpeg that leave out dates and versions."""
+
+
+def import_ffmpeg(path: Path) -> Any:
+    """Import imageio_ffmpeg, for the video file ``path``.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import imageio_ffmpeg
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: video files need imageio-ffmpeg ({error}); pip install imageio-ffmpeg"
+        ) from error
+    return imageio_ffmpeg
 
 
 def encoder(
@@ -33,9 +48,11 @@ def encoder(
         codec: Name of ffmpeg's codec; the default is H.264 for browsers.
         pix_fmt: Name of ffmpeg's pixel format.
         options: Further options of ffmpeg.
+
+    Raises:
+        ConfigError: imageio-ffmpeg is not installed.
     """
-    write_frames: Any = imageio_ffmpeg.write_frames  # accepts more than its annotations say
-    writer = write_frames(
+    writer = import_ffmpeg(path).write_frames(
         str(path),
         (size[1], size[0]),
         fps=fps,

@@ -14,15 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TextIO
-
-from tensorboard.compat.proto import summary_pb2
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import Mean, Metrics
 from embodied_ppo.training.health import HealthMonitor
 
-Summary: Any = vars(summary_pb2)["Summary"]  # protobuf creates its classes at import
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 LINE_EVERY_S = 10.0
 """Least interval of progress lines in seconds, if stderr is not a terminal."""
@@ -129,8 +128,14 @@ class Log:
         """Tag that the rows of all updates have, and no other rows."""
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115
         watchdog.log_to(run_dir / "log.txt")
-        self._open(first_update)
         self._bar = None
+        self._summary, missing = _summary_class()
+        if missing:
+            self.say(
+                f"no TensorBoard files are written: tensorboard is missing ({missing});"
+                " pip install tensorboard. metrics.jsonl has all metrics"
+            )
+        self._open(first_update)
         self._last: dict[str, float] = {}
         self._evaluated_at = 0
         self._started = time.perf_counter()
@@ -139,15 +144,18 @@ class Log:
 
     def _open(self, first_update: int) -> None:
         """Open metrics.jsonl and TensorBoard after ``first_update``."""
-        from torch.utils.tensorboard import SummaryWriter
-
         self.first_update = first_update
         self._rows, purge_step = _open_rows(self.run_dir / "metrics.jsonl", first_update, self.unit)
-        self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
+        self.board: SummaryWriter | None = None
+        if self._summary is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
 
     def rewind(self, first_update: int) -> None:
         """Drop the rows after an update, which the run will repeat."""
-        self.board.close()
+        if self.board is not None:
+            self.board.close()
         self._rows.close()
         self._open(first_update)
         self._monitor = HealthMonitor()
@@ -183,20 +191,24 @@ class Log:
             OSError: Writing fails.
         """
         row = numbers(metrics)
-        values = [
-            Summary.Value(tag=tag, simple_value=x) for tag, x in row.items() if math.isfinite(x)
-        ]
-        # One event for all tags takes a tenth of the time of one event per tag.
-        self._write(Summary(value=values), steps)
-        if "time/save_s" in row:  # a resumed run starts here and does not write these points again
-            self.board.flush()
+        if self.board is not None:
+            values = [
+                self._summary.Value(tag=tag, simple_value=x)
+                for tag, x in row.items()
+                if math.isfinite(x)
+            ]
+            # One event for all tags takes a tenth of the time of one event per tag.
+            self._write(values, steps)
+            if "time/save_s" in row:  # a resumed run starts here and does not repeat these points
+                self.board.flush()
         # Write the row last: for a resumed run an update with a row is complete.
         self._rows.write(json.dumps({"update": update, self.unit: steps} | finite(row)) + "\n")
         self._last |= row
         if self.speed in row:
             for warning in self._monitor.add(row):
                 self.say(f"warning, update {update}: {warning}")
-                self.board.add_text("warnings", warning, steps)
+                if self.board is not None:
+                    self.board.add_text("warnings", warning, steps)
         if "eval/return" in row:
             self._evaluated_at = update
         if update <= self.first_update:  # before the training of this session
@@ -249,6 +261,8 @@ class Log:
 
     def hyper_parameters(self, flat: Mapping[str, Any], results: Mapping[str, float]) -> None:
         """Write options and final results to TensorBoard's HPARAMS tab."""
+        if self.board is None:
+            return
         plain = {
             k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()
         }
@@ -259,27 +273,31 @@ class Log:
 
         It has every second frame, at 10 frames per second.
         """
+        if self.board is None:
+            return
         import imageio.v3 as imageio
 
         frames = imageio.imread(path)[::2]  # [T, H, W, 3]
         gif = imageio.imwrite("<bytes>", frames, extension=".gif", loop=0, duration=100)
-        picture = Summary.Image(
+        picture = self._summary.Image(
             height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=gif
         )
-        self._write(Summary(value=[Summary.Value(tag=tag, image=picture)]), steps)
+        self._write([self._summary.Value(tag=tag, image=picture)], steps)
 
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
         """Write rows with equal keys to TensorBoard's text tab, cells cut to CELL characters."""
+        if self.board is None:
+            return
         head, *body = [
             " | ".join(map(_cell, row)) for row in (rows[0], *(row.values() for row in rows))
         ]
         lines = (head, " | ".join("---" for _ in rows[0]), *body)
         self.board.add_text(tag, "\n".join(f"| {line} |" for line in lines), steps)
 
-    def _write(self, summary: Any, steps: int) -> None:
-        writer = self.board.file_writer
-        assert writer is not None
-        writer.add_summary(summary, steps)
+    def _write(self, values: list[Any], steps: int) -> None:
+        """Write one event to TensorBoard, which must be there."""
+        assert self.board is not None and self.board.file_writer is not None
+        self.board.file_writer.add_summary(self._summary(value=values), steps)
 
     def close(self) -> None:
         """Close the files and the progress bar."""
@@ -289,9 +307,19 @@ class Log:
             self._bar = None
         for part in (self.board, self._rows, self._text):
             try:
-                part.close()
+                if part is not None:
+                    part.close()
             except OSError as error:
                 print(f"{self.run_dir}: not written to the end ({error.strerror})", file=sys.stderr)
+
+
+def _summary_class() -> tuple[Any, str]:
+    """Return TensorBoard's class Summary and "", or None and why it cannot be imported."""
+    try:
+        from tensorboard.compat.proto import summary_pb2
+    except ImportError as error:
+        return None, str(error)
+    return vars(summary_pb2)["Summary"], ""  # protobuf creates its classes at import
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
