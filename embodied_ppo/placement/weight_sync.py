@@ -189,6 +189,7 @@ class SharedWeightBuffer:
     def __init__(self, size: int, device: torch.device) -> None:
         """Allocate ``size`` bytes."""
         self.device = device
+        self._ipc_handle: tuple[int, Any] | None = None  # (address that it is of, handle)
         if device.type == "cuda":
             self.flat = torch.zeros(size, dtype=torch.uint8, device=device)
             return
@@ -203,8 +204,20 @@ class SharedWeightBuffer:
             # The receiver's stream is not ordered after ours: all writes must have ended before it
             # reads.
             torch.cuda.synchronize(self.device)
-            return self.flat.untyped_storage()._share_cuda_()
+            return self._share()
         return os.getpid(), self.file, len(self.flat)
+
+    def _share(self) -> Any:
+        """Return the CUDA IPC handle.
+
+        Each call of ``_share_cuda_`` allocates an event and a reference count that live as long as
+        the storage. It is therefore called once, and again only where the storage has moved.
+        """
+        storage = self.flat.untyped_storage()
+        address = storage.data_ptr()
+        if self._ipc_handle is None or self._ipc_handle[0] != address:
+            self._ipc_handle = address, storage._share_cuda_()
+        return self._ipc_handle[1]
 
 
 def open_shared_buffer(handle: Sequence[Any], device: torch.device) -> Tensor:

@@ -105,7 +105,7 @@ class Worker:
     experience: dict[int, Trajectory] = field(default_factory=dict, init=False)
     _buffer: WeightBuffer | None = field(default=None, init=False)
     _exported_buffer: SharedWeightBuffer | None = field(default=None, init=False)
-    _imported_buffer: Tensor | None = field(default=None, init=False)
+    _imported_buffer: tuple[Any, Tensor] | None = field(default=None, init=False)
     _offloader: TensorOffloader | None = field(default=None, init=False)
 
     @property
@@ -290,10 +290,10 @@ class Worker:
 
     def import_ipc(self, version: int, handle: Any) -> None:
         """Load the weights from the memory that ``export_ipc`` of another process has written."""
-        # The sender reuses its buffer, so one mapping serves all later versions.
-        if self._imported_buffer is None:
-            self._imported_buffer = open_shared_buffer(handle, self.device)
-        self.weight_buffer.unpack(self._imported_buffer)
+        # The sender reuses its buffer, so one mapping serves all versions with an equal handle.
+        if self._imported_buffer is None or self._imported_buffer[0] != handle:
+            self._imported_buffer = handle, open_shared_buffer(handle, self.device)
+        self.weight_buffer.unpack(self._imported_buffer[1])
         self._set_version(version)
 
     def broadcast(self, version: int) -> None:

@@ -26,7 +26,7 @@ from embodied_ppo.placement.weight_sync import (
     open_shared_buffer,
     weight_tensors,
 )
-from embodied_ppo.placement.worker import Worker
+from embodied_ppo.placement.worker import Worker, WorkerSpec
 from tests.integration.test_placements import SMALL
 
 CPU = torch.device("cpu")
@@ -152,6 +152,56 @@ def test_shared_buffer_is_mapped_by_another_process_and_freed() -> None:
     reader.communicate()
     assert int(open_shared_buffer(buffer.handle(), CPU)[0]) == 5
     assert set(os.listdir("/dev/shm")) == before
+
+
+class CountingStorage:
+    """Stand-in for the storage of a CUDA tensor, which counts the calls of ``_share_cuda_``."""
+
+    def __init__(self) -> None:
+        self.address, self.calls = 4096, 0
+
+    def untyped_storage(self) -> CountingStorage:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def _share_cuda_(self) -> tuple[int, int]:
+        self.calls += 1
+        return self.address, self.calls
+
+
+def test_cuda_memory_is_shared_once_until_it_moves() -> None:
+    buffer, storage = SharedWeightBuffer(16, CPU), CountingStorage()
+    buffer.flat = storage  # pyright: ignore[reportAttributeAccessIssue]
+    assert [buffer._share() for _ in range(5)] == [(4096, 1)] * 5 and storage.calls == 1
+    storage.address = 8192
+    assert [buffer._share() for _ in range(5)] == [(8192, 2)] * 5 and storage.calls == 2
+
+
+def test_receiver_maps_memory_once_until_the_sender_moves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sender, receiver = (Worker(WorkerSpec((), {}), policy=nn.Linear(3, 2)) for _ in range(2))
+    layout = sender.weight_layout(frozen=False)
+    for worker in (sender, receiver):
+        worker.prepare_weight_sync(layout, "actor rank 0", frozen=False)
+    handles, buffers = list[Any](), list[Any]()
+
+    def record(handle: Any, device: torch.device) -> Tensor:
+        handles.append(handle)
+        return open_shared_buffer(handle, device)
+
+    monkeypatch.setattr("embodied_ppo.placement.worker.open_shared_buffer", record)
+    for version in range(1, 7):
+        with torch.no_grad():
+            sender.module.weight.add_(1.0)  # pyright: ignore[reportCallIssue]
+        if version == 4:  # keep the first buffer, so that the second has another address
+            buffers.append(sender._exported_buffer)
+            sender._exported_buffer = None
+        receiver.import_ipc(version, sender.export_ipc())
+        assert sender.checksum()[1] == receiver.checksum()[1] and receiver.version == version
+    assert len(handles) == 2 and handles[0] != handles[1]
 
 
 # --------------------------------------------------------------------------------------- transports
