@@ -558,7 +558,7 @@ def _add_statistics(total: dict[str, Tensor], stats: Mapping[str, Tensor]) -> di
     """Return the statistics of all micro-batches so far: sums, and the maximum of ratio_max."""
     if not total:
         return dict(stats)
-    ratio_max = max(total["ratio_max"], stats["ratio_max"])
+    ratio_max = torch.maximum(total["ratio_max"], stats["ratio_max"])
     return {name: total[name] + value for name, value in stats.items()} | {"ratio_max": ratio_max}
 
 
