@@ -281,7 +281,9 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
     ):
         source = _checkpoint_to_resume(config, run_dir, resumed, messages.early_log_lines.append)
         updates = total_updates(config)
-        device = select_device(config.device, config.threads)
+        device = select_device(
+            config.device, config.threads, notice=messages.early_log_lines.append
+        )
         if source is not None:
             check_resume(config, source, updates, device, messages.early_log_lines.append)
             if (summary := _finished(run_dir, source, updates)) is not None:
@@ -609,7 +611,8 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     """
     source, run_dir, trained = open_run(config.checkpoint)
     validation.check_evaluation(config, trained.mode, explicit)
-    device, progress = select_device(config.device, config.threads), Progress(quiet)
+    progress = Progress(quiet)
+    device = select_device(config.device, config.threads, notice=progress.say)
     run = TrainedRun(trained, source, run_dir, progress.say)
     evaluator = mode(trained).evaluator(run, config, device)
     # The folder's name has a digest of the options that change the result, so that reports do not

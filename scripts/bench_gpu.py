@@ -186,17 +186,24 @@ class Shape:
 
 
 TINY = Shape(64, 2, 4, 2, 128, 512, prompts=6, prompt=5, new=12, micro_tokens=64)
+GPU = torch.device("cuda", 0)
+"""The GPU that is measured."""
 PEAK = 989e12
 """Dense bfloat16 products of an H100 or H200, operations per second (its data sheet)."""
 
 
+def _wait() -> None:
+    """Wait for the work of the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize(GPU)
+
+
 def seconds(call: Callable[[], Any]) -> float:
     """Return the wall time of one call, including the work of the device."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    synchronize()
+    _wait()
     start = time.perf_counter()
     call()
-    synchronize()
+    _wait()
     return time.perf_counter() - start
 
 
@@ -307,11 +314,12 @@ def measure_language_model(shape: Shape, device: str) -> None:
     text = f"{step_s * 1e3:.1f} ms, {share:.1%} of peak"
     print(f"| forward and backward, {int(lengths.sum())} tokens | {text} |")
     if cuda:
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(GPU)
     for name, s in ppo_s(policy, shape, prompts).items():
         print(f"| PPO step: {name} | {s:.3f} s |", flush=True)
     if cuda:
-        print(f"| PPO step: peak memory | {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB |")
+        peak_gib = torch.cuda.max_memory_allocated(GPU) / 2**30
+        print(f"| PPO step: peak memory | {peak_gib:.1f} GiB |")
 
 
 def measure_vla(*options: str) -> int:
@@ -336,7 +344,7 @@ def main() -> None:
         raise SystemExit("no CUDA device: nothing to measure (docs/gpu.md lists what was not run)")
     tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rs"])
     outcome = "passed" if tests.returncode == 0 else "FAILED"
-    print(f"tests that need a GPU: {outcome}; {torch.cuda.get_device_name()}")
+    print(f"tests that need a GPU: {outcome}; {torch.cuda.get_device_name(GPU)}")
     print("| experiment | device | compiled | collect ms | update ms |\n|---|---|---|---|---|")
     for name, changes in SETTINGS.items():
         for device, compile_ in (("cpu", "always"), ("cuda", "never"), ("cuda", "always")):

@@ -318,7 +318,7 @@ def operations(policy: CheckpointVLA | PI0) -> Operations:
 def wait(device: torch.device) -> None:
     """Wait for the work of the device."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -410,11 +410,15 @@ def attempt(call: Callable[[], T], failures: dict[str, str], what: str) -> T | N
         return None
 
 
+GPU = torch.device("cuda", 0)
+"""The GPU that is measured."""
+
+
 def named(table: dict[str, float]) -> float | None:
     """Return the table's entry for this GPU, None if it has none."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name(GPU)
     return next((x for key, x in table.items() if key in name), None)
 
 
@@ -476,10 +480,10 @@ def measure(
             )
         gap = attempt(lambda: difference(policy, learner, trajectories[0]), failures, "difference")
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(device)
         train = seconds(lambda u=update: learner.update(trajectories[0], update=u), device)
         if device.type == "cuda":
-            peak = max(peak, torch.cuda.max_memory_allocated())
+            peak = max(peak, torch.cuda.max_memory_allocated(device))
     rows, ops = trajectories[0].mask.numel(), operations(policy)
     is_cached = isinstance(policy, PI0) and policy.frozen and rows <= policy.max_kept_rows()
     ops_done = rows * (work.epochs * ops.learn + ops.once * (1 if is_cached else work.epochs))
@@ -497,7 +501,7 @@ def measure(
 
 def run(part: str, *, tiny: bool) -> dict[str, Any]:
     """Measure a part, print its table and return the values of its line of JSON."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = GPU if torch.cuda.is_available() else torch.device("cpu")
     work = (TINY if tiny else WORK)[part]
     env = embodied_envs.make(
         "Tabletop",
@@ -532,7 +536,7 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         "build_s": build,
     }
     result |= {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "work": asdict(work),
     }
     result["parameters"] = sum(p.numel() for p in policy.parameters())

@@ -27,7 +27,7 @@ from embodied_ppo.algorithms.optimizer import (
 )
 from embodied_ppo.algorithms.ppo_loss import ActorLoss, CriticLoss
 from embodied_ppo.config.schema import AlgorithmConfig
-from embodied_ppo.core import compile
+from embodied_ppo.core import compile, devices
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Batch, ConfigError, Evaluation, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
@@ -166,6 +166,12 @@ class FrozenReference:
 
 
 # ------------------------------------------------------------------------------------------- critic
+def _prepare_thread(threads: int, device: torch.device) -> None:
+    """Set the number of threads and the CUDA device, which torch keeps for each thread."""
+    torch.set_num_threads(threads)
+    devices.activate(device)
+
+
 class LocalCritic:
     """A critic in this process and its optimiser; see ``learner.Critic``."""
 
@@ -207,9 +213,9 @@ class LocalCritic:
         )
         self.pool: ThreadPoolExecutor | None = None
         if concurrent:
-            threads = torch.get_num_threads()  # torch keeps this number for each thread
+            settings = torch.get_num_threads(), next(critic.parameters()).device
             self.pool = ThreadPoolExecutor(
-                1, "critic", initializer=torch.set_num_threads, initargs=(threads,)
+                1, "critic", initializer=_prepare_thread, initargs=settings
             )
         self._learning: Future[OptimizationStats] | OptimizationStats = NO_STATS
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import inspect
 import os
@@ -20,10 +21,11 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ import embodied_ppo
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import TrainingError
 
+T = TypeVar("T")
 Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 """A loaded library: the program's tensors in, its results out."""
 
@@ -304,7 +307,7 @@ class Example:
     """A program with example arguments.
 
     Attributes:
-        program: Function of all tensors.
+        program: Function of all tensors. It must not change the state where all arguments are 0.
         state: First arguments: tensors that have the same storage in every call. The program may
             change them.
         arguments: The other arguments.
@@ -315,27 +318,70 @@ class Example:
     arguments: Sequence[Tensor]
 
 
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that graphs of a device are recorded on.
+
+    All graphs share it, because cuBLAS keeps a workspace of up to 32 MiB for each stream.
+    """
+    return torch.cuda.Stream(device)
+
+
+def record_graph(
+    program: Callable[[], T],
+    device: torch.device,
+    *,
+    warm_up: Callable[[], object],
+    pool: Any = None,
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Record a program as a CUDA graph.
+
+    A graph that is recorded on another device's stream than that of the program's tensors is empty,
+    and its replays change nothing. Therefore everything here names the device.
+
+    Args:
+        program: Launches kernels on the current stream and does not wait for them.
+        device: Device of the program's tensors.
+        warm_up: Runs the program before it is recorded, so that libraries are loaded and their
+            workspaces allocated.
+        pool: Memory pool that several graphs share; None: a pool of its own.
+
+    Returns:
+        The graph, and the result of ``program``, whose tensors each replay overwrites.
+    """
+    with torch.cuda.device(device):
+        stream, current = _recording_stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            warm_up()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            result = program()
+    return graph, result
+
+
 class CudaGraph:
     """A program captured as one CUDA graph, which one launch executes."""
 
     def __init__(self, example: Example) -> None:
-        """Run the program three times to warm up, restore its state, and capture it."""
-        saved = [x.clone() for x in example.state]
-        self.arguments = [x.clone() for x in example.arguments]
-        self.last: list[Tensor | None] = [None] * len(self.arguments)
+        """Run the program three times to warm up, and capture it.
+
+        The warm-up neither copies nor changes the state: its arguments are 0. Only the memory of
+        the arguments is allocated; the first call fills it.
+        """
+        self.arguments = [torch.zeros_like(x) for x in example.arguments]
+        self.last: list[weakref.ref[Tensor] | None] = [None] * len(self.arguments)
         tensors = [*example.state, *self.arguments]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+
+        def warm_up() -> None:
             for _ in range(3):
                 example.program(*tensors)
-            for x, old in zip(example.state, saved, strict=True):
-                x.copy_(old)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            out = example.program(*tensors)
-        self.results = [out] if isinstance(out, Tensor) else list(out)
+
+        self.graph, result = record_graph(
+            lambda: example.program(*tensors), self.arguments[0].device, warm_up=warm_up
+        )
+        self.results = [result] if isinstance(result, Tensor) else list(result)
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the results in new memory.
@@ -345,9 +391,10 @@ class CudaGraph:
                 argument that is the same object as in the last call is not copied.
         """
         for i, x in enumerate(tensors[len(tensors) - len(self.arguments) :]):
-            if x is not self.last[i]:
+            last = self.last[i]
+            if last is None or x is not last():
                 self.arguments[i].copy_(x)
-                self.last[i] = x
+                self.last[i] = weakref.ref(x)  # a reference would keep the rollout in memory
         self.graph.replay()
         return [x.clone() for x in self.results]
 

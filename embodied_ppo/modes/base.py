@@ -21,7 +21,7 @@ from torch import nn
 
 from embodied_ppo.config import loader, placement, validation
 from embodied_ppo.config.schema import AlgorithmConfig, Config, EvaluateConfig
-from embodied_ppo.core import compile
+from embodied_ppo.core import compile, devices
 from embodied_ppo.core.types import ConfigError, PlacementError, ProgressCallback
 from embodied_ppo.evaluation import report
 from embodied_ppo.evaluation.episodes import EvaluationResult
@@ -569,12 +569,20 @@ def check_compile(config: Config, plan: placement.Plan) -> None:
 
 
 # ------------------------------------------------------------------------------------------ machine
-def select_device(name: str, threads: int) -> torch.device:
+def select_device(
+    name: str, threads: int, *, notice: Callable[[str], None] = lambda line: None
+) -> torch.device:
     """Return the device of the option ``device``, and set the number of torch's threads.
+
+    A CUDA device becomes the current one, and the one that MuJoCo renders on.
 
     Args:
         name: "auto", "cpu", "cuda" or "cuda:N".
         threads: CPU threads of tensor operations; 0: torch's default.
+        notice: Called with lines for the log.
+
+    Returns:
+        The device, CUDA with its index.
 
     Raises:
         ConfigError: The machine has no such device.
@@ -582,12 +590,14 @@ def select_device(name: str, threads: int) -> torch.device:
     if threads:
         torch.set_num_threads(threads)
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
             f"device={name}: torch finds {count} CUDA devices; use device=cpu or auto"
         )
+    device = devices.activate(device)
+    devices.select_egl_device(device, notice)
     return device
 
 
@@ -613,7 +623,7 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
     c, kind = config.cluster, device.type
     local_count = torch.cuda.device_count() if kind == "cuda" else os.cpu_count() or 1
     if kind == "cuda":
-        memory = torch.cuda.get_device_properties(0).total_memory if local_count else None
+        memory = torch.cuda.get_device_properties(device).total_memory if local_count else None
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if c.device_memory_gb:

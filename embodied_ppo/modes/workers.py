@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from embodied_ppo.config import placement
+from embodied_ppo.core import devices
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.modes.base import Mode, RunComponents, RunRequest
 from embodied_ppo.placement import memory_estimate
@@ -82,7 +83,11 @@ class WorkerFactory:
                 say(line)
 
         torch.set_float32_matmul_precision(self.request.config.matmul_precision)
-        request = replace(self.request, notice=notice, progress=say, early_log_lines=[])
+        device = devices.activate(self.request.device)
+        devices.select_egl_device(device, notice)
+        request = replace(
+            self.request, device=device, notice=notice, progress=say, early_log_lines=[]
+        )
         # Nothing closes this stack: the process is ended after ``Worker.close``.
         worker, facts = self.mode.build_worker(request, spec, exchange, ExitStack())
         for line in request.early_log_lines:

@@ -73,7 +73,7 @@ class TensorOffloader:
         Returns:
             Number of bytes that were moved.
         """
-        moved = 0
+        moved, refilled = 0, set[torch.device]()
         for step in (ALL, WEIGHTS):  # optimiser state leaves before the weights
             if step > level and step not in self.offloaded:
                 storages = _storages(self.tensors(step))
@@ -87,11 +87,14 @@ class TensorOffloader:
                     storage.resize_(len(host))
                     _bytes(storage).copy_(host, non_blocking=True)
                     moved += len(host)
+                    if storage.device.type == "cuda":
+                        refilled.add(storage.device)
         if torch.cuda.is_available():
-            # Other processes allocate next: copies must have ended, and the caching allocator must
-            # release its blocks.
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            # Copies to the host have ended. Copies from it must end before a later call changes the
+            # pinned memory.
+            for device in refilled:
+                torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # on all devices: other processes allocate next
         return moved
 
     def _offload(

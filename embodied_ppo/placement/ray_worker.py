@@ -68,6 +68,8 @@ Address: TypeAlias = tuple[str, int]
 """Host and port."""
 LOOPBACK = "127.0.0.1"
 """Address that processes listen on where all of them are on one machine."""
+OWN_GPU = 0
+"""Index of the GPU of a process, which is the only one that Ray makes visible to it."""
 CHECK_EVERY_S = 10.0
 """Interval between checks that processes that are waited for are alive, seconds."""
 SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
@@ -320,7 +322,9 @@ class RayWorker:
         """The reply to a call that began at ``_clocks() == start``."""
         log_lines, self.log_lines[:] = list(self.log_lines), []
         cpu_s, busy_s = (end - begin for begin, end in zip(start, self._clocks(), strict=True))
-        gpu_mb = torch.cuda.max_memory_reserved() / 2**20 if torch.cuda.is_available() else 0.0
+        gpu_mb = 0.0
+        if torch.cuda.is_available():
+            gpu_mb = torch.cuda.max_memory_reserved(OWN_GPU) / 2**20
         return Reply(result, log_lines, cpu_s, busy_s, gpu_mb, peak_rss_mb())
 
     @_concurrency_group("watch")

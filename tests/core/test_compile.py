@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,19 @@ import pytest
 import run_helpers
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied_ppo import run as build
-from embodied_ppo.algorithms.ppo_loss import ActorLoss, MinibatchStep
+from embodied_ppo.algorithms.ppo_loss import SETTINGS, ActorLoss, MinibatchStep
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
-from embodied_ppo.core.types import ConfigError, TrainingError
+from embodied_ppo.core.types import Batch, ConfigError, TrainingError
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.rollout.simulation import Acting, ActProgram
 from tests.algorithms.test_actor_critic_learner import experience, make, numbers, weights
 from tests.integration.test_resume import assert_same, contents, rows, tiny
 from tests.models.test_causal_lm import make as language_model
+from tests.recording_cuda import RecordingCuda
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None and "NO_SKIPS" not in os.environ,
@@ -392,6 +395,68 @@ def test_cuda_graph_minibatches_do_not_synchronize() -> None:
                 step(index, "")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Counts the bytes that ``clone`` and ``copy_`` write."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.total += result.nbytes
+        return result
+
+
+def captured_programs() -> dict[str, compile.Example]:
+    """Return examples: a minibatch after an update, acting, and a language model's minibatch."""
+    learner = make({"update_epoch": 1, "entropy_bonus": 0.01})
+    learner.update(experience(learner), update=0)
+    batch, _ = learner._prepare(experience(learner))
+    optimizer, examples = learner.optimizer, dict[str, compile.Example]()
+
+    class Recorder(compile.CompileSchedule):
+        def get(self, update: int, make_example: Callable[[], compile.Example]) -> None:
+            examples["update"] = make_example()
+
+    optimizer.compile_schedule = Recorder(0)
+    optimizer._compiled(batch, 1, critic_only=False)
+    obs, noise = torch.randn(6, 5), learner.policy.noise(6, torch.Generator())
+    examples["act"] = Acting(learner.policy, compile.CompileSchedule(0))._program(obs, noise)
+    config = replace(AlgorithmConfig(), minibatch_unit="column")
+    objective, token = ActorLoss(language_model(), config, length=4), torch.arange(8).view(4, 2)
+    inputs, value = {"row": torch.arange(12).view(6, 2), "place": token // 2}, torch.randn(4, 2)
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    batch = Batch(inputs, token, {}, value, value, value, value, mask)
+    names = [name for name, _ in objective.model.named_parameters()]
+    step = MinibatchStep(objective, names, [], batch)
+    parameters = [p.detach() for p in objective.model.parameters()]
+    state = [*parameters, *(torch.rand_like(p) for p in parameters * 2)]
+    arguments = [torch.rand(len(SETTINGS)), torch.arange(2), *tree.leaves(batch)]
+    return {**examples, "language": compile.Example(step, state, arguments)}
+
+
+@pytest.mark.parametrize("name", ["update", "act", "language"])
+def test_warm_up_of_a_cuda_graph_copies_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the program on arguments of 0, which leaves weights and moments bit for bit."""
+    example, cuda = captured_programs()[name], RecordingCuda(monkeypatch)
+    before = [x.clone() for x in example.state]
+    with CopiedBytes() as by_program:
+        example.program(*example.state, *map(torch.zeros_like, example.arguments))
+    with CopiedBytes() as copied:
+        graph = compile.CudaGraph(example)
+    # Four runs of the program: three to warm up, and the recording.
+    assert copied.total - 4 * by_program.total == 0  # it was 2 x state + arguments
+    assert all(map(torch.equal, before, example.state))
+    device = example.arguments[0].device
+    assert cuda.recorded == [(device, device)]
+    tensors = [*example.state, *example.arguments]
+    for total in (sum(x.nbytes for x in example.arguments), 0):  # a second call copies nothing
+        with CopiedBytes() as copied:
+            graph(tensors)
+        assert copied.total == total + sum(x.nbytes for x in graph.results)
+    assert all(map(torch.equal, graph.arguments, example.arguments))
 
 
 def test_compiled_update_raises_before_training_on_nan(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from embodied_ppo.core.compile import record_graph
 from embodied_ppo.models.causal_lm import LanguagePolicy, precision
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
@@ -147,16 +148,17 @@ class StaticDecode:
             state = [self.last, self.cached, self._step_index]
             state += [] if self.occurred is None else [self.occurred]
             before = [x.clone() for x in state]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                # Warm-up. The keys and values that it writes are overwritten by the first replay.
+
+            def warm_up() -> None:
+                # The keys and values that it writes are overwritten by the first replay.
                 self.step(n, width, sampling)
                 for x, old in zip(state, before, strict=True):
                     x.copy_(old)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self.step(n, width, sampling)
-            self.graphs[key] = graph
+
+            self.graphs[key], _ = record_graph(
+                partial(self.step, n, width, sampling),
+                self.last.device,
+                warm_up=warm_up,
+                pool=self._pool,
+            )
         return self.graphs[key].replay

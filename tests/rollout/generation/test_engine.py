@@ -19,6 +19,7 @@ from embodied_ppo.rollout.generation.engine import PREFILL_TOKENS, Engine, Gener
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 from embodied_ppo.rollout.generation.vllm import VllmEngine, response_seeds, sampling_arguments
 from tests.models.test_causal_lm import FAMILIES, make
+from tests.recording_cuda import RecordingCuda
 
 PROMPTS = [[5, 6, 7], [*range(8, 15)], [15], [5, 6, 7], [5, 6, 7], [20, 21, 22, 23], [24, 25]]
 each_family = pytest.mark.parametrize(
@@ -298,6 +299,20 @@ def test_a_step_can_be_recorded(kind: str, more: dict[str, Any], sampling: Sampl
             r.step(4, 16, sampling)
     assert addresses == {name: x.data_ptr() for name, x in vars(r).items() if isinstance(x, Tensor)}
     assert r.cached.tolist() == [4, 4, 4, 4, 3, 3, 3] and r._step_index.tolist() == [1]
+
+
+def test_a_graph_is_recorded_on_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    e = engine(make(), static=True)
+    e.generate(PROMPTS, RULES[0], seed=0)
+    r, cuda = e._rounds, RecordingCuda(monkeypatch)
+    assert r is not None
+    with torch.inference_mode():
+        r.cached.fill_(3)
+        r._step_index.zero_()
+        first, again = (r._graph(4, 16, RULES[0]) for _ in range(2))
+    device = r.last.device
+    assert cuda.recorded == [(device, device)] and len(r.graphs) == 1 and first == again
+    assert r.cached.tolist() == [4, 4, 4, 4, 3, 3, 3]  # the warm-up's step was undone
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -1,0 +1,101 @@
+"""The CUDA device of a process: PyTorch's current device, and the GPU that MuJoCo renders on.
+
+Streams, events and CUDA graphs that are created without a device belong to the current device. The
+current device is a property of the thread, and 0 in each new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+
+EGL_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
+"""Environment variable with the index of the device that MuJoCo's EGL renderer uses."""
+DERIVED_VARIABLE = "EMBODIED_PPO_EGL_DEVICE_ID"
+"""Environment variable with the value that this package has written to ``EGL_VARIABLE``.
+
+Processes inherit both. If they are equal, the value is not the user's, and the process replaces it.
+"""
+
+
+def activate(device: torch.device) -> torch.device:
+    """Make a CUDA device the current one of this thread.
+
+    Args:
+        device: Any device; CUDA without an index is the current CUDA device.
+
+    Returns:
+        The device with its index; other devices as they are.
+    """
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device
+
+
+def egl_device_id(environment: Mapping[str, str], device: torch.device) -> str | None:
+    """Return the value of ``EGL_VARIABLE`` for a process that uses ``device``.
+
+    EGL numbers all GPUs of the machine, whereas CUDA numbers those in CUDA_VISIBLE_DEVICES.
+
+    Args:
+        environment: Environment variables of the process.
+        device: CUDA device of the process, with its index.
+
+    Returns:
+        The index; None where CUDA_VISIBLE_DEVICES contains a UUID instead of one.
+    """
+    index, visible = device.index, environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    entries = [entry.strip() for entry in visible.split(",")]
+    entry = entries[index] if index < len(entries) else ""
+    return entry if entry.isdecimal() else None
+
+
+def egl_device_count() -> int:
+    """Return the number of devices that EGL can render on; 0 without EGL or its extension."""
+    try:
+        get_address = ctypes.CDLL("libEGL.so.1").eglGetProcAddress
+    except OSError:
+        return 0
+    get_address.restype = ctypes.c_void_p
+    address = get_address(b"eglQueryDevicesEXT")
+    if not address:
+        return 0
+    # EGLBoolean eglQueryDevicesEXT(EGLint max_devices, EGLDeviceEXT* devices, EGLint* num_devices)
+    query = ctypes.CFUNCTYPE(
+        ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
+    )(address)
+    count = ctypes.c_int(0)
+    return count.value if query(0, None, ctypes.byref(count)) else 0
+
+
+def select_egl_device(device: torch.device, notice: Callable[[str], None]) -> None:
+    """Have MuJoCo render on the process's GPU; call this before the first image.
+
+    A value that the user has set is kept.
+
+    Args:
+        device: Device of the process, CUDA with its index; nothing changes for others.
+        notice: Called with a line where the GPU's index among EGL's devices is unknown.
+    """
+    user_value = os.environ.get(EGL_VARIABLE)
+    if device.type != "cuda" or user_value != os.environ.get(DERIVED_VARIABLE):
+        return
+    value = egl_device_id(os.environ, device)
+    reason = "CUDA_VISIBLE_DEVICES does not name this process's GPU by its index"
+    # A machine without NVIDIA's EGL driver has Mesa's software renderer as its only device.
+    if value is not None and int(value) > 0 and int(value) >= (count := egl_device_count()):
+        value, reason = None, f"EGL has {count} devices, and this process uses GPU {value}"
+    for name in (EGL_VARIABLE, DERIVED_VARIABLE):
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if value is None:
+        notice(f"{EGL_VARIABLE} is not set: {reason}; images are rendered on EGL's first device")

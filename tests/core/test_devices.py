@@ -1,0 +1,137 @@
+"""Current CUDA device, and the GPU that MuJoCo renders on, without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_helpers
+import torch
+
+from embodied_ppo.core import devices
+from embodied_ppo.core.devices import DERIVED_VARIABLE, EGL_VARIABLE, egl_device_id
+from embodied_ppo.core.types import ConfigError
+from embodied_ppo.modes.base import RunRequest, select_device
+from embodied_ppo.modes.workers import WorkerFactory
+from embodied_ppo.placement.worker import Worker, WorkerSpec
+
+
+@pytest.fixture
+def activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+    """Return the devices that were made current, of a machine with 8 GPUs that EGL renders on."""
+    calls: list[torch.device] = []
+    for name in (EGL_VARIABLE, DERIVED_VARIABLE, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the value of before
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(devices, "egl_device_count", lambda: 8)
+    yield calls
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [("cuda:1", 1), ("cuda", 0), ("auto", 0), ("cuda:7", 7)]
+)
+def test_the_device_of_a_run_becomes_the_current_one(
+    activated: list[torch.device], name: str, index: int
+) -> None:
+    device = select_device(name, 0)
+    assert device == torch.device("cuda", index) and activated == [device]
+    assert os.environ[EGL_VARIABLE] == str(index)
+
+
+def test_a_missing_device_is_refused_and_a_cpu_changes_nothing(
+    activated: list[torch.device],
+) -> None:
+    with pytest.raises(ConfigError, match="device=cuda:8: torch finds 8 CUDA devices"):
+        select_device("cuda:8", 0)
+    assert select_device("cpu", 0) == torch.device("cpu")
+    assert not activated and EGL_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "value"),
+    [
+        (None, 0, "0"),  # all GPUs are visible, in the machine's order
+        (None, 3, "3"),
+        ("5", 0, "5"),  # a process of Ray
+        ("2, 6", 1, "6"),
+        ("GPU-8f3a", 0, None),
+        ("0,MIG-1c", 1, None),
+        ("4", 1, None),  # no such device
+        ("", 0, None),
+    ],
+)
+def test_egl_device_is_the_index_on_the_machine(
+    visible: str | None, index: int, value: str | None
+) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert egl_device_id(environment, torch.device("cuda", index)) == value
+
+
+def test_egl_device_of_the_user_is_kept(
+    activated: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EGL_VARIABLE, "2")
+    select_device("cuda:1", 0)
+    assert os.environ[EGL_VARIABLE] == "2" and DERIVED_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "reason"),
+    [
+        ("GPU-8f3a", 8, "CUDA_VISIBLE_DEVICES does not name this process's GPU by its index"),
+        ("3", 1, "EGL has 1 devices, and this process uses GPU 3"),
+    ],
+)
+def test_unknown_egl_device_is_left_unset_with_one_line(
+    activated: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    count: int,
+    reason: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(devices, "egl_device_count", lambda: count)
+    lines: list[str] = []
+    select_device("cuda", 0, notice=lines.append)
+    assert EGL_VARIABLE not in os.environ and len(lines) == 1
+    assert lines[0].startswith(f"{EGL_VARIABLE} is not set: {reason}; ")
+
+
+def test_egl_devices_of_this_machine_are_counted() -> None:
+    if os.environ.get("MUJOCO_GL") != "egl":
+        pytest.skip("MUJOCO_GL is not egl")
+    assert devices.egl_device_count() >= 1  # other tests render with EGL
+
+
+class EnvironmentMode:
+    """A mode whose workers report the environment variable and the device."""
+
+    def build_worker(
+        self, request: RunRequest, spec: WorkerSpec, exchange: Any, stack: ExitStack
+    ) -> tuple[Worker, dict[str, Any]]:
+        return Worker(spec), {"egl": os.environ.get(EGL_VARIABLE), "device": request.device}
+
+
+@pytest.mark.parametrize("visible", ["0", "6"])
+def test_workers_render_on_their_own_gpu(
+    activated: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str
+) -> None:
+    """The driver, on cuda:1, has set its own variables, which processes of Ray inherit."""
+    config, device = run_helpers.tiny_config(), select_device("cuda:1", 0)
+    request = RunRequest(config, device, tmp_path, 1, "", {}, print, print, [])
+    assert os.environ[EGL_VARIABLE] == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)  # as Ray sets it
+    mode: Any = EnvironmentMode()
+    factory, lines = WorkerFactory.of(mode, request), list[str]()
+    _, facts = factory(WorkerSpec(("env",), {}), None, lines.append)
+    own_device = torch.device("cuda", 0)
+    assert facts == {"egl": visible, "device": own_device} and not lines
+    assert activated == [device, own_device]
