@@ -230,9 +230,9 @@ def test_peaks_are_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch) ->
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert bench.named(bench.PEAKS) == peak
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     assert bench.named(bench.PEAKS) is None
 
 
