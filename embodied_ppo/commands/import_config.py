@@ -11,6 +11,9 @@ from typing import Any
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError, show
 
+NO_COUNTERPART = "no counterpart"
+"""Label of the options that have no meaning in this package."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -57,25 +60,29 @@ def print_migration(migration: Mapping[str, Any]) -> None:
     def reasons(name: str) -> list[list[str]]:
         return [[option(row), row["why"]] for row in migration[name]]
 
+    peer, conflict = migration["peer"], migration["conflict"]
     mapped = [
-        [option(row) + (" (their default)" if row["default"] else ""), f"{path} = {show(value)}"]
+        [
+            option(row) + (f" (default of {peer})" if row["default"] else ""),
+            f"{path} = {show(value)}",
+        ]
         for row in migration["mapped"]
         for path, value in row["ours"].items()
     ]
-    conflict = migration["conflict"]
     sections = [
-        (f"mapped, {migration['peer']} -> ours", mapped),
-        ("mapped, but not exactly the same", reasons("differences")),
-        ("no meaning here", reasons("meaningless")),
+        (f"mapped: {peer} -> embodied_ppo", mapped),
+        ("mapped, with differences", reasons("differences")),
+        (NO_COUNTERPART, reasons("meaningless")),
         ("refused", reasons("refused")),
         ("unknown", reasons("unknown")),
-        ("yours to write", [[path, text] for path, text in migration["to_write"].items()]),
-        ("refused together", [["train would say", conflict]] if conflict else []),
+        ("to be set by hand", [[path, text] for path, text in migration["to_write"].items()]),
+        ("conflict between options", [["message of train", conflict]] if conflict else []),
     ]
     for title, rows in sections:
         if rows:
             output.table(rows, title=title)
             print()
-    names = ("mapped", "meaningless", "refused", "unknown")
-    counts = [[name, str(len(migration[name]))] for name in names]
+    labels = {"mapped": "mapped", "meaningless": NO_COUNTERPART}
+    labels |= {"refused": "refused", "unknown": "unknown"}
+    counts = [[label, str(len(migration[name]))] for name, label in labels.items()]
     output.table([*counts, ["written", migration["out"] or "to stdout"]])

@@ -52,7 +52,7 @@ class Migration:
     mode: str
     options: dict[str, Any] = field(default_factory=dict)
     mapped: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, ours: {path: value}, default: the value is their default, not in the file}"""
+    """{theirs, value, ours: {path: value}, default: not in the file, the source's default}"""
     meaningless: list[dict[str, Any]] = field(default_factory=list)
     """{theirs, value, why}"""
     refused: list[dict[str, Any]] = field(default_factory=list)
@@ -79,8 +79,8 @@ class Migration:
             node[leaf] = value
         body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
         return (
-            f"# @package _global_\n# By embodied-ppo import-config {self.peer}; {MISSING} is yours"
-            f" to write\n{body}"
+            f"# @package _global_\n# Written by embodied-ppo import-config {self.peer}; set the"
+            f" options with {MISSING} by hand.\n{body}"
         )
 
 

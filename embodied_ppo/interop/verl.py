@@ -154,12 +154,20 @@ def _optim(section: str, role: str) -> dict[str, Entry]:
 
 
 def _model(section: str) -> dict[str, Entry]:
+    """Return the entries of the model of the actor or the critic, our ``section``."""
     return {
         "path": f"{section}.model.path",
         "enable_gradient_checkpointing": f"{section}.model.gradient_checkpointing",
         "fsdp_config.dtype": dtype_option(f"{section}.model.dtype"),
         "lora_rank": LANGUAGE_LORA,
         "lora.rank": LANGUAGE_LORA,
+        "tokenizer_path": (
+            option_if_set("actor.tokenizer", reasons.MODEL_TOKENIZER)
+            if section == "actor"
+            else no_option(
+                "the critic reads the actor's tokens; actor.tokenizer sets the tokenizer"
+            )
+        ),
         **no_options(
             {
                 reasons.REMOTE: "trust_remote_code",
@@ -171,7 +179,7 @@ def _model(section: str) -> dict[str, Entry]:
         ),
         **no_sections(
             "enable_activation_offload fused_kernel_options hf_config_path mtp override_config "
-            "tiled_mlp tokenizer_path use_fused_kernels use_liger use_remove_padding use_shm",
+            "tiled_mlp use_fused_kernels use_liger use_remove_padding use_shm",
             "how their code runs the model (kernels, padding, attention); there is one forward pass"
             " here",
         ),
