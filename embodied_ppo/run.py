@@ -534,7 +534,11 @@ def planned(config: Config) -> dict[str, Any]:
     """
     plan = mode(config).resolve_plan(config, select_device(config.device, config.threads))
     needs = mode(config).check_memory(config, plan)
-    turns = [f"{g.name} with {' and '.join(o.name for o in plan.sharing(g))}" for g in plan.groups]
+    time_sharing = [
+        f"{group.name} with {' and '.join(other.name for other in others)}"
+        for group in plan.groups
+        if (others := plan.sharing(group))
+    ]
     return {
         "devices": plan.rows(),
         "memory": placement.memory_rows(plan, needs),
@@ -542,7 +546,7 @@ def planned(config: Config) -> dict[str, Any]:
             f"rollout rank {i}": plan.weights_path(i) for i in range(plan.processes("rollout"))
         },
         "facts": {
-            "takes turns": [text for text in turns if not text.endswith("with ")],
+            "time sharing": time_sharing,
             **mode(config).facts(config, plan),
         },
     }

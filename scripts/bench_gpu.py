@@ -7,7 +7,7 @@ the CPU, so that it measures acting and learning. The second table has simulatio
 control steps of all worlds per second, of physics alone and of the task. The third table is a
 language model of Qwen2.5-0.5B's shape with random weights. The following ones are
 vision-language-action models (``bench_gpu_vla.py``). The last table is one experiment with its
-roles in one process, and in three processes that share the device in turns. ``--tiny`` measures the
+roles in one process, and in three processes that time-share the device. ``--tiny`` measures the
 models and the placements only, with small sizes, and needs no GPU.
 """
 
@@ -84,7 +84,7 @@ def train(name: str, changes: list[str], device: str, compile_: str) -> dict[str
 PLACEMENTS = {
     "one process": [],
     "fused, over Ray": ["placement=fused", "cluster.devices_per_node=1"],
-    "three processes in turns": ["placement=colocated", "cluster.devices_per_node=1"],
+    "three processes, time-shared": ["placement=colocated", "cluster.devices_per_node=1"],
 }
 
 

@@ -6,7 +6,7 @@ Training is `embodied-ppo train experiment=arithmetic` (256 prompts, minibatches
 a model of 0.5 M parameters and its critic), eager and compiled, in float32 and bfloat16; its
 summary.json has the same figures. Generation uses 4 layers of width 256 and 256 prompts of 16
 tokens; responses have about 16 tokens (geometric distribution) and at most 64. Our engine and
-transformers' `generate` take turns. One thread.
+transformers' `generate` run alternately. One thread.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def run_jobs(run: Callable[..., Any], jobs: Iterable[Job], number: int) -> Itera
 def cpu_ms(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Return the CPU milliseconds of each call in each round.
 
-    The calls take turns within a round, because the speed of a shared machine changes within
+    The calls alternate within a round, because the speed of a shared machine changes within
     minutes. A first round warms up and does not count.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}

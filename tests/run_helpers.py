@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.commands import main
 from embodied_ppo.config import loader, validation
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config
@@ -42,6 +45,16 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[leaf] = value
     return tree
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """Run ``embodied-ppo COMMAND --json ..``, which must succeed; return its JSON output."""
+    capsys.readouterr()
+    command, *options = map(str, arguments)
+    code = main.main([command, "--json", *options])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return json.loads(captured.out)
 
 
 def tiny_config(options: Mapping[str, Any] | None = None) -> Config:

@@ -174,7 +174,7 @@ class KLController:
         if STEP_LIMIT * n >= self.horizon:
             raise ConfigError(
                 f"algorithm.kl_ctrl.horizon = {self.horizon:g}: must be > {STEP_LIMIT:g} x {n}"
-                f" sequences an update, or the coefficient could become 0 or negative; set it to"
+                f" sequences per update, or the coefficient could become 0 or negative; set it to"
                 f" {10 * n} or more"
             )
         error = min(max(kl / self.target - 1.0, -STEP_LIMIT), STEP_LIMIT)

@@ -68,7 +68,7 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
         rows[path] = {
             "value": list(value) if isinstance(value, tuple) else value,
             "default": list(default) if isinstance(default, tuple) else default,
-            "source": loaded.origin.get(path, "config.py"),
+            "source": loaded.origin.get(path, "default"),
             "meaning": option.meaning,
             "type": option.type,
             "limit": option.limit,

@@ -36,7 +36,7 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     print()
     transports = list(plan["weights"].values())
     counts = ", ".join(f"{name} ({transports.count(name)})" for name in dict.fromkeys(transports))
-    rows = [["weights travel by", counts]]
+    rows = [["weight transfer", counts]]
     for name, value in plan["facts"].items():
         if isinstance(value, list):
             rows.append([name, ", ".join(value) or "none"])

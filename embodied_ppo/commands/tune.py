@@ -95,7 +95,7 @@ def format_yaml(result: TuningResult, command: str) -> str:
     }
     settings = {"placement": result.config.placement} | ({"cluster": cluster} if cluster else {})
     seconds = min(result.measured_s.values())
-    comment = f"# {command} ({date.today()}): {result.best.choice.name}, {seconds:.3g} s an update"
+    comment = f"# {command} ({date.today()}): {result.best.choice.name}, {seconds:.3g} s per update"
     return f"# @package _global_\n{comment}\n{yaml.safe_dump(settings, sort_keys=False)}"
 
 

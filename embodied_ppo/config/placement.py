@@ -1,7 +1,7 @@
 """Placement syntax: text -> a checked ``Plan`` of processes, roles and devices.
 
-Roles joined by a comma share a process; entries with common devices take turns; the other entries
-run concurrently. No process is started here.
+Roles joined by a comma share a process; entries with common devices time-share them; the other
+entries run concurrently. No process is started here.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Plan:
         return self.group(one) is self.group(other)
 
     def sharing(self, group: Group) -> tuple[Group, ...]:
-        """Return the other groups that take turns with ``group`` on common devices."""
+        """Return the other groups that time-share devices with ``group``."""
         return tuple(
             g for g in self.groups if g is not group and set(g.devices) & set(group.devices)
         )
@@ -554,7 +554,7 @@ def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
     """Return the load of every device that is used.
 
     On the CPU all processes of a machine share its memory, and none is offloaded. On a GPU, groups
-    that take turns need what the phase requires, and each process keeps a CUDA context.
+    that time-share a device need what the phase requires, and each process keeps a CUDA context.
 
     Args:
         p: The plan.
@@ -661,7 +661,7 @@ def memory_rows(p: Plan, needs: Mapping[str, Need]) -> list[tuple[str, ...]]:
     group_needs = [needs[g.name] for g in p.groups]
     purposes = list(dict.fromkeys(purpose for need in needs.values() for purpose in need))
     return [
-        ("one process needs", *(g.name for g in p.groups)),
+        ("memory per process", *(g.name for g in p.groups)),
         *((purpose, *(amount(n.get(purpose, 0)) for n in group_needs)) for purpose in purposes),
-        ("together", *(amount(sum(n.values())) for n in group_needs)),
+        ("total", *(amount(sum(n.values())) for n in group_needs)),
     ]

@@ -881,7 +881,7 @@ class ClusterConfig:
     """Labels of machines, {sim: 0, train: 1-2}. Ray's label node-group maps them to machines."""
     component_placement: dict[str, Any] = field(default_factory=dict)
     """Devices of each role, as RLinf writes it: {"env,rollout,actor": 0-3}. Joined roles share a
-    process; entries with common devices take turns; the others run at the same time. Devices are
+    process; entries with common devices time-share them; the others run concurrently. Devices are
     all, 2, 0-3, a list of these, 'first half', 'second half', or {devices: .., processes: n, node:
     label}. {}: the preset of option placement."""
     stages: Small = 1
@@ -923,9 +923,9 @@ class Config:
     )
     """Placement of the roles. local: everything in this process. The others are processes of a Ray
     cluster, one per device. fused: all roles in each process; colocated: a process per role on
-    every device, taking turns; disaggregated: acting on one half of the devices, learning on the
+    every device, time-shared; disaggregated: acting on one half of the devices, learning on the
     other; hybrid: simulators on one half, rollout and actor on the other; pipelined: simulators on
-    one half and rollout on the other, both taking turns with actor on all."""
+    one half and rollout on the other, and actor on all, time-shared with both."""
     name: str = "custom"
     """Name of the run, whose directory is runs/NAME/<date>-<seed>."""
     description: str = ""

@@ -542,7 +542,7 @@ def write_report(
 
 
 # -------------------------------------------------------------------------------------- compilation
-OFFLOADING_OBSTACLE = "processes that take turns on a GPU move their tensors"
+OFFLOADING_OBSTACLE = "processes that time-share a GPU offload their tensors"
 """Why offloaded roles are not compiled: a CUDA graph contains the addresses of its tensors."""
 
 

@@ -247,7 +247,7 @@ def _measure_best(
     while (following := _next_candidate(ranked, measured_s, failed)) is not None:
         candidate, prediction = following
         name = candidate.choice.name
-        say(f"trying {name}, {prediction.whole_s:.3g} s an update predicted")
+        say(f"trying {name}, {prediction.whole_s:.3g} s per update predicted")
         run_dir = request.run_dir / str(len(measured_s) + len(failed))
         try:
             config = with_placement(request.config, candidate.choice)
@@ -257,7 +257,7 @@ def _measure_best(
             failed[name] = str(error)
             say(f"{name} failed: {error}")
         else:
-            say(f"{name}: {measured_s[name]:.3g} s an update")
+            say(f"{name}: {measured_s[name]:.3g} s per update")
     if not measured_s:
         name, reason = next(iter(failed.items()))
         raise TrainingError(f"tune: {len(failed)} placements failed; {name}: {reason}")

@@ -289,7 +289,7 @@ class Measured(Machine):
         act, learn = (list(costs.values())[-1] for costs in (self.act, self.learn))
         return (
             f"a step of {n} environments {self.simulate.wall(n) * 1e3:.3g} ms, deciding"
-            f" {act.wall(n) * 1e3:.3g} ms, learning {learn.wall(n):.3g} s an update;"
+            f" {act.wall(n) * 1e3:.3g} ms, learning {learn.wall(n):.3g} s per update;"
             f" {super().summary()}"
         )
 

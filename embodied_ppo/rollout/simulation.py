@@ -177,7 +177,7 @@ def begin_step(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
 
 @torch.no_grad()
 def interleave(runs: Sequence[Generator[None, None, Experience]]) -> list[Experience]:
-    """Return the results of ``Rollout.collecting`` generators of equal length, run in turns."""
+    """Return the results of ``Rollout.collecting`` generators of equal length, run interleaved."""
     results: list[Experience] = []
     while len(results) < len(runs):
         for run in runs:
@@ -519,7 +519,7 @@ def add_metrics(metrics: Sequence[Metrics]) -> Metrics:
 
 
 class Staged:
-    """Several rollouts in turns: the policy acts for one while the simulator of another runs."""
+    """Several interleaved rollouts: the policy acts for one while the simulator of another runs."""
 
     one_state = False
     """Whether all processes share one rollout state."""

@@ -3,7 +3,7 @@
     python scripts/examples/own_placement.py
 
 Roles joined by a comma share a process and one copy of the weights; entries with common devices
-take turns; the others run at the same time. On the command line:
+time-share them; the others run concurrently. On the command line:
 
     embodied-ppo plan experiment=NAME cluster.devices_per_node=4 \\
         'cluster.component_placement={env: 0-1, "rollout,actor": 2-3}'

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from run_helpers import run_command
 
 from embodied_ppo.commands import main
 from embodied_ppo.config import compose, loader
@@ -108,9 +108,7 @@ def check_equal_training(options: list[str], tmp_path: Path) -> None:
 
 
 def fit(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    capsys.readouterr()
-    run("fit", "--json", *arguments)
-    return json.loads(capsys.readouterr().out)
+    return run_command(capsys, "fit", *arguments)
 
 
 def changed_options(summary: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from run_helpers import run_command
 
 from embodied_ppo.commands import main, output, train
 from embodied_ppo.commands.experiments import experiments
@@ -91,10 +92,7 @@ def files_in_cwd() -> list[str]:
 
 def config(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, dict[str, Any]]:
     """Return the output of ``embodied-ppo config --json``."""
-    code = main.main(["config", "--json", *map(str, argv)])
-    out = capsys.readouterr()
-    assert code == 0, out.err
-    return json.loads(out.out)
+    return run_command(capsys, "config", *argv)
 
 
 def values(rows: dict[str, dict[str, Any]], *paths: str) -> list[Any]:
@@ -621,12 +619,12 @@ def test_plan_of_a_robot_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(arguments) == 0
     table = capsys.readouterr().out
     assert "cpu 1   0     -       rank 0   rank 1" in table
-    assert "weights travel by                      ipc (1)" in table
+    assert "weight transfer                               ipc (1)" in table
     assert main.main([*arguments, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["facts"]["samples of an actor process in a step"] == 512
-    assert plan["facts"]["takes turns"][-1] == "actor with env and rollout"
-    assert plan["memory"][0] == ["one process needs", "env", "rollout", "actor"]
+    assert plan["facts"]["samples per optimiser step and actor process"] == 512
+    assert plan["facts"]["time sharing"][-1] == "actor with env and rollout"
+    assert plan["memory"][0] == ["memory per process", "env", "rollout", "actor"]
     rows = {row[0]: row[1:] for row in plan["memory"]}
     assert rows["weights"][0] == "0 MB"
     assert rows["weights"][1] == rows["weights"][2] == rows["gradients"][2]
@@ -646,22 +644,22 @@ def test_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*plan_command, "cluster.devices_per_node=2", "device=cpu"]
     assert main.main([*arguments, placement, "algorithm.use_kl_loss=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    header = ["one process needs", "rollout,reward", "actor", "critic", "reference"]
+    header = ["memory per process", "rollout,reward", "actor", "critic", "reference"]
     assert plan["memory"][0] == header
     rows = {row[0]: row[1:] for row in plan["memory"]}
     assert rows["gradients"][0] == rows["gradients"][3] == "0 MB" and rows["gradients"][1] != "0 MB"
     assert rows["cache"][0] != "0 MB" and rows["cache"][1:] == ["0 MB"] * 3
-    assert plan["facts"]["takes turns"] == [
+    assert plan["facts"]["time sharing"] == [
         "rollout,reward with reference",
         "actor with critic",
         "critic with actor",
         "reference with rollout,reward",
     ]
     assert plan["weights"] == {"rollout rank 0": "broadcast"}
-    assert plan["facts"]["responses an update"] == 256
+    assert plan["facts"]["responses per update"] == 256
     assert main.main([*plan_command, "device=cpu"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["memory"][0] == ["one process needs", "rollout,actor,critic,reward"]
+    assert plan["memory"][0] == ["memory per process", "rollout,actor,critic,reward"]
     assert main.main([*arguments, "placement=fused", "cluster.device_memory_gb=0.01"]) == 2
     assert "cache 1.31 MB" in capsys.readouterr().err
     assert main.main([*plan_command, "algorithm.adv_type=grpo", "algorithm.group_size=4"]) == 0
@@ -672,14 +670,14 @@ def test_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
 # -------------------------------------------------------------------------------------- composition
 def test_source_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=null")
-    composed = {path for path, row in rows.items() if row["source"] != "config.py"}
+    composed = {path for path, row in rows.items() if row["source"] != "default"}
     assert composed == {"mode", "placement"}
     options = strict.describe(Config)
     assert set(rows) == {path for path in options if readers.mode_of(path) != "reasoning"}
     assert rows["algorithm.gamma"] == {
         "value": 0.99,
         "default": 0.99,
-        "source": "config.py",
+        "source": "default",
         "meaning": "Discount per primitive step.",
         "type": "a finite number",
         "limit": ">= 0 and <= 1",
@@ -704,7 +702,7 @@ def test_source_of_each_option(capsys: pytest.CaptureFixture[str], user_configs:
     assert sources["algorithm.gae_lambda"] == "command line"
     assert rows["algorithm.gae_lambda"]["value"] == 0.9
     assert sources["mode"] == "configs/mode/embodied.yaml"
-    assert sources["algorithm.adam_eps"] == "config.py"
+    assert sources["algorithm.adam_eps"] == "default"
     assert sources["seed"] == "command line"
     assert rows["name"]["value"] == "hopper"
 
@@ -767,8 +765,8 @@ def test_values_of_all_types(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_deletion_restores_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     rows = config(capsys, "experiment=cartpole", "~algorithm.gamma")
-    assert rows["algorithm.gamma"]["source"] == "config.py"
-    assert config(capsys, "~experiment")["env.id"]["source"] == "config.py"
+    assert rows["algorithm.gamma"]["source"] == "default"
+    assert config(capsys, "~experiment")["env.id"]["source"] == "default"
 
 
 def test_env_steps_conflict_with_updates_of_a_file(

@@ -53,9 +53,7 @@ def measure_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tune(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    command = ["tune", "--quiet", "--json", *SMALL, *arguments]
-    assert main.main(command) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
+    return run_helpers.run_command(capsys, "tune", "--quiet", *SMALL, *arguments)
 
 
 def measured(summary: dict[str, Any]) -> dict[str, float]:

@@ -54,7 +54,8 @@ def make_run(
         yaml.safe_dump({"seed": 0, "run_dir": str(folder)} | config)
     )
     log.say(
-        f"test: CartPole-v1, 4 environments, 100 steps an update, updates 1 to {total}, in {folder}"
+        "test: CartPole-v1, 4 environments, 100 steps per update,"
+        f" updates 1 to {total}, in {folder}"
     )
     write(log, 1, updates, kl)
     return log

@@ -40,7 +40,7 @@ def test_update_of_a_robot_policy() -> None:
     b = batches(c)
     assert (b.samples, b.actor, b.critic, b.actor.steps) == (1024, Passes(4, 8, 128), None, 32)
     assert lines(c) == [
-        "32 environments x 32 steps = 1,024 samples an update",
+        "32 environments x 32 steps = 1,024 samples per update",
         "4 epochs x 8 minibatches of 128 = 32 optimiser steps",
         "49 updates x 1,024 = 50,176 environment steps",  # 51,000 / 1,024 = 49.8
     ]
@@ -57,7 +57,7 @@ def test_chunks_and_micro_batches() -> None:
         }
     )
     assert lines(c) == [
-        "32 environments x 32 decisions = 1,024 samples an update",
+        "32 environments x 32 decisions = 1,024 samples per update",
         "1 epoch x 8 minibatches of 128 = 8 optimiser steps (micro-batches of at most 48 samples)",
         "2 updates x 5,120 = at most 10,240 environment steps",  # 1,024 x 5
     ]
@@ -70,7 +70,7 @@ def language(**more: Any) -> Config:
 
 def test_update_of_a_language_model() -> None:
     assert lines(language()) == [
-        "64 prompts x 4 responses = 256 responses an update",
+        "64 prompts x 4 responses = 256 responses per update",
         "2 epochs x 4 minibatches of 16 prompts = 8 optimiser steps",
         "10 updates = 2,560 responses of at most 512 tokens",
     ]

@@ -285,17 +285,17 @@ def test_presets_on_any_number_of_devices(name: str, devices: int, mode: str) ->
     assert sorted(role for g in p.groups for role in g.roles) == sorted(ROLES[mode])
     used = {d for g in p.groups for d in g.devices}
     assert used == set(range(devices))  # every device is used
-    turns = {g.name: {other.name for other in p.sharing(g)} for g in p.groups}
+    sharing = {g.name: {other.name for other in p.sharing(g)} for g in p.groups}
     if name == "fused":
         assert len(p.groups) == 1 and p.processes("actor") == devices
         assert {p.weights_path(rank) for rank in range(devices)} == {"share"}
     if name == "colocated":
-        assert all(len(others) == len(p.groups) - 1 for others in turns.values())
+        assert all(len(others) == len(p.groups) - 1 for others in sharing.values())
         assert {p.weights_path(rank) for rank in range(devices)} == {"ipc"}
     if name in ("disaggregated", "hybrid"):
-        assert not any(turns.values()) and p.processes("rollout") == devices // 2
+        assert not any(sharing.values()) and p.processes("rollout") == devices // 2
     if name == "pipelined":
-        assert turns == {"env": {"actor"}, "rollout": {"actor"}, "actor": {"env", "rollout"}}
+        assert sharing == {"env": {"actor"}, "rollout": {"actor"}, "actor": {"env", "rollout"}}
         assert p.weights_path(0) == "ipc"
     if mode == "embodied":
         check_numbers(p, num_envs=64, group_size=1, global_batch_size=1024)
@@ -303,17 +303,20 @@ def test_presets_on_any_number_of_devices(name: str, devices: int, mode: str) ->
 
 def test_weight_transport() -> None:
     two = Hardware((2, 2), "cuda")
-    apart = {"env,rollout": "0-1", "actor": "2-3"}
+    placement = {"env,rollout": "0-1", "actor": "2-3"}
     across = {"env,rollout": ["0", "2"], "actor": ["1", "3"]}
     for weights, path in (("auto", "broadcast"), ("store", "store"), ("broadcast", "broadcast")):
-        assert plan(apart, two, weights=weights).weights_path(0) == path
-    assert plan(apart, EIGHT, max_lag=1).weights_path(0) == "store"
-    assert [plan(apart, EIGHT, weights="ipc").nearest_actor(rank) for rank in range(2)] == [0, 0]
+        assert plan(placement, two, weights=weights).weights_path(0) == path
+    assert plan(placement, EIGHT, max_lag=1).weights_path(0) == "store"
+    assert [plan(placement, EIGHT, weights="ipc").nearest_actor(rank) for rank in range(2)] == [
+        0,
+        0,
+    ]
     assert [plan(across, two, weights="ipc").nearest_actor(rank) for rank in range(2)] == [0, 1]
     assert plan("colocated", EIGHT).nearest_actor(5) == 5
-    assert plan(apart, two).nearest_actor(1) is None
+    assert plan(placement, two).nearest_actor(1) is None
     with pytest.raises(PlacementError) as caught:
-        plan(apart, two, weights="ipc")
+        plan(placement, two, weights="ipc")
     assert (
         str(caught.value)
         == "cluster.weights = ipc: rollout rank 0 is on node 0, which has no actor to read the"
@@ -447,8 +450,8 @@ def test_memory_refusal_contains_the_sum() -> None:
         " 12.5 GB to update, more than 92% of its 13 GB; one process of actor: weights 2 GB,"
         " activations 9 GB, 0.5 GB of each for CUDA itself; lower algorithm.micro_batch_size"
     )
-    apart = plan("disaggregated", Hardware((2,), "cuda", memory=13_000_000_000))
-    check_memory(apart, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
+    disaggregated = plan("disaggregated", Hardware((2,), "cuda", memory=13_000_000_000))
+    check_memory(disaggregated, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
     with pytest.raises(
         PlacementError,
         match=r"node 0 needs 2 x 0 MB \(env\) \+ 2 x 2\.5 GB \(rollout\) \+ 2 x 11 GB",
@@ -534,28 +537,28 @@ def test_shard_needs_several_learners(
 def test_memory_rows() -> None:
     p = plan("colocated", Hardware((1,), "cuda"))
     assert lines(memory_rows(p, NEEDS)) == [
-        "one process needs  env   rollout  actor",
-        "weights            0 MB  2 GB     2 GB",
-        "activations        0 MB  0.5 GB   9 GB",
-        "together           0 MB  2.5 GB   11 GB",
+        "memory per process  env   rollout  actor",
+        "weights             0 MB  2 GB     2 GB",
+        "activations         0 MB  0.5 GB   9 GB",
+        "total               0 MB  2.5 GB   11 GB",
     ]
 
 
-def test_compile_is_refused_for_groups_that_take_turns_on_a_gpu(
+def test_compile_is_refused_for_groups_that_time_share_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A CUDA graph contains the addresses of its tensors, which change with each offload."""
     hardware = Hardware((1,), "cuda")
     monkeypatch.setattr(base, "hardware_of", lambda config, device: hardware)
-    for name, reason in (("colocated", "take turns on a GPU"), ("fused", "")):
+    for name, reason in (("colocated", "time-share a GPU"), ("fused", "")):
         c = run_helpers.tiny_config({"compile": "always", "placement": name})
         if reason:
             with pytest.raises(ConfigError, match=f"compile=always: processes that {reason}"):
                 EmbodiedMode().plan(c, torch.device("cuda"))
         else:
             assert EmbodiedMode().plan(c, torch.device("cuda")) is not None
-    apart = {"rollout,actor,reward": 0, "critic": 1, "reference": 1}
+    placement = {"rollout,actor,reward": 0, "critic": 1, "reference": 1}
     compiled = run_helpers.tiny_config({"compile": "always"})
-    with pytest.raises(ConfigError, match="compile=always: processes that take turns on a GPU"):
-        base.check_compile(compiled, plan(apart, Hardware((2,), "cuda"), mode="reasoning"))
-    base.check_compile(compiled, plan(apart, Hardware((2,)), mode="reasoning"))
+    with pytest.raises(ConfigError, match="compile=always: processes that time-share a GPU"):
+        base.check_compile(compiled, plan(placement, Hardware((2,), "cuda"), mode="reasoning"))
+    base.check_compile(compiled, plan(placement, Hardware((2,)), mode="reasoning"))

@@ -72,8 +72,8 @@ class EmbodiedRules(ModeRules):
         steps = "steps" if config.env.action_chunk == 1 else "decisions"
         horizon = config.algorithm.horizon
         return (
-            f"{config.env.num_envs:,} environments x {horizon:,} {steps} = {b.samples:,} samples an"
-            " update"
+            f"{config.env.num_envs:,} environments x {horizon:,} {steps} = {b.samples:,} samples"
+            " per update"
         )
 
     def _run_line(self, config: Config, b: Batches, updates: int) -> str:

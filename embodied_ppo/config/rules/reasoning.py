@@ -91,7 +91,7 @@ class ReasoningRules(ModeRules):
     def _rollout_line(self, config: Config, b: Batches) -> str:
         a = config.algorithm
         prompts = f"{a.rollout_batch_size:,} prompts x {a.group_size:,} responses"
-        return f"{prompts} = {b.samples:,} responses an update"
+        return f"{prompts} = {b.samples:,} responses per update"
 
     def _run_line(self, config: Config, b: Batches, updates: int) -> str:
         tokens = config.algorithm.response_length

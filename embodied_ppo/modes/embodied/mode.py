@@ -63,10 +63,10 @@ class EmbodiedMode(Mode):
     def facts(self, config: Config, plan: placement.Plan) -> dict[str, int]:
         b = batches(config)
         return {
-            "environments of a rollout process": config.env.num_envs // plan.processes("rollout"),
-            "decisions an update": b.samples,
-            "optimiser steps an update": b.actor.steps,
-            "samples of an actor process in a step": b.actor.size // plan.processes("actor"),
+            "environments per rollout process": config.env.num_envs // plan.processes("rollout"),
+            "samples per update": b.samples,
+            "optimiser steps per update": b.actor.steps,
+            "samples per optimiser step and actor process": b.actor.size // plan.processes("actor"),
         }
 
     def max_learners(self, config: Config) -> int:

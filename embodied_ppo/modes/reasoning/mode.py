@@ -110,10 +110,10 @@ class ReasoningMode(Mode):
         a, b = config.algorithm, batches(config)
         responses = b.actor.size * a.group_size // plan.processes("actor")
         return {
-            "prompts of a rollout process": a.rollout_batch_size // plan.processes("rollout"),
-            "responses an update": b.samples,
-            "optimiser steps an update": b.actor.steps,
-            "responses of an actor process in a step": responses,
+            "prompts per rollout process": a.rollout_batch_size // plan.processes("rollout"),
+            "responses per update": b.samples,
+            "optimiser steps per update": b.actor.steps,
+            "responses per optimiser step and actor process": responses,
         }
 
     def max_learners(self, config: Config) -> int:
