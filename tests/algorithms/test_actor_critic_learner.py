@@ -112,11 +112,11 @@ def weights(learner: Learner) -> dict[str, Tensor]:
 
 def gradients(learner: Learner) -> list[Tensor]:
     """Record the flat gradient of every optimiser step from now on."""
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
 
     def note(*_: Any) -> None:
         parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
-        seen.append(
+        recorded.append(
             torch.cat(
                 [
                     torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
@@ -126,7 +126,7 @@ def gradients(learner: Learner) -> list[Tensor]:
         )
 
     learner.optimizer.adamw.register_step_pre_hook(note)
-    return seen
+    return recorded
 
 
 def disturb_reference(learner: Learner) -> None:
@@ -178,10 +178,10 @@ def test_micro_batch_size_does_not_change_update(options, discrete):
     for micro in (None, 8, 24):  # 24 does not divide 64: the last micro-batch is smaller
         learner = make({**EVERYTHING, **options, "micro_batch_size": micro}, discrete=discrete)
         disturb_reference(learner)
-        seen = gradients(learner)
+        recorded = gradients(learner)
         metrics = learner.update(experience(learner, noise=0.3), update=0)
-        assert len(seen) == 1
-        outcomes.append((seen[0], numbers(metrics)))
+        assert len(recorded) == 1
+        outcomes.append((recorded[0], numbers(metrics)))
     (full_gradient, expected), *parts = outcomes
     for gradient, results in parts:
         assert (gradient - full_gradient).norm() <= 1e-5 * full_gradient.norm()
@@ -274,9 +274,9 @@ def test_masked_rows_do_not_change_update(unit, reward_norm):
     for extra in (0, 3):
         learner = make({**options, "global_batch_size": (T + extra) * N})
         disturb_reference(learner)
-        seen, t = gradients(learner), experience(learner, noise=0.3)
+        recorded, t = gradients(learner), experience(learner, noise=0.3)
         metrics = numbers(learner.update(padded(t, extra) if extra else t, update=0))
-        outcomes.append((seen[0], metrics, weights(learner)))
+        outcomes.append((recorded[0], metrics, weights(learner)))
     (gradient, metrics, state), (other, others, other_state) = outcomes
     assert (gradient - other).norm() <= 1e-5 * gradient.norm()
     assert_close(metrics, others, rel=1e-5)
@@ -312,8 +312,8 @@ def test_reset_rows_do_not_change_update():
             order = torch.tensor([0, 1, 2, 3, T, *range(4, T)])
             t = tree.index(long, order)
             t.terminated[4] = t.truncated[4] = False
-        seen = gradients(learner)
-        outcomes.append((numbers(learner.update(t, update=0)), seen[0]))
+        recorded = gradients(learner)
+        outcomes.append((numbers(learner.update(t, update=0)), recorded[0]))
     assert_close(outcomes[0][0], outcomes[1][0], rel=1e-5)
     assert (outcomes[0][1] - outcomes[1][1]).norm() <= 1e-5 * outcomes[0][1].norm()
 
@@ -334,32 +334,32 @@ def test_fully_masked_rollout_changes_no_weight():
     assert math.isnan(metrics["policy/loss"]) and math.isnan(metrics["value/clip_fraction"])
     # one minibatch of two without a sample: its step does not happen
     learner = make({**PLAIN, "global_batch_size": N, "minibatch_unit": "column"})
-    seen, t = gradients(learner), experience(learner, rows=1)
+    recorded, t = gradients(learner), experience(learner, rows=1)
     t = replace(t, mask=torch.zeros_like(t.mask))
     t.mask[0, 0] = True
     learner.optimizer.cutter = SampleCutter(replace(learner.config, global_batch_size=1))
     metrics = numbers(learner.update(t, update=0))
-    assert len(seen) == 1 and not math.isnan(metrics["policy/loss"])
+    assert len(recorded) == 1 and not math.isnan(metrics["policy/loss"])
 
 
 # ------------------------------------------------------------------------------------- permutations
 @pytest.mark.parametrize("unit", ["step", "column"])
 def test_every_epoch_is_a_fresh_permutation(unit):
     learner = make({"minibatch_unit": unit, "update_epoch": 3}, model={"normalize_obs": False})
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     assert isinstance(learner.policy, ActorCritic)
     learner.policy.trunk.register_forward_pre_hook(
-        lambda module, args: seen.append(args[0][VECTOR][:, 0].clone())
+        lambda module, args: recorded.append(args[0][VECTOR][:, 0].clone())
     )
     orders = []
     for update in range(2):
         t = full(experience(learner))
         assert isinstance(t.obs, Tensor)
         t.obs[..., 0] = torch.arange(T * N).reshape(T, N)  # every sample carries its name
-        seen.clear()
+        recorded.clear()
         learner.update(t, update=update)
-        assert len(seen) == 3 * 4 and all(len(x) == 16 for x in seen)
-        orders += [torch.cat(seen[i : i + 4]).long().tolist() for i in range(0, 12, 4)]
+        assert len(recorded) == 3 * 4 and all(len(x) == 16 for x in recorded)
+        orders += [torch.cat(recorded[i : i + 4]).long().tolist() for i in range(0, 12, 4)]
     assert all(sorted(order) == list(range(T * N)) for order in orders)
     assert len({tuple(order) for order in orders}) == 6
     if unit == "column":  # a minibatch is two whole columns
@@ -584,10 +584,10 @@ def test_adaptive_learning_rate():
 
 def test_max_grad_norm():
     learner = make({**PLAIN, "max_grad_norm": 0.05})
-    seen = gradients(learner)
+    recorded = gradients(learner)
     t = full(experience(learner))
     metrics = numbers(learner.update(t, update=0))
-    assert seen[0].norm().item() == pytest.approx(0.05, rel=1e-4)
+    assert recorded[0].norm().item() == pytest.approx(0.05, rel=1e-4)
     free = make(PLAIN)
     unclipped = gradients(free)
     free.update(t, update=0)
@@ -595,7 +595,7 @@ def test_max_grad_norm():
         metrics["policy/grad_norm"], metrics["value/grad_norm"]
     )  # reported before clipping
     assert norm == pytest.approx(unclipped[0].norm().item(), rel=1e-5) and norm > 0.05
-    torch.testing.assert_close(seen[0] * norm / 0.05, unclipped[0], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(recorded[0] * norm / 0.05, unclipped[0], rtol=1e-3, atol=1e-6)
 
 
 def test_entropy_target_adapts_bonus():
@@ -711,11 +711,11 @@ def test_off_policy_weights_scale_the_policy_gradient():
     results = []
     for shift in (0.0, math.log(1.25)):
         learner = make({**PLAIN, "off_policy_correction": "token", "value_loss_coef": 0.0})
-        seen, t = gradients(learner), full(experience(learner))
+        recorded, t = gradients(learner), full(experience(learner))
         acted = t.log_prob.clone()
         acted[..., 0, 0] -= shift
         learner.update(replace(t, log_prob=acted), update=0)
-        results.append(seen[0])
+        results.append(recorded[0])
     torch.testing.assert_close(results[1], 1.25 * results[0], rtol=1e-4, atol=1e-6)
 
 

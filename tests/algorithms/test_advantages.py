@@ -252,10 +252,10 @@ def test_gae_before_masked_tail_uses_own_next_value():
 
 def test_columns_are_independent():
     rows = random_rows(12, 5, 3)
-    together = advantages.gae(**rows, **GAMMA)[0]
+    batched = advantages.gae(**rows, **GAMMA)[0]
     for n in range(5):
-        alone = advantages.gae(**{name: x[:, n : n + 1] for name, x in rows.items()}, **GAMMA)[0]
-        assert alone.equal(together[:, n : n + 1])
+        single = advantages.gae(**{name: x[:, n : n + 1] for name, x in rows.items()}, **GAMMA)[0]
+        assert single.equal(batched[:, n : n + 1])
 
 
 @pytest.mark.parametrize("adv_type", advantages.ADV_TYPES)
@@ -526,10 +526,11 @@ def test_constant_rewards_are_not_divided():
     mask = torch.ones(3, 4).bool()
     assert advantages.shape_rewards(same, mask, norm="batch", scale=True).equal(same)
     assert advantages.shape_rewards(same, mask, norm="batch").abs().max() < 1e-6
-    alone = torch.tensor([[True, False], [False, True]])
+    single_entry_mask = torch.tensor([[True, False], [False, True]])
     reward = torch.tensor([[5.0, 1.0], [2.0, 7.0]])
-    lonely = advantages.shape_rewards(reward[:, :1], alone[:, :1], norm="batch")  # one entry: stays
-    assert lonely.flatten().tolist() == [5.0, 2.0]
+    # A single entry keeps its value.
+    shaped = advantages.shape_rewards(reward[:, :1], single_entry_mask[:, :1], norm="batch")
+    assert shaped.flatten().tolist() == [5.0, 2.0]
 
 
 def test_reward_norm_refusals():
@@ -569,18 +570,18 @@ def test_return_scaler_by_hand():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_return_scaler_equals_reference_over_rollouts(seed):
-    s, state, seen = advantages.ReturnScaler(3), [0.0] * 3, []
+    s, state, returns = advantages.ReturnScaler(3), [0.0] * 3, []
     for i in range(4):
         rows = random_rows(7, 3, 10 * seed + i)
         done = rows["terminated"] | rows["truncated"]
         s.update(rows["reward"], done, rows["mask"], 0.97)
-        more, state = reference_numerics.discounted_returns(
+        new_returns, state = reference_numerics.discounted_returns(
             rows["reward"].tolist(), done.tolist(), rows["mask"].tolist(), gamma=0.97, start=state
         )
-        seen += more
-    assert s.moments.count.item() == len(seen)
-    assert s.moments.mean.item() == pytest.approx(fmean(seen), abs=1e-9)
-    assert s.std.item() == pytest.approx(math.sqrt(pvariance(seen) + 1e-8), rel=1e-9)
+        returns += new_returns
+    assert s.moments.count.item() == len(returns)
+    assert s.moments.mean.item() == pytest.approx(fmean(returns), abs=1e-9)
+    assert s.std.item() == pytest.approx(math.sqrt(pvariance(returns) + 1e-8), rel=1e-9)
     assert s.running.tolist() == pytest.approx(state, abs=1e-9)
     shaped = advantages.shape_rewards(REWARD, KEPT, norm="running", running_std=s.std)
     close(shaped[KEPT], (REWARD / s.std.float())[KEPT])  # divided, nothing subtracted

@@ -78,7 +78,7 @@ def learned(
     return [w for w, _ in results], [m for _, m in results]
 
 
-WHOLE: dict[str, Any] = {"global_batch_size": T * N, "update_epoch": 3, "lr": 1e-3}
+FULL_BATCH: dict[str, Any] = {"global_batch_size": T * N, "update_epoch": 3, "lr": 1e-3}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "everything": EVERYTHING,
@@ -106,11 +106,11 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
-    options = WHOLE | CASES[case] | {"global_batch_size": T * N}
+    options = FULL_BATCH | CASES[case] | {"global_batch_size": T * N}
     trajectory = experience(make(options), noise=0.2)
-    alone, metrics_of_ranks = learned(1, options, trajectory)
+    single, metrics_of_ranks = learned(1, options, trajectory)
     weights_of_ranks, metrics = learned(world, options, trajectory)
-    for name, x in alone[0].items():
+    for name, x in single[0].items():
         for other in weights_of_ranks:
             assert torch.equal(other[name], weights_of_ranks[0][name]), (
                 name
@@ -137,16 +137,16 @@ def test_every_sample_is_used_once_per_epoch() -> None:
 
 
 def test_fully_masked_rank_takes_same_steps() -> None:
-    trajectory = experience(make(WHOLE))
+    trajectory = experience(make(FULL_BATCH))
     trajectory.mask[:, : N // 2] = False
-    alone, _ = learned(1, WHOLE, trajectory)
-    weights_of_ranks, _ = learned(2, WHOLE, trajectory)
-    for name, x in alone[0].items():
+    single, _ = learned(1, FULL_BATCH, trajectory)
+    weights_of_ranks, _ = learned(2, FULL_BATCH, trajectory)
+    for name, x in single[0].items():
         torch.testing.assert_close(weights_of_ranks[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_non_finite_reward_stops_every_rank() -> None:
-    trajectory = experience(make(WHOLE))
+    trajectory = experience(make(FULL_BATCH))
     trajectory.log_prob[0, 0] = math.nan
     trajectory.mask[0, 0] = True
 
@@ -158,7 +158,7 @@ def test_non_finite_reward_stops_every_rank() -> None:
             learner.update(part, update=0)
         return str(metrics_of_ranks.value)
 
-    learners = [make(WHOLE) for _ in range(2)]
+    learners = [make(FULL_BATCH) for _ in range(2)]
     before = weights(learners[0])
     assert all("update 0" in text for text in run_ranks(2, work))
     for learner in learners:

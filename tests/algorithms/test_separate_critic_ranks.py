@@ -1,7 +1,7 @@
-"""Language models that learn in several processes: their number changes no number, wherever critic
-and reference are.
+"""Language models that train in several processes: results do not depend on their number, nor on
+the processes of critic and reference.
 
-Ranks are threads here, over real gloo and real lines.
+Ranks are threads that communicate over gloo and real connections.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def learned(
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Return weights, equal on all ranks, and metrics after two updates."""
     full_batch = replace(config, global_batch_size=N)
-    made = [
+    learners = [
         disturbed(learner(full_batch, critic=critic, columns=N, critic_columns=N))
         for _ in range(world)
     ]
-    trajectory = experience(made[0].policy, noise=0.2)
+    trajectory = experience(learners[0].policy, noise=0.2)
 
     def work(ranks: Ranks) -> tuple[dict[str, Tensor], list[Metrics]]:
-        x = made[ranks.rank]
+        x = learners[ranks.rank]
         x.optimizer.ranks = ranks
         if critic:
             critic_of(x).optimizer.ranks = ranks
@@ -94,10 +94,10 @@ def learned(
         return state(x), [x.update(part, update=update) for update in range(2)]
 
     results = run_ranks(world, work)
-    for other in made[1:]:
-        for name, p in state(made[0]).items():
+    for other in learners[1:]:
+        for name, p in state(learners[0]).items():
             assert torch.equal(p, state(other)[name]), name
-    return state(made[0]), [
+    return state(learners[0]), [
         merged([metrics_of_updates[update] for _, metrics_of_updates in results])
         for update in range(2)
     ]
@@ -107,10 +107,10 @@ def learned(
 @pytest.mark.parametrize("world", [2, 4])
 def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
     config, critic = (CASES | WITHOUT)[case], case in CASES
-    (alone, metrics_of_updates), (many, metrics) = (
+    (single, metrics_of_updates), (many, metrics) = (
         learned(n, config, critic=critic) for n in (1, world)
     )
-    for name, p in alone.items():
+    for name, p in single.items():
         torch.testing.assert_close(many[name], p, rtol=1e-4, atol=2e-6, msg=name)
     for one, other in zip(metrics_of_updates, metrics, strict=True):
         assert one.keys() == other.keys()
@@ -153,7 +153,7 @@ def serving(services: ModelService) -> Iterator[Client]:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    client = Client(connect(exchange.address, "secret", "asker", peer="services", timeout_s=20.0))
+    client = Client(connect(exchange.address, "secret", "client", peer="services", timeout_s=20.0))
     try:
         yield client
     finally:
@@ -166,25 +166,25 @@ def serving(services: ModelService) -> Iterator[Client]:
 @pytest.mark.parametrize("case", CASES)
 def test_remote_critic_and_reference_equal_local_ones(case: str) -> None:
     config = CASES[case]
-    here, there = disturbed(learner(config)), disturbed(learner(config))
-    values, reference = critic_of(there), there.actor.reference
+    local, remote = disturbed(learner(config)), disturbed(learner(config))
+    values, reference = critic_of(remote), remote.actor.reference
     services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     with serving(services) as client:
-        there.critic = RemoteCritic(client, CPU, pretrained=True)
+        remote.critic = RemoteCritic(client, CPU, pretrained=True)
         if reference is not None:
-            there.actor.reference = RemoteReference(client, CPU)
+            remote.actor.reference = RemoteReference(client, CPU)
         for update in range(2):
             local_metrics, remote_metrics = (
-                x.update(experience(x.policy, noise=0.2), update=update) for x in (here, there)
+                x.update(experience(x.policy, noise=0.2), update=update) for x in (local, remote)
             )
             assert local_metrics == remote_metrics
-        a, b = state(here), state(there)
+        a, b = state(local), state(remote)
         assert all(torch.equal(a[name], b[name]) for name in a)
-        saved = copy.deepcopy(there.state())  # an optimiser keeps what it is given
-        assert saved.keys() == here.state().keys()
-        here.load_state(saved)  # from elsewhere to here ..
-        there.load_state(copy.deepcopy(here.state()))  # .. and back
-        last = [x.update(experience(x.policy, noise=0.2), update=2) for x in (here, there)]
+        saved = copy.deepcopy(remote.state())  # an optimiser keeps what it is given
+        assert saved.keys() == local.state().keys()
+        local.load_state(saved)  # from remote to local
+        remote.load_state(copy.deepcopy(local.state()))
+        last = [x.update(experience(x.policy, noise=0.2), update=2) for x in (local, remote)]
         assert last[0] == last[1]
 
 
@@ -225,13 +225,13 @@ def test_remote_graders_equal_local_graders() -> None:
         (p.data_source, text, p.ground_truth, p.extra)
         for p, text in zip(chosen, texts, strict=True)
     ]
-    here = GraderPool(fails, workers=0, timeout_s=1.0)
+    local = GraderPool(fails, workers=0, timeout_s=1.0)
     services = ModelService(
         device=CPU, graders=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts
     )
     with serving(services) as client:
-        there = RemoteGraders(client, prompts)
+        remote = RemoteGraders(client, prompts)
         for _ in range(2):
-            assert there.grade(samples, chosen) == here.grade(samples, chosen)
-            assert there.failures == here.failures and there.last_failure == here.last_failure
-        assert isinstance(there.grade(samples[:1], chosen[:1])[0], Grade)
+            assert remote.grade(samples, chosen) == local.grade(samples, chosen)
+            assert remote.failures == local.failures and remote.last_failure == local.last_failure
+        assert isinstance(remote.grade(samples[:1], chosen[:1])[0], Grade)

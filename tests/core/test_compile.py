@@ -274,12 +274,12 @@ def test_libraries_writable_by_others_are_refused(
     )
 
 
-@pytest.mark.parametrize("what", ["compiler", "cache"])
+@pytest.mark.parametrize("missing", ["compiler", "cache"])
 def test_reasons_why_nothing_can_be_compiled(
-    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert compile.unavailable_reason() == ""
-    if what == "compiler":
+    if missing == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
         assert (
             "no C++ compiler (no-such-compiler is not on the path" in compile.unavailable_reason()
@@ -290,8 +290,8 @@ def test_reasons_why_nothing_can_be_compiled(
         assert "cannot be written (Not a directory" in compile.unavailable_reason()
     notices: list[str] = []
     c = run_helpers.tiny_config({"compile": "auto", "updates": 10_000})
-    since, why = embodied.compile_from(c, torch.device("cpu"), notices.append)
-    assert since is None and notices == [f"compile: not used, {why}"]
+    since, reason = embodied.compile_from(c, torch.device("cpu"), notices.append)
+    assert since is None and notices == [f"compile: not used, {reason}"]
     with pytest.raises(ConfigError, match=r"compile=always: .*; or use compile=auto"):
         embodied.compile_from(replace(c, compile="always"), torch.device("cpu"), notices.append)
 
@@ -318,8 +318,8 @@ def test_first_compiled_update() -> None:
     assert decided(updates=1366) == (None, reason)
     notices: list[str] = []
     c = run_helpers.tiny_config({"updates": 2000, "algorithm.micro_batch_size": 4})
-    why = embodied.compile_from(c, torch.device("cpu"), notices.append)[1]
-    assert why.startswith("algorithm.micro_batch_size cuts minibatches") and why in notices[0]
+    reason = embodied.compile_from(c, torch.device("cpu"), notices.append)[1]
+    assert reason.startswith("algorithm.micro_batch_size cuts minibatches") and reason in notices[0]
     assert (
         embodied.compile_from(
             run_helpers.tiny_config({"updates": 2000}), torch.device("cuda"), pytest.fail
@@ -582,15 +582,15 @@ def test_close_ends_compiling_process(tmp_path: Path) -> None:
 def test_matmul_precision_is_restored_after_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
+    precisions: list[str] = []
     update = embodied.Learner.update
 
     def note(
         self: embodied.Learner, trajectory: Any, *, update: int, _original: Any = update
     ) -> Any:
-        seen.append(torch.get_float32_matmul_precision())
+        precisions.append(torch.get_float32_matmul_precision())
         return _original(self, trajectory, update=update)
 
     monkeypatch.setattr(embodied.Learner, "update", note)
     build.train(tiny(tmp_path / "run", updates=2, matmul_precision="medium"), quiet=True)
-    assert seen == ["medium"] * 2 and torch.get_float32_matmul_precision() == "highest"
+    assert precisions == ["medium"] * 2 and torch.get_float32_matmul_precision() == "highest"

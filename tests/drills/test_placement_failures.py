@@ -275,11 +275,15 @@ def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_store")
 def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path: Path) -> None:
-    apart, local = tmp_path / "apart", tmp_path / "local"
-    options = {"placement": "disaggregated", "cluster.devices_per_node": 2, "run_dir": str(apart)}
+    disaggregated, local = tmp_path / "apart", tmp_path / "local"
+    options = {
+        "placement": "disaggregated",
+        "cluster.devices_per_node": 2,
+        "run_dir": str(disaggregated),
+    }
     training.train(run_helpers.tiny_config({**SMALL, **IMAGES, **options}), quiet=True)
     training.train(run_helpers.tiny_config({**SMALL, **IMAGES, "run_dir": str(local)}), quiet=True)
-    assert rows(apart) == rows(local)
+    assert rows(disaggregated) == rows(local)
 
 
 @pytest.mark.slow

@@ -197,8 +197,8 @@ def test_documented_commands_on_two_hosts_equal_one_host(
     line = f"{commands()['num_nodes=2'].replace('NAME', 'cartpole')} {' '.join(SMALL.split())}"
     hosts[0].run(f"{line} cluster.devices_per_node=1 run_dir=two_hosts", cwd=tmp_path)
     assert [new_processes(host, old) for host, old in zip(hosts, before, strict=True)] == [{}, {}]
-    alone = line.replace("cluster.num_nodes=2", "").replace("cluster.address=auto", "")
-    hosts[0].run(f"{alone} cluster.devices_per_node=2 run_dir=one_host", cwd=tmp_path)
+    one_host_line = line.replace("cluster.num_nodes=2", "").replace("cluster.address=auto", "")
+    hosts[0].run(f"{one_host_line} cluster.devices_per_node=2 run_dir=one_host", cwd=tmp_path)
     two_hosts, one_host = tmp_path / "two_hosts", tmp_path / "one_host"
     assert "cpu 1   1     rank 1" in (two_hosts / "log.txt").read_text()
     assert rows(two_hosts) == rows(one_host) and len(rows(two_hosts)) == 5
@@ -216,7 +216,7 @@ def test_documented_commands_on_two_hosts_equal_one_host(
 def test_roles_on_two_hosts_equal_one_process(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Simulators, experience, weights and checkpoints are on another host than the driver."""
     train = f"embodied-ppo train experiment=cartpole {' '.join(SMALL.split())}"
-    apart = (
+    placement = (
         "'cluster.component_placement={env: 1, rollout: 0, actor: 1}'"
         " 'cluster.node_groups={sim: 1}'"
     )
@@ -225,7 +225,7 @@ def test_roles_on_two_hosts_equal_one_process(hosts: tuple[Host, Host], tmp_path
         " cluster.check_weights=true"
     )
     before = [host.processes() for host in hosts]
-    hosts[0].run(f"{train} {apart} {joined} run_dir=two_hosts", cwd=tmp_path)
+    hosts[0].run(f"{train} {placement} {joined} run_dir=two_hosts", cwd=tmp_path)
     assert [new_processes(host, old) for host, old in zip(hosts, before, strict=True)] == [{}, {}]
     hosts[0].run(f"{train} run_dir=one_host", cwd=tmp_path)
     two_hosts, one_host = tmp_path / "two_hosts", tmp_path / "one_host"

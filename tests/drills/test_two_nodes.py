@@ -44,12 +44,12 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Any]]:
 def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
     nodes: tuple[Cluster, Any], tmp_path: Path
 ) -> None:
-    apart = {
+    placement = {
         "cluster.node_groups": {"sim": 1},
         "cluster.component_placement": {"env": {"node": "sim", "devices": 0}, "rollout,actor": 0},
     }
     two_nodes, local = tmp_path / "two_nodes", tmp_path / "local"
-    run.train(run_helpers.tiny_config({**TWO, **apart, "run_dir": str(two_nodes)}), quiet=True)
+    run.train(run_helpers.tiny_config({**TWO, **placement, "run_dir": str(two_nodes)}), quiet=True)
     run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(local)}), quiet=True)
     assert rows(two_nodes) == rows(local)
     log = (two_nodes / "log.txt").read_text()
@@ -59,7 +59,7 @@ def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
     ):
         three = {"cluster.num_nodes": 3, "env.num_envs": 12, "algorithm.global_batch_size": 48}
         run.train(run_helpers.tiny_config({**TWO, **three, "placement": "fused"}), quiet=True)
-    c = run_helpers.tiny_config({**TWO, **apart, "cluster.step_timeout_s": 30.0})
+    c = run_helpers.tiny_config({**TWO, **placement, "cluster.step_timeout_s": 30.0})
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, pytest.fail)
         stack.callback(signal.signal, signal.SIGTERM, before)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +23,15 @@ from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.rewards import reward_model
 from embodied_ppo.training.logging import numbers
-from tests.integration.option_cases import OptionCases
+from tests.integration.option_cases import (
+    IN_LOSS,
+    IN_REWARD,
+    SHARED_CHANGES,
+    OptionCases,
+    Rows,
+    cached,
+    final_weights,
+)
 
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
 """Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the
@@ -83,73 +89,25 @@ PROMPTS: dict[str, Any] = {
 }
 """Files instead of a task; their tokenizer has a chat template."""
 GROUPS = {"algorithm.group_size": 2}
-IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
-ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
-IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
 PAIRS = {"reward.model.pairs": 40, "reward.model.steps": 3, "reward.model.batch_size": 8}
 WARM = {"warm_start.steps": 2, "warm_start.batch_size": 8}
 SAMPLED = {"evaluation.deterministic": False}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **SHARED_CHANGES,
     "algorithm.update_epoch": (3, {}),
     "algorithm.global_batch_size": (8, {}),
     "algorithm.rollout_batch_size": (16, {}),
     "algorithm.prompt_length": (7, PROMPTS),
     "algorithm.response_length": (5, {}),
     "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
-    "algorithm.adv_type": ("reinforce_plus_plus", {}),
-    "algorithm.gamma": (0.5, {}),
-    "algorithm.gae_lambda": (0.5, {}),
-    "algorithm.normalize_advantages": (False, {}),
-    "algorithm.advantage_clip": (0.5, {}),
-    "algorithm.reward_clip": (0.1, {}),
-    "algorithm.reward_clip_order": (
-        "after_norm",
-        {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"},
-    ),
     "algorithm.missing_eos_penalty": (0.5, {}),
-    "algorithm.reward_norm": ("batch", {}),
-    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.whiten_rewards": (True, {}),
-    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
-    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
-    "algorithm.group_size": (2, {}),
-    "algorithm.clip_ratio_low": (0.01, {}),
-    "algorithm.clip_ratio_high": (0.01, {}),
-    "algorithm.clip_ratio_c": (1.01, {}),
-    "algorithm.entropy_bonus": (0.1, {}),
-    "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", {}),
     "algorithm.loss_scale_factor": (
         3.0,
         {"algorithm.loss_agg_func": "seq-mean-token-sum-norm", "algorithm.max_grad_norm": 100.0},
     ),
-    "algorithm.target_kl_stop": (1e-6, {}),
-    "algorithm.use_kl_loss": (True, {}),
-    "algorithm.kl_loss_coef": (0.1, IN_LOSS),
-    "algorithm.kl_loss_type": ("k2", IN_LOSS),
-    "algorithm.use_kl_in_reward": (True, {}),
-    "algorithm.kl_penalty": ("abs", IN_REWARD),
-    "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD),
-    "algorithm.kl_ctrl.kl_coef": (0.1, IN_REWARD),
-    "algorithm.kl_ctrl.horizon": (20, ADAPTIVE_KL),
-    "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
-    "algorithm.off_policy_correction": ("token", {}),
-    "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
-    "algorithm.value_clip": (0.01, {}),
-    "algorithm.huber_delta": (0.01, {}),
-    "algorithm.critic_warmup": (1, {}),
     "algorithm.lr": (1e-3, {}),
-    "algorithm.lr_schedule": ("linear", {}),
-    "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
-    "algorithm.lr_warmup": (2, {}),
-    "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
-    "algorithm.max_grad_norm": (0.01, {}),
-    "algorithm.adam_beta1": (0.5, {}),
-    "algorithm.adam_beta2": (0.9, {}),
-    "algorithm.adam_eps": (0.1, {}),
-    "algorithm.weight_decay": (0.1, {}),
     "actor.model.path": (str(FILES / "model"), {}),
     "actor.model.architecture": ({"hidden_size": 24}, {}),
     "actor.model.dtype": ("bfloat16", {}),
@@ -291,10 +249,9 @@ def weights(module: torch.nn.Module) -> float:
     return sum(float(p.detach().double().abs().sum()) for p in module.parameters())
 
 
-@functools.cache
-def _train(options: str, lag: int = 0) -> list[dict[str, float]]:
+def _run(options: dict[str, Any], lag: int) -> Rows:
     """Return the metrics of each update with sums over the weights, and of the last evaluation."""
-    c = config(json.loads(options))
+    c = config(options)
     rows, pending = [], []
     with ExitStack() as stack:
         request = RunRequest(
@@ -319,15 +276,9 @@ def _train(options: str, lag: int = 0) -> list[dict[str, float]]:
     return rows
 
 
-def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
-    """Return the metrics of each update of a small run, which is cached."""
-    return _train(json.dumps(options, sort_keys=True), lag)
-
-
-def learned(rows: list[dict[str, float]]) -> tuple[float, float]:
-    """Return sums over the weights of actor and critic, which are finite in every update."""
-    assert all(math.isfinite(row["weights"]) and math.isfinite(row["critic"]) for row in rows)
-    return rows[-1]["weights"], rows[-1]["critic"]
+def learned(rows: Rows) -> tuple[float, ...]:
+    """Return the sums over the weights of actor and critic after training."""
+    return final_weights(rows, "weights", "critic")
 
 
 KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
@@ -383,8 +334,8 @@ CASES = OptionCases(
     lag=LAG,
     critic_options=("critic.", "algorithm.value_clip", "algorithm.huber_delta"),
     config=config,
-    train=train,
-    repeat=lambda: _train.__wrapped__(json.dumps({})),
+    train=cached(_run),
+    repeat=lambda: _run({}, 0),
     learned=learned,
     outcome=lambda rows: (*learned(rows), rows[-1].get("kl/to_reference")),
 )

@@ -1,7 +1,10 @@
-"""What a set of option tests consists of: pairs of values, and how to train with them."""
+"""Pairs of values for the tests of options: those of both modes, and the tables of one mode."""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +15,60 @@ Rows = list[dict[str, float]]
 """Metrics of each update of a training run."""
 Needs = dict[str, Any]
 """Options under which an option is read, set in both runs of a comparison."""
+
+IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
+ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
+IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
+
+SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
+    "algorithm.adv_type": ("reinforce_plus_plus", {}),
+    "algorithm.gamma": (0.5, {}),
+    "algorithm.gae_lambda": (0.5, {}),
+    "algorithm.normalize_advantages": (False, {}),
+    "algorithm.advantage_clip": (0.5, {}),
+    "algorithm.reward_clip": (0.1, {}),
+    "algorithm.reward_clip_order": (
+        "after_norm",
+        {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"},
+    ),
+    "algorithm.reward_norm": ("batch", {}),
+    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
+    "algorithm.whiten_rewards": (True, {}),
+    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
+    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
+    "algorithm.group_size": (2, {}),
+    "algorithm.clip_ratio_low": (0.01, {}),
+    "algorithm.clip_ratio_high": (0.01, {}),
+    "algorithm.clip_ratio_c": (1.01, {}),
+    "algorithm.entropy_bonus": (0.1, {}),
+    "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
+    "algorithm.target_kl_stop": (1e-6, {}),
+    "algorithm.use_kl_loss": (True, {}),
+    "algorithm.kl_loss_coef": (0.1, IN_LOSS),
+    "algorithm.kl_loss_type": ("k2", IN_LOSS),
+    "algorithm.use_kl_in_reward": (True, {}),
+    "algorithm.kl_penalty": ("abs", IN_REWARD),
+    "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD),
+    "algorithm.kl_ctrl.kl_coef": (0.1, IN_REWARD),
+    "algorithm.kl_ctrl.horizon": (20, ADAPTIVE_KL),
+    "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
+    "algorithm.off_policy_correction": ("token", {}),  # with one rollout of lag, see LAG
+    "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.value_clip": (0.01, {}),
+    "algorithm.huber_delta": (0.01, {}),
+    "algorithm.critic_warmup": (1, {}),
+    "algorithm.lr_schedule": ("linear", {}),
+    "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
+    "algorithm.lr_warmup": (2, {}),
+    "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
+    "algorithm.max_grad_norm": (0.01, {}),
+    "algorithm.adam_beta1": (0.5, {}),
+    "algorithm.adam_beta2": (0.9, {}),
+    "algorithm.adam_eps": (0.1, {}),
+    "algorithm.weight_decay": (0.1, {}),
+}
+"""Entries of ``OptionCases.changes`` that are the same in both modes."""
 
 
 @dataclass(frozen=True)
@@ -53,3 +110,22 @@ class OptionCases:
     same_values: Mapping[str, list[tuple[str, str]]] = field(default_factory=dict)
     lag: Mapping[str, int] = field(default_factory=dict)
     critic_options: tuple[str, ...] = ()
+
+
+def cached(run: Callable[[dict[str, Any], int], Rows]) -> Callable[..., Rows]:
+    """Return ``run`` with a cache of its results; the lag is optional."""
+
+    @functools.cache
+    def run_text(options: str, lag: int) -> Rows:
+        return run(json.loads(options), lag)
+
+    def train(options: dict[str, Any], lag: int = 0) -> Rows:
+        return run_text(json.dumps(options, sort_keys=True), lag)
+
+    return train
+
+
+def final_weights(rows: Rows, *tags: str) -> tuple[float, ...]:
+    """Return the sums over the weights after training; those of every update must be finite."""
+    assert all(math.isfinite(row[tag]) for row in rows for tag in tags)
+    return tuple(rows[-1][tag] for tag in tags)

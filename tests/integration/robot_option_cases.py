@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import os
 import tempfile
 from pathlib import Path
@@ -14,7 +12,15 @@ import run_helpers
 import tiny_vlm_checkpoints
 
 from embodied_ppo.config import loader
-from tests.integration.option_cases import OptionCases
+from tests.integration.option_cases import (
+    IN_LOSS,
+    IN_REWARD,
+    SHARED_CHANGES,
+    OptionCases,
+    Rows,
+    cached,
+    final_weights,
+)
 
 POINT = {"env.id": "toy_envs/Point-v0", "env.num_threads": 0}
 PICTURES = {
@@ -25,11 +31,11 @@ PICTURES = {
 }
 FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
-EYE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
+BALANCE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
 """A task of our own with a camera and with ranges for its model."""
-SEES = {**EYE, "env.cameras": ["eye"], "env.image_size": 40}
+CAMERA = {**BALANCE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = {
-    **SEES,
+    **CAMERA,
     "env.action_chunk": 2,
     "model.policy": "token",
     "model.width": 16,
@@ -40,7 +46,7 @@ FLOW = {**GAUSSIAN, "model.policy": "flow"}
 ROOT = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "published"
 FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
 VLM = {
-    **SEES,
+    **CAMERA,
     **FEW,
     "model.policy": "token",
     "model.checkpoint": str(ROOT / "smolvlm"),
@@ -49,27 +55,25 @@ VLM = {
 OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 CHUNKS = {"env.action_chunk": 2}
-IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
-ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
-IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **SHARED_CHANGES,
     "env.id": ("Swimmer-v4", {}),
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
     "env.num_envs": (8, {}),
     "env.max_episode_steps": (5, {}),
     "env.action_chunk": (2, {}),
     "env.obs_keys": (["orientations"], {"env.id": "AcrobotSwingup-v1"}),
-    "env.cameras": (["eye"], EYE),
-    "env.image_size": (48, {**EYE, "env.cameras": ["eye"]}),
-    "env.randomize": (True, {**EYE, "env.ranges": {}}),
-    "env.ranges": ({"mass": [0.2, 0.4]}, {**EYE, "env.randomize": True}),
+    "env.cameras": (["eye"], BALANCE),
+    "env.image_size": (48, {**BALANCE, "env.cameras": ["eye"]}),
+    "env.randomize": (True, {**BALANCE, "env.ranges": {}}),
+    "env.ranges": ({"mass": [0.2, 0.4]}, {**BALANCE, "env.randomize": True}),
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
     "env.restart_each_rollout": (True, {}),
     "env.restart_every": (8, {}),
     "env.stagger": (False, {"env.max_episode_steps": 8}),
     "env.kwargs": ({"far": 3.0}, POINT),
-    "model.policy": ("token", SEES),
+    "model.policy": ("token", CAMERA),
     "model.width": (32, {k: x for k, x in TOKENS.items() if k != "model.width"}),
     "model.depth": (1, TOKENS),
     "model.heads": (2, TOKENS),
@@ -111,29 +115,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.update_epoch": (2, {}),
     "algorithm.global_batch_size": (32, {}),
     "algorithm.minibatch_unit": ("column", {}),
-    "algorithm.adv_type": ("reinforce_plus_plus", {}),
-    "algorithm.gamma": (0.5, {}),
-    "algorithm.gae_lambda": (0.5, {}),
-    "algorithm.normalize_advantages": (False, {}),
-    "algorithm.advantage_clip": (0.5, {}),
-    "algorithm.reward_clip": (0.1, {}),
-    "algorithm.reward_clip_order": (
-        "after_norm",
-        {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"},
-    ),
-    "algorithm.reward_norm": ("batch", {}),
-    "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.whiten_rewards": (True, {}),
-    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
-    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
-    "algorithm.group_size": (2, {}),
     "algorithm.bootstrap_type": ("always", FALLING),
-    "algorithm.clip_ratio_low": (0.01, {}),
-    "algorithm.clip_ratio_high": (0.01, {}),
-    "algorithm.clip_ratio_c": (1.01, {}),
-    "algorithm.entropy_bonus": (0.1, {}),
-    "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
     "algorithm.loss_scale_factor": (
         3.0,
@@ -141,35 +123,11 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "algorithm.logprob_type": ("token_level", {}),
     "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
-    "algorithm.target_kl_stop": (1e-6, {}),
-    "algorithm.use_kl_loss": (True, {}),
-    "algorithm.kl_loss_coef": (0.1, IN_LOSS),
-    "algorithm.kl_loss_type": ("k2", IN_LOSS),
-    "algorithm.use_kl_in_reward": (True, {}),
-    "algorithm.kl_penalty": ("abs", IN_REWARD),
-    "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD),
-    "algorithm.kl_ctrl.kl_coef": (0.1, IN_REWARD),
-    "algorithm.kl_ctrl.horizon": (20, ADAPTIVE_KL),
-    "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
-    "algorithm.off_policy_correction": ("token", {}),  # with one rollout of lag, see LAG
-    "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
     "algorithm.reward_type": ("action_level", CHUNKS),
     "algorithm.chunk_reward": ("sum", CHUNKS),
-    "algorithm.value_clip": (0.01, {}),
-    "algorithm.huber_delta": (0.01, {}),
     "algorithm.value_loss_coef": (0.1, {}),
-    "algorithm.critic_warmup": (1, {}),
     "algorithm.lr": (1e-4, {}),
     "algorithm.value_lr": (1e-4, {}),
-    "algorithm.lr_schedule": ("linear", {}),
-    "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
-    "algorithm.lr_warmup": (2, {}),
-    "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
-    "algorithm.max_grad_norm": (0.01, {}),
-    "algorithm.adam_beta1": (0.5, {}),
-    "algorithm.adam_beta2": (0.9, {}),
-    "algorithm.adam_eps": (0.1, {}),
-    "algorithm.weight_decay": (0.1, {}),
 }
 LAG = {"algorithm.off_policy_correction": 1}
 """Options for experience that an older policy made -> rollouts between acting and learning."""
@@ -208,21 +166,12 @@ def write_models() -> None:
     ).write_text(json.dumps(stats))
 
 
-@functools.cache
-def _train(options: str, lag: int = 0) -> list[dict[str, float]]:
-    return run_helpers.tiny_training(run_helpers.tiny_config(json.loads(options)), max_lag=lag)
+def _run(options: dict[str, Any], lag: int) -> Rows:
+    """Return the metrics of each update of a small run."""
+    return run_helpers.tiny_training(run_helpers.tiny_config(options), max_lag=lag)
 
 
-def train(options: dict[str, Any], lag: int = 0) -> list[dict[str, float]]:
-    """Return the metrics of each update of a small run, which is cached."""
-    return _train(json.dumps(options, sort_keys=True), lag)
-
-
-def _learned(rows: list[dict[str, float]]) -> tuple[float]:
-    assert all(math.isfinite(row["weights"]) for row in rows)
-    return (rows[-1]["weights"],)
-
-
+train = cached(_run)
 OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     # values with other branches than those above
     "algorithm.adv_type": [  # reinforce is reinforce_plus_plus, both with normalize_advantages
@@ -248,7 +197,7 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
     "algorithm.lr_schedule": [(kind, {}) for kind in ("constant", "linear", "cosine", "adaptive")],
     "algorithm.off_policy_correction": [(kind, COLUMNS) for kind in ("token", "sequence")],
-    "model.policy": [(kind, SEES) for kind in ("actor_critic", "token", "flow", "gaussian")],
+    "model.policy": [(kind, CAMERA) for kind in ("actor_critic", "token", "flow", "gaussian")],
     "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
     "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
@@ -273,7 +222,7 @@ CASES = OptionCases(
     lag=LAG,
     config=run_helpers.tiny_config,
     train=train,
-    repeat=lambda: run_helpers.tiny_training(run_helpers.tiny_config({})),
-    learned=_learned,
+    repeat=lambda: _run({}, 0),
+    learned=lambda rows: final_weights(rows, "weights"),
     outcome=lambda rows: tuple(sorted(rows[-1].items())),
 )

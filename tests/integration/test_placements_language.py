@@ -152,10 +152,10 @@ TWO_LEARNERS: dict[str, dict[str, Any]] = {
 
 
 def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: CachedRuns) -> None:
-    fused, apart = (cached_run(**KL, **TWO_LEARNERS[name]) for name in ("fused", "apart"))
+    fused, separate = (cached_run(**KL, **TWO_LEARNERS[name]) for name in ("fused", "apart"))
     metrics, expected = rows(fused), rows(local)
-    assert rows(apart) == metrics
-    assert equal_tensors(weights(apart), weights(fused))
+    assert rows(separate) == metrics
+    assert equal_tensors(weights(separate), weights(fused))
     # Noise does not depend on the process that draws it.
     assert [row["tokens"] for row in metrics[:2]] == [row["tokens"] for row in expected[:2]]
     for tag in (

@@ -75,10 +75,10 @@ def test_forward_pass_agrees_with_transformers(kind: str, more: dict[str, Any]) 
     ids, place = rows()
     expected = policy.model(input_ids=ids, use_cache=False).logits
     expected = expected.gather(1, place.unsqueeze(-1).expand(-1, -1, 50))
-    ours = policy.logits(policy.hidden(ids, place))
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    logits = policy.logits(policy.hidden(ids, place))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     weight = policy.model.model.embed_tokens.weight
-    grads = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (ours, expected)]
+    grads = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (logits, expected)]
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
 
 
@@ -242,20 +242,20 @@ def test_view_agrees_with_float64_reference(
     q = (other.double() @ reference.model.lm_head.weight.double().T / temperature).softmax(-1)
     expected = p.gather(-1, action.unsqueeze(-1)).squeeze(-1).log()
     assert view.distance is not None
-    for ours, reference_value in (
+    for actual, reference_value in (
         (view.log_prob, expected),
         (view.entropy, -(p * p.log()).sum(-1)),
         (view.distance, (p * (p / q).log()).sum(-1)),
     ):
-        assert ours.dtype == torch.float32 and ours.shape == (3, 4)
-        torch.testing.assert_close(ours.double(), reference_value, rtol=1e-5, atol=1e-5)
+        assert actual.dtype == torch.float32 and actual.shape == (3, 4)
+        torch.testing.assert_close(actual.double(), reference_value, rtol=1e-5, atol=1e-5)
     weights = [policy.model.lm_head.weight, policy.model.model.embed_tokens.weight]
     total = view.log_prob.sum() + 2 * view.entropy.sum() + 3 * view.distance.sum()
-    ours = torch.autograd.grad(total, weights, retain_graph=True)
+    actual = torch.autograd.grad(total, weights, retain_graph=True)
     reference_value = torch.autograd.grad(
         expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights
     )
-    for a, b in zip(ours, reference_value, strict=True):
+    for a, b in zip(actual, reference_value, strict=True):
         assert float((a - b).norm() / b.norm()) < 1e-5
 
 

@@ -161,8 +161,8 @@ def test_cpu_slots_of_one_machine_are_equivalent() -> None:
     assert meaning(one) == meaning(other) != meaning(replace(one, stages=2))
     one, other = (replace(p, hardware=Hardware((2,), "cuda")) for p in (one, other))
     assert meaning(one) != meaning(other)
-    apart, beside = (plan({"env,rollout": 0, "actor": d}, TWO) for d in (1, 0))
-    assert meaning(apart) != meaning(beside)  # another transport of weights
+    separate, shared = (plan({"env,rollout": 0, "actor": d}, TWO) for d in (1, 0))
+    assert meaning(separate) != meaning(shared)  # another transport of weights
 
 
 def test_max_lag_requires_separate_devices() -> None:
@@ -250,8 +250,8 @@ def test_overlapped_update_takes_as_long_as_its_slower_phase() -> None:
 
 def test_each_machine_has_its_own_cores() -> None:
     hardware = Hardware((1, 1))
-    alone = seconds("fused", measured(cores=1.0), hardware)
-    assert (alone.collect_s, alone.update_s) == pytest.approx((0.058 + CALL_S, 0.052 + CALL_S))
+    fused = seconds("fused", measured(cores=1.0), hardware)
+    assert (fused.collect_s, fused.update_s) == pytest.approx((0.058 + CALL_S, 0.052 + CALL_S))
 
 
 def test_offloaded_roles_and_several_learners_are_not_compiled() -> None:

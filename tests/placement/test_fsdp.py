@@ -413,12 +413,12 @@ def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, fold
     (state, log_prob), *_ = processes(acting_alone, folder, True)
     (other, none), *_ = processes(acting_alone, folder, False)
     assert none is None and all(torch.equal(x, other[name]) for name, x in state.items())
-    alone, rollouts = learner_of("tokens, one by one", folder, {}, {}, Ranks())
-    alone.optimizer.model.load_state_dict(state)
+    local, rollouts = learner_of("tokens, one by one", folder, {}, {}, Ranks())
+    local.optimizer.model.load_state_dict(state)
     t = tree.map(lambda x: x.chunk(processes.world, dim=1)[0], rollouts[2])
-    d = alone.policy.act(
-        alone.policy.encode(tree.index(t.obs, 0)),
-        noise=alone.policy.noise(len(t.mask[0]), _seeded(2)),
+    d = local.policy.act(
+        local.policy.encode(tree.index(t.obs, 0)),
+        noise=local.policy.noise(len(t.mask[0]), _seeded(2)),
     )
     assert torch.equal(log_prob, d.log_prob)
 
@@ -428,10 +428,10 @@ ONE: dict[str, Any] = {"global_batch_size": T * N, "use_kl_loss": True}
 
 
 def resumed_state(
-    kind: str, folder: Path, first: int, last: int, state: Any, sharded: bool, alone: bool = False
+    kind: str, folder: Path, first: int, last: int, state: Any, sharded: bool, local: bool = False
 ) -> Any:
     """Return the state after update ``last``, resumed from ``state`` after update ``first``."""
-    ranks = Ranks() if alone else ranks_of(sharded)
+    ranks = Ranks() if local else ranks_of(sharded)
     if kind == "language":
         config = replace(test_split.BASE, use_kl_loss=True, global_batch_size=test_split.N)
         learner = test_split.learner(
@@ -465,11 +465,11 @@ def test_checkpoints_resume_sharded_and_unsharded(
     )
     for i, state in expected.items():
         assert all(torch.equal(x, moments[i][key]) for key, x in state.items())
-    full = resumed_state(case, folder, 1, 2, half, False, alone=True)  # in one process
+    full = resumed_state(case, folder, 1, 2, half, False, local=True)  # in one process
     run_helpers.assert_states_close(full, through)
     back = processes(resumed_state, case, folder, 2, 3, full, True)[0]
     run_helpers.assert_states_close(
-        back, resumed_state(case, folder, 2, 3, full, False, alone=True)
+        back, resumed_state(case, folder, 2, 3, full, False, local=True)
     )
 
 

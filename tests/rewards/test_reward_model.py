@@ -247,8 +247,8 @@ def test_an_end_token_with_the_id_of_the_padding_is_scored(add_eos: bool, tmp_pa
     for response, score in zip(responses, results, strict=True):
         text = f"abc\n{response}" + ("[eos]" if add_eos and not response.endswith("[eos]") else "")
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        alone = model.score(model.model(input_ids=ids).last_hidden_state)[0, -1, 0]
-        assert score == pytest.approx(alone.item(), abs=1e-5)
+        single = model.score(model.model(input_ids=ids).last_hidden_state)[0, -1, 0]
+        assert score == pytest.approx(single.item(), abs=1e-5)
         other = model(input_ids=ids).logits.item()
         assert (abs(other - score) < 1e-4) == (not text.endswith("[eos]"))
 

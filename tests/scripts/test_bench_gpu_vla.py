@@ -58,7 +58,7 @@ class Spaces:
 
 
 @cache
-def made(part: str) -> tuple[Any, Any]:
+def policy_and_env(part: str) -> tuple[Any, Any]:
     work = bench.TINY[part]
     env = Spaces(work.side, work.chunk)
     return bench.make_policy(part, env, work, tiny=True), env
@@ -75,16 +75,16 @@ def trajectory(policy: Any, env: Any) -> Trajectory:
     obs, d = (tree.map(lambda x: x.unflatten(0, (2, ROWS)), x) for x in (obs, d))
     assert isinstance(d, Decision)
     zero, no = torch.zeros(2, ROWS), torch.zeros(2, ROWS, dtype=torch.bool)
-    rest: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         "next_value": zero,
         "reward": zero,
         "terminated": no,
         "truncated": no,
         "mask": ~no,
     }
-    rest["version"] = torch.zeros(2, ROWS, dtype=torch.int64)
+    arrays["version"] = torch.zeros(2, ROWS, dtype=torch.int64)
     return Trajectory(
-        obs=obs, action=d.action, log_prob=d.log_prob, value=d.value, replay=d.replay, **rest
+        obs=obs, action=d.action, log_prob=d.log_prob, value=d.value, replay=d.replay, **arrays
     )
 
 
@@ -105,9 +105,12 @@ def batch(policy: Any, t: Trajectory) -> Batch:
 
 # ------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("fake", [False, True])
-def test_what_lives_by_hand(fake: bool) -> None:
-    """x [4, 8] @ W [8, 16], relu, @ V [16, 2], sum; float32. Made: 4·16·4 = 256 B, relu's 256 B, of
-    which the first is dropped once relu is done; 4·2·4 = 32 B and a sum of 4 B."""
+def test_allocation_counter_by_hand(fake: bool) -> None:
+    """Count the bytes of x [4, 8] @ W [8, 16], relu, @ V [16, 2], sum in float32.
+
+    Allocated are 4·16·4 = 256 B and relu's 256 B, of which the first is released after relu; then
+    4·2·4 = 32 B and a sum of 4 B.
+    """
     layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 2, bias=False))
     with fake_tensors(layers) if fake else nullcontext(list(layers.parameters())) as known:
         x = torch.zeros(4, 8)
@@ -127,32 +130,32 @@ def test_what_lives_by_hand(fake: bool) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_prediction_is_what_a_micro_batch_takes(part: str) -> None:
-    """The run without contents against the same with contents: equal, to the byte."""
-    policy, env = made(part)
+def test_predicted_memory_equals_that_of_a_micro_batch(part: str) -> None:
+    """Fake tensors predict the bytes of the same run with real tensors exactly."""
+    policy, env = policy_and_env(part)
     learner = actor_critic_learner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0)
     t = trajectory(policy, env)
     memory = predicted(policy, learner, env.device, t)
-    assert all(p.grad is None for p in policy.parameters()), "nothing stays"
-    told: list[int] = []
+    assert all(p.grad is None for p in policy.parameters()), "the prediction leaves no gradients"
+    gradient_bytes: list[int] = []
 
     def forget(p: Tensor) -> None:
-        told.append(p.numel() * p.element_size())
+        gradient_bytes.append(p.numel() * p.element_size())
         p.grad = None
 
     hooks = [
         p.register_post_accumulate_grad_hook(forget) for p in policy.parameters() if p.requires_grad
     ]
     b = batch(policy, t)
-    whole = losses.denominator(b.mask)
+    total = losses.denominator(b.mask)
     with AllocationCounter([*policy.parameters(), *policy.buffers(), *tree.leaves(b)]) as living:
-        loss, _ = learner.optimizer.loss(b, whole, whole, entropy_coef=0.0)
+        loss, _ = learner.optimizer.loss(b, total, total, entropy_coef=0.0)
         loss.backward()
         del loss
     for hook in hooks:
         hook.remove()
     assert memory.activations == living.peak > 1e5
-    assert memory.gradients == sum(told)
+    assert memory.gradients == sum(gradient_bytes)
     assert memory.weights == sum(
         x.numel() * x.element_size() for x in (*policy.parameters(), *policy.buffers())
     )
@@ -178,7 +181,7 @@ def test_operations_are_those_that_torch_counts(part: str) -> None:
     gradient of what goes into the first layers, which is much of so small a model (of the published
     sizes 0.4 % and less).
     """
-    policy, env = made(part)
+    policy, env = policy_and_env(part)
     t = trajectory(policy, env)
     ops = bench.operations(policy)
     obs = tree.index(t, 0).obs
@@ -192,11 +195,11 @@ def test_operations_are_those_that_torch_counts(part: str) -> None:
         lambda: policy.act(policy.encode(obs), noise=policy.noise(ROWS))
     ) == pytest.approx(ops.act, rel=0.03)
     b = batch(policy, t)
-    whole = losses.denominator(b.mask)
+    total = losses.denominator(b.mask)
     objective = actor_critic_learner(
         policy, CONFIG, num_envs=ROWS, updates=2, seed=0
     ).optimizer.loss
-    learn = lambda: objective(b, whole, whole, entropy_coef=0.0)[0].backward()
+    learn = lambda: objective(b, total, total, entropy_coef=0.0)[0].backward()
     assert counted(learn) == pytest.approx(ops.learn, rel=0.08)
     policy.zero_grad()
     if isinstance(policy, PI0) and policy.frozen:
@@ -206,8 +209,8 @@ def test_operations_are_those_that_torch_counts(part: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- copies
-def test_offloading_brings_everything_back() -> None:
-    """Through 10 numbers of host memory: parts of 10, 10, 3 | 7 + 0-dimensional 1 | .."""
+def test_offload_and_load_restore_tensors() -> None:
+    """Copy through 10 numbers of host memory: parts of 10, 10, 3 | 7 + 0-dimensional 1 | .."""
     tensors = [
         torch.arange(23.0),
         torch.full((7,), -1.0),
@@ -217,13 +220,13 @@ def test_offloading_brings_everything_back() -> None:
     before = [x.clone() for x in tensors]
     sizes = [[len(part) for part in group] for group in bench.pieces(tensors, 10)]
     assert sizes == [[10], [10], [3, 7], [1], [10], [2]]
-    there, back = bench.offload_s(tensors, torch.device("cpu"), room=10)
-    assert there > 0 and back > 0
+    offload_s, load_s = bench.offload_s(tensors, torch.device("cpu"), room=10)
+    assert offload_s > 0 and load_s > 0
     for x, y in zip(tensors, before, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def test_peaks_are_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_flops_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, peak in (
         ("NVIDIA H200", 989e12),
@@ -237,38 +240,36 @@ def test_peaks_are_found_by_the_devices_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # --------------------------------------------------------------------------------------- the script
-def test_small_parts_run_here(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rendered Tabletop, our rollout and learner: every number is there, but without a GPU no
-    measured memory.
-    """
+def test_small_parts_run_on_this_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """Measure rendered Tabletop with our rollout and learner; memory is measured on a GPU only."""
     cuda = torch.cuda.is_available()
     for part, modes in (("oft", {""}), ("pi0_frozen", {"prefixes kept", "prefixes computed anew"})):
-        found = json.loads(json.dumps(bench.run(part, tiny=True)))
-        assert found["failures"] == {} and set(found["modes"]) == modes
-        for x in found["modes"].values():
+        result = json.loads(json.dumps(bench.run(part, tiny=True)))
+        assert result["failures"] == {} and set(result["modes"]) == modes
+        for x in result["modes"].values():
             assert x["decisions"] == 8 and min(x["simulate"], x["act"], x["train"], x["tflops"]) > 0
             assert (
                 0 <= x["difference"] < 0.1
                 and (x["peak"] is not None) == cuda
                 and x["predicted_total"] > 1e5
             )
-        assert min(*found["offload_s"], found["second_set_s"]) > 0
+        assert min(*result["offload_s"], result["second_set_s"]) > 0
     out = capsys.readouterr().out
     assert "act, 8 decisions" in out and "one set" in out and ("peak memory" in out) == cuda
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_takes_no_other_along(
+def test_other_parts_run_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "PARTS", ("absent", "pi0_trained"))
     with pytest.raises(SystemExit, match="failed: absent"):
         bench.main(["--tiny"])
-    told = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert told["part"] == "pi0_trained" and told["trained"] == told["parameters"]
+    summary = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert summary["part"] == "pi0_trained" and summary["trained"] == summary["parameters"]
 
 
-def test_what_cannot_be_measured_is_named(
+def test_failed_measurement_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -276,7 +277,7 @@ def test_what_cannot_be_measured_is_named(
 
     monkeypatch.setattr(bench, "offload_s", broken)
     monkeypatch.setattr(bench, "TINY", {"oft": replace(bench.TINY["oft"], horizon=1)})
-    found = bench.run("oft", tiny=True)
-    assert found["offload_s"] is None and found["second_set_s"] > 0
-    assert found["failures"] == {"offload": "OutOfMemoryError: no room"}
+    result = bench.run("oft", tiny=True)
+    assert result["offload_s"] is None and result["second_set_s"] > 0
+    assert result["failures"] == {"offload": "OutOfMemoryError: no room"}
     assert "offload: not measured, OutOfMemoryError: no room" in capsys.readouterr().out

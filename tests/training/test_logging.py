@@ -301,9 +301,9 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
         monkeypatch.undo()
     reader.join(10)
     os.close(master)
-    seen = b"".join(parts).decode()
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
-    assert ESCAPE in seen and "nan" not in text
+    output = b"".join(parts).decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
+    assert ESCAPE in output and "nan" not in text
     assert "return -" in text and "return 3.2" in text and "2/4" in text
     assert "a word in between" in text and "2,000 steps/s" in text
 
@@ -364,7 +364,7 @@ ALL_ON: dict[str, Any] = {
 def documented() -> dict[str, list[str]]:
     """Return tag -> unit, meaning and healthy range from docs/metrics.md."""
     table = re.findall(r"^\| `([^`]+)` \| (.+) \|$", DOCS.read_text(), flags=re.M)
-    return {tag: [cell.strip() for cell in re.split(r"(?<!\\)\|", rest)] for tag, rest in table}
+    return {tag: [cell.strip() for cell in re.split(r"(?<!\\)\|", cells)] for tag, cells in table}
 
 
 @pytest.fixture(scope="module")

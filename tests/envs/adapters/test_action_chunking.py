@@ -165,9 +165,9 @@ def test_camera_renders_once_per_chunk() -> None:
     inner: Any = env.env
     rendered: list[int] = []
     images = inner.physics.cameras.images
-    inner.physics.cameras.images = lambda worlds, where: (
-        rendered.append(int(where.sum())),
-        images(worlds, where),
+    inner.physics.cameras.images = lambda worlds, mask: (
+        rendered.append(int(mask.sum())),
+        images(worlds, mask),
     )[1]
     env.reset(), plain.reset()
     step = env.step(torch.zeros(2, 3))

@@ -132,16 +132,16 @@ def test_contract_with_cameras() -> None:
 
 def test_episodes_are_a_function_of_the_seed() -> None:
     """They do not depend on the threads, the other worlds or the implementation."""
-    alone, many = make(n=1, seeds=[7], num_threads=1), make(n=3, seeds=[5, 7, 9], num_threads=2)
-    a, b = alone.reset(), many.reset()
+    single, many = make(n=1, seeds=[7], num_threads=1), make(n=3, seeds=[5, 7, 9], num_threads=2)
+    a, b = single.reset(), many.reset()
     for t in range(60):
         assert torch.equal(a[0], b[1])
-        x, y = alone.step(push(alone, 0.9)), many.step(push(many, 0.9))
+        x, y = single.step(push(single, 0.9)), many.step(push(many, 0.9))
         a, b = x.obs, y.obs
         assert bool(x.terminated[0]) == bool(y.terminated[1])
         if t == 30:
             a, b = (
-                alone.reset_where(torch.tensor([True])),
+                single.reset_where(torch.tensor([True])),
                 many.reset_where(torch.tensor([False, True, False])),
             )
     assert not torch.equal(b[0], b[1])
@@ -407,8 +407,8 @@ def test_unstable_world_inside_a_chunk_keeps_its_last_image() -> None:
 
 # ----------------------------------------------------------------------------- mistakes in the task
 def _reset(**more: Any) -> Any:
-    whole = toy_envs.Balance.reset
-    return lambda self, u: whole(self, u) | {k: f(u) for k, f in more.items()}
+    reset = toy_envs.Balance.reset
+    return lambda self, u: reset(self, u) | {k: f(u) for k, f in more.items()}
 
 
 MISTAKES: list[tuple[str, Any, str]] = [
@@ -691,8 +691,8 @@ def test_evaluation_reports_each_kind_of_episode() -> None:
     def env(seeds: list[int]) -> MujocoEnv:
         return make(f"{__name__}:TwoKinds", len(seeds), seeds=seeds, max_episode_steps=5)
 
-    made = env([0])
-    policy = ActorCritic(made.obs_spec, made.action_spec, ModelConfig())
+    first_env = env([0])
+    policy = ActorCritic(first_env.obs_spec, first_env.action_spec, ModelConfig())
     result = evaluation.evaluate(policy, env, episodes=40, num_envs=8, seed=0)
     assert {e.kind for e in result.episodes} == {"short", "long"}
     short, long = result.by_kind()[1], result.by_kind()[0]
@@ -708,7 +708,7 @@ def test_evaluation_reports_each_kind_of_episode() -> None:
 def test_resume_is_exact(tmp_path: Path) -> None:
     """Four updates equal two, a resume and two, bit for bit, without replaying the simulator."""
     options = {"env.id": "toy_envs:Balance", "env.randomize": True, "save_every": 2}
-    whole = build.train(
+    uninterrupted = build.train(
         run_helpers.tiny_config({**options, "updates": 4, "run_dir": str(tmp_path / "whole")}),
         quiet=True,
     )
@@ -722,8 +722,8 @@ def test_resume_is_exact(tmp_path: Path) -> None:
         "run_dir": str(tmp_path / "half"),
         "resume": str(tmp_path / "half"),
     }
-    halves = build.train(run_helpers.tiny_config(resumed), quiet=True)
-    assert whole["final_return"] == halves["final_return"]
+    resumed_run = build.train(run_helpers.tiny_config(resumed), quiet=True)
+    assert uninterrupted["final_return"] == resumed_run["final_return"]
     weights = [
         checkpoint.open_checkpoint(tmp_path / run / "checkpoints" / "latest").policy()
         for run in ("whole", "half")

@@ -212,15 +212,15 @@ def test_sensors_of_contacts_and_limits() -> None:
     one, other = make(f"{__name__}:Feeling", simulator="mujoco"), make(f"{__name__}:Feeling")
     one.reset()
     other.reset()
-    seen = []
+    readings = []
     for action in random_actions(one, 30):
         one.step(action.sign())
         other.step(action.sign())
         torch.testing.assert_close(
             other.s["sensordata"], one.s["sensordata"].float(), rtol=1e-3, atol=1e-4
         )
-        seen.append(one.s["sensordata"].clone())
-    touched, limited, distance = (torch.stack(seen)[:, :, i] for i in (0, 1, 2))
+        readings.append(one.s["sensordata"].clone())
+    touched, limited, distance = (torch.stack(readings)[:, :, i] for i in (0, 1, 2))
     assert (
         0 < (touched > 0).float().mean() < 1
         and 0 < (limited != 0).float().mean() < 1
@@ -264,20 +264,20 @@ def test_initial_states_equal_the_cpu_engines() -> None:
     a, b = make(simulator="mujoco", **options), make(**options)
     a.reset()
     b.reset()
-    where = torch.tensor([True, False, True, False])
+    mask = torch.tensor([True, False, True, False])
     for _ in range(3):
-        a.reset_where(where)
-        b.reset_where(where)
+        a.reset_where(mask)
+        b.reset_where(mask)
     kept = {k: x.clone() for k, x in b.s.items()}
     assert isinstance(b.physics, WarpPhysics) and len(b.physics.varied) > 7
     kept |= {k: x.clone() for k, x in b.physics.varied.items()}
-    a.reset_where(where)
-    b.reset_where(where)
+    a.reset_where(mask)
+    b.reset_where(mask)
     for name, x in {**a.s, **{k: torch.from_numpy(v) for k, v in a.physics.varied.items()}}.items():
         actual = b.s[name] if name in b.s else b.physics.varied[name]
         assert actual.shape == x.shape, name
         torch.testing.assert_close(actual, x.to(actual.dtype), rtol=1e-4, atol=1e-5, msg=name)
-        assert torch.equal(actual[~where], kept[name][~where]), name
+        assert torch.equal(actual[~mask], kept[name][~mask]), name
     weights = b.physics._warp_model.body_invweight0.numpy()  # derived from masses
     expected = np.stack([a.physics.worlds.expand("body_invweight0")]).reshape(weights.shape)
     np.testing.assert_allclose(weights, expected, rtol=1e-4)
@@ -339,15 +339,15 @@ def test_reset_changes_only_the_masked_worlds(stage: str) -> None:
     env.reset()
     for action in random_actions(env, 7):  # the ball is on the floor
         env.step(action)
-    where = torch.tensor([False, True, False, False])
+    mask = torch.tensor([False, True, False, False])
     before = {k: x.clone() for k, x in env.physics.fields.items()}
-    env.reset_where(where)
+    env.reset_where(mask)
     fresh = make(kwargs={"stage": stage})
     fresh.reset()
-    fresh.reset_where(where)
+    fresh.reset_where(mask)
     for name, x in env.physics.fields.items():
-        assert torch.equal(x[~where], before[name][~where]), name
-        assert torch.equal(x[where], fresh.physics.fields[name][where]), name
+        assert torch.equal(x[~mask], before[name][~mask]), name
+        assert torch.equal(x[mask], fresh.physics.fields[name][mask]), name
 
 
 def test_unstable_world_is_reset_without_effect_on_others() -> None:

@@ -436,13 +436,13 @@ def test_go1_commands_change_within_their_ranges() -> None:
     assert (after[changed].abs() <= 1).all()
     env = make("Go1Joystick", 64)
     env.reset()
-    first, seen = env.s["command"].clone(), torch.zeros(64, dtype=torch.bool)
+    first, resampled = env.s["command"].clone(), torch.zeros(64, dtype=torch.bool)
     assert len(first.unique(dim=0)) > 50
     for _ in range(40):
         step = env.step(torch.zeros(64, 12))
         assert not step.terminated.any()  # it does not fall
-        seen |= (env.s["command"] != first).any(1)
-    assert 2 <= int(seen.sum()) <= 25  # of 64 · 40 · 0.004 = 10
+        resampled |= (env.s["command"] != first).any(1)
+    assert 2 <= int(resampled.sum()) <= 25  # of 64 · 40 · 0.004 = 10
 
 
 def test_go1_success_is_small_mean_errors_over_an_episode() -> None:

@@ -83,9 +83,9 @@ def test_every_word_of_a_family_is_trained(name: str) -> None:
     assert 0.2 < len(kept) / len(every) < 0.4
     trained = [c for c in every if not held_out(c)]
     for argument in FAMILIES[name].arguments:
-        there = {getattr(c, argument) for c in trained}
+        trained_values = {getattr(c, argument) for c in trained}
         # With one argument, other families train the held-out word.
-        assert len(there) == (3 if len(FAMILIES[name].arguments) == 1 else 4)
+        assert len(trained_values) == (3 if len(FAMILIES[name].arguments) == 1 else 4)
     if FAMILIES[name].symmetric:
         assert all(held_out(c._replace(a=c.b, b=c.a)) for c in kept)
 
@@ -180,16 +180,16 @@ def test_goals_are_at_the_positions_in_the_sentences() -> None:
     s = beginnings(task, 3000)
     goal = s["spot"][:, 0]  # the goal of A, unless it is relative to B
     for i, name in enumerate(ALL):
-        here = s["kind"] == i
-        cs = [task.combinations[k] for k in s["combination"][here].tolist()]
+        mask = s["kind"] == i
+        cs = [task.combinations[k] for k in s["combination"][mask].tolist()]
         if RULES[name].goal == "zone":
             colour = torch.tensor([c.z if c.z >= 0 else c.a for c in cs])
-            zone = s["mocap_pos"][here][torch.arange(len(cs)), colour]
-            torch.testing.assert_close(goal[here][:, :2], zone[:, :2])
+            zone = s["mocap_pos"][mask][torch.arange(len(cs)), colour]
+            torch.testing.assert_close(goal[mask][:, :2], zone[:, :2])
         if name == "slide":
-            a = blocks(s)[here][torch.arange(len(cs)), torch.tensor([c.a for c in cs])]
+            a = blocks(s)[mask][torch.arange(len(cs)), torch.tensor([c.a for c in cs])]
             way = torch.tensor([DIRECTION_VECTORS[c.d] for c in cs], dtype=torch.float64)
-            torch.testing.assert_close(goal[here][:, :2], a[:, :2] + SLIDE_DISTANCE * way)
+            torch.testing.assert_close(goal[mask][:, :2], a[:, :2] + SLIDE_DISTANCE * way)
 
 
 def test_float32_initial_states_equal_float64() -> None:
@@ -379,16 +379,16 @@ def test_every_block_and_zone_is_visible() -> None:
     obs = env.reset()
     assert isinstance(obs, dict) and obs["front"].shape == (6, 3, 64, 64)
     red, green, blue = obs["front"].to(torch.int64).unbind(1)
-    seen = {
+    pixels_of = {
         "red": (red > 2 * green) & (red > 2 * blue),
         "green": (green > 2 * red) & (green > 2 * blue),
         "blue": (blue > 2 * red) & (blue > 2 * green),
         "yellow": (red > 3 * blue) & (green > 2 * blue),
     }
-    for colour, where in seen.items():
+    for colour, pixels in pixels_of.items():
         # A zone is about 60 pixels, a block 25; the gripper hides some.
-        assert float(where.flatten(1).sum(1).float().mean()) > 60, colour
-        assert int(where.flatten(1).sum(1).min()) > 25, colour
+        assert float(pixels.flatten(1).sum(1).float().mean()) > 60, colour
+        assert int(pixels.flatten(1).sum(1).min()) > 25, colour
     env.close()
 
 

@@ -100,17 +100,17 @@ def test_features_agree_with_transformers() -> None:
     body = shared()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours = body.features(pixels)
+        features = body.features(pixels)
         dino = body.dino(pixels[:, :3], output_hidden_states=True).hidden_states
         siglip = body.siglip(pixels[:, 3:], output_hidden_states=True).hidden_states
     assert (
         len(dino) == 3 + 1 and len(siglip) == 4 + 1
     )  # the input of the first layer and the output of each
-    assert ours.shape == (2, P, 16 + 24)
+    assert features.shape == (2, P, 16 + 24)
     torch.testing.assert_close(
-        ours[..., :16], dino[-2][:, 1 + 4 :], rtol=1e-5, atol=1e-5
+        features[..., :16], dino[-2][:, 1 + 4 :], rtol=1e-5, atol=1e-5
     )  # class and register tokens
-    torch.testing.assert_close(ours[..., 16:], siglip[-2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(features[..., 16:], siglip[-2], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(dino[-1], dino[-2], atol=0.1) and not torch.allclose(
         siglip[-1], siglip[-2], atol=0.1
     )
@@ -142,8 +142,8 @@ def test_resizing_agrees_with_pillow_up_to_one_level() -> None:
     expected = image.fromarray(image_array.permute(1, 2, 0).numpy()).resize(
         (28, 28), image.Resampling.BICUBIC
     )
-    ours = (shared().pixels(image_array[None])[0, 3:] * 0.5 + 0.5) * 255
-    difference = ours.permute(1, 2, 0) - torch.from_numpy(np.array(expected)).float()
+    pixels = (shared().pixels(image_array[None])[0, 3:] * 0.5 + 0.5) * 255
+    difference = pixels.permute(1, 2, 0) - torch.from_numpy(np.array(expected)).float()
     assert float(difference.abs().max()) <= 1.01 and float(difference.abs().mean()) < 0.05
 
 
@@ -185,8 +185,8 @@ def test_teacher_forcing_agrees_with_llama(row: int) -> None:
     action = bins()[row : row + 1]
     after = body.language_model.model.embed_tokens(31999 - action[0])
     expected = reference_hidden_states(body, images, ids, mask, after, causal=True)[-A - 1 : -1]
-    ours = hidden_states(body, *batch(), bins())[row]
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    actual = hidden_states(body, *batch(), bins())[row]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -198,8 +198,8 @@ def test_parallel_decoding_agrees_with_llama_without_causal_mask(row: int) -> No
     expected = reference_hidden_states(
         body, images, ids, mask, torch.cat((torch.zeros(6, 32), stop)), causal=False
     )[-8:-2]
-    ours = hidden_states(body, *batch(), placeholders=6)[row]
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    actual = hidden_states(body, *batch(), placeholders=6)[row]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -240,10 +240,10 @@ def test_padding_and_micro_batches_have_no_effect(parallel: bool) -> None:
     more = F.pad(ids, (4, 0), value=7), F.pad(mask, (4, 0))
     torch.testing.assert_close(hidden(images, *more, bins()), full, rtol=1e-5, atol=1e-5)
     for row, length in enumerate((7, 4, 5)):
-        alone = hidden(
+        single = hidden(
             *(x[row : row + 1] for x in (images, ids[:, -length:], mask[:, -length:], bins()))
         )
-        torch.testing.assert_close(alone[0], full[row], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(single[0], full[row], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import run_command
 from safetensors.torch import load_file, save_file
 from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
+from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
-from embodied_ppo.commands import main
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete, ObsSpec
@@ -64,13 +65,7 @@ def make(
 
 
 def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {
-        "state": torch.randn(rows, 5, generator=g),
-        "front": torch.randint(0, 256, (rows, 3, 16, 24), generator=g, dtype=torch.uint8),
-        "wrist": torch.randint(0, 256, (rows, 16, 16, 3), generator=g, dtype=torch.uint8),
-        "instruction": torch.arange(rows) % 3,
-    }
+    return random_observations(SPEC, rows, seed)
 
 
 # ----------------------------------------------------------------------------- act and evaluate
@@ -82,27 +77,8 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, t
     assert (KEYS in inputs) == (trunk == "frozen")
     for noise in (policy.noise(B, torch.Generator().manual_seed(1)), None):
         d = policy.act(inputs, noise=noise)
-        assert (
-            d.log_prob.shape == (B, C, A)
-            and d.log_prob.dtype == torch.float32
-            and d.action.shape == (B, C * A)
-        )
         assert d.replay["latents"].shape == (B, policy.stochastic + 1, H, N)
-        for size in (B, 2, 1):
-            cuts = [slice(i, i + size) for i in range(0, B, size)]
-            parts = [
-                policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c))
-                for c in cuts
-            ]
-            log_prob, value = (
-                torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value")
-            )
-            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (
-                value - d.value
-            ).abs().max() < 1e-5
-            entropy = torch.cat([p.entropy for p in parts])
-            assert entropy.shape == (B, C, A) and bool(entropy.isfinite().all())
-        assert (policy.value(inputs) - d.value).abs().max() < 1e-5
+        check_evaluate_reproduces_act(policy, inputs, d, shape=(B, C, A), sizes=(B, 2, 1))
     assert d.value.abs().max() > 0 and torch.equal(d.action, policy.act(inputs).action)
 
 
@@ -567,31 +543,23 @@ SMALL = [
 ]
 
 
-def run(capsys: pytest.CaptureFixture, *words: str) -> dict[str, Any]:
-    assert main.main([*words]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_train_and_evaluate(
     trunk: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_checkpoint(tmp_path / "tiny", max_state_dim=32)
-    options = {
-        "model.freeze_trunk": False,
-        **{f"model.{name}": x for name, x in TRUNKS[trunk].items()},
-    }
-    words = [f"{name}={str(x).lower()}" for name, x in options.items()] + [
-        "algorithm.micro_batch_size=4"
+    options = [
+        f"model.{name}={str(value).lower()}"
+        for name, value in {"freeze_trunk": False, **TRUNKS[trunk]}.items()
     ]
-    words += ["model.dtype=float32", "updates=2", "save_every=1", f"model.checkpoint={folder}"]
-    summary = run(capsys, "train", "--quiet", "--json", "experiment=pi0_tabletop", *SMALL, *words)
+    options += ["algorithm.micro_batch_size=4"]
+    options += ["model.dtype=float32", "updates=2", "save_every=1", f"model.checkpoint={folder}"]
+    summary = run_command(capsys, "train", "experiment=pi0_tabletop", *SMALL, *options)
     assert summary["updates"] == 2 and summary["final_return"] is not None
-    evaluation = run(
+    evaluation = run_command(
         capsys,
         "evaluate",
-        "--json",
         f"checkpoint={summary['checkpoint']}",
         "episodes=2",
         "video=false",
@@ -611,7 +579,7 @@ def test_libero_experiments_on_another_simulator(
 ) -> None:
     """Another simulator replaces LIBERO, whose meshes are not part of this repository."""
     monkeypatch.chdir(tmp_path)
-    words = [
+    options = [
         "env.id=Tabletop",
         "env.cameras=[front]",
         "env.kwargs.obs=language",
@@ -620,15 +588,15 @@ def test_libero_experiments_on_another_simulator(
     ]
     if name == "pi0_libero":
         folder = write_checkpoint(tmp_path / "tiny", max_state_dim=32)
-        words += [
+        options += [
             f"model.checkpoint={folder}",
             "algorithm.micro_batch_size=4",
             "algorithm.update_epoch=1",
         ]
     else:
-        words += ["cloning.dataset=null", "cloning.foresight_steps=2", "cloning.batch_size=4"]
-        words += ["cloning.steps=2", "cloning.episodes=8", "model.width=16", "model.depth=1"]
-    summary = run(capsys, "train", "--quiet", "--json", f"experiment={name}", *SMALL, *words)
+        options += ["cloning.dataset=null", "cloning.foresight_steps=2", "cloning.batch_size=4"]
+        options += ["cloning.steps=2", "cloning.episodes=8", "model.width=16", "model.depth=1"]
+    summary = run_command(capsys, "train", f"experiment={name}", *SMALL, *options)
     assert summary["updates"] == 1 and summary["final_success"] is not None
 
 

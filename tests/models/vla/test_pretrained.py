@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import run_command
 from safetensors.torch import load_file, save_file
 from tiny_vlm_checkpoints import KINDS, SIDE, write_checkpoint
 from torch import Tensor
+from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
-from embodied_ppo.commands import main
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete
@@ -57,12 +58,7 @@ def policy_of(
 
 
 def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {
-        "state": torch.randn(rows, 5, generator=g),
-        "front": torch.randint(0, 256, (rows, 3, SIDE, SIDE), generator=g, dtype=torch.uint8),
-        "instruction": torch.arange(rows) % 3,
-    }
+    return random_observations(SPEC, rows, seed)
 
 
 def sample(policy: CheckpointVLA, inputs: dict[str, Tensor], seed: int = 1) -> Any:
@@ -78,25 +74,7 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folders: Any, kind: str, de
     policy = policy_of(folders(kind), decode=decode, **options)
     inputs = policy.encode(observations())
     for d in (sample(policy, inputs), policy.act(inputs)):
-        assert (
-            d.log_prob.shape == (B, C, A)
-            and d.log_prob.dtype == torch.float32
-            and d.action.shape == (B, C * A)
-        )
-        for size in (B, 2, 1):
-            cuts = [slice(i, i + size) for i in range(0, B, size)]
-            parts = [
-                policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c))
-                for c in cuts
-            ]
-            log_prob, value = (
-                torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value")
-            )
-            assert (log_prob - d.log_prob).abs().max() < 1e-5 and (
-                value - d.value
-            ).abs().max() < 1e-5
-            assert bool(torch.cat([p.entropy for p in parts]).isfinite().all())
-        assert (policy.value(inputs) - d.value).abs().max() < 1e-5
+        check_evaluate_reproduces_act(policy, inputs, d, shape=(B, C, A), sizes=(B, 2, 1))
     assert d.value.abs().max() > 0
 
 
@@ -573,14 +551,6 @@ TINY = [
 ]
 
 
-def run(capsys: pytest.CaptureFixture[str], command: str, *options: str) -> dict[str, Any]:
-    quiet = [] if command == "export" else ["--quiet"]
-    code = main.main([command, "--json", *quiet, *options])
-    output = capsys.readouterr()
-    assert code == 0, output.err
-    return json.loads(output.out)
-
-
 def add_tabletop_statistics(folder: Path) -> Path:
     """Write statistics of a dataset with four dimensions, as a fine-tuned model has them."""
     stats = {"four": {"action": {"q01": [-1.0] * 4, "q99": [1.0] * 4}}}
@@ -606,21 +576,21 @@ def test_train_evaluate_and_export(
     if kind == "openvla":
         options += ["model.unnorm_key=four", "model.decode=autoregressive"]
         add_tabletop_statistics(folders(kind))
-    summary = run(capsys, "train", *TINY, *options)
+    summary = run_command(capsys, "train", *TINY, *options)
     assert summary["updates"] == 2 and summary["env_steps"] == 2 * 4 * 4 * 4
     size = (Path(summary["checkpoint"]) / "policy.pt").stat().st_size
     assert size < 300_000  # adapters and heads
-    evaluation = run(
+    evaluation = run_command(
         capsys, "evaluate", "checkpoint=run", "episodes=2", "num_envs=2", "video=false"
     )
     assert evaluation["eval/return"] == pytest.approx(summary["final_return"])
-    written = run(capsys, "export", "checkpoint=run", "out=exported")
+    written = run_command(capsys, "export", "checkpoint=run", "out=exported")
     assert written["logit_difference"] < 1e-4
     Path("new").touch()
     assert {file.stat().st_mode for file in Path("exported").iterdir()} == {
         Path("new").stat().st_mode
     }, "permissions follow the umask"
-    again = run(
+    again = run_command(
         capsys,
         "train",
         *TINY,
@@ -646,7 +616,7 @@ def test_openvla_experiments_on_another_simulator(
     ]
     folder = add_tabletop_statistics(write_checkpoint("openvla", tmp_path / "tiny"))
     options += [f"model.checkpoint={folder}", "model.unnorm_key=four"]
-    done = run(capsys, "train", f"experiment={name}", *TINY[1:], *options)
+    done = run_command(capsys, "train", f"experiment={name}", *TINY[1:], *options)
     assert done["updates"] == 2 and done["final_success"] is not None
     weights = torch.load(Path(done["checkpoint"]) / "policy.pt", weights_only=True)
     assert all("lora_" in name or name.startswith(("value_head", lora.BASE)) for name in weights)
@@ -673,7 +643,9 @@ def test_cloning_before_training(
         "cloning.batch_size=4",
     ]
     tiny = [option for option in TINY if not option.startswith("cloning")]
-    first, again = (run(capsys, "train", *tiny, *options, f"run_dir={name}") for name in "ab")
+    first, again = (
+        run_command(capsys, "train", *tiny, *options, f"run_dir={name}") for name in "ab"
+    )
     assert first["cloning_loss"] > 0 and first["cloning_loss"] == again["cloning_loss"]
     assert first["final_return"] == again["final_return"]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
@@ -56,12 +57,7 @@ def make(seed: int = 0, **options: Any) -> Any:
 
 
 def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {
-        "state": torch.randn(rows, 5, generator=g),
-        "front": torch.randint(0, 256, (rows, 3, 16, 24), generator=g, dtype=torch.uint8),
-        "instruction": torch.arange(rows) % 3,
-    }
+    return random_observations(SPEC, rows, seed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,25 +67,9 @@ def test_evaluate_reproduces_act_for_any_micro_batch(family: str, options: dict[
     inputs = policy.encode(observations())
     for noise in (policy.noise(B, torch.Generator().manual_seed(1)), None):
         d = policy.act(inputs, noise=noise)
-        assert (
-            d.log_prob.shape == (B, C, A)
-            and d.log_prob.dtype == torch.float32
-            and d.action.shape == (B, C * A)
+        check_evaluate_reproduces_act(
+            policy, inputs, d, shape=(B, C, A), sizes=(B, 3, 1), rtol=1e-5
         )
-        for size in (B, 3, 1):
-            cuts = [slice(i, i + size) for i in range(0, B, size)]
-            parts = [
-                policy.evaluate(tree.index(inputs, c), d.action[c], tree.index(d.replay, c))
-                for c in cuts
-            ]
-            log_prob, value = (
-                torch.cat([getattr(p, k) for p in parts]) for k in ("log_prob", "value")
-            )
-            assert torch.allclose(log_prob, d.log_prob, rtol=1e-5, atol=1e-5)
-            assert (value - d.value).abs().max() < 1e-5
-            entropy = torch.cat([p.entropy for p in parts])
-            assert entropy.shape == (B, C, A) and bool(entropy.isfinite().all())
-        assert (policy.value(inputs) - d.value).abs().max() < 1e-5
     assert d.value.abs().max() > 0 and torch.equal(d.action, policy.act(inputs).action)
 
 

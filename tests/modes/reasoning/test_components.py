@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from run_helpers import run_command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from embodied_ppo.commands import main
@@ -72,19 +73,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def run(capsys: Capture, command: str, *options: object) -> dict[str, Any]:
-    """Run a command that succeeds; return its JSON output."""
-    capsys.readouterr()
-    code = main.main(
-        [command, "--json", *(["--quiet"] if command != "export" else []), *map(str, options)]
-    )
-    out = capsys.readouterr()
-    assert code == 0, out.err
-    return json.loads(out.out)
-
-
 def train(capsys: Capture, *options: object) -> dict[str, Any]:
-    return run(capsys, "train", *TINY, "run_dir=run", *options)
+    return run_command(capsys, "train", *TINY, "run_dir=run", *options)
 
 
 def refusal(capsys: Capture, command: str, *options: object) -> str:
@@ -183,7 +173,7 @@ def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Cap
     ]
     train(capsys, *options, "updates=4", "run_dir=full")
     train(capsys, *options, "updates=2", "run_dir=halves")
-    run(capsys, "train", "resume=halves", "updates=4")
+    run_command(capsys, "train", "resume=halves", "updates=4")
     for a, b in zip(contents(Path("full"), 4), contents(Path("halves"), 4), strict=True):
         assert_same(a, b)
     metrics = rows(Path("full"))
@@ -216,7 +206,7 @@ def test_interrupt_saves_a_checkpoint_that_resumes(capsys: Capture) -> None:
     with pytest.MonkeyPatch.context() as patch:  # the subprocess has all problems
         patch.setattr(synthetic_tasks, "TASKS", {t.name: t for t in synthetic_tasks._TASKS})
         assert (
-            run(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"]
+            run_command(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"]
             == newest.update + 1
         )
 
@@ -314,7 +304,7 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options, model = gsm8k()
-    summary = run(capsys, "train", *options)
+    summary = run_command(capsys, "train", *options)
     assert summary["updates"] == 1 and summary["final_success"] is not None
     counts = re.search(
         r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were"
@@ -329,10 +319,10 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     samples = json.loads(Path(summary["report_json"]).read_text())
     assert list(samples["tasks"]) == ["openai/gsm8k"]
 
-    result = run(capsys, "evaluate", "checkpoint=run", "episodes=6", "out=report")
+    result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=6", "out=report")
     assert result["eval/accuracy"] == summary["final_success"] and result["eval/length"] <= 12
 
-    result = run(capsys, "export", "checkpoint=run", "out=exported")
+    result = run_command(capsys, "export", "checkpoint=run", "out=exported")
     assert result["logit_difference"] == 0
     Path("new").touch()
     assert {file.stat().st_mode for file in Path("exported").iterdir()} == {
@@ -384,7 +374,7 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
 def test_held_out_prompts_in_the_training_data_are_reported(capsys: Capture) -> None:
     options, _ = gsm8k()
     both = write_lines("both.jsonl", questions("test", 3) + questions("train", 40)[30:])
-    run(capsys, "train", *options, f"data.eval=[{both}]", "algorithm.prompt_length=450")
+    run_command(capsys, "train", *options, f"data.eval=[{both}]", "algorithm.prompt_length=450")
     assert "data: 10 of the 13 held-out prompts are in data.train, too" in log()
 
 
@@ -424,7 +414,7 @@ def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     train(capsys)
 
     def measure(*options: object) -> dict[str, Any]:
-        result = run(capsys, "evaluate", "checkpoint=run", "episodes=8", *options)
+        result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=8", *options)
         return {tag: x for tag, x in result.items() if tag.startswith("eval/")}
 
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
@@ -464,7 +454,7 @@ def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:
         "algorithm.global_batch_size=8",
         "evaluation.episodes=1",
     ]
-    run(
+    run_command(
         capsys,
         "train",
         "experiment=cartpole",
@@ -563,7 +553,7 @@ RLHF = [
 
 
 def test_reward_model_is_trained_before_ppo(capsys: Capture) -> None:
-    summary = run(capsys, "train", *RLHF, "run_dir=run")
+    summary = run_command(capsys, "train", *RLHF, "run_dir=run")
     assert "reward model: learns from 40 preferences of task arithmetic" in log()
     assert re.search(r"reward model: \d+\.\d % of held-out preferences right", log())
     row = rows(Path("run"))[-1]
@@ -577,9 +567,9 @@ def test_reward_model_is_trained_before_ppo(capsys: Capture) -> None:
 
 def test_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
     options = [*RLHF, "eval_every=1"]
-    run(capsys, "train", *options, "run_dir=full")
-    run(capsys, "train", *options, "run_dir=halves", "updates=1")
-    run(capsys, "train", "resume=halves", "updates=2")
+    run_command(capsys, "train", *options, "run_dir=full")
+    run_command(capsys, "train", *options, "run_dir=halves", "updates=1")
+    run_command(capsys, "train", "resume=halves", "updates=2")
     assert rows(Path("full")) == rows(Path("halves"))
 
 
@@ -593,7 +583,7 @@ def test_reward_model_initialized_from_an_actor_by_path(capsys: Capture) -> None
     }
     causal_lm.load(None, fields, section="actor.model").save_pretrained("model")
     options = [option for option in RLHF if not option.startswith(("actor.", "warm_start."))]
-    run(
+    run_command(
         capsys,
         "train",
         *options,
@@ -618,7 +608,7 @@ def test_reward_model_by_path(capsys: Capture) -> None:
     summary = train(capsys, f"reward.model.path={Path('reward_model').resolve()}")
     assert summary["initial_return"] == summary["final_return"] == pytest.approx(3.0)
     assert summary["final_success"] < 1
-    result = run(capsys, "evaluate", "checkpoint=run", "episodes=8")
+    result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=8")
     assert (
         result["eval/return"] == pytest.approx(3.0)
         and result["eval/accuracy"] == summary["final_success"]
@@ -657,7 +647,7 @@ def test_critic_warmup_does_not_change_the_actor(capsys: Capture) -> None:
     cold = [option for option in TINY if not option.startswith("warm_start.")] + [
         "warm_start.steps=0"
     ]
-    run(
+    run_command(
         capsys,
         "train",
         *cold,

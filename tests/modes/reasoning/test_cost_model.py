@@ -70,8 +70,8 @@ def test_concurrent_critic_is_limited_by_cores() -> None:
         64 * (0.4 + 2) * 1e-3
     )
     # log-probabilities and values 64 x 0.4 ms, then both updates 64 x 3 ms of CPU on one core
-    alone = measured(concurrent=True, cores=1.0).predict(None, {})
-    assert alone.update_s == pytest.approx(64 * (0.4 + 3) * 1e-3)
+    local = measured(concurrent=True, cores=1.0).predict(None, {})
+    assert local.update_s == pytest.approx(64 * (0.4 + 3) * 1e-3)
 
 
 def test_run_without_critic_and_reference() -> None:
@@ -82,14 +82,14 @@ def test_run_without_critic_and_reference() -> None:
 
 
 def test_critic_in_another_process_learns_concurrently() -> None:
-    apart = seconds({"rollout,actor,reference,reward": 0, "critic": 1}, measured())
-    assert apart.update_s == pytest.approx(64 * (0.4 + 2) * 1e-3 + CALL_S)
-    assert apart.collect_s == pytest.approx(64 * 1.1e-3 + CALL_S)
+    separate = seconds({"rollout,actor,reference,reward": 0, "critic": 1}, measured())
+    assert separate.update_s == pytest.approx(64 * (0.4 + 2) * 1e-3 + CALL_S)
+    assert separate.collect_s == pytest.approx(64 * 1.1e-3 + CALL_S)
     # two messages (values, learn) and their rows
     with_messages = seconds(
         {"rollout,actor,reference,reward": 0, "critic": 1}, measured(message_s=1e-3, byte_s=1e-9)
     )
-    assert with_messages.update_s == pytest.approx(apart.update_s + 2e-3 + 1e5 * 1e-9)
+    assert with_messages.update_s == pytest.approx(separate.update_s + 2e-3 + 1e5 * 1e-9)
     # one core does the work of two processes
     one = seconds({"rollout,actor,reference,reward": 0, "critic": 1}, measured(cores=1.0))
     assert one.update_s == pytest.approx(64 * (0.4 + 3) * 1e-3 + CALL_S)

@@ -106,13 +106,13 @@ def test_log_probabilities_equal_the_learners(temperature: float) -> None:
 
 def test_finished_rows_are_not_computed() -> None:
     """The model processes prompts and the tokens of responses except the last ones."""
-    policy, seen = make(), Counter()
+    policy, counts = make(), Counter()
     embed = policy.model.model.embed_tokens
-    embed.register_forward_hook(lambda m, args, out: seen.update(tokens=args[0].numel()))
+    embed.register_forward_hook(lambda m, args, out: counts.update(tokens=args[0].numel()))
     sampling = Sampling(20, stop_ids=(2, *range(30, 40)))
     length = engine(policy).generate(PROMPTS, sampling, seed=5).length
     unique = [p for i, p in enumerate(PROMPTS) if i == 0 or p != PROMPTS[i - 1]]
-    assert seen["tokens"] == len(unique) * max(map(len, PROMPTS)) + int((length - 1).sum())
+    assert counts["tokens"] == len(unique) * max(map(len, PROMPTS)) + int((length - 1).sum())
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_a_step_of_even_rows_equals_one_of_uneven_rows(kind: str, more: dict[str
     """Prompts of equal lengths take the path that writes a column of the cache."""
     policy, sampling = make(kind, **more), Sampling(12)
     even = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
-    alone = engine(policy).generate(even, sampling, seed=5)
+    separate = engine(policy).generate(even, sampling, seed=5)
     among = engine(policy).generate([*even, [20, 21, 22, 23, 24]], sampling, seed=5)
-    assert torch.equal(among.token[:3], alone.token)
-    torch.testing.assert_close(among.log_prob[:3], alone.log_prob, rtol=0, atol=1e-5)
+    assert torch.equal(among.token[:3], separate.token)
+    torch.testing.assert_close(among.log_prob[:3], separate.log_prob, rtol=0, atol=1e-5)
 
 
 def test_generation_settings_of_the_model_are_ignored() -> None:
@@ -392,8 +392,8 @@ LOGITS = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]]).log()
 def frequencies(sampling: Sampling, occurred: Tensor | None = None) -> list[float]:
     """Return the share of each token for 1000 evenly spaced numbers."""
     u = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    seen = None if occurred is None else occurred.expand(1000, -1)
-    token, _ = choose(LOGITS.expand(1000, -1), sampling, u, seen)
+    occurred_rows = None if occurred is None else occurred.expand(1000, -1)
+    token, _ = choose(LOGITS.expand(1000, -1), sampling, u, occurred_rows)
     return [round(float((token == i).double().mean()), 3) for i in range(5)]
 
 
