@@ -11,12 +11,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c scripts/const
 # An inherited PYTHONDONTWRITEBYTECODE would make hundreds of processes compile our modules again.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive MUJOCO_GL=egl PYTHONDONTWRITEBYTECODE=
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
-# The first supported interpreter that runs (a name on the path may be a shim of a version that is not installed).
+# The first supported interpreter that runs (a name on the path may be a shim of a version that is
+# not installed).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	"$$python" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
 help: ## print this list
-	@awk -F ' *## ' '/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ' *## ' \
+		'/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' \
+		$(MAKEFILE_LIST)
 	@echo "  ARGS='...' goes to train, test and bench:  make train ARGS='seed=1 updates=10'"
 	@echo "  PYTHON=... chooses the interpreter of .venv"
 
@@ -26,10 +29,10 @@ train: .venv/base ## train experiment=quickstart, or the one named in ARGS='expe
 test: .venv/dev ## run all tests, JOBS=2 files at a time; ARGS="-m 'not slow'" for the fast ones
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
-test-mjlab: .venv-mjlab/ready ## run the tests with mjlab in an environment of its own (.venv-mjlab, 4 GB)
+test-mjlab: .venv-mjlab/ready ## run the tests with mjlab in a separate environment (4 GB)
 	$(TEST_ENV) .venv-mjlab/bin/python -m pytest -q tests/extras/test_mjlab.py $(ARGS)
 
-test-libero: .venv-libero/ready ## run the tests with LIBERO (.venv-libero); LIBERO_ASSETS=FOLDER for its scenes too
+test-libero: .venv-libero/ready ## run the tests with LIBERO; LIBERO_ASSETS=FOLDER: its scenes
 	$(TEST_ENV) .venv-libero/bin/python -m pytest -q tests/extras/test_libero.py $(ARGS)
 
 test-vllm: ## run the tests with vLLM in your environment: VLLM_PYTHON=/path/to/python
@@ -61,12 +64,21 @@ clean: ## remove .venv, .venv-*, builds and caches, but not runs/
 define new_venv
 $(1)/bin/python -c '$(SUPPORTED)' >/dev/null 2>&1 && exit; \
 	python="$(PYTHON)"; \
-	[ -n "$$python" ] || { echo "make: no Python 3.11, 3.12 or 3.13 on the path. Debian: apt-get install python3 python3-venv;" \
-		"elsewhere: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }; \
-	"$$python" -c '$(SUPPORTED)' 2>/dev/null || { echo "make: PYTHON=$$python is" \
-		"$$("$$python" -V 2>/dev/null || echo "not a working interpreter"); needed: Python 3.11, 3.12 or 3.13" >&2; exit 1; }; \
-	"$$python" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $$python cannot create virtual environments." \
-		"Debian: apt-get install python3-venv" >&2; exit 1; }; \
+	[ -n "$$python" ] || { \
+		echo "make: no Python 3.11, 3.12 or 3.13 on the path. Debian: apt-get install python3" \
+			"python3-venv; elsewhere: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+		exit 1; \
+	}; \
+	"$$python" -c '$(SUPPORTED)' 2>/dev/null || { \
+		version=$$("$$python" -V 2>/dev/null || echo "not a working interpreter"); \
+		echo "make: PYTHON=$$python is $$version; needed: Python 3.11, 3.12 or 3.13" >&2; \
+		exit 1; \
+	}; \
+	"$$python" -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "make: $$python cannot create virtual environments." \
+			"Debian: apt-get install python3-venv" >&2; \
+		exit 1; \
+	}; \
 	"$$python" -m venv --clear $(1)
 endef
 
@@ -80,9 +92,11 @@ endef
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# torchvision is installed as a dependency; its wheel does not match torch, and no code here needs it.
+# torchvision is installed as a dependency; its wheel does not match torch, and no code here needs
+# it.
 .venv-%/ready: pyproject.toml scripts/constraints-%.txt
 	@$(call new_venv,.venv-$*)
-	.venv-$*/bin/python -m pip --disable-pip-version-check install -c scripts/constraints-$*.txt -e '.[$*]' pytest
+	.venv-$*/bin/python -m pip --disable-pip-version-check install \
+		-c scripts/constraints-$*.txt -e '.[$*]' pytest
 	.venv-$*/bin/python -m pip uninstall -q -y torchvision
 	@touch $@
