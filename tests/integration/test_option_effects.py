@@ -895,7 +895,7 @@ def page() -> str:
             text_of(pair.a),
             text_of(pair.b),
             pair.effect,
-            f"`{pair.test.partition('::')[0]}`" if pair.test else "",
+            f"`tests/{pair.test.partition('::')[0]}`" if pair.test else "",
         ]
         for option, pair in PAIRS.items()
     ]
