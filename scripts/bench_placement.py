@@ -112,10 +112,10 @@ def serve(pipe: Any) -> None:
 
 def measure() -> dict[str, float]:
     """Return round trips and stages."""
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,))
+    receiver, sender = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(sender,))
     process.start()
-    client = Client(connect(here.recv(), "secret", "bench", peer="simulators", timeout_s=60.0))
+    client = Client(connect(receiver.recv(), "secret", "bench", peer="simulators", timeout_s=60.0))
     figures: dict[str, float] = {}
     for kind in ("floats", "images"):
         env: Any = RemoteEnv(client, list(range(256)), kind=kind, device=CPU)

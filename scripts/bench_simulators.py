@@ -145,9 +145,9 @@ def main() -> None:
         ]
 
         def middle(
-            engine: str, what: str, rounds: list[dict[str, dict[str, float]]] = rows[task]
+            engine: str, quantity: str, rounds: list[dict[str, dict[str, float]]] = rows[task]
         ) -> str:
-            return f"{statistics.median(r[engine][what] for r in rounds):,.0f}"
+            return f"{statistics.median(r[engine][quantity] for r in rounds):,.0f}"
 
         cells = [middle("ours", "rate"), middle("loop", "rate")]
         if task in ENVPOOL:

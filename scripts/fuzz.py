@@ -387,15 +387,15 @@ def command_inputs(r: Random) -> tuple[str, list[str]]:
 
 def command_run(case: tuple[str, list[str]]) -> None:
     """Return a command that starts nothing."""
-    said = io.StringIO()
-    with redirect_stderr(said), open(os.devnull, "w") as nowhere:
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), open(os.devnull, "w") as nowhere:
         shown, sys.stdout = sys.stdout, nowhere
         try:
             code = cli.main([case[0], *case[1]])
         finally:
             sys.stdout = shown
-    assert code in (0, cli.REFUSED), f"exit code {code}: {said.getvalue()[-1500:]}"
-    assert code == 0 or said.getvalue().splitlines()[-1].startswith("error: "), said.getvalue()
+    assert code in (0, cli.REFUSED), f"exit code {code}: {stderr.getvalue()[-1500:]}"
+    assert code == 0 or stderr.getvalue().splitlines()[-1].startswith("error: "), stderr.getvalue()
 
 
 # ------------------------------------------------------------------------------------------ options
@@ -805,7 +805,7 @@ def placement_inputs(r: Random) -> tuple[Any, plan.Hardware, str, list[int]]:
             r.choice(PLACES[:10]) if kind < 0.85 else r.choice(PLACES) if kind < 0.95 else junk(r)
         )
 
-    def where() -> Any:
+    def devices() -> Any:
         kind = r.randrange(6)
         if kind < 3:
             return simple()
@@ -826,7 +826,7 @@ def placement_inputs(r: Random) -> tuple[Any, plan.Hardware, str, list[int]]:
             if r.random() < 0.8
             else [r.choice(WORDS) for _ in range(r.randrange(5))]
         )
-        placement = {word + (text(r, 2) if r.random() < 0.05 else ""): where() for word in words}
+        placement = {word + (text(r, 2) if r.random() < 0.05 else ""): devices() for word in words}
     mode = "embodied" if "env" in str(placement) or r.random() < 0.1 else "reasoning"
     hardware = plan.Hardware(
         per_node=tuple(r.randint(1, 4) for _ in range(r.randint(1, 3))),
@@ -887,12 +887,12 @@ def message_run(case: tuple[str, Any]) -> None:
         length, size = PREFIX.unpack(message[: PREFIX.size])
         words = as_json(case[1])
         content = PREFIX.pack(len(words), size) + words + message[PREFIX.size + length :]
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(content)
-        theirs.close()
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        sender.sendall(content)
+        sender.close()
         line = object.__new__(Connection)
-        line.socket, line.peer, line.timeout_s, line.waited_s = ours, "a peer", 1.0, 0.0
+        line.socket, line.peer, line.timeout_s, line.waited_s = receiver, "a peer", 1.0, 0.0
         line.receive()
 
 

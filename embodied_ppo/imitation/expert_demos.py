@@ -321,7 +321,7 @@ def clone(
             losses_file.write_text(json.dumps(losses))
 
     if supervised_finetuning.compute_or_load(
-        weights, path, train, what="cloning", work=f"{c.steps} supervised steps", notice=notice
+        weights, path, train, label="cloning", work=f"{c.steps} supervised steps", notice=notice
     ):
         with suppress(OSError, ValueError):
             losses.update(json.loads(losses_file.read_text()))

@@ -88,7 +88,7 @@ def warm_start(
             optimizer.zero_grad()
 
     work = f"{steps} supervised steps"
-    return compute_or_load(weights, path, train, what="warm start", work=work, notice=notice)
+    return compute_or_load(weights, path, train, label="warm start", work=work, notice=notice)
 
 
 def loss(policy: LanguagePolicy, examples: Sequence[Example]) -> Tensor:
@@ -119,7 +119,7 @@ def compute_or_load(
     path: Path,
     compute: Callable[[], object],
     *,
-    what: str,
+    label: str,
     work: str,
     notice: Callable[[str], None],
 ) -> bool:
@@ -142,21 +142,21 @@ def compute_or_load(
     if path.exists():
         damage = _load(weights, path)
         if damage is None:
-            notice(f"{what}: taken from {path}")
+            notice(f"{label}: taken from {path}")
             return True
-        notice(f"{what}: {path} is damaged ({damage}); it is computed again")
+        notice(f"{label}: {path} is damaged ({damage}); it is computed again")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{what}: {path.parent} cannot be written ({error.strerror}); name another folder"
+            f"{label}: {path.parent} cannot be written ({error.strerror}); name another folder"
         ) from error
-    notice(f"{what}: {work}, once; the result stays in {path.parent}")
+    notice(f"{label}: {work}, once; the result stays in {path.parent}")
     compute()
     try:
         _save(weights, path)
     except OSError as error:  # e.g. a full disk; the weights are in memory, so training continues
-        notice(f"{what}: not kept ({one_line(error)})")
+        notice(f"{label}: not kept ({one_line(error)})")
     return False
 
 

@@ -40,7 +40,7 @@ class AllocationCounter(TorchDispatchMode):
         """Start at 0 bytes; storages of ``known`` tensors are not counted."""
         super().__init__()
         self.now = self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -52,9 +52,9 @@ class AllocationCounter(TorchDispatchMode):
     def _count(self, x: Tensor) -> None:
         """Count the storage of a new tensor once; views share it."""
         storage = x.untyped_storage()
-        if storage in self._seen:
+        if storage in self._storages:
             return
-        self._seen.add(storage)
+        self._storages.add(storage)
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)

@@ -464,8 +464,8 @@ def _check_reset(env: VectorEnv, actions: list[Tensor]) -> None:
 
 def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) -> bool:
     """Check that ``reset_where`` resets environment 0 only; return False if it is None."""
-    where = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
-    where[0] = True
+    mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
+    mask[0] = True
 
     def start() -> bool:
         """Restart and step once; return whether environment 0 is still in its first episode."""
@@ -476,10 +476,10 @@ def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) 
 
     if len(actions) < 2 or not start():
         return True
-    obs = env.reset_where(where)
+    obs = env.reset_where(mask)
     if obs is None:
         return False
-    _check_obs(env, obs, "reset_where()", rows=where)
+    _check_obs(env, obs, "reset_where()", rows=mask)
     after_reset = _copy(env.step(actions[1]))
     start()
     reference = _leaves(_copy(env.step(actions[1])))

@@ -410,8 +410,8 @@ class WarpPhysics:
             peak = math.ceil(max(candidates, contacts) / self.num_envs)
             raise EnvError(_capacity_message("nconmax", self._nconmax, "contacts per world", peak))
         if rows_lost:
-            what = "rows of constraints in one world"
-            raise EnvError(_capacity_message("njmax", self._njmax, what, rows))
+            quantity = "rows of constraints in one world"
+            raise EnvError(_capacity_message("njmax", self._njmax, quantity, rows))
 
 
 @wp.kernel(enable_backward=False)
@@ -564,13 +564,13 @@ def _overflow_bits() -> tuple[int, int]:
     return int(contacts), int(OverflowType.NEFC | OverflowType.NJMAX_NNZ)
 
 
-def _capacity_message(option: str, limit: int, what: str, peak: int) -> str:
+def _capacity_message(option: str, limit: int, quantity: str, peak: int) -> str:
     """Return the error message with the value to set.
 
     ``peak`` counts the last substep of each step; the overflow can have occurred in another one.
     """
     needed = math.ceil(1.25 * peak) if peak > limit else 2 * limit
     return (
-        f"env.kwargs.{option}={limit} is too small for the {what} (at most {peak} seen); set"
+        f"env.kwargs.{option}={limit} is too small for the {quantity} (at most {peak} seen); set"
         f" {needed} or more"
     )

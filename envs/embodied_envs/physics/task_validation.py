@@ -51,18 +51,18 @@ class TaskValidator:
                     )
                 raise EnvError(f"{self.prefix}.{function} {message}") from error
 
-    def _tensor(self, what: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
+    def _tensor(self, label: str, x: Any, shape: tuple[int, ...], kind: str = "real") -> None:
         """Raise EnvError unless ``x`` is a tensor of ``shape``.
 
         Its dtype must be of ``kind``: real, bool, int64 or any.
         """
         if not isinstance(x, Tensor):
             raise EnvError(
-                f"{self.prefix}.{what} is {type(x).__name__}; it must be a tensor {list(shape)}"
+                f"{self.prefix}.{label} is {type(x).__name__}; it must be a tensor {list(shape)}"
             )
         if tuple(x.shape) != shape:
             raise EnvError(
-                f"{self.prefix}.{what} has shape {list(x.shape)}; it must be {list(shape)}"
+                f"{self.prefix}.{label} has shape {list(x.shape)}; it must be {list(shape)}"
             )
         types = {
             "real": x.is_floating_point(),
@@ -71,7 +71,7 @@ class TaskValidator:
         }
         if not types.get(kind, True):
             required = "a floating-point tensor" if kind == "real" else kind
-            raise EnvError(f"{self.prefix}.{what} is {x.dtype}; it must be {required}")
+            raise EnvError(f"{self.prefix}.{label} is {x.dtype}; it must be {required}")
 
     def start(self, reset: Callable[[], Any]) -> dict[str, Tensor]:
         """Return the validated result of ``reset``."""
@@ -84,12 +84,12 @@ class TaskValidator:
             )
         fields = self.physics.fields
         for name, x in start.items():
-            what = f"reset()[{name!r}]"
+            label = f"reset()[{name!r}]"
             if name in INITIAL_FIELDS:
-                self._tensor(what, x, tuple(fields[name].shape))
+                self._tensor(label, x, tuple(fields[name].shape))
                 if x.dtype != self.physics.dtype:
                     raise EnvError(
-                        f"{self.prefix}.{what} is {x.dtype}; it must be {self.physics.dtype}, the"
+                        f"{self.prefix}.{label} is {x.dtype}; it must be {self.physics.dtype}, the"
                         " dtype that bind() gets"
                     )
                 continue
@@ -100,10 +100,10 @@ class TaskValidator:
                 )
             if similar := difflib.get_close_matches(name, INITIAL_FIELDS, n=1, cutoff=0.8):
                 raise EnvError(
-                    f"{self.prefix}.{what} is not a MuJoCo field; did you mean {similar[0]!r}? If"
+                    f"{self.prefix}.{label} is not a MuJoCo field; did you mean {similar[0]!r}? If"
                     " it is a variable of your task, choose a less similar name"
                 )
-            self._tensor(what, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
+            self._tensor(label, x, (self.n, *getattr(x, "shape", (0,))[1:]), "any")
         for name, attribute in (("kind", "names"), ("instruction", "instructions")):
             entries: tuple[str, ...] = getattr(self.task, attribute)
             if (name in start) != bool(entries):
@@ -161,16 +161,16 @@ class TaskValidator:
             obs = task.observe(s)
             parts: dict[str, Any] = dict(obs) if isinstance(obs, dict) else {"": obs}
             for name, x in parts.items():
-                what = f"observe(){f'[{name!r}]' if name else ''}"
+                label = f"observe(){f'[{name!r}]' if name else ''}"
                 shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
                 if name == "instruction":  # index into the task's sentences
-                    self._tensor(what, x, (n,), "int64")
+                    self._tensor(label, x, (n,), "int64")
                 elif len(shape) < 2:
                     raise EnvError(
-                        f"{self.prefix}.{what} has shape {list(shape)}; it must be [{n}, D]"
+                        f"{self.prefix}.{label} has shape {list(shape)}; it must be [{n}, D]"
                     )
                 else:
-                    self._tensor(what, x, (n, *shape[1:]), "any")
+                    self._tensor(label, x, (n, *shape[1:]), "any")
         for name, x in original.items():
             if not torch.equal(x.nan_to_num(), s[name].nan_to_num()):
                 raise EnvError(
