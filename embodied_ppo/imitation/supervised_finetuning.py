@@ -129,7 +129,7 @@ def compute_or_load(
         weights: Tensors that are changed in place.
         path: File of the result.
         compute: Writes the result to ``weights``.
-        what: Name of the computation, for messages.
+        label: Name of the computation, for messages.
         work: Amount of the computation, for messages.
         notice: Receives lines for the log.
 

@@ -192,8 +192,8 @@ def test_flow_agrees_with_transformers(key_heads: int, tmp_path: Path) -> None:
         "pixel_attention_mask": torch.ones(B, K, dtype=torch.bool),
     }
     end = reference.sample_actions(**arguments, noise=policy.start(B), num_steps=5)
-    ours = policy.act(inputs).action.view(B, C, A)
-    assert (ours - end[:, :C, :A]).abs().max() < 1e-5 and ours.abs().max() > 0.01
+    action = policy.act(inputs).action.view(B, C, A)
+    assert (action - end[:, :C, :A]).abs().max() < 1e-5 and action.abs().max() > 0.01
     x, tau = torch.randn(B, H, N), torch.rand(B)
     v = reference(**arguments, noise=x, timestep=tau).logits
     w, _ = policy.field(policy.encode_context(inputs))(x, tau)
@@ -383,9 +383,9 @@ def test_lerobot_layout_is_read_completely(folder: Path) -> None:
         "model.action_in_proj.weight" in tensors
         and "model.paligemma_with_expert.paligemma.lm_head.weight" in tensors
     )
-    ours, expected = pi0_files.read(folder).model.state_dict(), tiny_model().state_dict()
-    assert ours.keys() == expected.keys() and all(
-        torch.equal(x, expected[name]) for name, x in ours.items()
+    state, expected = pi0_files.read(folder).model.state_dict(), tiny_model().state_dict()
+    assert state.keys() == expected.keys() and all(
+        torch.equal(x, expected[name]) for name, x in state.items()
     )
     assert len(tensors) == len(expected)
 
@@ -404,9 +404,9 @@ def test_transformers_and_old_lerobot_layouts(layout: str, folder: Path, tmp_pat
             renamed[key.replace("paligemma.model.", "paligemma.")] = x
         assert renamed.keys() != tensors.keys()
         save_file(renamed, other / "model.safetensors")
-    ours = pi0_files.read(other).model.state_dict()
-    assert ours.keys() == expected.state_dict().keys()
-    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in ours.items())
+    state = pi0_files.read(other).model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in state.items())
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
@@ -450,7 +450,7 @@ def test_lerobot_config_has_the_published_sizes() -> None:
     }
     from transformers import PI0Config
 
-    ours, published = pi0_files.read_config(raw, "DIR"), PI0Config()
+    parsed, published = pi0_files.read_config(raw, "DIR"), PI0Config()
     for part, names in {
         "vlm_config.text_config": (
             "hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -468,7 +468,7 @@ def test_lerobot_config_has_the_published_sizes() -> None:
     }.items():
         for name in names.split():
             values = []
-            for config in (ours, published):
+            for config in (parsed, published):
                 for step in filter(None, part.split(".")):
                     config = getattr(config, step)
                 values.append(getattr(config, name))

@@ -117,8 +117,8 @@ def test_teacher_forcing_agrees_with_transformers(folders: Any, kind: str) -> No
             attention_mask=torch.nn.functional.pad(mask.long(), (0, n), value=1),
             **options,
         ).last_hidden_state[:, -n - 1 :]
-        ours = policy.hidden(policy.encode_context(inputs), bins)
-    assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
+        actual = policy.hidden(policy.encode_context(inputs), bins)
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
@@ -333,10 +333,10 @@ def test_patches_agree_with_transformers(folders: Any) -> None:
     expected = processor(
         [x.permute(1, 2, 0).numpy() for x in images], return_tensors="pt", do_resize=False
     )
-    ours = body.pixels(images)
-    assert torch.equal(ours["image_grid_thw"], expected["image_grid_thw"])
+    actual = body.pixels(images)
+    assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
     torch.testing.assert_close(
-        ours["pixel_values"], expected["pixel_values"].float(), rtol=1e-5, atol=1e-5
+        actual["pixel_values"], expected["pixel_values"].float(), rtol=1e-5, atol=1e-5
     )
     for size in ((64, 64), (480, 640), (30, 100), (2000, 1000)):
         limits = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
