@@ -1,0 +1,410 @@
+"""Code of the GPU path on a fake accelerator, and budgets of what a GPU would have to do.
+
+``test_fake_accelerator.py`` runs this file in a process of its own, because torch cannot forget a
+device. Results are compared with those of the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import NAME, DeviceError, DeviceTensor, FakeAccelerator, to_device, to_host
+from torch import Tensor
+
+from embodied_envs.physics import mujoco_warp
+from embodied_envs.physics.mujoco_warp import WarpPhysics
+from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, separate_critic_learner
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core import compile, tree
+from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.models.causal_lm import LanguageCritic
+from embodied_ppo.rollout.generation import cuda_graphs
+from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
+from embodied_ppo.rollout.generation.engine import Engine
+from embodied_ppo.rollout.generation.sampling import Sampling
+from embodied_ppo.rollout.simulation import Rollout
+from tests.algorithms import test_actor_critic_learner as robot
+from tests.algorithms import test_separate_critic_learner as language
+from tests.envs.physics import test_mujoco_warp as warp
+from tests.models import test_actor_critic as actor_critic
+from tests.models import test_causal_lm as causal_lm
+from tests.models.vla import test_pi0 as pi0
+from tests.models.vla import test_trunk as small_vla
+
+BUDGETS = {
+    # Operations with a kernel in one decode step of 24 layers (Qwen2.5-0.5B has as many), float32
+    # weights multiplied in bfloat16, by sampler.
+    "decode step, plain": 1314,
+    "decode step, filters": 1341,
+    "decode step, greedy": 1304,
+    # Times that the host waits for the GPU.
+    "decode round of 8 steps": 2,
+    "rollout": 7,
+    "control step of a rollout": 1,
+    "update of an actor-critic": 14,
+    "update of a language model": 10,
+    "micro-batch": 0,
+    "cutting a minibatch of a language model": 2,
+    # A control step of Ant (Runge-Kutta, 5 substeps): torch's operations with a kernel; launches of
+    # Warp kernels outside of the solver's loops; those in the loops, for one iteration per solve.
+    "control step of Ant, torch": 201,
+    "control step of Ant, Warp": 2016,
+    "control step of Ant, solver": 200,
+}
+"""Upper bounds. Lower a bound when the code needs less; raise it only for a stated reason."""
+
+
+@pytest.fixture
+def accelerator() -> Iterator[FakeAccelerator]:
+    with FakeAccelerator() as accelerator:
+        yield accelerator
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-4) -> None:
+    """Check tensors on the device against the CPU's."""
+    for x, y in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
+        assert x.device.type == NAME
+        torch.testing.assert_close(to_host(x), y, rtol=tolerance, atol=tolerance)
+
+
+def within(budget: str, count: int) -> bool:
+    """Return whether a count is within its budget."""
+    print(f"{budget}: {count} of {BUDGETS[budget]}")
+    return count <= BUDGETS[budget]
+
+
+# --------------------------------------------------------------------------------- the accelerator
+def test_mixed_devices_are_refused_and_host_access_is_counted(accelerator: FakeAccelerator) -> None:
+    x = torch.arange(6.0).to(NAME)
+    assert sum(accelerator.uploads.values()) == 1 and x.device.type == NAME
+    with pytest.raises(DeviceError, match="add: a tensor on the CPU"):
+        _ = x + torch.ones(6)
+    with pytest.raises(DeviceError, match="a generator on cpu for random numbers on npu"):
+        torch.rand(3, generator=torch.Generator(), device=NAME)
+    with pytest.raises(DeviceError, match="numpy"):
+        x.numpy()
+    reads: list[Callable[[], Any]] = [
+        *(lambda: float(x.sum()), lambda: bool(x.any()), x.tolist, x.cpu, x.nonzero),
+        *(lambda: x[x > 1], lambda: torch.zeros(6).copy_(x), lambda: torch.equal(x, x)),
+    ]
+    for i, read in enumerate(reads, start=1):
+        read()
+        assert sum(accelerator.host_reads.values()) == i
+    uploads: list[Callable[[], Any]] = [
+        *(lambda: torch.tensor([1.0], device=NAME), lambda: x.copy_(torch.ones(6))),
+        lambda: x[torch.tensor([1, 2])],
+    ]
+    with accelerator.no_host_access():
+        y = x * 2.0 + torch.tensor(1.0)  # a number of the host is an argument of the kernel
+        for access in reads + uploads:
+            with pytest.raises(DeviceError):
+                access()
+    assert to_host(y).tolist() == [1, 3, 5, 7, 9, 11]
+    assert sum(accelerator.uploads.values()) == 1
+
+
+# ----------------------------------------------------------------------------------------- policies
+def run_policy(policy: Any, obs: Any, noise: Tensor) -> list[Any]:
+    """Return the results of the methods that a rollout and an update call, and the gradients."""
+    inputs = policy.encode(obs)
+    with torch.no_grad():
+        decision = policy.act(inputs, noise=noise)
+        value = policy.value(inputs)
+    evaluation = policy.evaluate(inputs, decision.action, decision.replay)
+    (evaluation.log_prob.sum() + evaluation.value.sum()).backward()
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    return [decision, value, evaluation, gradients]
+
+
+def check_policy(policy: Any, obs: Any, accelerator: FakeAccelerator) -> None:
+    """Check that the device gives the CPU's numbers, without host access."""
+    rows = len(next(tree.leaves(obs)))
+    noise = policy.noise(rows, torch.Generator().manual_seed(1))
+    on_device = to_device(copy.deepcopy(policy))
+    obs_on_device = to_device(obs)
+    expected = run_policy(policy, obs, noise)
+    with accelerator.no_host_access():
+        drawn = on_device.noise(rows, torch.Generator(device=NAME).manual_seed(1))
+        actual = run_policy(on_device, obs_on_device, drawn)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [*((kind, "vector") for kind in actor_critic.KINDS), (actor_critic.KINDS[0], "dict")],
+)
+def test_actor_critic(kind: Any, spec: str, accelerator: FakeAccelerator) -> None:
+    actions, distribution = kind
+    policy = actor_critic.make(spec, actions, distribution=distribution)
+    check_policy(policy, actor_critic.observe(spec, 7), accelerator)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"decode": "autoregressive"}, {"policy": "gaussian"}, {"freeze_trunk": True}),
+        {"policy": "flow", "flow_chain": "sum", "flow_noise": "learned", "flow_steps": 2},
+    ],
+    ids=str,
+)
+def test_small_vla(options: dict[str, Any], accelerator: FakeAccelerator) -> None:
+    check_policy(small_vla.make(**options), small_vla.observations(), accelerator)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("published")
+
+
+@pytest.mark.parametrize("trunk", pi0.TRUNKS)
+def test_pi0(folder: Path, trunk: str, accelerator: FakeAccelerator) -> None:
+    path = folder / "pi0"
+    if not path.exists():
+        pi0.write_checkpoint(path)
+    policy = pi0.make(path, flow_steps=2, **pi0.TRUNKS[trunk])
+    check_policy(policy, pi0.observations(), accelerator)
+
+
+# ------------------------------------------------------------------------------------------ updates
+class Recorded(compile.CompileSchedule):
+    """Runs programs eagerly under the rules of a CUDA graph's recording: without host access."""
+
+    def __init__(self, accelerator: FakeAccelerator) -> None:
+        super().__init__(0)
+        self.accelerator, self.captures, self.calls = accelerator, True, 0
+        self._program: Any = None
+
+    def get(self, update: int, make_example: Any) -> Any:
+        if self._program is None:
+            self._program = make_example().program
+
+        def function(tensors: list[Tensor]) -> list[Tensor]:
+            self.calls += 1
+            with self.accelerator.no_host_access():
+                out = self._program(*tensors)
+            return [out] if isinstance(out, Tensor) else list(out)
+
+        return function
+
+
+each_schedule = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+
+
+def check_update(device: Any, cpu: Any, t: Any, accelerator: FakeAccelerator) -> Counter[str]:
+    """Check one update against the CPU's; return the host reads by place."""
+    on_device = to_device(t)
+    accelerator.reset()
+    metrics = robot.numbers(device.update(on_device, update=0))
+    reads = accelerator.host_reads.copy()
+    expected = robot.numbers(cpu.update(t, update=0))
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert_close(list(device.policy.parameters()), list(cpu.policy.parameters()), 1e-5)
+    return reads
+
+
+@each_schedule
+def test_update_of_actor_critic(graphs: bool, accelerator: FakeAccelerator) -> None:
+    schedule = Recorded(accelerator) if graphs else None
+    options = {"micro_batch_size": None if graphs else 8}
+    cpu, device = robot.make(options), robot.make(options, device=NAME, compile_schedule=schedule)
+    reads = check_update(device, cpu, robot.experience(cpu), accelerator)
+    if schedule is not None:
+        assert schedule.calls == MINIBATCHES
+    else:
+        # Each minibatch is checked for finite gradients before it changes a weight, and each epoch
+        # reads which minibatches are masked.
+        eager = f"{OPTIMIZER}._apply_gradients", f"{OPTIMIZER}._minibatches"
+        assert [reads.pop(place) for place in eager] == [MINIBATCHES, EPOCHS]
+        statistics = reads.pop("embodied_ppo/algorithms/optimizer.py:_add_statistics", 0)
+        assert within("micro-batch", statistics // MINIBATCHES)
+    assert within("update of an actor-critic", reads.total()), reads
+
+
+EPOCHS, MINIBATCHES = 2, 8
+OPTIMIZER = "embodied_ppo/algorithms/optimizer.py:MinibatchOptimizer"
+
+
+def language_learner(device: str) -> Any:
+    """Return a learner with a critic and a reference on ``device``."""
+    config = replace(language.BASE, use_kl_loss=True)
+    policy = causal_lm.make().to(device)
+    critic = LanguageCritic(copy.deepcopy(policy.model)).to(device)
+    options: dict[str, Any] = {"length": language.T, "columns": 4, "updates": 10, "seed": 0}
+    return separate_critic_learner(
+        policy, LocalCritic(critic, config, **options), config, num_sequences=language.N, **options
+    )
+
+
+def test_update_of_language_model(accelerator: FakeAccelerator) -> None:
+    """Rows are cut by their lengths, which the host reads for each minibatch."""
+    cpu, device = language_learner("cpu"), language_learner(NAME)
+    reads = check_update(device, cpu, language.experience(cpu.policy), accelerator)
+    minibatches = 2 * 2 * 2  # models x epochs x minibatches of an epoch
+    passes = minibatches + 2  # one of the critic's values and one of the reference, too
+    cuts = reads.pop("embodied_ppo/algorithms/optimizer.py:cut_columns")
+    assert within("cutting a minibatch of a language model", cuts // passes) and not cuts % passes
+    assert reads.pop(f"{OPTIMIZER}._apply_gradients") == minibatches
+    assert reads.pop(f"{OPTIMIZER}._minibatches") == 2 * EPOCHS
+    assert within("update of a language model", reads.total()), reads
+
+
+# --------------------------------------------------------------------------------------- generation
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filters": {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1},
+    "greedy": {"temperature": 0.0},
+}
+PROMPTS = [[5, 6, 7], [*range(8, 15)], [15], [5, 6, 7], [20, 21, 22, 23], [24, 25]]
+
+
+@pytest.fixture
+def decode_steps(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Forbid host access in decode steps; return a list of the operations of each."""
+    step, counts = StaticDecode.step, list[int]()
+
+    def recorded(*args: Any) -> None:
+        before = accelerator.operations.total()
+        with accelerator.no_host_access():
+            step(*args)
+        counts.append(accelerator.operations.total() - before)
+
+    monkeypatch.setattr(StaticDecode, "step", recorded)
+    return counts
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_generation(sampler: str, accelerator: FakeAccelerator, decode_steps: list[int]) -> None:
+    """Slots are freed and filled again."""
+    sampling = Sampling(12, stop_ids=(2, *range(30, 40)), **SAMPLERS[sampler])
+    cpu, device = causal_lm.make(), to_device(causal_lm.make())
+    options: dict[str, Any] = {"slots": 4, "pad_id": 0, "static": True}
+    expected = Engine(cpu, **options).generate(PROMPTS, sampling, seed=0)
+    assert len(set(expected.length.tolist())) > 2
+    decode_steps.clear()
+    actual = Engine(device, **options).generate(PROMPTS, sampling, seed=0)
+    assert torch.equal(to_host(actual.token), expected.token) and len(set(decode_steps)) == 1
+    assert_close(actual.log_prob, expected.log_prob)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_budget_of_decode_step(
+    sampler: str, accelerator: FakeAccelerator, decode_steps: list[int]
+) -> None:
+    policy = to_device(causal_lm.make(num_hidden_layers=24, tie_word_embeddings=True))
+    policy.compute = torch.bfloat16
+    engine = Engine(policy, slots=8, pad_id=0, static=True)
+    engine.generate(PROMPTS, Sampling(2, **SAMPLERS[sampler]), seed=0)  # one step after the prompts
+    assert len(decode_steps) == 1 and within(f"decode step, {sampler}", decode_steps[0])
+
+
+def test_budget_of_decode_round(accelerator: FakeAccelerator, decode_steps: list[int]) -> None:
+    policy, reads = to_device(causal_lm.make()), []
+    engine = Engine(policy, slots=8, pad_id=0, static=True)
+    for rounds in (1, 2):
+        accelerator.reset()
+        engine.generate(PROMPTS, Sampling(1 + rounds * cuda_graphs.ROUND_STEPS), seed=0)
+        reads.append(accelerator.host_reads.copy())
+    difference = reads[1] - reads[0]
+    assert len(decode_steps) == 3 * cuda_graphs.ROUND_STEPS
+    assert within("decode round of 8 steps", difference.total()), difference
+
+
+# --------------------------------------------------------------------------------------- simulation
+class Reaching(warp.Swing):
+    """A task with success."""
+
+    id = "Reaching"
+
+    def success(self, s: Any) -> Tensor:
+        return s["qpos"][:, 0] > 0.2
+
+
+def use_device_for_warp(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the torch part of the Warp engine run on the fake accelerator, the kernels on a CPU.
+
+    Control steps run under the rules of a CUDA graph's recording.
+    """
+    wp = mujoco_warp.wp
+    to_torch, devices = wp.to_torch, (torch.device(NAME, 0), wp.get_device("cpu"))
+    monkeypatch.setattr(mujoco_warp, "resolve_devices", lambda device: devices)
+    monkeypatch.setattr(wp, "to_torch", lambda array: DeviceTensor(to_torch(array)))
+    monkeypatch.setattr(WarpPhysics, "scope", lambda self: wp.ScopedDevice("cpu"))
+
+    def capture(self: WarpPhysics, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def run(action: Tensor) -> Any:
+            with accelerator.no_host_access():
+                result = step(action)
+                self.poll_overflow()
+            return result
+
+        return run
+
+    monkeypatch.setattr(WarpPhysics, "capture", capture)
+
+
+def make_rollout(env: Any, schedule: Recorded | None = None) -> Rollout:
+    torch.manual_seed(0)
+    policy = ActorCritic(env.obs_spec, env.action_spec, ModelConfig(hidden=(8,)))
+    return Rollout(env, policy.to(env.device), seed=0, schedule=schedule)
+
+
+def test_rollout(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control steps, masked resets, acting and values equal those of the engine on a CPU."""
+    options: dict[str, Any] = {"max_episode_steps": 5, "randomize": True}
+    options |= {"ranges": {"gravity": (0.9, 1.1)}, "id": f"{__name__}:Reaching"}
+    cpu = make_rollout(warp.make(**options))
+    use_device_for_warp(accelerator, monkeypatch)
+    device = make_rollout(warp.make(device=NAME, **options), Recorded(accelerator))
+    reads = []
+    horizons = (1, 6, 12)
+    for update, horizon in enumerate(horizons):
+        accelerator.reset()
+        t, metrics = device.collect(horizon, update=update, version=0)
+        reads.append(accelerator.host_reads.copy())
+        expected, numbers = cpu.collect(horizon, update=update, version=0)
+        assert all(
+            torch.equal(to_host(x), y) for x, y in zip(tree.leaves(t), tree.leaves(expected))
+        )
+        assert robot.numbers(metrics) == robot.numbers(numbers)
+    steps = horizons[2] - horizons[1]
+    in_each_step = (reads[2].total() - reads[1].total()) // steps
+    assert within("control step of a rollout", in_each_step), reads[2]
+    assert within("rollout", reads[2].total() - horizons[2] * in_each_step), reads[2]
+
+
+def test_budget_of_ants_control_step(
+    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches are counted instead of executed, so nothing is compiled and the state stays."""
+    use_device_for_warp(accelerator, monkeypatch)
+    wp, launches, iterations = mujoco_warp.wp, Counter[str](), Counter[str]()
+    counts = [launches]
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        counts[-1][kernel.key] += 1
+
+    def capture_while(condition: Any, while_body: Any, **kwargs: Any) -> None:
+        counts.append(iterations)
+        while_body(**kwargs)
+        counts.pop()
+
+    for name, stub in (("launch", launch), ("launch_tiled", launch)):
+        monkeypatch.setattr(wp, name, stub)
+    monkeypatch.setattr(wp, "capture_while", capture_while)
+    env = warp.make("Ant", 4, device=NAME)
+    env.reset()
+    for count in (launches, iterations):
+        count.clear()
+    accelerator.reset()
+    env.step(torch.zeros(4, 8, device=NAME))
+    torch_operations = accelerator.operations.total()
+    assert within("control step of Ant, torch", torch_operations), accelerator.operations
+    assert within("control step of Ant, Warp", launches.total()), launches
+    assert within("control step of Ant, solver", iterations.total()), iterations

@@ -1,0 +1,17 @@
+"""Run ``on_fake_accelerator.py`` in a process of its own: torch cannot forget a device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_fake_accelerator() -> None:
+    """Code of the GPU path on a device without hardware; the output names what failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    file = "tests/gpu/on_fake_accelerator.py"
+    result = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
