@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import ObsSpec
+from embodied_ppo.core.types import ArraySpec
 
 
-def random_observations(spec: ObsSpec, rows: int, seed: int = 0) -> dict[str, Tensor]:
+def random_observations(
+    spec: Mapping[str, ArraySpec], rows: int, seed: int = 0
+) -> dict[str, Tensor]:
     """Return random images and vectors; instructions are 0, 1, 2, 0, ..
 
     Args:
