@@ -729,6 +729,10 @@ class RolloutConfig:
     engine: Literal["builtin", "vllm"] = "builtin"
     """Generation engine: builtin shares the actor's weights; vllm needs CUDA and is installed
     separately."""
+    gpu_memory_utilization: Annotated[float, Limit(gt=0, le=1)] = option(
+        0.4, read_if=equals("rollout.engine", "vllm")
+    )
+    """Share of the GPU's memory that vLLM allocates for its copy of the weights and its cache."""
     slots: Annotated[int, Limit(ge=1, le=10**6)] = 256
     """Number of responses that are decoded together. It affects memory and speed only."""
     temperature: Positive = 1.0

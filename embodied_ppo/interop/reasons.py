@@ -10,7 +10,10 @@ OFFLOAD = (
     "roles that wait on a shared device are offloaded to host memory automatically; "
     "cluster.component_placement sets which roles share one"
 )
-ENGINE = "a setting of their inference engine; here only rollout.engine and rollout.slots exist"
+ENGINE = (
+    "a setting of their inference engine; here only rollout.engine, rollout.slots and"
+    " rollout.gpu_memory_utilization exist"
+)
 MEMORY = (
     "changes memory only; algorithm.micro_batch_size or micro_batch_tokens limit every forward pass"
     " here"

@@ -518,13 +518,14 @@ _ROLLOUT: dict[str, Entry] = {
     "model.model_path": _language_only("actor.model.path", reasons.ACTOR_WEIGHTS),
     "unnorm_key": "model.unnorm_key",
     "rollout_backend": _backend,
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     **no_options(
         {reasons.ACTOR_WEIGHTS: "model.*", reasons.ENGINE: "*backend", reasons.OFFLOAD: "*offload*"}
     ),
     **_ROLE_NAMES,
     **no_sections(
         "cuda_graph_max_bs detokenize disable_log_stats enable_cuda_graph enable_torch_compile "
-        "enforce_eager eos gpu_memory_utilization max_running_requests padding sglang vllm "
+        "enforce_eager eos max_running_requests padding sglang vllm "
         "pipeline_parallel_size print_outputs return_logprobs tensor_parallel_size "
         "rollout_queue_size validate_save_dir validate_weight validate_weight_first_sync",
         reasons.ENGINE,

@@ -569,6 +569,9 @@ TABLE: dict[str, Entry] = {
     "actor_train.data_args.prompt": option_if_set("data.prompt_key", "null: prompt, as here"),
     **prefixed("actor_infer.generating_args.", _GENERATION),
     "actor_infer.strategy_args.strategy_name": engine,
+    "actor_infer.strategy_args.strategy_config.gpu_memory_utilization": (
+        "rollout.gpu_memory_utilization"
+    ),
     "actor_infer.device_mapping": _placement,
     "reference.device_mapping": _reference_devices,
     **prefixed("critic.training_args.", _training("critic", "critic")),

@@ -256,6 +256,7 @@ _ACTOR: dict[str, Entry] = {
 }
 _ROLLOUT: dict[str, Entry] = {
     "name": engine,
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "n": "algorithm.group_size",
     "temperature": "rollout.temperature",
     "top_k": sampling_option("top_k", -1, 0),
@@ -285,7 +286,7 @@ _ROLLOUT: dict[str, Entry] = {
         "checkpoint_engine cudagraph_capture_sizes data_parallel_size disable_log_stats dtype "
         "load_format trace mode enable_chunked_prefill enable_prefix_caching "
         "enable_rollout_routing_replay enforce_eager engine_kwargs expert_parallel_size "
-        "free_cache_engine gpu_memory_utilization layer_name_map layered_summon mtp "
+        "free_cache_engine layer_name_map layered_summon mtp "
         "logprobs_mode max_model_len max_num_batched_tokens max_num_seqs multi_stage_wake_up "
         "over_sample_rate pipeline_model_parallel_size tensor_model_parallel_size profiler "
         "prometheus quantization quantization_config_file scheduling_policy skip_dump_dir "
@@ -452,6 +453,7 @@ VERL = Framework(
         f"{ACTOR}.ppo_mini_batch_size": 256,
         f"{ACTOR}.optim.weight_decay": 0.01,
         "critic.optim.weight_decay": 0.01,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
     },
     differences=_differences,
 )

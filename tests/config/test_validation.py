@@ -258,6 +258,14 @@ UNREAD = {
     "algorithm.value_clip": (0.3, LANGUAGE),
     "algorithm.huber_delta": (0.3, LANGUAGE),
     "rollout.overlong_penalty": (0.5, {**LANGUAGE, "rollout.overlong_buffer": 8}),
+    "rollout.gpu_memory_utilization": (
+        0.6,
+        {
+            **{k: v for k, v in FILES.items() if k != "actor.model.architecture"},
+            "actor.model.path": "x",
+            "rollout.engine": "vllm",
+        },
+    ),
     "algorithm.missing_eos_penalty": (0.5, LANGUAGE),
     "algorithm.prompt_length": (77, FILES),
     "reward.timeout_s": (3.0, LANGUAGE),
@@ -363,6 +371,7 @@ NOT_READ = {
     "algorithm.prompt_length": LANGUAGE,
     "reward.timeout_s": {**LANGUAGE, "reward.workers": 0},
     "rollout.overlong_penalty": LANGUAGE,
+    "rollout.gpu_memory_utilization": LANGUAGE,
     "algorithm.missing_eos_penalty": {**LANGUAGE, "rollout.truncation": "drop"},
     **dict.fromkeys((f"data.{x}" for x in ("train", "eval", "prompt_key", "answer_key")), LANGUAGE),
     **dict.fromkeys((f"data.{x}" for x in ("suffix", "system", "chat_template")), LANGUAGE),

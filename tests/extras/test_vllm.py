@@ -51,7 +51,14 @@ def policy_and_engine(
     torch.manual_seed(1)
     expected = random.getstate(), torch.get_rng_state()
     engine = VllmEngine(
-        policy, str(path), pad_id=0, slots=8, width=32, texts=True, enforce_eager=True
+        policy,
+        str(path),
+        pad_id=0,
+        slots=8,
+        width=32,
+        texts=True,
+        gpu_memory_utilization=0.4,
+        enforce_eager=True,
     )
     assert random.getstate() == expected[0] and torch.equal(torch.get_rng_state(), expected[1])
     yield policy, engine

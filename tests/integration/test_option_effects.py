@@ -551,6 +551,12 @@ PAIRS: dict[str, Pair] = {
         "the critic learns in a thread of its own",
         partial(language, "threads", "critic.concurrent"),
     ),
+    "rollout.gpu_memory_utilization": Pair(
+        0.4,
+        0.6,
+        "memory that vLLM allocates",
+        test="rollout/generation/test_engine.py::test_options_and_prefix_cache_of_vllm",
+    ),
     "rollout.slots": Pair(
         3, 256, "rows of forward passes", partial(language, "rollout", "rollout.slots")
     ),

@@ -314,6 +314,16 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "verl",
+        {"critic.model.tokenizer_path": "other"},
+        "critic.model.tokenizer_path",
+        "the critic reads the actor's tokens",
+    ),
+    (
+        "verl",
+        {f"{ROLLOUT}gpu_memory_utilization": 0.5},
+    ),
+    (
+        "verl",
         {f"{ACTOR}optim.betas": [0.8, 0.95]},
         {"algorithm.adam_beta1": 0.8, "algorithm.adam_beta2": 0.95},
     ),
@@ -796,14 +806,26 @@ REASONS = [
     ),
     (
         "verl",
-        {"critic.model.tokenizer_path": "other"},
-        "critic.model.tokenizer_path",
-        "the critic reads the actor's tokens",
+        {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}gpu_memory_utilization": 0.6},
+        {"rollout.engine": "vllm", "rollout.gpu_memory_utilization": 0.6},
     ),
     (
         "verl",
-        {f"{ROLLOUT}gpu_memory_utilization": 0.5},
+        {f"{ROLLOUT}name": "vllm"},
+        {"rollout.gpu_memory_utilization": 0.5},
+    ),
+    (
+        "verl",
+        {f"{ROLLOUT}n": 2},
+        {"rollout.gpu_memory_utilization": "absent"},
+        {f"{ROLLOUT}gpu_memory_utilization": 0.6},  # the built-in engine does not read it
         f"{ROLLOUT}gpu_memory_utilization",
+        "rollout.gpu_memory_utilization = 0.6 is not read here; it needs rollout.engine=vllm",
+    ),
+    (
+        "verl",
+        {f"{ROLLOUT}max_num_seqs": 64},
+        f"{ROLLOUT}max_num_seqs",
         "inference engine",
     ),
     (

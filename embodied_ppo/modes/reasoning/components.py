@@ -616,7 +616,13 @@ def make_engine(m: Inputs) -> Generator:
         return Engine(m.policy, slots=slots(m.config), pad_id=m.padding, decode=m.decode)
     assert path is not None
     return VllmEngine(
-        m.policy, path, pad_id=m.padding, slots=slots(m.config), width=m.longest, texts=bool(r.stop)
+        m.policy,
+        path,
+        pad_id=m.padding,
+        slots=slots(m.config),
+        width=m.longest,
+        texts=bool(r.stop),
+        gpu_memory_utilization=r.gpu_memory_utilization,
     )
 
 

@@ -77,7 +77,7 @@ class VllmEngine:
         slots: int = 256,
         width: int | None = None,
         texts: bool = False,
-        memory: float = 0.4,
+        gpu_memory_utilization: float,
         **options: Any,
     ) -> None:
         """Start vLLM.
@@ -89,7 +89,7 @@ class VllmEngine:
             slots: Responses decoded together.
             width: Largest number of tokens of a prompt and its response; None: the model's limit.
             texts: Whether stop texts will be used; the directory must then contain a tokenizer.
-            memory: Share of the GPU memory that vLLM allocates.
+            gpu_memory_utilization: Share of the GPU memory that vLLM allocates.
             options: Further options of ``vllm.LLM``.
 
         Raises:
@@ -117,7 +117,7 @@ class VllmEngine:
             "enable_sleep_mode": self._device.type == "cuda",
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
-            "gpu_memory_utilization": memory,
+            "gpu_memory_utilization": gpu_memory_utilization,
             "generation_config": "vllm",  # ignore the generation settings stored with the model
             "max_model_len": width,
             "max_num_seqs": slots,
@@ -189,7 +189,7 @@ class VllmEngine:
         """Copy the policy's weights to vLLM and discard what it computed from older ones."""
         weights = [(name, x.detach()) for name, x in self.policy.model.state_dict().items()]
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        if not self.llm.reset_prefix_cache():
+        if self.llm.reset_prefix_cache() is False:  # None where an engine does not report it
             raise RuntimeError("vLLM cannot discard its prefix cache while a request is running")
         self._is_stale = False
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
+from embodied_ppo.config.schema import Config
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.causal_lm import LanguagePolicy
+from embodied_ppo.modes.reasoning.components import Inputs, make_engine
 from embodied_ppo.rollout.generation import cuda_graphs
 from embodied_ppo.rollout.generation.engine import PREFILL_TOKENS, Engine, Generation, _State
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
@@ -382,7 +386,45 @@ def test_missing_vllm_is_an_error_with_a_cure(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "vllm", None)
     message = r"rollout.engine=vllm needs vLLM .*pip install vllm .*rollout.engine=builtin"
     with pytest.raises(ConfigError, match=message):
-        VllmEngine(make(), "/nowhere", pad_id=0)
+        VllmEngine(make(), "/nowhere", pad_id=0, gpu_memory_utilization=0.4)
+
+
+class VllmModule:
+    """Stand-in for the module ``vllm``, which records the options of its engine."""
+
+    options: dict[str, Any]
+    reset: bool | None = None
+    """What ``reset_prefix_cache`` returns."""
+    SamplingParams = dict
+
+    def LLM(self, **options: Any) -> VllmModule:
+        self.options = options
+        return self
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        assert method == "reload_weights" and dict(kwargs["weights_iterator"])
+
+    def reset_prefix_cache(self) -> bool | None:
+        return self.reset
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_options_and_prefix_cache_of_vllm(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.setitem(sys.modules, "vllm", module := VllmModule())
+    c = Config()
+    rollout = replace(c.rollout, engine="vllm", gpu_memory_utilization=share)
+    actor = replace(c.actor, model=replace(c.actor.model, path="/nowhere"))
+    config = replace(c, rollout=rollout, actor=actor)
+    inputs = Inputs(config, SimpleNamespace(pad_token_id=0), [], [], make(), (2,), 32)
+    e = make_engine(inputs)
+    assert module.options["gpu_memory_utilization"] == share
+    for module.reset in (None, True):  # None: the engine does not report the result
+        e.update_weights(1)
+    module.reset = False
+    with pytest.raises(RuntimeError, match="vLLM cannot discard its prefix cache while a request"):
+        e.update_weights(2)
 
 
 # ----------------------------------------------------------------------------------------- sampling
