@@ -314,13 +314,18 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "verl",
-        {"critic.model.tokenizer_path": "other"},
-        "critic.model.tokenizer_path",
-        "the critic reads the actor's tokens",
+        {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}gpu_memory_utilization": 0.6},
+        {"rollout.engine": "vllm", "rollout.gpu_memory_utilization": 0.6},
     ),
     (
         "verl",
-        {f"{ROLLOUT}gpu_memory_utilization": 0.5},
+        {f"{ROLLOUT}name": "vllm"},
+        {"rollout.gpu_memory_utilization": 0.5},
+    ),
+    (
+        "verl",
+        {f"{ROLLOUT}n": 2},
+        {"rollout.gpu_memory_utilization": "absent"},
     ),
     (
         "verl",
@@ -806,18 +811,12 @@ REASONS = [
     ),
     (
         "verl",
-        {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}gpu_memory_utilization": 0.6},
-        {"rollout.engine": "vllm", "rollout.gpu_memory_utilization": 0.6},
+        {"critic.model.tokenizer_path": "other"},
+        "critic.model.tokenizer_path",
+        "the critic reads the actor's tokens",
     ),
     (
         "verl",
-        {f"{ROLLOUT}name": "vllm"},
-        {"rollout.gpu_memory_utilization": 0.5},
-    ),
-    (
-        "verl",
-        {f"{ROLLOUT}n": 2},
-        {"rollout.gpu_memory_utilization": "absent"},
         {f"{ROLLOUT}gpu_memory_utilization": 0.6},  # the built-in engine does not read it
         f"{ROLLOUT}gpu_memory_utilization",
         "rollout.gpu_memory_utilization = 0.6 is not read here; it needs rollout.engine=vllm",
