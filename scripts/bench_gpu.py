@@ -1,14 +1,27 @@
-"""Run the tests that need a GPU, and measure training on the GPU and on the CPU.
+"""Measure training on a GPU, part by part.
 
-    python scripts/bench_gpu.py
+    python scripts/bench_gpu.py [--part NAME ..] [--json FILE] [--tiny]
 
-The first table has wall-clock milliseconds of an update by phase. Its simulators are EnvPool's, on
-the CPU, so that it measures acting and learning. The second table has simulation on the GPU:
-control steps of all worlds per second, of physics alone and of the task. The third table is a
-language model of Qwen2.5-0.5B's shape with random weights. The following ones are
-vision-language-action models (``bench_gpu_vla.py``). The last table is one experiment with its
-roles in one process, and in three processes that time-share the device. ``--tiny`` measures the
-models and the placements only, with small sizes, and needs no GPU.
+    language       a PPO step of a language model with its critic (bench_gpu_language.py)
+    oft            OpenVLA-OFT with adapters (bench_gpu_vla.py)
+    pi0_frozen     π0, its expert trained
+    pi0_trained    π0, all weights trained
+    ant, go1, panda, tabletop
+                   training, environment, physics and pictures (bench_gpu_simulation.py)
+    placements     a robot policy in one process, fused over Ray, and time-shared processes
+    placements_language
+                   the same with a language model and its critic
+    mlp            experiments with EnvPool's simulators on the CPU, policy on CPU and GPU
+    tests          the tests that need a GPU
+
+Without --part all parts run in this order, which is that of their value. Each part is a process of
+its own with at most --limit seconds, and is ended with its children. A part that fails does not
+stop the others, and neither does a figure within a part. Figures are printed, and stored in the
+JSON file as soon as they are measured, with date, device, versions and commit. An entry replaces
+that of the same part, device, commit and size.
+
+``--tiny`` runs all parts with small sizes; it needs no GPU and stores nothing unless --json is
+given. docs/gpu.md describes the figures.
 """
 
 from __future__ import annotations
@@ -18,348 +31,251 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import benchmark
 
-import embodied_envs
-from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, separate_critic_learner
-from embodied_ppo.config.schema import AlgorithmConfig
-from embodied_ppo.data.prompts import Prompt
-from embodied_ppo.models import causal_lm
-from embodied_ppo.models.causal_lm import Decoder, LanguageCritic, LanguagePolicy
-from embodied_ppo.rewards.graders import Grade, Sample
-from embodied_ppo.rollout.generation.engine import Engine
-from embodied_ppo.rollout.generation.sampling import Sampling
-from embodied_ppo.rollout.language import ReasoningRollout
+LIMIT_S = 290.0
+"""Time limit of a part, seconds."""
+PACKAGES = ("torch", "triton", "transformers", "mujoco", "mujoco-warp", "warp-lang", "ray")
+VLA = ("oft", "pi0_frozen", "pi0_trained")
+SIMULATIONS = ("ant", "go1", "panda", "tabletop")
+PARTS = ("language", *VLA, *SIMULATIONS, "placements", "placements_language", "mlp", "tests")
 
+NO_VIDEO = ["evaluation.video_episodes=0"]
 SETTINGS = {
-    "bench_fast": [],
-    "bench_classic": [],
-    "bench_wide": [],
-    "bench_wide, 1024 environments": [
-        "env.num_envs=1024",
-        "algorithm.global_batch_size=16384",
-        "env.num_threads=0",
+    "bench_fast": ["experiment=bench_fast", *NO_VIDEO],
+    "bench_wide": ["experiment=bench_wide", *NO_VIDEO],
+    "bench_wide_1024": [
+        *("experiment=bench_wide", "env.num_envs=1024", "env.num_threads=0"),
+        *("algorithm.global_batch_size=16384", *NO_VIDEO),
     ],
 }
-
-WORLDS: list[tuple[str, int, dict[str, Any]]] = [
-    ("Ant", 4096, {}),
-    ("Ant", 4096, {"randomize": True, "ranges": {"mass": (0.8, 1.2)}}),
-    ("HalfCheetah", 4096, {}),
-    ("PandaPickCube", 4096, {}),
-    ("PandaPickCube", 1024, {"cameras": ("front",)}),
+"""Name -> options of the part ``mlp``."""
+TINY_TRAINING = [
+    *("env.id=Hopper", "env.simulator=mujoco", "env.num_envs=4", "algorithm.horizon=8"),
+    *("algorithm.global_batch_size=32", "model.hidden=[8]", "compile=never"),
+    *NO_VIDEO,
 ]
-"""Task, worlds, options of ``embodied_envs.make``; a step is a control step."""
+SHAPE = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
+SHAPE |= {"num_key_value_heads": 2, "intermediate_size": 4864, "max_position_embeddings": 128}
+EXPERIMENTS = {
+    "placements": ["experiment=tabletop_token", "compile=never", "cloning.steps=0", *NO_VIDEO],
+    "placements_language": [
+        *("experiment=arithmetic", "mode=reasoning", "warm_start.steps=0", "eval_every=0"),
+        *("algorithm.response_length=64", "compile=never", "actor.model.dtype=bfloat16"),
+        *(f"actor.model.architecture.{name}={value}" for name, value in SHAPE.items()),
+    ],
+}
+"""Part -> options of the experiment; the language model has Qwen2.5-0.5B's layers."""
+TINY_EXPERIMENTS = {
+    "placements": TINY_TRAINING,
+    "placements_language": [
+        *("experiment=arithmetic", "mode=reasoning", "warm_start.steps=0", "eval_every=0"),
+        *("algorithm.rollout_batch_size=4", "algorithm.global_batch_size=4", "compile=never"),
+    ],
+}
+PLACEMENTS = {
+    "one_process": [],
+    "fused": ["placement=fused", "cluster.devices_per_node=1"],
+    "time_shared": ["placement=colocated", "cluster.devices_per_node=1"],
+}
 
 
-def run_training(options: Sequence[str], rows: int) -> list[dict[str, Any]]:
-    """Train once and return the last ``rows`` rows of metrics.jsonl."""
+# ------------------------------------------------------------------------------------------- parts
+def run_training(options: Sequence[str], updates: int) -> dict[str, float]:
+    """Train, and return the means of the metrics over the second half of the updates.
+
+    Raises:
+        RuntimeError: The run failed; the message holds the end of its stderr.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        fixed = [f"run_dir={folder}/run", "evaluation.episodes=1", "evaluation.video_episodes=0"]
+        fixed = [f"run_dir={folder}/run", f"updates={updates}", "evaluation.episodes=1"]
         command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--quiet"]
         process = subprocess.run([*command, *options, *fixed], capture_output=True, text=True)
         if process.returncode:
-            raise SystemExit(f"{' '.join([*options, *fixed])}\n{process.stderr[-2000:]}")
-        with open(f"{folder}/run/metrics.jsonl") as f:
-            return [json.loads(line) for line in f][-rows:]
+            raise RuntimeError(process.stderr[-400:])
+        rows = benchmark.read_metrics(Path(folder, "run"))[-(updates // 2) :]
+    means = {tag: [row[tag] for row in rows if row.get(tag) is not None] for tag in rows[-1]}
+    return {tag: sum(values) / len(values) for tag, values in means.items() if values}
 
 
-def train(name: str, changes: list[str], device: str, compile_: str) -> dict[str, float]:
-    """Return the mean wall seconds of each phase over the second half of 40 updates."""
-    options = [f"experiment={name.split(',')[0]}", *changes, f"device={device}"]
-    rows = run_training([*options, f"compile={compile_}", "updates=40"], 20)
-    return {
-        phase: sum(row[f"time/{phase}_s"] for row in rows) / len(rows)
-        for phase in ("collect", "update")
-    }
-
-
-PLACEMENTS = {
-    "one process": [],
-    "fused, over Ray": ["placement=fused", "cluster.devices_per_node=1"],
-    "three processes, time-shared": ["placement=colocated", "cluster.devices_per_node=1"],
-}
-
-
-def compare_placements(device: str, experiment: Sequence[str]) -> None:
-    """Print the table of the placements: means over the second half of 10 updates."""
-    columns = "placement | update s | swap s | idle share of the device"
-    print(f"\n| {columns} | peak memory of a process, GiB |")
-    print("|---|---|---|---|---|")
+def measure_placements(
+    report: benchmark.Report, experiment: Sequence[str], device: str, updates: int
+) -> None:
+    """Report times, idle share and memory of each placement, and the memory that plan predicts."""
     for name, placement in PLACEMENTS.items():
-        options = [*experiment, *placement, f"device={device}", "updates=10", "cloning.steps=0"]
-        rows = run_training(options, 5)
-        mean = {tag: sum(row.get(tag, 0.0) for row in rows) / len(rows) for tag in rows[-1]}
-        update_s = sum(mean[f"time/{phase}_s"] for phase in ("collect", "update", "publish"))
+        options = [*experiment, *placement, f"device={device}"]
+        plan = report.attempt(f"{name}/predicted", partial(benchmark.run_command, "plan", *options))
+        if plan is not None:
+            header, *rows = plan["memory"]
+            together = dict(zip(header, rows[-1], strict=True))
+            report(f"{name}/predicted", {group: together[group] for group in header[1:]})
+        means = report.attempt(name, partial(run_training, options, updates))
+        if means is None:
+            continue
+        phases = [means[f"time/{phase}_s"] for phase in ("collect", "update", "publish")]
+        report(f"{name}/update_s", sum(phases))
+        report(f"{name}/swap_s", means.get("time/swap_s", 0.0))
+        if "device/idle" in means:
+            report(f"{name}/idle_share", means["device/idle"])
         suffix = "_gpu_peak_gb" if device == "cuda" else "_peak_gb"
-        peaks = {tag: x for tag, x in mean.items() if tag.startswith("memory/")}
-        memory = ", ".join(
-            f"{tag[7 : -len(suffix)] or 'all'} {x:.2f}"
-            for tag, x in peaks.items()
-            if tag.endswith(suffix)
-        )
-        idle = f"{mean['device/idle']:.2f}" if placement else "-"
-        cells = [name, f"{update_s:.3f}", f"{mean.get('time/swap_s', 0.0):.3f}", idle]
-        print("| " + " | ".join([*cells, memory or "-"]) + " |", flush=True)
+        peaks = {tag: x for tag, x in means.items() if tag.startswith("memory/")}
+        peaks = {tag[7 : -len(suffix)]: x for tag, x in peaks.items() if tag.endswith(suffix)}
+        if peaks:
+            report(f"{name}/peak_gib", peaks)
 
 
-def rate(call: Callable[[], Any], calls: int = 100) -> float:
-    """Return calls per second, after as many calls for warm-up."""
+def measure_mlp(report: benchmark.Report, device: str, *, tiny: bool) -> None:
+    """Report the times of acting and learning on CPU and GPU."""
+    kinds = [("cpu", "always"), ("cuda", "never"), ("cuda", "always")]
+    for name, options in {"tiny": TINY_TRAINING}.items() if tiny else SETTINGS.items():
+        for kind, compile_ in [("cpu", "never")] if device == "cpu" else kinds:
+            label = f"{name}/{kind}/compile_{compile_}"
+            run = [*options, f"device={kind}", f"compile={compile_}"]
+            means = report.attempt(label, partial(run_training, run, 4 if tiny else 40))
+            if means is None:
+                continue
+            for phase in ("collect", "update"):
+                report(f"{label}/{phase}_ms", means[f"time/{phase}_s"] * 1e3)
 
-    def repeat() -> None:
-        for _ in range(calls):
-            call()
 
-    return calls / [seconds(repeat) for _ in range(2)][1]
+def run_tests(report: benchmark.Report, *, tiny: bool) -> None:
+    """Run the tests that need a GPU; without one they are skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-m", "gpu", "-p", "no:cacheprovider"]
+    tests = ["tests/core"] if tiny else ["tests"]
+    process = subprocess.run([*command, *tests], cwd=benchmark.ROOT, capture_output=True, text=True)
+    lines = process.stdout.splitlines()
+    report("summary", lines[-1] if lines else process.stderr[-400:])
+    for outcome in ("FAILED", "ERROR", "SKIPPED"):
+        if matching := [line for line in lines if line.startswith(outcome)]:
+            report(outcome.lower(), matching)
+    if process.returncode:
+        raise SystemExit(f"pytest: exit status {process.returncode}")
 
 
-def simulate(id: str, num_envs: int, **options: Any) -> tuple[float, float]:
-    """Return world steps per second of physics alone, and of the task with random actions."""
-    env: Any = embodied_envs.make(
-        id, num_envs=num_envs, seeds=list(range(num_envs)), device="cuda", **options
+def measure(part: str, *, tiny: bool) -> None:
+    """Measure one part in this process and print its figures as lines of JSON."""
+    import torch
+
+    report = benchmark.Report()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if part == "language":
+        import bench_gpu_language as language
+
+        language.measure(report, language.TINY if tiny else language.Shape(), device)
+    elif part in VLA:
+        import bench_gpu_vla
+
+        bench_gpu_vla.run(report, part, device, tiny=tiny)
+    elif part in SIMULATIONS:
+        import bench_gpu_simulation as simulation
+
+        options = [*simulation.EXPERIMENTS[part], *(simulation.TINY if tiny else ())]
+        config = simulation.read_config([*options, f"device={device.type}"])
+        with tempfile.TemporaryDirectory() as folder:
+            simulation.measure(report, config, device, Path(folder))
+    elif part in EXPERIMENTS:
+        experiment = TINY_EXPERIMENTS[part] if tiny else EXPERIMENTS[part]
+        measure_placements(report, experiment, device.type, updates=4 if tiny else 10)
+    elif part == "mlp":
+        measure_mlp(report, device.type, tiny=tiny)
+    else:
+        run_tests(report, tiny=tiny)
+
+
+# --------------------------------------------------------------------------------------- the script
+def device_name() -> str:
+    """Return the name of the GPU, or "cpu"; another process asks, so that this one holds no GPU."""
+    code = (
+        "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'cpu')"
     )
-    env.reset()
-    action = torch.rand(num_envs, env.action_spec.size, device="cuda") * 2 - 1
-    task = rate(lambda: env.step(action))
-    env.physics.records_kernels = True  # a separate graph of its kernels
-    ctrl = env.physics.fields["ctrl"].clone()
-    physics = rate(lambda: env.physics.step(ctrl, env.task.decimation))
-    env.close()
-    return physics * num_envs, task * num_envs
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return process.stdout.strip() or "unknown"
 
 
-# ----------------------------------------------------------------------------------- language model
-@dataclass(frozen=True)
-class Shape:
-    """Shape of a model (Qwen2 with tied embeddings) and of its batches.
-
-    There are ``prompts`` prompts of ``prompt`` tokens, and responses of ``new`` tokens.
-    """
-
-    hidden: int = 896
-    layers: int = 24
-    heads: int = 14
-    groups: int = 2
-    mlp: int = 4864
-    vocabulary: int = 151936
-    prompts: int = 256
-    prompt: int = 100
-    new: int = 512
-    micro_tokens: int = 32768
-
-    def model(self, device: str) -> Any:
-        """Return a model with random weights."""
-        fields: dict[str, Any] = {
-            "model_type": "qwen2",
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.groups,
-            "intermediate_size": self.mlp,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": True,
-        }
-        return causal_lm.load(None, fields, section="bench", dtype=torch.bfloat16, device=device)
-
-    def flops(self, decoder: Decoder, lengths: Tensor, responses: Tensor) -> float:
-        """Return the operations of a forward and backward pass, without recomputation.
-
-        They are 6 · weights · tokens, and for the attention of each layer 6 · length² · hidden.
-
-        Args:
-            decoder: The decoder.
-            lengths: [N], tokens of each row.
-            responses: [N], tokens at the end of each row whose logits are computed.
-        """
-        weights = sum(p.numel() for p in decoder.layers.parameters())
-        head = self.vocabulary * self.hidden
-        attention = self.layers * float((lengths.double() ** 2).sum()) * self.hidden
-        return 6.0 * (weights * float(lengths.sum()) + head * float(responses.sum()) + attention)
+def formatted(value: Any) -> str:
+    """Return a figure for the table."""
+    return f"{value:,.4g}" if isinstance(value, float) else json.dumps(value)
 
 
-TINY = Shape(64, 2, 4, 2, 128, 512, prompts=6, prompt=5, new=12, micro_tokens=64)
-GPU = torch.device("cuda", 0)
-"""The GPU that is measured."""
-PEAK = 989e12
-"""Dense bfloat16 products of an H100 or H200, operations per second (its data sheet)."""
-
-
-def _wait() -> None:
-    """Wait for the work of the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize(GPU)
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the wall time of one call, including the work of the device."""
-    _wait()
-    start = time.perf_counter()
-    call()
-    _wait()
-    return time.perf_counter() - start
-
-
-def decode_ms(
-    policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]], static: bool
-) -> float:
-    """Return the time of one decode step of all prompts, without prefill and graph capture."""
-    engine = Engine(policy, slots=shape.prompts, pad_id=0, static=static)
-    few = max(2, shape.new // 16)
-    long, short = (  # the longest first, so that both use one cache
-        min(seconds(lambda n=new: engine.generate(prompts, Sampling(n), seed=0)) for _ in range(3))
-        for new in (shape.new, few)
-    )
-    return (long - short) / (shape.new - few) * 1e3
-
-
-def train_s(policy: LanguagePolicy, ids: Tensor, place: Tensor) -> float:
-    """Return the time of the second forward and backward pass of log-probabilities.
-
-    ``place`` holds the positions before the scored tokens.
-    """
-
-    def step() -> None:
-        view = policy.view(policy.hidden(ids, place), ids.gather(1, place + 1))
-        view.log_prob.sum().backward()
-        policy.zero_grad()
-
-    return [seconds(step) for _ in range(2)][1]
-
-
-class EvenLength:
-    """Graders that score 1 if a response has an even number of tokens."""
-
-    failures, last_failure = 0, ""
-
-    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
-        return [Grade(float(len(text) % 2 == 0)) for _, text, _, _ in samples]
-
-    def close(self) -> None: ...
-
-
-def ppo_s(
-    policy: LanguagePolicy, shape: Shape, prompts: Sequence[Sequence[int]]
-) -> dict[str, float]:
-    """Return the seconds of each part of the second PPO step, with 4 minibatches and an epoch."""
-    device = policy.model.lm_head.weight.device
-    critic = LanguageCritic(shape.model(str(device)))
-    c = AlgorithmConfig(adv_type="gae", gamma=1.0, gae_lambda=1.0, update_epoch=1, lr=1e-6)
-    shared: dict[str, Any] = {
-        "length": shape.new,
-        "columns": -(-shape.prompts // 4),
-        "tokens": shape.micro_tokens,
-        "updates": 2,
-        "seed": 0,
+def run_part(
+    part: str, common: dict[str, Any], results: benchmark.Results, limit_s: float
+) -> dict[str, Any]:
+    """Run a part in a process of its own; print and store each figure as it comes."""
+    entry: dict[str, Any] = {
+        "part": part,
+        "status": "running",
+        **common,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "figures": {},
+        "failures": {},
     }
-    values = LocalCritic(critic, c, **shared)
-    learner = separate_critic_learner(
-        policy, values, c, recompute=True, num_sequences=shape.prompts, **shared
-    )
-    engine = Engine(policy, slots=shape.prompts, pad_id=0)
-    tasks = [Prompt(tuple(p), "", "", "bench", {}, i) for i, p in enumerate(prompts)]
-    text = lambda ids: "x" * len(ids)
-    # A share of 1 / new of all tokens ends a response, so the mean length is below new.
-    sampling = Sampling(shape.new, stop_ids=tuple(range(0, shape.vocabulary, shape.new)))
-    rollout = ReasoningRollout(
-        tasks, engine, EvenLength(), text, batch=shape.prompts, sampling=sampling, pad_id=0, seed=0
-    )
-    timings: dict[str, float] = {}
-    for update in range(2):
-        results: list[Any] = []
-        collect = lambda u=update, r=results: r.append(
-            rollout.collect(shape.new, update=u, version=u)[0]
-        )
-        prepare = lambda r=results: r.append(learner._prepare(r[0])[0])
-        timings["generate"] = seconds(collect)
-        timings["values, log-probabilities, advantages"] = seconds(prepare)
-        for name, optimizer in (("critic", values.optimizer), ("actor", learner.optimizer)):
-            optimize = lambda o=optimizer, r=results, u=update: o.optimize(
-                r[1], u, critic_only=False, entropy_coef=0.0
-            )
-            timings[name] = seconds(optimize)
-    return timings
+
+    def store(line: str) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return  # a library printed it
+        if isinstance(message, dict) and "figure" in message:
+            entry["figures"][message["figure"]] = message["value"]
+            benchmark.print_row([part, message["figure"], formatted(message["value"])])
+        elif isinstance(message, dict) and "failure" in message:
+            entry["failures"][message["failure"]] = message["message"]
+            benchmark.print_row([part, message["failure"], f"not measured: {message['message']}"])
+        results.save(entry)
+
+    results.save(entry)
+    command = [sys.executable, __file__, "--child", "--part", part]
+    command += ["--tiny"] if common["tiny"] else []
+    if reason := benchmark.run_part(command, limit_s, store):
+        store(json.dumps({"failure": part, "message": reason}))
+    entry["status"] = "failed" if entry["failures"] else "ok"
+    results.save(entry)
+    return entry
 
 
-def measure_language_model(shape: Shape, device: str) -> None:
-    """Print the table of the language model."""
-    torch.manual_seed(0)
-    cuda = device == "cuda"
-    policy = LanguagePolicy(shape.model(device))
-    prompts = torch.randint(0, shape.vocabulary, (shape.prompts, shape.prompt)).tolist()
-    print("\n| language model | |\n|---|---|")
-    for static in (True, False):
-        shapes = "dynamic shapes"
-        if static:
-            shapes = "fixed shapes, CUDA graphs" if cuda else "fixed shapes"
-        step_ms = decode_ms(policy, shape, prompts, static)
-        print(f"| decode step, {shape.prompts} responses, {shapes} | {step_ms:.2f} ms |")
-    rows = min(shape.prompts, max(1, shape.micro_tokens // (shape.prompt + shape.new)))
-    lengths = torch.linspace(
-        shape.prompt + shape.new // 4, shape.prompt + shape.new - 1, rows
-    ).long()
-    responses = lengths - shape.prompt + 1
-    ids = torch.randint(0, shape.vocabulary, (rows, shape.prompt + shape.new), device=device)
-    place = torch.arange(shape.new) + shape.prompt - 1
-    place = torch.where(place < lengths.unsqueeze(1), place, shape.prompt - 1).to(device)
-    step_s = train_s(policy, ids, place)
-    share = shape.flops(policy.decoder.module, lengths, responses) / step_s / PEAK
-    text = f"{step_s * 1e3:.1f} ms, {share:.1%} of peak"
-    print(f"| forward and backward, {int(lengths.sum())} tokens | {text} |")
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(GPU)
-    for name, s in ppo_s(policy, shape, prompts).items():
-        print(f"| PPO step: {name} | {s:.3f} s |", flush=True)
-    if cuda:
-        peak_gib = torch.cuda.max_memory_allocated(GPU) / 2**30
-        print(f"| PPO step: peak memory | {peak_gib:.1f} GiB |")
-
-
-def measure_vla(*options: str) -> int:
-    """Measure vision-language-action models; return the exit code."""
-    script = Path(__file__).with_name("bench_gpu_vla.py")
-    return subprocess.run([sys.executable, script, *options]).returncode
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    help_text = "only models and placements, with small sizes; needs no GPU"
-    parser.add_argument("--tiny", action="store_true", help=help_text)
-    if parser.parse_args().tiny:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        measure_language_model(TINY, device)
-        small = ["env.num_envs=64", "algorithm.global_batch_size=512"]
-        compare_placements(device, ["experiment=bench_wide", "compile=never", *small])
-        sys.exit(measure_vla("--tiny"))
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: nothing to measure (docs/gpu.md lists what was not run)")
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-rs"])
-    outcome = "passed" if tests.returncode == 0 else "FAILED"
-    print(f"tests that need a GPU: {outcome}; {torch.cuda.get_device_name(GPU)}")
-    print("| experiment | device | compiled | collect ms | update ms |\n|---|---|---|---|---|")
-    for name, changes in SETTINGS.items():
-        for device, compile_ in (("cpu", "always"), ("cuda", "never"), ("cuda", "always")):
-            phases = train(name, changes, device, compile_)
-            cells = [name, device, compile_, *(f"{s * 1e3:.1f}" for s in phases.values())]
-            print("| " + " | ".join(cells) + " |", flush=True)
-    vla_code = measure_vla()  # while this process holds no memory of the GPU
-    print("\n| task | worlds | physics, steps/s | environment, steps/s |\n|---|---|---|---|")
-    for id, num_envs, options in WORLDS:
-        physics, task = simulate(id, num_envs, **options)
-        print(f"| {id} {options or ''} | {num_envs} | {physics:,.0f} | {task:,.0f} |", flush=True)
-    measure_language_model(Shape(), "cuda")
-    compare_placements("cuda", ["experiment=tabletop_token", "compile=never"])
-    sys.exit(tests.returncode or vla_code)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="only these")
+    parser.add_argument("--json", type=Path, help="file of the results; docs/results/gpu.json")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a part")
+    parser.add_argument("--commit", default=benchmark.commit(), help="recorded with the results")
+    parser.add_argument("--tiny", action="store_true", help="small sizes; needs no GPU")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.child:
+        measure(args.part[0], tiny=args.tiny)
+        return 0
+    device = device_name()
+    if device == "cpu" and not args.tiny:
+        raise SystemExit("no CUDA device: nothing to measure (--tiny runs the same code small)")
+    common = {
+        "tiny": args.tiny,
+        "device": device,
+        "commit": args.commit,
+        "versions": benchmark.versions(*PACKAGES),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        default = Path(folder, "gpu.json") if args.tiny else benchmark.RESULTS / "gpu.json"
+        results = benchmark.Results(
+            (args.json or default).absolute(),
+            ("part", "device", "commit", "tiny"),
+            lambda entry: (entry["device"], entry["commit"], PARTS.index(entry["part"])),
+        )
+        print(f"{device}, commit {args.commit}, {common['versions']}")
+        benchmark.print_header(["part", "figure", "value"])
+        entries = [run_part(part, common, results, args.limit) for part in args.part]
+    failed = [entry["part"] for entry in entries if entry["failures"]]
+    print(f"{len(entries) - len(failed)} of {len(entries)} parts complete")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,4 @@
-"""Measure vision-language-action models of published size on one GPU.
-
-    python scripts/bench_gpu_vla.py [--tiny] [--part NAME]
+"""The parts ``oft``, ``pi0_frozen`` and ``pi0_trained`` of bench_gpu.py: VLA models.
 
 Our rollout and learner run PPO updates on Tabletop with 32 simulators (images of 224 x 224; MuJoCo
 and OpenGL on the host) and random weights:
@@ -10,10 +8,7 @@ and OpenGL on the host) and random weights:
                   recomputed
     pi0_trained   π0, all weights trained
 
-Each part runs in its own process and prints a table and one line of JSON. Both name every value
-that could not be measured; the other values are measured nevertheless. Speed and memory do not
-depend on the values of the weights. Success is not measured. ``--tiny`` uses small models and needs
-no GPU.
+Speed and memory do not depend on the values of the weights. Success is not measured.
 
 Memory is predicted from shapes before the first update: parameters, their gradients and AdamW's
 moments, trajectory and prefixes, and the peak of a micro-batch, found by a forward and backward
@@ -23,21 +18,18 @@ and token; recomputation does not count.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import benchmark
 import torch
 from torch import Tensor, nn
 
@@ -56,14 +48,7 @@ from embodied_ppo.models.vla.trunk import word_ids
 from embodied_ppo.placement.memory_estimate import Memory, nbytes, predicted
 from embodied_ppo.rollout.simulation import Rollout
 
-T = TypeVar("T")
-PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
-"""Part of a device's name -> dense bfloat16 products, operations per second (data sheets)."""
-MEASURED = {"H200": 788e12}
-"""Measured with a product of random 8192 x 8192 matrices (2026-10), operations per second."""
 PARTS = ("oft", "pi0_frozen", "pi0_trained")
-DEADLINE_S = 155
-"""Time limit of a part."""
 STAGE = 1 << 28
 """Size of the host buffer for offloading: float32 numbers of 1 GiB."""
 
@@ -315,21 +300,6 @@ def operations(policy: CheckpointVLA | PI0) -> Operations:
 
 
 # ------------------------------------------------------------------------------------------ measure
-def wait(device: torch.device) -> None:
-    """Wait for the work of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the wall time of a call, including the work of the device."""
-    wait(device)
-    start = time.perf_counter()
-    call()
-    wait(device)
-    return time.perf_counter() - start
-
-
 class TimedEnv:
     """``VectorEnv`` that times its steps, without earlier work of the GPU."""
 
@@ -341,7 +311,9 @@ class TimedEnv:
 
     def step(self, action: Tensor) -> Step:
         results: list[Step] = []
-        self.spent += seconds(lambda: results.append(self.env.step(action)), self.env.device)
+        self.spent += benchmark.seconds(
+            lambda: results.append(self.env.step(action)), self.env.device
+        )
         return results[0]
 
 
@@ -377,10 +349,10 @@ def offload_s(
             for a, b in zip(to, source, strict=True):
                 a.copy_(b, non_blocking=True)
 
-        to_host += seconds(lambda g=group, h=host: move(h, g), device)
+        to_host += benchmark.seconds(lambda g=group, h=host: move(h, g), device)
         for x in group:
             x.zero_()
-        to_device += seconds(lambda g=group, h=host: move(g, h), device)
+        to_device += benchmark.seconds(lambda g=group, h=host: move(g, h), device)
     return to_host, to_device
 
 
@@ -389,7 +361,7 @@ def copy_s(policy: nn.Module, device: torch.device) -> float:
     trained = [p.detach() for p in policy.parameters() if p.requires_grad]
     copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in trained]
     copy: Any = vars(torch)["_foreach_copy_"]
-    times = [seconds(lambda: copy(copies, trained), device) for _ in range(2)]
+    times = [benchmark.seconds(lambda: copy(copies, trained), device) for _ in range(2)]
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(copies, trained, strict=True))
     return times[1]
 
@@ -401,108 +373,75 @@ def difference(policy: Policy, learner: Learner, t: Trajectory) -> float:
     return float((log_prob - t.log_prob).abs().max())
 
 
-def attempt(call: Callable[[], T], failures: dict[str, str], what: str) -> T | None:
-    """Return the result of a call; if it fails, add the cause to ``failures`` and return None."""
-    try:
-        return call()
-    except Exception as error:  # one failure must not end a measurement of ten minutes
-        failures[what] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return None
-
-
-GPU = torch.device("cuda", 0)
-"""The GPU that is measured."""
-
-
-def named(table: dict[str, float]) -> float | None:
-    """Return the table's entry for this GPU, None if it has none."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name(GPU)
-    return next((x for key, x in table.items() if key in name), None)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of the second update.
-
-    Attributes:
-        decisions: Number of decisions.
-        simulate: Seconds of simulation and rendering.
-        act: Seconds of the policy.
-        train: Seconds of the learner.
-        tflops: Operations of training per second, 1e12.
-        difference: See ``difference``.
-        predicted: Predicted memory.
-        peak: Largest number of bytes during an update, None without a GPU.
-    """
-
-    decisions: int
-    simulate: float
-    act: float
-    train: float
-    tflops: float
-    difference: float | None
-    predicted: Memory | None
-    peak: int | None
+def peak_memory(device: torch.device) -> int:
+    """Return the largest number of allocated bytes since the last call, 0 without a GPU."""
+    if device.type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def measure(
+    report: benchmark.Report,
     work: Work,
     env: VectorEnv,
     policy: CheckpointVLA | PI0,
     learner: Learner,
-    failures: dict[str, str],
-) -> Measured:
-    """Run two updates."""
+    prefix: str,
+) -> None:
+    """Run two updates and report the second; ``prefix`` begins the names of the figures."""
     device = env.device
     timed: Any = TimedEnv(env)
     rollout = Rollout(timed, policy, seed=0, gamma=learner.config.gamma)
-    trajectories: list[Trajectory] = []
     peak = 0
-    collect = train = 0.0
+    collect_s = train_s = 0.0
     memory: Memory | None = None
-    gap: float | None = None
+    trajectories: list[Trajectory] = []
     for update in range(2):
         trajectories.clear()
         timed.spent = 0.0
-        collect = seconds(
-            lambda u=update: trajectories.append(
+        collect_s = benchmark.seconds(
+            lambda u=update, ts=trajectories: ts.append(
                 rollout.collect(work.horizon, update=u, version=u)[0]
             ),
             device,
         )
+        (t,) = trajectories
         if update == 0:
-            memory = attempt(
-                lambda: predicted(policy, learner, env.device, trajectories[0]),
-                failures,
-                "predicted",
+            memory = report.attempt(
+                f"{prefix}predicted_gb", lambda t=t: predicted(policy, learner, device, t)
             )
-        gap = attempt(lambda: difference(policy, learner, trajectories[0]), failures, "difference")
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        train = seconds(lambda u=update: learner.update(trajectories[0], update=u), device)
-        if device.type == "cuda":
-            peak = max(peak, torch.cuda.max_memory_allocated(device))
+        else:
+            report(f"{prefix}decisions", t.mask.numel())
+            report(f"{prefix}simulate_s", timed.spent)
+            report(f"{prefix}act_s", collect_s - timed.spent)
+        name = f"{prefix}log_prob_difference"
+        gap = report.attempt(name, lambda t=t: difference(policy, learner, t))
+        if update == 1 and gap is not None:
+            report(name, gap)
+        peak_memory(device)
+        train_s = benchmark.seconds(lambda u=update, t=t: learner.update(t, update=u), device)
+        peak = max(peak, peak_memory(device))
     rows, ops = trajectories[0].mask.numel(), operations(policy)
     is_cached = isinstance(policy, PI0) and policy.frozen and rows <= policy.max_kept_rows()
-    ops_done = rows * (work.epochs * ops.learn + ops.once * (1 if is_cached else work.epochs))
-    return Measured(
-        rows,
-        timed.spent,
-        collect - timed.spent,
-        train,
-        ops_done / train / 1e12,
-        gap,
-        memory,
-        peak or None,
-    )
+    total = rows * (work.epochs * ops.learn + ops.once * (1 if is_cached else work.epochs))
+    report(f"{prefix}train_s", train_s)
+    report(f"{prefix}train_tflop_per_s", total / train_s / 1e12)
+    if (peak_rate := benchmark.peak_flops(device)) is not None:
+        report(f"{prefix}train_mfu", total / train_s / peak_rate)
+    if peak:
+        report(f"{prefix}peak_gb", peak / 1e9)
+    if memory is not None:
+        sizes = {"total": memory.total, **vars(memory)}
+        report(f"{prefix}predicted_gb", {name: size / 1e9 for name, size in sizes.items()})
 
 
-def run(part: str, *, tiny: bool) -> dict[str, Any]:
-    """Measure a part, print its table and return the values of its line of JSON."""
-    device = GPU if torch.cuda.is_available() else torch.device("cpu")
+def run(report: benchmark.Report, part: str, device: torch.device, *, tiny: bool) -> None:
+    """Report the figures of a part."""
     work = (TINY if tiny else WORK)[part]
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 100e9:
+        work = replace(work, micro=work.micro // 2)
     env = embodied_envs.make(
         "Tabletop",
         num_envs=work.num_envs,
@@ -514,9 +453,13 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         kwargs={"obs": "language"},
         device=device,
     )
+    report("work", asdict(work))
     policies: list[CheckpointVLA | PI0] = []
-    build = seconds(lambda: policies.append(make_policy(part, env, work, tiny=tiny)), device)
-    policy = policies[0]
+    make = lambda: policies.append(make_policy(part, env, work, tiny=tiny))
+    report("weights_made_s", benchmark.seconds(make, device))
+    (policy,) = policies
+    report("parameters", sum(p.numel() for p in policy.parameters()))
+    report("trained_parameters", sum(p.numel() for p in policy.parameters() if p.requires_grad))
     config = AlgorithmConfig(
         horizon=work.horizon,
         update_epoch=work.epochs,
@@ -529,132 +472,26 @@ def run(part: str, *, tiny: bool) -> dict[str, Any]:
         gamma=0.998,
     )
     learner = actor_critic_learner(policy, config, num_envs=work.num_envs, updates=8, seed=0)
-    result: dict[str, Any] = {
-        "part": part,
-        "tiny": tiny,
-        "torch": torch.__version__,
-        "build_s": build,
-    }
-    result |= {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "work": asdict(work),
-    }
-    result["parameters"] = sum(p.numel() for p in policy.parameters())
-    result["trained"] = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    failures: dict[str, str] = {}
-    limits: dict[str, float | None] = {"": None}
+    prefixes: dict[str, float | None] = {"": None}
     if part == "pi0_frozen":
-        limits = {"prefixes kept": None, "prefixes computed anew": 0.0}
-    result["modes"] = {}
-    for mode, memory_gb in limits.items():
+        prefixes = {"prefixes_kept/": None, "prefixes_computed/": 0.0}
+    for prefix, memory_gb in prefixes.items():
         if isinstance(policy, PI0):
             policy.memory_gb = memory_gb
-        x = measure(work, env, policy, learner, failures)
-        result["modes"][mode] = entry = asdict(x)
-        if x.predicted is not None:
-            entry["predicted_total"] = x.predicted.total
-        print_table(part, mode, result, x)
+        report.attempt(
+            f"{prefix}update",
+            lambda prefix=prefix: measure(report, work, env, policy, learner, prefix),
+        )
     env.close()
-    parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
-    moved = [p for p in parameters if p in learner.optimizer.adamw.state]
-    moved += [
-        x
-        for p in list(moved)
-        for key, x in learner.optimizer.adamw.state[p].items()
-        if key != "step"
-    ]
-    result["bytes"] = {"second set": 2 * result["parameters"], "masters and moments": nbytes(moved)}
-    result["second_set_s"] = attempt(lambda: copy_s(policy, device), failures, "second set")
-    result["offload_s"] = attempt(lambda: offload_s(moved, device), failures, "offload")
-    print_copies(result)
-    for what, why in failures.items():
-        print(f"{what}: not measured, {why}")
-    return result | {"failures": failures}
-
-
-def print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """Print a table; the first row is its header."""
-    (a, b), *entries = rows
-    print(f"\n| {a} | {b} |\n|---|---|")
-    print("\n".join(f"| {name} | {value} |" for name, value in entries), flush=True)
-
-
-def print_table(part: str, mode: str, result: dict[str, Any], x: Measured) -> None:
-    """Print the table of one mode of a part."""
-    gb, peak, below = 1e-9, named(PEAKS), named(MEASURED)
-    title = f"{part}{f', {mode}' if mode else ''}: {result['parameters'] / 1e9:.3g} G parameters"
-    rows = [(title, f"{result['trained'] / 1e9:.3g} G trained; {result['device']}")]
-    rows.append(("weights made on the device", f"{result['build_s']:.1f} s"))
-    for name, s in (("simulate and render", x.simulate), ("act", x.act), ("train", x.train)):
-        rows.append((f"{name}, {x.decisions} decisions", f"{s:.3f} s"))
-    text = f"{x.tflops:.3g} TFLOP/s"
-    if peak is not None:
-        text += (
-            f", {x.tflops * 1e12 / peak:.1%} of the data sheet's {peak / 1e12:.0f} (target: 45 %)"
-        )
-        text += (
-            f", {x.tflops * 1e12 / below:.1%} of {below / 1e12:.0f} measured"
-            if below is not None
-            else ""
-        )
-    rows.append(("train, the model's operations", text))
-    if x.difference is not None:
-        rows.append(
-            ("largest difference of log-probabilities, acting and learning", f"{x.difference:.3g}")
-        )
-    if x.peak is not None:
-        rows.append(("peak memory of an update", f"{x.peak * gb:.1f} GB"))
-        if x.predicted is not None:
-            parts = ", ".join(f"{name} {size * gb:.1f}" for name, size in vars(x.predicted).items())
-            off = x.predicted.total / x.peak - 1
-            rows.append(
-                (
-                    "predicted",
-                    f"{x.predicted.total * gb:.1f} GB, {off:+.1%} (target: within 10 %): {parts}",
-                )
-            )
-    print_rows(rows)
-
-
-def print_copies(result: dict[str, Any]) -> None:
-    """Print the cost of a second set of weights and of offloading."""
-    size = {name: f"{x / 1e9:.3g} GB" for name, x in result["bytes"].items()}
-    rows = [("weights of acting and learning", "to bring up to date"), ("one set", "0 s")]
-    if result["second_set_s"] is not None:
-        more = f"{result['second_set_s']:.4f} s, {size['second set']} more"
-        rows.append(("two sets: what is trained, copied in bfloat16", more))
-    if result["offload_s"] is not None:
-        to_host, to_device = result["offload_s"]
-        name = f"masters and moments, {size['masters and moments']}, to the host and back"
-        rows.append((name, f"{to_host:.3f} s, {to_device:.3f} s"))
-    print_rows(rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tiny", action="store_true", help="small models; needs no GPU")
-    parser.add_argument("--part", choices=PARTS, help="measure only this part, in this process")
-    args = parser.parse_args(arguments)
-    if not args.tiny and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: nothing to measure (--tiny runs the same code small)")
-    if args.part:
-        result = run(args.part, tiny=args.tiny)
-        print(json.dumps(result), flush=True)
-        return
-    failed = []
-    for part in PARTS:
-        command = [sys.executable, __file__, "--part", part, *(["--tiny"] if args.tiny else [])]
-        try:
-            if subprocess.run(command, timeout=DEADLINE_S).returncode:
-                failed.append(part)
-        except subprocess.TimeoutExpired:
-            print(f"{part}: not done after {DEADLINE_S} s", flush=True)
-            failed.append(part)
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()
+    state = learner.optimizer.adamw.state
+    moments = [x for values in state.values() for key, x in values.items() if key != "step"]
+    masters_and_moments = [*state, *moments]
+    seconds = report.attempt("copy_to_second_weights_s", lambda: copy_s(policy, device))
+    if seconds is not None:
+        report("copy_to_second_weights_s", seconds)
+    if (
+        times := report.attempt("offload", lambda: offload_s(masters_and_moments, device))
+    ) is not None:
+        report("masters_and_moments_gb", nbytes(masters_and_moments) / 1e9)
+        report("offload_to_host_s", times[0])
+        report("offload_to_device_s", times[1])

@@ -1,29 +1,43 @@
-"""Shared parts of the benchmark scripts: commands, paired timing, tables and stored results.
+"""Shared parts of the benchmark scripts: commands, parts, timing, tables and stored results.
 
-Import this module before torch: it limits each process to one thread.
+Import this module before torch and before our packages: it limits each process to one thread, and
+lets the scripts run in a checkout that is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
+import platform
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("embodied_envs") is None:  # the checkout is not installed
+    _FOLDERS = [str(ROOT), str(ROOT / "envs")]
+    sys.path += _FOLDERS
+    _PATHS = [os.environ.get("PYTHONPATH"), *_FOLDERS]  # of the processes that a script starts
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 RESULTS = ROOT / "docs" / "results"
 Job = tuple[str, int]
 """Experiment or variant, and seed."""
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------------------------- commands
@@ -75,7 +89,120 @@ def run_jobs(run: Callable[..., Any], jobs: Iterable[Job], number: int) -> Itera
         yield from pool.map(lambda job: run(*job), jobs)
 
 
+# ------------------------------------------------------------------------------------------- parts
+class Report:
+    """Figures and failures of one part of a benchmark, one line of JSON each."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """Pass each line to ``write``; None: print it."""
+        self.write = write or (lambda line: print(json.dumps(line), flush=True))
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Report a figure; ``name`` ends with its unit."""
+        self.write({"figure": name, "value": value})
+
+    def attempt(self, name: str, call: Callable[[], T]) -> T | None:
+        """Return the result of ``call``; if it fails, report the cause and return None."""
+        try:
+            return call()
+        except Exception as error:  # the other figures of the part are measured all the same
+            self.write({"failure": name, "message": one_line(error)})
+            return None
+
+
+def one_line(error: BaseException) -> str:
+    """Return class and message of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def run_part(command: Sequence[str], limit_s: float, on_line: Callable[[str], None]) -> str:
+    """Run a command in a process of its own, which ends after ``limit_s`` with its children.
+
+    Args:
+        command: Command and arguments.
+        limit_s: Time limit, seconds.
+        on_line: Called with each line of standard output as it comes.
+
+    Returns:
+        "", or the reason of the failure: the time limit, or the end of standard error.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            _kill(process.pid)
+
+        timer = threading.Timer(limit_s, expire)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                on_line(line)
+            process.wait()
+        finally:
+            timer.cancel()
+            _kill(process.pid)
+            process.wait()
+        if expired.is_set():
+            return f"not finished after {limit_s:g} s"
+        if process.returncode == 0:
+            return ""
+        errors.seek(0)
+        return " ".join(errors.read()[-2000:].split()) or f"exit status {process.returncode}"
+
+
+def _kill(pid: int) -> None:
+    """Kill a process group, and the descendants of its leader that left the group."""
+    pids, group = [pid], [pid]
+    while group:
+        parent = group.pop()
+        for file in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it has ended
+                group += map(int, file.read_text().split())
+        pids += group
+    for child in set(pids) - {pid}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 # ------------------------------------------------------------------------------------------ timing
+def wait(device: Any) -> None:
+    """Wait for the work of a torch device."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Callable[[], Any], device: Any) -> float:
+    """Return the wall time of one call, including the work of the device."""
+    wait(device)
+    start = time.perf_counter()
+    call()
+    wait(device)
+    return time.perf_counter() - start
+
+
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+"""Part of a GPU's name -> dense bfloat16 products, operations per second (data sheets)."""
+
+
+def peak_flops(device: Any) -> float | None:
+    """Return the entry of ``PEAKS`` for a torch device, None if it has none."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((x for key, x in PEAKS.items() if key in name), None)
+
+
 def cpu_ms(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Return the CPU milliseconds of each call in each round.
 
@@ -106,9 +233,13 @@ def print_row(cells: Iterable[str]) -> None:
 
 # -------------------------------------------------------------------------------- stored results
 class Results:
-    """Entries of a file below docs/results; an entry replaces the one with the same key."""
+    """Entries of a file below docs/results, or of any file named by an absolute path.
 
-    def __init__(self, name: str, key: Sequence[str], order: Callable[[Any], Any]) -> None:
+    An entry replaces the one with the same key. The file is replaced as a whole, so that it is
+    complete at any time.
+    """
+
+    def __init__(self, name: str | Path, key: Sequence[str], order: Callable[[Any], Any]) -> None:
         self.file, self.key, self.order = RESULTS / name, key, order
 
     def load(self) -> list[dict[str, Any]]:
@@ -120,16 +251,32 @@ class Results:
         others = [e for e in self.load() if any(e[name] != entry[name] for name in self.key)]
         entries = sorted([*others, entry], key=self.order)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text("[\n" + ",\n".join(json.dumps(e) for e in entries) + "\n]\n")
+        temporary = self.file.with_name(f"{self.file.name}.new")
+        temporary.write_text("[\n" + ",\n".join(json.dumps(e) for e in entries) + "\n]\n")
+        temporary.replace(self.file)
+
+
+def commit() -> str:
+    """Return the short hash of the checkout's commit, "" without a repository."""
+    process = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return process.stdout.strip()
 
 
 def provenance(options: Sequence[str]) -> dict[str, str]:
     """Return the command of a training run, the commit and the date."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
     return {
         "command": "embodied-ppo train " + " ".join(options),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "date": date.today().isoformat(),
     }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
+    installed = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed

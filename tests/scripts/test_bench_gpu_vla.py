@@ -4,15 +4,13 @@ and predicts.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import bench_gpu_vla as bench
+import benchmark
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,12 +27,6 @@ from embodied_ppo.placement.memory_estimate import AllocationCounter, fake_tenso
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-FILE = Path(__file__).parents[2] / "scripts/bench_gpu_vla.py"
-_spec = importlib.util.spec_from_file_location("bench_gpu_vla", FILE)
-assert _spec is not None and _spec.loader is not None
-bench: Any = importlib.util.module_from_spec(_spec)
-sys.modules["bench_gpu_vla"] = bench  # dataclasses look their module up
-_spec.loader.exec_module(bench)
 PARTS = ("oft", "pi0_frozen", "pi0_trained")
 ROWS = 8
 CONFIG = AlgorithmConfig(
@@ -226,58 +218,41 @@ def test_offload_and_load_restore_tensors() -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def test_peak_flops_by_device_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, peak in (
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert bench.named(bench.PEAKS) == peak
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    assert bench.named(bench.PEAKS) is None
-
-
 # --------------------------------------------------------------------------------------- the script
-def test_small_parts_run_on_this_device(capsys: pytest.CaptureFixture[str]) -> None:
-    """Measure rendered Tabletop with our rollout and learner; memory is measured on a GPU only."""
-    cuda = torch.cuda.is_available()
-    for part, modes in (("oft", {""}), ("pi0_frozen", {"prefixes kept", "prefixes computed anew"})):
-        result = json.loads(json.dumps(bench.run(part, tiny=True)))
-        assert result["failures"] == {} and set(result["modes"]) == modes
-        for x in result["modes"].values():
-            assert x["decisions"] == 8 and min(x["simulate"], x["act"], x["train"], x["tflops"]) > 0
-            assert (
-                0 <= x["difference"] < 0.1
-                and (x["peak"] is not None) == cuda
-                and x["predicted_total"] > 1e5
-            )
-        assert min(*result["offload_s"], result["second_set_s"]) > 0
-    out = capsys.readouterr().out
-    assert "act, 8 decisions" in out and "one set" in out and ("peak memory" in out) == cuda
+def run(part: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the figures and failures of a small part."""
+    lines: list[dict[str, Any]] = []
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    bench.run(benchmark.Report(lines.append), part, device, tiny=True)
+    figures = {line["figure"]: line["value"] for line in lines if "figure" in line}
+    return figures, {line["failure"]: line["message"] for line in lines if "failure" in line}
 
 
-@pytest.mark.slow
-def test_other_parts_run_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "PARTS", ("absent", "pi0_trained"))
-    with pytest.raises(SystemExit, match="failed: absent"):
-        bench.main(["--tiny"])
-    summary = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert summary["part"] == "pi0_trained" and summary["trained"] == summary["parameters"]
+@pytest.mark.parametrize("part", ["oft", "pi0_frozen"])
+def test_small_part_has_all_figures(part: str) -> None:
+    """Rendered Tabletop, our rollout and learner; without a GPU no memory is measured."""
+    figures, failures = run(part)
+    assert failures == {}
+    prefixes = ("",) if part == "oft" else ("prefixes_kept/", "prefixes_computed/")
+    for prefix in prefixes:
+        assert figures[f"{prefix}decisions"] == 8
+        for name in ("simulate_s", "act_s", "train_s", "train_tflop_per_s"):
+            assert figures[f"{prefix}{name}"] > 0
+        assert 0 <= figures[f"{prefix}log_prob_difference"] < 0.1
+        assert figures[f"{prefix}predicted_gb"]["total"] > 1e-4
+        assert (f"{prefix}peak_gb" in figures) == torch.cuda.is_available()
+    for name in ("offload_to_host_s", "offload_to_device_s", "copy_to_second_weights_s"):
+        assert figures[name] > 0
 
 
-def test_failed_measurement_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_figure_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
+    monkeypatch.setattr(bench, "predicted", broken)
     monkeypatch.setattr(bench, "offload_s", broken)
     monkeypatch.setattr(bench, "TINY", {"oft": replace(bench.TINY["oft"], horizon=1)})
-    result = bench.run("oft", tiny=True)
-    assert result["offload_s"] is None and result["second_set_s"] > 0
-    assert result["failures"] == {"offload": "OutOfMemoryError: no room"}
-    assert "offload: not measured, OutOfMemoryError: no room" in capsys.readouterr().out
+    figures, failures = run("oft")
+    message = "OutOfMemoryError: no room"
+    assert failures == {"predicted_gb": message, "offload": message}
+    assert figures["train_s"] > 0 and figures["copy_to_second_weights_s"] > 0
