@@ -81,7 +81,7 @@ class Work:
 
 WORK = {
     "oft": Work(horizon=8, epochs=1, minibatch=128, micro=32, chunk=8),
-    "pi0_frozen": Work(horizon=16, epochs=4, minibatch=256, micro=128, chunk=8),
+    "pi0_frozen": Work(horizon=16, epochs=4, minibatch=256, micro=256, chunk=8),
     "pi0_trained": Work(horizon=8, epochs=1, minibatch=128, micro=32, chunk=8),
 }
 TINY = {
@@ -214,7 +214,7 @@ class Operations:
     Attributes:
         act: Acting.
         learn: One training pass.
-        once: The frozen trunk, if its outputs are cached.
+        once: The part whose outputs are cached: a frozen trunk, towers beside adapters.
     """
 
     act: float
@@ -255,8 +255,8 @@ def openvla_operations(policy: CheckpointVLA) -> Operations:
     value = 2.0 * linear([policy.value_head])
     base, adapters = rows(False), rows(True)
     act = vision_ops + base + adapters + attention + head + value
-    learn = vision_ops + 2 * (base + head) + 3 * (adapters + attention + value)
-    return Operations(act, learn)
+    learn = 2 * (base + head) + 3 * (adapters + attention + value)
+    return Operations(act, learn, vision_ops)
 
 
 def pi0_operations(policy: PI0) -> Operations:
@@ -424,7 +424,7 @@ def measure(
         train_s = benchmark.seconds(lambda u=update, t=t: learner.update(t, update=u), device)
         peak = max(peak, peak_memory(device))
     rows, ops = trajectories[0].mask.numel(), operations(policy)
-    is_cached = isinstance(policy, PI0) and policy.frozen and rows <= policy.max_kept_rows()
+    is_cached = not isinstance(policy, PI0) or rows <= policy.max_kept_rows()
     total = rows * (work.epochs * ops.learn + ops.once * (1 if is_cached else work.epochs))
     report(f"{prefix}train_s", train_s)
     report(f"{prefix}train_tflop_per_s", total / train_s / 1e12)

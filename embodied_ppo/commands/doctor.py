@@ -111,7 +111,6 @@ VERSIONS: dict[str, Version] = {
     "safetensors": Version("0.8.0", "0.8", "1", "safetensors", "language"),
     "pyarrow": Version("26.0.1", "16", "", "pyarrow", "language"),
     "math-verify": Version("0.9.0", "0.8", "1", "math_verify", "language"),
-    "peft": Version("0.21.2", "0.21", "1", "peft", "vla"),
     "mujoco-warp": Version("3.17.0", "3.17", "4", "mujoco_warp", "warp"),
     "warp-lang": Version("1.19.0", "1.19", "2", "warp", "warp"),
 }
@@ -120,7 +119,7 @@ VERSIONS: dict[str, Version] = {
 REASONS = {"mujoco": " (4.0.0 has a diverging solver)"}
 """Package -> reason of its upper limit, if it is not obvious."""
 
-RECIPES = {"": True, "language": True, "vla": False, "warp": False}
+RECIPES = {"": True, "language": True, "warp": False}
 """Extra -> whether the default recipes (quickstart, arithmetic) use it."""
 
 

@@ -34,6 +34,7 @@ from embodied_ppo.models.checkpoint_files import (
     import_transformers,
     relative_difference,
 )
+from embodied_ppo.models.lora import project
 
 M = TypeVar("M")
 Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
@@ -276,23 +277,36 @@ def _run_layer(
     """Compute layer ``i`` on x [B, L, D]; the result is [B, R, D] at ``place``."""
     a = layer.self_attn
     h = layer.input_layernorm(x)
-    key, value = _heads(a, "k", h), _heads(a, "v", h)
-    key = rotate(key, *rotation)
-    if place is not None:
+    if place is None:
+        key, value, query = project((a.k_proj, a.v_proj, a.q_proj), h)
+        key = rotate(_heads(a, "k", key), *rotation)
+    else:
+        key, value = project((a.k_proj, a.v_proj), h)
+        key = rotate(_heads(a, "k", key), *rotation)
         x, h = _gather(x, place), _gather(h, place)
         rotation = _gather(rotation[0], place), _gather(rotation[1], place)
-    query = rotate(_heads(a, "q", h), *rotation)
+        query = a.q_proj(h)
+    query, value = rotate(_heads(a, "q", query), *rotation), _heads(a, "v", value)
     h = a.o_proj(attend(i, query, key, value).transpose(1, 2).flatten(2))
     if not hasattr(layer, "pre_feedforward_layernorm"):
         x = x + h
-        return x + layer.mlp(layer.post_attention_layernorm(x))
+        return x + gated_mlp(layer.mlp, layer.post_attention_layernorm(x))
     x = x + layer.post_attention_layernorm(h)  # Gemma 2 and 3 also normalise the outputs
-    return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x)))
+    h = gated_mlp(layer.mlp, layer.pre_feedforward_layernorm(x))
+    return x + layer.post_feedforward_layernorm(h)
 
 
-def _heads(attention: Any, which: str, h: Tensor) -> Tensor:
-    """Project [B, L, D] to [B, heads, L, d], normalised in models that do so (Qwen 3, Gemma 3)."""
-    x = getattr(attention, f"{which}_proj")(h).unflatten(-1, (-1, attention.head_dim))
+def gated_mlp(mlp: Any, x: Tensor) -> Tensor:
+    """Return down_proj(act(gate_proj x) * up_proj x), [B, L, D]."""
+    gate, up = project((mlp.gate_proj, mlp.up_proj), x)
+    return mlp.down_proj(mlp.act_fn(gate) * up)
+
+
+def _heads(attention: Any, which: str, x: Tensor) -> Tensor:
+    """Split projections [B, L, heads d] to [B, heads, L, d], normalised in models that do so (Qwen
+    3, Gemma 3).
+    """
+    x = x.unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{which}_norm", None)
     return (x if norm is None else norm(x)).transpose(1, 2)
 
@@ -312,7 +326,8 @@ class Packing:
         position: int64 [n], place in its own row.
         start: int32 [B+1], first token of each row; the last entry is n.
         at: int64 [B, R], requested places in the packed sequence.
-        longest: Tokens of the longest row.
+        longest: At least the tokens of the longest row. The exact number would have to be read from
+            the device.
     """
 
     index: Tensor
@@ -331,7 +346,7 @@ def pack(place: Tensor, width: int) -> Packing:
     index = inside.flatten().nonzero().flatten()
     start = F.pad(length.cumsum(0), (1, 0))
     at = place + start[:-1].unsqueeze(1)
-    return Packing(index, index % width, start.int(), at, int(length.max()))
+    return Packing(index, index % width, start.int(), at, width)
 
 
 @cache

@@ -234,7 +234,13 @@ def test_unsupported_python_version(now: tuple[int, ...], monkeypatch: pytest.Mo
         ("torch", "2.13.0+cu130", "ok", "15 of 15 as tested", ""),
         ("pillow", "99.1", "ok", "14 of 15 as tested; pillow 99.1 (tested: 13.0.0)", ""),
         ("ray", None, "problem", "not installed: ray", f"{INSTALL} -e ."),
-        ("peft", None, "absent", "not installed: peft", f"{INSTALL} -e '.[vla]'"),
+        (
+            "mujoco-warp",
+            None,
+            "absent",
+            "not installed: mujoco-warp",
+            f"{INSTALL} -e '.[warp]'",
+        ),
     ],
 )
 def test_package_versions(

@@ -84,9 +84,9 @@ class ImageProcessor:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Process uint8 [N, 3, H, W] to float32 [N, 3, height, width]."""
-        x = resize(images.float(), (self.height, self.width), self.mode)
-        mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (self.mean, self.std))
-        return (x / 255 - mean) / std
+        x = resize(images.float(), (self.height, self.width), self.mode) / 255
+        channels = zip(x.unbind(1), self.mean, self.std, strict=True)
+        return torch.stack([(c - mean) / std for c, mean, std in channels], dim=1)
 
 
 def resize(images: Tensor, size: tuple[int, int], mode: str) -> Tensor:
@@ -97,9 +97,10 @@ def resize(images: Tensor, size: tuple[int, int], mode: str) -> Tensor:
     return x.round().clamp(0, 255)
 
 
-@dataclass(frozen=True)
-class Prompts:
+class Prompts(nn.Module):
     """Tokenised prompts of S sentences, padded on the left.
+
+    The tensors are buffers, which move with the policy, but are not part of a checkpoint.
 
     Attributes:
         ids: int64 [S, L].
@@ -110,6 +111,12 @@ class Prompts:
     ids: Tensor
     mask: Tensor
     position: Tensor
+
+    def __init__(self, ids: Tensor, mask: Tensor, position: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("ids", ids, persistent=False)
+        self.register_buffer("mask", mask, persistent=False)
+        self.register_buffer("position", position, persistent=False)
 
 
 @dataclass(frozen=True)
@@ -217,12 +224,16 @@ class VisionLanguage(InferenceModule):
         for layer in self.language.layers:
             layer.gradient_checkpointing = False
         self.eval()
-        self.grid: Tensor | None = None
+        self.patches: tuple[int, int] | None = None
+        """Patches of an image along height and width, in models whose input is patches."""
+        self.grid: Tensor | None
         """int64 [1, 3]: patches of an image along time, height and width."""
+        grid = None
         if self.kind in PATCH_INPUT:
             patch = self.model.config.vision_config.patch_size
-            height, width = image_processor.height // patch, image_processor.width // patch
-            self.grid = torch.tensor([[1, height, width]])
+            self.patches = (image_processor.height // patch, image_processor.width // patch)
+            grid = torch.tensor([[1, *self.patches]])
+        self.register_buffer("grid", grid, persistent=False)
         with torch.no_grad():
             shape = (1, 1, 3, image_processor.height, image_processor.width)
             image = torch.zeros(shape, dtype=torch.uint8, device=self.device)
@@ -306,7 +317,7 @@ class VisionLanguage(InferenceModule):
         if self.grid is None:
             return Prompts(ids, mask, (mask.cumsum(1) - 1).clamp_min(0).unsqueeze(1))
         kinds = (ids == self.image_id).int()
-        grid = self.grid.repeat(len(rows) * self.cameras, 1).to(self.device)
+        grid = self.grid.repeat(len(rows) * self.cameras, 1)
         position, _ = self.core.get_rope_index(
             ids, kinds, image_grid_thw=grid, attention_mask=mask.long()
         )
@@ -316,15 +327,15 @@ class VisionLanguage(InferenceModule):
     def pixels(self, images: Tensor) -> dict[str, Tensor]:
         """Return the vision tower's arguments for images uint8 [N, 3, H, W]."""
         x = self.image_processor(images)
-        if self.grid is None:
+        if self.grid is None or self.patches is None:
             return {"pixel_values": x.unsqueeze(1) if self.kind in IMAGE_DELIMITERS else x}
         v = self.model.config.vision_config
-        merge, patch, (_, height, width) = v.spatial_merge_size, v.patch_size, self.grid[0].tolist()
+        merge, patch, (height, width) = v.spatial_merge_size, v.patch_size, self.patches
         x = x.view(len(x), 3, height // merge, merge, patch, width // merge, merge, patch)
         # [N, rows, columns, merge, merge, 3, 1, patch, patch]
         x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
         x = x.expand(*[-1] * 6, v.temporal_patch_size, -1, -1).reshape(len(x) * height * width, -1)
-        return {"pixel_values": x, "image_grid_thw": self.grid.to(x.device).expand(len(images), -1)}
+        return {"pixel_values": x, "image_grid_thw": self.grid.expand(len(images), -1)}
 
     def encode_images(self, images: Tensor) -> dict[str, Tensor]:
         """Return the visual tokens of images uint8 [B, cameras, 3, H, W].

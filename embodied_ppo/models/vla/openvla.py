@@ -401,7 +401,7 @@ class OpenVLABody(InferenceModule):
             tokens.
         """
         trunk, size = self.trunk.module, sequence.x.shape[1]
-        place = torch.tensor([size - 1], device=sequence.x.device)
+        place = torch.full((1,), size - 1, device=sequence.x.device)
         masked = trunk.masked(sequence.visible_keys(causal=True), place)
         position = sequence.position[:, -1] + 1
         cache = Cache([], [], F.pad(sequence.valid, (0, room), value=True), position, size)

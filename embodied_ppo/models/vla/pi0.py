@@ -19,7 +19,6 @@ Source: Black et al. 2024, arXiv 2410.24164.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -33,7 +32,7 @@ from embodied_ppo.core.collectives import gathered, layers
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
-from embodied_ppo.models.causal_lm import rotate
+from embodied_ppo.models.causal_lm import gated_mlp, rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.models.vla.pi0_files import Published, Statistics, read
 from embodied_ppo.models.vla.trunk import (
@@ -43,6 +42,7 @@ from embodied_ppo.models.vla.trunk import (
     ValueHead,
     action_size,
     check_units,
+    device_memory_gb,
 )
 
 PAD = -1
@@ -93,7 +93,7 @@ def block(
         x: [B, Q, D'].
         rotation: cos and sin of the rotary positions.
         visible: bool [B, 1, 1 or n Q, P + Q], keys that each query attends to, see ``_grouped``.
-        past: Keys and values [B, G, P, d] of earlier tokens.
+        past: Keys and values of earlier tokens, see ``_append``.
 
     Returns:
         Outputs [B, Q, D'], and the layer's own keys and values [B, G, Q, d].
@@ -101,18 +101,35 @@ def block(
     a = layer.self_attn
     h = layer.input_layernorm(x)
     q, k, v = (
-        p(h).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj)
+        x.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
+        for x in lora.project((a.q_proj, a.k_proj, a.v_proj), h)
     )
     q, k = (rotate(t, *rotation).to(v.dtype) for t in (q, k))
-    keys, values = (
-        (k, v) if past is None else (torch.cat((p.to(v.dtype), n), 2) for p, n in zip(past, (k, v)))
-    )
+    keys, values = k, v
+    if past is not None:
+        length = visible.shape[-1]
+        keys, values = _append(past[0], k, length), _append(past[1], v, length)
     h = F.scaled_dot_product_attention(
         _grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
     )
     h = h.reshape(q.shape)
     x = x + a.o_proj(h.transpose(1, 2).flatten(2))
-    return x + layer.mlp(layer.post_attention_layernorm(x)), k, v
+    return x + gated_mlp(layer.mlp, layer.post_attention_layernorm(x)), k, v
+
+
+def _append(past: Tensor, new: Tensor, length: int) -> Tensor:
+    """Return earlier and new keys (or values) together, [B, G, P + Q, d].
+
+    Args:
+        past: [B, G, P, d]; or [B, G, P + Q, d] where the places of the new ones are free. These are
+            written in place, which is not differentiable.
+        new: [B, G, Q, d].
+        length: P + Q.
+    """
+    if past.shape[2] < length:
+        return torch.cat((past.to(new.dtype), new), dim=2)
+    past[:, :, length - new.shape[2] :] = new
+    return past
 
 
 def _run_layer(recompute: bool, layer: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -389,9 +406,7 @@ class PI0(Flow, lora.Adapted):
         """Return the memory that prefixes may use, in GB."""
         if self.memory_gb is not None:
             return self.memory_gb
-        if self.device.type == "cuda":
-            return MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory / 1e9
-        return MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return MEMORY_SHARE * device_memory_gb(self.device)
 
     def memory_notice(self, rows: int) -> str | None:
         """Return the log line about the memory of an update's prefixes, None if no prefix is kept.
@@ -452,11 +467,16 @@ class PI0(Flow, lora.Adapted):
         keys = valid[:, None].expand(rows, size, -1)
         sharing = model.config.num_attention_heads // model.config.num_key_value_heads
         mask = torch.cat((keys, own.expand(rows, -1, -1)), dim=2).repeat(1, sharing, 1).unsqueeze(1)
+        past = list(zip(context.keys, context.values, strict=True))
+        if not torch.is_grad_enabled():
+            # All steps of the chain write their keys into the same tensors. With gradient, each
+            # step needs its own ones in the backward pass.
+            room = (0, 0, 0, size)
+            past = [(F.pad(key, room), F.pad(value, room)) for key, value in past]
 
         def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
             with lora.autocast(self.device, self.dtype):
                 h = self.embed(context.state, x, tau)
-                past = zip(context.keys, context.values, strict=True)
                 for layer, kv in zip(model.layers, past, strict=True):
                     h, _, _ = _run_layer(self.checkpointing, layer, h, rotation, mask, kv)
                 h = model.norm(h[:, 1:])

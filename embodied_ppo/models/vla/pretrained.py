@@ -15,8 +15,9 @@ equal intervals of [-1, 1] (``Tokens.intervals``).
 
 Training: with model.lora_rank the adapters of the language model's linear layers, the value head
 and, in models without action tokens, the embeddings of the tokens that become actions; without it
-all parameters, apart from the vision encoder under model.freeze_trunk. Trained parameters are
-float32. model.dtype is the type of the arithmetic, and of the frozen weights under adapters.
+all parameters, apart from the vision encoder under model.freeze_trunk. If the vision encoder is not
+trained, ``encode`` returns its features instead of images. Trained parameters are float32.
+model.dtype is the type of the arithmetic, and of the frozen weights under adapters.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from embodied_ppo.models.vla.trunk import (
     ValueHead,
     action_size,
     check_units,
+    device_memory_gb,
 )
 
 UNSUPPORTED = {
@@ -163,6 +165,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
 
     FROZEN_ROWS = 64
     """Observations that a frozen vision encoder processes at a time."""
+    FEATURE_SHARE = 0.25
+    """Share of the device's memory that features may use without model.freeze_trunk."""
 
     def __init__(
         self,
@@ -287,29 +291,50 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
     def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
-        self.trunk.table = self.body.prompts(self.sentences or ("do the task",))
+        prompts = self.body.prompts(self.sentences or ("do the task",))
+        self.trunk.table = prompts.to(self.device)
 
     def train(self, mode: bool = True) -> CheckpointVLA:
         """Do nothing: dropout would make log-probabilities random."""
         return self
 
     # ------------------------------------------------------------------------------------- encoding
+    @property
+    def vision_learns(self) -> bool:
+        """Whether the vision encoder is trained."""
+        return not self.frozen and not self.rank
+
     @torch.no_grad()
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """Return images, or visual tokens if the vision encoder is frozen, and the prompts."""
+        """Return the prompts, and images or, unless the vision encoder is trained, visual tokens.
+
+        Visual tokens serve all epochs of an update. Without model.freeze_trunk, which asks for
+        them, images are returned if the tokens exceed ``FEATURE_SHARE``.
+        """
         images, table = self.trunk.images(obs), self.trunk.table
         rows = self.trunk.instruction_index(obs, len(images), images.device)
-        inputs = {
-            f"/{name}": getattr(table, name).to(rows.device)[rows]
-            for name in ("ids", "mask", "position")
-        }
-        if not self.frozen:
+        inputs = {f"/{name}": getattr(table, name)[rows] for name in ("ids", "mask", "position")}
+        if self.vision_learns:
             return inputs | {"/images": images}
-        parts = [self._encode_images(part) for part in images.split(self.FROZEN_ROWS)]
-        return inputs | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        limit = float("inf")
+        if not self.frozen:
+            limit = self.FEATURE_SHARE * device_memory_gb(self.device) * 1e9
+        features: dict[str, Tensor] = {}
+        first = 0
+        for part in images.split(self.FROZEN_ROWS):
+            encoded = self._encode_images(part)
+            if not features:
+                size = sum(x.nbytes for x in encoded.values())
+                if size * len(images) > limit * len(part):
+                    return inputs | {"/images": images}
+                features = {n: x.new_empty(len(images), *x.shape[1:]) for n, x in encoded.items()}
+            for name, x in encoded.items():
+                features[name][first : first + len(part)] = x
+            first += len(part)
+        return inputs | features
 
     def _encode_images(self, images: Tensor) -> dict[str, Tensor]:
-        learns = torch.is_grad_enabled() and not self.frozen and not self.rank
+        learns = torch.is_grad_enabled() and self.vision_learns
         with torch.set_grad_enabled(learns), lora.autocast(self.device, self.dtype):
             return self.body.encode_images(images)
 

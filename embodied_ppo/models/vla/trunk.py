@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import zlib
 from abc import abstractmethod
@@ -507,6 +508,13 @@ def check_units(spec: ActionSpec, config: ModelConfig, mapping: str) -> None:
             " dataset's units, and the task's bounds are not -1 and 1; write"
             " env.action_mapping=clip"
         )
+
+
+def device_memory_gb(device: torch.device) -> float:
+    """Return the memory of a GPU, or of the machine, in GB."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 class VLAPolicy(nn.Module):

@@ -14,6 +14,7 @@ from run_helpers import run_command
 from safetensors.torch import load_file, save_file
 from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
 from embodied_ppo.config.schema import ModelConfig
@@ -80,6 +81,35 @@ def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, t
         assert d.replay["latents"].shape == (B, policy.stochastic + 1, H, N)
         check_evaluate_reproduces_act(policy, inputs, d, shape=(B, C, A), sizes=(B, 2, 1))
     assert d.value.abs().max() > 0 and torch.equal(d.action, policy.act(inputs).action)
+
+
+def test_a_chain_copies_the_prefix_once(folder: Path) -> None:
+    """The steps of a chain write their keys behind one copy of the prefix."""
+    policy = make(folder, freeze_trunk=True)
+    inputs = policy.encode(observations())
+    prefix = inputs[KEYS].shape[3]
+
+    class Copies(TorchDispatchMode):
+        """Counts the copies of tensors that hold the keys of prefix and actions."""
+
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            made = func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.constant_pad_nd)
+            if made and out.ndim == 4 and out.shape[2] == prefix + 1 + H:
+                self.count += 1
+            return out
+
+    layers = len(policy.expert.layers)
+    stored = inputs[KEYS].clone()
+    with Copies() as copies:
+        d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
+    assert copies.count == 2 * layers  # keys and values; 2 * layers * steps with a copy per step
+    assert torch.equal(inputs[KEYS], stored)
+    with Copies() as copies:
+        log_prob = policy.evaluate(inputs, d.action, d.replay).log_prob
+    assert copies.count == 2 * layers and torch.equal(log_prob, d.log_prob)
 
 
 @pytest.mark.parametrize("chain", ["one", "sum, learned"])
