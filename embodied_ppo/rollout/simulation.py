@@ -399,15 +399,38 @@ class Rollout:
         """Return V of every row's true successor, [T, N].
 
         The successor is the observation of row t+1, or ``final_obs`` where row t+1 holds the next
-        episode.
+        episode. Pass p of the policy computes V of the p-th ``final_obs`` of every environment, so
+        there are as many passes as ends of episodes in one environment, at most. A row stays in the
+        column of its environment: the last bits of a matrix product depend on the number of rows
+        and on the column.
         """
         assert self.obs is not None
         next_value = torch.cat([value[1:], self._value(self.obs).unsqueeze(0)])
-        ended = torch.stack([s.terminated | s.truncated for s in steps])
-        for t, any_ended in enumerate(ended.any(1).tolist()):  # one synchronisation with a GPU
-            final_obs = steps[t].final_obs
-            if any_ended and final_obs is not None:
-                next_value[t] = torch.where(ended[t], self._value(final_obs), next_value[t])
+        ended = torch.stack([s.terminated | s.truncated for s in steps]).cpu()
+        for t, step in enumerate(steps):
+            if step.final_obs is None:
+                ended[t] = False
+        if not bool(ended.any()):
+            return next_value
+        t, i = ended.nonzero().unbind(1)  # [K] each, ordered by t
+        p = ended.cumsum(0)[t, i] - 1
+        passes, counts = int(p.max()) + 1, ended.sum(1).tolist()
+        t, i, p = torch.stack([t, i, p]).to(value.device).unbind()
+        final = [
+            tree.index(step.final_obs, environments)
+            for step, environments in zip(steps, i.split(counts), strict=True)
+            if step.final_obs is not None
+        ]
+
+        def pack(current: Tensor, *parts: Tensor) -> Tensor:
+            """Return [passes, N, ..], with ``current`` where an environment has no p-th end."""
+            packed = current.repeat(passes, *[1] * current.ndim)
+            packed[p, i] = torch.cat(parts)
+            return packed
+
+        packed = tree.map(pack, self.obs, *final)
+        values = torch.stack([self._value(tree.index(packed, k)) for k in range(passes)])
+        next_value[t, i] = values[p, i]
         return next_value
 
     def _count_episodes(
@@ -423,24 +446,23 @@ class Rollout:
         ``length`` [T, N] counts simulator steps. ``cuts`` maps a row to the environments whose
         episode was truncated for staggering; these episodes do not count.
         """
+        self.has_success |= any(x is not None for x in success)
+        succeeded = torch.stack([torch.zeros_like(ended[0]) if x is None else x for x in success])
         reward, ended, length = reward.cpu(), ended.cpu(), length.cpu().float()
-        count = 0
-        for t in range(reward.shape[0]):
+        succeeded = succeeded.cpu().float()
+        episodes: list[Tensor] = []  # [3, episodes that ended in a row] of every row
+        for t, finished in enumerate(ended):
             self.running[0] += reward[t]
             self.running[1] += length[t]
-            step_success = success[t]
-            if step_success is not None:
-                self.has_success = True
-                self.running[2] = torch.maximum(self.running[2], step_success.cpu().float())
-            finished = ended[t]
+            torch.maximum(self.running[2], succeeded[t], out=self.running[2])
             if t in cuts:
-                self.running[:, cuts[t]] = 0.0
+                self.running.masked_fill_(cuts[t], 0.0)
                 finished = finished & ~cuts[t]
-            for i in finished.nonzero().flatten().tolist():
-                episode_return, steps, episode_success = self.running[:, i].tolist()
-                self.finished.append((episode_return, steps, episode_success))
-                self.running[:, i] = 0.0
-                count += 1
+            episodes.append(self.running[:, finished])
+            self.running.masked_fill_(finished, 0.0)
+        window = torch.cat(episodes, 1)
+        count = window.shape[1]
+        self.finished.extend(zip(*window[:, -WINDOW:].tolist(), strict=True))
         metrics: Metrics = {"rollout/episodes": float(count)}
         unstable = getattr(self.env, "unstable", None)
         if unstable is not None:

@@ -175,6 +175,40 @@ def test_metrics_average_the_last_hundred_episodes():
     assert number(metrics["rollout/return"]) == pytest.approx(10 * (50 + 149) / 2 + 1)
 
 
+def test_finished_episodes_are_ordered_by_row_then_environment():
+    """Environment i returns the sum of 100 i + 10 episode + step over steps 1 .. its length."""
+    lengths = [3, 1, 2]
+    _, r = rollout(lengths, [False, True, False], same_step=True)
+    counts = [number(r.collect(4, update=u, version=0)[1]["rollout/episodes"]) for u in range(3)]
+    expected = []
+    for row in range(1, 13):
+        for i, length in enumerate(lengths):
+            if row % length == 0:
+                first = 100 * i + 10 * (row // length - 1)
+                episode_return = sum(first + step for step in range(1, length + 1))
+                expected.append((episode_return, length, row // length % 2 == 0))
+    assert list(r.finished) == expected
+    assert counts == [1 + 4 + 2] * 2 + [2 + 4 + 2]
+
+
+def test_final_observations_are_valued_together():
+    """One pass for the last observations, and one for each end of the environment with most ends.
+
+    In 6 rows the environments end 3, 2 and 0 times, in 4 different rows.
+    """
+    env, r = rollout([2, 3, 9], [False, True, False], same_step=True)
+    inputs: list[torch.Tensor] = []
+    value = r.policy.value
+    r.policy.value = lambda x: (inputs.append(x), value(x))[1]
+    t, _ = r.collect(6, update=0, version=7)
+    assert [len(x) for x in inputs] == [3] * 4
+    # A row is in the column of its environment, which is the first number of an observation.
+    assert all(x[:, 0].tolist() == [0, 1, 2] for x in inputs)
+    ended = t.terminated | t.truncated
+    assert t.next_value[ended].tolist() == [2.5, 1003.5, 102.5, 202.5, 1103.5]
+    check_decisions(t, env)
+
+
 def test_one_episode_of_each_environment():
     env, r = rollout([2, 3, 9], [False, True, False], same_step=True, one_episode=True)
     for update in (4, 5):
