@@ -10,17 +10,17 @@ import hashlib
 import torch
 from torch import Tensor
 
+SEED, STREAM, COUNT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+INDEX, MIX1, MIX2 = 0xAEF17502108EF2D9, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Odd 64-bit factors of seed, stream, count and index, and those of the finaliser."""
+
 
 def _signed(x: int) -> int:
     """Return the int64 value that torch stores for a 64-bit pattern."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-_STREAM = 0xD1B54A32D192ED03
-_SEED, _COUNT = (_signed(x) for x in (0x9E3779B97F4A7C15, 0x8CB92BA72F3D8DD7))
-_INDEX, _MIX1, _MIX2 = (
-    _signed(x) for x in (0xAEF17502108EF2D9, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_SEED, _COUNT, _INDEX, _MIX1, _MIX2 = map(_signed, (SEED, COUNT, INDEX, MIX1, MIX2))
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -32,6 +32,11 @@ def _mix(z: Tensor) -> Tensor:
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
     return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def stream_key(stream: int) -> int:
+    """Return the 64-bit key of a stream of random numbers."""
+    return (stream + 1) * STREAM % 2**64
 
 
 def uniform(
@@ -46,7 +51,7 @@ def uniform(
         size: Numbers per row.
         dtype: float64 (53 random bits) or float32 (24).
     """
-    key = _mix(seed * _SEED + _signed((stream + 1) * _STREAM % 2**64)) + count * _COUNT
+    key = _mix(seed * _SEED + _signed(stream_key(stream))) + count * _COUNT
     offset = torch.arange(size, device=seed.device) * _INDEX
     bits = _mix(_mix(key)[:, None] + offset)
     digits = 24 if dtype == torch.float32 else 53

@@ -46,6 +46,10 @@ class Physics(Protocol):
     random_size: int
     """Random numbers per world that draw a randomised model; 0: all worlds have the same model."""
 
+    def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
+        """Return ``core.random.uniform`` in ``dtype``, [N, size]."""
+        ...
+
     def images(self, mask: Tensor) -> dict[str, Tensor]:
         """Return camera -> uint8 [N, 3, H, W], arbitrary where bool [N] is False.
 

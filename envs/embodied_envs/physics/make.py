@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import mujoco
+import torch
 
 from embodied_envs import tasks
 from embodied_envs.adapters.base import AdapterOptions
@@ -22,6 +23,9 @@ from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks import Task
 from embodied_envs.tasks.task import Stage
 from embodied_ppo.core.types import EnvError
+
+WARM_UP_STEPS = 200
+"""Control steps of random actions in which a GPU's worlds show how many contacts they need."""
 
 
 def compile_model(task: Task, id: str) -> mujoco.MjModel:
@@ -97,7 +101,9 @@ def make(
     Args:
         id: ``env.id``.
         options: Options of all simulators; ``success_key`` is not read.
-        engine: "mujoco" (CPU threads) or "warp" (GPU worlds; also on device "cpu").
+        engine: "mujoco" (CPU threads) or "warp" (GPU worlds; also on device "cpu"). On a GPU, other
+            worlds are simulated first to measure ``nconmax`` and ``njmax`` unless ``kwargs`` has
+            them.
         cameras: Names of cameras whose images are observations.
         image_size: (H, W).
         randomize: Whether to randomise the domain.
@@ -125,7 +131,6 @@ def make(
         )
     render_size = options.render_size if options.render else None
     renderer = Cameras(model, cameras, size=image_size, render_size=render_size)
-    randomization = Randomization(model, all_ranges)
     make_physics: Callable[..., Physics]
     if engine == "warp":
         try:  # imported here, because warp takes two seconds to load
@@ -135,33 +140,70 @@ def make(
             raise EnvError(
                 f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}"
             ) from error
-        make_physics = partial(WarpPhysics, device=options.device, **capacities)
+        make_physics = partial(WarpPhysics, device=options.device)
     else:
         num_threads = options.num_threads or len(os.sched_getaffinity(0))
         make_physics = partial(BatchPhysics, num_threads=num_threads)
-    try:
-        physics = make_physics(
-            model,
-            options.num_envs,
-            fields=task.fields,
-            stage=task.stage,
-            cameras=renderer,
-            randomization=randomization,
-        )
-    except EnvError as error:
-        raise EnvError(f"env.id={id}: {error}") from error
-    with wrap_errors(f"env.id={id}: {type(task).__name__}.bind: "):
+
+    def build(
+        cameras: Cameras, obs_keys: Sequence[str] | None, capacities: Mapping[str, Any]
+    ) -> MujocoEnv:
+        """Create the worlds."""
+        randomization = Randomization(model, all_ranges)
         try:
-            task.bind(model, physics.device, physics.dtype)
-        except KeyError as error:  # MuJoCo's message lists the names that the model has
-            raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
-    return MujocoEnv(
-        task,
-        physics,
-        id=id,
-        seeds=list(options.seeds),
-        device=options.device,
-        max_episode_steps=options.max_episode_steps,
-        action_mapping=options.action_mapping,
-        obs_keys=None if options.obs_keys is None else (*options.obs_keys, *cameras),
-    )
+            physics = make_physics(
+                model,
+                options.num_envs,
+                fields=task.fields,
+                stage=task.stage,
+                cameras=cameras,
+                randomization=randomization,
+                **capacities,
+            )
+        except EnvError as error:
+            raise EnvError(f"env.id={id}: {error}") from error
+        with wrap_errors(f"env.id={id}: {type(task).__name__}.bind: "):
+            try:
+                task.bind(model, physics.device, physics.dtype)
+            except KeyError as error:  # MuJoCo's message lists the names that the model has
+                raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
+        return MujocoEnv(
+            task,
+            physics,
+            id=id,
+            seeds=list(options.seeds),
+            device=options.device,
+            max_episode_steps=options.max_episode_steps,
+            action_mapping=options.action_mapping,
+            obs_keys=obs_keys,
+        )
+
+    if engine == "warp" and len(capacities) < 2 and _capacities_matter(options.device):
+        capacities = _measure_capacities(build(Cameras(model), None, capacities)) | capacities
+    obs_keys = None if options.obs_keys is None else (*options.obs_keys, *cameras)
+    return build(renderer, obs_keys, capacities)
+
+
+def _capacities_matter(device: torch.device | str) -> bool:
+    """Return whether unused capacity costs time: kernels of a GPU have a thread for each row."""
+    return torch.device(device).type == "cuda"
+
+
+def _measure_capacities(env: MujocoEnv) -> dict[str, int]:
+    """Take random actions in ``env``, close it and return the capacities that this play needs.
+
+    Raises:
+        EnvError: The default capacities are too small.
+    """
+    from embodied_envs.physics.mujoco_warp import WarpPhysics
+
+    physics = env.physics
+    assert isinstance(physics, WarpPhysics)
+    generator = torch.Generator(env.device).manual_seed(0)
+    env.reset()
+    for _ in range(WARM_UP_STEPS):
+        u = torch.rand(env.action_shape, generator=generator, device=env.device)
+        env.step(2 * u - 1)
+    capacities = physics.measured_capacities()
+    env.close()
+    return capacities

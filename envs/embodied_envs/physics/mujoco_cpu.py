@@ -16,6 +16,7 @@ from torch import Tensor
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
 from embodied_envs.physics.engine import STATE_FIELDS
+from embodied_ppo.core import random
 from embodied_ppo.core.types import EnvError
 
 try:
@@ -95,6 +96,10 @@ class BatchPhysics:
         for name, value in values.items():
             self.fields[name][mask] = value[mask]
         self.worlds.forward(ids)
+
+    def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
+        """See ``Physics``."""
+        return random.uniform(seed, stream, count, size, self.dtype)
 
     def images(self, mask: Tensor) -> dict[str, Tensor]:
         """See ``Physics``."""

@@ -12,7 +12,7 @@ from embodied_envs.adapters import actions, spaces
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.physics.task_validation import TaskValidator
 from embodied_envs.tasks.task import Task
-from embodied_ppo.core import random, tree
+from embodied_ppo.core import tree
 from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, EnvError, Obs, ObsSpec, Step
 
 HUGE = 1e10
@@ -68,7 +68,7 @@ class MujocoEnv:
         box = Box(tuple(low), tuple(high))
         self.action_spec: ActionSpec = box
         self._map = actions.mapper(action_mapping, box, physics.device)
-        self._action_shape = spaces.action_shape(box, self.num_envs)
+        self.action_shape = spaces.action_shape(box, self.num_envs)
         self.cameras_enabled = True
         """Whether cameras render; if not, the images of running episodes are stale."""
         zeros = torch.zeros(self.num_envs, dtype=torch.int64, device=physics.device)
@@ -80,7 +80,7 @@ class MujocoEnv:
         self._is_reset = self._closed = False
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
         validator = TaskValidator(id, task, physics, self.num_envs)
-        start = validator.start(self._start)
+        start = validator.start(lambda: task.reset(self._start_numbers()[0]))
         self.s: dict[str, Tensor] = dict(physics.fields) | {
             k: x.clone() for k, x in start.items() if k not in INITIAL_FIELDS
         }
@@ -89,7 +89,7 @@ class MujocoEnv:
         self._before = validator.before(self.s)
         self._begin(self._all_worlds)
         validator.step(
-            self._before, self.s, self._map(torch.zeros(self._action_shape, device=physics.device))
+            self._before, self.s, self._map(torch.zeros(self.action_shape, device=physics.device))
         )
         self._selected: list[str] | None = None
         obs = self._observe(self._all_worlds)
@@ -120,8 +120,8 @@ class MujocoEnv:
         self._check_open()
         if not self._is_reset:
             raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
-        if action.shape != self._action_shape:
-            raise spaces.action_shape_error(self.id, action, self._action_shape)
+        if action.shape != self.action_shape:
+            raise spaces.action_shape_error(self.id, action, self.action_shape)
         program = self._programs[self.cameras_enabled]
         return self._to_device(program(action.to(self.physics.device)))
 
@@ -181,6 +181,7 @@ class MujocoEnv:
         """Free the simulation. A second call has no effect."""
         if not self._closed:
             self._closed = True
+            self._programs.clear()  # a CUDA graph holds this object and its memory
             self.physics.close()
 
     # --------------------------------------------------------------------------------------- a step
@@ -198,7 +199,7 @@ class MujocoEnv:
         if task.step_noise:
             # One stream per environment: the counter holds episode and step.
             steps = self._elapsed + (self._episode << 32)
-            u = random.uniform(self._seeds, _STEP, steps, task.step_noise, physics.dtype)
+            u = physics.uniform(self._seeds, _STEP, steps, task.step_noise)
         else:
             u = reward.new_empty(self.num_envs, 0)
         for name, value in task.advance(s, action, u).items():
@@ -206,8 +207,8 @@ class MujocoEnv:
         truncated = (self._elapsed >= self._time_limit) & ~terminated
         kind = s["kind"].clone() if "kind" in s else None
         # NaN compares as False.
-        stable = [(s[k].abs() < HUGE).all(1) for k in ("qpos", "qvel", "ctrl")]
-        unstable = ~(stable[0] & stable[1] & stable[2])
+        values = torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
+        unstable = ~(values.abs() < HUGE).all(1)
         any_unstable = not physics.host_readable or bool(unstable.any())
         if any_unstable:
             reward = reward.masked_fill(unstable, 0.0)
@@ -254,26 +255,31 @@ class MujocoEnv:
         """Return a copy of the last observation on the caller's device."""
         return self._to_device(tree.map(Tensor.clone, self._last_obs))
 
-    def _start(self) -> dict[str, Tensor]:
-        """Return the initial state of the current episodes, from ``task.reset``."""
-        size = self.task.reset_noise
-        return self.task.reset(
-            random.uniform(self._seeds, _RESET, self._episode, size, self.physics.dtype)
-        )
+    def _start_numbers(self) -> tuple[Tensor, Tensor]:
+        """Return the random numbers of the current episodes' starts, [N, ..].
+
+        The first are the task's, the second the randomised model's.
+        """
+        task_size, model_size = self.task.reset_noise, self.physics.random_size
+        if task_size + model_size == 0:
+            empty = torch.empty(
+                self.num_envs, 0, dtype=self.physics.dtype, device=self._seeds.device
+            )
+            return empty, empty
+        u = self.physics.uniform(self._seeds, _RESET, self._episode, task_size + model_size)
+        return u[:, :task_size].contiguous(), u[:, task_size:]
 
     def _begin(self, mask: Tensor) -> None:
         """Start the next episode where bool [N]: set simulator, variables and elapsed steps."""
         self._episode += mask
         self._elapsed.masked_fill_(mask, 0)
-        start = self._start()
-        physics, size = self.physics, self.task.reset_noise
-        # The task takes the first ``size`` numbers, the randomised model those after them.
-        u = random.uniform(
-            self._seeds, _RESET, self._episode, size + physics.random_size, physics.dtype
-        )[:, size:]
-        physics.reset(mask, {k: x for k, x in start.items() if k in INITIAL_FIELDS}, u)
+        task_numbers, model_numbers = self._start_numbers()
+        start = self.task.reset(task_numbers)
+        initial = {k: x for k, x in start.items() if k in INITIAL_FIELDS}
+        self.physics.reset(mask, initial, model_numbers)
         for name in self._variables:
-            self.s[name].copy_(_select(mask, start[name], self.s[name]))
+            old = self.s[name]
+            torch.where(mask.view(-1, *[1] * (old.ndim - 1)), start[name], old, out=old)
         self._store_before()
 
     def _store_before(self) -> None:

@@ -22,24 +22,35 @@ import warp as wp
 from mujoco_warp import OverflowType
 from torch import Tensor
 
+from embodied_envs.physics import warp_kernels
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
 from embodied_envs.physics.engine import STATE_FIELDS
-from embodied_ppo.core import tree
+from embodied_ppo.core import random, tree
 from embodied_ppo.core.types import EnvError
 
 _FORCES = ("cacc", "cfrc_int", "cfrc_ext")
 """Fields that a reset sets to 0, because MuJoCo's mj_forward computes them only for a sensor."""
 
-_CURRENT = {
+_FROM_POSITION = {
     *("xpos", "xquat", "xmat", "xipos", "ximat", "xanchor", "xaxis", "geom_xpos", "geom_xmat"),
     *("site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir"),
     *("subtree_com", "cdof", "cinert", "flexvert_xpos", "flexedge_length", "ten_length", "ten_J"),
-    *("actuator_length", "actuator_moment", "ten_velocity", "actuator_velocity", "cvel"),
-    *("cdof_dot", "qfrc_bias", "qfrc_passive", "qfrc_spring", "qfrc_damper", "qfrc_gravcomp"),
-    *_FORCES,
+    *("actuator_length", "actuator_moment"),
 }
-"""Derived fields that ``WarpPhysics._make_current`` computes, or a reset sets to 0."""
+"""Derived fields that follow from positions."""
+
+_FROM_VELOCITY = {
+    *("ten_velocity", "actuator_velocity", "cvel", "cdof_dot", "qfrc_bias", "qfrc_passive"),
+    *("qfrc_spring", "qfrc_damper", "qfrc_gravcomp"),
+}
+"""Derived fields that follow from positions and velocities.
+
+``WarpPhysics._make_current`` computes them and those of _FROM_POSITION.
+"""
+
+_FROM_CONTROL = ("actuator_force", "qfrc_actuator")
+"""Derived fields that follow from positions, velocities and controls."""
 
 _MASS_CONSTANTS = (
     *("body_subtreemass", "body_invweight0", "dof_invweight0"),
@@ -84,6 +95,7 @@ class WarpPhysics:
             cameras: Names and sizes of the images, and the renderer of ``render``.
             randomization: Fields that differ between worlds.
             nconmax: Contacts per world, on average over the worlds; None: ``default_capacities``.
+                ``measured_capacities`` returns what play needs.
             njmax: Rows of the constraint Jacobian per world (4 for a contact with pyramidal
                 friction, 1 for a joint at its limit); None: ``default_capacities``.
 
@@ -107,10 +119,13 @@ class WarpPhysics:
         names = dict.fromkeys([*STATE_FIELDS, *fields])
         self.fields = {name: self._field(name, host) for name in names}
         self._derived = [k for k in self.fields if k not in STATE_FIELDS and hasattr(self.data, k)]
-        self._reset_solves = not _CURRENT.issuperset(self._derived) or bool(
+        current = {*_FROM_POSITION, *_FROM_VELOCITY, *_FROM_CONTROL, *_FORCES}
+        self._reset_solves = not current.issuperset(self._derived) or bool(
             self._warp_model.sensor_rne_postconstraint
         )
         """Whether a reset must solve for accelerations."""
+        self._needs_velocity = not _FROM_POSITION.issuperset({*self._derived} - {*_FORCES})
+        """Whether a derived field or a sensor follows from velocities."""
         self._render_context = self._make_render_context() if cameras.names else None
 
     def _allocate(self) -> None:
@@ -136,11 +151,11 @@ class WarpPhysics:
         self._warp_mask = wp.zeros(self.num_envs, dtype=bool)
         self._mask = wp.to_torch(self._warp_mask)
         """Worlds that ``_set_defaults`` resets, bool [N]."""
-        self._counts = [wp.to_torch(x) for x in (d.overflow, d.ncollision, d.nacon, d.nefc)]
-        self._peak_counts = torch.zeros(5, dtype=torch.int64, device=self.device)
+        self._warp_peak_counts = wp.zeros(5, dtype=int)
+        self._peak_counts = wp.to_torch(self._warp_peak_counts)
         """Largest counts so far: contacts lost, rows lost; candidate pairs and contacts of all
         worlds; rows of one world."""
-        self._host_counts = torch.zeros(5, dtype=torch.int64, pin_memory=not self._on_cpu)
+        self._host_counts = torch.zeros(5, dtype=torch.int32, pin_memory=not self._on_cpu)
         """Copy of ``_peak_counts`` on the host."""
         sensors = (m.sensor_contact_pos_adr, m.sensor_limitpos_adr, m.sensor_limitvel_adr)
         columns = [
@@ -193,10 +208,6 @@ class WarpPhysics:
         """
         self.fields["ctrl"].copy_(ctrl)
         self._launch(("step", substeps), lambda: self._advance(substeps))
-        overflow, candidates, contacts, rows = self._counts
-        lost = [(overflow & bits != 0).any() for bits in _overflow_bits()]
-        counts = torch.stack([*lost, candidates[0], contacts[0], rows.max()])
-        torch.maximum(self._peak_counts, counts, out=self._peak_counts)
         if self.host_readable:
             self._host_counts.copy_(self._peak_counts)
             self._check_overflow()
@@ -209,9 +220,19 @@ class WarpPhysics:
             self._make_current()
         elif self.stage == "forces":
             mjw.rne_postconstraint(self._warp_model, self.data)
+        d = self.data
+        counts = [d.overflow, d.ncollision, d.nacon, d.nefc]
+        wp.launch(
+            warp_kernels.update_peaks,
+            d.nworld,
+            [*_overflow_bits(), *counts, self._warp_peak_counts],
+        )
 
     def _make_current(self) -> None:
-        """Compute positions, velocities and their sensors from the current qpos and qvel."""
+        """Compute the derived fields and sensors of the current qpos and qvel.
+
+        Without a field that follows from velocities, those of positions suffice.
+        """
         m, d = self._warp_model, self.data
         columns = self._constraint_columns
         if columns.size or m.nsensorcollision:
@@ -219,7 +240,9 @@ class WarpPhysics:
         else:
             mjw.fwd_kinematics(m, d)
             mjw.transmission(m, d)
-        wp.launch(_clear, dim=(d.nworld, columns.size), inputs=[columns, d.sensordata])
+        if not self._needs_velocity:
+            return
+        wp.launch(warp_kernels.clear, dim=(d.nworld, columns.size), inputs=[columns, d.sensordata])
         mjw.sensor_pos(m, d)
         mjw.fwd_velocity(m, d)
         mjw.sensor_vel(m, d)
@@ -254,13 +277,25 @@ class WarpPhysics:
             mjw.forward(self._warp_model, self.data)
         else:
             self._make_current()
+            if set(_FROM_CONTROL) & set(self._derived):
+                mjw.fwd_actuation(self._warp_model, self.data)
 
     @staticmethod
     def _set(mask: Tensor, fields: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Copy values [N, ..] into the fields of the same names, where bool [N]."""
         for name, value in values.items():
             x = fields[name]
-            x.copy_(torch.where(mask.view(-1, *[1] * (x.ndim - 1)), value, x))
+            torch.where(mask.view(-1, *[1] * (x.ndim - 1)), value, x, out=x)
+
+    def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
+        """See ``Physics``. One kernel instead of the 44 of ``core.random.uniform``."""
+        out = torch.empty(len(seed), size, dtype=self.dtype, device=self.device)
+        arrays = [wp.from_torch(x) for x in (seed, count, out)]
+        with self.scope():
+            wp.launch(
+                warp_kernels.uniform, out.shape, [wp.uint64(random.stream_key(stream)), *arrays]
+            )
+        return out
 
     # --------------------------------------------------------------------------------------- images
     def images(self, mask: Tensor) -> dict[str, Tensor]:
@@ -403,6 +438,19 @@ class WarpPhysics:
         self._check_overflow()
         self._host_counts.copy_(self._peak_counts, non_blocking=True)  # pinned memory
 
+    def measured_capacities(self) -> dict[str, int]:
+        """Return ``nconmax`` and ``njmax`` that hold twice the largest counts so far.
+
+        They are at least a third of the present capacities, because a trained policy can touch more
+        than what was measured, and at most the present ones.
+        """
+        candidates, contacts, rows = self._peak_counts.tolist()[2:]
+        per_world = max(candidates, contacts) / self.num_envs
+        nconmax = max(math.ceil(2 * per_world), math.ceil(self._nconmax / 3))
+        njmax = max(2 * rows, math.ceil(self._njmax / 3))
+        njmax = 16 * math.ceil(njmax / 16)  # whole tiles; also fewer variants of compiled kernels
+        return {"nconmax": min(nconmax, self._nconmax), "njmax": min(njmax, self._njmax)}
+
     def _check_overflow(self) -> None:
         """Raise EnvError if the counts on the host say that contacts or constraints were lost."""
         contacts_lost, rows_lost, candidates, contacts, rows = self._host_counts.tolist()
@@ -412,13 +460,6 @@ class WarpPhysics:
         if rows_lost:
             quantity = "rows of constraints in one world"
             raise EnvError(_capacity_message("njmax", self._njmax, quantity, rows))
-
-
-@wp.kernel(enable_backward=False)
-def _clear(columns: wp.array[int], out: wp.array2d[float]):
-    """Set out[:, columns] to 0."""
-    world, i = wp.tid()  # pyright: ignore
-    out[world, columns[i]] = 0.0  # pyright: ignore
 
 
 class _CapturedStep:

@@ -6,6 +6,7 @@ The first run compiles kernels for about two minutes; they are stored in ~/.cach
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from dataclasses import replace
@@ -15,11 +16,13 @@ import mujoco
 import numpy as np
 import pytest
 import torch
+import warp as wp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import embodied_envs
 from embodied_envs import tasks
+from embodied_envs.physics import make as physics_factory
 from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.mujoco_env import MujocoEnv
@@ -31,7 +34,7 @@ from embodied_envs.physics.mujoco_warp import (
 )
 from embodied_envs.tasks import State, Task
 from embodied_envs.tasks.locomotion import Ant
-from embodied_ppo.core import tree
+from embodied_ppo.core import random, tree
 from embodied_ppo.core.types import Box, EnvError
 
 SWING = """<mujoco>
@@ -452,6 +455,78 @@ def test_control_step_reads_no_value_on_the_host(id: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
+VIEWS = {
+    *(
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+        "as_strided",
+        "expand",
+        "transpose",
+        "t",
+        "permute",
+    ),
+    *("unsqueeze", "squeeze", "slice", "select", "split", "unbind", "alias", "detach"),
+    *("empty", "new_empty", "empty_like"),
+}
+"""Operations of torch without a kernel."""
+
+
+class Operations(TorchDispatchMode):
+    """Count operations of torch that are kernels on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "torch_kernels", "warp_kernels"),
+    [("HalfCheetah", 50, 420), ("Ant", 70, 1580), ("Go1Joystick", 260, 400)],
+)
+def test_kernels_of_a_control_step(
+    name: str, torch_kernels: int, warp_kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upper bounds of the kernels on a GPU, with one iteration of the solver per physics step.
+
+    mujoco_warp's kernels are counted but not executed. Warp does not start kernels without threads.
+    """
+    launch, launches = wp.launch, []
+
+    def count(kernel: Any, dim: Any, *args: Any, **kwargs: Any) -> None:
+        if math.prod(dim if isinstance(dim, (tuple, list)) else [dim]):
+            launches.append(kernel.key)
+        if "embodied_envs" in kernel.module.name:
+            launch(kernel, dim, *args, **kwargs)
+
+    monkeypatch.setattr(wp, "launch", count)
+    monkeypatch.setattr(wp, "launch_tiled", count)
+    monkeypatch.setattr(wp, "capture_while", lambda _, while_body, **options: while_body(**options))
+    env = make(name, 2)
+    env.physics.records_kernels = env.physics.host_readable = False
+    env.reset()
+    action = torch.zeros(env.action_shape)
+    launches.clear()
+    with Operations() as operations:
+        env.step(action)
+    assert operations.count <= torch_kernels
+    assert len(launches) <= warp_kernels
+    assert launches.count("uniform") == 1 + bool(env.task.step_noise)
+
+
+def test_random_numbers_equal_core_random() -> None:
+    env = make(n=5)
+    seed = torch.tensor([0, 1, -5, 2**62, 12345])
+    count = torch.tensor([0, 7, 3 << 32, -1, 2**40])
+    for stream in (0, 1):
+        expected = random.uniform(seed, stream, count, 37, torch.float32)
+        assert torch.equal(env.physics.uniform(seed, stream, count, 37), expected)
+
+
 # ------------------------------------------------------------------------------------------- images
 def test_images_equal_opengls() -> None:
     """The mean absolute difference is below 2 of 255 (measured: 0.3), also with random models."""
@@ -584,6 +659,25 @@ class Boxed(Swing):
         return mujoco.MjSpec.from_string(
             SWING.replace('type="sphere" size="0.15"', 'type="box" size="0.1 0.1 0.1"')
         )
+
+
+def test_measured_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A box that has fallen has 4 contacts of 4 rows; capacities are twice these numbers.
+
+    The measurement does not change what the worlds do.
+    """
+    plain = make(f"{__name__}:Boxed", 2, seeds=[0, 0])
+    monkeypatch.setattr(physics_factory, "_capacities_matter", lambda device: True)
+    monkeypatch.setattr(physics_factory, "WARM_UP_STEPS", 12)
+    env = make(f"{__name__}:Boxed", 2, seeds=[0, 0])
+    assert (plain.physics.data.naconmax, plain.physics.data.njmax) == (2 * 16, 64)
+    assert (env.physics.data.naconmax, env.physics.data.njmax) == (2 * 8, 32)
+    runs = [[x.reset(), *(x.step(a) for a in random_actions(x, 15))] for x in (plain, env)]
+    assert all(map(torch.equal, *map(tree.leaves, runs)))
+    env = make(f"{__name__}:Boxed", 2, seeds=[0, 0], kwargs={"nconmax": 9})
+    assert (env.physics.data.naconmax, env.physics.data.njmax) == (2 * 9, 32)
+    with pytest.raises(EnvError, match="njmax=7 is too small"):
+        make(f"{__name__}:Boxed", 2, seeds=[0, 0], kwargs={"njmax": 7})
 
 
 def test_default_capacities() -> None:
