@@ -57,6 +57,8 @@ SUCCESS = INSTRUCTED | {
     "tabletop_reach",
 }
 """Experiments whose task reports success."""
+GPU = ("ant_gpu", "go1_gpu", "panda_gpu", "tabletop_gpu")
+"""Experiments that differ from the one they extend only in sizes, for thousands of worlds."""
 
 
 def test_documented_experiments_exist() -> None:
@@ -80,7 +82,8 @@ def mode(name: str) -> str:
 
 
 def experiments_of(mode_name: str) -> list[str]:
-    return [name for name in EXPERIMENTS if mode(name) == mode_name and name not in NEEDS_FILES]
+    trained = [name for name in EXPERIMENTS if name not in NEEDS_FILES and name not in GPU]
+    return [name for name in trained if mode(name) == mode_name]
 
 
 @pytest.mark.parametrize("name", experiments_of("embodied"))
@@ -96,6 +99,18 @@ def test_experiment_trains_and_evaluates(
     assert summary["final_return"] is not None and summary["cpu_us_per_step"] > 10
     assert (summary["final_success"] is not None) == (name in SUCCESS)
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_gpu_experiment_has_few_large_minibatches(name: str, capsys: pytest.CaptureFixture) -> None:
+    """At least 4,096 worlds, at most 20 minibatches, and memory that fits on a GPU of 80 GB."""
+    options = ["placement=fused", "cluster.devices_per_node=1", "cluster.device_memory_gb=80"]
+    assert main.main(["plan", "--json", f"experiment={name}", *options]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["facts"]["environments of a rollout process"] >= 4096
+    assert plan["facts"]["optimiser steps an update"] <= 20
+    assert plan["facts"]["samples of an actor process in a step"] >= 32768
+    assert plan["memory"][-1][0] == "together"
 
 
 @pytest.mark.parametrize("name", experiments_of("reasoning"))
