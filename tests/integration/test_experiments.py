@@ -107,10 +107,10 @@ def test_gpu_experiment_has_few_large_minibatches(name: str, capsys: pytest.Capt
     options = ["placement=fused", "cluster.devices_per_node=1", "cluster.device_memory_gb=80"]
     assert main.main(["plan", "--json", f"experiment={name}", *options]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["facts"]["environments of a rollout process"] >= 4096
-    assert plan["facts"]["optimiser steps an update"] <= 20
-    assert plan["facts"]["samples of an actor process in a step"] >= 32768
-    assert plan["memory"][-1][0] == "together"
+    assert plan["facts"]["environments per rollout process"] >= 4096
+    assert plan["facts"]["optimiser steps per update"] <= 20
+    assert plan["facts"]["samples per optimiser step and actor process"] >= 32768
+    assert plan["memory"][-1][0] == "total"
 
 
 @pytest.mark.parametrize("name", experiments_of("reasoning"))

@@ -175,7 +175,7 @@ def test_metrics_average_the_last_hundred_episodes():
     assert number(metrics["rollout/return"]) == pytest.approx(10 * (50 + 149) / 2 + 1)
 
 
-def test_finished_episodes_are_ordered_by_row_then_environment():
+def test_finished_episodes_are_ordered_by_row_then_environment() -> None:
     """Environment i returns the sum of 100 i + 10 episode + step over steps 1 .. its length."""
     lengths = [3, 1, 2]
     _, r = rollout(lengths, [False, True, False], same_step=True)
@@ -191,7 +191,7 @@ def test_finished_episodes_are_ordered_by_row_then_environment():
     assert counts == [1 + 4 + 2] * 2 + [2 + 4 + 2]
 
 
-def test_final_observations_are_valued_together():
+def test_final_observations_are_valued_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass for the last observations, and one for each end of the environment with most ends.
 
     In 6 rows the environments end 3, 2 and 0 times, in 4 different rows.
@@ -199,7 +199,7 @@ def test_final_observations_are_valued_together():
     env, r = rollout([2, 3, 9], [False, True, False], same_step=True)
     inputs: list[torch.Tensor] = []
     value = r.policy.value
-    r.policy.value = lambda x: (inputs.append(x), value(x))[1]
+    monkeypatch.setattr(r.policy, "value", lambda x: (inputs.append(x), value(x))[1])
     t, _ = r.collect(6, update=0, version=7)
     assert [len(x) for x in inputs] == [3] * 4
     # A row is in the column of its environment, which is the first number of an observation.
