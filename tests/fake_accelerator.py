@@ -254,7 +254,10 @@ class FakeAccelerator(TorchDispatchMode):
         def wrap(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            return wrapper[id(x)] if id(x) in wrapper else DeviceTensor(x)
+            if id(x) in wrapper:
+                return wrapper[id(x)]
+            with torch.inference_mode(x.is_inference()):  # a view of a weight is no such tensor
+                return DeviceTensor(x)
 
         return tree.map(wrap, out)
 
