@@ -36,27 +36,23 @@ from tests.envs.physics import test_mujoco_warp as warp
 from tests.models import test_actor_critic as actor_critic
 from tests.models import test_causal_lm as causal_lm
 from tests.models.vla import test_pi0 as pi0
+from tests.models.vla import test_pretrained as pretrained
 from tests.models.vla import test_trunk as small_vla
 
 BUDGETS = {
-    # Operations with a kernel in one decode step of 24 layers (Qwen2.5-0.5B has as many), float32
-    # weights multiplied in bfloat16, by sampler.
-    "decode step, plain": 1314,
-    "decode step, filters": 1341,
-    "decode step, greedy": 1304,
+    # Operations with a kernel in one decode step of 3 layers, by sampler. ``test_decode_model`` has
+    # the bounds of a model of 24 layers.
+    "decode step, plain": 147,
+    "decode step, filters": 174,
+    "decode step, greedy": 137,
     # Times that the host waits for the GPU.
     "decode round of 8 steps": 2,
-    "rollout": 8,
-    "control step of a rollout": 1,
-    "update of an actor-critic": 14,
-    "update of a language model": 10,
+    "control step of a rollout": 0,
+    "end of a rollout": 8,
+    "update of an actor-critic, before and after its minibatches": 14,
     "micro-batch": 0,
-    "cutting a minibatch of a language model": 2,
-    # A control step of Ant (Runge-Kutta, 5 substeps): torch's operations with a kernel; launches of
-    # Warp kernels outside of the solver's loops; those in the loops, for one iteration per solve.
-    "control step of Ant, torch": 201,
-    "control step of Ant, Warp": 2016,
-    "control step of Ant, solver": 200,
+    "minibatch of a language model, cut by length": 2,
+    "update of a language model, before and after its minibatches": 10,
 }
 """Upper bounds. Lower a bound when the code needs less; raise it only for a stated reason."""
 
@@ -173,6 +169,19 @@ def test_pi0(folder: Path, trunk: str, accelerator: FakeAccelerator) -> None:
     check_policy(policy, pi0.observations(), accelerator)
 
 
+@pytest.mark.parametrize(
+    ("kind", "decode"),
+    [("openvla", "parallel"), ("openvla", "autoregressive"), ("paligemma", "parallel")],
+)
+def test_checkpoint_vla(folder: Path, kind: str, decode: str, accelerator: FakeAccelerator) -> None:
+    """OpenVLA with adapters; decoding all actions at once (parallel) is OpenVLA-OFT's."""
+    path = folder / kind
+    if not path.exists():
+        pretrained.write_checkpoint(kind, path)
+    policy = pretrained.policy_of(path, decode=decode, lora_rank=4)
+    check_policy(policy, pretrained.observations(), accelerator)
+
+
 # ------------------------------------------------------------------------------------------ updates
 class Recorded(compile.CompileSchedule):
     """Runs programs eagerly under the rules of a CUDA graph's recording: without host access."""
@@ -225,7 +234,9 @@ def test_update_of_actor_critic(graphs: bool, accelerator: FakeAccelerator) -> N
         assert [reads.pop(place) for place in eager] == [MINIBATCHES, EPOCHS]
         statistics = reads.pop("embodied_ppo/algorithms/optimizer.py:_add_statistics", 0)
         assert within("micro-batch", statistics // MINIBATCHES)
-    assert within("update of an actor-critic", reads.total()), reads
+    assert within("update of an actor-critic, before and after its minibatches", reads.total()), (
+        reads
+    )
 
 
 EPOCHS, MINIBATCHES = 2, 8
@@ -250,10 +261,14 @@ def test_update_of_language_model(accelerator: FakeAccelerator) -> None:
     minibatches = 2 * 2 * 2  # models x epochs x minibatches of an epoch
     passes = minibatches + 2  # one of the critic's values and one of the reference, too
     cuts = reads.pop("embodied_ppo/algorithms/optimizer.py:cut_columns")
-    assert within("cutting a minibatch of a language model", cuts // passes) and not cuts % passes
+    assert (
+        within("minibatch of a language model, cut by length", cuts // passes) and not cuts % passes
+    )
     assert reads.pop(f"{OPTIMIZER}._apply_gradients") == minibatches
     assert reads.pop(f"{OPTIMIZER}._minibatches") == 2 * EPOCHS
-    assert within("update of a language model", reads.total()), reads
+    assert within("update of a language model, before and after its minibatches", reads.total()), (
+        reads
+    )
 
 
 # --------------------------------------------------------------------------------------- generation
@@ -271,6 +286,8 @@ def decode_steps(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) 
     step, counts = StaticDecode.step, list[int]()
 
     def recorded(*args: Any) -> None:
+        if args[0].last.device.type != NAME:
+            return step(*args)
         before = accelerator.operations.total()
         with accelerator.no_host_access():
             step(*args)
@@ -283,26 +300,15 @@ def decode_steps(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_generation(sampler: str, accelerator: FakeAccelerator, decode_steps: list[int]) -> None:
     """Slots are freed and filled again."""
-    sampling = Sampling(12, stop_ids=(2, *range(30, 40)), **SAMPLERS[sampler])
+    sampling = Sampling(10, stop_ids=(2, *range(30, 40)), **SAMPLERS[sampler])
     cpu, device = causal_lm.make(), to_device(causal_lm.make())
     options: dict[str, Any] = {"slots": 4, "pad_id": 0, "static": True}
     expected = Engine(cpu, **options).generate(PROMPTS, sampling, seed=0)
     assert len(set(expected.length.tolist())) > 2
-    decode_steps.clear()
     actual = Engine(device, **options).generate(PROMPTS, sampling, seed=0)
-    assert torch.equal(to_host(actual.token), expected.token) and len(set(decode_steps)) == 1
+    assert torch.equal(to_host(actual.token), expected.token)
     assert_close(actual.log_prob, expected.log_prob)
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_budget_of_decode_step(
-    sampler: str, accelerator: FakeAccelerator, decode_steps: list[int]
-) -> None:
-    policy = to_device(causal_lm.make(num_hidden_layers=24, tie_word_embeddings=True))
-    policy.compute = torch.bfloat16
-    engine = Engine(policy, slots=8, pad_id=0, static=True)
-    engine.generate(PROMPTS, Sampling(2, **SAMPLERS[sampler]), seed=0)  # one step after the prompts
-    assert len(decode_steps) == 1 and within(f"decode step, {sampler}", decode_steps[0])
+    assert within(f"decode step, {sampler}", max(decode_steps))
 
 
 def test_budget_of_decode_round(accelerator: FakeAccelerator, decode_steps: list[int]) -> None:
@@ -379,35 +385,4 @@ def test_rollout(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) 
     steps = horizons[2] - horizons[1]
     in_each_step = (reads[2].total() - reads[1].total()) // steps
     assert within("control step of a rollout", in_each_step), reads[2]
-    assert within("rollout", reads[2].total() - horizons[2] * in_each_step), reads[2]
-
-
-def test_budget_of_ants_control_step(
-    accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Launches are counted instead of executed, so nothing is compiled and the state stays."""
-    use_device_for_warp(accelerator, monkeypatch)
-    wp, launches, iterations = mujoco_warp.wp, Counter[str](), Counter[str]()
-    counts = [launches]
-
-    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        counts[-1][kernel.key] += 1
-
-    def capture_while(condition: Any, while_body: Any, **kwargs: Any) -> None:
-        counts.append(iterations)
-        while_body(**kwargs)
-        counts.pop()
-
-    for name, stub in (("launch", launch), ("launch_tiled", launch)):
-        monkeypatch.setattr(wp, name, stub)
-    monkeypatch.setattr(wp, "capture_while", capture_while)
-    env = warp.make("Ant", 4, device=NAME)
-    env.reset()
-    for count in (launches, iterations):
-        count.clear()
-    accelerator.reset()
-    env.step(torch.zeros(4, 8, device=NAME))
-    torch_operations = accelerator.operations.total()
-    assert within("control step of Ant, torch", torch_operations), accelerator.operations
-    assert within("control step of Ant, Warp", launches.total()), launches
-    assert within("control step of Ant, solver", iterations.total()), iterations
+    assert within("end of a rollout", reads[2].total() - horizons[2] * in_each_step), reads[2]
