@@ -5,12 +5,17 @@ Order: repetition penalty, temperature, top-k, top-p, min-p.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from embodied_ppo.core.types import ConfigError
+
+EPSILON = 2.0**-52
+"""x·(1 − EPSILON) < x for each positive float64 x that is not subnormal."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def choose(
         Tokens int64 [B], and their log-probabilities float32 [B] at the temperature (1 for greedy),
         before penalty and filters, as the learner computes them.
     """
-    scaled = logits / (sampling.temperature or 1.0)
+    scaled = _scaled(logits, sampling)
     log_p = scaled.log_softmax(-1)
     if sampling.repetition_penalty != 1.0:
         assert occurred is not None
@@ -86,12 +91,17 @@ def choose(
             logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
         )
         logits = torch.where(occurred, penalised, logits)
-        scaled = logits / (sampling.temperature or 1.0)
+        scaled = _scaled(logits, sampling)
     if sampling.temperature == 0:
         token = scaled.argmax(-1)
     else:
         token = _draw(_filtered(scaled, sampling), u)
     return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
+def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return logits divided by the temperature, as they are for greedy choice."""
+    return logits if sampling.temperature in (0.0, 1.0) else logits / sampling.temperature
 
 
 def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
@@ -115,9 +125,42 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _draw(p: Tensor, u: Tensor) -> Tensor:
-    """Return int64 [B], the first index whose cumulative share of p [B, V] exceeds u."""
-    total = p.double().cumsum(-1)
-    token = torch.searchsorted(total, (u * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
-    # Rounding may select the index after the last token with positive probability.
-    last = p.shape[-1] - 1 - (p > 0).flip(-1).int().argmax(-1)
-    return token.minimum(last)
+    """Return int64 [B], the first index whose cumulative share of p [B, V] exceeds u.
+
+    The cumulative sum over the vocabulary has two levels, blocks and the tokens of one block. Only
+    the sums are float64, so that nothing of the size of the vocabulary is written.
+    """
+    vocabulary = p.shape[-1]
+    width, u = _block_width(vocabulary), u.clamp(max=1 - EPSILON).unsqueeze(-1)
+    # u < 1, so that the sum up to an index with positive probability exceeds the target.
+    if width == vocabulary:
+        total = p.cumsum(-1, dtype=torch.float64)
+        return _first_above(total, u * total[:, -1:]).squeeze(-1)
+    blocks = F.pad(p, (0, -vocabulary % width)) if vocabulary % width else p
+    blocks = blocks.unflatten(-1, (-1, width))  # [B, blocks, width]
+    sums = blocks.sum(-1, dtype=torch.float64)
+    total = sums.cumsum(-1)
+    target = u * total[:, -1:]
+    block = _first_above(total, target)  # [B, 1]
+    inner = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, width)).squeeze(1)
+    inner = inner.cumsum(-1, dtype=torch.float64)
+    before = (total - sums).gather(1, block)
+    # The order of the sums differs, so that rounding may leave the block at either end.
+    target = (target - before).clamp(min=0).minimum(inner[:, -1:] * (1 - EPSILON))
+    token = torch.add(_first_above(inner, target), block, alpha=width).squeeze(-1)
+    return token.clamp_(max=vocabulary - 1)  # NaN, with a padded block
+
+
+def _first_above(total: Tensor, target: Tensor) -> Tensor:
+    """Return the first index of total [B, K] above target [B, 1]; the last one for NaN."""
+    return torch.searchsorted(total, target, right=True).clamp_(max=total.shape[-1] - 1)
+
+
+def _block_width(vocabulary: int) -> int:
+    """Return the number of tokens of a block.
+
+    Divisors of the vocabulary are preferred, because others need a padded copy of the
+    probabilities.
+    """
+    width = math.gcd(vocabulary, 1024)
+    return width if width >= 64 else min(vocabulary, 256)

@@ -477,6 +477,26 @@ def test_both_ends_of_the_unit_interval_give_possible_tokens() -> None:
         assert int(token) == expected
 
 
+@pytest.mark.parametrize("vocabulary", [5, 64, 257, 1000, 4096])
+def test_two_levels_draw_the_tokens_of_one_cumulative_sum(vocabulary: int) -> None:
+    """The vocabularies are one block, blocks that divide it, and blocks that need padding."""
+    generator = torch.Generator().manual_seed(0)
+    for scale in (1.0, 30.0):
+        logits = scale * torch.randn(500, vocabulary, generator=generator)
+        p, u = logits.softmax(-1), torch.rand(500, dtype=torch.float64, generator=generator)
+        total = p.double().cumsum(-1)
+        expected = (total <= (u * total[:, -1]).unsqueeze(-1)).sum(-1)
+        token, log_prob = choose(logits, Sampling(1), u)
+        assert torch.equal(token, expected)
+        torch.testing.assert_close(log_prob, p.gather(1, token.unsqueeze(1)).squeeze(1).log())
+        ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+        for end in ends:
+            token, _ = choose(logits, Sampling(1), end.expand(500))
+            assert (p.gather(1, token.unsqueeze(1)) > 0).all()
+    token, _ = choose(torch.full((1, vocabulary), float("nan")), Sampling(1), ends[:1])
+    assert 0 <= int(token) < vocabulary
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
