@@ -160,6 +160,9 @@ class PolicyLoss(nn.Module, ABC):
         """
         c = self.config
         terms, aggregate = self.terms(b), _aggregate(b, c, denominator, self.length)
+        has_bonus = isinstance(entropy_coef, Tensor) or entropy_coef != 0.0
+        # Without a bonus the entropy is a statistic. Its gradient costs passes over all logits.
+        entropies = terms.entropy if has_bonus else terms.entropy.detach()
         elements, statistics = losses.policy_loss(
             terms.log_prob,
             b.log_prob,
@@ -170,7 +173,7 @@ class PolicyLoss(nn.Module, ABC):
             clip_ratio_c=c.clip_ratio_c,
             weight=b.weight,
         )
-        surrogate, entropy = aggregate(elements), aggregate(terms.entropy)
+        surrogate, entropy = aggregate(elements), aggregate(entropies)
         statistics |= {"policy_loss": surrogate.detach(), "entropy": entropy.detach()}
         kl_to_reference = None
         if terms.kl is not None:
@@ -266,6 +269,7 @@ class ActorLoss(PolicyLoss):
         distance = view.distance
         if b.ref_log_prob is not None and not full:
             distance = kl.estimate(view.log_prob, b.ref_log_prob, self.config.kl_loss_type)
+        assert view.entropy is not None
         return Terms(view.log_prob, view.entropy, distance)
 
 

@@ -124,7 +124,7 @@ def evaluate_tokens(
     for part, ids, place, rows in column_parts(obs, mask, tokens, columns, ranks):
         states = policy.hidden(ids, place)
         out["log_prob"][:rows, part] = policy.view_where(
-            mask[:rows, part], states, action[:rows, part]
+            mask[:rows, part], states, action[:rows, part], entropy=False
         ).log_prob
         if hidden:
             out["hidden"][:rows, part] = states.transpose(0, 1).to(zero.dtype)
@@ -358,6 +358,7 @@ class LanguageActor:
                 t.action[:rows, part],
                 reference=self.local_reference,
                 ref=reference.logits[:rows, part],
+                entropy=False,
             )
             assert view.distance is not None
             distance[:rows, part] = view.distance

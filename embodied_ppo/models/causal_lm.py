@@ -35,6 +35,7 @@ from embodied_ppo.models.checkpoint_files import (
     relative_difference,
 )
 from embodied_ppo.models.lora import project
+from embodied_ppo.models.token_statistics import Head, TokenStatistics
 
 M = TypeVar("M")
 Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
@@ -43,10 +44,12 @@ heads, Q, d].
 """
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"
 """cos and sin of rotary positions, [1 or B, L, d]."""
-CHUNK_BYTES = 64 << 20
-"""Size of the logits that may exist at once. More are computed in parts, and again in the backward
-pass.
+LOGIT_BYTES = 64 << 20
+"""Size of float32 logits up to which all are computed at once. Larger ones are computed in chunks,
+and again in the backward pass, see ``token_statistics``.
 """
+CUDA_LOGIT_BYTES = 1 << 30
+"""Largest size of the float32 logits of a chunk on a GPU."""
 ELEMENTARY_LIMIT = 1024
 """Largest product of queries and keys of a row for which compiled attention uses elementary
 operations.
@@ -74,7 +77,8 @@ class Attention:
             q: [B, heads, Q, d].
             k: [B, groups, L, d].
             v: [B, groups, L, d].
-            visible: bool [.., Q, L], keys that each query attends to. None: causal, with Q = L.
+            visible: [.., Q, L], keys that each query attends to, bool, or 0 and -inf in the type of
+                ``v`` without softcap. None: causal, with Q = L.
         """
         if (
             self.softcap is None
@@ -111,9 +115,9 @@ class Attention:
 
     def visible_keys(self, query: Tensor, key: Tensor) -> Tensor:
         """Return which keys at places [.., L] the queries at [.., Q] attend to, bool [.., Q, L]."""
-        distance = query.unsqueeze(-1) - key.unsqueeze(-2)
-        visible = distance >= 0
-        return visible if self.window is None else visible & (distance < self.window)
+        query, key = query.unsqueeze(-1), key.unsqueeze(-2)
+        visible = query >= key
+        return visible if self.window is None else visible & (query - key < self.window)
 
 
 class Decoder(InferenceModule):
@@ -397,13 +401,29 @@ class TokenView:
 
     Attributes:
         log_prob: [..], of the token.
-        entropy: [..], of the distribution, nats.
+        entropy: [..], of the distribution, nats; None if not requested.
         distance: [..], exact KL from the reference, Σ_v π·(log π − log π_ref).
     """
 
     log_prob: Tensor
-    entropy: Tensor
+    entropy: Tensor | None = None
     distance: Tensor | None = None
+
+
+def logit_bytes(kind: str, memory: int | None) -> int:
+    """Return the size of the float32 logits of a chunk.
+
+    On a GPU it is a 64th of the memory of the device, at most ``CUDA_LOGIT_BYTES``: a chunk needs
+    about three times this size, and each chunk reads the weight of the head and adds to its
+    gradient. It does not depend on the free memory, so that runs can be repeated.
+
+    Args:
+        kind: Type of the device.
+        memory: Bytes of the device; None: unknown.
+    """
+    if kind != "cuda" or memory is None:
+        return LOGIT_BYTES
+    return max(LOGIT_BYTES, min(CUDA_LOGIT_BYTES, memory // 64))
 
 
 class LanguagePolicy(InferenceModule):
@@ -424,6 +444,8 @@ class LanguagePolicy(InferenceModule):
         self.temperature, self.compute = temperature, compute
         self.decoder = ModuleReference(Decoder(self.model.model))
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
+        self.logit_bytes: int | None = None
+        """Size of the float32 logits of a chunk; None: that of ``logit_bytes`` for the device."""
 
     def units(self) -> list[nn.Module]:
         """Return the layers, see ``Policy.units``."""
@@ -449,10 +471,11 @@ class LanguagePolicy(InferenceModule):
         *,
         reference: LanguagePolicy | None = None,
         ref_hidden: Tensor | None = None,
+        entropy: bool = True,
     ) -> TokenView:
         """Evaluate tokens given the hidden states that predict them, with gradient.
 
-        Logits are computed in parts that fit CHUNK_BYTES.
+        Logits larger than LOGIT_BYTES are computed in chunks.
 
         Args:
             hidden: [.., D].
@@ -460,24 +483,42 @@ class LanguagePolicy(InferenceModule):
             reference: Reference policy; the result then has the exact KL divergence from it (kl
                 type full).
             ref_hidden: [.., D], hidden states of the reference.
+            entropy: Whether to compute the entropy.
         """
         shape, rows = action.shape, action.numel()
-        flat = [hidden.reshape(rows, -1), action.reshape(rows)]
+        hidden, action = hidden.reshape(rows, -1), action.reshape(rows)
+        ref_weight = None
         if reference is not None:
             assert ref_hidden is not None
-            flat.append(ref_hidden.reshape(rows, -1))
-        size = max(1, CHUNK_BYTES // (4 * self.model.lm_head.weight.shape[0]))
-        if rows <= size:
-            parts = [self._part(reference, *flat)]
+            ref_hidden, ref_weight = ref_hidden.reshape(rows, -1), reference.model.lm_head.weight
+        weight = self.model.lm_head.weight
+        if 4 * rows * weight.shape[0] <= LOGIT_BYTES:
+            columns = self._part(reference, hidden, action, ref_hidden, entropy=entropy)
         else:
-            pieces = zip(*(x.split(size) for x in flat), strict=True)
-            parts = [
-                checkpoint(self._part, reference, *piece, use_reentrant=False) for piece in pieces
-            ]
-        columns: Any = [
-            torch.cat(x).view(shape) if x[0] is not None else None for x in zip(*parts, strict=True)
-        ]
-        return TokenView(*columns)
+            head = Head(
+                rows=max(1, self._logit_bytes() // (4 * weight.shape[0])),
+                dtype=self.compute if weight.dtype == torch.float32 else weight.dtype,
+                temperature=self.temperature,
+                softcap=self.softcap,
+                entropy=entropy,
+            )
+            statistics: Any = TokenStatistics.apply(
+                hidden, weight, action, ref_hidden, ref_weight, head
+            )
+            columns = statistics
+        log_prob, *others = columns
+        return TokenView(
+            log_prob.view(shape), *(None if x is None else x.view(shape) for x in others)
+        )
+
+    def _logit_bytes(self) -> int:
+        """Return the size of the float32 logits of a chunk."""
+        if self.logit_bytes is not None:
+            return self.logit_bytes
+        device, memory = self.model.lm_head.weight.device, None
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        return logit_bytes(device.type, memory)
 
     def view_where(
         self,
@@ -487,6 +528,7 @@ class LanguagePolicy(InferenceModule):
         *,
         reference: LanguagePolicy | None = None,
         ref: Tensor | None = None,
+        entropy: bool = True,
     ) -> TokenView:
         """Evaluate the tokens where ``mask`` is True; results are [R, B], arbitrary elsewhere.
 
@@ -498,36 +540,42 @@ class LanguagePolicy(InferenceModule):
             action: int64 [R, B].
             reference: As in ``view``.
             ref: [R, B, D], hidden states of the reference.
+            entropy: As in ``view``.
         """
-        hidden = hidden.transpose(0, 1)
-        if 4 * mask.numel() * self.model.lm_head.weight.shape[0] <= CHUNK_BYTES:
-            return self.view(hidden, action, reference=reference, ref_hidden=ref)
+        hidden, options = hidden.transpose(0, 1), {"reference": reference, "entropy": entropy}
+        if 4 * mask.numel() * self.model.lm_head.weight.shape[0] <= LOGIT_BYTES:
+            return self.view(hidden, action, ref_hidden=ref, **options)
         ref_hidden = None if ref is None else ref[mask]
-        selected = self.view(hidden[mask], action[mask], reference=reference, ref_hidden=ref_hidden)
+        selected = self.view(hidden[mask], action[mask], ref_hidden=ref_hidden, **options)
 
         def scatter(x: Tensor) -> Tensor:
             return torch.zeros(mask.shape, device=x.device).index_put((mask,), x)
 
-        distance = None if selected.distance is None else scatter(selected.distance)
-        return TokenView(scatter(selected.log_prob), scatter(selected.entropy), distance)
+        others = (selected.entropy, selected.distance)
+        return TokenView(
+            scatter(selected.log_prob), *(None if x is None else scatter(x) for x in others)
+        )
 
     def _part(
         self,
         reference: LanguagePolicy | None,
         hidden: Tensor,
         action: Tensor,
-        ref_hidden: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ref_hidden: Tensor | None,
+        *,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the columns of ``TokenView`` from the logits of all tokens."""
         log_p = (self.logits(hidden) / self.temperature).log_softmax(-1)  # [M, V]
         p = log_p.exp()
-        entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+        entropies = -torch.where(p > 0, p * log_p, 0.0).sum(-1) if entropy else None
         distance = None
         if reference is not None:
             with torch.no_grad():
                 assert ref_hidden is not None
                 log_q = (reference.logits(ref_hidden) / self.temperature).log_softmax(-1)
             distance = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
-        return log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, distance
+        return log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropies, distance
 
 
 class LanguageCritic(InferenceModule):

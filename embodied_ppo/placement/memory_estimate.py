@@ -277,6 +277,7 @@ def language_step(
                 loss = model.value(ids, place).sum()
             else:
                 view = model.view(model.hidden(ids, place), action)
+                assert view.entropy is not None
                 loss = (view.log_prob + view.entropy).sum()
             loss.backward()
             del loss

@@ -226,20 +226,28 @@ def test_varlen_attention_agrees_with_separate_rows(groups: int) -> None:
 
 
 # ------------------------------------------------------------------------- token log-probabilities
-@pytest.mark.parametrize("chunk", [64 << 20, 4 * 50 * 5], ids=["at once", "in parts of 5"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [64 << 20, 4 * 50 * 5], ids=["at once", "in chunks of 5"])
+@pytest.mark.parametrize(("kind", "temperature"), [("qwen2", 1.0), ("qwen2", 0.7), ("gemma2", 0.7)])
 def test_view_agrees_with_float64_reference(
-    temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal_lm, "CHUNK_BYTES", chunk)
-    policy, reference = make(), make(seed=1)
+    monkeypatch.setattr(causal_lm, "LOGIT_BYTES", chunk)
+    capped = {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}
+    more = capped if kind == "gemma2" else {}
+    policy, reference = (make(kind, seed, **more) for seed in (0, 1))
     policy.temperature = temperature
     ids, place = rows()
     action = ids.gather(1, place + 1)
     hidden, other = policy.hidden(ids, place), reference.hidden(ids, place).detach()
     view = policy.view(hidden, action, reference=reference, ref_hidden=other)
-    p = (hidden.double() @ policy.model.lm_head.weight.double().T / temperature).softmax(-1)
-    q = (other.double() @ reference.model.lm_head.weight.double().T / temperature).softmax(-1)
+
+    def distribution(hidden: Tensor, model: LanguagePolicy) -> Tensor:
+        logits = hidden.double() @ model.model.lm_head.weight.double().T
+        if kind == "gemma2":
+            logits = 2 * torch.tanh(logits / 2)
+        return (logits / temperature).softmax(-1)
+
+    p, q = distribution(hidden, policy), distribution(other, reference)
     expected = p.gather(-1, action.unsqueeze(-1)).squeeze(-1).log()
     assert view.distance is not None
     for actual, reference_value in (
@@ -250,13 +258,21 @@ def test_view_agrees_with_float64_reference(
         assert actual.dtype == torch.float32 and actual.shape == (3, 4)
         torch.testing.assert_close(actual.double(), reference_value, rtol=1e-5, atol=1e-5)
     weights = [policy.model.lm_head.weight, policy.model.model.embed_tokens.weight]
-    total = view.log_prob.sum() + 2 * view.entropy.sum() + 3 * view.distance.sum()
-    actual = torch.autograd.grad(total, weights, retain_graph=True)
-    reference_value = torch.autograd.grad(
-        expected.sum() - 2 * (p * p.log()).sum() + 3 * (p * (p / q).log()).sum(), weights
-    )
-    for a, b in zip(actual, reference_value, strict=True):
-        assert float((a - b).norm() / b.norm()) < 1e-5
+    entropy, distance = -(p * p.log()).sum(-1), (p * (p / q).log()).sum(-1)
+    some = torch.linspace(-1, 2, 12).view(3, 4)  # another gradient for each token
+    for factors in ((1, 2, 3), (1, 0, 0), (0, 2, 0), (0, 0, 3)):
+        both = [(view.log_prob, expected), (view.entropy, entropy), (view.distance, distance)]
+        used = [(f, *pair) for f, pair in zip(factors, both, strict=True) if f]
+        actual, expected_gradient = (
+            torch.autograd.grad(
+                torch.stack([(f * some * x[i]).sum() for f, *x in used]).sum(),
+                weights,
+                retain_graph=True,
+            )
+            for i in (0, 1)
+        )
+        for a, b in zip(actual, expected_gradient, strict=True):
+            assert float((a - b).norm() / b.norm()) < 1e-5, factors
 
 
 def test_recomputed_layers_give_equal_gradients() -> None:
