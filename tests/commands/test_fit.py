@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from embodied_ppo.commands import main
 from embodied_ppo.config import compose, loader
 from embodied_ppo.config.schema import ClusterConfig, Config
 from embodied_ppo.modes import memory_fit
+from embodied_ppo.modes.reasoning.memory import ReasoningMemoryEstimator
 from embodied_ppo.modes.registry import mode
+from embodied_ppo.rollout.generation import decode_model
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import rows
 
@@ -62,6 +65,23 @@ def memory_needs(*options: str) -> dict[str, int]:
     plan = mode(config).resolve_plan(config, torch.device("cpu"))
     (needs,) = mode(config).memory_estimator(config).needs(plan).values()
     return needs
+
+
+def test_a_gpu_needs_a_copy_of_the_weights_for_decoding() -> None:
+    """The copy is bfloat16 and about half of the float32 weights; a CPU decodes without it."""
+    options = (*LANGUAGE, "actor.model.dtype=bfloat16")
+    config = loader.load(Config, yaml.safe_load(_resolved(options)))
+    plan = mode(config).resolve_plan(config, torch.device("cpu"))
+    estimator = mode(config).memory_estimator(config)
+    (on_cpu,) = estimator.needs(plan).values()
+    gpu = replace(plan, hardware=replace(plan.hardware, kind="cuda", memory=24 << 30))
+    (on_gpu,) = estimator.needs(gpu).values()
+    assert isinstance(estimator, ReasoningMemoryEstimator)
+    copied = decode_model.copy_bytes(estimator.policy)
+    assert on_gpu == on_cpu | {"weights": on_cpu["weights"] + copied}
+    parameters = sum(p.numel() for p in estimator.policy.parameters())
+    assert 2 * parameters < copied < 3 * parameters
+    assert estimator.policy.logit_bytes == 384 << 20
 
 
 def device_memory(needs: dict[str, int], less: float) -> str:

@@ -30,6 +30,7 @@ from embodied_ppo.core import tree
 from embodied_ppo.core.collectives import RankGroup, Ranks
 from embodied_ppo.core.types import Policy, TrainingError, Trajectory
 from embodied_ppo.imitation import behavior_cloning
+from embodied_ppo.models import causal_lm
 from embodied_ppo.placement import memory_estimate
 from embodied_ppo.placement.fsdp import Sharded
 from tests.algorithms import test_actor_critic_learner as test_learner
@@ -290,7 +291,10 @@ LANGUAGE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"off_policy_correction": "token", "max_grad_norm": 0.1},
         {"tokens": 16},
     ),
-    "layers computed again": ({"global_batch_size": 8}, {"columns": 8, "critic_columns": 8}),
+    "layers and logits computed again": (
+        {"global_batch_size": 8},
+        {"columns": 8, "critic_columns": 8},
+    ),
 }
 
 
@@ -301,12 +305,15 @@ def language_update(case: str, sharded: bool) -> Any:
         replace(test_split.BASE, **algorithm), ranks=ranks_of(sharded), **options
     )
     for decoder in (x.policy.decoder.module, test_split.critic_of(x).module.decoder):
-        decoder.recompute = case == "layers computed again"
+        decoder.recompute = case == "layers and logits computed again"
     t = test_split.experience(test_language.make(), noise=0.2)
     if case == "a rank without tokens":
         t.mask[:, : test_split.N // x.ranks.world] = False
     columns = tree.map(lambda x_: x_.chunk(x.ranks.world, dim=1)[x.ranks.rank].contiguous(), t)
-    metrics = [x.update(columns, update=i) for i in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        if case == "layers and logits computed again":
+            patch.setattr(causal_lm, "LOGIT_BYTES", 4 * 50 * 3)  # 3 tokens
+        metrics = [x.update(columns, update=i) for i in range(3)]
     return x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()}), metrics
 
 

@@ -9,9 +9,11 @@ import torch
 
 from embodied_ppo.config import placement, validation
 from embodied_ppo.config.schema import AlgorithmConfig, Config
+from embodied_ppo.models import causal_lm
 from embodied_ppo.modes.base import MemoryNeeds
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.placement import memory_estimate
+from embodied_ppo.rollout.generation import decode_model
 
 PURPOSES: tuple[str, ...] = (
     "weights",
@@ -51,6 +53,8 @@ class ReasoningMemoryEstimator:
         sequences = a.rollout_batch_size * a.group_size
         acts, learners = placed.processes("rollout"), placed.processes("actor")
         shard = config.cluster.shard if shard is None else shard
+        hardware = placed.hardware
+        policy.logit_bytes = causal_lm.logit_bytes(hardware.kind, hardware.memory)
         full_weights = memory_estimate.nbytes([*policy.parameters(), *policy.buffers()])
         needs: MemoryNeeds = {}
         for group in placed.groups:
@@ -61,6 +65,8 @@ class ReasoningMemoryEstimator:
             if rolls_out:
                 slots = min(components.slots(config), sequences // acts)
                 need["cache"] = memory_estimate.cache(policy, slots, longest)
+                if hardware.kind == "cuda" and config.rollout.engine == "builtin":
+                    need["weights"] += decode_model.copy_bytes(policy)
             models: dict[str, Any] = {"actor": policy, "critic": self.critic}
             for role, model in models.items():
                 if role not in group.roles:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.core.compile import record_graph
-from embodied_ppo.models.causal_lm import LanguagePolicy, precision
+from embodied_ppo.models.causal_lm import Attention, LanguagePolicy, precision
+from embodied_ppo.rollout.generation.decode_model import DecodeModel
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
 ROUND_STEPS = 8
@@ -33,18 +34,24 @@ MIN_SLOTS = 8
 class StaticDecode:
     """Decode steps of all slots. The engine writes ``last``, ``cached``, ``u`` and ``occurred``."""
 
-    def __init__(self, policy: LanguagePolicy, keys: list[Tensor], values: list[Tensor]) -> None:
+    def __init__(
+        self, policy: LanguagePolicy, cache: list[Tensor], model: DecodeModel | None = None
+    ) -> None:
         """Create the buffers.
 
         Args:
             policy: The language model.
-            keys: Cached keys of every layer, [S, groups, width, d].
-            values: Cached values of every layer, [S, groups, width, d].
+            cache: Cached keys and values of every layer, [S, 2·groups, width, d].
+            model: Copy of the weights and its forward pass; None: the policy's own.
         """
-        self.policy, self.keys, self.values = policy, keys, values
-        self.slots, _, self.width, _ = keys[0].shape
-        device = keys[0].device
+        self.policy, self.cache, self.model = policy, cache, model
+        self.slots, _, self.width, _ = cache[0].shape
+        device = cache[0].device
         self._addresses = self._weight_addresses()
+        self._slot = torch.arange(self.slots, device=device)
+        self._places = torch.arange(self.width, device=device)
+        self._rotations = None if model is None else model.rotations(self.width)
+        self._mask_values = torch.tensor([0.0, float("-inf")], device=device).to(cache[0].dtype)
         self.last = torch.zeros(self.slots, dtype=torch.int64, device=device)
         """Newest token of each slot, not in the cache yet."""
         self.cached = torch.zeros(self.slots, dtype=torch.int64, device=device)
@@ -104,27 +111,8 @@ class StaticDecode:
 
         A CUDA graph records it: no shape depends on a value, and no value goes to the host.
         """
-        decoder, cached = self.policy.decoder.module, self.cached[:n]
-        slot = torch.arange(n, device=cached.device)
-        places = torch.arange(width, device=cached.device)
-        visible = {
-            attention: attention.visible_keys(cached.unsqueeze(1), places).unsqueeze(1)
-            for attention in dict.fromkeys(decoder.attention)
-        }
-
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values, attention = self.keys[i], self.values[i], decoder.attention[i]
-            keys[slot, :, cached] = k[:, :, 0].to(keys.dtype)
-            values[slot, :, cached] = v[:, :, 0].to(keys.dtype)
-            # The query heads of a group become the queries of one head, so that keys and values
-            # are not copied for each of them.
-            q = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # [n, groups, heads / groups, d]
-            out = attention(q, keys[:n, :, :width], values[:n, :, :width], visible[attention])
-            return out.flatten(1, 2).unsqueeze(2)
-
-        with precision(self.policy.model.lm_head.weight, self.policy.compute, cache_weights=False):
-            hidden = decoder(self.last[:n].unsqueeze(1), cached.unsqueeze(1), attend=attend)
-            logits = self.policy.logits(hidden[:, 0])
+        cached = self.cached[:n]
+        logits = self._logits(n, width)
         index = self._step_index.expand(n, 1)
         occurred = None if sampling.repetition_penalty == 1.0 else self.track_occurred()[:n]
         token, log_prob = choose(logits, sampling, self.u[:n].gather(1, index).squeeze(1), occurred)
@@ -135,6 +123,62 @@ class StaticDecode:
         self.last[:n] = token
         cached += 1
         self._step_index += 1
+
+    def _logits(self, n: int, width: int) -> Tensor:
+        """Return logits [n, V] of one step; write keys and values of its tokens to the cache."""
+        ids, cached, masks = self.last[:n], self.cached[:n], self._masks(n, width)
+        if self.model is not None:
+            assert self._rotations is not None
+            attend = partial(self._attend_copy, width, masks)
+            rotations = self._rotations.index_select(0, cached)
+            return self.model.logits(self.model.hidden(ids, rotations, attend))
+        attend = partial(self._attend, width, masks)
+        with precision(self.policy.model.lm_head.weight, self.policy.compute, cache_weights=False):
+            hidden = self.policy.decoder.module(
+                ids.unsqueeze(1), cached.unsqueeze(1), attend=attend
+            )
+            return self.policy.logits(hidden[:, 0])
+
+    def _masks(self, n: int, width: int) -> list[Tensor]:
+        """Return the mask [n, 1, 1, width] of each layer's attention.
+
+        It is 0 or -inf, and True or False for logits with a softcap. torch converts boolean masks
+        in every layer.
+        """
+        decoder, query = self.policy.decoder.module, self.cached[:n].unsqueeze(1)
+        zero, infinity = self._mask_values
+        masks: dict[Attention, Tensor] = {}
+        for attention in dict.fromkeys(decoder.attention):
+            visible = attention.visible_keys(query, self._places[:width]).unsqueeze(1)
+            is_plain = attention.softcap is None
+            masks[attention] = torch.where(visible, zero, infinity) if is_plain else visible
+        return [masks[attention] for attention in decoder.attention]
+
+    def _attend(
+        self, width: int, masks: list[Tensor], i: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Compute attention of layer ``i``, see ``causal_lm.Attend``."""
+        for cache, x in zip(self.cache[i].chunk(2, dim=1), (k, v), strict=True):
+            cache[self._slot[: len(x)], :, self.cached[: len(x)]] = x[:, :, 0].to(cache.dtype)
+        q = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # [n, groups, heads / groups, d]
+        return self._grouped(width, masks[i], i, q).flatten(1, 2).unsqueeze(2)
+
+    def _attend_copy(
+        self, width: int, masks: list[Tensor], i: int, q: Tensor, kv: Tensor
+    ) -> Tensor:
+        """Compute attention of layer ``i``, see ``decode_model.HeadAttention``."""
+        self.cache[i][self._slot[: len(kv)], :, self.cached[: len(kv)]] = kv
+        q = q.unflatten(1, (-1, kv.shape[1] // 2)).transpose(1, 2)  # [n, groups, heads / groups, d]
+        return self._grouped(width, masks[i], i, q).transpose(1, 2).flatten(1, 2)
+
+    def _grouped(self, width: int, mask: Tensor, i: int, q: Tensor) -> Tensor:
+        """Return attention of queries [n, groups, heads / groups, d], of the same shape.
+
+        The query heads of a group are the queries of one head, so that keys and values are not
+        copied for each of them.
+        """
+        keys, values = self.cache[i][: len(q), :, :width].chunk(2, dim=1)
+        return self.policy.decoder.module.attention[i](q, keys, values, mask)
 
     def _graph(self, n: int, width: int, sampling: Sampling) -> Callable[[], None]:
         """Return the launch of the step's CUDA graph.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from embodied_ppo.core import random
 from embodied_ppo.models.causal_lm import Decoder, LanguagePolicy, precision
-from embodied_ppo.rollout.generation import cuda_graphs
+from embodied_ppo.rollout.generation import cuda_graphs, decode_model
 from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
+from embodied_ppo.rollout.generation.decode_model import DecodeModel
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
 REFILL = 0.25
@@ -89,24 +91,24 @@ class Generator(Protocol):
 
 
 class _Cache:
-    """Keys and values of every layer, [S, groups, width, d]."""
+    """Keys and values of every layer, [S, groups, width, d], and both, [S, 2·groups, width, d]."""
 
     def __init__(self, policy: LanguagePolicy, slots: int, width: int) -> None:
         self.slots, self.width = slots, width
         decoder, weight = policy.decoder.module, policy.model.lm_head.weight
         self.dtype = policy.compute if weight.dtype == torch.float32 else weight.dtype
-        shapes = [(slots, groups, width, decoder.head_dim) for groups in decoder.groups]
-        self.keys = [torch.zeros(shape, dtype=self.dtype, device=weight.device) for shape in shapes]
-        self.values = [torch.zeros_like(k) for k in self.keys]
+        shapes = [(slots, 2 * groups, width, decoder.head_dim) for groups in decoder.groups]
+        self.both = [torch.zeros(shape, dtype=self.dtype, device=weight.device) for shape in shapes]
+        self.keys, self.values = zip(*(x.chunk(2, dim=1) for x in self.both), strict=True)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows ``source`` to rows ``target``, both int64 [M]."""
-        for x in (*self.keys, *self.values):
+        for x in self.both:
             x[target] = x[source]
 
 
 class Engine:
-    """Built-in ``Generator``. It shares the policy's weights."""
+    """Built-in ``Generator``. It reads the policy's weights, or a copy in the type of products."""
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class Engine:
         pad_id: int,
         decode: Callable[[list[int]], str] | None = None,
         static: bool | None = None,
+        copy_weights: bool | None = None,
         progress: Callable[[int, int], None] = lambda completed, total: None,
     ) -> None:
         """Create an engine.
@@ -127,11 +130,15 @@ class Engine:
             decode: Function from token ids to text, for stop texts.
             static: Whether steps have fixed shapes, which CUDA graphs need; None: on a GPU. The
                 tokens are the same.
+            copy_weights: Whether decoding with fixed shapes reads a copy of the weights, see
+                ``DecodeModel``; None: where float32 weights are multiplied in another type. Models
+                that ``DecodeModel`` does not support are decoded without a copy.
             progress: Callback (completed, total) after each step, in responses.
         """
         self.policy, self.slots, self.pad_id, self.decode = policy, slots, pad_id, decode
-        self.static, self.progress = static, progress
+        self.static, self.copy_weights, self.progress = static, copy_weights, progress
         self.version = 0
+        self._model: DecodeModel | None = None
         self._cache: _Cache | None = None
         self._rounds: StaticDecode | None = None
 
@@ -155,18 +162,18 @@ class Engine:
         slots, weight = min(self.slots, n), self.policy.model.lm_head.weight
         cache = self._allocate(slots, longest + sampling.max_tokens)
         state = _State(slots, sampling, self.pad_id, u, weight.shape[0], self._rounds)
-        with precision(weight, self.policy.compute):
+        with nullcontext() if self._model else precision(weight, self.policy.compute):
             self._decode_all(cache, state, prompts)
         t = sampling.max_tokens
         return Generation(state.token[:, :t], state.length, state.stopped, state.log_prob[:, :t])
 
     def update_weights(self, version: int) -> None:
-        """Store the version. The learner changes the shared weights in place."""
+        """Store the version. The next ``generate`` copies the shared weights, or reads them."""
         self.version = version
 
     def sleep(self) -> None:
-        """Free the cache, and the CUDA graphs that read it."""
-        self._cache = self._rounds = None
+        """Free the cache, the copy of the weights, and the CUDA graphs that read them."""
+        self._cache = self._rounds = self._model = None
 
     def wake(self) -> None:
         """Do nothing, because the next ``generate`` allocates the cache."""
@@ -206,9 +213,21 @@ class Engine:
             self._cache = cache = _Cache(self.policy, slots, width)
         if not static:
             self._rounds = None
-        elif self._rounds is None or not self._rounds.is_usable():
-            self._rounds = StaticDecode(self.policy, cache.keys, cache.values)
+            return cache
+        if self._model is None and self._copies_weights():
+            self._model = DecodeModel(self.policy)
+        if self._model is not None:
+            # The weights may have changed in ways that leave no trace, such as a CUDA graph's.
+            self._model.refresh()
+        if self._rounds is None or not self._rounds.is_usable():
+            self._rounds = StaticDecode(self.policy, cache.both, self._model)
         return cache
+
+    def _copies_weights(self) -> bool:
+        """Return whether decode steps read a copy of the weights."""
+        wanted = decode_model.converts(self.policy)
+        wanted = wanted if self.copy_weights is None else self.copy_weights
+        return wanted and decode_model.is_supported(self.policy)
 
     def _is_static(self) -> bool:
         """Return whether decode steps have fixed shapes."""
@@ -248,6 +267,8 @@ class Engine:
         place = (lengths - 1).unsqueeze(1)
         # [M], index of each slot's prompt
         index = torch.arange(len(prompts), device=device).repeat_interleave(repeats)
+        if self._model is not None:
+            return self._prefill_copy(self._model, cache, rows, ids, place.squeeze(1), index)
         causal = self._decoder.causal(width, place, device)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -256,6 +277,31 @@ class Engine:
             return causal(i, q, k, v)
 
         return self.policy.logits(self._decoder(ids, attend=attend, place=place)[:, 0])[index]
+
+    def _prefill_copy(
+        self,
+        model: DecodeModel,
+        cache: _Cache,
+        rows: slice,
+        ids: Tensor,
+        last: Tensor,
+        index: Tensor,
+    ) -> Tensor:
+        """Write prompts ids [B, L], whose last tokens are at ``last`` [B]; return logits [M, V]."""
+        b, length = ids.shape
+        causal, groups = self._decoder.causal(length, None, ids.device), model.groups
+
+        def attend(i: int, q: Tensor, kv: Tensor) -> Tensor:
+            kv = kv.unflatten(0, (b, length)).transpose(1, 2)  # [B, 2·groups, L, d]
+            cache.both[i][rows, :, :length] = kv[index]
+            # Reorder query heads from (head of its group, group), and the result back.
+            q = q.view(b, length, -1, groups, model.head_dim).permute(0, 3, 2, 1, 4)
+            out = causal(i, q.flatten(1, 2), *kv.chunk(2, dim=1))
+            return out.unflatten(1, (groups, -1)).permute(0, 3, 2, 1, 4).flatten(0, 1).flatten(1, 2)
+
+        rotations = model.rotations(length).repeat(b, 1, 1)
+        hidden = model.hidden(ids.flatten(), rotations, attend).unflatten(0, (b, length))
+        return model.logits(hidden[torch.arange(b, device=ids.device), last])[index]
 
     def _step(self, cache: _Cache, state: _State) -> Tensor:
         """Run one decode step of all active slots; return logits [A, V]."""

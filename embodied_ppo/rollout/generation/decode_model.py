@@ -1,0 +1,242 @@
+"""Forward pass of decoding over a copy of the weights in the type of the products.
+
+Float32 weights that are multiplied in bfloat16 would be cast in every decode step, which moves four
+times the bytes that the product reads. ``DecodeModel`` casts them once per ``refresh``, and stores
+them in the form that needs the fewest kernels:
+
+* One matrix yields queries, keys and values, another one the gate and the values of the MLP.
+* The first matrix also yields rotate_half(q) and rotate_half(k) of rotary position embedding (Su et
+  al. 2021): x·cos + rotate_half(x)·sin then takes two kernels. rotate_half permutes and negates
+  rows, so this is exact.
+* The heads of a query are ordered (head of its group, group) instead of (group, head of its group).
+  The queries of a group are those of one key head, and the result of attention needs no copy.
+
+The residual stream is float32, as in the learner's forward pass under autocast. Two roundings
+differ from it if the type is bfloat16: the norm of the MLP reads rounded inputs, and the outputs of
+attention and MLP are added before they are added to the stream. docs/experiments.md compares the
+log-probabilities. In float32 all results are equal up to the order of sums.
+
+N tokens, D size of a hidden state, H query heads, G key heads, d size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embodied_ppo.models.causal_lm import LanguagePolicy
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Values of transformers' ``model_type`` whose layers this forward pass computes."""
+HeadAttention: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
+"""Attention of a layer: (layer, queries [N, H, d], keys and values [N, 2·G, d]) -> [N, H, d].
+
+Queries and result are ordered (head of its group, group).
+"""
+
+
+def is_supported(policy: LanguagePolicy) -> bool:
+    """Return whether ``DecodeModel`` computes the forward pass of a model."""
+    config, decoder = policy.model.config, policy.decoder.module
+    attentions = [layer.self_attn for layer in decoder.layers]
+    inputs = [x for a in attentions for x in (a.q_proj, a.k_proj, a.v_proj)]
+    inputs += [x for layer in decoder.layers for x in (layer.mlp.gate_proj, layer.mlp.up_proj)]
+    outputs = [x for layer in decoder.layers for x in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    return (
+        config.model_type in FAMILIES
+        and config.hidden_act == "silu"
+        and policy.softcap is None
+        and all(type(x) is nn.Linear for x in (*inputs, *outputs))
+        and all(x.bias is None for x in outputs)
+        and len(set(decoder.groups)) == 1
+    )
+
+
+def converts(policy: LanguagePolicy) -> bool:
+    """Return whether the policy's products need a conversion of the weights."""
+    return policy.model.lm_head.weight.dtype == torch.float32 != policy.compute
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Copied weights of a layer.
+
+    Attributes:
+        module: The layer of transformers' model.
+        heads: [2·(H + G) + G, d, D], rows of rotate_half(q), rotate_half(k), q, k and v.
+        bias: [2·(H + G) + G, d]; None: none.
+        qk_norm: float32 [2·(H + G), d], weights of the norms of the heads (Qwen 3); None: none.
+        out: [D, H·d].
+        norm: [D], weight of the MLP's norm.
+        gate_up: [2·I, D].
+        down: [D, I].
+    """
+
+    module: Any
+    heads: Tensor
+    bias: Tensor | None
+    qk_norm: Tensor | None
+    out: Tensor
+    norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class DecodeModel:
+    """A copy of a policy's weights and its forward pass. Embedding and other norms are shared."""
+
+    def __init__(self, policy: LanguagePolicy, device: torch.device | None = None) -> None:
+        """Allocate the copy; ``refresh`` fills it.
+
+        Args:
+            policy: A model for which ``is_supported`` is True.
+            device: Device of the copy; None: that of the weights.
+        """
+        self.device = device or policy.model.lm_head.weight.device
+        self.policy, self.dtype = policy, policy.compute
+        decoder = policy.decoder.module
+        self.head_dim, self.groups = decoder.head_dim, decoder.groups[0]
+        self.queries = policy.model.config.num_attention_heads
+        self.layers = [self._allocate(layer) for layer in decoder.layers]
+        self.head = self._empty(policy.model.lm_head.weight)
+
+    def _empty(self, like: Tensor, *shape: int) -> Tensor:
+        """Return an uninitialised tensor in the type of the copy."""
+        return torch.empty(shape or like.shape, dtype=self.dtype, device=self.device)
+
+    def _allocate(self, layer: Any) -> _Layer:
+        """Return the uninitialised copy of a layer."""
+        a, mlp, d = layer.self_attn, layer.mlp, self.head_dim
+        rotated = self.queries + self.groups
+        rows, weight = 2 * rotated + self.groups, a.q_proj.weight
+        has_norm = getattr(a, "q_norm", None) is not None
+        return _Layer(
+            module=layer,
+            heads=self._empty(weight, rows, d, weight.shape[1]),
+            bias=None if a.q_proj.bias is None else self._empty(weight, rows, d),
+            qk_norm=torch.empty(2 * rotated, d, device=self.device) if has_norm else None,
+            out=self._empty(a.o_proj.weight),
+            norm=self._empty(layer.post_attention_layernorm.weight),
+            gate_up=self._empty(weight, 2 * mlp.gate_proj.out_features, weight.shape[1]),
+            down=self._empty(mlp.down_proj.weight),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Return the copied tensors."""
+        parts = [
+            x
+            for y in self.layers
+            for x in (y.heads, y.bias, y.qk_norm, y.out, y.norm, y.gate_up, y.down)
+        ]
+        return [x for x in (*parts, self.head) if x is not None]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the policy's weights. The copies keep their addresses, which CUDA graphs read."""
+        self.head.copy_(self.policy.model.lm_head.weight)
+        for layer in self.layers:
+            a, mlp = layer.module.self_attn, layer.module.mlp
+            self._copy_heads(layer.heads, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)
+            if layer.bias is not None:
+                self._copy_heads(layer.bias, a.q_proj.bias, a.k_proj.bias, a.v_proj.bias)
+            if layer.qk_norm is not None:
+                q, k = (
+                    x.weight.repeat(n)
+                    for x, n in ((a.q_norm, self.queries), (a.k_norm, self.groups))
+                )
+                self._copy_heads(layer.qk_norm, q, k, None, sign=1)
+            width = a.o_proj.weight.shape[0]
+            layer.out.view(width, -1, self.groups, self.head_dim).copy_(
+                a.o_proj.weight.view(width, self.groups, -1, self.head_dim).transpose(1, 2)
+            )
+            layer.norm.copy_(layer.module.post_attention_layernorm.weight)
+            for target, source in zip(
+                layer.gate_up.chunk(2), (mlp.gate_proj.weight, mlp.up_proj.weight), strict=True
+            ):
+                target.copy_(source)
+            layer.down.copy_(mlp.down_proj.weight)
+
+    def _copy_heads(
+        self, target: Tensor, q: Tensor, k: Tensor, v: Tensor | None, *, sign: int = -1
+    ) -> None:
+        """Copy rows of heads [heads·d, ..] into ``target``, ordered as ``_Layer.heads``.
+
+        ``sign`` is the factor of the second halves of rotated heads.
+        """
+        g, d, half = self.groups, self.head_dim, self.head_dim // 2
+        q, k = q.unflatten(0, (g, -1, d)).transpose(0, 1).flatten(0, 1), k.unflatten(0, (-1, d))
+        n = self.queries + g
+        for rotated, straight, source in (
+            (target[: self.queries], target[n : n + self.queries], q),
+            (target[self.queries : n], target[n + self.queries : 2 * n], k),
+        ):
+            straight.copy_(source)
+            rotated[:, :half].copy_(sign * source[:, half:])
+            rotated[:, half:].copy_(source[:, :half])
+        if v is not None:
+            target[2 * n :].copy_(v.unflatten(0, (-1, d)))
+
+    def rotations(self, length: int) -> Tensor:
+        """Return cos and sin of positions 0 .. length-1, float32 [length, 2, d]."""
+        base = self.policy.decoder.module.base
+        weight = base.embed_tokens.weight
+        positions = torch.arange(length, device=weight.device).unsqueeze(0)
+        cos, sin = base.rotary_emb(torch.empty(0, device=weight.device), positions)
+        return torch.stack((cos[0], sin[0]), dim=1)
+
+    def hidden(self, ids: Tensor, rotations: Tensor, attend: HeadAttention) -> Tensor:
+        """Return the final hidden states [N, D].
+
+        Args:
+            ids: int64 [N].
+            rotations: [N, 2, d], rows of ``rotations``.
+            attend: Attention of the layers; it also writes keys and values to the cache.
+        """
+        base = self.policy.decoder.module.base
+        x = base.embed_tokens(ids).float()
+        cos, sin = rotations[:, :1], rotations[:, 1:]
+        for i, layer in enumerate(self.layers):
+            x = self._run_layer(layer, i, x, cos, sin, attend)
+        return self._normalise(x, base.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits at temperature 1: [.., D] -> float32 [.., V]."""
+        return F.linear(hidden, self.head).float()
+
+    def _normalise(self, x: Tensor, norm: Any) -> Tensor:
+        """Return the RMS norm of x [N, D] (Zhang & Sennrich 2019) in the type of the products."""
+        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon).to(self.dtype)
+
+    def _run_layer(
+        self, layer: _Layer, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: HeadAttention
+    ) -> Tensor:
+        """Compute layer ``i`` on the residual stream x [N, D]."""
+        n = self.queries + self.groups
+        h = self._normalise(x, layer.module.input_layernorm)
+        bias = None if layer.bias is None else layer.bias.flatten()
+        heads = F.linear(h, layer.heads.flatten(0, 1), bias).unflatten(-1, (-1, self.head_dim))
+        both, target = heads[:, : 2 * n], heads[:, n : 2 * n]  # [N, heads, d]
+        if layer.qk_norm is not None:
+            epsilon = layer.module.self_attn.q_norm.variance_epsilon
+            both = F.rms_norm(both, (self.head_dim,), eps=epsilon) * layer.qk_norm
+        # The result replaces q and k, so that keys and values are adjacent.
+        torch.addcmul(both[:, n:] * cos, both[:, :n], sin, out=target)
+        attended = attend(i, target[:, : self.queries], heads[:, n + self.queries :])
+        o = F.linear(attended.flatten(1), layer.out)
+        y = torch.add(x, o, out=torch.empty_like(o))
+        epsilon = layer.module.post_attention_layernorm.variance_epsilon
+        y = F.rms_norm(y, y.shape[-1:], layer.norm, epsilon)
+        gate, up = F.linear(y, layer.gate_up).chunk(2, -1)
+        return x + torch.addmm(o, F.silu(gate).mul_(up), layer.down.T)
+
+
+def copy_bytes(policy: LanguagePolicy) -> int:
+    """Return the bytes of a copy, 0 where ``Engine`` decodes without one."""
+    if not converts(policy) or not is_supported(policy):
+        return 0
+    return sum(x.nbytes for x in DecodeModel(policy, torch.device("meta")).tensors())
