@@ -20,9 +20,12 @@ from torch import Tensor
 
 from embodied_envs.physics import mujoco_warp
 from embodied_envs.physics.mujoco_warp import WarpPhysics
+from embodied_ppo.algorithms import losses
+from embodied_ppo.algorithms.ppo_loss import ActorCriticLoss
 from embodied_ppo.algorithms.separate_critic_learner import LocalCritic, separate_critic_learner
-from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import compile, tree
+from embodied_ppo.core.types import Batch
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.causal_lm import LanguageCritic
 from embodied_ppo.rollout.generation import cuda_graphs
@@ -111,15 +114,31 @@ def test_mixed_devices_are_refused_and_host_access_is_counted(accelerator: FakeA
 
 # ----------------------------------------------------------------------------------------- policies
 def run_policy(policy: Any, obs: Any, noise: Tensor) -> list[Any]:
-    """Return the results of the methods that a rollout and an update call, and the gradients."""
+    """Return the results of acting and of one minibatch, its gradients and the weights after it."""
+    config = AlgorithmConfig(entropy_bonus=0.01)
     inputs = policy.encode(obs)
     with torch.no_grad():
         decision = policy.act(inputs, noise=noise)
         value = policy.value(inputs)
-    evaluation = policy.evaluate(inputs, decision.action, decision.replay)
-    (evaluation.log_prob.sum() + evaluation.value.sum()).backward()
-    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-    return [decision, value, evaluation, gradients]
+    mask = torch.ones_like(value, dtype=torch.bool)
+    batch = Batch(
+        inputs=inputs,
+        action=decision.action,
+        replay=decision.replay,
+        log_prob=losses.reduce_log_prob(decision.log_prob, config.logprob_type, batch_dims=1),
+        value=value,
+        advantage=torch.linspace(-1, 1, len(value), device=value.device),
+        returns=value + 0.5,
+        mask=mask,
+    )
+    rows = losses.denominator(mask)
+    loss, statistics = ActorCriticLoss(policy, config)(batch, rows, rows, entropy_coef=0.01)
+    loss.backward()
+    parameters = [p for p in policy.parameters() if p.grad is not None]
+    gradients = [p.grad for p in parameters]
+    # With a large epsilon, a step is proportional to the gradient.
+    torch.optim.AdamW(parameters, lr=0.1, eps=1.0, fused=True).step()
+    return [decision, value, statistics, gradients, parameters]
 
 
 def check_policy(policy: Any, obs: Any, accelerator: FakeAccelerator) -> None:
@@ -319,7 +338,9 @@ def test_generation(
 
 
 def test_budget_of_decode_round(accelerator: FakeAccelerator, decode_steps: list[int]) -> None:
+    """Products in bfloat16 of float32 weights."""
     policy, reads = to_device(causal_lm.make()), []
+    policy.compute = torch.bfloat16
     engine = Engine(policy, slots=8, pad_id=0, static=True)
     for rounds in (1, 2):
         accelerator.reset()
