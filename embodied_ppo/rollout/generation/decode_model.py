@@ -49,6 +49,7 @@ def is_supported(policy: LanguagePolicy) -> bool:
     outputs = [x for layer in decoder.layers for x in (layer.self_attn.o_proj, layer.mlp.down_proj)]
     return (
         config.model_type in FAMILIES
+        and policy.model.lm_head.weight.dtype == torch.float32
         and config.hidden_act == "silu"
         and policy.softcap is None
         and all(type(x) is nn.Linear for x in (*inputs, *outputs))
@@ -88,7 +89,10 @@ class _Layer:
 
 
 class DecodeModel:
-    """A copy of a policy's weights and its forward pass. Embedding and other norms are shared."""
+    """A copy of a policy's float32 weights and its forward pass.
+
+    Embedding and norms other than the MLP's are shared with the policy.
+    """
 
     def __init__(self, policy: LanguagePolicy, device: torch.device | None = None) -> None:
         """Allocate the copy; ``refresh`` fills it.
@@ -198,7 +202,7 @@ class DecodeModel:
             attend: Attention of the layers; it also writes keys and values to the cache.
         """
         base = self.policy.decoder.module.base
-        x = base.embed_tokens(ids).float()
+        x = base.embed_tokens(ids)
         cos, sin = rotations[:, :1], rotations[:, 1:]
         for i, layer in enumerate(self.layers):
             x = self._run_layer(layer, i, x, cos, sin, attend)

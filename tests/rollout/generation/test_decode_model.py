@@ -97,6 +97,7 @@ def test_weights_are_copied_where_products_convert_them(
     policy = make(kind)
     policy.compute = compute or policy.compute
     assert (decode_model.copy_bytes(policy) > 0) == copied
+    assert not decode_model.is_supported(copy.deepcopy(policy).bfloat16()), "no float32 weights"
     for static in (True, False):
         engine = Engine(policy, slots=3, pad_id=0, static=static)
         engine.generate(PROMPTS, Sampling(2), seed=0)
