@@ -226,6 +226,8 @@ class Recorded(compile.CompileSchedule):
         return function
 
 
+EPOCHS, MINIBATCHES = 2, 8
+OPTIMIZER = "embodied_ppo/algorithms/optimizer.py:MinibatchOptimizer"
 each_schedule = pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 
 
@@ -261,8 +263,17 @@ def test_update_of_actor_critic(graphs: bool, accelerator: FakeAccelerator) -> N
     )
 
 
-EPOCHS, MINIBATCHES = 2, 8
-OPTIMIZER = "embodied_ppo/algorithms/optimizer.py:MinibatchOptimizer"
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_kl_in_reward": True, "reward_norm": "running", "minibatch_unit": "column"},
+        {"use_kl_loss": True, "off_policy_correction": "token", "whiten_rewards": True},
+    ],
+    ids=str,
+)
+def test_options_of_updates(options: dict[str, Any], accelerator: FakeAccelerator) -> None:
+    cpu, device = robot.make(options), robot.make(options, device=NAME)
+    check_update(device, cpu, robot.experience(cpu), accelerator)
 
 
 def language_learner(device: str) -> Any:
