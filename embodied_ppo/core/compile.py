@@ -510,7 +510,11 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
             exported = torch.export.export(_Program(graph), tuple(example), strict=False)
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
         torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(temporary), inductor_configs=OPTIONS
+            exported,
+            package_path=str(temporary),
+            # Torch would precompile its headers in every work folder: 13 s that one library
+            # does not save.
+            inductor_configs=OPTIONS | {"aot_inductor.precompile_headers": False},
         )
         _load(temporary)  # a library that does not load is not kept
         # Write the checksum first. Between the two lines it belongs to no library, so that another

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import os
@@ -312,10 +313,9 @@ def _summary(values: list[float], independent: list[float]) -> dict[str, Any]:
     }
 
 
-def _render_page(
-    content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Video | None
-) -> str:
-    """Render the page, which has no script and loads no other file."""
+@functools.cache
+def _template() -> jinja2.Template:
+    """Return the page's template, which is compiled once per process."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodied_ppo.evaluation", "templates"),
         autoescape=True,
@@ -324,6 +324,13 @@ def _render_page(
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
+    return environment.get_template("report.html.j2")
+
+
+def _render_page(
+    content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Video | None
+) -> str:
+    """Render the page, which has no script and loads no other file."""
     histograms = {
         task: histogram([e["return"] for e in content["episodes"] if e["task"] == task], unit)
         for task in content["tasks"]
@@ -332,7 +339,7 @@ def _render_page(
     if video is not None and video.path is not None:
         video_data = base64.b64encode(video.path.read_bytes()).decode()
         poster = base64.b64encode(video.poster).decode()
-    return environment.get_template("report.html.j2").render(
+    return _template().render(
         report=content,
         terms=TERMS[unit],
         steps=content[unit],
