@@ -27,6 +27,7 @@ from embodied_ppo.algorithms.ppo_loss import (
 )
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
+from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.types import Batch, TrainingError
@@ -222,7 +223,7 @@ class MinibatchOptimizer:
         self.names = {role: [name[id(p)] for p in group] for role, group in groups.items()}
         value_lr = config.lr if config.value_lr is None else config.value_lr
         self.lr = {"actor": config.lr, "critic": value_lr}
-        self.adamw = torch.optim.AdamW(
+        self.adamw = AdamW(
             [{"params": groups[role], "lr": lr} for role, lr in self.lr.items()],
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,

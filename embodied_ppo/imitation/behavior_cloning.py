@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodied_ppo.config.schema import CloningConfig
+from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.errors import ConfigError, TrainingError
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data.lerobot_reader import Demonstrations
@@ -168,7 +169,7 @@ class _CloningRun:
         noise = torch.Generator(self.device).manual_seed(seed)
         modules = (self.policy, self.state_head, self.cell_head)
         parameters = [p for module in modules if module is not None for p in module.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
+        optimizer = AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
         recent: list[float] = []
         for step in range(steps):
             warmup, decay = min(1.0, (step + 1) / 50), 1 - 0.9 * step / steps

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import ConfigError, TrainingError
 from embodied_ppo.models import causal_lm
@@ -73,7 +74,7 @@ def warm_start(
 
     def train() -> None:
         parameters = list(policy.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
+        optimizer = AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
             value = loss(policy, examples[step * batch_size : (step + 1) * batch_size])

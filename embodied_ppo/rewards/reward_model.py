@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.errors import ConfigError, TrainingError, one_line
 from embodied_ppo.data.prompts import Prompt, tokenizer_class
 from embodied_ppo.models.checkpoint_files import LOCAL, LOCAL_WEIGHTS, config_errors
@@ -335,7 +336,7 @@ def train(
     count = len(pairs) - max(1, len(pairs) // 10)
     model.eval()
     model.config.reward_offset = 0.0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = AdamW(model.parameters(), lr=lr)
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     for step in range(1, steps + 1):
