@@ -300,7 +300,7 @@ def test_full_memory_and_disk_are_reported_with_a_cure(small_store: None, tmp_pa
         start = time.monotonic()
         with pytest.raises(TrainingError) as caught:
             system.collect(96, update=0)
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 300  # an error, not a time limit
         first = processes_by_name["env,rollout rank 0"]
         assert (
             str(caught.value)

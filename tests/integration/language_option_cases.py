@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "reward.timeout_s": (20.0, r"it needs reward\.workers >= 1"),  # these grade in the process
     "algorithm.loss_type": ("actor_critic", "is the loss of a model with a value head"),
     "critic.use_critic_model": (False, "needs a critic"),
+    "rollout.gpu_memory_utilization": (0.5, r"it needs rollout\.engine=vllm"),
     "rollout.engine": ("vllm", "rollout.engine = vllm needs a directory"),  # test_vllm.py has it
 }
 
