@@ -190,7 +190,10 @@ def measure(part: str, *, tiny: bool) -> None:
 
 # --------------------------------------------------------------------------------------- the script
 def device_name() -> str:
-    """Return the name of the GPU, or "cpu"; another process asks, so that this one holds no GPU."""
+    """Return the name of the GPU, or "cpu".
+
+    A separate process reads it, so that this process does not allocate memory on the GPU.
+    """
     code = (
         "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'cpu')"
     )

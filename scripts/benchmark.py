@@ -105,7 +105,8 @@ class Report:
         """Return the result of ``call``; if it fails, report the cause and return None."""
         try:
             return call()
-        except Exception as error:  # the other figures of the part are measured all the same
+        # Any failure of one figure is recorded, and the next figure is measured.
+        except Exception as error:
             self.write({"failure": name, "message": one_line(error)})
             return None
 

@@ -102,7 +102,7 @@ class DeviceTensor(Tensor):
 
 
 class DeviceGenerator(torch.Generator):
-    """A random number generator that knows its device; its numbers are those of a CPU's."""
+    """A random number generator of the fake device that draws the numbers of a CPU generator."""
 
     own_device: torch.device
 

@@ -115,13 +115,13 @@ def violations(node: ast.AST, *, guarded: bool = False) -> Iterator[tuple[int, s
 
 
 def test_every_call_of_torch_cuda_names_its_device() -> None:
-    found = [
+    calls = [
         f"{path.relative_to(ROOT)}:{line}: {reason}"
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line, reason in violations(ast.parse(path.read_text()))
     ]
-    assert not found, "\n".join(found)
+    assert not calls, "\n".join(calls)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_unknown_egl_device_is_left_unset_with_one_line(
 
 def test_egl_devices_of_this_machine_are_counted() -> None:
     if os.environ.get("MUJOCO_GL") != "egl":
-        pytest.skip("MUJOCO_GL is not egl")
+        pytest.skip("EGL devices exist only with MUJOCO_GL=egl; the environment sets another value")
     assert devices.egl_device_count() >= 1  # other tests render with EGL
 
 

@@ -308,8 +308,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """Return the prompts, and images or, unless the vision encoder is trained, visual tokens.
 
-        Visual tokens serve all epochs of an update. Without model.freeze_trunk, which asks for
-        them, images are returned if the tokens exceed ``FEATURE_SHARE``.
+        All epochs of an update use the same visual tokens. Without model.freeze_trunk, images are
+        returned instead if the tokens exceed ``FEATURE_SHARE``.
         """
         images, table = self.trunk.images(obs), self.trunk.table
         rows = self.trunk.instruction_index(obs, len(images), images.device)

@@ -96,8 +96,8 @@ def test_a_chain_copies_the_prefix_once(folder: Path) -> None:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             out = func(*args, **(kwargs or {}))
-            made = func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.constant_pad_nd)
-            if made and out.ndim == 4 and out.shape[2] == prefix + 1 + H:
+            allocates = func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.constant_pad_nd)
+            if allocates and out.ndim == 4 and out.shape[2] == prefix + 1 + H:
                 self.count += 1
             return out
 
