@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.config.compose import FLAGS, PROGRAM, prepare
-from embodied_ppo.core.errors import ConfigError, show
+from embodied_ppo.core.errors import ConfigError, PlacementError, show
 
 if TYPE_CHECKING:
     from embodied_ppo.modes.placement_search import TuningResult
@@ -47,12 +47,14 @@ def run(args: argparse.Namespace) -> None:
     args.config_dir, args.command = str(config_dir), "train"
     overrides = [override for override in args.overrides if not _selects_placement(override)]
     overrides.append(f"placement={file.stem}")
-    composed, best = prepare(args, overrides).config, result.config
+    conflict = f"{file}: is written, but another file sets cluster, too, and both together are"
+    try:
+        composed, best = prepare(args, overrides).config, result.config
+    except (ConfigError, PlacementError) as error:
+        raise ConfigError(f"{conflict} refused ({error}); remove it from that file") from error
     if (composed.placement, composed.cluster) != (best.placement, best.cluster):
-        raise ConfigError(
-            f"{file}: is written, but another file sets cluster, too, and both together are "
-            f"{show(vars(composed.cluster))}; remove it from that file"
-        )
+        shown = show(vars(composed.cluster))
+        raise ConfigError(f"{conflict} {shown}; remove it from that file")
     config_name = ["--config-name", args.config_name] if args.config_name else []
     command = [PROGRAM, "train", "--config-dir", str(config_dir), *config_name, *overrides]
     summary = result.summary() | {"file": str(file), "command": shlex.join(command)}

@@ -305,15 +305,30 @@ def test_unwritable_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "my_configs/placement/tuned_cartpole.yaml: cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("measure_one")
+@pytest.mark.parametrize("best", ["local", "fused"])
 def test_conflicting_placement_of_another_file_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    best: str,
 ) -> None:
     """An option that is deleted for tune would be set again for train."""
+    candidates = placement_search.candidates
+
+    def only_best(*arguments: Any) -> Any:
+        valid, refused = candidates(*arguments)
+        return [candidate for candidate in valid if candidate.choice.name == best], refused
+
+    monkeypatch.setattr(placement_search, "candidates", only_best)
     roles = "cluster: {component_placement: {env: 0, 'rollout,actor': 0}}"
     write_experiment(tmp_path / "mine", roles)
     options = ["experiment=own", "~cluster.component_placement", "cluster.devices_per_node=1"]
     assert main.main(["tune", "--quiet", "--config-dir", "mine", *SMALL, *options]) == 2
-    assert "is written, but another file sets cluster, too" in capsys.readouterr().err
+    file = Path("mine/placement/tuned_own.yaml")
+    assert file.exists()
+    problem = f"{file}: is written, but another file sets cluster, too, and both together are "
+    assert problem in capsys.readouterr().err
 
 
 def test_machine_with_too_little_memory_is_refused() -> None:
