@@ -331,12 +331,14 @@ class OpenVLABody(InferenceModule):
     def _siglip(self, pixels: Tensor) -> Tensor:
         e = self.siglip.embeddings
         x = e.patch_embedding(pixels.to(e.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
-        return self._layers(self.siglip.encoder.layers[:-1], x + e.position_embedding.weight)
+        # These layers need an attention mask; those of DINOv2 take none before transformers 5.18.
+        layers, x = self.siglip.encoder.layers[:-1], x + e.position_embedding.weight
+        return self._layers(layers, x, None)
 
-    def _layers(self, layers: Iterable[Any], x: Tensor) -> Tensor:
+    def _layers(self, layers: Iterable[Any], x: Tensor, *mask: None) -> Tensor:
         for layer in layers:
             again = self.recompute and torch.is_grad_enabled()
-            x = checkpoint(layer, x, None, use_reentrant=False) if again else layer(x, None)
+            x = checkpoint(layer, x, *mask, use_reentrant=False) if again else layer(x, *mask)
         return x
 
     def vision(self, images: Tensor) -> Tensor:
