@@ -107,13 +107,10 @@ class Report:
             return call()
         # Any failure of one figure is recorded, and the next figure is measured.
         except Exception as error:
-            self.write({"failure": name, "message": one_line(error)})
+            from embodied_ppo.core.errors import one_line
+
+            self.write({"failure": name, "message": one_line(error, kind=True)[:500]})
             return None
-
-
-def one_line(error: BaseException) -> str:
-    """Return class and message of an error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def run_part(command: Sequence[str], limit_s: float, on_line: Callable[[str], None]) -> str:
