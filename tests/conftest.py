@@ -20,6 +20,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["EMBODIED_PPO_CACHE"] = tempfile.mkdtemp(prefix="embodied_ppo tests_")
 
 import pytest
+import ray_fork_server
 import torch
 
 collect_ignore = [
@@ -39,6 +40,7 @@ def start_ray(**options: Any) -> None:
         "log_to_driver": False,
         "logging_level": "ERROR",
     }
+    ray_fork_server.install()
     ray.init(address="local", num_cpus=8, **quiet, **options)
 
 

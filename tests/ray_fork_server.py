@@ -1,0 +1,134 @@
+"""Start Ray workers of tests by forking a process that has imported torch and our package.
+
+A Ray worker spends 3 s of CPU time on importing torch, EnvPool and our package, and the tests start
+about 200 workers. After ``install`` the command of a worker is a small client: it sends its
+arguments, environment, working directory and standard streams to a server process, which forks. The
+forked process runs Ray's own worker program. Ray is not imported before the fork, because its
+connections do not work after one. Tests in which ``embodied-ppo`` or ``ray start`` is a process of
+its own start workers without the server, as users do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+ADDRESS = "TESTS_RAY_FORK_SERVER"
+"""Environment variable with the server's Unix socket."""
+OWN_OPTIONS = ("--serialized-runtime-env-context", "--language")
+"""Options of Ray's start command that its worker program does not know."""
+PRELOADED = (
+    "envpool",
+    "embodied_ppo.modes.embodied.workers",
+    "embodied_ppo.modes.reasoning.workers",
+)
+
+
+def install() -> None:
+    """Let ``ray.init`` start workers through the server, which the first call starts."""
+    if ADDRESS in os.environ:
+        return
+    from ray._private.parameter import RayParams
+
+    folder = tempfile.mkdtemp(prefix="ray_fork_server_")
+    os.environ[ADDRESS] = f"{folder}/socket"
+    server = subprocess.Popen(
+        [sys.executable, __file__, "serve"], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )  # it ends with its standard input, and so with this process
+    assert server.stdout is not None and server.stdout.read(1) == b"."
+    update_if_absent = RayParams.update_if_absent
+
+    def with_client(self: Any, **values: Any) -> None:
+        update_if_absent(self, **values)
+        self.setup_worker_path = __file__
+
+    RayParams.update_if_absent = with_client
+
+
+def request(arguments: list[str]) -> None:
+    """Ask the server for a worker with these arguments."""
+    arguments = [x for x in arguments if not x.startswith(OWN_OPTIONS)]
+    content = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ[ADDRESS])
+        socket.send_fds(connection, [len(content).to_bytes(8, "big")], [0, 1, 2])
+        connection.sendall(content)
+
+
+def serve() -> None:
+    """Import what workers import, then fork a worker for each request until stdin is closed."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.environ[ADDRESS])
+        server.listen(64)
+        os.write(1, b".")
+        while True:
+            readable, _, _ = select.select([server, 0], [], [])
+            if 0 in readable:
+                return
+            connection, _ = server.accept()
+            header, streams, _, _ = socket.recv_fds(connection, 8, 3)
+            content = b""
+            while len(content) < int.from_bytes(header, "big"):
+                content += connection.recv(1 << 16)
+            connection.close()
+            if os.fork() == 0:
+                server.close()
+                _run_worker(*json.loads(content), streams)
+            for stream in streams:
+                os.close(stream)
+
+
+def _reap() -> None:
+    """Collect ended workers; tests look for their process ids."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _run_worker(
+    arguments: list[str], environment: dict[str, str], folder: str, streams: list[int]
+) -> None:
+    """Run Ray's worker program in this process, and end it."""
+    try:
+        for name in (signal.SIGINT, signal.SIGCHLD):
+            signal.signal(name, signal.SIG_DFL)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        program = arguments[0]
+        sys.argv = arguments
+        sys.path[0] = str(Path(program).parent)
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        request(sys.argv[1:])
