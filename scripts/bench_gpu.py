@@ -175,10 +175,17 @@ def measure(part: str, *, tiny: bool) -> None:
     elif part in SIMULATIONS:
         import bench_gpu_simulation as simulation
 
-        options = [*simulation.EXPERIMENTS[part], *(simulation.TINY if tiny else ())]
-        config = simulation.read_config([*options, f"device={device.type}"])
+        common = [*(simulation.TINY if tiny else ()), f"device={device.type}"]
+        config = simulation.read_config([*simulation.EXPERIMENTS[part], *common])
         with tempfile.TemporaryDirectory() as folder:
-            simulation.measure(report, config, device, Path(folder))
+            report.attempt(
+                "training", lambda: simulation.measure(report, config, device, Path(folder))
+            )
+        if part in simulation.PICTURES:
+            config = simulation.read_config([*simulation.PICTURES[part], *common])
+            report.attempt(
+                "pictures_per_s", lambda: simulation.measure_pictures(report, config.env, device)
+            )
     elif part in EXPERIMENTS:
         experiment = TINY_EXPERIMENTS[part] if tiny else EXPERIMENTS[part]
         measure_placements(report, experiment, device.type, updates=4 if tiny else 10)

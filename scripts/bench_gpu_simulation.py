@@ -1,16 +1,17 @@
 """The parts ``ant``, ``go1``, ``panda`` and ``tabletop`` of bench_gpu.py: simulation and training.
 
-Each trains an experiment in this process. One rollout is recorded and repeated: by the environment
-without the policy, and by the physics alone, with the policy's controls and the resets of the
-episodes that ended. All three therefore have the same contacts. Steps are control steps.
+Each trains the experiment of that name for a GPU (``ant_gpu``, ..) in this process. One rollout is
+recorded and repeated: by the environment without the policy, and by the physics alone, with the
+policy's controls and the resets of the episodes that ended. All three therefore have the same
+contacts. Steps are control steps.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,17 @@ from embodied_envs.adapters.action_chunking import ChunkedActions
 from embodied_envs.physics.engine import INITIAL_FIELDS
 from embodied_ppo.commands.main import parse_arguments
 from embodied_ppo.config.compose import prepare
-from embodied_ppo.config.schema import Config
+from embodied_ppo.config.schema import Config, EnvConfig
 from embodied_ppo.core.types import Obs, Step
 from embodied_ppo.modes.base import RunRequest
+from embodied_ppo.modes.embodied.components import make_env
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.training.local_system import LocalSystem
 
-WORLDS = ["env.simulator=warp", "env.num_envs=4096", "compile=auto", "algorithm.horizon=32"]
-WORLDS += ["algorithm.global_batch_size=32768", "algorithm.update_epoch=4"]
-"""Options of many worlds: 16 minibatches an update."""
-EXPERIMENTS = {
-    "ant": ["experiment=ant", "env.id=Ant", *WORLDS],
-    "go1": ["experiment=go1_joystick", *WORLDS],
-    "panda": ["experiment=panda_pick_cube", *WORLDS],
-    "tabletop": [
-        *("experiment=tabletop_token", "env.simulator=warp", "env.num_envs=1024"),
-        *("algorithm.global_batch_size=4096", "cloning.steps=0"),
-    ],
-}
-"""Part -> options of the experiment."""
+EXPERIMENTS = {name: [f"experiment={name}_gpu"] for name in ("ant", "go1", "panda", "tabletop")}
+"""Part -> options of the experiment, which is the one that users train."""
+PICTURES = {"tabletop": ["experiment=tabletop_token", "env.num_envs=1024"]}
+"""Part -> options of an experiment whose pictures are measured, too."""
 TINY = [
     *("env.simulator=mujoco", "env.num_envs=4", "algorithm.horizon=8", "compile=never"),
     *("algorithm.global_batch_size=16", "env.max_episode_steps=5"),
@@ -71,7 +64,6 @@ class Recorder:
 
     Attributes:
         start: State before the first step.
-        cameras_enabled: See ``MujocoEnv``.
         controls: Control of each step, [N, nu].
         ended: Worlds that were reset after each step, bool [N].
         starts: Initial fields after each step, [N, ..]; of worlds that were reset, their values
@@ -86,14 +78,6 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
-
-    @property
-    def cameras_enabled(self) -> bool:
-        return self.env.cameras_enabled
-
-    @cameras_enabled.setter
-    def cameras_enabled(self, value: bool) -> None:
-        self.env.cameras_enabled = value
 
     def step(self, action: Tensor) -> Step:
         env, physics = self.env, self.env.physics
@@ -152,12 +136,11 @@ class PhysicsReplay:
 def record_rollout(system: LocalSystem, horizon: int, update: int) -> tuple[Recorder, Tensor]:
     """Collect a rollout; return the record of its simulator and the actions, [T, N, A]."""
     rollout: Any = system.rollout
-    holder: Any = rollout.env if isinstance(rollout.env, ChunkedActions) else rollout
-    holder.env = record = Recorder(holder.env)
+    rollout.env = record = Recorder(rollout.env)
     try:
         return record, system.collect(horizon, update=update)[0].action
     finally:
-        holder.env = record.env
+        rollout.env = record.env
 
 
 def train(
@@ -183,6 +166,14 @@ def train(
     return statistics.mean(collect_s), statistics.mean(update_s)
 
 
+def least_seconds(call: Callable[[], float]) -> float:
+    """Return the least of the durations that ``call`` returns, without its warm-up.
+
+    The first calls compile kernels and record graphs.
+    """
+    return min(call() for _ in range(4))
+
+
 def measure(report: benchmark.Report, config: Config, device: torch.device, run_dir: Path) -> None:
     """Train, and report control steps per second of training, environment and physics."""
     with ExitStack() as stack:
@@ -192,7 +183,7 @@ def measure(report: benchmark.Report, config: Config, device: torch.device, run_
         horizon, outer = config.algorithm.horizon, system.rollout.env  # pyright: ignore
         worlds = outer.num_envs
         report("worlds", worlds)
-        steps = horizon * worlds * config.env.action_chunk
+        steps = horizon * worlds
         collect_s, update_s = train(system, horizon, WARM_UP + UPDATES, device)
         report("collect_ms", collect_s * 1e3)
         report("update_ms", update_s * 1e3)
@@ -210,22 +201,28 @@ def measure(report: benchmark.Report, config: Config, device: torch.device, run_
             physics.load_state(record.start["physics"])
             return benchmark.seconds(replay.run, device)
 
-        def pictures_s() -> float:
-            everywhere = torch.ones(worlds, dtype=torch.bool, device=physics.device)
-            return benchmark.seconds(lambda: physics.images(everywhere), device)
-
         calls = {
-            "environment_steps_per_s": (environment_s, steps),
-            "physics_steps_per_s": (physics_s, steps),
+            "environment_steps_per_s": environment_s,
+            "physics_steps_per_s": physics_s,
         }
-        if config.env.cameras:
-            calls["pictures_per_s"] = (pictures_s, worlds * len(config.env.cameras))
-        for name, (call, count) in calls.items():
-            # The first calls compile kernels and record graphs.
-            duration_s = report.attempt(name, lambda c=call: min(c() for _ in range(4)))
+        for name, call in calls.items():
+            duration_s = report.attempt(name, lambda c=call: least_seconds(c))
             if duration_s is None:
                 continue
-            report(name, count / duration_s)
+            report(name, steps / duration_s)
             if name == "physics_steps_per_s":
                 report("training_over_physics", duration_s / (collect_s + update_s))
                 report("collect_over_physics", duration_s / collect_s)
+
+
+def measure_pictures(report: benchmark.Report, config: EnvConfig, device: torch.device) -> None:
+    """Report pictures per second of the cameras of all worlds."""
+    env: Any = make_env(list(range(config.num_envs)), config=config, device=device)
+    with closing(env):
+        env.reset()
+        physics = (env.env if isinstance(env, ChunkedActions) else env).physics
+        everywhere = torch.ones(env.num_envs, dtype=torch.bool, device=physics.device)
+        duration_s = least_seconds(
+            lambda: benchmark.seconds(lambda: physics.images(everywhere), device)
+        )
+        report("pictures_per_s", env.num_envs * len(config.cameras) / duration_s)

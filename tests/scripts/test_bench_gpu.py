@@ -101,8 +101,11 @@ def test_options_of_all_parts_are_accepted() -> None:
     for placement in bench_gpu.PLACEMENTS.values():
         for experiment in bench_gpu.EXPERIMENTS.values():
             simulation.read_config([*experiment, *placement])
-    for options in (*simulation.EXPERIMENTS.values(), *bench_gpu.SETTINGS.values()):
+    for options in (*simulation.PICTURES.values(), *bench_gpu.SETTINGS.values()):
         simulation.read_config(options)
+    for part in bench_gpu.SIMULATIONS:
+        config = simulation.read_config(simulation.EXPERIMENTS[part])
+        assert config.env.num_envs >= 4096 and config.env.action_chunk == 1, part
 
 
 # ---------------------------------------------------------------------------------------- figures
@@ -123,6 +126,13 @@ def test_physics_repeats_the_rollout_of_the_policy(tmp_path: Path) -> None:
         for name, x in end.items():
             assert torch.equal(physics.fields[name], x), name
         assert not isinstance(system.rollout.env, simulation.Recorder)  # pyright: ignore
+
+
+def test_pictures_of_all_worlds_are_measured() -> None:
+    lines, options = Lines(), [*simulation.PICTURES["tabletop"], *simulation.TINY]
+    env = simulation.read_config([*options, "env.image_size=16"]).env
+    simulation.measure_pictures(lines.report, env, CPU)
+    assert lines.failures == {} and lines.figures["pictures_per_s"] > 0
 
 
 def test_language_part_measures_float32_weights() -> None:
