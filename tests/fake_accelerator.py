@@ -76,6 +76,15 @@ class DeviceTensor(Tensor):
         x.host = host
         return x
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: DeviceTensor) -> None:
+        Tensor.data.__set__(self, new)  # pyright: ignore[reportAttributeAccessIssue]
+        self.host = new.host
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
@@ -88,6 +97,9 @@ class DeviceTensor(Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.ndim == 0 else repr(self), spec)
 
     def numpy(self, *, force: bool = False) -> Any:
         raise DeviceError(f"numpy() of a tensor on {NAME}; {_place()}")
