@@ -371,7 +371,8 @@ class CudaGraph:
         the arguments is allocated; the first call fills it.
         """
         self.arguments = [torch.zeros_like(x) for x in example.arguments]
-        self.last: list[weakref.ref[Tensor] | None] = [None] * len(self.arguments)
+        self.last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self.arguments)
+        """Tensor that each argument is a copy of, and its version."""
         tensors = [*example.state, *self.arguments]
 
         def warm_up() -> None:
@@ -388,13 +389,15 @@ class CudaGraph:
 
         Args:
             tensors: State and arguments. The state is not read: the graph has its storage. An
-                argument that is the same object as in the last call is not copied.
+                argument that is the same object as in the last call, unchanged, is not copied.
+                Only operations of torch count as changes, and not those of a CUDA graph.
         """
         for i, x in enumerate(tensors[len(tensors) - len(self.arguments) :]):
             last = self.last[i]
-            if last is None or x is not last():
+            if last is None or x is not last[0]() or x._version != last[1]:
                 self.arguments[i].copy_(x)
-                self.last[i] = weakref.ref(x)  # a reference would keep the rollout in memory
+                # Inference tensors have no version. A reference would keep the rollout in memory.
+                self.last[i] = None if x.is_inference() else (weakref.ref(x), x._version)
         self.graph.replay()
         return [x.clone() for x in self.results]
 

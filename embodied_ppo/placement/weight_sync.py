@@ -201,9 +201,7 @@ class SharedWeightBuffer:
     def handle(self) -> Any:
         """Return the picklable handle for ``open_shared_buffer``."""
         if self.device.type == "cuda":
-            # The receiver's stream is not ordered after ours: all writes must have ended before it
-            # reads.
-            torch.cuda.synchronize(self.device)
+            finish_work(self.device)
             return self._share()
         return os.getpid(), self.file, len(self.flat)
 
@@ -218,6 +216,16 @@ class SharedWeightBuffer:
         if self._ipc_handle is None or self._ipc_handle[0] != address:
             self._ipc_handle = address, storage._share_cuda_()
         return self._ipc_handle[1]
+
+
+def finish_work(device: torch.device) -> None:
+    """Wait for the work of a CUDA device, in particular reads and writes of a shared buffer.
+
+    The streams of two processes are not ordered: writes must have ended before the other process
+    reads, and reads before it writes again.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def open_shared_buffer(handle: Sequence[Any], device: torch.device) -> Tensor:

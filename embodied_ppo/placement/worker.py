@@ -24,6 +24,7 @@ from embodied_ppo.placement.weight_sync import (
     SharedWeightBuffer,
     WeightBuffer,
     WeightLayout,
+    finish_work,
     open_shared_buffer,
     weight_tensors,
 )
@@ -294,6 +295,8 @@ class Worker:
         if self._imported_buffer is None or self._imported_buffer[0] != handle:
             self._imported_buffer = handle, open_shared_buffer(handle, self.device)
         self.weight_buffer.unpack(self._imported_buffer[1])
+        # The sender may overwrite the buffer when this method has returned.
+        finish_work(self.device)
         self._set_version(version)
 
     def broadcast(self, version: int) -> None:

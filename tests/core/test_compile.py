@@ -459,6 +459,21 @@ def test_warm_up_of_a_cuda_graph_copies_nothing(name: str, monkeypatch: pytest.M
     assert all(map(torch.equal, graph.arguments, example.arguments))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_cuda_graph_copies_an_argument_that_changed_in_place(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RecordingCuda(monkeypatch)
+    with torch.inference_mode(inference):
+        x = torch.zeros(3)
+        graph = compile.CudaGraph(compile.Example(lambda x: x + 1, [], [x]))
+        for value in (1.0, 2.0):
+            x.fill_(value)
+            for _ in range(2):
+                graph([x])
+                assert torch.equal(graph.arguments[0], x)
+
+
 def test_compiled_update_raises_before_training_on_nan(tmp_path: Path) -> None:
     options = {
         "update_epoch": 2,

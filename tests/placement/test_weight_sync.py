@@ -204,6 +204,24 @@ def test_receiver_maps_memory_once_until_the_sender_moves_it(
     assert len(handles) == 2 and handles[0] != handles[1]
 
 
+def test_receiver_has_read_the_buffer_before_the_sender_writes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CUDA, copies are in progress when ``unpack`` returns."""
+    sender, receiver = (Worker(WorkerSpec((), {}), policy=nn.Linear(3, 2)) for _ in range(2))
+    for worker in (sender, receiver):
+        worker.prepare_weight_sync(sender.weight_layout(frozen=False), "actor", frozen=False)
+    handle, waited = sender.export_ipc(), list[Any]()
+    monkeypatch.setattr(
+        "embodied_ppo.placement.worker.open_shared_buffer",
+        lambda handle, device: open_shared_buffer(handle, CPU),
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(Worker, "device", torch.device("cuda", 0))
+    receiver.import_ipc(1, handle)
+    assert waited == [torch.device("cuda", 0)]
+
+
 # --------------------------------------------------------------------------------------- transports
 PLACEMENTS: dict[tuple[str, ...], dict[str, Any]] = {
     ("share",): {"env,rollout,actor": "0-1"},
