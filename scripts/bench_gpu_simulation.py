@@ -217,10 +217,11 @@ def measure(report: benchmark.Report, config: Config, device: torch.device, run_
 
 def measure_pictures(report: benchmark.Report, config: EnvConfig, device: torch.device) -> None:
     """Report pictures per second of the cameras of all worlds."""
-    env: Any = make_env(list(range(config.num_envs)), config=config, device=device)
+    env = make_env(list(range(config.num_envs)), config=config, device=device)
     with closing(env):
         env.reset()
-        physics = (env.env if isinstance(env, ChunkedActions) else env).physics
+        inner = env.env if isinstance(env, ChunkedActions) else env
+        physics = inner.physics  # pyright: ignore[reportAttributeAccessIssue]
         everywhere = torch.ones(env.num_envs, dtype=torch.bool, device=physics.device)
         duration_s = least_seconds(
             lambda: benchmark.seconds(lambda: physics.images(everywhere), device)

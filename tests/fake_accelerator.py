@@ -23,6 +23,7 @@ from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from embodied_ppo.core import tree
 
@@ -134,6 +135,11 @@ class _Functions(TorchFunctionMode):
     the device of the random numbers.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned = WeakTensorKeyDictionary()
+        """Tensors in pinned memory."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
@@ -145,12 +151,14 @@ class _Functions(TorchFunctionMode):
                 raise DeviceError(f"{where}; {_place()}")
         if func not in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             return func(*args, **kwargs)
-        device = kwargs.pop("device", None)
+        device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
         if func is Tensor.new_tensor:
             like, *args = args
             kwargs.setdefault("dtype", like.dtype)
             func, device = torch.tensor, device or like.device
         x = func(*args, **kwargs)
+        if pinned:  # the host has no driver that could pin memory
+            self.pinned[x] = True
         return x if device is None else x.to(device)
 
 
@@ -184,6 +192,11 @@ class FakeAccelerator(TorchDispatchMode):
         self._functions.__exit__(*error)
         torch.Generator = self._generator
         FakeAccelerator.current = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return torch.device(NAME, 0)
 
     @contextmanager
     def no_host_access(self) -> Iterator[None]:
@@ -244,6 +257,8 @@ class FakeAccelerator(TorchDispatchMode):
                 self._record(self.host_reads, f"{name} with a mask")
         for x in leaves:
             if isinstance(x, DeviceTensor):
+                continue
+            if name == "_to_copy" and kwargs.get("non_blocking") and x in self._functions.pinned:
                 continue
             if name == "_to_copy" or any(x is index for index in indices):
                 self._record(self.uploads, name)

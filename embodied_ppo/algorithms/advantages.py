@@ -131,7 +131,8 @@ def _skip_holes(value: Tensor, next_value: Tensor, done: Tensor, mask: Tensor) -
     N].
     """
     before_hole = (mask & ~done)[:-1] & ~mask[1:]  # [T-1, N]
-    if not bool(before_hole.any()):
+    # On a GPU the test would take longer than the replacement, because the host would wait.
+    if before_hole.device.type == "cpu" and not bool(before_hole.any()):
         return next_value
     T = mask.shape[0]
     row = torch.arange(T, device=mask.device).unsqueeze(1)
@@ -319,10 +320,9 @@ def normalize(advantage: Tensor, mask: Tensor) -> tuple[Tensor, Moments]:
         entries the advantage is returned unchanged; the caller reports it.
     """
     moments = masked_moments(advantage, mask)
-    if float(moments.count) < 2:
-        return advantage, moments
     scaled = (advantage.double() - moments.mean) * torch.rsqrt(moments.var + EPS)
-    return torch.where(expand_mask(mask, advantage), scaled, 0.0).float(), moments
+    scaled = torch.where(expand_mask(mask, advantage), scaled, 0.0)
+    return torch.where(moments.count < 2, advantage, scaled).float(), moments
 
 
 def clip(x: Tensor, c: float | None) -> Tensor:
@@ -428,10 +428,8 @@ def whiten_rewards(reward: Tensor, mask: Tensor, *, keep_mean: bool = True) -> T
         float32 [T, N]; masked rows, and fewer than 2 entries, are unchanged.
     """
     white, moments = normalize(reward, mask)
-    if float(moments.count) < 2:
-        return reward
     white = white + moments.mean if keep_mean else white
-    return torch.where(mask.bool(), white, reward.double()).float()
+    return torch.where(mask.bool() & (moments.count >= 2), white, reward.double()).float()
 
 
 class ReturnScaler(nn.Module):

@@ -29,6 +29,7 @@ from embodied_ppo.core.running_stats import (
     explained_variance,
     masked_moments,
     masked_sum,
+    read_numbers,
 )
 from embodied_ppo.core.types import Batch, ConfigError, Evaluation, Mean, Metrics, Trajectory
 
@@ -485,16 +486,19 @@ def off_policy_weights(
     weight = losses.off_policy_weight(
         old, acted, mask, kind=c.off_policy_correction, cap=c.off_policy_cap
     )
-    count = float(expand_mask(mask, weight).sum())
-    return weight, {"policy/off_policy_weight": Mean(float(masked_sum(weight, mask)), count)}
+    total, count = read_numbers(masked_sum(weight, mask), expand_mask(mask, weight).sum())
+    return weight, {"policy/off_policy_weight": Mean(total, count)}
 
 
 def subtract_kl_penalty(
     reward: Tensor, distance: Tensor, mask: Tensor, coef: float
 ) -> tuple[Tensor, Metrics]:
     """Return rewards [T, N] minus coef times the KL to the reference, and the KL as a metric."""
-    columns = float(losses.denominator(mask, aggregation="seq-mean-token-mean"))
-    per_column = float(losses.aggregate(distance, mask, aggregation="seq-mean-token-mean"))
+    kind = "seq-mean-token-mean"
+    columns, per_column = read_numbers(
+        losses.denominator(mask, aggregation=kind),
+        losses.aggregate(distance, mask, aggregation=kind),
+    )
     metrics: Metrics = {"kl/to_reference": Mean(per_column * columns, columns), "kl/coef": coef}
     return kl.penalize(reward, distance, mask, coef=coef), metrics
 
@@ -520,17 +524,23 @@ def estimate_advantages(
         bootstrap_type=c.bootstrap_type,
         steps=steps,
     )
+    raw = masked_moments(advantage, t.mask)
+    explained, mean, std, zeros, count = read_numbers(
+        explained_variance(t.value, returns, t.mask),
+        raw.mean,
+        raw.var.sqrt(),
+        ((advantage == 0) & t.mask).sum(),
+        raw.count,
+    )
     metrics: Metrics = {
-        "value/explained_variance": float(explained_variance(t.value, returns, t.mask)),
-        "advantage/mean": float((raw := masked_moments(advantage, t.mask)).mean),
-        "advantage/std": float(raw.var.sqrt()),
-        "advantage/zero_fraction": Mean(
-            float(((advantage == 0) & t.mask).sum()), float(t.mask.sum())
-        ),
+        "value/explained_variance": explained,
+        "advantage/mean": mean,
+        "advantage/std": std,
+        "advantage/zero_fraction": Mean(zeros, count),
     }
     if c.normalize_advantages:
-        advantage, used = advantages.normalize(advantage, t.mask)
-        if float(used.count) < 2:
+        advantage, _ = advantages.normalize(advantage, t.mask)
+        if count < 2:
             notice("algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout")
     return advantages.clip(advantage, c.advantage_clip), returns, metrics
 

@@ -164,10 +164,10 @@ def cut_columns(
     """
     last = torch.where(mask, place, -1).amax(0) + 1  # [N] tokens that the loss depends on
     order = last.argsort(descending=True, stable=True)
-    lengths = last[order].tolist()
-    count = sum(x > 0 for x in lengths)
     numbers = torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1)  # [T, 1]
-    rows = (mask * numbers).amax(0)[order].tolist()
+    rows = (mask * numbers).amax(0)
+    lengths, rows = torch.stack([last, rows])[:, order].tolist()
+    count = sum(x > 0 for x in lengths)
     start = 0
     while start < count:
         size = min(count if tokens is None else max(1, tokens // lengths[start]), columns or count)
@@ -355,8 +355,10 @@ class MinibatchOptimizer:
     # ----------------------------------------------------------------------------------- statistics
     def _totals(self, rows: list[Tensor], *names: str) -> list[float]:
         """Return sums of some statistics over minibatches and ranks."""
-        columns = [self.statistics.index(name) for name in names]
-        return self.ranks.all_reduce_sum(torch.stack(rows)[:, columns].double().sum(0)).tolist()
+        table = torch.stack(rows)  # [minibatches, statistics]
+        # An index of Python numbers would be copied to the device.
+        columns = torch.stack([table[:, self.statistics.index(name)] for name in names], dim=1)
+        return self.ranks.all_reduce_sum(columns.double().sum(0)).tolist()
 
     def _sums(self, rows: list[Tensor], location: str) -> tuple[dict[str, float], float]:
         """Return the sums of the statistics over all minibatches and the largest ratio.

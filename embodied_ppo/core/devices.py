@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 EGL_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
 """Environment variable with the index of the device that MuJoCo's EGL renderer uses."""
@@ -99,3 +101,14 @@ def select_egl_device(device: torch.device, notice: Callable[[str], None]) -> No
             os.environ[name] = value
     if value is None:
         notice(f"{EGL_VARIABLE} is not set: {reason}; images are rendered on EGL's first device")
+
+
+def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Return a tensor of nested sequences of Python numbers on a device.
+
+    It is copied from pinned memory: a copy of pageable memory would make the host wait until the
+    device has done all earlier work.
+    """
+    if device.type == "cpu":
+        return torch.tensor(numbers)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

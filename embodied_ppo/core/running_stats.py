@@ -69,6 +69,11 @@ def masked_moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> Moments:
     return Moments(mean, square / (count - 1 if unbiased else count).clamp(min=1), count)
 
 
+def read_numbers(*scalars: Tensor) -> list[float]:
+    """Return the values of tensors with one element each; the host waits for the device once."""
+    return torch.stack([x.double() for x in scalars]).tolist()
+
+
 def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     """Return population moments of each feature.
 

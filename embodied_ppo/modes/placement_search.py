@@ -181,7 +181,7 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
         TrainingError: No placement runs.
     """
     validation.check_tuning(config, explicit)
-    device, config = select_device(config.device, config.threads), absolute(config)
+    config = absolute(config)
     notices = set[str]()
     with (
         Interrupts(),
@@ -196,6 +196,7 @@ def search(config: Config, *, explicit: Any = (), quiet: bool = False) -> Tuning
                 notices.add(line)
                 bar.say(line)
 
+        device = select_device(config.device, config.threads, notice=notice)
         valid, refused = candidates(config, device)
         if any(candidate.plan is not None for candidate in valid):
             check_devices(config, device, notice)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from embodied_ppo.core.devices import upload
 from embodied_ppo.core.random import sampling_key
+from embodied_ppo.core.running_stats import read_numbers
 from embodied_ppo.core.types import ConfigError, Mean, Metrics, TrainingError, Trajectory
 from embodied_ppo.data.prompts import Prompt, Sampler
 from embodied_ppo.rewards.graders import Grade, Graders
@@ -173,7 +175,7 @@ class ReasoningRollout:
                 f"reward: none of {len(grades)} responses could be graded:"
                 f" {self.graders.last_failure}"
             )
-        scores = torch.tensor([g.score for g in grades], device=generation.token.device)
+        scores = torch.tensor([g.score for g in grades])  # [N], on the host
         if bool((scores == scores[0]).all()) and not self._equal_scores_noticed:
             self._equal_scores_noticed = True
             self.notice(
@@ -189,18 +191,21 @@ class ReasoningRollout:
         """Return the graded responses as a trajectory [T, N]."""
         device, t = generation.token.device, self.sampling.max_tokens
         n = len(prompts)
-        starts = torch.tensor([len(p.ids) for p in prompts], device=device)  # [N] prompt lengths
+        starts = upload([len(p.ids) for p in prompts], device)  # [N] prompt lengths
         # [N, width + 1], prompt and response without a gap; the last token is never an input.
         row = torch.full((n, self.width + 1), self.pad_id, dtype=torch.int64, device=device)
-        for i, prompt in enumerate(prompts):
-            row[i, : len(prompt.ids)] = torch.tensor(prompt.ids, device=device)
+        width = max(len(p.ids) for p in prompts)
+        padded = [[*p.ids, *[self.pad_id] * (width - len(p.ids))] for p in prompts]
+        row[:, :width] = upload(padded, device)
         steps = torch.arange(t, device=device)
         row.scatter_(1, starts.unsqueeze(1) + steps, generation.token)
         last = steps == generation.length.unsqueeze(1) - 1  # [N, T]
         mask = steps < generation.length.unsqueeze(1)  # [N, T]
         if self.truncation.treatment == "drop":
             mask = mask & generation.stopped.unsqueeze(1)
-        score = scores - self.truncation.penalty(generation.length, generation.stopped, t)
+        score = upload(scores.tolist(), device) - self.truncation.penalty(
+            generation.length, generation.stopped, t
+        )
         zero = torch.zeros(t, n, device=device)
         return Trajectory(
             obs={
@@ -228,10 +233,11 @@ class ReasoningRollout:
     ) -> Metrics:
         """Return rollout/* of one batch."""
         n = float(len(prompts))
+        length, truncated = read_numbers(generation.length.sum(), (~generation.stopped).sum())
         metrics: Metrics = {
             "rollout/return": Mean(float(scores.sum()), n),
-            "rollout/length": Mean(float(generation.length.sum()), n),
-            "rollout/truncated": Mean(float((~generation.stopped).sum()), n),
+            "rollout/length": Mean(length, n),
+            "rollout/truncated": Mean(truncated, n),
             "rollout/prompt_length": Mean.of(len(p.ids) for p in prompts),
             "rollout/grader_failures": float(sum(g.failed for g in grades)),
             # A mean, because the value is the same in all processes and must not be added up.

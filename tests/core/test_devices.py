@@ -12,9 +12,11 @@ import pytest
 import run_helpers
 import torch
 
+from embodied_ppo.config.schema import Config
 from embodied_ppo.core import devices
 from embodied_ppo.core.devices import DERIVED_VARIABLE, EGL_VARIABLE, egl_device_id
 from embodied_ppo.core.types import ConfigError
+from embodied_ppo.modes import placement_search
 from embodied_ppo.modes.base import RunRequest, select_device
 from embodied_ppo.modes.workers import WorkerFactory
 from embodied_ppo.placement.worker import Worker, WorkerSpec
@@ -103,6 +105,23 @@ def test_unknown_egl_device_is_left_unset_with_one_line(
     select_device("cuda", 0, notice=lines.append)
     assert EGL_VARIABLE not in os.environ and len(lines) == 1
     assert lines[0].startswith(f"{EGL_VARIABLE} is not set: {reason}; ")
+
+
+@pytest.mark.usefixtures("activated")
+def test_tune_reports_an_unset_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Searched(Exception):
+        pass
+
+    def candidates(config: Config, device: torch.device) -> Any:
+        raise Searched
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f3a")
+    monkeypatch.setattr(placement_search, "candidates", candidates)
+    with pytest.raises(Searched):
+        placement_search.search(run_helpers.tiny_config({"device": "cuda"}))
+    assert f"{EGL_VARIABLE} is not set" in capsys.readouterr().err
 
 
 def test_egl_devices_of_this_machine_are_counted() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.core import random
+from embodied_ppo.core.devices import upload
 from embodied_ppo.models.causal_lm import Decoder, LanguagePolicy, precision
 from embodied_ppo.rollout.generation import cuda_graphs, decode_model
 from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
@@ -259,14 +260,11 @@ class Engine:
         self, cache: _Cache, rows: slice, prompts: list[Sequence[int]], copies: list[int]
     ) -> Tensor:
         """Write prompts, each ``copies`` times, into the slots ``rows``; return logits [M, V]."""
-        device = cache.keys[0].device
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        width = int(lengths.max())
-        padded = [[*p, *[self.pad_id] * (width - len(p))] for p in prompts]
-        ids, repeats = torch.tensor(padded, device=device), torch.tensor(copies, device=device)
-        place = (lengths - 1).unsqueeze(1)
+        device, width = cache.keys[0].device, max(map(len, prompts))
+        ids = upload([[*p, *[self.pad_id] * (width - len(p))] for p in prompts], device)
+        place = upload([[len(p) - 1] for p in prompts], device)
         # [M], index of each slot's prompt
-        index = torch.arange(len(prompts), device=device).repeat_interleave(repeats)
+        index = upload([i for i, count in enumerate(copies) for _ in range(count)], device)
         if self._model is not None:
             return self._prefill_copy(self._model, cache, rows, ids, place.squeeze(1), index)
         causal = self._decoder.causal(width, place, device)
@@ -306,12 +304,12 @@ class Engine:
     def _step(self, cache: _Cache, state: _State) -> Tensor:
         """Run one decode step of all active slots; return logits [A, V]."""
         n = state.active
-        cached = state.cached[:n]
-        width = state.widest + 1
+        cached, widest = state.cached[:n], state.widest
+        width = widest + 1
         # If all slots have equally many tokens, a column of the cache is written, without an index.
-        is_even = int(cached.min()) == state.widest
+        is_even = min(state.cached_lengths) == widest
         slot = slice(0, n) if is_even else torch.arange(n, device=cached.device)
-        new = state.widest if is_even else cached
+        new = widest if is_even else cached
         places = torch.arange(width, device=cached.device)
         visible = {
             attention: attention.visible_keys(cached.unsqueeze(1), places).unsqueeze(1)
@@ -326,7 +324,7 @@ class Engine:
 
         hidden = self._decoder(state.last[:n].unsqueeze(1), cached.unsqueeze(1), attend=attend)
         state.cached[:n] += 1
-        state.widest += 1
+        state.cached_lengths = [length + 1 for length in state.cached_lengths]
         return self.policy.logits(hidden[:, 0])
 
     def _round(self, rounds: StaticDecode, state: _State) -> None:
@@ -334,13 +332,13 @@ class Engine:
         n, longest = state.active, state.sampling.max_tokens
         row = state.row[:n]
         t = state.length[row]
-        steps = min(cuda_graphs.ROUND_STEPS, longest - int(t.min()))
+        steps = min(cuda_graphs.ROUND_STEPS, longest - min(state.lengths))
         # Tokens after the end of a response are dropped, so any random numbers serve for them.
         place = t.unsqueeze(1) + torch.arange(steps, device=t.device)
         rounds.u[:n, :steps] = state.u[row.unsqueeze(1), place.clamp(max=longest - 1)]
         token, log_prob = rounds.run(n, state.widest, steps, state.sampling)
         state.append(slice(0, n), token, log_prob, self.decode)
-        state.widest += steps
+        state.cached_lengths = [length + steps for length in state.cached_lengths]
 
 
 class _State:
@@ -368,7 +366,11 @@ class _State:
         self.length = torch.zeros(n, dtype=torch.int64, device=device)
         self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
-        self.active = self.widest = 0
+        self.active = 0
+        self.lengths = list[int]()
+        """Tokens of the response in each active slot. On the host, so that it need not wait."""
+        self.cached_lengths = list[int]()
+        """Tokens of each active slot in the cache."""
         self.row = torch.zeros(slots, dtype=torch.int64, device=device)
         self.last = torch.zeros_like(self.row) if rounds is None else rounds.last
         """Newest token of each slot, not in the cache yet."""
@@ -383,17 +385,24 @@ class _State:
                 else rounds.track_occurred()
             )
 
+    @property
+    def widest(self) -> int:
+        """Largest number of tokens of an active slot in the cache; 0 without active slots."""
+        return max(self.cached_lengths, default=0)
+
     def begin(self, rows: list[int], prompts: list[Sequence[int]]) -> None:
         """Assign responses to the slots after the active ones, whose prompts are in the cache."""
         slots = slice(self.active, self.active + len(rows))
-        self.row[slots] = torch.tensor(rows, device=self.row.device)
         lengths = [len(p) for p in prompts]
-        self.cached[slots] = torch.tensor(lengths, device=self.row.device)
-        self.widest = max(self.widest, *lengths)
+        self.row[slots], self.cached[slots] = upload([rows, lengths], self.row.device)
+        self.lengths += [0] * len(rows)
+        self.cached_lengths += lengths
         if self.occurred is not None:
             self.occurred[slots] = False
-            for slot, prompt in enumerate(prompts, start=self.active):
-                self.occurred[slot, torch.tensor(prompt, device=self.row.device)] = True
+            numbered = enumerate(prompts, start=self.active)
+            pairs = [(slot, token) for slot, prompt in numbered for token in prompt]
+            slot, token = upload(pairs, self.row.device).unbind(1)
+            self.occurred[slot, token] = True
         self.active += len(rows)
 
     def sample(
@@ -427,7 +436,7 @@ class _State:
                 [self._ends_with_stop(r, n, decode) for n in ns]
                 for r, ns in zip(rows, ends, strict=True)
             ]
-            stops |= torch.tensor(matches, device=row.device)
+            stops |= upload(matches, row.device)
         last = stops | (place + 1 >= self.sampling.max_tokens)
         is_kept = last.cumsum(1) - last.long() == 0  # [M, K], up to and including the first end
         self.token[row, place] = token.where(is_kept, self.pad_id)
@@ -436,6 +445,8 @@ class _State:
         self.length[row] += is_kept.sum(1)
         self.stopped[row] = (stops & is_kept).any(1)
         self.finished[slots] = last.any(1)
+        for slot in range(slots.start, slots.stop):  # longer than finished responses
+            self.lengths[slot] += token.shape[1]
 
     def _ends_with_stop(self, row: int, length: int, decode: Callable[[list[int]], str]) -> bool:
         """Return whether the last of ``length`` tokens completes a stop text."""
@@ -446,18 +457,21 @@ class _State:
 
     def release_finished(self, cache: _Cache) -> None:
         """Free the slots of finished responses; the last active slots move into their places."""
-        finished = self.finished[: self.active]
-        count = int(finished.sum())
-        if not count:
+        finished: list[bool] = self.finished[: self.active].tolist()
+        if not any(finished):
             return
-        remaining = self.active - count
-        target = finished[:remaining].nonzero().flatten()
-        source = remaining + (~finished[remaining:]).nonzero().flatten()
-        if len(source):
+        remaining = self.active - sum(finished)
+        targets = [slot for slot in range(remaining) if finished[slot]]
+        sources = [slot for slot in range(remaining, self.active) if not finished[slot]]
+        if sources:
+            source, target = upload([sources, targets], self.row.device)
             cache.move(source, target)
             for x in (self.row, self.last, self.cached, self.occurred):
                 if x is not None:
                     x[target] = x[source]
+        for lengths in (self.lengths, self.cached_lengths):
+            for source, target in zip(sources, targets, strict=True):
+                lengths[target] = lengths[source]
+            del lengths[remaining:]
         self.finished[: self.active] = False
         self.active = remaining
-        self.widest = int(self.cached[:remaining].max()) if remaining else 0
