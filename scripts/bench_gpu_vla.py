@@ -393,7 +393,8 @@ def measure(
     """Run two updates and report the second; ``prefix`` begins the names of the figures."""
     device = env.device
     timed: Any = TimedEnv(env)
-    rollout = Rollout(timed, policy, seed=0, gamma=learner.config.gamma)
+    kept = policy.kept_inputs(work.horizon, work.num_envs) if isinstance(policy, PI0) else ()
+    rollout = Rollout(timed, policy, seed=0, gamma=learner.config.gamma, kept_inputs=kept)
     peak = 0
     collect_s = train_s = 0.0
     memory: Memory | None = None
@@ -425,7 +426,8 @@ def measure(
         peak = max(peak, peak_memory(device))
     rows, ops = trajectories[0].mask.numel(), operations(policy)
     is_cached = not isinstance(policy, PI0) or rows <= policy.max_kept_rows()
-    total = rows * (work.epochs * ops.learn + ops.once * (1 if is_cached else work.epochs))
+    encoded = 0 if kept else 1 if is_cached else work.epochs
+    total = rows * (work.epochs * ops.learn + ops.once * encoded)
     report(f"{prefix}train_s", train_s)
     report(f"{prefix}train_tflop_per_s", total / train_s / 1e12)
     if (peak_rate := benchmark.peak_flops(device)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,9 +107,14 @@ class PolicyActor:
         return self._encoded(self.policy, t)
 
     def _encoded(self, policy: Policy, t: Trajectory) -> Any:
-        inputs = apply_in_parts(
-            policy.encode, self.config.logprob_forward_micro_batch_size, tree.flatten_time(t.obs)
-        )
+        obs = tree.flatten_time(t.obs)
+        if t.kept and policy is self.policy:
+            # Only policies whose ``encode`` has this argument keep inputs.
+            inputs = cast(Any, policy).encode(obs, tree.flatten_time(t.kept))
+        else:
+            inputs = apply_in_parts(
+                policy.encode, self.config.logprob_forward_micro_batch_size, obs
+            )
         return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), inputs)
 
     @torch.no_grad()

@@ -212,6 +212,8 @@ class Learner:
         start = time.process_time()
         self.actor.reshard()
         batch, metrics = self._prepare(trajectory)
+        if trajectory.kept:  # freed with the batch; the caller may hold the trajectory for longer
+            trajectory.kept.clear()
         prepared = time.process_time()
         actor = critic = NO_STATS
         if model is not None:  # it may learn at the same time as the actor

@@ -178,6 +178,8 @@ class Trajectory:
         mask: bool [T, N], rows that are part of the objective.
         version: int64 [T, N], version of the policy that acted.
         steps: int64 [T, N], simulator steps that a_t lasted. None: one each.
+        kept: [T, N, ..], those inputs of the policy that acting has computed and that no update
+            changes, see ``PI0.encode``. The learner empties the dictionary. None: nothing is kept.
 
     Where each action of a chunk has a value (reward_type=action_level), ``value``, ``next_value``,
     ``reward``, ``terminated``, ``truncated`` and ``mask`` are [T, N, C]. The mask then ends with
@@ -196,6 +198,7 @@ class Trajectory:
     mask: Tensor
     version: Tensor
     steps: Tensor | None = None
+    kept: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

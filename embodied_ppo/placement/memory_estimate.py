@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -295,7 +295,8 @@ def predicted(policy: Policy, learner: Learner, device: torch.device, t: Traject
     """
     assert isinstance(policy, nn.Module)
     policy.zero_grad(set_to_none=True)
-    c = learner.config
+    # Inputs that acting has kept are those of the batch, which are counted.
+    c, t = learner.config, replace(t, kept=None)
     share = c.global_batch_size // learner.ranks.world
     size = min(c.micro_batch_size or share, share)
     with _freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:

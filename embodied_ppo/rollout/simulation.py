@@ -92,10 +92,17 @@ class Acting:
     """The policy's ``encode`` and ``act``, as eager code first and later as compiled code."""
 
     def __init__(
-        self, policy: Policy, schedule: compile.CompileSchedule, rows: int | None = None
+        self,
+        policy: Policy,
+        schedule: compile.CompileSchedule,
+        rows: int | None = None,
+        kept_inputs: Sequence[str] = (),
     ) -> None:
         """Run at most ``rows`` observations in one forward pass of eager code; None: all."""
         self.policy, self.schedule, self.rows = policy, schedule, rows
+        self.kept_inputs = kept_inputs
+        self.kept: dict[str, Tensor] = {}
+        """Inputs ``kept_inputs`` of the last call, which was eager."""
         self.weights: list[Tensor] = []
         self.structure: Any = None  # a Decision, whose leaves ``stack`` replaces
 
@@ -104,12 +111,14 @@ class Acting:
         compiled = self.schedule.get(update, lambda: self._program(obs, noise))
         if compiled is not None:
             return compiled([*self.weights, noise, *(x.contiguous() for x in tree.leaves(obs))])
-        self.structure = apply_in_parts(self._act, self.rows, obs, noise)
+        self.structure, self.kept = apply_in_parts(self._act, self.rows, obs, noise)
         return list(tree.leaves(self.structure))
 
-    def _act(self, obs: Obs, noise: Tensor) -> Decision:
-        """Run the policy eagerly."""
-        return self.policy.act(self.policy.encode(obs), noise=noise)
+    def _act(self, obs: Obs, noise: Tensor) -> tuple[Decision, dict[str, Tensor]]:
+        """Run the policy eagerly; return the decision, and the inputs to keep."""
+        inputs = self.policy.encode(obs)
+        kept = {name: inputs[name] for name in self.kept_inputs}
+        return self.policy.act(inputs, noise=noise), kept
 
     def stack(self, decisions: list[list[Tensor]]) -> Decision:
         """Stack T decisions [N, ..] to one [T, N, ..]."""
@@ -120,7 +129,7 @@ class Acting:
         """Return the program to compile with example inputs."""
         program = ActProgram(self.policy, obs)
         self.weights = program.weights()
-        self.structure = self._act(obs, noise)
+        self.structure, _ = self._act(obs, noise)
         inputs = [noise, *(x.contiguous() for x in tree.leaves(obs))]
         return compile.Example(program, self.weights, inputs)
 
@@ -206,6 +215,7 @@ class Rollout:
         stagger: bool = False,
         gamma: float = 1.0,
         rows: int | None = None,
+        kept_inputs: Sequence[str] = (),
         schedule: compile.CompileSchedule | None = None,
         stage: int = 0,
         stages: int = 1,
@@ -228,6 +238,7 @@ class Rollout:
                 one_episode.
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
             rows: Largest number of observations in one forward pass of the policy; None: all.
+            kept_inputs: Inputs of the policy to keep, see ``Trajectory.kept``.
             schedule: Schedule of the switch to compiled code; None: never.
             stage: Index of ``env`` among the equal parts of all environments.
             stages: Number of these parts, in all processes.
@@ -245,7 +256,8 @@ class Rollout:
         self.simulate_s = 0.0  # wall time since the start
         self.device = env.device
         self.rows = rows
-        self.acting = Acting(policy, schedule or compile.CompileSchedule(None), rows)
+        schedule = schedule or compile.CompileSchedule(None)
+        self.acting = Acting(policy, schedule, rows, kept_inputs)
         self.generator = torch.Generator(device=self.device)
         self.obs: Obs | None = None
         self.can_save: bool | None = None  # whether the simulator can save its state, once known
@@ -317,6 +329,7 @@ class Rollout:
         decisions: list[list[Tensor]] = []
         observed: list[Obs] = []
         steps: list[Step] = []
+        kept: dict[str, Tensor] = {}
         cuts: dict[int, Tensor] = {}
         now = time.process_time()
         keys = [sampling_key(self.seed, update, 0, t) for t in range(horizon)]
@@ -327,6 +340,11 @@ class Rollout:
         noises = [policy.noise(self.total, self.generator.manual_seed(key))[own] for key in keys]
         for t, noise in enumerate(noises):
             decision = self.acting(self.obs, noise, update)
+            if t == 0:  # they are large, so a stack at the end would not fit into memory
+                kept = {
+                    name: x.new_empty(horizon, *x.shape) for name, x in self.acting.kept.items()
+                }
+            tree.write(kept, t, self.acting.kept)
             before, now = now, time.process_time()
             self.cpu_s["act"] += now - before
             wait_for_step = begin_step(env, decision[0])
@@ -343,6 +361,7 @@ class Rollout:
             decisions.append(decision)
             steps.append(step)
             self.obs = step.obs
+        self.acting.kept = {}
         d, obs = self.acting.stack(decisions), tree.stack(observed)
         _check_finite(obs, env.id, update, "observation")
         if not self.can_save and not self.one_episode:
@@ -379,6 +398,7 @@ class Rollout:
             mask=mask,
             version=torch.full_like(mask, version, dtype=torch.int64),
             steps=None if per_action else count,
+            kept=kept or None,
         )
         if per_action:
             assert executed is not None

@@ -53,6 +53,8 @@ MEMORY_SHARE = 0.5
 """Share of the device's memory that prefixes of a frozen trunk may use."""
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"
 """Names of the inputs that hold a prefix."""
+KEPT = (KEYS, VALUES, VALID, POOLED)
+"""Inputs that depend on observations and a frozen trunk only, and on no normaliser."""
 
 
 class Prefix(NamedTuple):
@@ -408,6 +410,22 @@ class PI0(Flow, lora.Adapted):
             return self.memory_gb
         return MEMORY_SHARE * device_memory_gb(self.device)
 
+    def kept_inputs(self, steps: int, *batches: int | None) -> tuple[str, ...]:
+        """Return the inputs that acting keeps for a learner in the same process.
+
+        On a CPU they are kept only where both would compute them in the same batches. Runs are
+        then equal bit for bit in all placements.
+
+        Args:
+            steps: Steps of a rollout.
+            *batches: Environments, and limits of the rows that acting and the learner encode at a
+                time; None: no limit.
+        """
+        rows = steps * (batches[0] or 0)
+        even = all(rows is None or rows % FROZEN_ROWS == 0 for rows in batches)
+        fits = self.frozen and rows <= self.max_kept_rows()
+        return KEPT if fits and (even or self.device.type != "cpu") else ()
+
     def memory_notice(self, rows: int) -> str | None:
         """Return the log line about the memory of an update's prefixes, None if no prefix is kept.
 
@@ -429,22 +447,29 @@ class PI0(Flow, lora.Adapted):
         )
 
     # ------------------------------------------------------------------------------------- the body
-    def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """See ``Policy.encode``."""
+    def encode(self, obs: Obs, kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """See ``Policy.encode``.
+
+        Args:
+            obs: Observations, [B, ..].
+            kept: Inputs ``KEPT`` of an earlier call with the same observations.
+        """
         inputs = self.trunk.encode(obs)
+        if kept:
+            return kept | {VECTOR: inputs[VECTOR]}
         rows = len(inputs[WORDS])
         if not self.frozen or rows > self.max_kept_rows():
             return inputs
-        kept: dict[str, Tensor] = {}
+        prefixes: dict[str, Tensor] = {}
         for i in range(0, rows, FROZEN_ROWS):
             part = self.encode_context({name: x[i : i + FROZEN_ROWS] for name, x in inputs.items()})
             new = {KEYS: torch.stack(part.keys, 1), VALUES: torch.stack(part.values, 1)}
             new |= {VALID: part.valid, POOLED: part.pooled, VECTOR: part.state}
             for name, x in new.items():
-                if name not in kept:
-                    kept[name] = x.new_empty(rows, *x.shape[1:])
-                kept[name][i : i + FROZEN_ROWS] = x
-        return kept
+                if name not in prefixes:
+                    prefixes[name] = x.new_empty(rows, *x.shape[1:])
+                prefixes[name][i : i + FROZEN_ROWS] = x
+        return prefixes
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Prefix:
         """See ``VLAPolicy.encode_context``."""

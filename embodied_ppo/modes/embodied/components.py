@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -276,14 +276,21 @@ def make_rollout(
     *,
     stage: int = 0,
     stages: int = 1,
+    keep_inputs: bool = False,
 ) -> Rollout:
     """Return the collector of experience.
 
     Args:
         schedule: When acting switches to compiled code.
+        keep_inputs: Whether the learner can use inputs that acting has computed: it is in this
+            process and trains on this trajectory alone.
         stage: Which of the ``stages`` parts of the environments this rollout steps.
     """
     a = config.algorithm
+    kept_inputs: Sequence[str] = ()
+    if keep_inputs and isinstance(policy, PI0):
+        limits = a.rollout_micro_batch_size, a.logprob_forward_micro_batch_size
+        kept_inputs = policy.kept_inputs(a.horizon, env.num_envs, *limits)
     return Rollout(
         env,
         policy,
@@ -294,6 +301,7 @@ def make_rollout(
         stagger=config.env.stagger,
         gamma=a.gamma if a.chunk_reward == "discounted" else 1.0,
         rows=a.rollout_micro_batch_size,
+        kept_inputs=kept_inputs,
         schedule=schedule,
         stage=stage,
         stages=stages,

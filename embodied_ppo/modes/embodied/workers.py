@@ -95,6 +95,7 @@ def build_worker(
             compile_schedule(request, compiled_since),
             stage=rank * spec.stages + i,
             stages=stages,
+            keep_inputs=learner is not None and len(envs) == 1 and not spec.tensors_move,
         )
         for i, env in enumerate(envs)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
-from embodied_ppo.config.schema import ModelConfig
+import embodied_envs
+from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete, ObsSpec
 from embodied_ppo.models.vla import pi0_files
-from embodied_ppo.models.vla.pi0 import KEYS, PI0
+from embodied_ppo.models.vla.pi0 import FROZEN_ROWS, KEPT, KEYS, PI0
+from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
 
 C, A, B, H, N = 3, 2, 5, 6, 8
@@ -136,6 +140,63 @@ def test_kept_and_recomputed_prefixes_agree(folder: Path, chain: str) -> None:
         (g - gradients[1][n]).abs().max() < 1e-3 * (1 + g.abs().max())
         for n, g in gradients[0].items()
     )
+
+
+def frozen_run(folder: Path, num_envs: int, keep: bool) -> tuple[Any, ...]:
+    """Return policy, rollout and learner in a real simulator."""
+    env = embodied_envs.make(
+        "Tabletop",
+        num_envs=num_envs,
+        seeds=list(range(num_envs)),
+        simulator="mujoco",
+        cameras=("front",),
+        image_size=(16, 16),
+        action_chunk=C,
+        kwargs={"obs": "language"},
+        max_episode_steps=2 * C,
+    )
+    assert isinstance(env.action_spec, Box)
+    size = env.action_spec.size // C
+    policy = make(folder, spec=env.obs_spec, size=size, freeze_trunk=True, dtype="float32")
+    policy.set_sentences(env.instructions)  # pyright: ignore[reportArgumentType]
+    config = AlgorithmConfig(update_epoch=1, global_batch_size=num_envs, micro_batch_size=num_envs)
+    rollout = Rollout(env, policy, seed=0, kept_inputs=KEPT if keep else ())
+    learner = actor_critic_learner(policy, config, num_envs=num_envs, updates=3, seed=0)
+    return policy, rollout, learner
+
+
+@pytest.mark.parametrize("num_envs", [32, 3])
+def test_update_uses_the_prefixes_of_acting(num_envs: int, tmp_path: Path) -> None:
+    """With 32 environments, acting and learner compute the same batches: equal bit for bit."""
+    folder, steps = write_checkpoint(tmp_path / "tiny", max_state_dim=32), 3
+    runs = [frozen_run(folder, num_envs, keep) for keep in (True, False)]
+    policy = runs[0][0]
+    assert policy.kept_inputs(steps, num_envs, None) == (KEPT if num_envs == 32 else ())
+    assert not policy.kept_inputs(steps, num_envs, 5)
+    calls: dict[Any, int] = Counter()
+    for p, *_ in runs:
+        p.trunk.register_forward_hook(lambda trunk, *_: calls.update([trunk]))
+    for update in range(2):
+        trajectories, metrics = [], []
+        for p, rollout, learner in runs:
+            t = rollout.collect(steps, update=update, version=update)[0]
+            trajectories.append(t)
+            assert calls.pop(p.trunk) > steps, "acting and values of final observations"
+            before = {name: x.data_ptr() for name, x in (t.kept or {}).items()}
+            inputs = learner.actor.encode(t)
+            assert all(inputs[name].data_ptr() == x for name, x in before.items()), "no copy"
+            calls.clear()
+            metrics.append(learner.update(t, update=update))
+            evaluations = 0 if before else -(-steps * num_envs // FROZEN_ROWS)
+            assert calls.pop(p.trunk, 0) == evaluations
+            assert not t.kept, "the caller may hold the trajectory for longer than the batch"
+        weights = [list(p.parameters()) for p, *_ in runs]
+        for x, y in zip(*weights, strict=True):
+            assert torch.equal(x, y) if num_envs == 32 else (x - y).abs().max() < 1e-6
+        if num_envs == 32:
+            assert metrics[0] == metrics[1]
+            leaves = [list(tree.leaves(t)) for t in trajectories]
+            assert all(map(torch.equal, *leaves))
 
 
 def test_prefix_memory(folder: Path) -> None:
