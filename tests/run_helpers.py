@@ -79,7 +79,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
     """
     env = embodied.make_env(
         env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
-        config=c.env,
+        config=embodied.training_env(c),
         device=torch.device("cpu"),
     )
     try:

@@ -189,6 +189,57 @@ class StudentLike(IsaacLike):
         return {"student": self.cart.state, "critic": super().obs()["critic"]}
 
 
+class Hidden:
+    """The reward of every step is a number that was drawn at the start of the episode.
+
+    Only the group "critic" holds it; "policy" is the elapsed share of 8 steps. ``offset`` is added
+    to the critic's group in the observation, which changes no reward.
+    """
+
+    single_observation_space = spaces.Dict(
+        {"policy": spaces.Box(0, 1, (1,)), "critic": spaces.Box(-9, 9, (1,))}
+    )
+    single_action_space = spaces.Box(-1, 1, (1,))
+    limit = 8
+
+    def __init__(self, num_envs: int, seed: int, device: str, offset: float = 0.0) -> None:
+        self.num_envs, self.device, self.offset = num_envs, device, offset
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.hidden = torch.zeros(num_envs, 1)
+        self.clock = torch.arange(num_envs).remainder(self.limit)
+
+    def obs(self) -> dict[str, Tensor]:
+        elapsed = self.clock.unsqueeze(1) / self.limit
+        return {"policy": elapsed, "critic": self.hidden + self.offset}
+
+    def draw(self) -> Tensor:
+        return 2 * torch.rand(self.num_envs, 1, generator=self.generator) - 1
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if isinstance(seed, list):
+            raise TypeError("one seed")
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        self.hidden = self.draw()
+        return self.obs(), {}
+
+    def step(self, action: Tensor) -> Any:
+        reward = self.hidden.squeeze(1)
+        self.clock = self.clock + 1
+        out = self.clock >= self.limit
+        info = {"final_obs": self.obs()}
+        self.hidden = torch.where(out.unsqueeze(1), self.draw(), self.hidden)
+        self.clock = self.clock.masked_fill(out, 0)
+        return self.obs(), reward, out, torch.zeros_like(out), info
+
+    def close(self) -> None:
+        pass
+
+
+def hidden(num_envs: int, seed: int, device: str, **kwargs: Any) -> Hidden:
+    return Hidden(num_envs, seed, device, **kwargs)
+
+
 class Config:
     def __init__(self, **options: Any) -> None:
         self.is_finite_horizon = self.compute_final_obs = False

@@ -187,6 +187,15 @@ class Balance(Task):
         return {"qpos": 0.1 * (2 * u - 1), "pushes": zeros.long(), "gust": zeros}
 
 
+class Grouped(Balance):
+    """Balance with a randomised mass that only the group "privileged" contains."""
+
+    privileged_fields = ("body_mass",)
+
+    def privileged(self, s: State) -> Tensor:
+        return torch.cat([s["body_mass"][:, 1:], s["gust"].unsqueeze(1)], 1)
+
+
 class Privileged(Balance):
     """Balance with a privileged observation, which exists in simulation only."""
 

@@ -190,10 +190,11 @@ class EnvConfig:
     success_key: Text | None = None
     """Entry of the simulator's info that marks success; null: `success` or `is_success` where
     present."""
-    obs_keys: tuple[Text, ...] | None = None
-    """Names of the observations that the policy reads, where a simulator returns several (images of
-    env.cameras are always read); null: all, which is refused where a name marks a privileged
-    observation (privileged_state, critic)."""
+    obs_keys: tuple[Text, ...] | None = option(None, read_if=equals("model.actor_obs", None))
+    """Names of the observations that the policy and its critic read, where a simulator returns
+    several (images of env.cameras are always read); null: all, or those of model.actor_obs and
+    model.critic_obs where the two networks read different ones. Null is refused where a name marks
+    a privileged observation (privileged_state, critic)."""
     action_chunk: Small = 1
     """Number of primitive steps that one decision plans (C). The end of an episode cuts a chunk
     short. horizon counts decisions."""
@@ -285,6 +286,16 @@ class ModelConfig:
     """Gain of the orthogonal initialisation of the policy head."""
     value_gain: NonNegative = option(1.0, read_if=ORTHOGONAL)
     """Gain of the orthogonal initialisation of the value head; 0: values start at 0."""
+    actor_obs: tuple[Text, ...] | None = option(None, read_if=ACTOR_CRITIC)
+    """Names of the observations that the actor reads, through its own normaliser; "a" names a/b and
+    a/c, too. Evaluation and deployment need no others. Set together with critic_obs; null: actor
+    and critic read what env.obs_keys selects, through one normaliser."""
+    critic_obs: tuple[Text, ...] | None = option(
+        None, read_if=ACTOR_CRITIC & is_set("model.actor_obs")
+    )
+    """Names of the observations that the critic reads, privileged ones of the simulator included,
+    through its own normaliser. With shared_backbone=true the list contains that of actor_obs: a
+    second trunk then reads the features of the actor's trunk and the other observations."""
     normalize_obs: bool = True
     """Normalise vector observations by their running mean and standard deviation. Images are
     divided by 255 in any case."""

@@ -1,13 +1,24 @@
-"""Actor-critic policy of simulated robots without language, with a shared trunk or one each."""
+"""Actor-critic policy of simulated robots without language, with a shared trunk or one each.
+
+Actor and critic read the same observations, or those of ``model.actor_obs`` and
+``model.critic_obs``, each through a normaliser of its own. With a shared trunk, the critic's own
+layers read its features and what the actor does not read. A critic that reads more than the actor
+(friction, masses, forces) values states better, and acting needs none of it (Pinto et al. 2018,
+"Asymmetric Actor Critic for Image-Based Robot Learning").
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core import tree
 from embodied_ppo.core.types import (
     ActionSpec,
+    ArraySpec,
     ConfigError,
     Decision,
     Discrete,
@@ -16,14 +27,29 @@ from embodied_ppo.core.types import (
     ObsSpec,
 )
 from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.backbone import Encoder, Trunk, linear, split_parameters
+from embodied_ppo.models.backbone import (
+    Encoder,
+    Trunk,
+    linear,
+    select_specs,
+    split_parameters,
+)
+
+CRITIC = "/critic"
+"""Name of the model inputs that only the critic reads, a dictionary like that of the actor's."""
 
 
 class ActorCritic(nn.Module):
     """Policy head and value head on a shared trunk, or on separate trunks.
 
     Continuous actions are [B, C·A] with log-probabilities [B, C, A]; discrete ones [B] with [B].
+
+    A policy for a simulator that does not return ``model.critic_obs`` has no critic: it acts, and
+    its values are NaN. ``unused_weights`` are then the prefixes of the weights that it does not
+    load.
     """
+
+    unused_weights: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -45,25 +71,38 @@ class ActorCritic(nn.Module):
             values: Outputs of the value head: 1, V is [B]; C, V is [B, C].
 
         Raises:
-            ConfigError: The distribution does not fit the action space.
+            ConfigError: The distribution does not fit the action space, or an observation that the
+                actor reads does not exist.
         """
         super().__init__()
         self.chunk, self.values = chunk, values
         self.kind = _distribution(config, action_spec)
         self.state_dependent_std = config.state_dependent_std
         self.log_std_range = (config.min_log_std, config.max_log_std)
-        self.encoder = Encoder(obs_spec, config)
+        actor_spec, critic_spec = _split_observations(obs_spec, config)
+        has_critic = critic_spec is not None
+        self.encoder = Encoder(actor_spec, config)
         self.trunk = Trunk(self.encoder, config)
-        self.value_trunk = None if config.shared_backbone else Trunk(self.encoder, config)
+        # Inputs of ``value_trunk``; None: those of the actor.
+        self.critic_encoder = Encoder(critic_spec, config) if critic_spec else None
+        own_trunk = has_critic and (self.critic_encoder is not None or not config.shared_backbone)
+        encoder = self.critic_encoder or self.encoder
+        # A tail behind the shared trunk reads the features of the trunk besides.
+        self.has_tail = own_trunk and config.shared_backbone
+        features = self.trunk.features if self.has_tail else 0
+        self.value_trunk = Trunk(encoder, config, features=features) if own_trunk else None
         discrete = isinstance(action_spec, Discrete)
         self.actions = size = action_spec.n if discrete else action_spec.size
         outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size
         self.policy_head = linear(
             self.trunk.features, outputs, config.policy_gain, config.orthogonal_init
         )
-        self.value_head = linear(
-            self.trunk.features, values, config.value_gain, config.orthogonal_init
-        )
+        self.value_head = None
+        if has_critic:
+            features = (self.value_trunk or self.trunk).features
+            self.value_head = linear(features, values, config.value_gain, config.orthogonal_init)
+        else:
+            self.unused_weights = ("critic_encoder.", "value_trunk.", "value_head.")
         self.log_std = None
         if self.kind != "categorical":
             if self.state_dependent_std:  # the bias sets the initial scale of all states
@@ -84,12 +123,20 @@ class ActorCritic(nn.Module):
             mean, log_std = out, self.log_std
         return mean, log_std.clamp(*self.log_std_range)
 
-    def _value(self, inputs: dict[str, Tensor], features: Tensor | None) -> Tensor:
-        """Return V; ``features`` of the shared trunk are reused if given."""
-        if self.value_trunk is not None:
-            features = self.value_trunk(inputs)
-        elif features is None:
+    def _value(self, inputs: dict[str, Any], features: Tensor | None) -> Tensor:
+        """Return V; ``features`` of the shared trunk are reused if given.
+
+        V is NaN where the critic, or an observation that it reads, is missing.
+        """
+        own = inputs if self.critic_encoder is None else inputs.get(CRITIC)
+        if self.value_head is None or own is None:
+            x = next(tree.leaves(inputs))
+            shape = (len(x),) if self.values == 1 else (len(x), self.values)
+            return torch.full(shape, torch.nan, device=x.device)
+        if features is None and (self.value_trunk is None or self.has_tail):
             features = self.trunk(inputs)
+        if self.value_trunk is not None:
+            features = self.value_trunk(own, features if self.has_tail else None)
         value = self.value_head(features)
         return value.squeeze(-1) if self.values == 1 else value
 
@@ -98,13 +145,19 @@ class ActorCritic(nn.Module):
         return x.unflatten(-1, (self.chunk, -1))
 
     # ------------------------------------------------------------------------------------- protocol
-    def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """See ``Policy.encode``."""
-        return self.encoder(obs)
+    def encode(self, obs: Obs) -> dict[str, Any]:
+        """See ``Policy.encode``. Observations that only the critic reads may be missing."""
+        inputs: dict[str, Any] = self.encoder(obs)
+        critic = self.critic_encoder
+        if critic is not None and isinstance(obs, dict) and critic.names <= obs.keys():
+            inputs[CRITIC] = critic(obs)
+        return inputs
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``Policy.observe``."""
         self.encoder.observe(obs, mask)
+        if self.critic_encoder is not None:
+            self.critic_encoder.observe(obs, mask)
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""
@@ -112,7 +165,7 @@ class ActorCritic(nn.Module):
         return draw((rows, self.actions), generator, self.policy_head.weight.device)
 
     @torch.no_grad()
-    def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+    def act(self, inputs: dict[str, Any], *, noise: Tensor | None = None) -> Decision:
         """See ``Policy.act``."""
         features = self.trunk(inputs)
         value = self._value(inputs, features)
@@ -127,7 +180,7 @@ class ActorCritic(nn.Module):
         return Decision(x.tanh(), log_prob, value, {"pre_squash": x})
 
     def evaluate(
-        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+        self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
     ) -> Evaluation:
         """See ``Policy.evaluate``."""
         features = self.trunk(inputs)
@@ -146,18 +199,38 @@ class ActorCritic(nn.Module):
         return Evaluation(self._by_action(log_prob), self._by_action(entropy), value)
 
     @torch.no_grad()
-    def value(self, inputs: dict[str, Tensor]) -> Tensor:
+    def value(self, inputs: dict[str, Any]) -> Tensor:
         """See ``Policy.value``."""
         return self._value(inputs, None)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """See ``Policy.parameter_groups``."""
-        trunks = [] if self.value_trunk is None else [self.value_trunk]
-        return split_parameters(self, self.value_head, *trunks)
+        critic = [module for module in (self.value_head, self.value_trunk) if module is not None]
+        return split_parameters(self, *critic)
 
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
         return []
+
+
+def _split_observations(
+    spec: ObsSpec, config: ModelConfig
+) -> tuple[ObsSpec, dict[str, ArraySpec] | None]:
+    """Return what the actor reads, and what an encoder of the critic's own reads.
+
+    The second is empty if the critic reads the actor's inputs only, and None if the simulator does
+    not return what the critic reads.
+    """
+    if config.actor_obs is None or config.critic_obs is None:
+        return spec, {}
+    actor = select_specs(spec, config.actor_obs, "model.actor_obs")
+    try:
+        critic = select_specs(spec, config.critic_obs, "model.critic_obs")
+    except ConfigError:
+        return actor, None
+    if config.shared_backbone:
+        critic = {name: s for name, s in critic.items() if name not in actor}
+    return actor, critic
 
 
 def _distribution(config: ModelConfig, spec: ActionSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Self, TypeVar
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core.errors import choose
 from embodied_ppo.core.running_stats import RunningMoments
-from embodied_ppo.core.types import ArraySpec, ConfigError, Obs, ObsSpec
+from embodied_ppo.core.types import ArraySpec, ConfigError, Obs, ObsSpec, names_observation
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
@@ -63,6 +65,25 @@ def split_parameters(policy: nn.Module, *critic: nn.Module) -> dict[str, list[nn
     return {"actor": actor, "critic": values}
 
 
+def select_specs(spec: ObsSpec, keys: Sequence[str], option: str) -> dict[str, ArraySpec]:
+    """Return the observations that ``keys`` names, in the simulator's order.
+
+    Args:
+        spec: Observations of one environment.
+        keys: Value of the option ``option``.
+        option: Path of an option, for messages.
+
+    Raises:
+        ConfigError: A key names none.
+    """
+    named = spec if isinstance(spec, dict) else {}
+    for key in keys:
+        if not any(names_observation(key, name) for name in named):
+            offered = choose(key, list(named), "it has ") if named else "it is one array"
+            raise ConfigError(f"{option}: {key!r} is not in the observation; {offered}")
+    return {n: s for n, s in named.items() if any(names_observation(key, n) for key in keys)}
+
+
 class Encoder(nn.Module):
     """Maps raw observations to {VECTOR: float32 [B, D], image name: uint8 [B, C, H, W]}.
 
@@ -73,7 +94,7 @@ class Encoder(nn.Module):
     def __init__(self, spec: ObsSpec, config: ModelConfig) -> None:
         super().__init__()
         named = spec if isinstance(spec, dict) else {"obs": spec}
-        self.single = not isinstance(spec, dict)
+        self.names = frozenset(named)
         self.images = {name: s for name, s in named.items() if is_image(s)}
         self.vectors = {name: s for name, s in named.items() if not is_image(s)}
         self.vector_size = sum(math.prod(s.shape) for s in self.vectors.values())
@@ -171,17 +192,27 @@ class Trunk(nn.Module):
     A CNN encodes each image; the hidden layers process all inputs together.
     """
 
-    def __init__(self, encoder: Encoder, config: ModelConfig) -> None:
+    def __init__(self, encoder: Encoder, config: ModelConfig, *, features: int = 0) -> None:
+        """Build the layers.
+
+        Args:
+            encoder: Its outputs are the inputs.
+            config: Options of the section ``model``.
+            features: Features of another trunk that ``forward`` gets besides.
+
+        Raises:
+            ConfigError: The backbone does not fit the observations, or there are none.
+        """
         super().__init__()
         use_cnn = config.backbone == "cnn" or (config.backbone == "auto" and bool(encoder.images))
         if use_cnn and not encoder.images:
             raise ConfigError(
                 "model.backbone=cnn: the observation holds no uint8 image [C, H, W]; use"
-                " model.backbone=mlp"
+                " model.backbone=mlp, or auto where only one network reads an image"
             )
         self.names = list(encoder.images)
         self.cnns = nn.ModuleList()  # one per image in the order of ``names``; empty for an MLP
-        size = encoder.vector_size
+        size = encoder.vector_size + features
         for name, spec in encoder.images.items():
             if use_cnn:
                 cnn = NatureCNN(name, channels_first_shape(spec), config)
@@ -200,10 +231,10 @@ class Trunk(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.features = config.hidden[-1] if config.hidden else size
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        if not self.names:
-            return self.layers(inputs[VECTOR])
-        parts = [inputs[VECTOR]] if VECTOR in inputs else []
+    def forward(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
+        parts = [] if features is None else [features]
+        if VECTOR in inputs:
+            parts.append(inputs[VECTOR])
         for i, name in enumerate(self.names):
             x = inputs[name]
             parts.append(self.cnns[i](x) if self.cnns else x.flatten(1).float() * (1.0 / 255.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -286,7 +287,14 @@ class ConcatenatedEnvs(_AsyncEnv):
 
     def receive(self) -> Step:
         """Return the result of the step that ``send`` started."""
-        return _concatenate([env.receive() for env in self.envs])
+        steps = [env.receive() for env in self.envs]
+        if any(step.final_obs is not None for step in steps):
+            # A simulator may return final observations only where one of its episodes ended.
+            steps = [
+                replace(step, final_obs=step.obs) if step.final_obs is None else step
+                for step in steps
+            ]
+        return _concatenate(steps)
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""

@@ -417,10 +417,14 @@ def _load(path: Path) -> dict[str, Any]:
 def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: str | Path) -> None:
     """Load a state_dict into a module.
 
+    Weights whose names start with an entry of the module's ``unused_weights`` are left out.
+
     Raises:
         CheckpointError: Names the first tensor that does not fit.
     """
     state = module.state_dict()
+    unused: tuple[str, ...] = getattr(module, "unused_weights", ())
+    weights = {name: x for name, x in weights.items() if not str(name).startswith(unused)}
     for name, tensor in state.items():
         if name not in weights:
             raise CheckpointError(

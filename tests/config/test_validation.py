@@ -126,6 +126,26 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ({"model.init_log_std": 3.0}, "model.init_log_std = 3 .. model.max_log_std = 2"),
         ({"model.init_log_std": -6.0}, "model.init_log_std = -6 must be >= model.min_log_std = -5"),
         (
+            {"model.actor_obs": ["a"]},
+            "model.actor_obs = [a]: model.critic_obs is null .. write model.critic_obs=[a,NAME]",
+        ),
+        (
+            {"model.actor_obs": ["a"], "model.critic_obs": []},
+            "model.critic_obs = []: names no observation",
+        ),
+        (
+            {"model.actor_obs": ["a", "b/c"], "model.critic_obs": ["b", "d"]},
+            "model.critic_obs lacks a, but .. write model.shared_backbone=false",
+        ),
+        (
+            {
+                "model.actor_obs": ["a"],
+                "model.critic_obs": ["a"],
+                "env.cameras": ["front"],
+            },
+            "env.cameras = [front]: no network reads front; add it to model.actor_obs",
+        ),
+        (
             {**TOKENS, "model.shared_backbone": False},
             "model.shared_backbone = false: model.policy=token has one trunk",
         ),
@@ -230,6 +250,9 @@ UNREAD = {
     "model.value_gain": (2.0, None),
     "model.obs_clip": (5.0, None),
     "model.state_dependent_std": (True, None),
+    "model.actor_obs": (["a"], {"model.critic_obs": ["a"]}),
+    "model.critic_obs": (["a"], {"model.actor_obs": ["a"]}),
+    "env.obs_keys": (["a"], None),
     "model.init_log_std": (-1.0, None),
     "model.min_log_std": (-4.0, None),
     "model.max_log_std": (1.0, None),
@@ -332,6 +355,8 @@ NOT_READ = {
         TOKENS,
     ),
     "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
+    "env.obs_keys": {"model.actor_obs": ["a"], "model.critic_obs": ["a"]},
+    "model.actor_obs": {"model.policy": "token"},
     "model.hidden_gain": {"model.orthogonal_init": False},
     "model.policy_gain": {"model.orthogonal_init": False},
     "model.value_gain": {"model.orthogonal_init": False},

@@ -21,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied_ppo import run as build
 from embodied_ppo.algorithms.ppo_loss import SETTINGS, ActorLoss, MinibatchStep
-from embodied_ppo.config.schema import AlgorithmConfig
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import compile, tree
-from embodied_ppo.core.types import Batch, ConfigError, TrainingError
+from embodied_ppo.core.types import ArraySpec, Batch, Box, ConfigError, TrainingError
+from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.rollout.simulation import Acting, ActProgram
 from tests.algorithms.test_actor_critic_learner import experience, make, numbers, weights
@@ -498,21 +500,28 @@ def test_compiled_update_raises_before_training_on_nan(tmp_path: Path) -> None:
 
 
 def test_compiled_acting_equals_eager_acting() -> None:
-    policy = make(model={"distribution": "squashed_gaussian"}).policy
+    """The critic reads more than the actor."""
+    spec = {"state": ArraySpec((5,)), "privileged": ArraySpec((3,))}
+    options = {"actor_obs": ["state"], "critic_obs": ["state", "privileged"]}
+    config = loader.load(
+        ModelConfig, {"hidden": [16], "distribution": "squashed_gaussian", **options}
+    )
+    policy = ActorCritic(spec, Box((-1.0,) * 3, (1.0,) * 3), config)
     eager, fast = (Acting(policy, compile.CompileSchedule(since)) for since in (None, 1))
     g = torch.Generator().manual_seed(0)
     for update in range(4):
-        obs, noise = torch.randn(6, 5, generator=g) * 3, policy.noise(6, g)
+        state, noise = torch.randn(6, 5, generator=g) * 3, policy.noise(6, g)
         if update == 3:
-            obs = obs.T.contiguous().T  # the same numbers in another order of memory
-            assert not obs.is_contiguous()
+            state = state.T.contiguous().T  # the same numbers in another order of memory
+            assert not state.is_contiguous()
+        obs = {"state": state, "privileged": torch.randn(6, 3, generator=g)}
         one, other = (a.stack([a(obs, noise, update)] * 2) for a in (eager, fast))
         for a, b in zip(tree.leaves(one), tree.leaves(other), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         if update == 0:
             assert one.replay.keys() == {"pre_squash"}
         with torch.no_grad():  # an update moves weights and moments in place
-            policy.policy_head.bias += 0.5
+            policy.policy_head.bias.add_(0.5)
         policy.observe(obs, torch.ones(6, dtype=torch.bool))
 
 

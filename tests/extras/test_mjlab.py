@@ -21,6 +21,8 @@ BALANCE = "Mjlab-Cartpole-Balance"
 
 
 def make(id: str = BALANCE, n: int = 4, seeds: list[int] | None = None, **options: Any) -> MjlabEnv:
+    if "obs_keys" not in options:
+        options["kwargs"] = {"observe": "actor"} | options.get("kwargs", {})
     return MjlabEnv(id, AdapterOptions(num_envs=n, seeds=seeds or list(range(n)), **options))
 
 
@@ -34,6 +36,9 @@ def test_cartpole_satisfies_the_contract(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_observation_groups_and_time_limit() -> None:
+    lines = r"model.actor_obs=\[actor\] model.critic_obs=\[actor,critic\]"
+    with pytest.raises(EnvError, match=lines):
+        make(kwargs={"observe": None})
     env = make()
     assert env.obs_spec == ArraySpec((5,))  # the group "actor"
     assert env.max_episode_steps == 1000  # 50 s in steps of 0.05 s

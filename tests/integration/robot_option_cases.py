@@ -53,6 +53,12 @@ VLM = {
     "model.bins": 16,
 }
 OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
+GROUPS = {
+    "env.id": "AcrobotSwingup-v1",
+    "model.actor_obs": ["velocity"],
+    "model.critic_obs": ["velocity"],
+    "model.shared_backbone": False,
+}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 CHUNKS = {"env.action_chunk": 2}
 
@@ -64,6 +70,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.max_episode_steps": (5, {}),
     "env.action_chunk": (2, {}),
     "env.obs_keys": (["orientations"], {"env.id": "AcrobotSwingup-v1"}),
+    "model.actor_obs": (["orientations"], GROUPS),
+    "model.critic_obs": (["orientations", "velocity"], GROUPS),
     "env.cameras": (["eye"], BALANCE),
     "env.image_size": (48, {**BALANCE, "env.cameras": ["eye"]}),
     "env.randomize": (True, {**BALANCE, "env.ranges": {}}),

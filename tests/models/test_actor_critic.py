@@ -14,8 +14,9 @@ from embodied_ppo.config import loader
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, Obs, ObsSpec
-from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.models.actor_critic import CRITIC, ActorCritic
 from embodied_ppo.models.backbone import VECTOR
+from embodied_ppo.training import checkpoint
 
 VECTOR_SPEC = ArraySpec((5,))
 CHW, HWC = ArraySpec((3, 40, 36), torch.uint8), ArraySpec((40, 36, 3), torch.uint8)
@@ -214,6 +215,7 @@ def test_orthogonal_gains():
     ):
         product = gram(layer)
         torch.testing.assert_close(product, gain**2 * torch.eye(len(product)), rtol=0, atol=1e-5)
+    assert policy.value_head is not None
     assert policy.value_head.weight.norm().item() == pytest.approx(3.0, rel=1e-5)
     cnn = (
         next(make("chw", hidden_gain=2.0).trunk.cnns.parameters()).detach().flatten(1)
@@ -344,3 +346,77 @@ def test_refused_specs_and_options(spec, actions, options, message):
 def test_smallest_image_of_the_cnn():
     policy = ActorCritic(ArraySpec((1, 36, 36), torch.uint8), Discrete(3), model())
     assert policy.value(policy.encode(torch.zeros(2, 1, 36, 36, dtype=torch.uint8))).shape == (2,)
+
+
+# ------------------------------------------------------------------------- observations of a critic
+GROUPS: dict[str, Any] = {
+    "actor_obs": ["goal", "camera"],
+    "critic_obs": ["joints", "goal", "camera"],
+}
+"""The critic alone reads the joints of the spec "dict"."""
+
+
+def grouped(**options: Any) -> ActorCritic:
+    return make("dict", **{**GROUPS, "policy_gain": 1.0, **options})
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_action_does_not_depend_on_what_only_the_critic_reads(shared: bool) -> None:
+    policy = grouped(shared_backbone=shared)
+    obs = observe("dict", 6)
+    assert isinstance(obs, dict)
+    inputs = policy.encode(obs)
+    # A shared trunk encodes what only the critic reads, separate trunks all that it reads.
+    own = inputs[CRITIC]
+    assert own[VECTOR].shape == ((6, 5) if shared else (6, 7)) and inputs[VECTOR].shape == (6, 2)
+    assert ("camera" in own) == (not shared)
+    own[VECTOR].requires_grad_()
+    inputs[VECTOR].requires_grad_()
+    out = policy.evaluate(inputs, torch.zeros(6, 3), {})
+    policy_outputs = (out.log_prob.sum() + out.entropy.sum(), [own[VECTOR], inputs[VECTOR]])
+    unused, used = torch.autograd.grad(*policy_outputs, allow_unused=True, retain_graph=True)
+    assert unused is None and used is not None and bool(used.abs().sum() > 0)
+    assert bool(torch.autograd.grad(out.value.sum(), own[VECTOR])[0].abs().sum() > 0)
+
+    # The same actions, bit for bit, without the observation; only the value is missing.
+    noise, whole = policy.noise(6, generator()), policy.encode(obs)
+    acting = policy.encode({name: x for name, x in obs.items() if name != "joints"})
+    one, other = policy.act(whole, noise=noise), policy.act(acting, noise=noise)
+    assert torch.equal(one.action, other.action) and torch.equal(one.log_prob, other.log_prob)
+    assert bool(one.value.isfinite().all()) and bool(other.value.isnan().all())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_network_normalises_what_it_reads(shared: bool) -> None:
+    policy = grouped(shared_backbone=shared)
+    obs = observe("dict", 64, seed=99)  # those of ``make``
+    assert isinstance(obs, dict) and policy.critic_encoder is not None
+    critic = ["joints"] if shared else ["joints", "goal"]
+    for encoder, names in ((policy.encoder, ["goal"]), (policy.critic_encoder, critic)):
+        assert encoder.moments is not None
+        expected = torch.cat([obs[name] for name in names], 1).double().mean(0)
+        torch.testing.assert_close(encoder.moments.mean, expected)
+
+
+def test_actor_alone_loads_the_weights_of_both() -> None:
+    policy = grouped()
+    spec = SPECS["dict"]
+    assert isinstance(spec, dict)
+    public = {name: s for name, s in spec.items() if name != "joints"}
+    actor = ActorCritic(public, ACTIONS["box"], model(**GROUPS, policy_gain=1.0), values=1)
+    checkpoint.load_weights(actor, policy.state_dict(), "policy.pt")
+    obs = observe("dict", 6)
+    assert isinstance(obs, dict)
+    own = actor.act(actor.encode({name: obs[name] for name in public}))
+    assert torch.equal(own.action, policy.act(policy.encode(obs)).action)
+    assert own.value.shape == (6,) and bool(own.value.isnan().all())
+    with pytest.raises(ConfigError, match=r"model.actor_obs: 'goal' is not in the observation; it"):
+        ActorCritic({"joints": VECTOR_SPEC}, ACTIONS["box"], model(**GROUPS))
+
+
+def test_equal_groups_have_no_second_trunk() -> None:
+    """With a shared trunk nothing is left for the critic; separate trunks have two normalisers."""
+    same = {"actor_obs": ["goal"], "critic_obs": ["goal"]}
+    assert grouped(**same).value_trunk is None
+    names = grouped(**same, shared_backbone=False).state_dict().keys()
+    assert {"encoder.moments.mean", "critic_encoder.moments.mean"} <= names

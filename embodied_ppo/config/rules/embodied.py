@@ -18,6 +18,7 @@ from embodied_ppo.config.rules.base import (
 )
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.errors import ConfigError
+from embodied_ppo.core.types import names_observation
 
 
 class EmbodiedRules(ModeRules):
@@ -43,6 +44,7 @@ class EmbodiedRules(ModeRules):
                 " updates=100"
             )
         _check_model(config)
+        _check_observations(config)
 
     def check_algorithm(self, config: Config) -> None:
         a, comparison = config.algorithm, group_comparison(config)
@@ -113,6 +115,36 @@ def _check_model(config: Config) -> None:
             f" {model.min_log_std:g} and <= model.max_log_std = {model.max_log_std:g}; move it"
             " inside"
         )
+
+
+def _check_observations(config: Config) -> None:
+    """Refuse lists of observations that are incomplete or contradictory. Raises ConfigError."""
+    model = config.model
+    actor, critic = model.actor_obs, model.critic_obs
+    if actor is None or model.policy != "actor_critic":
+        return  # the option that is set is not read, which is refused elsewhere
+    written = f"model.actor_obs = [{','.join(actor)}]"
+    if critic is None:
+        raise ConfigError(
+            f"{written}: model.critic_obs is null, so that the critic's observations are not set;"
+            f" write model.critic_obs=[{','.join((*actor, 'NAME'))}]"
+        )
+    for name, keys in (("actor_obs", actor), ("critic_obs", critic)):
+        if not keys:
+            raise ConfigError(f"model.{name} = []: names no observation; list at least one")
+    missing = [key for key in actor if not any(names_observation(k, key) for k in critic)]
+    if model.shared_backbone and missing:
+        raise ConfigError(
+            f"{written}: model.critic_obs lacks {missing[0]}, but with model.shared_backbone=true"
+            " the critic reads the features of the actor's trunk; add it, or write"
+            " model.shared_backbone=false"
+        )
+    for camera in config.env.cameras:
+        if not any(names_observation(key, camera) for key in (*actor, *critic)):
+            raise ConfigError(
+                f"env.cameras = [{','.join(config.env.cameras)}]: no network reads {camera}; add it"
+                " to model.actor_obs or model.critic_obs, or remove it here"
+            )
 
 
 def _check_levels(config: Config) -> None:

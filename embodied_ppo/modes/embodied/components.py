@@ -28,7 +28,7 @@ from embodied_ppo.config.schema import (
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import sampling_key
-from embodied_ppo.core.types import ConfigError, Discrete, Policy, VectorEnv
+from embodied_ppo.core.types import ConfigError, Discrete, Policy, VectorEnv, names_observation
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import video
@@ -113,12 +113,29 @@ def stored_task(source: checkpoint.Checkpoint, run_dir: Path) -> TaskFiles | Non
     return task_files().read(run_dir / "task" / digest)
 
 
+def training_env(config: Config) -> EnvConfig:
+    """Return the options of the environment that returns what actor and critic read."""
+    actor, critic = config.model.actor_obs, config.model.critic_obs
+    if actor is None or critic is None:
+        return config.env
+    return replace(config.env, obs_keys=tuple(dict.fromkeys((*actor, *critic))))
+
+
 def evaluation_env(config: Config) -> EnvConfig:
-    """Return the options of the environment with those of the evaluation in their place."""
+    """Return the options of the environment with those of the evaluation in their place.
+
+    With ``model.actor_obs``, it returns what the actor reads only.
+    """
+    keys, cameras = config.env.obs_keys, config.env.cameras
+    if config.model.actor_obs is not None:
+        keys = config.model.actor_obs
+        cameras = tuple(c for c in cameras if any(names_observation(k, c) for k in keys))
     kwargs = {**config.env.kwargs, **config.evaluation.env_kwargs}
     randomize = config.env.randomize and config.evaluation.randomize
     return replace(
         config.env,
+        obs_keys=keys,
+        cameras=cameras,
         kwargs=kwargs,
         randomize=randomize,
         ranges=config.env.ranges if randomize else {},

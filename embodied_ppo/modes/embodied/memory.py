@@ -30,7 +30,9 @@ class EmbodiedMemoryEstimator:
             ConfigError, EnvError: An option is refused by what it configures.
         """
         self.config, self.cpu = config, torch.device("cpu")
-        env = components.make_env(env_seeds(0, 0, 1), config=config.env, device=self.cpu)
+        env = components.make_env(
+            env_seeds(0, 0, 1), config=components.training_env(config), device=self.cpu
+        )
         try:
             self.spaces = EnvDescription(describe_env(env), self.cpu)
         finally:

@@ -125,7 +125,9 @@ class _Probe:
         seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)[
             : self.n
         ]
-        self.env: VectorEnv = components.make_env(seeds, config=config.env, device=request.device)
+        self.env: VectorEnv = components.make_env(
+            seeds, config=components.training_env(config), device=request.device
+        )
         stack.callback(self.env.close)
         self.policy = policy or components.make_policy(config, self.env)
         self.trajectory: Any = None

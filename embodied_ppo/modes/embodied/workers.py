@@ -156,7 +156,8 @@ def _write_report(
 
 def _local_simulators(request: RunRequest, kind: str, seeds: list[int]) -> VectorEnv:
     """Return simulators in this process, to "train" or to "evaluate"."""
-    config = request.config.env if kind == "train" else components.evaluation_env(request.config)
+    select = components.training_env if kind == "train" else components.evaluation_env
+    config = select(request.config)
     if request.task is not None:
         request.task.activate(request.notice)
     return components.make_env(seeds, config=config, device=request.device)

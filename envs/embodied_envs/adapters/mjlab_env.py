@@ -40,7 +40,7 @@ class MjlabEnv(TorchVectorEnv):
     """``num_envs`` worlds of a task of mjlab's registry.
 
     An id "package.module:Name" imports the module first. Entries of ``kwargs`` besides those of
-    ``TorchVectorEnv`` (where ``observe`` = None selects the group "actor"):
+    ``TorchVectorEnv``:
 
     play    use the task's configuration for playing: usually no time limit and no noise
     config  fields of the task's configuration to set: {"sim.njmax": 300, ..}

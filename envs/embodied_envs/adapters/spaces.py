@@ -15,7 +15,16 @@ from torch import Tensor
 
 from embodied_envs.adapters.actions import mapper
 from embodied_ppo.core.errors import choose
-from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete, EnvError, Obs, ObsSpec
+from embodied_ppo.core.types import (
+    ActionSpec,
+    ArraySpec,
+    Box,
+    Discrete,
+    EnvError,
+    Obs,
+    ObsSpec,
+    names_observation,
+)
 
 Leaf = Callable[[Any], Tensor]
 PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
@@ -26,12 +35,13 @@ Examples are privileged_state (Playground) and critic (Isaac Lab).
 
 
 def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> list[str]:
-    """Return the observations that ``env.obs_keys`` selects, in the simulator's order.
+    """Return the observations that ``keys`` selects, in the simulator's order.
 
     Args:
         names: Flat names ("a/b") of a dictionary of observations; empty where the observation is
             one array.
-        keys: Names, or the first parts of names ("a" selects "a/b" and "a/c"); None selects all.
+        keys: Entries of ``env.obs_keys``, or of ``model.actor_obs`` and ``model.critic_obs``.
+            They are names, or first parts of names ("a" selects "a/b" and "a/c"). None selects all.
         id: ``env.id``, for messages.
 
     Raises:
@@ -40,32 +50,40 @@ def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id:
     groups = list(dict.fromkeys(name.partition("/")[0] for name in names))
     if keys is None:
         privileged = [name for name in names if PRIVILEGED.search(name)]
-        if not privileged:
-            return list(names)
-        public = [
-            group for group in groups if all(name.partition("/")[0] != group for name in privileged)
-        ]
-        example = ",".join(public) if 0 < len(",".join(public)) <= 100 else "NAME,.."
-        raise EnvError(
-            f"env.id={id}: its observation has {privileged[0]}, which exists in simulation"
-            f" only; write env.obs_keys=[{example}] to leave it out, or add its name there"
-        )
-    prefix = f"env.id={id}: env.obs_keys"
+        if privileged:
+            raise _undecided(groups, privileged, id)
+        return list(names)
+    prefix = f"env.id={id}: env.obs_keys (or model.actor_obs, model.critic_obs)"
     if not names:
         raise EnvError(
-            f"{prefix}=[{','.join(keys)}]: its observation is one array; leave obs_keys out"
+            f"{prefix} names {', '.join(keys) or 'nothing'}: its observation is one array; leave"
+            " the option out"
         )
     if not keys:
         raise EnvError(
             f"{prefix}=[] selects nothing; write null for all, or some of [{','.join(groups)}]"
         )
-    matches = {key: [n for n in names if n == key or n.startswith(f"{key}/")] for key in keys}
-    for key, matching in matches.items():
-        if not matching:
+    for key in keys:
+        if not any(names_observation(key, name) for name in names):
             raise EnvError(
                 f"{prefix}: {key!r} is not in its observation; {choose(key, groups, 'it has ')}"
             )
-    return [name for name in names if any(name in matching for matching in matches.values())]
+    return [name for name in names if any(names_observation(key, name) for key in keys)]
+
+
+def _undecided(groups: list[str], privileged: list[str], id: str) -> EnvError:
+    """Return the error for privileged observations that no option assigns to a network."""
+    secret = list(dict.fromkeys(name.partition("/")[0] for name in privileged))
+    public = [group for group in groups if group not in secret]
+    actor = ",".join(public)
+    if not 0 < len(actor) <= 100:
+        actor = "NAME,.."
+    return EnvError(
+        f"env.id={id}: its observation has {privileged[0]}, which exists in simulation only, and no"
+        f" option says which network reads it; write model.actor_obs=[{actor}]"
+        f" model.critic_obs=[{','.join([actor, *secret])}] (with model.policy=actor_critic), or"
+        f" env.obs_keys=[{actor}] to leave it out"
+    )
 
 
 def observations(
@@ -86,7 +104,7 @@ def observations(
         space: Gymnasium's space of one observation, or a dictionary of spaces.
         id: ``env.id``, for messages.
         device: Where the tensors are created.
-        keys: Entries of a dictionary to use, see ``select_observations``.
+        keys: Entries of a dictionary to select, see ``select_observations``.
 
     Returns:
         The spec, and for each name (one array has the name "") a function from numpy [N, ..] to a

@@ -75,9 +75,10 @@ class TorchVectorEnv(Adapter):
 
     Entries of ``kwargs`` that the adapter reads; the others are passed to the factory:
 
-    observe            name or names of the observation's entries to use. None: those of
-                       ``obs_keys``, by default all, but only the group "policy" (Isaac Lab) or
-                       "actor" (mjlab) if there is one.
+    observe            older form of ``obs_keys``, kept for runs that have it: name or names of the
+                       observation's entries to use. A single name gives its array without a name.
+                       Without both, the group "policy" (Isaac Lab) or "actor" (mjlab) is used if
+                       there is one, else all; but a privileged group is an EnvError.
     final_observation  "info" (default): an end without its last observation in the info is an
                        EnvError. "previous": use the observation before it, as in rsl_rl. The value
                        that bootstraps a truncated episode is then V(s_t) instead of V(s_t+1), and a
@@ -275,6 +276,8 @@ class TorchVectorEnv(Adapter):
         names = list(space) if isinstance(space, Mapping | gymnasium.spaces.Dict) else []
         selected = [observe] if isinstance(observe, str) else observe
         if selected is None:
+            if names:  # raises if one of them is privileged
+                spaces.select_observations(list(spaces.flatten(space)), None, id=self.id)
             selected = [name for name in names if name in _ACTOR_GROUPS][:1]
             observe = selected[0] if selected else None
         if not selected:

@@ -19,7 +19,7 @@ from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import Physics
 from embodied_envs.physics.mujoco_cpu import BatchPhysics
-from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_envs.physics.mujoco_env import MujocoEnv, reads_privileged
 from embodied_envs.tasks import Task
 from embodied_envs.tasks.task import Stage
 from embodied_ppo.core.types import EnvError
@@ -64,7 +64,7 @@ def _check_attributes(task: Task, id: str) -> None:
         raise EnvError(
             f"{prefix}.stage={task.stage!r} is unknown; there are {', '.join(get_args(Stage))}"
         )
-    for name in ("fields", "before"):
+    for name in ("fields", "privileged_fields", "before"):
         if isinstance(value := getattr(task, name), str):
             raise EnvError(f"{prefix}.{name}={value!r} must be a tuple of names: ({name!r},)")
 
@@ -150,11 +150,12 @@ def make(
     ) -> MujocoEnv:
         """Create the worlds."""
         randomization = Randomization(model, all_ranges)
+        privileged_fields = task.privileged_fields if reads_privileged(task, obs_keys) else ()
         try:
             physics = make_physics(
                 model,
                 options.num_envs,
-                fields=task.fields,
+                fields=(*task.fields, *privileged_fields),
                 stage=task.stage,
                 cameras=cameras,
                 randomization=randomization,

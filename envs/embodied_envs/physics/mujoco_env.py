@@ -21,6 +21,14 @@ HUGE = 1e10
 _RESET, _STEP = 0, 1
 """Streams of random numbers, see ``core.random``."""
 
+STATE, PRIVILEGED = "state", "privileged"
+"""Names of a task's ``observe`` [N, D], where it has a name, and of its ``privileged``."""
+
+
+def reads_privileged(task: Task, obs_keys: Sequence[str] | None) -> bool:
+    """Return whether ``obs_keys`` names the group that ``task.privileged`` computes."""
+    return PRIVILEGED in (obs_keys or ()) and task.has_privileged()
+
 
 class MujocoEnv:
     """``num_envs`` worlds of one task. Implements ``VectorEnv``.
@@ -56,9 +64,11 @@ class MujocoEnv:
             device: Where observations arrive and actions are expected.
             max_episode_steps: Time limit in control steps; None: the task's.
             action_mapping: See ``actions.mapper``.
-            obs_keys: Observations to select; None: all.
+            obs_keys: Observations to select; None: all except the task's ``privileged``.
         """
         self.id, self.task, self.physics = id, task, physics
+        self._names_groups = obs_keys is not None
+        self._reads_privileged = reads_privileged(task, obs_keys)
         self.num_envs, self.device = len(seeds), torch.device(device)
         self._time_limit = max_episode_steps or task.max_episode_steps
         self.max_episode_steps: int | None = self._time_limit
@@ -91,11 +101,14 @@ class MujocoEnv:
         validator.step(
             self._before, self.s, self._map(torch.zeros(self.action_shape, device=physics.device))
         )
+        if self._reads_privileged:
+            validator.privileged(self.s)
         self._selected: list[str] | None = None
         obs = self._observe(self._all_worlds)
-        names = spaces.select_observations(
-            list(obs) if isinstance(obs, dict) else (), obs_keys, id=id
-        )
+        offered = dict.fromkeys(obs if isinstance(obs, dict) else ())
+        if self._names_groups and task.has_privileged():
+            offered |= {PRIVILEGED: None}
+        names = spaces.select_observations(list(offered), obs_keys, id=id)
         if isinstance(obs, dict) and len(names) < len(obs):
             self._selected = names
             obs = {name: obs[name] for name in names}
@@ -290,12 +303,18 @@ class MujocoEnv:
     def _observe(self, mask: Tensor) -> Obs:
         """Return the observation of the current state, with images where bool [N]."""
         obs = self.task.observe(self.s)
+        if self._names_groups and isinstance(obs, Tensor):
+            obs = {STATE: obs}
+        if self._reads_privileged and isinstance(obs, dict):
+            privileged = self.task.privileged(self.s)
+            assert privileged is not None  # checked by the TaskValidator
+            obs = obs | {PRIVILEGED: privileged}
         obs = tree.map(
             lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs
         )
         images = self.physics.images(mask)
         if images:
-            obs = (obs if isinstance(obs, dict) else {"state": obs}) | images
+            obs = (obs if isinstance(obs, dict) else {STATE: obs}) | images
         if self._selected is not None and isinstance(obs, dict):
             obs = {name: obs[name] for name in self._selected}
         return obs

@@ -37,12 +37,13 @@ class TaskValidator:
                 yield
             except KeyError as error:
                 name = error.args[0] if error.args else "?"
+                attribute = "privileged_fields" if function == "privileged" else "fields"
                 if function == "reset":  # has no state
                     raise
                 message = (
                     f"reads s[{name!r}], which does not exist; if {name} is a MuJoCo field, add it"
-                    " to the attribute `fields`; if it is a variable of the task, return it from"
-                    " reset()"
+                    f" to the attribute `{attribute}`; if it is a variable of the task, return it"
+                    " from reset()"
                 )
                 if function == "reward" and name in self.state_names:
                     message = (
@@ -130,6 +131,12 @@ class TaskValidator:
                 " reset()"
             )
         return {k: s[k].clone() for k in self.task.before}
+
+    def privileged(self, s: Mapping[str, Tensor]) -> None:
+        """Validate ``Task.privileged`` on the first state ``s``."""
+        with self._calling("privileged"):
+            x = self.task.privileged(s)
+            self._tensor("privileged()", x, (self.n, *getattr(x, "shape", (0, 0))[1:2]))
 
     def step(self, before: Mapping[str, Tensor], s: dict[str, Tensor], action: Tensor) -> None:
         """Validate all other functions on the first state ``s``."""

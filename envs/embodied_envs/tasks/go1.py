@@ -33,6 +33,17 @@ class Go1Joystick(Task):
     24:36  joint velocities, rad/s
     36:48  last action
 
+    Privileged observation [N, 87]:
+    0:33   velocity, angular velocity, gravity, joint positions and velocities without noise
+    33     height of the trunk, m
+    34:38  whether each foot is on the ground
+    38:42  seconds since each foot left the ground
+    42     sliding friction of the ground, which that of the feet does not change
+    43:56  masses of the bodies, kg
+    56:68  stiffness of the actuators, N m/rad
+    68:86  forces of contacts and joint limits on the trunk (N, N m) and the joints, N m
+    86     share of the episode that has passed
+
     Reward: the sum of ``terms``, at least 0. The episode ends if the trunk is lower than 15 cm or
     tilts by 60 degrees. Success is decided in the last of 500 steps: the mean errors of velocity
     and yaw rate are below 0.2 m/s and 0.3 rad/s.
@@ -46,6 +57,7 @@ class Go1Joystick(Task):
     id = "Go1Joystick"
     decimation, max_episode_steps = 4, 500
     fields, before = ("site_xpos", "actuator_force"), ("site_xpos",)
+    privileged_fields = ("geom_friction", "body_mass", "actuator_gainprm", "qfrc_constraint")
     reset_noise, step_noise = 4 + 12 + 33, 4 + 1 + 33
     ranges: Mapping[str, tuple[float, float]] = {
         "mass": (0.8, 1.2),
@@ -90,7 +102,7 @@ class Go1Joystick(Task):
 
         self.dt_s = model.opt.timestep * self.decimation
         feet = [model.site(name).id for name in ("FR", "FL", "RR", "RL")]
-        self.feet = torch.tensor(feet, device=device)
+        self.feet, self.floor = torch.tensor(feet, device=device), model.geom("floor").id
         self.qpos0, self.home = tensor(model.key("home").qpos), tensor(model.key("home").ctrl)
         self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
         bounds = tensor([self.forward_m_s, self.sideways_m_s, self.yaw_rad_s])
@@ -108,6 +120,20 @@ class Go1Joystick(Task):
         body = torch.cat([velocity(s), s["qvel"][:, 3:6], gravity(s)], 1) + s["noise"][:, :9]
         joints = torch.cat([s["qpos"][:, 7:] - self.home, s["qvel"][:, 6:]], 1) + s["noise"][:, 9:]
         return torch.cat([body, s["command"], joints, s["last_action"]], 1)
+
+    def privileged(self, s: State) -> Tensor:
+        joints = [s["qpos"][:, 7:] - self.home, s["qvel"][:, 6:]]
+        true_state = [velocity(s), s["qvel"][:, 3:6], gravity(s), *joints, s["qpos"][:, 2:3]]
+        model = [
+            # The floor has the higher priority, so its friction is that of the contacts.
+            s["geom_friction"][:, self.floor, :1],
+            s["body_mass"][:, 1:],
+            s["actuator_gainprm"][:, :, 0],
+        ]
+        elapsed = s["steps"].unsqueeze(1) / self.max_episode_steps
+        return torch.cat(
+            [*true_state, self.down(s), s["air"], *model, s["qfrc_constraint"], elapsed], 1
+        )
 
     # ----------------------------------------------------------------------------------- the reward
     def terms(self, before: State, s: State, action: Tensor) -> dict[str, Tensor]:

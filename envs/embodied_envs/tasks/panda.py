@@ -60,6 +60,17 @@ class PandaPickCube(Task):
     30     height of the cube, m
     31:39  position targets minus positions, rad and m
 
+    Privileged observation [N, 56]:
+    0:7    pose of the cube: position, m, and quaternion
+    7:13   its velocity, m/s, and angular velocity, rad/s
+    13:16  position of the target, m
+    16:19  position of the gripper, m
+    19:21  sliding friction between the cube and the left and the right finger
+    21     sliding friction between the cube and the floor
+    22:33  masses of links, hand, fingers and cube, kg
+    33:41  stiffness of the actuators, N m/rad and N/m
+    41:56  forces of contacts and joint limits on the joints and on the cube, N and N m
+
     Reward: gain · (progress after - progress before the step), minus 0.1 while the fingers touch
     the floor. Success: the cube is within 5 cm of the target and slower than 0.2 m/s. The episode
     ends if the cube leaves the arm's reach. Physics, sizes and the 20 ms are those of
@@ -70,6 +81,7 @@ class PandaPickCube(Task):
     id = "PandaPickCube"
     decimation, max_episode_steps = 4, 150
     fields = ("site_xpos", "site_xmat", "mocap_pos")
+    privileged_fields = ("geom_friction", "body_mass", "actuator_gainprm", "qfrc_constraint")
     before = ("qpos", *fields)
     reset_noise = 5
     ranges: Mapping[str, tuple[float, float]] = {
@@ -121,6 +133,10 @@ class PandaPickCube(Task):
             return torch.tensor(np.asarray(x), device=device, dtype=dtype)
 
         self.gripper, home = model.site("gripper").id, model.key("home")
+        self.cube_geom = model.geom("box").id
+        self.touched_geoms = [
+            model.geom(name).id for name in ("left_finger_pad", "right_finger_pad", "floor")
+        ]
         self.qpos0, self.ctrl0 = tensor(home.qpos), tensor(home.ctrl)
         self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
         self.scale = tensor(self.action_scale)
@@ -145,6 +161,23 @@ class PandaPickCube(Task):
         arm, offsets = [qpos[:, :8], s["qvel"][:, :7]], s["ctrl"] - qpos[:, :8]
         vectors, axes = in_hand[:, :2].flatten(1), in_hand[:, 2:].flatten(1)
         return torch.cat([*arm, vectors, hand[:, 2], axes, cube[:, 2:], offsets], 1)
+
+    def privileged(self, s: State) -> Tensor:
+        friction = s["geom_friction"][:, :, 0]
+        return torch.cat(
+            [
+                s["qpos"][:, 9:16],
+                s["qvel"][:, 9:15],
+                s["mocap_pos"][:, 0],
+                s["site_xpos"][:, self.gripper],
+                # MuJoCo takes the larger friction of the two geoms of a contact.
+                friction[:, [self.cube_geom]].maximum(friction[:, self.touched_geoms]),
+                s["body_mass"][:, 2:13],
+                s["actuator_gainprm"][:, :, 0],
+                s["qfrc_constraint"],
+            ],
+            1,
+        )
 
     def progress(self, s: State) -> Tensor:
         """Return the progress of the task, [N] in [0, 1]: (reach + grasp + lift + 2 carry) / 5.

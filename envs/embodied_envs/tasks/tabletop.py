@@ -159,6 +159,7 @@ class Tabletop(Task):
     max_episode_steps = 100
     stage = "none"  # the functions read no derived field
     fields = ("mocap_pos",)
+    privileged_fields = ("geom_friction", "body_mass", "actuator_gainprm", "qfrc_constraint")
     before = ("qpos",)
     reset_noise = 28
     ranges: Mapping[str, tuple[float, float]] = {
@@ -244,6 +245,10 @@ class Tabletop(Task):
         self._layouts = integer(_layouts())
         cells = itertools.product(range(ROWS), range(COLUMNS))
         self._cells = real([((row - 1) * PITCH, (column - 1.5) * PITCH) for row, column in cells])
+        bodies = [model.body(f"{colour} block") for colour in COLOURS]
+        self._block_bodies = [int(body.id) for body in bodies]
+        self._block_geoms = [int(body.geomadr[0]) for body in bodies]
+        self._table_geom = model.geom("table").id
         self._jitter = real([[BLOCK_JITTER]] * 4 + [[ZONE_JITTER]] * 4)
         self._low, self._high = real(LOW), real(HIGH)
         # Initial pose of the gripper: x, y, z, opening of a finger.
@@ -310,6 +315,38 @@ class Tabletop(Task):
         zones = (s["mocap_pos"][:, :, :2] - tool[:, :, :2]).flatten(1)
         objects = (displacements, velocities, quaternions, blocks, zones)
         return torch.cat((*gripper, *objects, self._one_hot[combination]), dim=1)
+
+    def privileged(self, s: State) -> Tensor:
+        """Return what neither the camera nor the gripper measures, [N, 149].
+
+        0:15     ``displacements``, m
+        15:67    poses (m, quaternions) and velocities (m/s, rad/s) of the blocks
+        67:75    positions of the zones, m
+        75:105   one-hot encodings of family, A, B, zone and direction
+        105:107  positions of the fingers, m
+        107:111  masses of the blocks, kg
+        111:115  sliding friction between each block and the table
+        115:120  stiffness of the actuators, N/m
+        120:149  forces of contacts and joint limits on gripper and blocks, N and N m
+        """
+        qpos, combination = s["qpos"], s["combination"]
+        friction = s["geom_friction"][:, :, 0]
+        return torch.cat(
+            (
+                self.displacements(qpos, combination, s["spot"]).flatten(1),
+                qpos[:, 5:],
+                s["qvel"][:, 5:],
+                s["mocap_pos"][:, :, :2].flatten(1),
+                self._one_hot[combination],
+                qpos[:, 3:5],
+                s["body_mass"][:, self._block_bodies],
+                # MuJoCo takes the larger friction of the two geoms of a contact.
+                friction[:, self._block_geoms].maximum(friction[:, [self._table_geom]]),
+                s["actuator_gainprm"][:, :, 0],
+                s["qfrc_constraint"],
+            ),
+            dim=1,
+        )
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         """Return phi(s') - phi(s) + [success], in [-1, 2]; a state that does not change gives 0.

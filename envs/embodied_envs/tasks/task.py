@@ -44,6 +44,8 @@ class Task(ABC):
     """Time limit in control steps."""
     fields: tuple[str, ...] = ()
     """MjData and MjModel fields that the functions read, besides qpos, qvel and ctrl."""
+    privileged_fields: tuple[str, ...] = ()
+    """MjData and MjModel fields that only ``privileged`` reads."""
     before: tuple[str, ...] = ()
     """Entries of the state whose values before the control step ``reward`` reads."""
     stage: Stage = "velocity"
@@ -69,6 +71,11 @@ class Task(ABC):
     def spec(self) -> mujoco.MjSpec:
         """Return a new model at every call, because an engine may change it."""
 
+    @classmethod
+    def has_privileged(cls) -> bool:
+        """Return whether the task overrides ``privileged``."""
+        return cls.privileged is not Task.privileged
+
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:  # noqa: B027
         """Look up names in ``model`` and create the constant tensors, before any other function.
 
@@ -92,6 +99,14 @@ class Task(ABC):
     @abstractmethod
     def observe(self, s: State) -> Obs:
         """Return the observation: [N, D], or a dictionary of tensors [N, ..]."""
+
+    def privileged(self, s: State) -> Tensor | None:
+        """Return what exists in simulation only, [N, D], in float: friction, masses, forces.
+
+        It becomes the observation "privileged" beside "state" and is computed only where
+        ``model.critic_obs`` (or another list of observations) names it. None: the task has none.
+        """
+        return None
 
     @abstractmethod
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:

@@ -616,8 +616,9 @@ INVALID = [
         "Go1JoystickFlatTerrain-v1",
         {},
         (
-            r"has privileged_state, which exists in simulation only; write env.obs_keys=\[state\]"
-            r" to leave it out"
+            r"has privileged_state, which exists in simulation only, .* write"
+            r" model.actor_obs=\[state\] model.critic_obs=\[state,privileged_state\] .* or"
+            r" env.obs_keys=\[state\] to leave it out"
         ),
     ),
     (
@@ -630,13 +631,13 @@ INVALID = [
         {"obs_keys": []},
         r"selects nothing; write null for all, or some of \[state,",
     ),
-    ("CartPole-v1", {"obs_keys": ["state"]}, "its observation is one array; leave obs_keys out"),
-    ("test/Teacher-v0", {}, r"has critic/force, .*; write env.obs_keys=\[policy\]"),
-    ("torch_tasks:student", {}, r"has critic, .*; write env.obs_keys=\[student\]"),
+    ("CartPole-v1", {"obs_keys": ["state"]}, "its observation is one array; leave the option out"),
+    ("test/Teacher-v0", {}, r"has critic/force, .*; write .*env.obs_keys=\[policy\]"),
+    ("torch_tasks:student", {}, r"has critic, .*; write .*model.critic_obs=\[student,critic\]"),
     (
         "toy_envs:Privileged",
         {"num_threads": 1},
-        r"has privileged_mass, .*; write env.obs_keys=\[state\]",
+        r"has privileged_mass, .*; write .* env.obs_keys=\[state\]",
     ),
     ("no_such_module_at_all:X-v0", {}, "cannot import 'no_such_module_at_all'"),
     ("test/Silent-v0", {}, "autoreset_mode=None.*metadata"),

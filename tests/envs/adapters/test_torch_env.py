@@ -19,6 +19,8 @@ from embodied_ppo.core.types import ArraySpec, Box, EnvError
 
 
 def make(name: str, n: int = 3, seeds: list[int] | None = None, **options: Any) -> TorchVectorEnv:
+    if name == "isaac" and "obs_keys" not in options:
+        options["kwargs"] = {"observe": "policy"} | options.get("kwargs", {})
     adapter_options = AdapterOptions(num_envs=n, seeds=seeds or list(range(n)), **options)
     return TorchVectorEnv(f"torch_tasks:{name}", adapter_options)
 
@@ -87,10 +89,16 @@ def test_final_obs_is_the_state_before_the_reset(name: str, kwargs: dict[str, An
     raise AssertionError("no cart fell off")
 
 
-def test_observation_group_of_the_policy_is_the_default() -> None:
+def test_groups_of_policy_and_critic_must_be_named() -> None:
     """Isaac Lab returns privileged observations for the critic in another group."""
-    env = make("isaac", kwargs={"compute_final_obs": True})
-    assert env.obs_spec == ArraySpec((2,))
+    with pytest.raises(
+        EnvError,
+        match=r"model.actor_obs=\[policy\] model.critic_obs=\[policy,critic\] .* or"
+        r" env.obs_keys=\[policy\]",
+    ):
+        make("isaac", kwargs={"compute_final_obs": True, "observe": None})
+    groups = make("isaac", kwargs={"compute_final_obs": True}, obs_keys=["policy", "critic"])
+    assert groups.obs_spec == {"policy": ArraySpec((2,)), "critic": ArraySpec((3,))}
     both = make("isaac", kwargs={"compute_final_obs": True, "observe": ["policy", "critic"]})
     assert both.obs_spec == {"policy": ArraySpec((2,)), "critic": ArraySpec((3,))}
     critic = make("isaac", kwargs={"compute_final_obs": True}, obs_keys=["critic"])
