@@ -52,6 +52,7 @@ INSTRUCTED = {f"tabletop_{x}" for x in ("token", "flow", "gaussian", "token_push
 SUCCESS = INSTRUCTED | {
     "metaworld",
     "go1_joystick",
+    "go1_friction",
     "panda_pick_cube",
     "tabletop_push",
     "tabletop_reach",

@@ -54,6 +54,53 @@ def draws(n: int, size: int, seed: int = 0) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------- both tasks
+PRIVILEGED = {"Go1Joystick": 87, "PandaPickCube": 56, "Tabletop": 149}
+"""Task -> size of the group "privileged"."""
+MASSES = {"Go1Joystick": slice(43, 56), "PandaPickCube": slice(22, 33), "Tabletop": slice(107, 111)}
+"""Task -> the masses in its group "privileged"."""
+
+
+@pytest.mark.parametrize("id", PRIVILEGED)
+def test_privileged_group_shows_each_world_and_changes_none(id: str) -> None:
+    keys = ["state", "privileged"]
+    env, plain = make(id, randomize=True, obs_keys=keys), make(id, randomize=True)
+    obs, state = env.reset(), plain.reset()
+    assert isinstance(obs, dict) and torch.equal(obs["state"], torch.as_tensor(state))
+    assert obs["privileged"].shape == (2, PRIVILEGED[id])
+    body_mass = env.physics.fields["body_mass"]
+    masses = obs["privileged"][:, MASSES[id]]
+    for row, mass in zip(masses, body_mass, strict=True):  # each is one of this world's
+        assert bool((row.double() - mass[:, None]).abs().amin(0).max() < 1e-6)
+    assert not torch.equal(masses[0], masses[1])
+    assert "body_mass" not in plain.physics.fields  # nothing is computed where nothing reads it
+    action = actions(env)
+    for _ in range(3):
+        step, other = env.step(action), plain.step(action)
+        assert isinstance(step.obs, dict)
+        assert torch.equal(step.obs["state"], torch.as_tensor(other.obs))
+        assert torch.equal(step.reward, other.reward)
+    saved, later = env.state(), env.step(action).obs
+    env.load_state(saved)
+    repeated = env.step(action).obs
+    assert isinstance(later, dict) and isinstance(repeated, dict)
+    assert all(torch.equal(later[key], repeated[key]) for key in keys)
+
+
+def test_privileged_contact_forces_and_friction_of_go1() -> None:
+    """The ground carries the weight, and each floor has a friction of its own."""
+    env = make(
+        "Go1Joystick", randomize=True, ranges={"friction": [0.3, 2.0]}, obs_keys=["privileged"]
+    )
+    env.reset()
+    steps = [env.step(actions(env, 0.0)).obs for _ in range(60)]
+    x = torch.stack([obs["privileged"] for obs in steps if isinstance(obs, dict)])[30:].mean(0)
+    weight = 9.81 * x[:, MASSES["Go1Joystick"]].sum(1)
+    torch.testing.assert_close(x[:, 70], weight, rtol=0.05, atol=0)
+    floor = env.physics.fields["geom_friction"][:, env.physics.model.geom("floor").id, 0]
+    torch.testing.assert_close(x[:, 42], floor.float())
+    assert bool(((floor > 0.18) & (floor < 1.2)).all()) and floor[0] != floor[1]
+
+
 @pytest.mark.parametrize(("id", "obs", "size"), [("PandaPickCube", 39, 8), ("Go1Joystick", 48, 12)])
 def test_contract(id: str, obs: int, size: int) -> None:
     report = check_env(
