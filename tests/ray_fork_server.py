@@ -1,7 +1,7 @@
 """Start Ray workers of tests by forking a process that has imported torch and our package.
 
-A Ray worker spends 3 s of CPU time on importing torch, EnvPool and our package, and the tests start
-about 200 workers. After ``install`` the command of a worker is a small client: it sends its
+A Ray worker spends 3 s of CPU time on importing torch, EnvPool and our package, or 8 s if it imports
+transformers, too; and the tests start about 200 workers. After ``install`` the command of a worker is a small client: it sends its
 arguments, environment, working directory and standard streams to a server process, which forks. The
 forked process runs Ray's own worker program. Ray is not imported before the fork, because its
 connections do not work after one. Tests in which ``embodied-ppo`` or ``ray start`` is a process of
@@ -30,9 +30,14 @@ OWN_OPTIONS = ("--serialized-runtime-env-context", "--language")
 """Options of Ray's start command that its worker program does not know."""
 PRELOADED = (
     "envpool",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.tokenization_utils_tokenizers",
     "embodied_ppo.modes.embodied.workers",
     "embodied_ppo.modes.reasoning.workers",
 )
+"""Modules that the server imports."""
 
 
 def install() -> None:

@@ -43,6 +43,12 @@ from tests.models.vla import test_pretrained as test_vla_checkpoints
 from tests.models.vla import test_trunk as test_vla
 
 T, N, TIMEOUT_S = 2, 8, 120
+UPDATES = 2
+MODELS = [
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("dinov2_with_registers", "llama", "paligemma", "pi0", "qwen3_vl", "smolvlm")
+]
+"""Modules that take seconds to import."""
 
 
 # ---------------------------------------------------------------------------------------- processes
@@ -76,13 +82,18 @@ def _ranked(function: Any, args: tuple[Any, ...]) -> tuple[int, Any]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Processes]]:
-    """Return the processes of a world size, which are started at the first use."""
+    """Return the processes of a world size, which are started at the first use.
+
+    They are forked from a process that has imported what they need.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch.distributed.fsdp", *MODELS])
     with ExitStack() as stack:
 
         @functools.cache
         def started(world: int) -> Processes:
             args = (str(tmp_path_factory.mktemp("store") / "file"), world)
-            pool = ProcessPoolExecutor(world, get_context("spawn"), _join, args)
+            pool = ProcessPoolExecutor(world, context, _join, args)
             return Processes(world, stack.enter_context(pool))
 
         yield started
@@ -196,11 +207,11 @@ def local_bytes(learner: Learner) -> tuple[int, int]:
 def learned(
     kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], sharded: bool
 ) -> Any:
-    """Return full state, metrics and local bytes after three updates."""
+    """Return full state, metrics and local bytes after UPDATES updates."""
     learner, rollouts = learner_of(kind, folder, model, algorithm, ranks_of(sharded))
     if learner.actor.reference is not None:
         disturb(learner)
-    metrics = [learner.update(t, update=i) for i, t in enumerate(rollouts)]
+    metrics = [learner.update(t, update=i) for i, t in enumerate(rollouts[:UPDATES])]
     sizes = local_bytes(learner)
     state = learner.ranks.full_state(
         {"policy": learner.optimizer.model.state_dict(), "training": learner.state()}
@@ -271,7 +282,7 @@ def test_sharded_update_equals_unsharded_one(case: str, processes: Processes, fo
     full = processes(learned, kind, folder, model, algorithm, False)
     sharded = processes(learned, kind, folder, model, algorithm, True)
     run_helpers.assert_states_close(sharded[0][0], full[0][0])
-    for update in range(3):
+    for update in range(UPDATES):
         one, many = (
             merged([metrics[update] for _, metrics, _ in full]),
             merged([metrics[update] for _, metrics, _ in sharded]),
@@ -299,7 +310,7 @@ LANGUAGE_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def language_update(case: str, sharded: bool) -> Any:
-    """Return state and metrics of a language model and its critic after three updates."""
+    """Return state and metrics of a language model and its critic after UPDATES updates."""
     algorithm, options = LANGUAGE_CASES[case]
     x = test_split.learner(
         replace(test_split.BASE, **algorithm), ranks=ranks_of(sharded), **options
@@ -313,7 +324,7 @@ def language_update(case: str, sharded: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if case == "layers and logits computed again":
             patch.setattr(causal_lm, "LOGIT_BYTES", 4 * 50 * 3)  # 3 tokens
-        metrics = [x.update(columns, update=i) for i in range(3)]
+        metrics = [x.update(columns, update=i) for i in range(UPDATES)]
     return x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()}), metrics
 
 
@@ -321,7 +332,7 @@ def language_update(case: str, sharded: bool) -> Any:
 def test_sharded_language_model_equals_unsharded_one(case: str, processes: Processes) -> None:
     full, sharded = processes(language_update, case, False), processes(language_update, case, True)
     run_helpers.assert_states_close(sharded[0][0], full[0][0])
-    for update in range(3):
+    for update in range(UPDATES):
         one, many = (
             merged([metrics[update] for _, metrics in full]),
             merged([metrics[update] for _, metrics in sharded]),
