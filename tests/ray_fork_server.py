@@ -1,11 +1,11 @@
 """Start Ray workers of tests by forking a process that has imported torch and our package.
 
-A Ray worker spends 3 s of CPU time on importing torch, EnvPool and our package, or 8 s if it imports
-transformers, too; and the tests start about 200 workers. After ``install`` the command of a worker is a small client: it sends its
-arguments, environment, working directory and standard streams to a server process, which forks. The
-forked process runs Ray's own worker program. Ray is not imported before the fork, because its
-connections do not work after one. Tests in which ``embodied-ppo`` or ``ray start`` is a process of
-its own start workers without the server, as users do.
+A Ray worker spends 3 s of CPU time on importing torch, EnvPool and our package, 8 s together with
+transformers, and the tests start about 200 workers. After ``install`` the command of a worker is a
+small client: it sends its arguments, environment, working directory and standard streams to a
+server process, which forks. The forked process runs Ray's own worker program. Ray is not imported
+before the fork, because its connections do not work after one. Tests in which ``embodied-ppo`` or
+``ray start`` is a process of its own start workers without the server, as users do.
 """
 
 from __future__ import annotations
