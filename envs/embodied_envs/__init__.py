@@ -73,8 +73,9 @@ def make(
         action_mapping: "rescale", "clip" or "none" for continuous actions, see ``actions.mapper``.
         success_key: Entry of the info that means success; None: "success" or "is_success", if the
             task has one.
-        obs_keys: Entries of a dictionary of observations to use; None: all, which is an error if
-            one of them is privileged (``spaces.PRIVILEGED``).
+        obs_keys: Entries of a dictionary of observations to use. Our own tasks offer "state" and,
+            if they define it, "privileged" (``Task.privileged``). None: all except that one, which
+            is an error if one of them is privileged by its name (``spaces.PRIVILEGED``).
         action_chunk: Primitive steps of one action (``ChunkedActions``).
         cameras: Cameras of the model; observations are then {"state": .., camera: uint8 [3, H, W]}.
         image_size: (H, W) of the cameras' images.
