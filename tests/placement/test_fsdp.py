@@ -178,7 +178,7 @@ def learner_of(
     rollouts = [experience(policy, obs, seed) for seed in range(3)]
     c = loader.load(
         AlgorithmConfig,
-        {"global_batch_size": T * N // 2, "update_epoch": 2, "lr": 1e-3, **algorithm},
+        {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm},
     )
     parts = [
         tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].contiguous(), t)
