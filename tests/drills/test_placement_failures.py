@@ -257,6 +257,7 @@ IMAGES: dict[str, Any] = {
     "algorithm.horizon": 96,
     "algorithm.global_batch_size": 1536,
     "algorithm.update_epoch": 1,
+    "evaluation.episodes": 1,
     "updates": 1,
 }
 """Options with 87 MB of images per update."""
