@@ -15,6 +15,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,6 +85,7 @@ def serve() -> None:
         while True:
             readable, _, _ = select.select([server, 0], [], [])
             if 0 in readable:
+                shutil.rmtree(Path(os.environ[ADDRESS]).parent)
                 return
             connection, _ = server.accept()
             header, streams, _, _ = socket.recv_fds(connection, 8, 3)
