@@ -1,32 +1,52 @@
 """PPO for robot policies in vectorised simulators, and for language models that reason.
 
-The Python API is ``train``, ``evaluate`` and ``load``. They are imported on first use, because they
-need torch and the command line must start without it.
+The Python API is ``train``, ``evaluate``, ``load`` and ``config`` of ``api``, and the exceptions of
+``core.errors``. They are imported on first use, because the command line must start at once.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from embodied_ppo.config.loader import load
-    from embodied_ppo.run import evaluate, train
+    from embodied_ppo.api import Run, config, evaluate, load, train
+    from embodied_ppo.core.errors import (
+        CheckpointError,
+        ConfigError,
+        EnvError,
+        PlacementError,
+        TrainingError,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "load", "train"]
+__all__ = ["Run", "config", "evaluate", "load", "train"]
+__all__ += ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "TrainingError"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":
-        from embodied_ppo.config import loader as module
-    elif name in __all__:
-        from embodied_ppo import run as module
-    else:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(module, name)
+    home = "core.errors" if name.endswith("Error") else "api"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+class _CallableModule(ModuleType):
+    """Module of the options, which is also called: ``embodied_ppo.config(..)`` of the Python API.
+
+    Importing the package ``embodied_ppo.config`` sets that attribute to the module, so the function
+    of this name could not be reached.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return importlib.import_module(f"{__name__}.api").config(*args, **options)
+
+
+importlib.import_module(f"{__name__}.config").__class__ = _CallableModule
 
 
 def _add_checkout_folders(root: Path) -> None:

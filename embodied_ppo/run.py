@@ -607,6 +607,21 @@ def open_run(path: str) -> tuple[checkpoint.Checkpoint, Path, Config]:
     return source, run_dir, loader.load(Config, options, source=origin)
 
 
+def load_policy(
+    path: str, *, device: str = "cpu", seed: int = 0, allow_changed_task: bool = False
+) -> Any:
+    """Return the policy of a checkpoint of a robot, see ``Mode.load_policy``.
+
+    Raises:
+        CheckpointError, ConfigError, EnvError: The checkpoint or its task cannot be used.
+    """
+    source, run_dir, trained = open_run(path)
+    say = Progress(quiet=False).say
+    chosen = select_device(device, 0, notice=say)
+    run = TrainedRun(trained, source, run_dir, say)
+    return mode(trained).load_policy(run, chosen, seed=seed, allow_changed_task=allow_changed_task)
+
+
 def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
     """Evaluate a checkpoint and write the report; return metrics and paths.
 

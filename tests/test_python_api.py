@@ -1,25 +1,170 @@
-"""Python API: the names that ``embodied_ppo`` offers, and when it imports them."""
+"""Python API: the names that ``embodied_ppo`` offers, and their results."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
+from run_helpers import run_command
 
-import embodied_ppo
-from embodied_ppo import run
-from embodied_ppo.config import loader
+import embodied_ppo as ep
+from embodied_ppo import api
+from embodied_ppo.config.compose import override_lines
+from embodied_ppo.core import errors
+from embodied_ppo.evaluation.episodes import evaluation_seeds
+from embodied_ppo.modes.base import TrainedRun
+from embodied_ppo.modes.registry import mode
+from embodied_ppo.training import checkpoint
+
+OPTIONS: dict[str, Any] = {
+    "seed": 3,
+    "updates": 2,
+    "compile": "never",
+    "env": {"id": "Pendulum-v1", "num_envs": 4, "simulator": "gymnasium"},
+    "algorithm__horizon": 16,
+    "algorithm": {"global_batch_size": 32, "update_epoch": 2},
+    "model__hidden": [16],
+    "evaluation": {"episodes": 2, "video_episodes": 0},
+}
+"""A run of two updates; the simulator's actions are in [-2, 2]."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ep.Run:
+    return ep.train(run_dir=tmp_path_factory.mktemp("api") / "run", progress=False, **OPTIONS)
 
 
 def test_import_does_not_load_torch() -> None:
-    code = "import sys, embodied_ppo; print(embodied_ppo.__version__, 'torch' in sys.modules)"
+    code = "import sys, embodied_ppo as ep; ep.train, ep.load, ep.config; ep.ConfigError"
+    code += "; print(ep.__version__, 'torch' in sys.modules, 'hydra' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [embodied_ppo.__version__, "False"]
+    assert done.stdout.split() == [ep.__version__, "False", "False"]
 
 
 def test_names_are_those_of_the_modules() -> None:
-    assert embodied_ppo.train is run.train and embodied_ppo.evaluate is run.evaluate
-    assert embodied_ppo.load is loader.load
+    assert ep.train is api.train and ep.load is api.load
+    assert ep.ConfigError is errors.ConfigError
     with pytest.raises(AttributeError, match="compare"):
-        _ = embodied_ppo.compare  # pyright: ignore[reportAttributeAccessIssue]
+        _ = ep.compare  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_options_become_overrides() -> None:
+    options = {
+        "seed": np.int64(3),
+        "env__kwargs": {"a": 1e-5, "b": [1, (2, "x,y")]},
+        "model": {"hidden": (8, 8)},
+        "run_dir": Path("it's/${here}"),
+        "algorithm.value_clip": None,
+        "device": "cpu",
+    }
+    assert override_lines("train", options) == [
+        "seed=3",
+        r"env.kwargs='{a: 1.0e-05, b: [1, [2, \'x,y\']]}'",
+        "model.hidden=[8,8]",
+        r"run_dir='it\'s/${here}'",
+        "algorithm.value_clip=null",
+        "device='cpu'",
+    ]
+
+
+def test_config_has_the_values() -> None:
+    config = ep.config("halfcheetah", seed=3, env__kwargs={"gravity": 1e-5}, name="a, 'b'")
+    assert (config.seed, config.env.kwargs, config.name) == (3, {"gravity": 1e-5}, "a, 'b'")
+    assert config.env.id == "HalfCheetah-v4"
+    assert ep.config("halfcheetah", placement="fused").placement == "fused"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm__lrr": 3}, "algorithm.lrr = 3.*no such option; did you mean algorithm.lr"),
+        ({"env": {"num_env": 3}}, "env.num_env = 3.*did you mean env.num_envs"),
+        ({"seed": "three"}, "seed = three.*must be a whole number"),
+        ({"experiment": "cart_pole"}, "experiment = cart_pole: no such experiment"),
+    ],
+)
+def test_refused_options_raise_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ep.ConfigError, match=message) as info:
+        ep.train(**options)
+    assert "\n" not in str(info.value)
+
+
+def test_a_config_is_trained_as_its_options_are(run: ep.Run, tmp_path: Path) -> None:
+    config = ep.config(**{**OPTIONS, "run_dir": str(tmp_path / "run")})
+    with pytest.raises(ep.ConfigError, match="seed: is not read beside a Config"):
+        ep.train(config, seed=1)
+    again = ep.train(config, progress=False)
+    assert again.final_return == run.final_return
+
+
+def test_result_equals_that_of_the_command_line(
+    run: ep.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"run_dir={tmp_path / 'run'}", *override_lines("train", OPTIONS)]
+    summary = run_command(capsys, "train", *lines)
+    assert summary["final_return"] == run.final_return
+    expected = checkpoint.open_checkpoint(summary["run_dir"]).policy()
+    weights = checkpoint.open_checkpoint(run.checkpoint).policy()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == len(run.metrics) == 3
+    for row, other in zip(run.metrics, rows, strict=True):
+        losses = [tag for tag in row if tag.startswith(("policy/", "value/", "rollout/", "eval/"))]
+        assert losses and all(row[tag] == other[tag] for tag in losses)
+    arguments = ("episodes=3", "seed=5", "video=false")
+    measured = run_command(capsys, "evaluate", f"checkpoint={tmp_path / 'run'}", *arguments)
+    result = run.evaluate(episodes=3, seed=5, video=False, progress=False)
+    assert result["eval/return"] == measured["eval/return"]
+    assert Path(result["report"]).is_file() and run.report.is_file()
+
+
+def test_actions_in_gymnasium_are_those_of_the_evaluation(run: ep.Run) -> None:
+    env, total = gymnasium.make("Pendulum-v1"), 0.0
+    obs, _ = env.reset(seed=evaluation_seeds(7, 1)[0])
+    done = False
+    while not done:
+        action = run.policy.act(obs)
+        assert action.shape == (1,) and action.dtype == np.float32
+        obs, reward, terminated, truncated, _ = env.step(action)
+        total += float(np.float32(reward))
+        done = terminated or truncated
+    result = ep.evaluate(run, episodes=1, seed=7, video=False, progress=False)
+    assert total == result["eval/return"]
+
+
+def test_batches_tensors_and_samples(run: ep.Run) -> None:
+    obs = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    actions = run.policy.act(obs)
+    assert actions.shape == (20, 1) and abs(actions).max() <= 2
+    assert np.array_equal(run.policy.act(obs[0]), actions[0])
+    assert np.array_equal(run.policy.act(torch.from_numpy(obs)).numpy(), actions)
+    assert np.array_equal(run.policy.act(obs.astype(np.float64)), actions)
+    samples = ep.load(run, seed=1).act(obs, deterministic=False)
+    assert not np.array_equal(samples, actions)
+    assert np.array_equal(ep.load(run, seed=1).act(obs, deterministic=False), samples)
+    assert not np.array_equal(ep.load(run, seed=2).act(obs, deterministic=False), samples)
+
+
+def test_wrong_observations_are_refused(run: ep.Run) -> None:
+    with pytest.raises(ep.EnvError, match=r"obs is float64 \[4\]; the policy reads float32 \[3\]"):
+        run.policy.act(np.zeros(4))
+    with pytest.raises(ep.EnvError, match="obs is state; the policy reads one array"):
+        run.policy.act({"state": np.zeros(3)})
+
+
+def test_a_language_model_is_refused(run: ep.Run) -> None:
+    source = checkpoint.open_checkpoint(run.checkpoint)
+    config = ep.config(mode="reasoning")
+    trained = TrainedRun(config, source, run.run_dir, print)
+    with pytest.raises(ep.ConfigError, match="is a language model; write embodied-ppo export"):
+        mode(config).load_policy(trained, torch.device("cpu"), seed=0, allow_changed_task=False)
+    with pytest.raises(ep.CheckpointError, match="does not exist"):
+        ep.load(run.run_dir / "missing")

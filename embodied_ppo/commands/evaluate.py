@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import FLAGS, prepare
+from embodied_ppo.config.compose import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +18,8 @@ def run(args: argparse.Namespace) -> None:
     arguments.reject_paths(args)
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
-    from embodied_ppo import run
+    from embodied_ppo import api
 
-    explicit = loaded.deliberate({FLAGS})
     with output.stdout_to_stderr():
-        summary = run.evaluate(loaded.config, explicit=explicit, quiet=args.quiet)
+        summary = api.evaluate_loaded(loaded, quiet=args.quiet)
     output.print_result(summary, args)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import FLAGS, multirun, prepare
+from embodied_ppo.config.compose import multirun, prepare
 
 if TYPE_CHECKING:
     from embodied_ppo.config.loader import Loaded
@@ -45,20 +45,15 @@ def _sweep(args: argparse.Namespace) -> None:
 def _train(loaded: Loaded, args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
     """Train one run, print and return its summary together with the entries of ``job``."""
     output.print_aliases(loaded, args)
-    from embodied_ppo.config import readers
-    from embodied_ppo.rewards import graders
+    from embodied_ppo import api
 
-    config = loaded.config
-    if readers.mode_of("reward.grader") == config.mode and config.reward.path is None:
-        graders.check_exists(config.reward.grader)  # before torch is loaded
-    from embodied_ppo import run
-    from embodied_ppo.training.logging import process_age_s
+    since_s = 0.0
+    if job.get("job"):  # not the first job of a sweep, which includes the start of the process
+        from embodied_ppo.training.logging import process_age_s
 
-    # The first job of a sweep includes the start of the process, like a run without a sweep.
-    since_s = process_age_s() if job.get("job") else 0.0
-    explicit = loaded.deliberate({FLAGS})
+        since_s = process_age_s()
     with output.stdout_to_stderr():
-        summary = run.train(config, explicit=explicit, quiet=args.quiet, since_s=since_s)
+        summary = api.train_loaded(loaded, quiet=args.quiet, since_s=since_s)
     output.print_result({**job, **summary}, args)
     return {**job, **summary}
 

@@ -98,6 +98,60 @@ def prepare(
     return loaded
 
 
+def override_lines(command: str, options: Mapping[str, Any]) -> list[str]:
+    """Return Python values as overrides ``option=value`` of a command.
+
+    Args:
+        command: The command that reads the options.
+        options: Name -> value. Names have dots or, as keywords do, two underscores
+            (``env__num_envs``). A section may be a mapping: {"env": {"num_envs": 8}}. Groups are
+            options, too: experiment, placement, mode.
+    """
+    from embodied_ppo.config import loader as strict
+    from embodied_ppo.config.schema import OWN_OPTIONS, Config
+
+    cls = OWN_OPTIONS.get(command, Config)
+    known = {*strict.describe(cls), *strict.alias_paths(cls)}
+    lines: list[str] = []
+    for name, value in options.items():
+        path = str(name).replace("__", ".")
+        if isinstance(value, Mapping) and path not in known:
+            inner = {f"{path}.{key}": entry for key, entry in value.items()}
+            lines += override_lines(command, inner)
+        else:
+            lines.append(f"{path}={_hydra_value(value)}")
+    return lines
+
+
+def _hydra_value(value: Any) -> str:
+    """Return a value in the grammar of overrides; texts are quoted."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    value = _builtin(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_hydra_value, value))}]"
+    if isinstance(value, dict):  # ``loader`` reads such a text; the grammar allows fewer keys
+        import yaml
+
+        value = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).strip()
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+def _builtin(value: Any) -> Any:
+    """Return a value as Python's own types: paths and unknown objects become texts."""
+    if isinstance(value, Mapping):
+        return {str(key): _builtin(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_builtin(entry) for entry in value]
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return _builtin(value.tolist())
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
 def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Return what demos reads of the layers: section env of files, everything of the flags."""
     from embodied_ppo.config import loader as strict

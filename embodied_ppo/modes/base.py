@@ -440,6 +440,25 @@ class Mode(ABC):
             CheckpointError, ConfigError, EnvError: Before anything is written.
         """
 
+    def load_policy(
+        self, run: TrainedRun, device: torch.device, *, seed: int, allow_changed_task: bool
+    ) -> Any:
+        """Load a checkpoint as a policy that acts outside of training (``TrainedPolicy``).
+
+        Args:
+            run: The checkpoint and its run.
+            device: Device of the policy.
+            seed: Seed of sampled actions.
+            allow_changed_task: Whether the task's files may differ from those of the training.
+
+        Raises:
+            CheckpointError, ConfigError, EnvError: There is no such policy, or it does not fit.
+        """
+        raise ConfigError(
+            f"checkpoint={run.source.path.name}: is a language model; write embodied-ppo export"
+            f" checkpoint={run.run_dir} out=DIR, and load DIR with transformers"
+        )
+
     def export(self, run: TrainedRun, out: Path) -> dict[str, Any]:
         """Write the model of a checkpoint in the published layout, read it back and compare.
 

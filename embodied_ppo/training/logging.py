@@ -234,7 +234,7 @@ class Log:
 
     def _show(self, update: int) -> None:
         """Show the progress after an update."""
-        if self._bar is None and sys.stderr.isatty():
+        if self._bar is None and shows_bars():
             self._bar = _progress_bar(self.total_updates, self.first_update)
             self._bar.start()
         robot = self.unit == "env_steps"
@@ -365,9 +365,30 @@ def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | 
     return open(path, "a", buffering=1), purge_step
 
 
+def _is_notebook() -> bool:
+    """Return whether stderr is the output of a notebook's cell."""
+    return type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
+
+
+def shows_bars() -> bool:
+    """Return whether stderr shows progress bars: a terminal, or the cell of a notebook."""
+    return sys.stderr.isatty() or _is_notebook()
+
+
+def bar_console() -> Any:
+    """Return a console of rich on stderr for progress bars.
+
+    In a notebook a bar is a line that is overwritten; rich's own needs ipywidgets.
+    """
+    from rich.console import Console
+
+    if _is_notebook():
+        return Console(stderr=True, force_terminal=True, force_jupyter=False, width=100)
+    return Console(stderr=True)
+
+
 def _progress_bar(total: int, done: int) -> Any:
     """Return a progress bar of training, which is not started."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -384,7 +405,7 @@ def _progress_bar(total: int, done: int) -> Any:
         TextColumn("evaluation {task.fields[evaluated]}"),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=bar_console(),
         transient=False,
     )
     bar.add_task("training", total=total, completed=done, ret="-", evaluated="-", rate="-")

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from embodied_ppo.core import compile, watchdog
-from embodied_ppo.training.logging import LINE_EVERY_S, Timer
+from embodied_ppo.training.logging import LINE_EVERY_S, Timer, bar_console, shows_bars
 
 
 def _signals() -> list[signal.Signals]:
@@ -123,7 +123,7 @@ class Progress:
         now = time.perf_counter()
         if task != self._task:
             self._task, self._first, self._start, self._last_line = task, completed, now, now
-            if sys.stderr.isatty():
+            if shows_bars():
                 self._bar = self._bar or _bar()
                 self._bar.add_task(task, total=total)
         if self._bar is not None:
@@ -148,7 +148,6 @@ class Progress:
 
 def _bar() -> Any:
     """Start a progress bar of rich."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -163,6 +162,6 @@ def _bar() -> Any:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Progress(*columns, console=bar_console())
     bar.start()
     return bar

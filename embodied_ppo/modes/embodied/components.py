@@ -28,7 +28,14 @@ from embodied_ppo.config.schema import (
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import sampling_key
-from embodied_ppo.core.types import ConfigError, Discrete, Policy, VectorEnv, names_observation
+from embodied_ppo.core.types import (
+    ConfigError,
+    Discrete,
+    Obs,
+    Policy,
+    VectorEnv,
+    names_observation,
+)
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import video
@@ -97,6 +104,11 @@ def make_env(
 def task_files() -> Any:
     """Return the module ``embodied_envs.task_files``."""
     return importlib.import_module("embodied_envs").task_files
+
+
+def observation_reader(env: VectorEnv) -> Callable[[Any], tuple[Obs, bool]]:
+    """Return ``embodied_envs.ObservationReader`` of an environment."""
+    return importlib.import_module("embodied_envs").ObservationReader(env)
 
 
 def stored_task(source: checkpoint.Checkpoint, run_dir: Path) -> TaskFiles | None:

@@ -16,7 +16,7 @@ from embodied_ppo.config import loader, placement
 from embodied_ppo.config.batch_sizes import batches
 from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.core.random import env_seeds
-from embodied_ppo.core.types import ConfigError, ProgressCallback
+from embodied_ppo.core.types import ConfigError, ProgressCallback, VectorEnv
 from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.models.vla import pretrained
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
@@ -32,6 +32,7 @@ from embodied_ppo.modes.base import (
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.embodied.memory import EmbodiedMemoryEstimator
 from embodied_ppo.modes.embodied.profile import profile
+from embodied_ppo.modes.embodied.trained_policy import TrainedPolicy
 from embodied_ppo.modes.embodied.workers import build_worker
 from embodied_ppo.placement import cost_model
 from embodied_ppo.placement.channels import Exchange
@@ -127,12 +128,7 @@ class EmbodiedMode(Mode):
         factory = functools.partial(
             components.make_env, config=env_config, device=device, task=task
         )
-        probe = factory(env_seeds(0, 0, 1))
-        try:
-            policy = components.make_policy(config, probe)
-        finally:
-            probe.close()
-        run.load_weights(policy)
+        policy, _ = _restore(run, config, factory)
         if not options.deterministic:
             components.sampling_temperature(policy, options.temperature)
 
@@ -160,6 +156,27 @@ class EmbodiedMode(Mode):
             return {**numbers(result.metrics()), "ci95": result.intervals(), **files}
 
         return evaluate
+
+    def load_policy(
+        self, run: TrainedRun, device: torch.device, *, seed: int, allow_changed_task: bool
+    ) -> TrainedPolicy:
+        config = replace(run.config, env=components.evaluation_env(run.config))
+        task = components.evaluated_task(run, config.env, allow=allow_changed_task)
+        factory = functools.partial(
+            components.make_env, config=config.env, device=device, task=task
+        )
+        policy, env = _restore(run, config, factory)
+        return TrainedPolicy(
+            policy.eval(),
+            config=run.config,
+            checkpoint=run.source.path,
+            update=run.source.update,
+            action_spec=env.action_spec,
+            obs_spec=env.obs_spec,
+            read=components.observation_reader(env),
+            to_simulator=getattr(env, "to_simulator"),  # noqa: B009
+            seed=seed,
+        )
 
     def check_export(self, run: TrainedRun) -> None:
         model, path = run.config.model, run.source.path
@@ -202,3 +219,16 @@ class EmbodiedMode(Mode):
         self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
     ) -> cost_model.Machine:
         return profile(request, update, plans)
+
+
+def _restore(
+    run: TrainedRun, config: Config, factory: Callable[[list[int]], VectorEnv]
+) -> tuple[components.AnyPolicy, VectorEnv]:
+    """Return the policy with the weights of a checkpoint, and a closed environment of its task."""
+    env = factory(env_seeds(0, 0, 1))
+    try:
+        policy = components.make_policy(config, env)
+    finally:
+        env.close()
+    run.load_weights(policy)
+    return policy, env

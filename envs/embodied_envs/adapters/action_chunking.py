@@ -45,6 +45,12 @@ class ChunkedActions:
         limit = env.max_episode_steps
         self.max_episode_steps = None if limit is None else -(-limit // chunk)
 
+    def to_simulator(self, action: Tensor) -> Tensor:
+        """Map the policy's actions [N, C·A] to the simulator's, [N, C, ..]."""
+        inner: Any = self.env
+        primitive = inner.to_simulator(action.reshape(len(action) * self.chunk, -1))
+        return primitive.unflatten(0, (len(action), self.chunk))
+
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
         return self.env.reset()

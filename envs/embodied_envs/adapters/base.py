@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,12 @@ class Adapter:
     obs_spec: ObsSpec
     action_spec: ActionSpec
     max_episode_steps: int | None
+    observation_space: Any
+    """Gymnasium's space of one observation, or a dictionary of spaces."""
+    leaves: dict[str, spaces.Leaf]
+    """Conversion of each array that the policy reads, see ``spaces.observations``."""
+    to_simulator: Callable[[Tensor], Tensor]
+    """Maps the policy's actions to the simulator's, see ``spaces.actions``."""
     _env: Any  # the simulator
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
@@ -85,14 +91,15 @@ class Adapter:
         self, observation_space: Any, action_space: Any, options: AdapterOptions
     ) -> dict[str, spaces.Leaf]:
         """Set the specs from Gymnasium's spaces; return a conversion for each observation."""
-        self.obs_spec, leaves = spaces.observations(
+        self.observation_space = observation_space
+        self.obs_spec, self.leaves = spaces.observations(
             observation_space, id=self.id, device=self.device, keys=options.obs_keys
         )
-        self.action_spec, self._to_simulator = spaces.actions(
+        self.action_spec, self.to_simulator = spaces.actions(
             action_space, id=self.id, mapping=options.action_mapping, device=self.device
         )
         self._action_shape = spaces.action_shape(self.action_spec, self.num_envs)
-        return leaves
+        return self.leaves
 
     def _check_kwargs(self, kwargs: Mapping[str, Any], reserved: Iterable[str]) -> None:
         """Raise EnvError if ``env.kwargs`` has an argument that the adapter sets itself."""

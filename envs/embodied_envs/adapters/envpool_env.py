@@ -153,7 +153,7 @@ class EnvPoolEnv(Adapter):
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
-        actions = self._to_simulator(action).detach().cpu().numpy().astype(self._action_dtype)
+        actions = self.to_simulator(action).detach().cpu().numpy().astype(self._action_dtype)
         self._pool._send([actions if is_action else self._env_ids for is_action in self._is_action])
         state = self._pool._recv()
         acted = state[self._elapsed] != 0  # [N], False in the dummy rows

@@ -109,7 +109,7 @@ class GymnasiumEnv(Adapter):
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
         assert self._done is not None
-        actions = self._to_simulator(action).detach().cpu().numpy()
+        actions = self.to_simulator(action).detach().cpu().numpy()
         obs, reward, terminated, truncated, info = self._env.step(actions)
         obs = self._copy_if_borrowed(obs)
         # With next-step resets, the row after an end is the dummy row that resets.

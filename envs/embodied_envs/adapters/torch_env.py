@@ -175,7 +175,7 @@ class TorchVectorEnv(Adapter):
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
-        action = _copy_if_shared(self._to_simulator(action), action, self._env_device)
+        action = _copy_if_shared(self.to_simulator(action), action, self._env_device)
         with self._own_generators():
             obs, reward, terminated, truncated, info = self._env.step(action)
         terminated, truncated = (self._copy(x, torch.bool) for x in (terminated, truncated))

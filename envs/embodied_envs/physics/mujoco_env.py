@@ -77,7 +77,7 @@ class MujocoEnv:
         low, high = task.action_bounds(physics.model)
         box = Box(tuple(low), tuple(high))
         self.action_spec: ActionSpec = box
-        self._map = actions.mapper(action_mapping, box, physics.device)
+        self.to_simulator = actions.mapper(action_mapping, box, physics.device)
         self.action_shape = spaces.action_shape(box, self.num_envs)
         self.cameras_enabled = True
         """Whether cameras render; if not, the images of running episodes are stale."""
@@ -99,7 +99,9 @@ class MujocoEnv:
         self._before = validator.before(self.s)
         self._begin(self._all_worlds)
         validator.step(
-            self._before, self.s, self._map(torch.zeros(self.action_shape, device=physics.device))
+            self._before,
+            self.s,
+            self.to_simulator(torch.zeros(self.action_shape, device=physics.device)),
         )
         if self._reads_privileged:
             validator.privileged(self.s)
@@ -204,7 +206,7 @@ class MujocoEnv:
         No value is read on the host where ``physics.host_readable`` is False.
         """
         task, s, physics = self.task, self.s, self.physics
-        action = self._map(action).to(physics.dtype)
+        action = self.to_simulator(action).to(physics.dtype)
         physics.step(task.control(s, action), task.decimation)
         self._elapsed += 1
         reward = task.reward(self._before, s, action)

@@ -1,0 +1,233 @@
+"""Python API, on which the commands ``train``, ``evaluate`` and ``config`` are built.
+
+Nothing here loads torch before the options are checked.
+
+Options are keywords. A section is a mapping, ``env={"num_envs": 8}``, or a keyword with two
+underscores in place of the dot, ``env__num_envs=8``. Experiments, groups and aliases have the names
+of the command line: ``train("halfcheetah", seed=3, placement="fused")`` is ``embodied-ppo train
+experiment=halfcheetah seed=3 placement=fused``, and its result is the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_ppo.config.compose import FLAGS, override_lines, prepare
+from embodied_ppo.core.errors import ConfigError
+
+if TYPE_CHECKING:  # both load torch
+    from embodied_ppo.config.loader import Loaded
+    from embodied_ppo.config.schema import Config
+    from embodied_ppo.modes.embodied.trained_policy import TrainedPolicy
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run of ``train``.
+
+    Attributes:
+        summary: Content of ``summary.json``: ``final_return``, ``env_steps``, ``wall_s``, ..
+    """
+
+    summary: Mapping[str, Any]
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of the run; every function and command takes it as the checkpoint."""
+        return Path(self.summary["run_dir"])
+
+    @property
+    def checkpoint(self) -> Path:
+        """Directory of the last checkpoint."""
+        return Path(self.summary["checkpoint"])
+
+    @property
+    def final_return(self) -> float:
+        """Mean return of the last evaluation."""
+        return float(self.summary["final_return"])
+
+    @property
+    def report(self) -> Path:
+        """Report of the last evaluation, an HTML page."""
+        return Path(self.summary["report"])
+
+    @functools.cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Metrics of each update (docs/metrics.md), with "update" and the steps so far."""
+        text = (self.run_dir / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    @functools.cached_property
+    def policy(self) -> TrainedPolicy:
+        """The trained policy, see ``load``."""
+        return load(self.run_dir)
+
+    def evaluate(self, *, progress: bool = True, **options: Any) -> dict[str, Any]:
+        """Measure the trained policy, see ``evaluate``."""
+        return evaluate(self.run_dir, progress=progress, **options)
+
+
+def config(
+    experiment: str | None = None, *, config_dir: str | Path | None = None, **options: Any
+) -> Config:
+    """Return all options of a run, checked; nothing is started.
+
+    Args:
+        experiment: A shipped experiment (``embodied-ppo experiments``), or one in ``config_dir``;
+            None: that of the command line.
+        config_dir: Folder of your own configs, as ``--config-dir``.
+        options: Options, see the module.
+
+    Raises:
+        ConfigError, PlacementError: An option is unknown or out of bounds, or options conflict.
+        CheckpointError: The run to resume cannot be read.
+    """
+    return _resolve("train", experiment, config_dir, options).config
+
+
+def train(
+    experiment: str | Config | None = None,
+    *,
+    config_dir: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Run:
+    """Train a robot policy, or with ``mode="reasoning"`` a language model.
+
+    Args:
+        experiment: See ``config``; or its result.
+        config_dir: See ``config``.
+        progress: Show a progress bar and messages on stderr, also in a notebook.
+        options: Options, see the module.
+
+    Returns:
+        The finished run: directory, metrics, report, policy.
+
+    Raises:
+        ConfigError, PlacementError, EnvError, CheckpointError: The input is refused; nothing was
+            written.
+        TrainingError: The run failed.
+        KeyboardInterrupt: After an interrupt; the run is saved, and ``train(resume=run_dir)``
+            continues it.
+    """
+    if not isinstance(experiment, str | None):
+        if options or config_dir is not None:
+            raise ConfigError(
+                f"{', '.join(options) or 'config_dir'}: is not read beside a Config; give it to"
+                " config(..), or use dataclasses.replace"
+            )
+        from embodied_ppo import run
+
+        return Run(_interruptible(lambda: run.train(experiment, quiet=not progress)))
+    loaded = _resolve("train", experiment, config_dir, options)
+    return Run(_interruptible(lambda: train_loaded(loaded, quiet=not progress)))
+
+
+def evaluate(
+    checkpoint: str | Path | Run, *, progress: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Measure a checkpoint on episodes that training never uses, and write a report.
+
+    Args:
+        checkpoint: Directory of a run (its newest checkpoint) or of a checkpoint, or a ``Run``.
+        progress: Show progress on stderr.
+        options: Options of ``embodied-ppo evaluate``: episodes, seed, video, ..
+
+    Returns:
+        "eval/return" and the other metrics, their 95 % confidence intervals as "ci95", and the
+        paths of "report" and "video".
+
+    Raises:
+        ConfigError, EnvError, CheckpointError: The input is refused; nothing was written.
+    """
+    options = {"checkpoint": _path(checkpoint), **options}
+    loaded = _resolve("evaluate", None, None, options)
+    return evaluate_loaded(loaded, quiet=not progress)
+
+
+def load(
+    checkpoint: str | Path | Run,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    allow_changed_task: bool = False,
+) -> TrainedPolicy:
+    """Load a trained robot policy.
+
+    Args:
+        checkpoint: Directory of a run (its newest checkpoint) or of a checkpoint, or a ``Run``.
+        device: Device of the policy: cpu, cuda, cuda:N, auto.
+        seed: Seed of sampled actions.
+        allow_changed_task: Execute files of the user's task that have changed since training, not
+            the run's copies of them.
+
+    Returns:
+        A policy whose method ``act`` maps an observation to an action.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: It is a language model, or its options cannot be used here.
+        EnvError: The task, which defines the sizes, cannot be created here.
+    """
+    from embodied_ppo import run
+
+    return run.load_policy(
+        _path(checkpoint), device=device, seed=seed, allow_changed_task=allow_changed_task
+    )
+
+
+# --------------------------------------------------------------------- shared with the command line
+def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[str, Any]:
+    """Train with resolved options; return the summary. See ``run.train``."""
+    from embodied_ppo.config import readers
+    from embodied_ppo.rewards import graders
+
+    config = loaded.config
+    if readers.mode_of("reward.grader") == config.mode and config.reward.path is None:
+        graders.check_exists(config.reward.grader)  # before torch is loaded
+    from embodied_ppo import run
+
+    return run.train(config, explicit=_explicit(loaded), quiet=quiet, since_s=since_s)
+
+
+def evaluate_loaded(loaded: Loaded, *, quiet: bool) -> dict[str, Any]:
+    """Evaluate with resolved options; return the summary. See ``run.evaluate``."""
+    from embodied_ppo import run
+
+    return run.evaluate(loaded.config, explicit=_explicit(loaded), quiet=quiet)
+
+
+def _explicit(loaded: Loaded) -> Collection[str]:
+    return loaded.deliberate({FLAGS})
+
+
+def _resolve(
+    command: str,
+    experiment: str | None,
+    config_dir: str | Path | None,
+    options: Mapping[str, Any],
+) -> Loaded:
+    """Return the options of a command, as its command line resolves them."""
+    folder = None if config_dir is None else os.fspath(config_dir)
+    args = argparse.Namespace(command=command, config_name=None, config_dir=folder)
+    groups = {} if experiment is None else {"experiment": experiment}
+    return prepare(args, override_lines(command, {**groups, **options}))
+
+
+def _path(checkpoint: str | Path | Run) -> str:
+    return str(checkpoint.run_dir if isinstance(checkpoint, Run) else checkpoint)
+
+
+def _interruptible(train: Any) -> dict[str, Any]:
+    """Call ``train``; raise KeyboardInterrupt where the command line would exit."""
+    try:
+        return train()
+    except SystemExit as error:
+        raise KeyboardInterrupt("the run is saved; continue with resume=..") from error
