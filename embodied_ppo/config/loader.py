@@ -332,13 +332,13 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
     """As ``_coerce``, without bounds; the message of a refusal states the type ``shown``."""
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
-        if value is None:
+        if value is None and types.NoneType in arguments:
             return None
-        try:
-            return _coerce(_not_none(hint), value, path, label)
-        except ConfigError:
-            raise _wrong(hint, value, path, label) from None
-    if kind is Literal:
+        for alternative in arguments:
+            if alternative is not types.NoneType:
+                with suppress(ConfigError):
+                    return _coerce(alternative, value, path, label)
+    elif kind is Literal:
         if any(value == a and type(value) is type(a) for a in arguments):
             return value
     elif kind is tuple:
@@ -417,7 +417,8 @@ def _cure(hint: Any, value: Any, path: str) -> str:
 def _not_none(hint: Any) -> Any:
     """Return the type of ``X | None``, which is X; another type is returned unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (a for a in get_args(hint) if a is not type(None))
+        alternatives = [a for a in get_args(hint) if a is not types.NoneType]
+        return alternatives[0] if len(alternatives) == 1 else hint
     return hint
 
 
@@ -430,7 +431,7 @@ def _allowed(hint: Any) -> str:
     """Return the allowed values as text: ``a number >= 0 and <= 1, or null``."""
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
-        return f"{_allowed(_not_none(hint))}, or null"
+        return ", or ".join("null" if a is types.NoneType else _allowed(a) for a in arguments)
     if kind is Annotated:
         return f"{_allowed(arguments[0])} {' and '.join(str(a) for a in arguments[1:])}"
     if kind is Literal:

@@ -167,6 +167,39 @@ def _as_tuple(conditions: Conditions) -> tuple[ReadIf, ...]:
 
 
 # ------------------------------------------------------------------------------------------- robots
+Delay = Annotated[int, Limit(ge=0, le=1000)]
+
+
+@dataclass(frozen=True)
+class RealismConfig:
+    """Properties of a real robot that simulators lack; the defaults are those of the simulator."""
+
+    obs_keys: tuple[Text, ...] | None = None
+    """Names of the observations that obs_delay, obs_noise, obs_bias and obs_dropout change; null:
+    those of model.actor_obs, or all except privileged ones. Others, which only the critic reads,
+    stay as they are. An observation that is one array is named state."""
+    action_delay: Delay | tuple[Delay, ...] = 0
+    """Delay of actions in control steps, k or [low, high] drawn per episode. Until the first action
+    arrives, the simulator executes 0 (with env.action_mapping=clip or none the nearest value within
+    the bounds)."""
+    obs_delay: Delay | tuple[Delay, ...] | dict[str, Any] = 0
+    """Delay of observations in control steps, k or [low, high] drawn per episode; or a section of
+    such values by name. The first observation of an episode is repeated until the second one
+    arrives."""
+    obs_noise: NonNegative | dict[str, Any] = 0.0
+    """Standard deviation of the normal noise of each element and step, in the unit of the
+    observation; or a section by name. Images and integers have none."""
+    obs_bias: NonNegative | dict[str, Any] = 0.0
+    """Half-width b of the constant error of each element, drawn from [-b, b] per episode, in the
+    unit of the observation; or a section by name."""
+    obs_dropout: Fraction | dict[str, Any] = 0.0
+    """Probability that an observation is lost, so that the policy reads the previous one again; or
+    a section by name. The first observation of an episode is never lost."""
+    action_rate_limit: Positive | None = None
+    """Largest change of each element of the action in one control step, in the unit of the policy's
+    actions ([-1, 1] with env.action_mapping=rescale); null: no limit."""
+
+
 @dataclass(frozen=True)
 class EnvConfig:
     id: Text = "HalfCheetah-v4"
@@ -210,6 +243,7 @@ class EnvConfig:
     """Bounds [low, high] of domain randomisation that replace those of the task: mass, friction,
     damping, gains, gravity, light (factors), camera_position (m), camera_angle (rad), colour (0 to
     1)."""
+    realism: RealismConfig = section(RealismConfig)
     restart_each_rollout: bool = False
     """Begin every rollout with new episodes and use only the first episode of each environment, as
     group advantages need it."""

@@ -16,6 +16,7 @@ from embodied_envs.adapters import (
     gymnasium_env,
     libero_env,
     mjlab_env,
+    realistic_env,
     spaces,
     torch_env,
 )
@@ -53,6 +54,7 @@ def make(
     image_size: tuple[int, int] = (64, 64),
     randomize: bool = False,
     ranges: Mapping[str, Sequence[float]] | None = None,
+    realism: Mapping[str, Any] | None = None,
     render: bool = False,
     render_size: tuple[int, int] = (240, 320),
     kwargs: Mapping[str, Any] | None = None,
@@ -83,6 +85,8 @@ def make(
         image_size: (H, W) of the cameras' images.
         randomize: Randomise the domain (``domain_randomization.RANGES``) within the task's ranges.
         ranges: Ranges that override those of the task.
+        realism: Delays, errors of sensors and limits of actions, by name
+            (``config.schema.RealismConfig``); missing ones are off.
         render: Whether ``render()`` is available.
         render_size: (height, width) of its images in pixels.
         kwargs: Arguments of the task or of the simulator.
@@ -125,11 +129,27 @@ def make(
         device=device,
     )
     env = _make_env(id, simulator, options, cameras, image_size, randomize, ranges)
+    if realism:
+        env = _with_realism(env, realism, seeds, action_mapping)
     if action_chunk == 1:
         return env
     # Lazy, because the module imports MuJoCo, which takes half a second.
     action_chunking = importlib.import_module("embodied_envs.adapters.action_chunking")
     return action_chunking.ChunkedActions(env, action_chunk)
+
+
+def _with_realism(
+    env: VectorEnv, options: Mapping[str, Any], seeds: list[int], action_mapping: str
+) -> VectorEnv:
+    """Return the simulator with the options of section env.realism, unchanged if they are off."""
+    try:
+        checked = realistic_env.read(options, env)
+    except EnvError:
+        env.close()
+        raise
+    if checked.is_off:
+        return env
+    return realistic_env.RealisticEnv(env, checked, seeds=seeds, action_mapping=action_mapping)
 
 
 def _make_env(

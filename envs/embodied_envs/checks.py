@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from embodied_envs.adapters.realistic_env import STATE, RealisticEnv
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import (
@@ -54,7 +55,8 @@ class Report:
 def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Report:
     """Step an environment with random actions and verify the contract of ``VectorEnv``.
 
-    A factory allows two more checks: two new environments are compared with each other, and
+    With env.realism the delays are compared with recorded actions and observations. A factory
+    allows two more checks: two new environments are compared with each other, and
     ``close`` is checked.
 
     Args:
@@ -109,6 +111,9 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
     env.restart([seed + 1000 for seed in seeds])
     is_seeded = first.difference(_run(env, actions, min(steps, 50))) is not None
 
+    if isinstance(env, RealisticEnv):
+        env.restart(seeds)
+        _check_delays(env, actions)
     if not _check_reset_where(env, actions, seeds):
         notes.append("reset_where() is None: episodes cannot be staggered")
     env.restart(seeds)
@@ -491,6 +496,88 @@ def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) 
         violation = f"reset_where() of environment 0 changes {name} of another environment"
         _require(env, valid, violation, "leave the other environments unchanged")
     return True
+
+
+class _Recorder:
+    """A simulator that keeps the actions and the result of its last ``step``."""
+
+    def __init__(self, env: VectorEnv) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def reset(self) -> Obs:
+        """Reset and keep the observations."""
+        obs = self.env.reset()
+        self.obs = _copy(obs)
+        return obs
+
+    def step(self, action: Tensor) -> Step:
+        """Step and keep actions and result."""
+        self.action = action.clone()
+        step = self.env.step(action)
+        self.result: Step = _copy(step)
+        return step
+
+
+def _check_delays(env: RealisticEnv, actions: list[Tensor]) -> None:
+    """Compare the delays of env.realism with lists of all actions and observations of an episode.
+
+    Not compared are observations with noise, bias or dropout, and actions with a rate limit.
+    """
+    options = env.realism
+    other = (*options.obs_noise, *options.obs_bias, *options.obs_dropout)
+    names = set(env.obs_delays) - {name for d in other for name in d.names}
+    simulator, recorder = env.env, _Recorder(env.env)
+    env.env = recorder  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        env.reset()
+        first = _dictionary(recorder.obs)
+        sent: list[list[Tensor]] = [[] for _ in range(env.num_envs)]
+        measured = {name: [[x] for x in first[name]] for name in names}
+        for t, action in enumerate(actions):
+            action_delays = env.action_delays.tolist()
+            obs_delays = {name: env.obs_delays[name].tolist() for name in names}
+            step = _copy(env.step(action))
+            raw = recorder.result
+            for i in _indices(raw.mask):
+                sent[i].append(action[i])
+                k = action_delays[i]
+                late = k >= len(sent[i])
+                expected = env.neutral_action[i] if late else sent[i][-1 - k]
+                valid = options.action_rate_limit is not None
+                valid = valid or torch.equal(recorder.action[i], expected)
+                violation = f"the action executed at step {t} is not that of {k} steps before"
+                _require(env, valid, violation, "RealisticEnv must delay actions by action_delays")
+            ended = (raw.terminated | raw.truncated).tolist()
+            for i in range(env.num_envs):
+                same_step = ended[i] and raw.final_obs is not None
+                new = same_step or not bool(raw.mask[i])
+                sent[i] = [] if new else sent[i]
+                for name in names:
+                    history, d = measured[name][i], obs_delays[name][i]
+                    now, seen = _dictionary(raw.obs)[name][i], _dictionary(step.obs)[name][i]
+                    valid = True
+                    if bool(raw.mask[i]):
+                        true, read = now, seen
+                        if same_step:
+                            true = _dictionary(raw.final_obs)[name][i]
+                            read = _dictionary(step.final_obs)[name][i]
+                        history.append(true)
+                        valid = torch.equal(read, history[max(len(history) - 1 - d, 0)])
+                    if new:
+                        measured[name][i] = [now]
+                        valid = valid and torch.equal(seen, now)
+                    violation = f"observation {name} of step {t} is not that of {d} steps before"
+                    _require(env, valid, violation, "RealisticEnv must delay it by obs_delays")
+    finally:
+        env.env = simulator
+
+
+def _dictionary(obs: Any) -> dict[str, Tensor]:
+    """Return an observation by names, as options of env.realism name them."""
+    return obs if isinstance(obs, dict) else {STATE: obs}
 
 
 def _check_state(env: VectorEnv, actions: list[Tensor]) -> bool:

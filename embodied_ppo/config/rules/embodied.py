@@ -139,6 +139,12 @@ def _check_observations(config: Config) -> None:
             " the critic reads the features of the actor's trunk; add it, or write"
             " model.shared_backbone=false"
         )
+    for key in config.env.realism.obs_keys or ():
+        if not any(names_observation(k, key) for k in actor):
+            raise ConfigError(
+                f"env.realism.obs_keys: {written} does not contain {key}; only what the actor reads"
+                " is changed, remove it"
+            )
     for camera in config.env.cameras:
         if not any(names_observation(key, camera) for key in (*actor, *critic)):
             raise ConfigError(

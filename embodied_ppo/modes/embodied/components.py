@@ -9,7 +9,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from embodied_ppo.config.schema import (
     EnvConfig,
     EvaluateConfig,
     EvaluationConfig,
+    RealismConfig,
 )
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
@@ -94,6 +95,7 @@ def make_env(
             image_size=(config.image_size, config.image_size),
             randomize=config.randomize,
             ranges=config.ranges,
+            realism=asdict(config.realism),
             kwargs=config.kwargs,
             device=device,
             render=render,
@@ -130,7 +132,16 @@ def training_env(config: Config) -> EnvConfig:
     actor, critic = config.model.actor_obs, config.model.critic_obs
     if actor is None or critic is None:
         return config.env
-    return replace(config.env, obs_keys=tuple(dict.fromkeys((*actor, *critic))))
+    keys = tuple(dict.fromkeys((*actor, *critic)))
+    return replace(config.env, obs_keys=keys, realism=_realism(config))
+
+
+def _realism(config: Config) -> RealismConfig:
+    """Return ``env.realism``; with ``model.actor_obs`` it changes what the actor reads only."""
+    realism = config.env.realism
+    if realism.obs_keys is not None or config.model.actor_obs is None:
+        return realism
+    return replace(realism, obs_keys=config.model.actor_obs)
 
 
 def evaluation_env(config: Config) -> EnvConfig:
@@ -151,6 +162,7 @@ def evaluation_env(config: Config) -> EnvConfig:
         kwargs=kwargs,
         randomize=randomize,
         ranges=config.env.ranges if randomize else {},
+        realism=_realism(config),
     )
 
 

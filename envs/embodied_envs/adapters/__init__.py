@@ -1,7 +1,7 @@
 """Simulators of other packages behind ``embodied_ppo.core.types.VectorEnv``.
 
 Belongs here: one module for each simulator family, and what they share (the base class, spaces,
-actions, action chunks).
+actions, action chunks, delays and sensor errors).
 
 Does not belong here: our own physics (``physics``) and tasks (``tasks``).
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodied_envs.adapters.realistic_env import RealisticEnv
 from embodied_envs.adapters.spaces import action_shape_error
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_ppo.core import tree
@@ -151,8 +152,11 @@ class ChunkedActions:
         self.env.close()
 
     def _enable_cameras(self, enabled: bool) -> None:
-        if isinstance(self.env, MujocoEnv):
-            self.env.cameras_enabled = enabled
+        env, every_step = self.env, False
+        if isinstance(env, RealisticEnv):
+            env, every_step = env.env, env.reads_every_image
+        if isinstance(env, MujocoEnv):
+            env.cameras_enabled = enabled or every_step
 
 
 def _where(condition: Tensor, yes: Obs, no: Obs) -> Obs:

@@ -1,0 +1,486 @@
+"""Properties of a real robot: delays, errors of its sensors, lost observations, slow actuators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_envs.adapters.spaces import PRIVILEGED
+from embodied_ppo.core.errors import choose, show
+from embodied_ppo.core.random import normal, sampling_key, uniform
+from embodied_ppo.core.types import (
+    ArraySpec,
+    Box,
+    EnvError,
+    Obs,
+    Step,
+    VectorEnv,
+    names_observation,
+)
+
+STATE = "state"
+"""Name of an observation that is one array."""
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """One number, or one range of numbers, of the observations ``names``.
+
+    Attributes:
+        names: Observations; the draws of a step or of an episode are shared by all of them.
+        low: Lower bound of a delay in steps; otherwise equal to ``high``.
+        high: Upper bound of a delay; otherwise the standard deviation, half-width or probability.
+        stream: Stream of random numbers, see ``core.random``.
+    """
+
+    names: tuple[str, ...]
+    low: float
+    high: float
+    stream: int
+
+
+@dataclass(frozen=True)
+class Realism:
+    """Options of section env.realism, checked against the spaces of one simulator.
+
+    Attributes:
+        action_delay: (low, high) in control steps.
+        obs_delay: Delays of observations in control steps.
+        obs_noise: Standard deviations, drawn per step and element.
+        obs_bias: Half-widths of uniform distributions, drawn per episode and element.
+        obs_dropout: Probabilities that an observation repeats the one before.
+        action_rate_limit: Largest change of an action in one control step; None: no limit.
+    """
+
+    action_delay: tuple[int, int] = (0, 0)
+    obs_delay: tuple[Disturbance, ...] = ()
+    obs_noise: tuple[Disturbance, ...] = ()
+    obs_bias: tuple[Disturbance, ...] = ()
+    obs_dropout: tuple[Disturbance, ...] = ()
+    action_rate_limit: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the observations that differ from those of the simulator."""
+        kinds = (self.obs_delay, self.obs_noise, self.obs_bias, self.obs_dropout)
+        return tuple(dict.fromkeys(name for kind in kinds for d in kind for name in d.names))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is changed."""
+        return self == Realism()
+
+
+def read(options: Mapping[str, Any], env: VectorEnv) -> Realism:
+    """Check the options of section env.realism against a simulator.
+
+    Args:
+        options: Values by name, see ``config.schema.RealismConfig``; missing ones are off.
+        env: The simulator without them.
+
+    Raises:
+        EnvError: A name is unknown, a value is out of bounds, or the spaces do not allow it.
+    """
+    return _Reader(env, options).realism()
+
+
+class _Reader:
+    """Reads the options for one simulator; ``realism`` returns the result."""
+
+    def __init__(self, env: VectorEnv, options: Mapping[str, Any]) -> None:
+        self.env, self.options = env, dict(options)
+        spec = env.obs_spec
+        self.specs = spec if isinstance(spec, dict) else {STATE: spec}
+        known = ["obs_keys", *(field.name for field in fields(Realism))]
+        for name in self.options:
+            if name not in known:
+                raise EnvError(
+                    f"env.realism.{name}: no such option; {choose(name, known, 'it has ')}"
+                )
+        keys = self.options.get("obs_keys")
+        if keys is None:
+            self.disturbed = tuple(n for n in self.specs if not PRIVILEGED.search(n))
+        else:
+            self.disturbed = self._select("obs_keys", keys, tuple(self.specs))
+
+    def realism(self) -> Realism:
+        """Return the checked options."""
+        return Realism(
+            action_delay=self._delay("action_delay", self.options.get("action_delay", 0)),
+            obs_delay=self._disturbances("obs_delay"),
+            obs_noise=self._disturbances("obs_noise", floats=True),
+            obs_bias=self._disturbances("obs_bias", floats=True),
+            obs_dropout=self._disturbances("obs_dropout"),
+            action_rate_limit=self._rate_limit(),
+        )
+
+    def _rate_limit(self) -> float | None:
+        limit = self.options.get("action_rate_limit")
+        if limit is None:
+            return None
+        if not isinstance(self.env.action_spec, Box):
+            raise self._refused("action_rate_limit", limit, "its actions are discrete; remove it")
+        return self._number("action_rate_limit", limit, positive=True)
+
+    def _disturbances(self, option: str, *, floats: bool = False) -> tuple[Disturbance, ...]:
+        """Return the disturbances of an option: one for all names, or one per key of a section."""
+        value = self.options.get(option, 0)
+        sections: list[tuple[str, tuple[str, ...], Any]] = []
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                names = self._select(option, [key], self.disturbed)
+                sections.append((key, names, part))
+        else:
+            names = self.disturbed
+            if floats:  # images and integers have no noise
+                names = tuple(n for n in names if self.specs[n].dtype.is_floating_point)
+            sections.append(("", names, value))
+        result: list[Disturbance] = []
+        taken: set[str] = set()
+        for key, names, part in sections:
+            path = f"{option}.{key}" if key else option
+            if option == "obs_delay":
+                low, high = self._delay(path, part)
+            else:
+                low = high = self._number(
+                    path, part, at_most=1 if option == "obs_dropout" else None
+                )
+            if high == 0:
+                continue
+            if floats:
+                self._check_floats(path, part, names)
+            if again := sorted(taken & set(names)):
+                raise self._refused(path, part, f"{again[0]} is named twice; name it once")
+            taken |= set(names)
+            stream = sampling_key("realism", option, key)
+            result.append(Disturbance(names, low, high, stream))
+        return tuple(result)
+
+    def _check_floats(self, path: str, value: Any, names: tuple[str, ...]) -> None:
+        """Refuse noise on images and integers, and on nothing."""
+        for name in names:
+            if not self.specs[name].dtype.is_floating_point:
+                kind = "an image" if len(self.specs[name].shape) == 3 else "an array of integers"
+                raise self._refused(path, value, f"{name} is {kind}; name arrays of floats only")
+        if not names:
+            raise self._refused(path, value, "no observation is an array of floats; remove it")
+
+    def _select(self, option: str, keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of ``names`` that ``keys`` name ("a" names a, a/b and a/c)."""
+        for key in keys:
+            if not any(names_observation(key, name) for name in names):
+                raise EnvError(
+                    f"env.id={self.env.id}: env.realism.{option}: {key!r} is not among the"
+                    f" observations that can be disturbed; {choose(key, list(names), 'they are ')}"
+                )
+        return tuple(n for n in names if any(names_observation(key, n) for key in keys))
+
+    def _delay(self, path: str, value: Any) -> tuple[int, int]:
+        """Return (low, high) of a number of steps or a range [low, high]."""
+        bounds = [value, value] if not isinstance(value, list | tuple) else list(value)
+        valid = len(bounds) == 2 and all(
+            isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in bounds
+        )
+        if not valid or bounds[0] > bounds[1]:
+            raise self._refused(
+                path, value, "it must be a whole number of control steps >= 0, or [low, high]"
+            )
+        limit = self.env.max_episode_steps
+        if limit is not None and bounds[1] >= limit:
+            raise self._refused(path, value, f"it must be below the time limit of {limit} steps")
+        return bounds[0], bounds[1]
+
+    def _number(
+        self, path: str, value: Any, *, positive: bool = False, at_most: float | None = None
+    ) -> float:
+        """Return a number >= 0 (> 0 if ``positive``)."""
+        number = float(value) if isinstance(value, int | float) else float("nan")
+        valid = number > 0 if positive else number >= 0
+        if isinstance(value, bool) or not valid or number > (at_most or 1e9):
+            upper = "" if at_most is None else f" and <= {at_most:g}"
+            raise self._refused(
+                path, value, f"it must be a number {'>' if positive else '>='} 0{upper}"
+            )
+        return number
+
+    def _refused(self, path: str, value: Any, reason: str) -> EnvError:
+        return EnvError(f"env.id={self.env.id}: env.realism.{path} = {show(value)}: {reason}")
+
+
+class RealisticEnv:
+    """A ``VectorEnv`` with the delays, sensors and actuators of a real robot.
+
+    Step t of an episode of environment i, with raw observation o_t and the policy's action a_t:
+
+    sensor       y_t = o_t + bias + noise_t
+    delay        z_t = y_(t - d), y_0 for t < d
+    dropout      the policy reads z_t, or with a probability what it read at step t - 1 (t > 0)
+    delay        c_t = a_(t - k), the neutral action for t < k
+    rate limit   u_t = c_t clamped to u_(t-1) ± limit, u_(-1) neutral; the simulator executes u_t
+
+    The neutral action is 0, moved into the bounds where env.action_mapping=clip or none; of
+    discrete actions it is action 0. ``final_obs`` is what the policy would have read. d, k and bias
+    are drawn at the start of an episode. Each draw is a function of the environment's seed, the
+    number of its episode and the step, so that it depends neither on the other environments nor on
+    a resume.
+    Rewards, ends and success are those of the simulator.
+    """
+
+    def __init__(
+        self, env: VectorEnv, realism: Realism, *, seeds: Sequence[int], action_mapping: str
+    ) -> None:
+        """Wrap a simulator that was created with ``seeds``, one per environment.
+
+        Args:
+            env: The simulator, before its first ``reset``.
+            realism: Checked options, see ``read``.
+            seeds: Seeds of its environments.
+            action_mapping: See ``actions.mapper``; it defines the unit of actions.
+        """
+        self.env, self.realism = env, realism
+        self.id, self.num_envs, self.device = env.id, env.num_envs, env.device
+        self.obs_spec, self.action_spec = env.obs_spec, env.action_spec
+        self.max_episode_steps = env.max_episode_steps
+        self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
+        self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
+        self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
+        self.step_s: float | None = getattr(env, "step_s", None)
+        self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=self.device)
+        self._rows = torch.arange(self.num_envs, device=self.device)
+        self._all = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self._episode = torch.full_like(self._seeds, -1)
+        self._elapsed = torch.zeros_like(self._seeds)
+        self._specs = env.obs_spec if isinstance(env.obs_spec, dict) else {STATE: env.obs_spec}
+        self._set_actions(action_mapping)
+        self._set_observations()
+        self._draw()
+
+    def _set_actions(self, mapping: str) -> None:
+        """Create the buffer of actions, the neutral action and the bounds of the rate limit."""
+        spec, steps = self.action_spec, self.realism.action_delay[1]
+        if isinstance(spec, Box):
+            low = torch.tensor(spec.low, dtype=torch.float32, device=self.device)
+            high = torch.tensor(spec.high, dtype=torch.float32, device=self.device)
+            infinite = torch.full_like(low, torch.inf)
+            neutral = torch.zeros_like(low)
+            if mapping == "rescale":
+                finite = torch.isfinite(low) & torch.isfinite(high)
+                high = torch.where(finite, torch.ones_like(low), infinite)
+                low = -high
+            else:
+                neutral = neutral.clamp(low, high)
+            if mapping == "none":
+                low, high = -infinite, infinite
+            self._low, self._high = low, high
+        else:
+            neutral = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.neutral_action = neutral.expand(self.num_envs, *neutral.shape)
+        """[N, A] or [N], what the simulator executes until the first action arrives."""
+        self._actions = self.neutral_action.expand(steps, *self.neutral_action.shape).clone()
+        self._command = self.neutral_action.clone()
+
+    def _set_observations(self) -> None:
+        """Create the buffers of observations: [D, N, ..] of earlier ones and the last one."""
+        self._names = self.realism.names
+        self._delay_of = {name: d for d in self.realism.obs_delay for name in d.names}
+
+        def buffer(spec: ArraySpec, *sizes: int) -> Tensor:
+            return torch.zeros(*sizes, *spec.shape, dtype=spec.dtype, device=self.device)
+
+        self._past = {
+            name: buffer(self._specs[name], int(d.high), self.num_envs)
+            for name, d in self._delay_of.items()
+        }
+        self._read = {name: buffer(self._specs[name], self.num_envs) for name in self._names}
+
+    # ------------------------------------------------------------------------------------- protocol
+    def reset(self) -> Obs:
+        """See ``VectorEnv``."""
+        obs = self.env.reset()
+        return self._replaced(obs, self._begin(self._all, obs))
+
+    def step(self, action: Tensor) -> Step:
+        """See ``VectorEnv``."""
+        step = self.env.step(self._delayed_action(action))
+        ended = step.terminated | step.truncated
+        # Rows whose ``obs`` is the first one of an episode.
+        first = ~step.mask if step.final_obs is None else ended | ~step.mask
+        successor = step.obs
+        if step.final_obs is not None:
+            final, obs = self._named(step.final_obs), self._named(step.obs)
+            successor = {n: _select(ended, final[n], obs[n]) for n in self._names}
+        self._elapsed += 1
+        values = self._observe(successor)
+        final_obs = None if step.final_obs is None else self._replaced(step.final_obs, values)
+        # On a GPU the check would synchronise.
+        if first.device.type != "cpu" or bool(first.any()):
+            values = self._begin(first, step.obs)
+        return replace(step, obs=self._replaced(step.obs, values), final_obs=final_obs)
+
+    def reset_where(self, where: Tensor) -> Obs | None:
+        """See ``VectorEnv``."""
+        obs = self.env.reset_where(where)
+        return None if obs is None else self._replaced(obs, self._begin(where, obs))
+
+    def restart(self, seeds: list[int]) -> None:
+        """See ``VectorEnv``."""
+        self.env.restart(seeds)
+        self._seeds.copy_(torch.tensor(seeds))
+        self._episode.fill_(-1)
+
+    def state(self) -> dict[str, Any] | None:
+        """See ``VectorEnv``."""
+        state = self.env.state()
+        if state is None:
+            return None
+        own = {name: x.clone() for name, x in self._buffers().items()}
+        return {"env": state, "realism": own}
+
+    def load_state(self, state: Mapping[str, Any]) -> Obs:
+        """See ``VectorEnv``.
+
+        Raises ValueError where the state was saved with other options of section env.realism.
+        """
+        own, buffers = state.get("realism"), self._buffers()
+        if own is None or {n: x.shape for n, x in own.items()} != {
+            n: x.shape for n, x in buffers.items()
+        }:
+            raise ValueError("the simulator's state was saved with other options of env.realism")
+        obs = self.env.load_state(state["env"])
+        for name, x in buffers.items():
+            x.copy_(own[name])
+        self._draw()
+        return self._replaced(obs, {name: x.clone() for name, x in self._read.items()})
+
+    def render(self) -> Tensor:
+        """See ``VectorEnv``."""
+        return self.env.render()
+
+    def close(self) -> None:
+        """See ``VectorEnv``."""
+        self.env.close()
+
+    @property
+    def unstable(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        return getattr(self.env, "unstable", None)
+
+    @property
+    def reads_every_image(self) -> bool:
+        """Whether an image is delayed or repeated, so that every step must render it."""
+        return any(len(self._specs[name].shape) == 3 for name in self._names)
+
+    # -------------------------------------------------------------------------------------- actions
+    def _delayed_action(self, action: Tensor) -> Tensor:
+        """Return the actions that the simulator executes now, and store ``action``."""
+        command = action
+        if len(self._actions):
+            latest = torch.cat([action.unsqueeze(0), self._actions])  # [D + 1, N, ..]
+            self._actions = latest[:-1]
+            command = latest[self.action_delays, self._rows]
+        limit = self.realism.action_rate_limit
+        if limit is None:
+            return command
+        target = torch.clamp(command, self._low, self._high)
+        self._command = torch.clamp(target, self._command - limit, self._command + limit)
+        return self._command.clone()
+
+    # --------------------------------------------------------------------------------- observations
+    def _named(self, obs: Obs) -> dict[str, Tensor]:
+        return obs if isinstance(obs, dict) else {STATE: obs}
+
+    def _replaced(self, obs: Obs, values: Mapping[str, Tensor]) -> Obs:
+        """Return ``obs`` with the disturbed observations replaced."""
+        if not values:
+            return obs
+        return {**obs, **values} if isinstance(obs, dict) else values[STATE]
+
+    def _draw(self) -> None:
+        """Draw delays and biases of the current episodes, functions of seed and episode."""
+
+        def delays(low: float, high: float, stream: int) -> Tensor:
+            u = uniform(self._seeds, stream, self._episode, 1)[:, 0]
+            return int(low) + (u * int(high - low + 1)).long()
+
+        stream = sampling_key("realism", "action_delay", "")
+        self.action_delays = delays(*self.realism.action_delay, stream)
+        """int64 [N], delay of the actions of the current episodes, control steps."""
+        self.obs_delays: dict[str, Tensor] = {}
+        """Observation -> int64 [N], its delay in the current episodes, control steps."""
+        for d in self.realism.obs_delay:
+            self.obs_delays |= dict.fromkeys(d.names, delays(d.low, d.high, d.stream))
+        self._bias = {
+            name: d.high * (2 * self._uniform(d.stream, name, self._episode) - 1)
+            for d in self.realism.obs_bias
+            for name in d.names
+        }
+
+    def _uniform(self, stream: int, name: str, count: Tensor) -> Tensor:
+        """Return uniform numbers, one for each element of an observation, float32 [N, ..]."""
+        spec = self._specs[name]
+        stream = sampling_key(stream, name)
+        size = torch.Size(spec.shape).numel()
+        return uniform(self._seeds, stream, count, size, torch.float32).view(-1, *spec.shape)
+
+    def _measure(self, obs: Obs) -> dict[str, Tensor]:
+        """Return what the sensors measure in the current step: the state with bias and noise."""
+        named = self._named(obs)
+        values = {name: named[name] for name in self._names}
+        count = (self._episode << 32) + self._elapsed
+        for name, bias in self._bias.items():
+            values[name] = values[name] + bias
+        for d in self.realism.obs_noise:
+            for name in d.names:
+                values[name] = values[name] + d.high * normal(self._uniform(d.stream, name, count))
+        return values
+
+    def _observe(self, obs: Obs) -> dict[str, Tensor]:
+        """Return what the policies read in a step after the first one of their episodes."""
+        values = self._measure(obs)
+        for name, past in self._past.items():
+            latest = torch.cat([values[name].unsqueeze(0), past])  # [D + 1, N, ..]
+            self._past[name] = latest[:-1]
+            values[name] = latest[self.obs_delays[name], self._rows]
+        count = (self._episode << 32) + self._elapsed
+        for d in self.realism.obs_dropout:
+            lost = uniform(self._seeds, d.stream, count, 1)[:, 0] < d.high
+            for name in d.names:
+                values[name] = _select(lost, self._read[name], values[name])
+        self._read = {name: x.clone() for name, x in values.items()}
+        return values
+
+    def _begin(self, where: Tensor, obs: Obs) -> dict[str, Tensor]:
+        """Start an episode where bool [N], with the first observations ``obs`` in these rows.
+
+        Returns what the policies read in all rows.
+        """
+        self._episode += where
+        self._elapsed.masked_fill_(where, 0)
+        self._draw()
+        self._actions = _select(where, self.neutral_action, self._actions, dim=1)
+        self._command = _select(where, self.neutral_action, self._command)
+        values = self._measure(obs)
+        self._past = {n: _select(where, values[n], x, dim=1) for n, x in self._past.items()}
+        self._read = {n: _select(where, values[n], x) for n, x in self._read.items()}
+        return {name: x.clone() for name, x in self._read.items()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the tensors that the next step depends on, by name."""
+        buffers = {
+            "seeds": self._seeds,
+            "episode": self._episode,
+            "elapsed": self._elapsed,
+            "actions": self._actions,
+            "command": self._command,
+        }
+        buffers |= {f"past/{name}": x for name, x in self._past.items()}
+        return buffers | {f"read/{name}": x for name, x in self._read.items()}
+
+
+def _select(where: Tensor, yes: Tensor, no: Tensor, dim: int = 0) -> Tensor:
+    """Return the rows of ``yes`` where bool [N] holds, else those of ``no`` (N is ``dim``)."""
+    return torch.where(where.view(-1, *[1] * (no.ndim - 1 - dim)), yes, no)

@@ -1,0 +1,301 @@
+"""Delays, sensor errors, lost observations and rate limits, compared with the simulator alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toy_envs
+from torch import Tensor
+
+import embodied_envs
+from embodied_envs.adapters import realistic_env
+from embodied_envs.adapters.realistic_env import RealisticEnv
+from embodied_ppo.core.types import ArraySpec, Discrete, EnvError, Obs, Step, VectorEnv
+from embodied_ppo.rollout.simulation import Rollout
+
+
+def realistic(env: VectorEnv, seeds: list[int] | None = None, **options: Any) -> RealisticEnv:
+    """Return ``env`` with options of section env.realism."""
+    checked = realistic_env.read(options, env)
+    seeds = seeds or list(range(env.num_envs))
+    return RealisticEnv(env, checked, seeds=seeds, action_mapping="rescale")
+
+
+def scripted(lengths: list[int], *, same_step: bool = True, **options: Any) -> RealisticEnv:
+    """Return scripted episodes of these lengths, observations (i, episode, step)."""
+    env = toy_envs.ScriptedEnv(lengths, [False] * len(lengths), same_step=same_step)
+    return realistic(env, **options)
+
+
+def balance(seeds: list[int], **options: Any) -> VectorEnv:
+    """Return a task of our own, whose episodes last 12 steps."""
+    return embodied_envs.make(
+        "toy_envs:Balance",
+        num_envs=len(seeds),
+        seeds=seeds,
+        num_threads=1,
+        max_episode_steps=12,
+        **options,
+    )
+
+
+def random_actions(steps: int, n: int) -> Tensor:
+    return 2 * torch.rand(steps, n, 1, generator=torch.Generator().manual_seed(0)) - 1
+
+
+def tensor(obs: Obs | None) -> Tensor:
+    assert isinstance(obs, Tensor)
+    return obs
+
+
+@pytest.mark.parametrize("same_step", [True, False], ids=["same_step", "next_step"])
+def test_observations_are_those_of_k_steps_before_within_the_episode(same_step: bool) -> None:
+    env = scripted([5], same_step=same_step, obs_delay=2)
+    seen = [tensor(env.reset())[0].tolist()]
+    final = []
+    for _ in range(8):
+        step = env.step(torch.zeros(1, 1))
+        if step.final_obs is not None and bool(step.terminated[0]):
+            final.append(tensor(step.final_obs)[0].tolist())
+        seen.append(tensor(step.obs)[0].tolist())
+    # Step t of episode e is read as (0, e, max(t - 2, 0)); the last observation (step 5) as step 3.
+    first_episode = [[0, 0, x] for x in (0, 0, 0, 1, 2)]
+    second_episode = [[0, 1, x] for x in (0, 0, 0, 1)]
+    if same_step:
+        assert seen == [*first_episode, *second_episode] and final == [[0, 0, 3]]
+    else:
+        assert seen == [*first_episode, [0, 0, 3], *second_episode[:3]] and final == []
+
+
+def test_actions_reach_the_simulator_k_steps_later_in_every_episode() -> None:
+    env = scripted([4, 9], action_delay=3)
+    env.reset()
+    actions = random_actions(8, 2)
+    for action in actions:
+        env.step(action)
+    executed = torch.stack(env.env.actions)  # pyright: ignore[reportAttributeAccessIssue]
+    zeros = torch.zeros(3, 1)
+    # Environment 0 starts an episode at step 4, environment 1 continues until step 9.
+    assert torch.equal(executed[:, 0], torch.cat([zeros, actions[:1, 0], zeros, actions[4:5, 0]]))
+    assert torch.equal(executed[:, 1], torch.cat([zeros, actions[:5, 1]]))
+
+
+def test_delays_on_physics_equal_shifted_actions_and_observations_bit_for_bit() -> None:
+    seeds, actions = [3, 4], random_actions(10, 2)
+    env = balance(seeds, realism={"action_delay": 2, "obs_delay": 1})
+    plain = balance(seeds)
+    env.reset()
+    recorded = [tensor(plain.reset())]
+    for t, action in enumerate(actions):
+        executed = actions[t - 2] if t >= 2 else torch.zeros_like(action)
+        recorded.append(tensor(plain.step(executed).obs))
+        assert torch.equal(tensor(env.step(action).obs), recorded[t])
+
+
+def test_range_of_delays_is_drawn_per_environment_and_episode() -> None:
+    env = scripted([3] * 400, obs_delay=[1, 3], action_delay=[0, 1])
+    env.reset()
+    before = env.obs_delays["state"].clone()
+    counts = torch.bincount(before, minlength=4)
+    assert counts[0] == 0 and bool((counts[1:] > 90).all())  # 133 of 400 expected
+    assert 150 < int(env.action_delays.sum()) < 250
+    for _ in range(2):
+        env.step(torch.zeros(400, 1))
+        assert torch.equal(env.obs_delays["state"], before)
+    env.step(torch.zeros(400, 1))
+    assert not torch.equal(env.obs_delays["state"], before)
+
+
+def test_noise_has_the_standard_deviation_and_changes_every_step() -> None:
+    env = scripted([10**6] * 50, obs_noise={"state": 0.1})
+    raw = scripted([10**6] * 50)
+    errors = [tensor(env.reset()) - tensor(raw.reset())]
+    for _ in range(200):
+        action = torch.zeros(50, 1)
+        errors.append(tensor(env.step(action).obs) - tensor(raw.step(action).obs))
+    e = torch.stack(errors)
+    assert abs(float(e.std()) - 0.1) < 0.002 and abs(float(e.mean())) < 0.002
+    lag = (e[1:] * e[:-1]).mean() / e.var()
+    assert abs(float(lag)) < 0.02, "steps are independent"
+    assert abs(float((e[:, 1:] * e[:, :-1]).mean() / e.var())) < 0.02, "environments, too"
+
+
+def test_bias_is_constant_in_an_episode_and_differs_between_episodes() -> None:
+    env, raw = scripted([3] * 100, obs_bias=0.5), scripted([3] * 100)
+    errors = [tensor(env.reset()) - tensor(raw.reset())]
+    for _ in range(5):
+        step, raw_step = env.step(torch.zeros(100, 1)), raw.step(torch.zeros(100, 1))
+        errors.append(tensor(step.obs) - tensor(raw_step.obs))
+    e = torch.stack(errors)  # steps 0 to 2 are of the first episode, 3 to 5 of the second
+    assert torch.allclose(e[:3], e[:1].expand(3, -1, -1), atol=2e-5)
+    assert torch.allclose(e[3:], e[3:4].expand(3, -1, -1), atol=2e-5)
+    assert bool(((e[3] - e[0]).abs() > 1e-3).any(-1).all())
+    assert 0.45 < float(e.abs().max()) <= 0.5 + 1e-5
+    assert abs(float(e[0].std()) - 0.5 / 3**0.5) < 0.03
+
+
+def test_dropout_repeats_the_observation_before() -> None:
+    env = scripted([10**6] * 20, obs_dropout=0.3)
+    seen = [tensor(env.reset())[:, 2]]
+    seen += [tensor(env.step(torch.zeros(20, 1)).obs)[:, 2] for _ in range(200)]
+    x = torch.stack(seen)
+    current = torch.arange(201.0).unsqueeze(1).expand(-1, 20)
+    lost = x != current
+    assert not lost[0].any() and abs(float(lost[1:].float().mean()) - 0.3) < 0.02
+    assert torch.equal(x[1:][lost[1:]], x[:-1][lost[1:]])
+
+
+def test_rate_limit_bounds_each_change_and_reaches_the_action() -> None:
+    env = scripted([6], action_rate_limit=0.25)
+    env.reset()
+    for a in (0.9, 0.9, 0.9, 7.0, -1.0, 0.25, 1.0):
+        env.step(torch.full((1, 1), a))
+    executed = [float(a) for a in env.env.actions]  # pyright: ignore[reportAttributeAccessIssue]
+    # 7 is first clamped to 1, the bound of the action. The last step begins the next episode at 0.
+    assert executed == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
+
+
+ALL = {
+    "action_delay": [0, 2],
+    "obs_delay": [0, 3],
+    "obs_noise": 0.1,
+    "obs_bias": 0.1,
+    "obs_dropout": 0.2,
+    "action_rate_limit": 0.5,
+}
+
+
+def run(env: VectorEnv, actions: Tensor) -> list[Step]:
+    env.reset()
+    return [env.step(action) for action in actions]
+
+
+def test_two_processes_of_half_the_environments_equal_one() -> None:
+    actions = random_actions(15, 4)
+    full = run(balance([1, 2, 3, 4], realism=ALL), actions)
+    halves = [
+        run(balance(seeds, realism=ALL), actions[:, rows])
+        for seeds, rows in (([1, 2], slice(0, 2)), ([3, 4], slice(2, 4)))
+    ]
+    for step, *parts in zip(full, *halves, strict=True):
+        assert torch.equal(tensor(step.obs), torch.cat([tensor(part.obs) for part in parts]))
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["state", "replay"])
+def test_rollout_continues_bit_for_bit_after_resume(saves: bool) -> None:
+    def make() -> Rollout:
+        env = toy_envs.ScriptedEnv([4, 7], [True, False], same_step=saves, saves=saves)
+        return Rollout(realistic(env, **ALL), toy_envs.CountingPolicy(), seed=0)
+
+    def values(rollout: Rollout, update: int) -> Tensor:
+        trajectory, _ = rollout.collect(6, update=update, version=0)
+        return torch.cat([tensor(trajectory.obs), trajectory.next_value.unsqueeze(-1)], -1)
+
+    first, resumed = make(), make()
+    first.restart(0)
+    values(first, 0)
+    resumed.load_state(first.state())
+    assert torch.equal(values(first, 1), values(resumed, 1))
+
+
+def test_state_of_other_options_does_not_fit() -> None:
+    env = balance([1], realism={"obs_delay": 2})
+    env.reset()
+    with pytest.raises(ValueError, match=r"other options of env\.realism"):
+        balance([1], realism={"obs_delay": 3}).load_state(env.state() or {})
+
+
+def test_next_value_is_that_of_the_observation_that_the_policy_would_have_read() -> None:
+    env = toy_envs.ScriptedEnv([4], [True], same_step=True)
+    rollout = Rollout(realistic(env, obs_delay=1), toy_envs.CountingPolicy(), seed=0)
+    trajectory, _ = rollout.collect(4, update=0, version=0)
+    # V = step + 1/2; the delayed observation after step 4 is that of step 3.
+    assert trajectory.next_value[:, 0].tolist() == [0.5, 1.5, 2.5, 3.5]
+
+
+def test_privileged_observations_stay_as_they_are() -> None:
+    def make(**options: Any) -> VectorEnv:
+        return embodied_envs.make(
+            "toy_envs:Grouped",
+            num_envs=2,
+            seeds=[1, 2],
+            num_threads=1,
+            obs_keys=["state", "privileged"],
+            **options,
+        )
+
+    env, plain = make(realism={"obs_noise": 0.1, "obs_delay": 1, "obs_dropout": 0.5}), make()
+    obs, raw = env.reset(), plain.reset()
+    for action in random_actions(3, 2):
+        assert isinstance(obs, dict) and isinstance(raw, dict)
+        assert torch.equal(obs["privileged"], raw["privileged"])
+        assert not torch.equal(obs["state"], raw["state"])
+        obs, raw = env.step(action).obs, plain.step(action).obs
+
+
+def test_off_returns_the_simulator_itself() -> None:
+    options = {"action_delay": 0, "obs_delay": (0, 0), "obs_noise": {"state": 0.0}}
+    assert not isinstance(balance([1], realism=options), RealisticEnv)
+
+
+@pytest.mark.parametrize(
+    ("kind", "id"), [("mujoco", "toy_envs:Balance"), ("gymnasium", "toy_envs/Point-v0")]
+)
+def test_check_env_accepts_it(kind: str, id: str) -> None:
+    def make(seeds: list[int]) -> VectorEnv:
+        return embodied_envs.make(
+            id,
+            simulator=kind,
+            num_envs=len(seeds),
+            seeds=seeds,
+            max_episode_steps=12,
+            realism={"action_delay": [0, 2], "obs_delay": [0, 3]},
+        )
+
+    embodied_envs.check_env(make, steps=40)
+
+
+def test_check_env_finds_wrong_delays() -> None:
+    env = balance([1, 2], realism={"obs_delay": [1, 3], "action_delay": 1})
+    assert isinstance(env, RealisticEnv)
+    env._observe = env._measure  # without the delay
+    with pytest.raises(EnvError, match="observation state of step 0 is not that of"):
+        embodied_envs.check_env(env, steps=30)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"action_delay": -1}, "action_delay = -1: it must be a whole number of control steps"),
+        ({"action_delay": 0.5}, "action_delay = 0.5: it must be a whole number of control steps"),
+        ({"obs_delay": [2, 1]}, r"obs_delay = \[2, 1\]: it must be .* or \[low, high\]"),
+        ({"obs_delay": {"state": 12}}, "obs_delay.state = 12: it must be below the time limit"),
+        ({"obs_noise": {"stat": 0.1}}, "'stat' is not among .* did you mean state?"),
+        ({"obs_noise": {"state": "x"}}, "obs_noise.state = x: it must be a number >= 0"),
+        ({"obs_dropout": {"state": 2}}, "obs_dropout.state = 2: it must be .* <= 1"),
+        ({"obs_noise": {"eye": 0.1}}, "obs_noise.eye = 0.1: eye is an image"),
+        ({"obs_keys": ["hidden"]}, "obs_keys: 'hidden' is not among"),
+        ({"action_rate_limit": 0}, "action_rate_limit = 0: it must be a number > 0"),
+        ({"noise": 1}, "env.realism.noise: no such option; did you mean obs_noise?"),
+    ],
+)
+def test_refusals_are_one_line(options: dict[str, Any], message: str) -> None:
+    class Spaces(toy_envs.ScriptedEnv):
+        max_episode_steps = 12
+        obs_spec = {"state": ArraySpec((3,)), "eye": ArraySpec((3, 4, 4), torch.uint8)}  # noqa: RUF012
+
+    env: Any = Spaces([1], [False])
+    with pytest.raises(EnvError, match=message) as error:
+        realistic_env.read(options, env)
+    assert "\n" not in str(error.value)
+
+
+def test_rate_limit_of_discrete_actions_is_refused() -> None:
+    class Choice(toy_envs.ScriptedEnv):
+        action_spec = Discrete(3)
+
+    env: Any = Choice([1], [False])
+    with pytest.raises(EnvError, match="its actions are discrete"):
+        realistic_env.read({"action_rate_limit": 0.1}, env)
