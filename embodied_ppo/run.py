@@ -658,11 +658,13 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
 
 
 def export(path: str, out: str) -> dict[str, Any]:
-    """Write a checkpoint of a language model, or of a model of action tokens, in its published
-    layout.
+    """Write a checkpoint for other programs.
+
+    An actor-critic policy becomes a deployment bundle (``modes.embodied.bundle``); a language
+    model, or a model of action tokens, is written in its published layout.
 
     Raises:
-        CheckpointError, ConfigError, EnvError: The model has no such layout, or cannot be written.
+        CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
     """
     source, run_dir, trained = open_run(path)
     say = Progress(quiet=False).say

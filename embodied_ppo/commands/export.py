@@ -1,4 +1,6 @@
-"""`embodied-ppo export`: write a language model for transformers."""
+"""`embodied-ppo export`: write a robot policy for ONNX Runtime, a language model for
+transformers.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ COMMANDS = {
     ),
     "doctor": Entry("check this machine: what works, what does not, the cure", "doctor"),
     "export": Entry(
-        "write a language model for transformers",
+        "write a robot policy for ONNX Runtime, or a language model for transformers",
         "export checkpoint=runs/NAME/DATE-SEED out=DIR",
         supervised=True,
     ),

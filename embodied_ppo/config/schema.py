@@ -1103,9 +1103,10 @@ class ExportConfig:
     """Options of ``embodied-ppo export``."""
 
     checkpoint: str = ""
-    """A checkpoint of a language model, or its run directory (its latest checkpoint); required."""
+    """A checkpoint, or its run directory (its latest checkpoint); required."""
     out: str = ""
-    """New directory for weights, configuration and tokenizer; required."""
+    """New directory: weights, configuration and tokenizer of a language model, the deployment
+    bundle of a robot policy; required."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Encoder(nn.Module):
             inputs[VECTOR] = x
         for name, spec in self.images.items():
             x = obs if isinstance(obs, Tensor) else obs[name]
-            inputs[name] = x.movedim(-1, -3) if channels_last(spec) else x
+            inputs[name] = x.permute(0, 3, 1, 2) if channels_last(spec) else x
         return inputs
 
     @torch.no_grad()

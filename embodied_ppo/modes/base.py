@@ -460,34 +460,37 @@ class Mode(ABC):
         )
 
     def export(self, run: TrainedRun, out: Path) -> dict[str, Any]:
-        """Write the model of a checkpoint in the published layout, read it back and compare.
+        """Write the model of a checkpoint for other programs, read it back and compare.
 
         Returns:
-            Paths, size and the largest difference of logits, for the output of the command.
+            Paths, size and the largest difference when read back, for the output of the command.
 
         Raises:
-            CheckpointError, ConfigError, EnvError: The model has no such layout, or cannot be
-                written.
+            CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
         """
         self.check_export(run)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"out={out}: is not an empty directory; name a new one")
-        difference = self.write_model(run, out)
+        measurements = self.write_model(run, out)
         size = sum(file.stat().st_size for file in out.iterdir())
         return {
             "checkpoint": str(run.source.path),
             "out": str(out),
             "mb": round(size / 1e6, 1),
-            "logit_difference": difference,
+            **measurements,
         }
 
     def check_export(self, run: TrainedRun) -> None:
-        """Raise ConfigError where the model has no published layout."""
+        """Raise ConfigError where the model cannot be exported."""
         return
 
     @abstractmethod
-    def write_model(self, run: TrainedRun, out: Path) -> float:
-        """Write a model for ``export``; return the largest difference of logits when read back."""
+    def write_model(self, run: TrainedRun, out: Path) -> dict[str, Any]:
+        """Write a model for ``export`` and read it back.
+
+        Returns:
+            ``logit_difference`` or ``action_difference``, the largest one, and further facts.
+        """
 
     # ------------------------------------------------------------------------------------ profiling
     @abstractmethod

@@ -20,12 +20,13 @@ from embodied_envs.adapters import (
     spaces,
     torch_env,
 )
+from embodied_envs.adapters.actions import mapper
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.checks import check_env
 from embodied_envs.observation_reader import ObservationReader
 from embodied_ppo.core.types import EnvError, VectorEnv
 
-__all__ = ["SIMULATORS", "ObservationReader", "check_env", "make", "nearest", "recorder"]
+__all__ = ["SIMULATORS", "ObservationReader", "check_env", "make", "mapper", "nearest", "recorder"]
 __all__ += ["task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.algorithms.learner import Learner
@@ -30,6 +31,7 @@ from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.types import (
+    Box,
     ConfigError,
     Discrete,
     Obs,
@@ -164,6 +166,34 @@ def evaluation_env(config: Config) -> EnvConfig:
         ranges=config.env.ranges if randomize else {},
         realism=_realism(config),
     )
+
+
+def action_mapper(config: EnvConfig, env: VectorEnv) -> Callable[[Tensor], Tensor]:
+    """Return the function of ``config.action_mapping`` that ``env.step`` applies to its actions.
+
+    It is on the CPU; for choices it returns its argument.
+    """
+    spec = env.action_spec
+    if isinstance(spec, Discrete):
+        return lambda action: action
+    size = spec.size // config.action_chunk
+    return importlib.import_module("embodied_envs").mapper(
+        config.action_mapping, Box(spec.low[:size], spec.high[:size])
+    )
+
+
+def mechanism(env: VectorEnv) -> dict[str, Any]:
+    """Return ``MujocoEnv.mechanism()`` of our own tasks; {} for other simulators."""
+    inner: Any = getattr(env, "env", env)  # of chunked actions
+    return inner.mechanism() if hasattr(inner, "mechanism") else {}
+
+
+def joint_state(env: VectorEnv) -> dict[str, Tensor]:
+    """Return positions and velocities [N, ..] of our own tasks; {} for other simulators."""
+    inner: Any = getattr(env, "env", env)
+    if not hasattr(inner, "mechanism"):
+        return {}
+    return {name: inner.s[name].float() for name in ("qpos", "qvel")}
 
 
 FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {

@@ -29,7 +29,7 @@ from embodied_ppo.modes.base import (
     TrainedRun,
     report_write_errors,
 )
-from embodied_ppo.modes.embodied import components
+from embodied_ppo.modes.embodied import bundle, components
 from embodied_ppo.modes.embodied.memory import EmbodiedMemoryEstimator
 from embodied_ppo.modes.embodied.profile import profile
 from embodied_ppo.modes.embodied.trained_policy import TrainedPolicy
@@ -180,14 +180,18 @@ class EmbodiedMode(Mode):
 
     def check_export(self, run: TrainedRun) -> None:
         model, path = run.config.model, run.source.path
-        if model.checkpoint is None or model.policy != "token":
+        if model.policy == "actor_critic":
+            bundle.check_packages()
+        elif model.checkpoint is None or model.policy != "token":
             raise ConfigError(
-                f"checkpoint={path.name}: is a robot policy (model.policy={model.policy}); export"
-                " writes language models, and model.policy=token with model.checkpoint."
-                f" docs/tutorial.md, section 6, loads {path / checkpoint.POLICY}"
+                f"checkpoint={path.name}: model.policy={model.policy} cannot be exported; export"
+                " writes language models, model.policy=actor_critic, and model.policy=token with"
+                " model.checkpoint"
             )
 
-    def write_model(self, run: TrainedRun, out: Path) -> float:
+    def write_model(self, run: TrainedRun, out: Path) -> dict[str, Any]:
+        if run.config.model.policy == "actor_critic":
+            return bundle.write(run, out)
         config = replace(run.config, env=replace(run.config.env, num_envs=2))
         task = components.evaluated_task(run, config.env, allow=False)
         env = components.make_env(
@@ -207,7 +211,8 @@ class EmbodiedMode(Mode):
             after = exported.evaluate(exported.encode(obs), before.action, before.replay)
         finally:
             env.close()
-        return float((after.log_prob - before.log_prob).detach().abs().max())
+        difference = (after.log_prob - before.log_prob).detach().abs().max()
+        return {"logit_difference": float(difference)}
 
     # ------------------------------------------------------------------------------------ profiling
     def choices(

@@ -195,7 +195,7 @@ class ReasoningMode(Mode):
 
         return evaluate
 
-    def write_model(self, run: TrainedRun, out: Path) -> float:
+    def write_model(self, run: TrainedRun, out: Path) -> dict[str, Any]:
         policy, tokenizer = self._restore(run, torch.device("cpu"))
         with report_write_errors(out):
             policy.model.save_pretrained(out)
@@ -210,7 +210,7 @@ class ReasoningMode(Mode):
             raise CheckpointError(
                 f"out={out}: read back, logits differ by {difference:g}; report this"
             )
-        return difference
+        return {"logit_difference": difference}
 
     @staticmethod
     def _restore(run: TrainedRun, device: torch.device) -> tuple[LanguagePolicy, Any]:

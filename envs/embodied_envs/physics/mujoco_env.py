@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import actions, spaces
+from embodied_envs.physics import mechanism
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.physics.task_validation import TaskValidator
 from embodied_envs.tasks.task import Task
@@ -198,6 +199,17 @@ class MujocoEnv:
             self._closed = True
             self._programs.clear()  # a CUDA graph holds this object and its memory
             self.physics.close()
+
+    def mechanism(self) -> dict[str, Any]:
+        """Return joints, actuators and the relation of action and ctrl, as plain data."""
+        model, box = self.physics.model, self.action_spec
+        assert isinstance(box, Box)
+        low, high = torch.tensor(box.low), torch.tensor(box.high)
+        return {
+            "joints": mechanism.joints(model),
+            "actuators": mechanism.actuators(model),
+            "ctrl_of_action": mechanism.control_of_action(self.task, self.s, low, high),
+        }
 
     # --------------------------------------------------------------------------------------- a step
     def _step(self, action: Tensor) -> Step:

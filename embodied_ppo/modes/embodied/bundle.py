@@ -1,0 +1,363 @@
+"""Write the deployment bundle of an actor-critic policy.
+
+policy.onnx   raw observations -> normaliser -> network -> action mapping -> action of ``env.step``
+policy.json   names, units, limits and order of inputs and outputs, control rate, origin
+golden.npz    recorded observations and actions of episodes of the run's simulator
+run_policy.py checks the bundle where it is deployed, and runs it (numpy and onnxruntime only)
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied_ppo.core.types import (
+    ArraySpec,
+    Box,
+    ConfigError,
+    Discrete,
+    Obs,
+    TrainingError,
+    VectorEnv,
+)
+from embodied_ppo.evaluation import episodes as evaluation
+from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.models.backbone import channels_last
+from embodied_ppo.modes.base import TrainedRun, report_write_errors, select_device
+from embodied_ppo.modes.embodied import components, run_policy
+from embodied_ppo.training.run_directory import versions
+
+PACKAGES = ("onnx", "onnxruntime")
+"""Packages of the extra ``export``."""
+OPSET, LEAST_ONNXRUNTIME = 17, "1.12"
+"""Operator set of policy.onnx, and the first onnxruntime that reads it."""
+EPISODES, STEPS = 4, 100
+"""Environments that are recorded, and steps of each."""
+TOLERANCE = 1e-6
+"""Largest difference of an action in the replay, as a share of the range of its dimension."""
+ROUNDING = 8
+"""Factor of the difference measured at the export, where that is larger than ``TOLERANCE``."""
+
+
+class Exported(nn.Module):
+    """Actor, normaliser and action mapping as one function of tensors."""
+
+    def __init__(
+        self, policy: ActorCritic, specs: Mapping[str, ArraySpec], mapping: Callable[..., Tensor]
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            policy: The policy, on the CPU.
+            specs: Observations of the actor; one array has the name "obs".
+            mapping: Maps the policy's continuous actions [.., A] to those of the simulator.
+        """
+        super().__init__()
+        self.policy, self.mapping = policy, mapping
+        self.names = list(specs)
+
+    def forward(self, *arrays: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return actions [B, A] ([B, C, A] for chunks), or choices [B] and logits [B, K].
+
+        Args:
+            arrays: Raw observations [B, ..] in the order of ``names``.
+        """
+        obs: Obs = dict(zip(self.names, arrays, strict=True))
+        if self.names == ["obs"]:
+            obs = arrays[0]
+        inputs = self.policy.encoder(obs)
+        if self.policy.kind == "categorical":
+            logits = self.policy.policy_head(self.policy.trunk(inputs))
+            return logits.argmax(-1), logits
+        return self.map(self.policy.act(inputs).action)
+
+    def map(self, action: Tensor) -> Tensor:
+        """Map continuous actions of the policy, [B, C·A], to those of the simulator."""
+        chunk = self.policy.chunk
+        return self.mapping(action if chunk == 1 else action.unflatten(-1, (chunk, -1)))
+
+
+def check_packages() -> None:
+    """Raise ConfigError where a package of the extra ``export`` is missing."""
+    try:
+        import onnx  # pyright: ignore[reportMissingImports]
+        import onnxruntime  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            f"export needs {' and '.join(PACKAGES)} ({error}): pip install 'embodied-ppo[export]'"
+        ) from error
+    del onnx, onnxruntime
+
+
+def write(run: TrainedRun, out: Path) -> dict[str, Any]:
+    """Write the bundle of a checkpoint and replay it.
+
+    Returns:
+        The largest difference of the replayed actions, the number of recorded steps, the rate.
+
+    Raises:
+        CheckpointError, ConfigError, EnvError: Before anything is written.
+        TrainingError: The bundle does not reproduce the recorded actions.
+    """
+    env_config = components.evaluation_env(run.config)
+    if env_config.simulator == "warp":  # its kernels compile for minutes on a CPU
+        env_config = replace(env_config, simulator="auto")
+    task = components.evaluated_task(run, env_config, allow=False)
+    env = components.make_env(
+        evaluation.evaluation_seeds(0, EPISODES),
+        config=env_config,
+        device=select_device("auto", 0),
+        task=task,
+    )
+    try:
+        policy = components.make_policy(replace(run.config, env=env_config), env)
+        assert isinstance(policy, ActorCritic)
+        run.load_weights(policy)
+        policy.eval()
+        spec = env.obs_spec
+        specs = spec if isinstance(spec, dict) else {"obs": spec}
+        mapping: Callable[..., Tensor] = components.action_mapper(run.config.env, env)
+        exported = Exported(deepcopy(policy).cpu(), specs, mapping).eval()
+        golden = _record(policy, env, exported)
+        info = _describe(run, env, exported, specs, golden)
+    finally:
+        env.close()
+    source = inspect.getsource(run_policy)
+    with report_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        _write_onnx(exported, specs, out / "policy.onnx")
+        arrays: dict[str, Any] = golden
+        np.savez_compressed(out / "golden.npz", **arrays)
+        (out / "run_policy.py").write_text(source, encoding="utf-8")
+        _write_info(info, out)
+        difference = _set_tolerances(info, golden, out)
+        _write_info(info, out)
+    try:
+        run_policy.Policy(str(out))
+    except run_policy.BundleError as error:
+        raise TrainingError(f"out={out}: {error}; report this") from error
+    return {
+        "action_difference": difference,
+        "recorded_steps": len(golden["episode"]),
+        "rate_hz": info["control"]["rate_hz"],
+    }
+
+
+# --------------------------------------------------------------------------------------- recording
+@torch.inference_mode()
+def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str, np.ndarray]:
+    """Return observations and actions [rows, ..] of ``STEPS`` steps of each environment.
+
+    Rows are sorted by environment and step. Actions are those of an evaluation, mapped to the
+    simulator's; ``state/*`` are the positions and velocities of our own simulator.
+    """
+    obs, steps = env.reset(), []
+    episode = torch.arange(env.num_envs)  # [N], a number of its own for each episode
+    for t in range(STEPS):
+        action = evaluation.act(
+            policy, obs, first=0, t=t, seed=0, deterministic=True, device=env.device
+        )
+        named = obs if isinstance(obs, dict) else {"obs": obs}
+        row = {f"observation/{name}": x for name, x in named.items()}
+        row |= {f"state/{name}": x for name, x in components.joint_state(env).items()}
+        row = {name: x.detach().cpu().clone() for name, x in row.items()}
+        row["episode"] = episode.clone()
+        if policy.kind == "categorical":
+            row["action"] = action.cpu()
+            features = policy.trunk(policy.encode(obs))
+            row["logits"] = policy.policy_head(features).cpu()
+        else:
+            row["action"] = exported.map(action.cpu())
+        step = env.step(action)
+        row["mask"] = step.mask.cpu()  # a row that only resets takes no action
+        steps.append(row)
+        ended = (step.terminated | step.truncated).cpu()
+        episode = torch.where(ended, episode + env.num_envs, episode)
+        obs = step.obs
+    arrays = {
+        name: torch.stack([row[name] for row in steps], 1).flatten(0, 1).numpy()
+        for name in steps[0]
+    }
+    mask = arrays.pop("mask")
+    return {name: x[mask] for name, x in arrays.items()}
+
+
+# ------------------------------------------------------------------------------------------- files
+def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) -> None:
+    """Write policy.onnx with a free batch dimension."""
+    arrays = tuple(torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in specs.values())
+    outputs = ["action", "logits"] if exported.policy.kind == "categorical" else ["action"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the TorchScript exporter, which needs no onnxscript
+        torch.onnx.export(
+            exported,
+            arrays,
+            str(path),
+            dynamo=False,
+            opset_version=OPSET,
+            input_names=list(specs),
+            output_names=outputs,
+            dynamic_axes={name: {0: "batch"} for name in [*specs, *outputs]},
+        )
+
+
+def _write_info(info: Mapping[str, Any], out: Path) -> None:
+    """Write policy.json."""
+    text = json.dumps(info, indent=1, allow_nan=False) + "\n"
+    # One line for each list of numbers.
+    text = re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text)
+    (out / "policy.json").write_text(text, encoding="utf-8")
+
+
+def _set_tolerances(info: dict[str, Any], golden: Mapping[str, np.ndarray], out: Path) -> float:
+    """Set the tolerance of each dimension; return the largest difference of the replay.
+
+    It is ``TOLERANCE`` times the range of the dimension: high - low, or that of the recorded values
+    where there are no limits, at least 1. Other processors and versions of onnxruntime round
+    differently, so it is at least ``ROUNDING`` times the difference between torch and onnxruntime
+    at the export.
+    """
+    policy = run_policy.Policy(str(out), check=False)
+    arrays = {name: golden[f"observation/{name}"] for name in policy.inputs}
+    largest = 0.0
+    for spec, replayed in zip(info["outputs"], policy.outputs_of(arrays).values(), strict=True):
+        if spec["dtype"] != "float32":
+            continue
+        expected = run_policy.rows(golden[spec["name"]])
+        difference = np.abs(run_policy.rows(replayed) - expected).max(0)
+        extent = np.maximum(np.ptp(expected, axis=0), 1.0)
+        for i, (low, high) in enumerate(zip(spec["low"], spec["high"], strict=True)):
+            if low is not None and high is not None:
+                extent[i] = high - low
+        spec["tolerance"] = np.maximum(TOLERANCE * extent, ROUNDING * difference).tolist()
+        largest = max(largest, float(difference.max()))
+    return largest
+
+
+def _describe(
+    run: TrainedRun,
+    env: VectorEnv,
+    exported: Exported,
+    specs: Mapping[str, ArraySpec],
+    golden: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """Return the content of policy.json, without tolerances."""
+    step_s: float | None = getattr(env, "step_s", None)
+    mechanism = components.mechanism(env)
+    manifest, config = run.source.manifest, run.config
+    return {
+        "format": run_policy.FORMAT,
+        "task": env.id,
+        "inputs": _inputs(exported.policy, specs),
+        "outputs": _outputs(env, exported.policy, mechanism),
+        "control": {
+            "step_s": step_s,
+            "rate_hz": None if step_s is None else 1 / step_s,
+            "action_chunk": exported.policy.chunk,
+        },
+        "action_mapping": config.env.action_mapping if isinstance(env.action_spec, Box) else "none",
+        **mechanism,
+        "golden": {
+            "seeds": evaluation.evaluation_seeds(0, EPISODES),
+            "rows": len(golden["episode"]),
+        },
+        "run": {
+            "name": config.name,
+            "seed": config.seed,
+            "config_hash": manifest["config_hash"],
+            "task_hash": manifest.get("task_hash"),
+        },
+        "checkpoint": {
+            "name": run.source.path.name,
+            "update": run.source.update,
+            "env_steps": manifest["env_steps"],
+            "sha256": manifest["files"]["policy.pt"]["sha256"],
+        },
+        "requires": {"opset": OPSET, "onnxruntime": LEAST_ONNXRUNTIME},
+        "versions": versions() | {name: version(name) for name in PACKAGES},
+    }
+
+
+def _inputs(policy: ActorCritic, specs: Mapping[str, ArraySpec]) -> list[dict[str, Any]]:
+    """Return the entries of the observations, with mean and standard deviation of each dimension.
+
+    The normaliser's statistics are of all vectors, joined in the order of ``encoder.vectors``.
+    """
+    moments, entries, first = policy.encoder.moments, {}, 0
+    for name in policy.encoder.vectors:
+        size = math.prod(specs[name].shape)
+        entry = {"mean": None, "std": None, "clip": None}
+        if moments is not None and float(moments.count) > 0:
+            part = slice(first, first + size)
+            std = (moments.var[part] + moments.eps).sqrt()
+            entry = {
+                "mean": moments.mean[part].tolist(),
+                "std": std.tolist(),
+                "clip": policy.encoder.clip,
+            }
+        entries[name], first = entry, first + size
+    inputs = []
+    for name, spec in specs.items():
+        is_image = name in policy.encoder.images
+        size = math.prod(spec.shape)
+        layout = ("HWC" if channels_last(spec) else "CHW") if is_image else None
+        inputs.append(
+            {
+                "name": name,
+                "role": "observation",
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "shape": list(spec.shape),
+                "names": None if is_image else [f"{name}[{i}]" for i in range(size)],
+                "unit": "0 to 255" if is_image else None,
+                "layout": layout,
+                **entries.get(name, {"mean": None, "std": None, "clip": None}),
+            }
+        )
+    return inputs
+
+
+def _outputs(
+    env: VectorEnv, policy: ActorCritic, mechanism: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the entries of the action and, for choices, of the logits."""
+    if isinstance(env.action_spec, Discrete):
+        choices = env.action_spec.n
+        action = {"dtype": "int64", "shape": [], "names": None, "low": [0], "high": [choices - 1]}
+        logits = {"dtype": "float32", "shape": [choices], "low": [None] * choices}
+        logits |= {"names": [f"logit of {i}" for i in range(choices)], "high": [None] * choices}
+        return [
+            {"name": "action", "role": "action", "unit": "choice", "tolerance": None, **action},
+            {"name": "logits", "role": "logits", "unit": None, "tolerance": None, **logits},
+        ]
+    chunk, size = policy.chunk, env.action_spec.size // policy.chunk
+    names = [actuator["name"] for actuator in mechanism.get("actuators", ())]
+    if len(names) != size:
+        names = [f"action[{i}]" for i in range(size)]
+    if chunk > 1:
+        names = [f"{name}@{c}" for c in range(chunk) for name in names]
+    return [
+        {
+            "name": "action",
+            "role": "action",
+            "dtype": "float32",
+            "shape": [size] if chunk == 1 else [chunk, size],
+            "names": names,
+            "unit": "of env.step",
+            "low": [x if math.isfinite(x) else None for x in env.action_spec.low],
+            "high": [x if math.isfinite(x) else None for x in env.action_spec.high],
+            "tolerance": None,
+        }
+    ]

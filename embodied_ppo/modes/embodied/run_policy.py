@@ -1,0 +1,535 @@
+"""Run an exported policy: numpy and onnxruntime only.
+
+`embodied-ppo export` copies this file into the folder of policy.onnx, policy.json and golden.npz.
+It runs on Python 3.8 or newer, without torch and without embodied_ppo.
+
+    python run_policy.py --check                        replay the recorded trace
+    python run_policy.py --compare recording.npz        compare your pipeline with the trace
+
+    from run_policy import Policy
+    policy = Policy("folder", expected_hz=50)           replays the trace first
+    action = policy.act(observation)
+
+A recording has the arrays of golden.npz that your own pipeline gives for the trace, in the same
+rows: `observation/NAME`, what your observation code computes from the recorded states
+(`state/qpos`, ..); `action`, what your driver receives when the recorded actions are sent to it;
+`time_s`, the time of each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FORMAT = 1
+"""Version of policy.json that this file reads."""
+RATE_TOLERANCE = 0.02
+"""Largest relative error of the control rate."""
+TOLERANCE = 0.01
+"""Largest difference of a recorded dimension, as a share of its standard deviation in the trace."""
+UNEXPLAINED = 0.1
+"""Largest share of the variance that a suspected relation may leave unexplained."""
+MAX_DELAY = 5
+"""Longest delay that is searched for, in rows."""
+HINTS = ((180 / np.pi, "degrees instead of radians"), (np.pi / 180, "radians instead of degrees"))
+HINTS += ((1000.0, "millimetres instead of metres"), (0.001, "metres instead of millimetres"))
+
+
+class BundleError(ValueError):
+    """The bundle, or what it is given, is not as exported. The message says what differs."""
+
+
+class Policy:
+    """An exported policy. The constructor replays the trace and refuses a difference."""
+
+    def __init__(
+        self, folder=".", *, expected_hz=None, observation_names=None, action_names=None, check=True
+    ):
+        """Load the bundle and check it.
+
+        Args:
+            folder: Folder of policy.onnx, policy.json and golden.npz.
+            expected_hz: Rate at which the caller will call ``act``; None: not checked.
+            observation_names: Names of the inputs, or of the dimensions of the only input, in the
+                caller's order; None: not checked.
+            action_names: Names of the action's dimensions in the caller's order (joints or
+                actuators); None: not checked.
+            check: Whether to replay the trace.
+
+        Raises:
+            BundleError: The message names every difference.
+        """
+        self.folder = Path(folder)
+        self.info = self._read_info()
+        self.inputs = {x["name"]: x for x in self.info["inputs"]}
+        self.outputs = {x["name"]: x for x in self.info["outputs"]}
+        self.action = self.outputs["action"]
+        self.golden = dict(np.load(self.folder / "golden.npz"))
+        self.session = self._open_session()
+        findings = self._check_rate(expected_hz)
+        names = list(self.inputs)
+        if len(names) == 1 and len(observation_names or ()) != 1:
+            names = self.inputs[names[0]]["names"] or names
+        findings += check_order("observation", names, observation_names)
+        findings += check_order("action", self.action["names"] or [], action_names)
+        if check:
+            findings += self.replay()
+        if findings:
+            raise BundleError("; ".join(findings))
+
+    # ----------------------------------------------------------------------------------------- act
+    def act(self, observation):
+        """Return the action for an observation, in the units of ``env.step``.
+
+        Args:
+            observation: A dictionary of one array for each input of policy.json, or the array of
+                the only input. Shapes are those of policy.json, or have a batch dimension in
+                front. Observations are raw: policy.onnx contains the normaliser.
+
+        Returns:
+            float32 of the action's shape, or an integer for a choice; with a batch dimension if
+            the observation has one.
+
+        Raises:
+            BundleError: A name, a shape, a dtype or a value is wrong.
+        """
+        arrays, batched = self._check_observation(observation)
+        action = self.outputs_of(arrays)["action"]
+        return action if batched else action[0]
+
+    def outputs_of(self, arrays):
+        """Return every output for batches of observations."""
+        names = list(self.outputs)
+        return dict(zip(names, self.session.run(names, arrays)))
+
+    def _check_observation(self, observation):
+        """Return {name: array with a batch dimension}, and whether the caller has given one."""
+        if not isinstance(observation, dict):
+            if len(self.inputs) > 1:
+                raise BundleError(f"observation: pass a dictionary of {', '.join(self.inputs)}")
+            observation = {next(iter(self.inputs)): observation}
+        for name in observation:
+            if name not in self.inputs:
+                raise BundleError(f"observation {name!r}: unknown; there are {list(self.inputs)}")
+        arrays, sizes = {}, set()
+        for name, spec in self.inputs.items():
+            if name not in observation:
+                raise BundleError(f"observation {name!r}: missing")
+            x, shape = np.asarray(observation[name]), tuple(spec["shape"])
+            batched = x.ndim == len(shape) + 1
+            if x.shape[batched:] != shape:
+                raise BundleError(f"observation {name!r}: shape {x.shape}; it must be {shape}")
+            is_float = spec["dtype"] == "float32"
+            if x.dtype != spec["dtype"] and not (is_float and x.dtype == np.float64):
+                raise BundleError(
+                    f"observation {name!r}: dtype {x.dtype}; it must be {spec['dtype']}"
+                )
+            if is_float and not np.isfinite(x).all():
+                finite = np.isfinite(x).reshape(-1, *shape).all(0).reshape(-1)
+                names = dimension_names(spec)
+                wrong = [names[i] for i in np.flatnonzero(~finite)[:8]]
+                raise BundleError(f"observation {name!r}: not finite in {', '.join(wrong)}")
+            x = x.astype(spec["dtype"], copy=False)
+            arrays[name] = x if batched else x[None]
+            sizes.add(len(x) if batched else None)
+        if len(sizes) > 1:
+            raise BundleError("observation: its arrays have different batch sizes")
+        return arrays, None not in sizes
+
+    # --------------------------------------------------------------------------------------- checks
+    def replay(self):
+        """Return what differs when the recorded observations are replayed; [] if nothing does.
+
+        The tolerance of each dimension of the outputs is in policy.json.
+        """
+        arrays = {name: self.golden[f"observation/{name}"] for name in self.inputs}
+        outputs, findings = self.outputs_of(arrays), []
+        for name, spec in self.outputs.items():
+            if spec["tolerance"] is None:  # a choice follows from its logits
+                continue
+            expected, actual = rows(self.golden[name]), rows(outputs[name])
+            limit = np.asarray(spec["tolerance"], dtype=np.float64).reshape(-1)
+            limit = np.broadcast_to(limit, expected.shape[1:])
+            if bool((np.abs(actual - expected) <= limit).all()):
+                continue
+            normalized = self.outputs_of(self._normalized(arrays))[name]
+            if bool((np.abs(rows(normalized) - expected) <= limit).all()):
+                findings.append(
+                    f"policy.onnx does not normalise its observations: {name} differs by up to"
+                    f" {np.abs(actual - expected).max():.3g}, and agrees for normalised ones"
+                )
+                continue
+            findings += describe_differences(
+                name, dimension_names(spec), expected, actual, limit, self.golden["episode"]
+            )
+        return findings
+
+    def compare(self, recording, tolerance=TOLERANCE):
+        """Return how a recording of the caller's pipeline differs from the trace.
+
+        Args:
+            recording: Path of an npz file, or a dictionary of arrays, with some of the arrays of
+                golden.npz in the same rows, and ``time_s`` [rows]. If it has all observations, its
+                actions are compared with those of the policy for these observations, so that a
+                wrong observation is not reported as a wrong action.
+            tolerance: Largest difference, as a share of the dimension's standard deviation.
+
+        Returns:
+            One line for each dimension that differs, with what it looks like: a swap, a sign, a
+            scale, an offset, a delay, normalised observations, another control rate.
+
+        Raises:
+            BundleError: The recording has none of these arrays, or other shapes.
+        """
+        given = dict(recording) if isinstance(recording, dict) else dict(np.load(recording))
+        keys = {f"observation/{name}": spec for name, spec in self.inputs.items()}
+        unknown = [k for k in given if k not in keys and k not in ("action", "time_s")]
+        unknown = [k for k in unknown if k not in self.golden]
+        if unknown or not set(given) & {*keys, "action", "time_s"}:
+            known = ", ".join([*keys, "action", "time_s"])
+            raise BundleError(f"recording: {unknown or 'nothing'} is not known; write {known}")
+        findings = self._compare_times(given["time_s"]) if "time_s" in given else []
+        for key, spec in keys.items():
+            if key in given:
+                findings += self._compare_observation(key, spec, given[key], tolerance)
+        if "action" in given:
+            findings += self._compare_action(given, keys, tolerance)
+        return findings
+
+    def constant_dimensions(self):
+        """Return the names of dimensions that do not vary in the trace, so cannot be compared."""
+        constant = []
+        for name, spec in self.inputs.items():
+            if spec["dtype"] == "float32":
+                x, names = rows(self.golden[f"observation/{name}"]), dimension_names(spec)
+                constant += [names[i] for i in np.flatnonzero(np.ptp(x, axis=0) == 0)]
+        return constant
+
+    def _compare_times(self, time_s):
+        """Return the finding of a control rate that differs."""
+        step_s, measured = self.info["control"]["step_s"], float(np.median(np.diff(time_s)))
+        if step_s is None or abs(measured / step_s - 1) <= RATE_TOLERANCE:
+            return []
+        return [
+            f"control rate: the recording has {1 / measured:.4g} Hz, the policy was trained at"
+            f" {1 / step_s:.4g} Hz"
+        ]
+
+    def _compare_observation(self, key, spec, values, tolerance):
+        """Return the findings of one observation."""
+        expected, actual = aligned(key, self.golden[key], values)
+        if len(spec["shape"]) == 3:
+            return describe_image(key, expected, actual, spec["layout"])
+        expected, actual = rows(expected), rows(actual)
+        limit = limits(expected, tolerance)
+        if bool((np.abs(actual - expected) <= limit).all()):
+            return []
+        if spec["mean"] is not None:
+            normal = normalize(expected, spec)
+            if bool((np.abs(actual - normal) <= limits(normal, tolerance)).all()):
+                return [
+                    f"{key}: is normalised already; pass raw observations, because policy.onnx"
+                    " contains the normaliser"
+                ]
+        names, episode = dimension_names(spec), self.golden["episode"][: len(expected)]
+        return describe_differences(key, names, expected, actual, limit, episode)
+
+    def _compare_action(self, given, keys, tolerance):
+        """Return the findings of the actions."""
+        expected, actual = aligned("action", self.golden["action"], given["action"])
+        arrays = {name: self.golden[f"observation/{name}"][: len(actual)] for name in self.inputs}
+        if set(keys) <= set(given):
+            arrays = {
+                name: np.asarray(given[f"observation/{name}"], spec["dtype"])[: len(actual)]
+                for name, spec in self.inputs.items()
+            }
+            expected = self.outputs_of(arrays)["action"]
+        expected, actual = rows(expected), rows(actual)
+        limit = limits(expected, tolerance)
+        if bool((np.abs(actual - expected) <= limit).all()):
+            return []
+        if any(spec["mean"] is not None for spec in self.inputs.values()):
+            raw = rows(self.outputs_of(self._denormalized(arrays))["action"])
+            if bool((np.abs(actual - raw) <= limit).all()):
+                return [
+                    "action: is that of the network without its normaliser; run policy.onnx, which"
+                    " contains it, or normalise the observations"
+                ]
+        names, episode = dimension_names(self.action), self.golden["episode"][: len(expected)]
+        return describe_differences("action", names, expected, actual, limit, episode)
+
+    def _normalized(self, arrays):
+        """Return observations that are normalised outside of policy.onnx."""
+        return {
+            name: normalize(x, self.inputs[name]).astype(x.dtype)
+            if self.inputs[name]["mean"] is not None
+            else x
+            for name, x in arrays.items()
+        }
+
+    def _denormalized(self, arrays):
+        """Return observations whose normalised values are ``arrays``."""
+        return {
+            name: (
+                x * np.reshape(self.inputs[name]["std"], self.inputs[name]["shape"])
+                + np.reshape(self.inputs[name]["mean"], self.inputs[name]["shape"])
+            ).astype(x.dtype)
+            if self.inputs[name]["mean"] is not None
+            else x
+            for name, x in arrays.items()
+        }
+
+    def _check_rate(self, expected_hz):
+        """Return the finding of a control rate that differs from that of the training."""
+        step_s = self.info["control"]["step_s"]
+        if expected_hz is None or step_s is None:
+            return []
+        if abs(expected_hz * step_s - 1) <= RATE_TOLERANCE:
+            return []
+        return [
+            f"control rate: expected_hz={expected_hz:g}, and the policy was trained at"
+            f" {1 / step_s:.4g} Hz"
+        ]
+
+    # ---------------------------------------------------------------------------------------- files
+    def _read_info(self):
+        """Return the content of policy.json."""
+        for name in ("policy.json", "policy.onnx", "golden.npz"):
+            if not (self.folder / name).is_file():
+                raise BundleError(f"{self.folder}: has no {name}; copy the whole folder")
+        info = json.loads((self.folder / "policy.json").read_text(encoding="utf-8"))
+        if info.get("format") != FORMAT:
+            raise BundleError(
+                f"policy.json: format {info.get('format')}; this run_policy.py reads {FORMAT}, so"
+                " use the one of the same folder"
+            )
+        for spec in info["inputs"] + info["outputs"]:
+            if spec["role"] not in ("observation", "action", "logits"):
+                raise BundleError(
+                    f"policy.json: {spec['name']} has role {spec['role']!r}, which this"
+                    " run_policy.py does not know; use the one of the same folder"
+                )
+        return info
+
+    def _open_session(self):
+        """Return the session of onnxruntime, whose inputs are those of policy.json."""
+        least = self.info["requires"]["onnxruntime"]
+        try:  # here, so that embodied_ppo reads this file without loading onnxruntime
+            import onnxruntime  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise BundleError(
+                f"onnxruntime cannot be imported ({error}): pip install 'onnxruntime>={least}'"
+            ) from error
+        if version_numbers(onnxruntime.__version__) < version_numbers(least):
+            raise BundleError(
+                f"onnxruntime {onnxruntime.__version__} is too old for policy.onnx (opset"
+                f" {self.info['requires']['opset']}): pip install 'onnxruntime>={least}'"
+            )
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        session = onnxruntime.InferenceSession(
+            str(self.folder / "policy.onnx"), options, providers=["CPUExecutionProvider"]
+        )
+        for kind, nodes, specs in (
+            ("input", session.get_inputs(), self.inputs),
+            ("output", session.get_outputs(), self.outputs),
+        ):
+            names = [node.name for node in nodes]
+            if names != list(specs):
+                raise BundleError(
+                    f"policy.onnx: {kind}s are {names}, and policy.json has {list(specs)}"
+                )
+            for node in nodes:
+                shape = specs[node.name]["shape"]
+                if kind == "input" and list(node.shape[1:]) != shape:
+                    raise BundleError(
+                        f"policy.onnx: {kind} {node.name} has shape {node.shape[1:]}, and"
+                        f" policy.json has {shape}"
+                    )
+        return session
+
+
+# ----------------------------------------------------------------------------------------- helpers
+def version_numbers(text):
+    """Return the first two numbers of a version."""
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def rows(x):
+    """Return [rows, ..] as float64 [rows, dimensions]."""
+    return np.asarray(x, dtype=np.float64).reshape(len(x), -1)
+
+
+def dimension_names(spec):
+    """Return one name for each dimension of an input or output, flattened."""
+    if spec["names"]:
+        return spec["names"]
+    size = int(np.prod(spec["shape"], dtype=int))
+    return [spec["name"]] if size == 1 else [f"{spec['name']}[{i}]" for i in range(size)]
+
+
+def normalize(x, spec):
+    """Return normalised observations, float64."""
+    mean, std = (np.reshape(spec[key], x.shape[1:]) for key in ("mean", "std"))
+    clip = np.inf if spec["clip"] is None else spec["clip"]
+    return np.clip((x - mean) / std, -clip, clip)
+
+
+def limits(expected, tolerance):
+    """Return the largest difference of each dimension.
+
+    It is ``tolerance`` standard deviations, and one thousandth of the value of a constant.
+    """
+    constant = np.ptp(expected, axis=0) == 0
+    size = np.where(constant, 1e-3 * np.abs(expected[0]), tolerance * expected.std(axis=0))
+    return size + 1e-6
+
+
+def aligned(key, expected, values):
+    """Return the rows of the trace that a recording has, and the recording."""
+    values = np.asarray(values)
+    if values.shape[1:] != expected.shape[1:] or not 2 <= len(values) <= len(expected):
+        raise BundleError(
+            f"{key}: the recording has shape {values.shape}; it must be {expected.shape}, or fewer"
+            " of the first rows"
+        )
+    return expected[: len(values)], values
+
+
+def check_order(kind, names, given):
+    """Return the finding of names that are not those of the policy in the same order."""
+    if given is None or list(given) == list(names):
+        return []
+    given = list(given)
+    if sorted(given) != sorted(names):
+        missing, unknown = set(names) - set(given), set(given) - set(names)
+        return [f"{kind} names: missing {sorted(missing)}, unknown {sorted(unknown)}"]
+    wrong = [f"{i} is {given[i]} instead of {x}" for i, x in enumerate(names) if given[i] != x]
+    return [f"{kind} names in another order: {', '.join(wrong)}"]
+
+
+def describe_differences(key, names, expected, actual, limit, episode):
+    """Return a line for each dimension that differs, with what the difference looks like.
+
+    Every dimension i that differs is compared with a·expected[j] + b for all j, by its correlation,
+    and with its own values some rows earlier.
+
+    Args:
+        key: Name of the array.
+        names: Names of its D dimensions.
+        expected: float64 [T, D].
+        actual: float64 [T, D].
+        limit: Largest difference of each dimension, [D].
+        episode: Number of each row's episode, [T].
+    """
+    if not np.isfinite(actual).all():
+        wrong = np.flatnonzero(~np.isfinite(actual).all(0))
+        return [f"{key}: {names[i]} is not finite" for i in wrong]
+    error = np.abs(actual - expected)
+    wrong = np.flatnonzero((error > limit).any(0))
+    x, y = expected - expected.mean(0), actual - actual.mean(0)
+    norms = np.linalg.norm(y, axis=0)[:, None] * np.linalg.norm(x, axis=0)[None]
+    correlation = (y.T @ x) / np.where(norms > 0, norms, np.inf)  # [D of actual, D of expected]
+    source = {}
+    for i in wrong:
+        j = int(np.abs(correlation[i]).argmax())
+        is_own = abs(correlation[i, i]) >= abs(correlation[i, j]) - 1e-6
+        source[i] = i if is_own else j
+    lines = []
+    for i in wrong:
+        j, intro = source[i], f"{key}: {names[i]} differs by up to {error[:, i].max():.3g}"
+        delay = find_delay(expected[:, i], actual[:, i], limit[i], episode)
+        if delay:
+            relation = f"is delayed by {delay} step{'s' if delay > 1 else ''}"
+        elif np.ptp(actual[:, i]) == 0 and np.ptp(expected[:, i]) > 0:
+            relation = f"is constant, {actual[0, i]:.4g}"
+        elif np.ptp(expected[:, i]) == 0 and np.ptp(actual[:, i]) == 0:
+            relation = f"offset of {actual[0, i] - expected[0, i]:.4g} from a constant"
+        elif 1 - correlation[i, j] ** 2 > UNEXPLAINED:
+            relation = "no dimension of the trace explains it"
+        else:
+            scale = float((y[:, i] @ x[:, j]) / (x[:, j] @ x[:, j]))
+            offset = float(actual[:, i].mean() - scale * expected[:, j].mean())
+            relation = describe_line(scale, offset, float(limit[i]), own=i == j)
+            if i != j:
+                kind = f"swapped with {names[j]}" if source.get(j) == i else f"is {names[j]}"
+                relation = kind + (f", with {relation}" if relation else "")
+        lines.append(f"{intro}: {relation or 'noise'}")
+    return lines
+
+
+def describe_line(scale, offset, limit, *, own):
+    """Return what y = scale·x + offset is; empty where it is y = x."""
+    parts = []
+    if abs(scale + 1) < 0.02:
+        parts.append("the opposite sign")
+    elif abs(scale - 1) > 0.02 or (own and abs(offset) <= limit and abs(scale - 1) > 1e-4):
+        hint = next((text for s, text in HINTS if abs(scale / s - 1) < 0.02), "")
+        parts.append(f"a scale of {scale:.4g}" + (f" ({hint})" if hint else ""))
+    if abs(offset) > limit:
+        parts.append(f"an offset of {offset:.4g}")
+    return " and ".join(parts)
+
+
+def find_delay(expected, actual, limit, episode):
+    """Return by how many rows ``actual`` is late within its episodes; 0: it is not just late."""
+    for k in range(1, min(MAX_DELAY, len(expected) - 1) + 1):
+        same = episode[k:] == episode[:-k]
+        shifted, late = expected[:-k][same], actual[k:][same]
+        # A value that hardly changes agrees with any delay.
+        moving = len(shifted) > 2 and np.abs(expected[k:][same] - shifted).max() > 2 * limit
+        if moving and np.abs(late - shifted).max() <= limit:
+            return k
+    return 0
+
+
+def describe_image(key, expected, actual, layout):
+    """Return the finding of images whose mean difference is above 2 of 255."""
+    if actual.dtype != np.uint8:
+        return [f"{key}: dtype {actual.dtype}; images must be uint8, 0 to 255"]
+    expected, actual = (np.asarray(x, dtype=np.float64) for x in (expected, actual))
+    difference = np.abs(actual - expected).mean()
+    if difference <= 2:
+        return []
+    channel, height, width = (layout.index(c) + 1 for c in "CHW")
+    for axis, text in (
+        (channel, "its channels are in reverse order (BGR instead of RGB)"),
+        (height, "is upside down"),
+        (width, "is mirrored"),
+    ):
+        if np.abs(np.flip(actual, axis) - expected).mean() <= 2:
+            return [f"{key}: {text}"]
+    return [f"{key}: differs by {difference:.1f} of 255 on average"]
+
+
+def main(arguments=None):
+    """Run the command line; return the exit code: 0 no difference, 1 differences, 2 refused."""
+    parser = argparse.ArgumentParser(description="Check an exported policy.")
+    parser.add_argument("--folder", default=str(Path(__file__).resolve().parent))
+    parser.add_argument("--check", action="store_true", help="replay the recorded trace")
+    parser.add_argument("--compare", metavar="NPZ", help="compare a recording with the trace")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of --compare")
+    parser.add_argument("--expected-hz", type=float, help="control rate of the caller")
+    args = parser.parse_args(arguments)
+    try:
+        policy = Policy(args.folder, expected_hz=args.expected_hz)
+        print(f"replayed {len(policy.golden['episode'])} steps: no difference")
+        findings = policy.compare(args.compare, args.tolerance) if args.compare else []
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in findings:
+        print(line)
+    if args.compare and not findings:
+        print(f"{args.compare}: no difference")
+    if args.compare and (constant := policy.constant_dimensions()):
+        print(f"not compared, because constant in the trace: {', '.join(constant)}")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Joints and actuators of a model as plain data, for the description of an exported policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mujoco
+import torch
+from torch import Tensor
+
+from embodied_envs.tasks.task import Task
+
+JOINTS = {
+    mujoco.mjtJoint.mjJNT_FREE: ("free", 7, 6, "m and quaternion"),
+    mujoco.mjtJoint.mjJNT_BALL: ("ball", 4, 3, "quaternion"),
+    mujoco.mjtJoint.mjJNT_SLIDE: ("slide", 1, 1, "m"),
+    mujoco.mjtJoint.mjJNT_HINGE: ("hinge", 1, 1, "rad"),
+}
+"""Type of a joint -> its name, its positions, its velocities, unit of the positions."""
+PROBE = 0.05
+"""Action with which the relation of action and ctrl is measured, as a share of its bounds."""
+
+
+def joints(model: mujoco.MjModel) -> list[dict[str, Any]]:
+    """Return name, type, unit and the ranges [first, end) in qpos and qvel of every joint."""
+    rows = []
+    for i in range(model.njnt):
+        kind, positions, velocities, unit = JOINTS[mujoco.mjtJoint(int(model.jnt_type[i]))]
+        qpos, qvel = int(model.jnt_qposadr[i]), int(model.jnt_dofadr[i])
+        limited = bool(model.jnt_limited[i]) and positions == 1
+        rows.append(
+            {
+                "name": model.joint(i).name or f"joint{i}",
+                "type": kind,
+                "unit": unit,
+                "qpos": [qpos, qpos + positions],
+                "qvel": [qvel, qvel + velocities],
+                "range": [float(x) for x in model.jnt_range[i]] if limited else None,
+            }
+        )
+    return rows
+
+
+def actuators(model: mujoco.MjModel) -> list[dict[str, Any]]:
+    """Return name, joint, kind, unit of ctrl, gear and control range of every actuator.
+
+    The kind is "position" (ctrl is a target), "motor" (gear times ctrl is a force or torque), or
+    "other", whose unit is unknown.
+    """
+    rows = []
+    for i in range(model.nu):
+        joint, unit, kind = None, None, "other"
+        gain, bias = model.actuator_gainprm[i], model.actuator_biasprm[i]
+        fixed = model.actuator_gaintype[i] == mujoco.mjtGain.mjGAIN_FIXED
+        if fixed and model.actuator_biastype[i] == mujoco.mjtBias.mjBIAS_NONE:
+            kind = "motor"
+        elif fixed and bias[1] == -gain[0] != 0:
+            kind = "position"
+        if model.actuator_trntype[i] == mujoco.mjtTrn.mjTRN_JOINT:
+            j = int(model.actuator_trnid[i, 0])
+            joint = model.joint(j).name or f"joint{j}"
+            slides = model.jnt_type[j] == mujoco.mjtJoint.mjJNT_SLIDE
+            units = {"position": "m" if slides else "rad", "motor": "N/gear"}
+            unit = units.get(kind) if slides or kind != "motor" else "N m/gear"
+        limited = bool(model.actuator_ctrllimited[i])
+        rows.append(
+            {
+                "name": model.actuator(i).name or f"actuator{i}",
+                "joint": joint,
+                "kind": kind,
+                "unit": unit,
+                "gear": float(model.actuator_gear[i, 0]),
+                "range": [float(x) for x in model.actuator_ctrlrange[i]] if limited else None,
+            }
+        )
+    return rows
+
+
+def control_of_action(
+    task: Task, state: Mapping[str, Tensor], low: Tensor, high: Tensor
+) -> dict[str, list[float]] | None:
+    """Return offset and scale [nu] of ctrl = offset + scale·action, per dimension.
+
+    None where ``task.control`` is another function, for example one that depends on the state. It
+    is measured with small actions; a task may limit ctrl besides.
+
+    Args:
+        task: The task.
+        state: The state that ``control`` reads, [N, ..].
+        low: Lowest action, [A].
+        high: Highest action, [A].
+    """
+    finite = torch.isfinite(low) & torch.isfinite(high)
+    size = PROBE * torch.where(finite, high - low, torch.ones_like(low))
+    n, ctrl = next(iter(state.values())).shape[0], state["ctrl"]
+    if ctrl.shape[1] != len(low):
+        return None
+    other = {k: x + 0.125 if x.is_floating_point() else x for k, x in state.items()}
+    size = size.to(ctrl)
+
+    def control(s: Mapping[str, Tensor], action: Tensor) -> Tensor:
+        return task.control(s, action.repeat(n, 1))
+
+    zero = control(state, torch.zeros_like(size))
+    scale = (control(state, size) - zero) / size
+    # Equal in another state, and no dimension of the action changes another one of ctrl.
+    for i in range(len(size)):
+        action = torch.zeros_like(size)
+        action[i] = -0.5 * size[i]
+        if not torch.allclose(control(other, action), zero + scale * action, rtol=1e-4, atol=1e-6):
+            return None
+    return {"offset": zero[0].tolist(), "scale": scale[0].tolist()}

@@ -1,0 +1,415 @@
+"""Deployment bundles: what `export` writes, and what run_policy.py finds wrong with it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_helpers
+import torch
+
+from embodied_ppo import run
+from embodied_ppo.commands import main
+from embodied_ppo.config.schema import Config, EvaluateConfig
+from embodied_ppo.core.types import ArraySpec, Box, ConfigError
+from embodied_ppo.evaluation.episodes import evaluation_seeds
+from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.modes.base import TrainedRun
+from embodied_ppo.modes.embodied import bundle, components, run_policy
+from embodied_ppo.modes.embodied.run_policy import BundleError, Policy
+from embodied_ppo.modes.registry import mode
+
+pytestmark = pytest.mark.skipif(
+    not all(find_spec(name) for name in bundle.PACKAGES) and "NO_SKIPS" not in os.environ,
+    reason="needs onnx and onnxruntime: pip install 'embodied-ppo[export]'",
+)
+STEPS = 100
+CHEETAH: dict[str, Any] = {
+    "env.id": "HalfCheetah",
+    "env.max_episode_steps": STEPS,
+    "evaluation.episodes": 2,
+    "evaluation.video_episodes": 0,
+    "compile": "never",
+    "updates": 3,
+}
+JOINTS = ["bthigh", "bshin", "bfoot", "fthigh", "fshin", "ffoot"]
+
+
+def train(run_dir: Path, options: dict[str, Any]) -> Path:
+    run.train(run_helpers.tiny_config({**options, "run_dir": str(run_dir)}), quiet=True)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def cheetah(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run ``run`` and its bundle ``out``."""
+    folder = tmp_path_factory.mktemp("cheetah")
+    train(folder / "run", CHEETAH)
+    summary = run.export(str(folder / "run"), str(folder / "out"))
+    assert summary["recorded_steps"] == 4 * STEPS and summary["action_difference"] < 1e-6
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(cheetah: Path) -> Policy:
+    return Policy(cheetah / "out", expected_hz=20, action_names=JOINTS)
+
+
+def damaged(cheetah: Path, out: Path, change: Callable[[ActorCritic], None]) -> Path:
+    """Return a bundle whose policy.onnx is of a changed policy."""
+    shutil.copytree(cheetah / "out", out)
+    source, _, config = run.open_run(str(cheetah / "run"))
+    env = components.make_env([0], config=config.env, device=torch.device("cpu"))
+    actor = components.make_policy(config, env)
+    assert isinstance(actor, ActorCritic)
+    actor.load_state_dict(source.policy())
+    with torch.no_grad():
+        change(actor)
+    specs: Any = {"obs": env.obs_spec}
+    mapping: Any = components.action_mapper(config.env, env)
+    env.close()
+    bundle._write_onnx(bundle.Exported(actor, specs, mapping).eval(), specs, out / "policy.onnx")
+    return out
+
+
+# ------------------------------------------------------------------------------- what export writes
+def test_policy_json_names_order_units_limits_and_origin(cheetah: Path) -> None:
+    info = json.loads((cheetah / "out" / "policy.json").read_text())
+    (observation,), (action,) = info["inputs"], info["outputs"]
+    assert observation["shape"] == [17] and len(observation["mean"]) == 17
+    assert action["names"] == JOINTS and action["low"] == [-1] * 6 and action["high"] == [1] * 6
+    assert all(2e-6 <= x < 1e-5 for x in action["tolerance"])
+    assert info["control"] == {"step_s": 0.05, "rate_hz": 20, "action_chunk": 1}
+    assert info["action_mapping"] == "rescale"
+    assert [joint["name"] for joint in info["joints"]][-6:] == JOINTS
+    assert info["actuators"][0] == {
+        "name": "bthigh",
+        "joint": "bthigh",
+        "kind": "motor",
+        "unit": "N m/gear",
+        "gear": 120,
+        "range": [-1, 1],
+    }
+    assert info["ctrl_of_action"] == {"offset": [0] * 6, "scale": [1] * 6}
+    source, _, _ = run.open_run(str(cheetah / "run"))
+    weights = source.manifest["files"]["policy.pt"]["sha256"]
+    assert info["checkpoint"]["sha256"] == weights and info["checkpoint"]["update"] == 3
+    assert {"torch", "onnxruntime"} <= info["versions"].keys()
+
+
+def test_evaluation_through_the_bundle_gives_the_reports_return(
+    cheetah: Path, policy: Policy, tmp_path: Path
+) -> None:
+    """The simulator executes the bundle's actions without a mapping of its own."""
+    options = EvaluateConfig(str(cheetah / "run"), episodes=3, video=False, out=str(tmp_path))
+    run.evaluate(options, quiet=True)
+    report = json.loads((tmp_path / "report.json").read_text())
+    config = replace(run.open_run(str(cheetah / "run"))[2].env, action_mapping="none")
+    env = components.make_env(evaluation_seeds(0, 3), config=config, device=torch.device("cpu"))
+    obs, total = env.reset(), np.zeros(3)
+    for _ in range(STEPS):
+        assert isinstance(obs, torch.Tensor)
+        step = env.step(torch.from_numpy(policy.act(obs.numpy())))
+        obs, total = step.obs, total + step.reward.double().numpy()
+    assert bool(step.truncated.all())
+    env.close()
+    returns = [episode["return"] for episode in report["episodes"]]
+    np.testing.assert_allclose(total, returns, rtol=1e-4)
+
+
+def test_run_policy_needs_neither_torch_nor_the_package(cheetah: Path) -> None:
+    ast.parse((cheetah / "out" / "run_policy.py").read_text(), feature_version=(3, 8))
+    code = (
+        "import runpy, sys; sys.argv = ['run_policy.py', '--check', '--expected-hz', '20']\n"
+        "try: runpy.run_path('run_policy.py', run_name='__main__')\n"
+        "except SystemExit as error: code = error.code\n"
+        "print(code, sorted({'torch', 'embodied_ppo', 'mujoco'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cheetah / "out", capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["replayed 400 steps: no difference", "0 []"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"env.id": "CartPole-v1"},
+        {
+            "env.id": "toy_envs:Grouped",
+            "env.action_chunk": 2,
+            "env.max_episode_steps": 40,
+            "model.actor_obs": ["state"],
+            "model.critic_obs": ["state", "privileged"],
+            "model.distribution": "squashed_gaussian",
+        },
+    ],
+)
+def test_choices_chunks_and_groups(options: dict[str, Any], tmp_path: Path) -> None:
+    common = {"evaluation.episodes": 1, "evaluation.video_episodes": 0, "updates": 1}
+    train(tmp_path / "run", {**common, "compile": "never", **options})
+    run.export(str(tmp_path / "run"), str(tmp_path / "out"))
+    policy = Policy(tmp_path / "out")
+    golden = policy.golden
+    if "env.action_chunk" in options:
+        assert list(policy.inputs) == ["state"]  # not the critic's
+        assert policy.action["names"] == ["push@0", "push@1"]
+        assert policy.act(golden["observation/state"][0]).shape == (2, 1)
+        assert policy.info["ctrl_of_action"] is not None
+        assert set(golden["episode"]) > {0, 1, 2, 3}  # episodes of at most 20 decisions
+    else:
+        assert policy.act(golden["observation/obs"][:5]).tolist() == golden["action"][:5].tolist()
+        assert policy.outputs["logits"]["tolerance"] is not None
+
+
+def test_images_and_vectors_are_inputs_of_their_own(tmp_path: Path) -> None:
+    """A CNN, a channels-last image, action bounds that are scaled, and two vectors."""
+    specs = {
+        "camera": ArraySpec((40, 36, 3), torch.uint8),
+        "a": ArraySpec((2,)),
+        "b/c": ArraySpec((2, 2)),
+    }
+    box = Box((-2.0, 0.0), (4.0, float("inf")))
+    config = Config()
+    actor = ActorCritic(specs, box, config.model).eval()
+    obs = {
+        name: torch.randint(0, 255, (3, *spec.shape), dtype=spec.dtype)
+        if spec.dtype == torch.uint8
+        else torch.randn(3, *spec.shape)
+        for name, spec in specs.items()
+    }
+    actor.observe(obs, torch.ones(3, dtype=torch.bool))
+    with torch.no_grad():
+        actor.policy_head.weight *= 100
+    mapping: Any = components.action_mapper(config.env, _WithActions(box))
+    exported = bundle.Exported(actor, specs, mapping).eval()
+    bundle._write_onnx(exported, specs, tmp_path / "policy.onnx")
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(tmp_path / "policy.onnx"))
+    (actual,) = session.run(None, {name: x.numpy() for name, x in obs.items()})
+    expected = mapping(actor.act(actor.encode(obs)).action)
+    assert expected[:, 0].min() >= -2 and expected.abs().max() > 1
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+class _WithActions:
+    """The attribute of a simulator that ``action_mapper`` reads."""
+
+    def __init__(self, spec: Box) -> None:
+        self.action_spec = spec
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+# ----------------------------------------------------------------------------------- planted faults
+def swap_joints(actor: ActorCritic) -> None:
+    for x in (actor.policy_head.weight, actor.policy_head.bias):
+        x[[1, 4]] = x[[4, 1]].clone()
+
+
+def flip_sign(actor: ActorCritic) -> None:
+    for x in (actor.policy_head.weight, actor.policy_head.bias):
+        x[2] *= -1
+
+
+def change_scale(actor: ActorCritic) -> None:
+    for x in (actor.policy_head.weight, actor.policy_head.bias):
+        x[0] *= 0.5
+
+
+def forget_normalizer(actor: ActorCritic) -> None:
+    assert actor.encoder.moments is not None
+    actor.encoder.moments.count.zero_()
+    actor.encoder.moments.mean.zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        (swap_joints, ["bshin differs by up to", "swapped with fshin", "swapped with bshin"]),
+        (flip_sign, ["action: bfoot differs", "the opposite sign"]),
+        (change_scale, ["action: bthigh differs", "a scale of 0.5"]),
+        (forget_normalizer, ["policy.onnx does not normalise its observations"]),
+    ],
+)
+def test_replay_names_faults_of_the_network(
+    change: Callable[[ActorCritic], None], messages: list[str], cheetah: Path, tmp_path: Path
+) -> None:
+    out = damaged(cheetah, tmp_path / "out", change)
+    with pytest.raises(BundleError) as error:
+        Policy(out)
+    for message in messages:
+        assert message in str(error.value)
+    intact = set(JOINTS) - {name for name in JOINTS if name in " ".join(messages)}
+    if change is not forget_normalizer:
+        assert not any(f"action: {name} " in str(error.value) for name in intact)
+
+
+def recorded(policy: Policy) -> dict[str, Any]:
+    """Return a recording without faults: float32 noise of a pipeline in other units and back."""
+    return {
+        "observation/obs": np.float32(np.deg2rad(np.rad2deg(policy.golden["observation/obs"]))),
+        "action": policy.golden["action"].copy(),
+        "time_s": np.arange(len(policy.golden["action"])) * 0.05,
+    }
+
+
+def test_recording_without_faults_has_no_finding(policy: Policy) -> None:
+    assert policy.compare(recorded(policy)) == []
+    assert policy.compare({"action": policy.golden["action"][:50]}) == []
+    assert policy.constant_dimensions() == []
+
+
+OBS, ACTION = "observation/obs", "action"
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "findings"),
+    [
+        (OBS, lambda x: x[:, [0, 1, 3, 2, *range(4, 17)]], ["swapped with obs[3]", "swapped with"]),
+        (OBS, lambda x: x * np.where(np.arange(17) == 5, -1, 1), ["obs[5] .*opposite sign"]),
+        (OBS, lambda x: x * np.where(np.arange(17) == 4, 57.29578, 1), ["degrees instead of rad"]),
+        (OBS, lambda x: x + np.where(np.arange(17) == 9, 0.5, 0), ["obs[9] .*offset of 0.5"]),
+        (OBS, lambda x: np.concatenate([x[:1], x[:-1]]), ["is delayed by 1 step"] * 17),
+        (ACTION, lambda x: x[:, [3, 1, 2, 0, 4, 5]], ["bthigh .*swapped with fthigh", "fthigh"]),
+        (ACTION, lambda x: x * [1, 1, 1, 1, 1, -1], ["action: ffoot .*opposite sign"]),
+        (ACTION, lambda x: x * [1, 2, 1, 1, 1, 1], ["action: bshin .*a scale of 2$"]),
+        (ACTION, lambda x: x[:, [0, 1, 1, 3, 4, 5]], ["action: bfoot .*: is bshin$"]),
+        (ACTION, lambda x: x * [1, 1, 0, 1, 1, 1], ["action: bfoot .*is constant, 0"]),
+        ("time_s", lambda x: x / 2, ["the recording has 40 Hz, the policy was trained at 20 Hz"]),
+    ],
+)
+def test_comparison_names_faults_of_a_pipeline(
+    key: str, change: Callable[[Any], Any], findings: list[str], policy: Policy
+) -> None:
+    recording = recorded(policy)
+    recording[key] = change(recording[key])
+    if key == OBS:
+        del recording[ACTION]
+        recording[OBS] = recording[OBS].astype(np.float32)
+    lines = policy.compare(recording)
+    assert len(lines) == len(findings), lines
+    for line, finding in zip(lines, findings, strict=True):
+        assert line.startswith(("control rate", key))
+        for part in finding.rstrip("$").split(" .*"):
+            assert part in line
+        assert not finding.endswith("$") or line.endswith(finding.rstrip("$").split(" .*")[-1])
+
+
+def test_comparison_names_normalisation_that_is_twice_or_missing(policy: Policy) -> None:
+    spec, recording = policy.inputs["obs"], recorded(policy)
+    raw = recording[OBS]
+    recording[OBS] = run_policy.normalize(raw, spec)
+    recording[ACTION] = policy.act(recording[OBS])
+    (line,) = policy.compare(recording)
+    assert line.startswith(f"{OBS}: is normalised already; pass raw observations")
+    # Another runtime that runs the network on observations that nothing has normalised.
+    unnormalized = raw * np.array(spec["std"]) + np.array(spec["mean"])
+    (line,) = policy.compare({OBS: raw, ACTION: policy.act(unnormalized)})
+    assert line.startswith("action: is that of the network without its normaliser")
+
+
+def test_images_are_compared_as_a_whole() -> None:
+    image = np.random.default_rng(0).integers(0, 255, (3, 8, 9, 3), dtype=np.uint8)
+    for flipped, text in (
+        (image[..., ::-1], "BGR instead of RGB"),
+        (image[:, ::-1], "is upside down"),
+        (image[:, :, ::-1], "is mirrored"),
+        (image // 2, "differs by"),
+        (image / 255, "dtype float64"),
+    ):
+        (line,) = run_policy.describe_image("camera", image, flipped, "HWC")
+        assert text in line
+    assert run_policy.describe_image("camera", image, image ^ 1, "HWC") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expected_hz": 50}, "control rate: expected_hz=50, and the policy was trained at 20 Hz"),
+        ({"action_names": JOINTS[::-1]}, "in another order: 0 is ffoot instead of bthigh"),
+        ({"action_names": JOINTS[:-1]}, "action names: missing ['ffoot'], unknown []"),
+        ({"observation_names": ["state"]}, "missing ['obs'], unknown ['state']"),
+    ],
+)
+def test_what_the_integrator_expects_is_checked(
+    options: dict[str, Any], message: str, cheetah: Path
+) -> None:
+    with pytest.raises(BundleError) as error:
+        Policy(cheetah / "out", check=False, **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (np.zeros(16), "observation 'obs': shape (16,); it must be (17,)"),
+        (np.zeros(17, np.int64), "dtype int64; it must be float32"),
+        (np.where(np.arange(17) == 3, np.nan, 0), "not finite in obs[3]"),
+        ({"state": np.zeros(17)}, "observation 'state': unknown; there are ['obs']"),
+        ({}, "observation 'obs': missing"),
+    ],
+)
+def test_wrong_observations_are_refused(observation: Any, message: str, policy: Policy) -> None:
+    with pytest.raises(BundleError) as error:
+        policy.act(observation)
+    assert message in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("requires", "onnxruntime"), "99.0", "is too old for policy.onnx (opset 17): pip install"),
+        (("format",), 2, "format 2; this run_policy.py reads 1"),
+        (("inputs", 0, "role"), "state", "role 'state', which this run_policy.py does not know"),
+        (("inputs", 0, "shape"), [18], "input obs has shape [17], and policy.json has [18]"),
+        (("outputs", 0, "name"), "action", ""),
+    ],
+)
+def test_bundles_that_cannot_be_read_are_refused(
+    path: tuple[Any, ...], value: Any, message: str, cheetah: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(cheetah / "out", tmp_path / "out")
+    file = tmp_path / "out" / "policy.json"
+    node = info = json.loads(file.read_text())
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    file.write_text(json.dumps(info))
+    code = run_policy.main(["--folder", str(tmp_path / "out"), "--check"])
+    assert code == (2 if message else 0)
+    if message:
+        with pytest.raises(BundleError) as error:
+            Policy(tmp_path / "out")
+        assert message in str(error.value)
+
+
+def test_missing_package_is_named_with_its_installation(
+    cheetah: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    out = cheetah / "missing"
+    assert main.main(["export", f"checkpoint={cheetah / 'run'}", f"out={out}"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "export needs onnx" in line and "pip install 'embodied-ppo[export]'" in line
+    assert not out.exists()
+
+
+def test_other_robot_policies_are_refused(cheetah: Path) -> None:
+    source, run_dir, config = run.open_run(str(cheetah / "run"))
+    flow = replace(config, model=replace(config.model, policy="flow"))
+    with pytest.raises(ConfigError, match=r"model.policy=flow cannot be exported"):
+        mode(flow).export(TrainedRun(flow, source, run_dir, print), cheetah / "flow")
