@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import RealismConfig
 from embodied_ppo.core.types import (
     ArraySpec,
     Box,
@@ -112,7 +114,8 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         CheckpointError, ConfigError, EnvError: Before anything is written.
         TrainingError: The bundle does not reproduce the recorded actions.
     """
-    env_config = components.evaluation_env(run.config)
+    # The robot has delays and errors of its own; observations of the trace follow from its states.
+    env_config = replace(components.evaluation_env(run.config), realism=RealismConfig())
     if env_config.simulator == "warp":  # its kernels compile for minutes on a CPU
         env_config = replace(env_config, simulator="auto")
     task = components.evaluated_task(run, env_config, allow=False)
@@ -270,6 +273,7 @@ def _describe(
         },
         "action_mapping": config.env.action_mapping if isinstance(env.action_spec, Box) else "none",
         **mechanism,
+        "realism": loader.dump(config.env)["realism"],
         "golden": {
             "seeds": evaluation.evaluation_seeds(0, EPISODES),
             "rows": len(golden["episode"]),
