@@ -104,7 +104,7 @@ class Policy:
     def outputs_of(self, arrays):
         """Return every output for batches of observations."""
         names = list(self.outputs)
-        return dict(zip(names, self.session.run(names, arrays)))
+        return dict(zip(names, map(np.asarray, self.session.run(names, arrays))))
 
     def _check_observation(self, observation):
         """Return {name: array with a batch dimension}, and whether the caller has given one."""
