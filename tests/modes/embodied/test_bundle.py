@@ -181,6 +181,7 @@ def test_images_and_vectors_are_inputs_of_their_own(tmp_path: Path) -> None:
     }
     box = Box((-2.0, 0.0), (4.0, float("inf")))
     config = Config()
+    torch.manual_seed(0)
     actor = ActorCritic(specs, box, config.model).eval()
     obs = {
         name: torch.randint(0, 255, (3, *spec.shape), dtype=spec.dtype)
