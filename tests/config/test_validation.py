@@ -146,6 +146,14 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             "env.cameras = [front]: no network reads front; add it to model.actor_obs",
         ),
         (
+            {
+                "model.actor_obs": ["a"],
+                "model.critic_obs": ["a", "b"],
+                "env.realism.obs_keys": ["b"],
+            },
+            "env.realism.obs_keys: model.actor_obs = [a] does not contain b; only what the actor",
+        ),
+        (
             {**TOKENS, "model.shared_backbone": False},
             "model.shared_backbone = false: model.policy=token has one trunk",
         ),

@@ -25,6 +25,10 @@ GROUPED: dict[str, Any] = {
     "env.randomize": True,
     "env.action_chunk": 2,
     "env.max_episode_steps": 8,
+    "env.realism.action_delay": 1,
+    "env.realism.obs_delay": [0, 2],
+    "env.realism.obs_noise": 0.01,
+    "env.realism.obs_dropout": 0.1,
     "model.actor_obs": ["state"],
     "model.critic_obs": ["state", "privileged"],
     "algorithm.reward_type": "action_level",
@@ -112,8 +116,14 @@ def test_evaluation_needs_the_observations_of_the_actor_only(
 ) -> None:
     """``Balance`` offers no privileged group, and is otherwise the same task."""
     arguments = [f"checkpoint={trained}", "episodes=3", f"env.id={task}", f"out={tmp_path}"]
-    report = run_helpers.run_command(capsys, "evaluate", *arguments, "video=false")
+    changed = "env.realism.obs_noise.state=0.5"
+    report = run_helpers.run_command(capsys, "evaluate", *arguments, "video=false", changed)
     assert report["eval/length"] > 0
+    realism = json.loads((tmp_path / "report.json").read_text())["config"]["env"]["realism"]
+    assert realism["obs_noise"] == {"state": 0.5}, "the override"
+    assert realism["obs_delay"] == [0, 2] and realism["obs_keys"] == ["state"], "the training's"
+    page = (tmp_path / "report.html").read_text()
+    assert "Realism</th><td>action_delay=1, obs_delay=[0, 2], obs_noise=" in page
 
 
 def test_first_observations_of_the_simulators(trained: Path) -> None:

@@ -235,6 +235,20 @@ def test_privileged_observations_stay_as_they_are() -> None:
         obs, raw = env.step(action).obs, plain.step(action).obs
 
 
+def test_images_of_chunks_are_rendered_in_every_step_if_they_are_delayed() -> None:
+    camera = {"cameras": ["eye"], "image_size": (16, 16)}
+    env = balance([1], action_chunk=2, realism={"obs_delay": {"eye": 1}}, **camera)
+    plain = balance([1], **camera)
+    env.reset()
+    plain.reset()
+    actions = random_actions(6, 1).sign()
+    recorded = [plain.step(action).obs for action in actions]
+    for t in (0, 2, 4):
+        obs, before, now = env.step(actions[t : t + 2, 0].unsqueeze(0)).obs, *recorded[t : t + 2]
+        assert isinstance(obs, dict) and isinstance(before, dict) and isinstance(now, dict)
+        assert torch.equal(obs["eye"], before["eye"]) and torch.equal(obs["state"], now["state"])
+
+
 def test_off_returns_the_simulator_itself() -> None:
     options = {"action_delay": 0, "obs_delay": (0, 0), "obs_noise": {"state": 0.0}}
     assert not isinstance(balance([1], realism=options), RealisticEnv)
