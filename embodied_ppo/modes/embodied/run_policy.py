@@ -35,6 +35,7 @@ UNEXPLAINED = 0.1
 """Largest share of the variance that a suspected relation may leave unexplained."""
 MAX_DELAY = 5
 """Longest delay that is searched for, in rows."""
+NO_RATE = "control rate: unknown, the simulator of the training reports none; leave {} out"
 HINTS = ((180 / np.pi, "degrees instead of radians"), (np.pi / 180, "radians instead of degrees"))
 HINTS += ((1000.0, "millimetres instead of metres"), (0.001, "metres instead of millimetres"))
 
@@ -212,7 +213,9 @@ class Policy:
     def _compare_times(self, time_s):
         """Return the finding of a control rate that differs."""
         step_s, measured = self.info["control"]["step_s"], float(np.median(np.diff(time_s)))
-        if step_s is None or abs(measured / step_s - 1) <= RATE_TOLERANCE:
+        if step_s is None:
+            return [NO_RATE.format("time_s")]
+        if abs(measured / step_s - 1) <= RATE_TOLERANCE:
             return []
         return [
             f"control rate: the recording has {1 / measured:.4g} Hz, the policy was trained at"
@@ -286,8 +289,10 @@ class Policy:
     def _check_rate(self, expected_hz):
         """Return the finding of a control rate that differs from that of the training."""
         step_s = self.info["control"]["step_s"]
-        if expected_hz is None or step_s is None:
+        if expected_hz is None:
             return []
+        if step_s is None:
+            return [NO_RATE.format("expected_hz")]
         if abs(expected_hz * step_s - 1) <= RATE_TOLERANCE:
             return []
         return [
@@ -497,7 +502,10 @@ def describe_image(key, expected, actual, layout):
         return []
     channel, height, width = (layout.index(c) + 1 for c in "CHW")
     for axis, text in (
-        (channel, "its channels are in reverse order (BGR instead of RGB)"),
+        (
+            channel,
+            "its channels are in reverse order (BGR instead of RGB, or the last frame first)",
+        ),
         (height, "is upside down"),
         (width, "is mirrored"),
     ):

@@ -172,6 +172,19 @@ def test_choices_chunks_and_groups(options: dict[str, Any], tmp_path: Path) -> N
         assert policy.outputs["logits"]["tolerance"] is not None
 
 
+def test_unknown_control_rate_is_not_accepted_silently(cheetah: Path, tmp_path: Path) -> None:
+    """EnvPool and some user's simulators report none."""
+    shutil.copytree(cheetah / "out", tmp_path / "out")
+    file = tmp_path / "out" / "policy.json"
+    info = json.loads(file.read_text())
+    info["control"]["step_s"] = None
+    file.write_text(json.dumps(info))
+    with pytest.raises(BundleError, match="leave expected_hz out"):
+        Policy(tmp_path / "out", expected_hz=20)
+    (line,) = Policy(tmp_path / "out").compare({"time_s": np.arange(9)})
+    assert "leave time_s out" in line
+
+
 def test_images_and_vectors_are_inputs_of_their_own(tmp_path: Path) -> None:
     """A CNN, a channels-last image, action bounds that are scaled, and two vectors."""
     specs = {

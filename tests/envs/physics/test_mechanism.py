@@ -1,0 +1,51 @@
+"""Joints, actuators and the relation of action and ctrl of our own tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from embodied_ppo.config.schema import EnvConfig
+from embodied_ppo.modes.embodied import components
+
+
+def mechanism(id: str, **options: Any) -> dict[str, Any]:
+    config = EnvConfig(id=id, num_threads=1, **options)
+    env = components.make_env([0, 1], config=config, device=torch.device("cpu"))
+    try:
+        return components.mechanism(env)
+    finally:
+        env.close()
+
+
+def test_go1_actions_are_position_targets_around_the_home_pose() -> None:
+    """Hip ±0.1, thigh 0.9, calf -1.8 rad, plus 0.5 rad times the action."""
+    robot = mechanism("Go1Joystick")
+    home = [0.1, 0.9, -1.8, -0.1, 0.9, -1.8] * 2
+    assert robot["ctrl_of_action"]["offset"] == pytest.approx(home)
+    assert robot["ctrl_of_action"]["scale"] == pytest.approx([0.5] * 12)
+    assert [a["name"] for a in robot["actuators"]][:2] == ["FR_hip", "FR_thigh"]
+    assert {(a["kind"], a["unit"]) for a in robot["actuators"]} == {("position", "rad")}
+    free, hip = robot["joints"][:2]
+    assert (free["type"], free["qpos"], free["qvel"]) == ("free", [0, 7], [0, 6])
+    assert (hip["qpos"], hip["qvel"], hip["unit"]) == ([7, 8], [6, 7], "rad")
+    assert hip["range"] is not None and robot["actuators"][0]["joint"] == hip["name"]
+
+
+def test_actions_that_change_the_targets_of_the_last_step_have_no_fixed_relation() -> None:
+    robot = mechanism("PandaPickCube")
+    assert robot["ctrl_of_action"] is None
+    assert [a["unit"] for a in robot["actuators"]] == ["rad"] * 7 + ["m"]
+
+
+def test_motor_on_a_slide_has_a_gear_and_chunks_are_unwrapped() -> None:
+    robot = mechanism("toy_envs:Balance", action_chunk=2)
+    (motor,) = robot["actuators"]
+    assert (motor["kind"], motor["unit"], motor["gear"]) == ("motor", "N/gear", 1000)
+    assert robot["ctrl_of_action"] == {"offset": [0], "scale": [pytest.approx(0.01)]}
+
+
+def test_other_simulators_describe_no_joints() -> None:
+    assert mechanism("CartPole-v1") == {}
