@@ -18,6 +18,7 @@ from embodied_ppo.config import batch_sizes, loader, placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.core import watchdog
+from embodied_ppo.core.errors import show
 from embodied_ppo.core.types import (
     CheckpointError,
     ConfigError,
@@ -44,6 +45,7 @@ from embodied_ppo.training.progress import Interrupts, Progress, stop_signals
 from embodied_ppo.training.run_directory import (
     absolute,
     arithmetic,
+    changed_options,
     check_resume,
     claimed,
     replace_text,
@@ -287,6 +289,13 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
         if source is not None:
             check_resume(config, source, updates, device, messages.early_log_lines.append)
             if (summary := _finished(run_dir, source, updates)) is not None:
+                if changed := changed_options(config, source):
+                    path, value = next(iter(changed.items()))
+                    raise ConfigError(
+                        f"{path}={show(value)}: {run_dir} has completed its {updates} updates, and"
+                        f" nothing would use the new value; train further with"
+                        f" {mode(config).budget_options}, or leave it out"
+                    )
                 messages.bar.say(
                     f"{run_dir}: nothing left to train and nothing changed;"
                     f" {mode(config).budget_options} requests more than {updates} updates"

@@ -39,6 +39,9 @@ FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "env.num_envs", "seed"),
     # With other values the same weights are another function.
     *("model.activation", "model.heads", "model.decode"),
+    # With other values the weights do not fit the model, or belong to other observations.
+    *("model.policy", "model.hidden", "model.shared_backbone", "model.actor_obs"),
+    "model.critic_obs",
 )
 """Options that must not change on resume."""
 LOCK = ".lock"
@@ -171,6 +174,16 @@ def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise CheckpointError(f"{file}: holds no options; use another checkpoint")
     return options
+
+
+def changed_options(config: Config, source: checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return path -> value of the options with another value than in a checkpoint's run."""
+    old = loader.flat(stored_options(source))
+    return {
+        path: now
+        for path, now in loader.flat(loader.relevant(absolute(config))).items()
+        if path in old and old[path] != now and path not in (*ROUNDING_OPTIONS, "run_dir", "resume")
+    }
 
 
 def check_resume(

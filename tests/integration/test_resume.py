@@ -130,7 +130,9 @@ def test_messages_of_a_resumed_run(tmp_path: Path, capfd: pytest.CaptureFixture[
     first = run.train(tiny(run_dir, updates=4), quiet=True)
     files = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
     other = tiny(run_dir, updates=4, resume="auto")
-    again = run.train(replace(other, algorithm=replace(other.algorithm, lr=0.1)))
+    with pytest.raises(ValueError, match=r"algorithm.lr=0.1: .* completed its 4 updates, and"):
+        run.train(replace(other, algorithm=replace(other.algorithm, lr=0.1)))
+    again = run.train(other)
     assert "nothing left to train and nothing changed" in capfd.readouterr().err
     assert again == json.loads(json.dumps(first)) and {p: p.read_bytes() for p in files} == files
     second = run.train(tiny(run_dir, updates=8, resume="auto"))
