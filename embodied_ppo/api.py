@@ -230,4 +230,4 @@ def _interruptible(train: Any) -> dict[str, Any]:
     try:
         return train()
     except SystemExit as error:
-        raise KeyboardInterrupt("the run is saved; continue with resume=..") from error
+        raise KeyboardInterrupt("interrupted; train(resume=..) continues what was saved") from error

@@ -6,7 +6,7 @@ import errno
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from embodied_ppo.core.types import (
     TrainingError,
 )
 from embodied_ppo.imitation import expert_demos
+from embodied_ppo.models import own_network
 from embodied_ppo.modes.base import (
     RunComponents,
     RunRequest,
@@ -253,7 +254,7 @@ class _Run:
             **measurements,
             **self.components.facts,
             "versions": versions(),
-            "config_hash": config_hash(self.config),
+            "config_hash": self.request.info["config_hash"],
             "run_dir": str(self.dir),
             "checkpoint": str(self.system.saved),
             "tensorboard": str(self.dir / "tensorboard") if self.log.board else None,
@@ -303,6 +304,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
                 yield summary
                 return
         task = mode(config).task_for_training(config, source, messages.early_log_lines.append)
+        network = _network(config, source, messages.early_log_lines.append)
         config = replace(
             absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False
         )
@@ -312,6 +314,10 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
             "config_hash": config_hash(config),
             "arithmetic": arithmetic(config, device),
         }
+        if network is not None:  # all processes execute the copy
+            info["network_hash"] = network.hash
+            model = replace(config.model, network=network.spec_in(run_dir))
+            config = replace(config, model=model)
         request = RunRequest(
             config,
             device,
@@ -326,7 +332,8 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
             advance=messages.bar.advance,
             task=None if task is None else task.without_data(run_dir),
         )
-        with Interrupts(), messages.bar:
+        saved = nullcontext() if network is None else network.saved(run_dir)
+        with Interrupts(), messages.bar, saved:
             components = _build(request, stack)
         if source is not None:
             components.system.load(source, messages.notice)
@@ -370,6 +377,20 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
         finally:
             log.close()
             run.system.close()
+
+
+def _network(
+    config: Config, source: checkpoint.Checkpoint | None, say: Callable[[str], None]
+) -> own_network.NetworkFile | None:
+    """Return the file of ``model.network`` that a run executes; None without the option."""
+    if config.model.network is None:
+        return None
+    stored, stored_dir = None, None
+    if source is not None:
+        stored, stored_dir = source.manifest.get("network_hash"), source.path.parent.parent
+    return own_network.for_training(
+        config.model.network, stored, stored_dir, allow=config.allow_changed_task, say=say
+    )
 
 
 def _checkpoint_to_resume(

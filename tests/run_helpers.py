@@ -64,7 +64,8 @@ def tiny_config(options: Mapping[str, Any] | None = None) -> Config:
     """
     options = options or {}
     is_actor_critic = options.get("model.policy", "actor_critic") == "actor_critic"
-    base = BASE if is_actor_critic else {**BASE, "model": {}}
+    reads_hidden = is_actor_critic and options.get("model.network") is None
+    base = BASE if reads_hidden else {**BASE, "model": {}}
     loaded = loader.read(Config, [("base", base), ("test", nested(options))])
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config

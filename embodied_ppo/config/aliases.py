@@ -18,7 +18,12 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "experiment_name": ("name",),
     },
     "env": {"num_workers": ("num_threads",), "env_id": ("id",)},
-    "model": {"hidden_sizes": ("hidden",), "hidden_dims": ("hidden",)},
+    "model": {
+        "hidden_sizes": ("hidden",),
+        "hidden_dims": ("hidden",),
+        "class": ("network",),
+        "class_options": ("network_options",),
+    },
     "algorithm": {
         "adv_estimator": ("adv_type",),
         "lam": ("gae_lambda",),

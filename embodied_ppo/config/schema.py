@@ -269,6 +269,8 @@ VLA = equals("model.policy", "token", "flow", "gaussian")
 NEW_VLA = VLA & equals("model.checkpoint", None)
 PRETRAINED_VLA = is_set("model.checkpoint")
 ORTHOGONAL = ACTOR_CRITIC & equals("model.orthogonal_init", True)
+OWN_NETWORK = ACTOR_CRITIC & is_set("model.network")
+TRUNK = ACTOR_CRITIC & equals("model.network", None)
 CONTINUOUS = ACTOR_CRITIC & ReadIf(
     "model.distribution=gaussian or squashed_gaussian",
     lambda c: c.model.distribution != "categorical",  # auto may become one of the two
@@ -285,16 +287,19 @@ class ModelConfig:
     """Policy family. actor_critic: a trunk with a policy head and a value head. token, flow and
     gaussian are vision-language-action models, which read an instruction; their actions are tokens,
     the result of flow matching, or Gaussian. They read the options from width on, actor_critic
-    reads those from backbone to value_gain."""
-    backbone: Literal["auto", "mlp", "cnn"] = option("auto", read_if=ACTOR_CRITIC)
+    reads those from network to value_gain."""
+    network: Text | None = option(None, read_if=ACTOR_CRITIC)
+    """Your own trunk, FILE.py:Class (docs/networks.md); null: the one of backbone, hidden,
+    activation and layer_norm. The run keeps a copy of the file."""
+    network_options: dict[str, Any] = option({}, read_if=OWN_NETWORK)
+    """Arguments of the class of network."""
+    backbone: Literal["auto", "mlp", "cnn"] = option("auto", read_if=TRUNK)
     """Architecture of the trunk; auto: cnn for uint8 images, mlp otherwise."""
-    hidden: tuple[Width, ...] = option((64, 64), read_if=ACTOR_CRITIC)
+    hidden: tuple[Width, ...] = option((64, 64), read_if=TRUNK)
     """Widths of the hidden layers (of a cnn: after the convolutions)."""
-    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option(
-        "tanh", read_if=ACTOR_CRITIC
-    )
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option("tanh", read_if=TRUNK)
     """Non-linearity of the hidden layers (the convolutions of a cnn use relu)."""
-    layer_norm: bool = option(False, read_if=ACTOR_CRITIC)
+    layer_norm: bool = option(False, read_if=TRUNK)
     """Apply layer normalisation before each hidden activation."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
@@ -314,7 +319,9 @@ class ModelConfig:
     """Upper bound of the logarithm of the standard deviation."""
     orthogonal_init: bool = True
     """Initialise with orthogonal weights and zero biases; false: torch's default initialisation."""
-    hidden_gain: Positive = option(1.4142135623730951, read_if=ORTHOGONAL)
+    hidden_gain: Positive = option(
+        1.4142135623730951, read_if=TRUNK & equals("model.orthogonal_init", True)
+    )
     """Gain of the orthogonal initialisation of the hidden layers."""
     policy_gain: Positive = option(0.01, read_if=ORTHOGONAL)
     """Gain of the orthogonal initialisation of the policy head."""
@@ -997,8 +1004,8 @@ class Config:
             ReadIf(RESUMED, lambda c: False, mode="reasoning"),  # which has no task to compare
         ),
     )
-    """With resume: continue although files of the user's task (env.id=module:Class) differ from
-    those of the checkpoint."""
+    """With resume: continue although files of the user's task (env.id=module:Class), or that of
+    model.network, differ from those of the checkpoint."""
     save_every: Natural = 50
     """Number of updates between checkpoints; 0: only at the end."""
     keep_last: Count = 3
@@ -1069,8 +1076,8 @@ class EvaluateConfig:
     threads: Threads = 1
     """Number of threads of one tensor operation; 0: torch's default."""
     allow_changed_task: bool = option(False, mode="embodied")
-    """Execute files of the user's task that have changed since training; false: execute the run's
-    copies of them."""
+    """Execute files of the user's task, and of model.network, that have changed since training;
+    false: execute the run's copies of them."""
     env: dict[str, Any] = option({}, mode="embodied")
     """Changes to the environment in which the checkpoint was trained
     (``env.max_episode_steps=200``)."""

@@ -29,8 +29,8 @@ from embodied_ppo.core.types import (
 from embodied_ppo.models import distributions as dist
 from embodied_ppo.models.backbone import (
     Encoder,
-    Trunk,
     linear,
+    make_trunk,
     select_specs,
     split_parameters,
 )
@@ -82,7 +82,7 @@ class ActorCritic(nn.Module):
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)
-        self.trunk = Trunk(self.encoder, config)
+        self.trunk = make_trunk(self.encoder, config)
         # Inputs of ``value_trunk``; None: those of the actor.
         self.critic_encoder = Encoder(critic_spec, config) if critic_spec else None
         own_trunk = has_critic and (self.critic_encoder is not None or not config.shared_backbone)
@@ -90,7 +90,7 @@ class ActorCritic(nn.Module):
         # A tail behind the shared trunk reads the features of the trunk besides.
         self.has_tail = own_trunk and config.shared_backbone
         features = self.trunk.features if self.has_tail else 0
-        self.value_trunk = Trunk(encoder, config, features=features) if own_trunk else None
+        self.value_trunk = make_trunk(encoder, config, features=features) if own_trunk else None
         discrete = isinstance(action_spec, Discrete)
         self.actions = size = action_spec.n if discrete else action_spec.size
         outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size

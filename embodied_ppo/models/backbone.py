@@ -1,11 +1,11 @@
-"""Observation encoder, and MLP and CNN trunks."""
+"""Observation encoder, and trunks: MLP, CNN, or the user's network."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.errors import choose
 from embodied_ppo.core.running_stats import RunningMoments
 from embodied_ppo.core.types import ArraySpec, ConfigError, Obs, ObsSpec, names_observation
+from embodied_ppo.models import own_network
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
@@ -239,3 +240,65 @@ class Trunk(nn.Module):
             x = inputs[name]
             parts.append(self.cnns[i](x) if self.cnns else x.flatten(1).float() * (1.0 / 255.0))
         return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+
+class OwnTrunk(InferenceModule):
+    """The user's network (``model.network``): maps encoded inputs to features [B, D].
+
+    It always is in evaluation mode: dropout is off, and batch normalisation keeps its statistics.
+    """
+
+    def __init__(self, encoder: Encoder, config: ModelConfig, *, features: int = 0) -> None:
+        """Build the network; arguments as those of ``Trunk``.
+
+        Raises:
+            ConfigError: See ``own_network``; or ``features`` of another trunk would be an input.
+        """
+        super().__init__()
+        spec = config.network
+        assert spec is not None
+        if features:
+            raise ConfigError(
+                f"model.network = {spec}: cannot read the features of the actor's network, as the"
+                " critic with model.critic_obs does; write model.shared_backbone=false"
+            )
+        self.spec = spec
+        self.vectors = {name: tuple(s.shape) for name, s in encoder.vectors.items()}
+        images = {name: channels_first_shape(s) for name, s in encoder.images.items()}
+        self.images = tuple(images)
+        self.network = own_network.build(spec, {**self.vectors, **images}, config.network_options)
+        zeros = {
+            **({VECTOR: torch.zeros(2, encoder.vector_size)} if self.vectors else {}),
+            **{name: torch.zeros(2, *s, dtype=torch.uint8) for name, s in images.items()},
+        }
+        self.train(False)
+        self.features = own_network.count_features(spec, self.network, self._split(zeros))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Import the user's file before the state is unpickled (in a compiler or video process)."""
+        return _new_own_trunk, (self.spec,), self.__dict__
+
+    def _split(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return {name: float32 [B, ..] of a vector, or uint8 [B, C, H, W] of an image}."""
+        named = {name: inputs[name] for name in self.images}
+        if self.vectors:
+            sizes = [math.prod(shape) for shape in self.vectors.values()]
+            parts = inputs[VECTOR].split(sizes, dim=1)
+            for (name, shape), part in zip(self.vectors.items(), parts, strict=True):
+                named[name] = part.reshape(-1, *shape)
+        return named
+
+    def forward(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
+        return self.network(self._split(inputs))
+
+
+def _new_own_trunk(spec: str) -> OwnTrunk:
+    """Return an object without state, see ``OwnTrunk.__reduce__``."""
+    own_network.import_file(spec)
+    return OwnTrunk.__new__(OwnTrunk)
+
+
+def make_trunk(encoder: Encoder, config: ModelConfig, *, features: int = 0) -> Trunk | OwnTrunk:
+    """Return the user's network if there is one, else an MLP or CNN; arguments as of ``Trunk``."""
+    cls = Trunk if config.network is None else OwnTrunk
+    return cls(encoder, config, features=features)

@@ -54,14 +54,18 @@ def absolute(config: Config) -> Config:
     def full(path: str | None) -> str | None:
         return None if path is None else str(Path(path).expanduser().absolute())
 
-    def grader(spec: str) -> str:
+    def source_file(spec: str) -> str:
         file, colon, name = spec.partition(":")
         return f"{full(file)}{colon}{name}" if file.endswith(".py") else spec
 
     actor, critic, data, reward = config.actor, config.critic, config.data, config.reward
     return replace(
         config,
-        model=replace(config.model, checkpoint=full(config.model.checkpoint)),
+        model=replace(
+            config.model,
+            checkpoint=full(config.model.checkpoint),
+            network=config.model.network and source_file(config.model.network),
+        ),
         cloning=replace(config.cloning, dataset=full(config.cloning.dataset)),
         actor=replace(
             actor,
@@ -76,7 +80,7 @@ def absolute(config: Config) -> Config:
         ),
         reward=replace(
             reward,
-            grader=grader(reward.grader),
+            grader=source_file(reward.grader),
             path=full(reward.path),
             model=replace(reward.model, path=full(reward.model.path)),
         ),

@@ -254,6 +254,7 @@ UNREAD = {
     "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
     "algorithm.gae_lambda": (0.9, None),  # read by default
     "model.hidden_gain": (2.0, None),
+    "model.network_options": ({"width": 8}, {"model.network": "x.py:Net"}),
     "model.policy_gain": (2.0, None),
     "model.value_gain": (2.0, None),
     "model.obs_clip": (5.0, None),
@@ -320,6 +321,7 @@ UNREAD = {
     "reward.model.steps": (10, {**LANGUAGE, "reward.model.pairs": 100}),
     "reward.model.batch_size": (10, {**LANGUAGE, "reward.model.pairs": 100}),
     "reward.model.lr": (0.1, {**LANGUAGE, "reward.model.pairs": 100}),
+    "model.network": ("x.py:Net", None),
     "model.backbone": ("mlp", None),
     "model.hidden": ([8], None),
     "model.activation": ("relu", None),
@@ -359,9 +361,13 @@ NOT_READ = {
     "algorithm.entropy_bonus": {"model.policy": "flow"},
     "algorithm.entropy_target": {"model.policy": "flow", "model.flow_noise": "sde"},
     **dict.fromkeys(
-        (f"model.{x}" for x in ("backbone", "hidden", "activation", "layer_norm", "distribution")),
+        (
+            f"model.{x}"
+            for x in ("network", "backbone", "hidden", "activation", "layer_norm", "distribution")
+        ),
         TOKENS,
     ),
+    "model.network_options": {"model.network": None},
     "algorithm.gae_lambda": {"algorithm.adv_type": "reinforce_plus_plus"},
     "env.obs_keys": {"model.actor_obs": ["a"], "model.critic_obs": ["a"]},
     "model.actor_obs": {"model.policy": "token"},

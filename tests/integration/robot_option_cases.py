@@ -59,6 +59,7 @@ GROUPS = {
     "model.critic_obs": ["velocity"],
     "model.shared_backbone": False,
 }
+NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network.py'}:Residual"
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 CHUNKS = {"env.action_chunk": 2}
 
@@ -113,6 +114,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
     "model.flow_eta": (0.3, FLOW),
     "model.flow_chain": ("sum", FLOW),
+    "model.network": (NETWORK, {}),
+    "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
     "model.backbone": ("mlp", PICTURES),
     "model.hidden": ([8], {}),
     "model.activation": ("relu", {}),

@@ -853,8 +853,9 @@ def test_page_is_up_to_date() -> None:
 
 # --------------------------------------------------------------------------------------------- page
 def text_of(value: Any) -> str:
-    """Format a value as JSON, with paths of this machine as DIR."""
+    """Format a value as JSON, without paths of this machine."""
     text = json.dumps(value).replace(str(FOLDER.parent), "DIR").replace("|", "\\|")
+    text = text.replace(f"{PAGE.parents[1]}/", "")
     return f"`{text}`"
 
 

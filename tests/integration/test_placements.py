@@ -24,6 +24,7 @@ from embodied_ppo.placement.ray_system import Reservation
 from embodied_ppo.placement.ray_worker import LOOPBACK, RayWorker, RayWorkerActor
 from embodied_ppo.training import checkpoint
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("eight_slots")
 
 SMALL: dict[str, Any] = {
@@ -123,6 +124,8 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "crossed": {
         "cluster__component_placement": {"env,actor": 0, "rollout": 1},
         "cluster__devices_per_node": 2,
+        "model__network": f"{ROOT / 'scripts/examples/own_network.py'}:Residual",
+        "model__network_options": {"width": 8},
     },
 }
 
@@ -140,9 +143,12 @@ ROLES = {
 def test_placements_with_one_learner_equal_one_process(
     name: str, cached_run: CachedRuns, tmp_path: Path
 ) -> None:
-    """In "apart", the critic reads a group of observations of its own."""
+    """In "apart" the critic reads a group of observations of its own; "crossed" has a user's
+    network.
+    """
     run_dir, options = tmp_path / "run", EQUAL_TO_LOCAL[name]
-    local = cached_run(**{path: options[path] for path in options.keys() & GROUPS.keys()})
+    task_options = {p: x for p, x in options.items() if p.startswith(("env__", "model__"))}
+    local = cached_run(**task_options)
     metrics, expected = train(run_dir, **options), rows(local)
     assert len(metrics) == len(expected) == 5
     for row, expected_row in zip(metrics, expected, strict=True):

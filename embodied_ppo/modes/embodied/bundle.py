@@ -126,7 +126,8 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         task=task,
     )
     try:
-        policy = components.make_policy(replace(run.config, env=env_config), env)
+        model = components.trained_model(run, allow=False)
+        policy = components.make_policy(replace(run.config, env=env_config, model=model), env)
         assert isinstance(policy, ActorCritic)
         run.load_weights(policy)
         policy.eval()

@@ -25,6 +25,7 @@ from embodied_ppo.config.schema import (
     EnvConfig,
     EvaluateConfig,
     EvaluationConfig,
+    ModelConfig,
     RealismConfig,
 )
 from embodied_ppo.core import compile, watchdog
@@ -44,6 +45,7 @@ from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import video
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.imitation import behavior_cloning, expert_demos
+from embodied_ppo.models import own_network
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.vla.action_tokens import TokenVLA
 from embodied_ppo.models.vla.flow_matching import FlowVLA
@@ -292,6 +294,9 @@ def compile_from(
         )
     if config.model.checkpoint is not None:
         compile_obstacle = "a model of model.checkpoint is not compiled; leave it null"
+    if config.model.network is not None and config.compile == "auto":
+        # Tracing would fix a branch that depends on values.
+        compile_obstacle = "model.network is compiled with compile=always only"
     if config.cloning.coef:
         compile_obstacle = "cloning.coef adds demonstrations to minibatches; leave it 0"
     if not compile_obstacle:
@@ -492,6 +497,25 @@ def evaluated_task(run: TrainedRun, env: EnvConfig, *, allow: bool) -> TaskFiles
         return task_files().collect(env.id, env.kwargs)
     task = task_files().for_evaluation(env.id, env.kwargs, stored, allow=allow, say=run.say)
     return None if task is None else task.without_data(run.run_dir)
+
+
+def trained_model(run: TrainedRun, *, allow: bool) -> ModelConfig:
+    """Return the options of the model, with the file of ``model.network`` that is executed.
+
+    Args:
+        allow: Whether the file may differ from that of the training.
+
+    Raises:
+        CheckpointError, ConfigError: The file, or the run's copy of it, cannot be read.
+    """
+    model = run.config.model
+    if model.network is None:
+        return model
+    stored = run.source.manifest.get("network_hash")
+    network = own_network.for_evaluation(
+        model.network, stored, run.run_dir, allow=allow, say=run.say
+    )
+    return replace(model, network=network)
 
 
 def sampling_temperature(policy: Policy, temperature: float) -> float | None:

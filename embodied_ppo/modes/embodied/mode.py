@@ -14,7 +14,7 @@ import torch
 
 from embodied_ppo.config import loader, placement
 from embodied_ppo.config.batch_sizes import batches
-from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig
+from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig, RealismConfig
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import ConfigError, ProgressCallback, VectorEnv
 from embodied_ppo.evaluation.episodes import evaluation_seeds
@@ -128,7 +128,7 @@ class EmbodiedMode(Mode):
         factory = functools.partial(
             components.make_env, config=env_config, device=device, task=task
         )
-        policy, _ = _restore(run, config, factory)
+        policy, _ = _restore(run, config, factory, allow=options.allow_changed_task)
         if not options.deterministic:
             components.sampling_temperature(policy, options.temperature)
 
@@ -160,12 +160,13 @@ class EmbodiedMode(Mode):
     def load_policy(
         self, run: TrainedRun, device: torch.device, *, seed: int, allow_changed_task: bool
     ) -> TrainedPolicy:
-        config = replace(run.config, env=components.evaluation_env(run.config))
+        env_config = replace(components.evaluation_env(run.config), realism=RealismConfig())
+        config = replace(run.config, env=env_config)
         task = components.evaluated_task(run, config.env, allow=allow_changed_task)
         factory = functools.partial(
             components.make_env, config=config.env, device=device, task=task
         )
-        policy, env = _restore(run, config, factory)
+        policy, env = _restore(run, config, factory, allow=allow_changed_task)
         return TrainedPolicy(
             policy.eval(),
             config=run.config,
@@ -227,9 +228,18 @@ class EmbodiedMode(Mode):
 
 
 def _restore(
-    run: TrainedRun, config: Config, factory: Callable[[list[int]], VectorEnv]
+    run: TrainedRun,
+    config: Config,
+    factory: Callable[[list[int]], VectorEnv],
+    *,
+    allow: bool,
 ) -> tuple[components.AnyPolicy, VectorEnv]:
-    """Return the policy with the weights of a checkpoint, and a closed environment of its task."""
+    """Return the policy with the weights of a checkpoint, and a closed environment of its task.
+
+    Args:
+        allow: Whether the file of ``model.network`` may differ from that of the training.
+    """
+    config = replace(config, model=components.trained_model(run, allow=allow))
     env = factory(env_seeds(0, 0, 1))
     try:
         policy = components.make_policy(config, env)
