@@ -153,6 +153,13 @@ def test_batches_tensors_and_samples(run: ep.Run) -> None:
     assert not np.array_equal(ep.load(run, seed=2).act(obs, deterministic=False), samples)
 
 
+def test_a_policy_trained_with_delays_acts_without_them(tmp_path: Path) -> None:
+    env = {**OPTIONS["env"], "realism": {"action_delay": 1}}
+    options = {**OPTIONS, "updates": 1, "env": env, "run_dir": tmp_path / "run"}
+    action = ep.train(progress=False, **options).policy.act(np.zeros(3))
+    assert action.shape == (1,)
+
+
 def test_wrong_observations_are_refused(run: ep.Run) -> None:
     with pytest.raises(ep.EnvError, match=r"obs is float64 \[4\]; the policy reads float32 \[3\]"):
         run.policy.act(np.zeros(4))
