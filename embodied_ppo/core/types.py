@@ -58,11 +58,6 @@ class ArraySpec:
 ObsSpec: TypeAlias = "ArraySpec | dict[str, ArraySpec]"
 
 
-def names_observation(key: str, name: str) -> bool:
-    """Return whether ``key`` of a list of observations names ``name``: "a" names a, a/b and a/c."""
-    return name == key or name.startswith(f"{key}/")
-
-
 @dataclass(frozen=True)
 class Discrete:
     """Actions 0 .. n-1; a batch of them is int64 [N]."""

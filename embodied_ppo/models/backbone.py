@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.errors import choose
+from embodied_ppo.core.observation_names import names_observation
 from embodied_ppo.core.running_stats import RunningMoments
-from embodied_ppo.core.types import ArraySpec, ConfigError, Obs, ObsSpec, names_observation
+from embodied_ppo.core.types import ArraySpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import own_network
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)

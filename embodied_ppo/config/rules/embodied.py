@@ -18,7 +18,7 @@ from embodied_ppo.config.rules.base import (
 )
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.core.types import names_observation
+from embodied_ppo.core.observation_names import names_observation
 
 
 class EmbodiedRules(ModeRules):

@@ -30,6 +30,7 @@ from embodied_ppo.config.schema import (
 )
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
+from embodied_ppo.core.observation_names import names_observation
 from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.types import (
     Box,
@@ -38,7 +39,6 @@ from embodied_ppo.core.types import (
     Obs,
     Policy,
     VectorEnv,
-    names_observation,
 )
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import episodes as evaluation

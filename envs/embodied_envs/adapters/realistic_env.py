@@ -11,6 +11,7 @@ from torch import Tensor
 
 from embodied_envs.adapters.spaces import PRIVILEGED
 from embodied_ppo.core.errors import choose, show
+from embodied_ppo.core.observation_names import names_observation
 from embodied_ppo.core.random import normal, sampling_key, uniform
 from embodied_ppo.core.types import (
     ArraySpec,
@@ -19,7 +20,6 @@ from embodied_ppo.core.types import (
     Obs,
     Step,
     VectorEnv,
-    names_observation,
 )
 
 STATE = "state"

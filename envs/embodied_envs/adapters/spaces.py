@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embodied_envs.adapters.actions import mapper
 from embodied_ppo.core.errors import choose
+from embodied_ppo.core.observation_names import names_observation
 from embodied_ppo.core.types import (
     ActionSpec,
     ArraySpec,
@@ -23,7 +24,6 @@ from embodied_ppo.core.types import (
     EnvError,
     Obs,
     ObsSpec,
-    names_observation,
 )
 
 Leaf = Callable[[Any], Tensor]
