@@ -81,7 +81,7 @@ class Recorder:
 
     def step(self, action: Tensor) -> Step:
         env, physics = self.env, self.env.physics
-        mapped = env._map(action.to(physics.device)).to(physics.dtype)
+        mapped = env.to_simulator(action.to(physics.device)).to(physics.dtype)
         self.controls.append(env.task.control(env.s, mapped).clone())
         step = env.step(action)
         self.ended.append((step.terminated | step.truncated).to(physics.device))
