@@ -176,7 +176,9 @@ def build(
         raise ConfigError(f"{label}: {name} {fact}; {choose(name, names, 'networks in it: ')}")
     try:
         return cls(dict(shapes), **options)
-    except Exception as error:  # of any kind: it is the user's code
+    # The class is written by the user, so its constructor may raise any exception; each becomes one
+    # line that names the option.
+    except Exception as error:
         call = ", ".join(["shapes", *(f"{key}={show(value)}" for key, value in options.items())])
         raise ConfigError(
             f"{label}: {name}({call}) failed ({one_line(error, kind=True)}); shapes ="
@@ -198,7 +200,7 @@ def count_features(spec: str, network: nn.Module, inputs: Mapping[str, Tensor]) 
     try:
         with torch.no_grad():
             features = network(dict(inputs))
-    except Exception as error:  # of any kind: it is the user's code
+    except Exception as error:  # as in ``build``, for the user's ``forward``
         shapes = {name: list(x.shape) for name, x in inputs.items()}
         raise ConfigError(
             f"model.network = {spec}: forward failed with two observations {shapes}"

@@ -41,7 +41,7 @@ HINTS += ((1000.0, "millimetres instead of metres"), (0.001, "metres instead of 
 
 
 class BundleError(ValueError):
-    """The bundle, or what it is given, is not as exported. The message says what differs."""
+    """The bundle, or an input to it, differs from the export. The message names the difference."""
 
 
 class Policy:

@@ -80,7 +80,7 @@ def _undecided(groups: list[str], privileged: list[str], id: str) -> EnvError:
         actor = "NAME,.."
     return EnvError(
         f"env.id={id}: its observation has {privileged[0]}, which exists in simulation only, and no"
-        f" option says which network reads it; write model.actor_obs=[{actor}]"
+        f" option names the networks that read it; write model.actor_obs=[{actor}]"
         f" model.critic_obs=[{','.join([actor, *secret])}] (with model.policy=actor_critic), or"
         f" env.obs_keys=[{actor}] to leave it out"
     )

@@ -298,7 +298,10 @@ def test_check_env_finds_wrong_delays() -> None:
 def test_refusals_are_one_line(options: dict[str, Any], message: str) -> None:
     class Spaces(toy_envs.ScriptedEnv):
         max_episode_steps = 12
-        obs_spec = {"state": ArraySpec((3,)), "eye": ArraySpec((3, 4, 4), torch.uint8)}  # noqa: RUF012
+        obs_spec = {  # noqa: RUF012
+            "state": ArraySpec((3,)),
+            "eye": ArraySpec((3, 4, 4), torch.uint8),
+        }
 
     env: Any = Spaces([1], [False])
     with pytest.raises(EnvError, match=message) as error:
