@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +17,12 @@ from embodied_ppo.algorithms.ppo_loss import ActorCriticLoss, kl_distance
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.collectives import Ranks
+from embodied_ppo.core.memory import memory_size
 from embodied_ppo.core.running_stats import Moments, RunningMoments
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import Evaluation, Policy, Trajectory
 
-METHODS = ("encode", "act", "evaluate", "value", "bc_loss")
+METHODS = ("encode", "act", "evaluate", "evaluate_columns", "value", "bc_loss")
 """Methods of policies that read the weights."""
 
 
@@ -122,6 +123,13 @@ class PolicyActor:
         """Evaluate the trajectory's actions under a policy; inputs and results are [T, N, ..]."""
         c, flat = self.config, tree.flatten_time
         size = c.logprob_forward_micro_batch_size or c.micro_batch_size or c.global_batch_size
+        if memory_size(policy):
+            columns = max(1, size // len(t.mask))
+            parts = [
+                cast(Any, policy).evaluate_columns(*part)
+                for part in _split_columns((inputs, t.action, t.replay), columns)
+            ]
+            return tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:])
         view = apply_in_parts(policy.evaluate, size, flat(inputs), flat(t.action), flat(t.replay))
         return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), view)
 
@@ -184,3 +192,10 @@ class PolicyActor:
 
     def state_tensors(self) -> list[Any]:
         return [] if self.reference is None else [list(self.reference.state_dict().values())]
+
+
+def _split_columns(trajectory: Any, size: int) -> Iterator[Any]:
+    """Yield parts of at most ``size`` columns of tensors [T, N, ..]."""
+    columns = next(tree.leaves(trajectory)).shape[1]
+    for first in range(0, columns, size):
+        yield tree.index(trajectory, (slice(None), slice(first, first + size)))

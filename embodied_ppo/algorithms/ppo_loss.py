@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from embodied_ppo.algorithms import kl, losses
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
+from embodied_ppo.core.memory import memory_size
 from embodied_ppo.core.running_stats import masked_sum
 from embodied_ppo.core.types import Batch, Policy
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy, ModuleReference
@@ -209,6 +210,8 @@ class ActorCriticLoss(PolicyLoss):
         dims = 2 if c.minibatch_unit == "column" else 1
         if dims == 1:
             out = self.model.evaluate(b.inputs, b.action, b.replay)
+        elif memory_size(self.model):
+            out = self.model.evaluate_columns(b.inputs, b.action, b.replay, length=c.bptt_length)
         else:  # the model reads samples; columns are flattened for it and folded back
             flat = tree.flatten_time
             out = self.model.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))

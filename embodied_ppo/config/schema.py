@@ -327,6 +327,16 @@ class ModelConfig:
     """Gain of the orthogonal initialisation of the policy head."""
     value_gain: NonNegative = option(1.0, read_if=ORTHOGONAL)
     """Gain of the orthogonal initialisation of the value head; 0: values start at 0."""
+    history: Small = option(1, read_if=ACTOR_CRITIC)
+    """Number of observations that the policy reads together (K): the newest one and the K - 1
+    before it in the episode, with the actions between them; zeros before the start of the episode.
+    1: the newest one only. With actor_obs, those observations are stacked and others are not."""
+    recurrent: Literal["gru", "lstm"] | None = option(None, read_if=ACTOR_CRITIC)
+    """Recurrent layer behind each trunk, whose state lasts for an episode; the heads read its
+    output and that of the trunk. Minibatches then consist of whole columns
+    (algorithm.minibatch_unit=column); null: none."""
+    recurrent_size: Width = option(128, read_if=ACTOR_CRITIC & is_set("model.recurrent"))
+    """Number of units of the recurrent layer."""
     actor_obs: tuple[Text, ...] | None = option(None, read_if=ACTOR_CRITIC)
     """Names of the observations that the actor reads, through its own normaliser; "a" names a/b and
     a/c, too. Evaluation and deployment need no others. Set together with critic_obs; null: actor
@@ -480,6 +490,9 @@ class AlgorithmConfig:
     minibatch_unit: Literal["step", "column"] = option("step", mode="embodied")
     """Unit of which minibatches are drawn: step is a single step, column is all T steps of one
     environment."""
+    bptt_length: Count | None = option(None, mode="embodied", read_if=is_set("model.recurrent"))
+    """Number of steps through which gradients of a recurrent policy pass; each part of a column
+    starts from the state that was recorded while acting. Must divide horizon; null: horizon."""
     # --- advantages
     adv_type: Literal[
         "gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"

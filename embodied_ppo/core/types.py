@@ -132,12 +132,15 @@ class Decision:
         value: float32 [N], V(s). [N, C] where each action of a chunk has its own value.
         replay: Tensors besides observation and action that ``Policy.evaluate`` needs to recompute
             ``log_prob`` exactly.
+        memory: float32 [N, S], state of a policy with memory after these observations
+            (``core.memory``). None for a policy without.
     """
 
     action: Tensor
     log_prob: Tensor
     value: Tensor
     replay: dict[str, Tensor] = field(default_factory=dict)
+    memory: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,8 @@ class Trajectory:
     that refer to the step before.
 
     Attributes:
-        obs: [T, N, ..], s_t.
+        obs: [T, N, ..], s_t. For a policy with memory it contains the state before s_t and the
+            marks of first steps, see ``core.memory``.
         action: [T, N, ..], a_t.
         log_prob: [T, N, ..], log-probability under the behaviour policy.
         value: [T, N], V(s_t) at the time of acting.
@@ -349,7 +353,14 @@ class VectorEnv(Protocol):
 
 
 class Policy(Protocol):
-    """Maps observations to actions. An ``nn.Module`` whose state_dict is the checkpoint."""
+    """Maps observations to actions. An ``nn.Module`` whose state_dict is the checkpoint.
+
+    A policy with memory has in addition:
+        memory_size: int, numbers of its state, S. Observations contain the state and the marks of
+            first steps (``core.memory``); ``Decision.memory`` is the state after them.
+        evaluate_columns: ``evaluate`` for columns [T, B, ..] with gradients through time, see
+            ``ActorCritic.evaluate_columns``.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights and all other state of the policy."""

@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from embodied_ppo.core import tree, watchdog
+from embodied_ppo.core.memory import EpisodeMemory, starts
 from embodied_ppo.core.random import TRAINING_SEEDS, sampling_key
 from embodied_ppo.core.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
 
@@ -234,13 +235,22 @@ def _run_block(
     success = torch.zeros(n, dtype=torch.bool)  # [N]
     limit = env.max_episode_steps or MAX_STEPS
     names: tuple[str, ...] = getattr(env, "task_names", ())
+    memory = EpisodeMemory(policy, n, policy_device(policy))
     for t in range(limit):
-        action = act(
-            policy, obs, first=first, t=t, seed=seed, deterministic=deterministic, device=env.device
+        action, state = act(
+            policy,
+            obs,
+            memory,
+            first=first,
+            t=t,
+            seed=seed,
+            deterministic=deterministic,
+            device=env.device,
         )
         with watchdog.stepping:
             step = env.step(action)
         obs = step.obs
+        memory.store(state, starts(step))
         counted = running & step.mask.cpu()
         primitive_steps = counted if step.executed is None else counted * step.executed.cpu().sum(1)
         step_reward = step.reward.double() if step.executed is None else step.reward.double().sum(1)
@@ -283,36 +293,46 @@ def _run_block(
 def act(
     policy: Policy,
     obs: Obs,
+    memory: EpisodeMemory,
     *,
     first: int,
     t: int,
     seed: int,
     deterministic: bool,
     device: torch.device,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Return actions [N, ..] for observations [N, ..] of episodes first .. first+N-1 at step t.
 
     The policy is called with GROUP rows on its own device. Rows of episodes outside this block
     repeat the observation of the nearest row, and their actions are dropped. The actions are
     returned on ``device``.
+
+    The second result is the state of a policy with memory after the step, [N, S], which the caller
+    stores in ``memory``; S is 0 without memory.
     """
     n = next(tree.leaves(obs)).shape[0]
     own_device = policy_device(policy)
     generator = Generator(device=own_device)
     actions: list[Tensor] = []
+    states: list[Tensor] = []
     for group in range(first // GROUP, (first + n - 1) // GROUP + 1):
         start = group * GROUP
         # The episodes of the group that are in this block are low .. high - 1.
         low, high = max(first, start), min(first + n, start + GROUP)
         rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first
-        inputs = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(own_device), obs)
+        inputs = tree.map(
+            lambda x, rows=rows: x[rows.to(x.device)].to(own_device), memory.attach(obs)
+        )
         noise = None
         if not deterministic:
             generator.manual_seed(sampling_key(seed, "evaluate", group, t))
             noise = policy.noise(GROUP, generator)
         decision = policy.act(policy.encode(inputs), noise=noise)
-        actions.append(decision.action[low - start : high - start])
-    return torch.cat(actions).to(device)
+        own = slice(low - start, high - start)
+        actions.append(decision.action[own])
+        if decision.memory is not None:
+            states.append(decision.memory[own])
+    return torch.cat(actions).to(device), torch.cat(states) if states else memory.state
 
 
 @contextmanager

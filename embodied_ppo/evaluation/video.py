@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from embodied_ppo.core.memory import EpisodeMemory
 from embodied_ppo.core.types import Obs, Policy, VectorEnv
 from embodied_ppo.data.video_encoder import encoder
 from embodied_ppo.evaluation import episodes as evaluate
@@ -230,15 +231,17 @@ def _frames(
     env: VectorEnv, obs: Obs, request: _Request, index: int, stride: int
 ) -> Iterator[np.ndarray]:
     """Yield a frame, uint8 [H, W, 3], every ``stride`` steps; H and W are even for yuv420p."""
+    memory = EpisodeMemory(request.policy, 1, evaluate.policy_device(request.policy))
     for t in range(request.steps):
         if t % stride == 0:
             image = env.render().cpu().numpy()
             height, width, _ = image.shape
             padding = ((0, height % 2), (0, width % 2), (0, 0))
             yield np.ascontiguousarray(np.pad(image, padding, mode="edge"))
-        action = evaluate.act(
+        action, state = evaluate.act(
             request.policy,
             obs,
+            memory,
             first=index,
             t=t,
             seed=request.seed,
@@ -249,3 +252,4 @@ def _frames(
         if bool((step.terminated | step.truncated)[0]):
             return
         obs = step.obs
+        memory.store(state)

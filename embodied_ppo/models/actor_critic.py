@@ -16,6 +16,8 @@ from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
+from embodied_ppo.core.history import PREVIOUS_ACTIONS
+from embodied_ppo.core.memory import MEMORY, START
 from embodied_ppo.core.types import (
     ActionSpec,
     ArraySpec,
@@ -34,6 +36,7 @@ from embodied_ppo.models.backbone import (
     select_specs,
     split_parameters,
 )
+from embodied_ppo.models.recurrent import RecurrentLayer
 
 CRITIC = "/critic"
 """Name of the model inputs that only the critic reads, a dictionary like that of the actor's."""
@@ -47,6 +50,10 @@ class ActorCritic(nn.Module):
     A policy for a simulator that does not return ``model.critic_obs`` has no critic: it acts, and
     its values are NaN. ``unused_weights`` are then the prefixes of the weights that it does not
     load.
+
+    With ``model.recurrent``, a recurrent layer follows each trunk, and the heads read its output
+    and that of the trunk. ``memory_size`` is the size of the state of all of them, first the
+    actor's.
     """
 
     unused_weights: tuple[str, ...] = ()
@@ -85,24 +92,32 @@ class ActorCritic(nn.Module):
         self.trunk = make_trunk(self.encoder, config)
         # Inputs of ``value_trunk``; None: those of the actor.
         self.critic_encoder = Encoder(critic_spec, config) if critic_spec else None
+        self.recurrent = _make_recurrent(config, self.trunk.features)
+        features = (self.recurrent or self.trunk).features
         own_trunk = has_critic and (self.critic_encoder is not None or not config.shared_backbone)
         encoder = self.critic_encoder or self.encoder
-        # A tail behind the shared trunk reads the features of the trunk besides.
+        # A tail behind the shared trunk reads its features, those of the recurrent layer included.
         self.has_tail = own_trunk and config.shared_backbone
-        features = self.trunk.features if self.has_tail else 0
-        self.value_trunk = make_trunk(encoder, config, features=features) if own_trunk else None
+        self.value_trunk = self.value_recurrent = None
+        if own_trunk:
+            inputs = features if self.has_tail else 0
+            self.value_trunk = make_trunk(encoder, config, features=inputs)
+            if not self.has_tail:
+                self.value_recurrent = _make_recurrent(config, self.value_trunk.features)
+        layers = (self.recurrent, self.value_recurrent)
+        self.memory_size = sum(layer.state_size for layer in layers if layer is not None)
         discrete = isinstance(action_spec, Discrete)
         self.actions = size = action_spec.n if discrete else action_spec.size
         outputs = 2 * size if self.kind != "categorical" and self.state_dependent_std else size
-        self.policy_head = linear(
-            self.trunk.features, outputs, config.policy_gain, config.orthogonal_init
-        )
+        self.policy_head = linear(features, outputs, config.policy_gain, config.orthogonal_init)
         self.value_head = None
         if has_critic:
-            features = (self.value_trunk or self.trunk).features
+            if self.value_trunk is not None:
+                features = (self.value_recurrent or self.value_trunk).features
             self.value_head = linear(features, values, config.value_gain, config.orthogonal_init)
         else:
-            self.unused_weights = ("critic_encoder.", "value_trunk.", "value_head.")
+            critic = ("critic_encoder.", "value_trunk.", "value_recurrent.", "value_head.")
+            self.unused_weights = critic
         self.log_std = None
         if self.kind != "categorical":
             if self.state_dependent_std:  # the bias sets the initial scale of all states
@@ -112,6 +127,19 @@ class ActorCritic(nn.Module):
                 self.log_std = nn.Parameter(torch.full((size,), float(config.init_log_std)))
 
     # ---------------------------------------------------------------------------------------- heads
+    def _features(self, inputs: dict[str, Any], steps: int = 1) -> tuple[Tensor, Tensor | None]:
+        """Return the actor's features [B, F] and the state of its memory after the last step.
+
+        Args:
+            inputs: Model inputs [B, ..]; with memory they are ``steps`` steps of B / steps
+                sequences, in order of time.
+            steps: Steps of a sequence.
+        """
+        features = self.trunk(inputs)
+        if self.recurrent is None:
+            return features, None
+        return _advance(self.recurrent, features, inputs, 0, steps)
+
     def _policy(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean, log_std) [B, A], or (logits [B, K], unused)."""
         out = self.policy_head(features)
@@ -123,22 +151,31 @@ class ActorCritic(nn.Module):
             mean, log_std = out, self.log_std
         return mean, log_std.clamp(*self.log_std_range)
 
-    def _value(self, inputs: dict[str, Any], features: Tensor | None) -> Tensor:
-        """Return V; ``features`` of the shared trunk are reused if given.
+    def _value(
+        self, inputs: dict[str, Any], features: Tensor | None, steps: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return V and the state of the critic's own memory; ``features`` are reused if given.
 
-        V is NaN where the critic, or an observation that it reads, is missing.
+        V is NaN where the critic, or an observation that it reads, is missing; the state is then
+        the one before.
         """
         own = inputs if self.critic_encoder is None else inputs.get(CRITIC)
+        offset = self.recurrent.state_size if self.recurrent is not None else 0
         if self.value_head is None or own is None:
             x = next(tree.leaves(inputs))
             shape = (len(x),) if self.values == 1 else (len(x), self.values)
-            return torch.full(shape, torch.nan, device=x.device)
+            state = None if self.value_recurrent is None else inputs[MEMORY][:, offset:]
+            return torch.full(shape, torch.nan, device=x.device), state
+        state = None
         if features is None and (self.value_trunk is None or self.has_tail):
-            features = self.trunk(inputs)
+            features, _ = self._features(inputs, steps)
         if self.value_trunk is not None:
             features = self.value_trunk(own, features if self.has_tail else None)
+            if self.value_recurrent is not None:
+                layer = self.value_recurrent
+                features, state = _advance(layer, features, inputs, offset, steps)
         value = self.value_head(features)
-        return value.squeeze(-1) if self.values == 1 else value
+        return (value.squeeze(-1) if self.values == 1 else value), state
 
     def _by_action(self, x: Tensor) -> Tensor:
         """Reshape [B, C·A] to [B, C, A]."""
@@ -151,6 +188,9 @@ class ActorCritic(nn.Module):
         critic = self.critic_encoder
         if critic is not None and isinstance(obs, dict) and critic.names <= obs.keys():
             inputs[CRITIC] = critic(obs)
+        if self.memory_size:
+            assert isinstance(obs, dict)
+            inputs |= {name: obs[name] for name in (MEMORY, START)}
         return inputs
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
@@ -167,24 +207,68 @@ class ActorCritic(nn.Module):
     @torch.no_grad()
     def act(self, inputs: dict[str, Any], *, noise: Tensor | None = None) -> Decision:
         """See ``Policy.act``."""
-        features = self.trunk(inputs)
-        value = self._value(inputs, features)
+        features, state = self._features(inputs)
+        value, own_state = self._value(inputs, features)
+        states = [x for x in (state, own_state) if x is not None]
+        memory = torch.cat(states, dim=-1) if states else None
         params, log_std = self._policy(features)
         if self.kind == "categorical":
             action = params.argmax(-1) if noise is None else dist.categorical_sample(params, noise)
-            return Decision(action, dist.categorical_log_prob(action, params), value)
+            log_prob = dist.categorical_log_prob(action, params)
+            return Decision(action, log_prob, value, memory=memory)
         x = params if noise is None else dist.gaussian_sample(params, log_std, noise)
         if self.kind == "gaussian":
-            return Decision(x, self._by_action(dist.gaussian_log_prob(x, params, log_std)), value)
+            log_prob = self._by_action(dist.gaussian_log_prob(x, params, log_std))
+            return Decision(x, log_prob, value, memory=memory)
         log_prob = self._by_action(dist.squashed_log_prob(x, params, log_std))
-        return Decision(x.tanh(), log_prob, value, {"pre_squash": x})
+        return Decision(x.tanh(), log_prob, value, {"pre_squash": x}, memory)
 
     def evaluate(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
     ) -> Evaluation:
-        """See ``Policy.evaluate``."""
-        features = self.trunk(inputs)
-        value = self._value(inputs, features)
+        """See ``Policy.evaluate``. A memory starts from the recorded state of each row."""
+        return self._evaluate(inputs, action, replay, 1)
+
+    def evaluate_columns(
+        self,
+        inputs: dict[str, Any],
+        action: Tensor,
+        replay: dict[str, Tensor],
+        *,
+        length: int | None = None,
+    ) -> Evaluation:
+        """Evaluate sequences with gradients through time (truncated at their first steps).
+
+        Args:
+            inputs: As for ``evaluate``, but [T, B, ..].
+            action: [T, B, ..].
+            replay: [T, B, ..].
+            length: Steps through which gradients pass; each part of that length starts from its
+                recorded state. Divides T; None: T.
+
+        Returns:
+            As ``evaluate``, [T, B, ..].
+        """
+        total, columns = action.shape[:2]
+        length = length or total
+
+        def cut(x: Tensor) -> Tensor:
+            """Reshape [T, B, ..] to [length, T / length · B, ..], flattened."""
+            return x.unflatten(0, (-1, length)).transpose(0, 1).flatten(0, 2)
+
+        def join(x: Tensor) -> Tensor:
+            """Invert ``cut``."""
+            return x.unflatten(0, (length, -1, columns)).transpose(0, 1).flatten(0, 1)
+
+        inputs, action, replay = (tree.map(cut, x) for x in (inputs, action, replay))
+        return tree.map(join, self._evaluate(inputs, action, replay, length))
+
+    def _evaluate(
+        self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor], steps: int
+    ) -> Evaluation:
+        """Evaluate rows [B, ..]: ``steps`` steps of B / steps sequences, in order of time."""
+        features, _ = self._features(inputs, steps)
+        value, _ = self._value(inputs, features, steps)
         params, log_std = self._policy(features)
         if self.kind == "categorical":
             log_prob = dist.categorical_log_prob(action, params)
@@ -201,16 +285,42 @@ class ActorCritic(nn.Module):
     @torch.no_grad()
     def value(self, inputs: dict[str, Any]) -> Tensor:
         """See ``Policy.value``."""
-        return self._value(inputs, None)
+        return self._value(inputs, None)[0]
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """See ``Policy.parameter_groups``."""
-        critic = [module for module in (self.value_head, self.value_trunk) if module is not None]
-        return split_parameters(self, *critic)
+        modules = (self.value_head, self.value_trunk, self.value_recurrent)
+        return split_parameters(self, *(module for module in modules if module is not None))
 
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
         return []
+
+
+def _make_recurrent(config: ModelConfig, inputs: int) -> RecurrentLayer | None:
+    """Return the recurrent layer behind a trunk of ``inputs`` features, if there is one."""
+    if config.recurrent is None:
+        return None
+    size, orthogonal = config.recurrent_size, config.orthogonal_init
+    return RecurrentLayer(config.recurrent, inputs, size, orthogonal=orthogonal)
+
+
+def _advance(
+    layer: RecurrentLayer, features: Tensor, inputs: dict[str, Any], offset: int, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Return the layer's output [B, F] and its state after the last step.
+
+    Args:
+        layer: The layer.
+        features: Its input [B, D], see ``ActorCritic._features``.
+        inputs: Contain the state before each row and the marks of first steps.
+        offset: First number of the layer in the state.
+        steps: Steps of a sequence.
+    """
+    x, start = features.unflatten(0, (steps, -1)), inputs[START].unflatten(0, (steps, -1))
+    state = inputs[MEMORY][: x.shape[1], offset : offset + layer.state_size]
+    out, state = layer(x, state, start)
+    return out.flatten(0, 1), state
 
 
 def _split_observations(
@@ -223,9 +333,10 @@ def _split_observations(
     """
     if config.actor_obs is None or config.critic_obs is None:
         return spec, {}
-    actor = select_specs(spec, config.actor_obs, "model.actor_obs")
+    actions = (PREVIOUS_ACTIONS,) if config.history > 1 else ()
+    actor = select_specs(spec, (*config.actor_obs, *actions), "model.actor_obs")
     try:
-        critic = select_specs(spec, config.critic_obs, "model.critic_obs")
+        critic = select_specs(spec, (*config.critic_obs, *actions), "model.critic_obs")
     except ConfigError:
         return actor, None
     if config.shared_backbone:

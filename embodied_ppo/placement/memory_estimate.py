@@ -21,6 +21,7 @@ from embodied_ppo.algorithms import losses
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
+from embodied_ppo.core.memory import EpisodeMemory
 from embodied_ppo.core.types import Batch, Decision, ObsSpec, Policy, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 
@@ -213,6 +214,7 @@ def acting(
             for name, spec in specs.items()
         }
         obs = named if isinstance(obs_spec, dict) else named["obs"]
+        obs = EpisodeMemory(policy, rows, device).attach(obs)
         noise = policy.noise(rows)
         with AllocationCounter([*known, *named.values()]) as counter:
             decision = policy.act(policy.encode(obs), noise=noise)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.core import compile, tree, watchdog
+from embodied_ppo.core.memory import EpisodeMemory, starts, with_memory
 from embodied_ppo.core.random import env_seeds, sampling_key
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
@@ -260,6 +261,7 @@ class Rollout:
         self.acting = Acting(policy, schedule, rows, kept_inputs)
         self.generator = torch.Generator(device=self.device)
         self.obs: Obs | None = None
+        self.memory = EpisodeMemory(policy, env.num_envs, self.device)
         self.can_save: bool | None = None  # whether the simulator can save its state, once known
         # Return, length and success of the current episodes.
         self.running = torch.zeros(3, env.num_envs)
@@ -275,6 +277,7 @@ class Rollout:
         with watchdog.resetting:
             self.env.restart(seeds[self.first : self.first + self.env.num_envs])
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
+        self.memory.reset()
 
     def _cut(self, step: Step) -> tuple[Step, Tensor | None]:
         """Truncate episodes that are staggered to end now.
@@ -323,6 +326,7 @@ class Rollout:
         if self.obs is None:
             with watchdog.resetting:
                 self.obs = env.reset()
+            self.memory.reset()
             self.running.zero_()
         if self.can_save is None:
             self.can_save = env.state() is not None
@@ -339,7 +343,8 @@ class Rollout:
         own = slice(self.first, self.first + env.num_envs)
         noises = [policy.noise(self.total, self.generator.manual_seed(key))[own] for key in keys]
         for t, noise in enumerate(noises):
-            decision = self.acting(self.obs, noise, update)
+            obs = self.memory.attach(self.obs)
+            decision = self.acting(obs, noise, update)
             if t == 0:  # they are large, so a stack at the end would not fit into memory
                 kept = {
                     name: x.new_empty(horizon, *x.shape) for name, x in self.acting.kept.items()
@@ -357,10 +362,12 @@ class Rollout:
             self.simulate_s += time.perf_counter() - wait_start
             if cut is not None:
                 cuts[t] = cut.cpu()
-            observed.append(self.obs)
+            observed.append(obs)
             decisions.append(decision)
             steps.append(step)
             self.obs = step.obs
+            if self.acting.structure.memory is not None:
+                self.memory.store(decision[-1], starts(step))
         self.acting.kept = {}
         d, obs = self.acting.stack(decisions), tree.stack(observed)
         _check_finite(obs, env.id, update, "observation")
@@ -391,7 +398,9 @@ class Rollout:
             log_prob=d.log_prob,
             value=d.value,
             replay=d.replay,
-            next_value=self._next_value(d.value[..., 0] if per_action else d.value, steps),
+            next_value=self._next_value(
+                d.value[..., 0] if per_action else d.value, steps, d.memory
+            ),
             reward=reward,
             terminated=terminated,
             truncated=truncated,
@@ -415,7 +424,7 @@ class Rollout:
         )
         return value if value.ndim == 1 else value[:, 0]
 
-    def _next_value(self, value: Tensor, steps: list[Step]) -> Tensor:
+    def _next_value(self, value: Tensor, steps: list[Step], memory: Tensor | None) -> Tensor:
         """Return V of every row's true successor, [T, N].
 
         The successor is the observation of row t+1, or ``final_obs`` where row t+1 holds the next
@@ -423,9 +432,15 @@ class Rollout:
         there are as many passes as ends of episodes in one environment, at most. A row stays in the
         column of its environment: the last bits of a matrix product depend on the number of rows
         and on the column.
+
+        Args:
+            value: V of every row, [T, N].
+            steps: T steps.
+            memory: State of a policy with memory after every row, [T, N, S].
         """
         assert self.obs is not None
-        next_value = torch.cat([value[1:], self._value(self.obs).unsqueeze(0)])
+        last = self.memory.attach(self.obs)
+        next_value = torch.cat([value[1:], self._value(last).unsqueeze(0)])
         ended = torch.stack([s.terminated | s.truncated for s in steps]).cpu()
         for t, step in enumerate(steps):
             if step.final_obs is None:
@@ -436,11 +451,13 @@ class Rollout:
         p = ended.cumsum(0)[t, i] - 1
         passes, counts = int(p.max()) + 1, ended.sum(1).tolist()
         t, i, p = torch.stack([t, i, p]).to(value.device).unbind()
-        final = [
-            tree.index(step.final_obs, environments)
-            for step, environments in zip(steps, i.split(counts), strict=True)
-            if step.final_obs is not None
-        ]
+        final: list[Obs] = []
+        for row, (step, environments) in enumerate(zip(steps, i.split(counts), strict=True)):
+            if step.final_obs is not None:
+                obs = step.final_obs
+                if memory is not None:
+                    obs = with_memory(obs, memory[row], torch.zeros_like(step.mask))
+                final.append(tree.index(obs, environments))
 
         def pack(current: Tensor, *parts: Tensor) -> Tensor:
             """Return [passes, N, ..], with ``current`` where an environment has no p-th end."""
@@ -448,7 +465,7 @@ class Rollout:
             packed[p, i] = torch.cat(parts)
             return packed
 
-        packed = tree.map(pack, self.obs, *final)
+        packed = tree.map(pack, last, *final)
         values = torch.stack([self._value(tree.index(packed, k)) for k in range(passes)])
         next_value[t, i] = values[p, i]
         return next_value
@@ -510,6 +527,7 @@ class Rollout:
             "steps": self.steps,
             "actions": torch.cat(self.actions).cpu() if self.actions else None,  # [L, N, ..]
             "obs": self.obs,
+            "memory": self.memory.state_dict(),
             "running": self.running.clone(),
             "finished": list(self.finished),
             "has_success": self.has_success,
@@ -548,6 +566,8 @@ class Rollout:
                 notice("resume: the simulator is not deterministic; new episodes start")
                 return self.restart(state["round"])
         self.running = state["running"].clone()
+        if "memory" in state:  # older checkpoints are of policies without memory
+            self.memory.load_state_dict(state["memory"])
 
 
 def add_metrics(metrics: Sequence[Metrics]) -> Metrics:

@@ -27,7 +27,8 @@ class ObservationReader:
         Args:
             env: A ``VectorEnv``.
         """
-        env = getattr(env, "env", env)  # of ``ChunkedActions``
+        while hasattr(env, "env"):  # of ``ChunkedActions`` and ``HistoryEnv``
+            env = env.env
         self.id: str = env.id
         self.spec: ObsSpec = env.obs_spec
         self._specs = self.spec if isinstance(self.spec, dict) else {"": self.spec}

@@ -104,6 +104,8 @@ def _check_model(config: Config) -> None:
             f"model.width = {model.width}: must be a multiple of 2 x model.heads = {unit}; write"
             f" {max(1, round(model.width / unit)) * unit}"
         )
+    if model.recurrent is not None:
+        _check_recurrent(config)
     if not model.min_log_std < model.max_log_std:
         raise ConfigError(
             f"model.min_log_std = {model.min_log_std:g} must be < model.max_log_std ="
@@ -114,6 +116,23 @@ def _check_model(config: Config) -> None:
             f"model.init_log_std = {model.init_log_std:g} must be >= model.min_log_std ="
             f" {model.min_log_std:g} and <= model.max_log_std = {model.max_log_std:g}; move it"
             " inside"
+        )
+
+
+def _check_recurrent(config: Config) -> None:
+    """Refuse minibatches that cut the sequences of a recurrent policy. Raises ConfigError."""
+    a, kind = config.algorithm, config.model.recurrent
+    if a.minibatch_unit != "column":
+        raise ConfigError(
+            f"model.recurrent = {kind}: gradients pass through time, so minibatches consist of"
+            f" whole columns, but algorithm.minibatch_unit = {a.minibatch_unit}; write"
+            " algorithm.minibatch_unit=column"
+        )
+    if a.bptt_length is not None and a.horizon % a.bptt_length:
+        cure = nearest_values(divisors(a.horizon), a.bptt_length)
+        raise ConfigError(
+            f"algorithm.bptt_length = {a.bptt_length} does not divide algorithm.horizon ="
+            f" {a.horizon}; nearest: {cure}"
         )
 
 

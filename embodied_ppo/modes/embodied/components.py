@@ -68,6 +68,7 @@ def make_env(
     render: bool = False,
     size: int = 256,
     task: TaskFiles | None = None,
+    model: ModelConfig | None = None,
 ) -> VectorEnv:
     """Return one environment per seed.
 
@@ -75,6 +76,7 @@ def make_env(
         render: Whether the environments can render a picture.
         size: Height and width of a rendered picture, pixels.
         task: Files of the user's task as they were when the run began; this process executes them.
+        model: Options of the policy, whose history is a part of the observations. None: no history.
 
     Raises:
         EnvError: The task is unknown, refuses its options, or its files are missing.
@@ -84,7 +86,7 @@ def make_env(
     watchdog.describe(env_id=config.id)
     watchdog.set_limit(config.step_timeout_s)
     with task_files().working_folder(), watchdog.constructing:
-        return importlib.import_module("embodied_envs").make(
+        env = importlib.import_module("embodied_envs").make(
             config.id,
             num_envs=len(seeds),
             seeds=seeds,
@@ -105,6 +107,13 @@ def make_env(
             render=render,
             render_size=(size, size),
         )
+    if model is None or model.history == 1:
+        return env
+    names = None
+    if model.actor_obs is not None:
+        spec, keys = env.obs_spec, model.actor_obs
+        names = [n for n in spec if any(names_observation(key, n) for key in keys)]
+    return importlib.import_module("embodied_envs").HistoryEnv(env, model.history, names)
 
 
 def task_files() -> Any:
@@ -184,15 +193,23 @@ def action_mapper(config: EnvConfig, env: VectorEnv) -> Callable[[Tensor], Tenso
     )
 
 
+def _simulator(env: VectorEnv) -> Any:
+    """Return our own simulator below chunks, delays and history; others: any part of ``env``."""
+    inner: Any = env
+    while not hasattr(inner, "mechanism") and hasattr(inner, "env"):
+        inner = inner.env
+    return inner
+
+
 def mechanism(env: VectorEnv) -> dict[str, Any]:
     """Return ``MujocoEnv.mechanism()`` of our own tasks; {} for other simulators."""
-    inner: Any = getattr(env, "env", env)  # of chunked actions
+    inner = _simulator(env)
     return inner.mechanism() if hasattr(inner, "mechanism") else {}
 
 
 def joint_state(env: VectorEnv) -> dict[str, Tensor]:
     """Return positions and velocities [N, ..] of our own tasks; {} for other simulators."""
-    inner: Any = getattr(env, "env", env)
+    inner = _simulator(env)
     if not hasattr(inner, "mechanism"):
         return {}
     return {name: inner.s[name].float() for name in ("qpos", "qvel")}
@@ -317,7 +334,10 @@ def check_evaluation(config: Config, device: torch.device) -> None:
     evaluation.evaluation_seeds(e.seed, e.episodes)
     if e.env_kwargs:
         probe = make_env(
-            evaluation.evaluation_seeds(e.seed, 1), config=evaluation_env(config), device=device
+            evaluation.evaluation_seeds(e.seed, 1),
+            config=evaluation_env(config),
+            device=device,
+            model=config.model,
         )
         try:
             probe.reset()
@@ -573,6 +593,7 @@ def write_report(
                 render=True,
                 size=video_size,
                 task=task,
+                model=config.model,
             ),
             path=run_dir / "videos" / f"{out.name}.mp4",
             seed=result.seed,

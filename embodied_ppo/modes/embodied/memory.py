@@ -31,7 +31,10 @@ class EmbodiedMemoryEstimator:
         """
         self.config, self.cpu = config, torch.device("cpu")
         env = components.make_env(
-            env_seeds(0, 0, 1), config=components.training_env(config), device=self.cpu
+            env_seeds(0, 0, 1),
+            config=components.training_env(config),
+            device=self.cpu,
+            model=config.model,
         )
         try:
             self.spaces = EnvDescription(describe_env(env), self.cpu)

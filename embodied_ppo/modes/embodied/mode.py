@@ -126,7 +126,7 @@ class EmbodiedMode(Mode):
         task = components.evaluated_task(run, env_config, allow=options.allow_changed_task)
         config = replace(run.config, env=env_config)
         factory = functools.partial(
-            components.make_env, config=env_config, device=device, task=task
+            components.make_env, config=env_config, device=device, task=task, model=config.model
         )
         policy, _ = _restore(run, config, factory, allow=options.allow_changed_task)
         if not options.deterministic:
@@ -164,16 +164,18 @@ class EmbodiedMode(Mode):
         config = replace(run.config, env=env_config)
         task = components.evaluated_task(run, config.env, allow=allow_changed_task)
         factory = functools.partial(
-            components.make_env, config=config.env, device=device, task=task
+            components.make_env, config=config.env, device=device, task=task, model=config.model
         )
         policy, env = _restore(run, config, factory, allow=allow_changed_task)
+        history = getattr(env, "history", None)
         return TrainedPolicy(
             policy.eval(),
             config=run.config,
             checkpoint=run.source.path,
             update=run.source.update,
             action_spec=env.action_spec,
-            obs_spec=env.obs_spec,
+            obs_spec=env.obs_spec if history is None else history.raw_spec,
+            history=history,
             read=components.observation_reader(env),
             to_simulator=getattr(env, "to_simulator"),  # noqa: B009
             seed=seed,

@@ -126,7 +126,10 @@ class _Probe:
             : self.n
         ]
         self.env: VectorEnv = components.make_env(
-            seeds, config=components.training_env(config), device=request.device
+            seeds,
+            config=components.training_env(config),
+            device=request.device,
+            model=config.model,
         )
         stack.callback(self.env.close)
         self.policy = policy or components.make_policy(config, self.env)

@@ -12,12 +12,17 @@ from torch import Generator, Tensor
 
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import ActionSpec, Obs, ObsSpec, Policy
+from embodied_ppo.core.history import ObservationHistory
+from embodied_ppo.core.memory import EpisodeMemory, memory_size
+from embodied_ppo.core.types import ActionSpec, EnvError, Obs, ObsSpec, Policy
 from embodied_ppo.evaluation.episodes import GROUP, policy_device
 
 
 class TrainedPolicy:
     """The policy of a checkpoint. It acts as ``embodied-ppo evaluate`` does.
+
+    A policy with memory (``model.history`` or ``model.recurrent``) remembers the steps of its
+    episodes: call ``act`` once per control step and ``reset`` where an episode starts.
 
     Attributes:
         config: Options that the policy was trained with.
@@ -39,6 +44,7 @@ class TrainedPolicy:
         obs_spec: ObsSpec,
         read: Callable[[Any], tuple[Obs, bool]],
         to_simulator: Callable[[Tensor], Tensor],
+        history: ObservationHistory | None = None,
         seed: int = 0,
     ) -> None:
         """Wrap a policy with its weights.
@@ -53,8 +59,13 @@ class TrainedPolicy:
             read: Converts observations; returns tensors [N, ..], and whether there was a dimension
                 N (``embodied_envs.observation_reader``).
             to_simulator: Maps the policy's actions [N, ..] to the simulator's units.
+            history: Builds what the policy reads from the last observations; None: it reads the
+                newest one only.
             seed: Seed of sampled actions.
         """
+        self.history = history
+        self._memory: EpisodeMemory | None = None
+        self._previous: dict[str, Tensor] = {}
         self.network, self.config = network, config
         self.checkpoint, self.update = checkpoint, update
         self.obs_spec, self.action_spec = obs_spec, action_spec
@@ -63,6 +74,52 @@ class TrainedPolicy:
         # ``evaluate`` computes GROUP rows at a time, and the last bits of a matrix product depend
         # on their number. For a large model the rows cost more than equal bits are worth.
         self._rows = GROUP if config.model.policy == "actor_critic" else None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether actions depend on earlier steps of the episode."""
+        return self.history is not None or memory_size(self.network) > 0
+
+    def reset(self, where: Any = None) -> None:
+        """Start new episodes; without effect for a policy without memory.
+
+        Args:
+            where: bool [N], the environments whose next observation is the first of an episode;
+                None: all, and the next call of ``act`` may have another N.
+
+        Raises:
+            EnvError: ``where`` has another length than the last observations.
+        """
+        if where is None or self._memory is None:
+            self._memory = None
+            return
+        marks = torch.as_tensor(where, dtype=torch.bool, device=self._memory.start.device)
+        if marks.shape != self._memory.start.shape:
+            raise EnvError(
+                f"reset: where has shape {list(marks.shape)}; the last call of act had"
+                f" {len(self._memory.start)} observations"
+            )
+        self._memory.start = self._memory.start | marks
+        if self.history is not None:
+            self._previous = self.history.restart(self._previous, marks)
+
+    def _remembered(self, obs: Obs) -> Obs:
+        """Return observations [N, ..] with what the policy remembers of its N episodes."""
+        if not self.has_memory:
+            return obs
+        n, device = len(next(tree.leaves(obs))), policy_device(self.network)
+        if self._memory is None:
+            self._memory = EpisodeMemory(self.network, n, device)
+            if self.history is not None:
+                self._previous = self.history.empty(n, device)
+        if n != len(self._memory.start):
+            raise EnvError(
+                f"act: {n} observations, and {len(self._memory.start)} in the step before; the"
+                " policy has memory, so call reset() first"
+            )
+        if self.history is not None:
+            obs = self.history.stack(self._previous, obs)
+        return self._memory.attach(obs)
 
     @overload
     def act(self, obs: Tensor | dict[str, Tensor], *, deterministic: bool = True) -> Tensor: ...
@@ -93,19 +150,31 @@ class TrainedPolicy:
             ones int64 [] or [N].
 
         Raises:
-            EnvError: The observation has another shape, or an entry is missing.
+            EnvError: The observation has another shape, or an entry is missing; or the policy has
+                memory, and N differs from that of the step before.
         """
         inputs, is_batched = self._read(obs)
         first = next(tree.leaves(inputs))
         device, n = policy_device(self.network), len(first)
         size = self._rows or n
+        observed: Obs = tree.map(lambda x: x.to(device), inputs)
+        inputs = self._remembered(observed)
         actions: list[Tensor] = []
+        states: list[Tensor] = []
         for start in range(0, n, size):
             rows = torch.arange(start, start + size).clamp(max=n - 1)
-            part = tree.map(lambda x, rows=rows: x[rows.to(x.device)].to(device), inputs)
+            part = tree.map(lambda x, rows=rows: x[rows.to(device)], inputs)
             noise = None if deterministic else self.network.noise(size, self._generator)
-            actions.append(self.network.act(self.network.encode(part), noise=noise).action)
-        action = self._to_simulator(torch.cat(actions)[:n]).to(first.device)
+            decision = self.network.act(self.network.encode(part), noise=noise)
+            actions.append(decision.action)
+            if decision.memory is not None:
+                states.append(decision.memory)
+        action = torch.cat(actions)[:n]
+        if self._memory is not None:
+            self._memory.store(torch.cat(states)[:n] if states else self._memory.state)
+        if self.history is not None:
+            self._previous = self.history.push(self._previous, observed, action)
+        action = self._to_simulator(action).to(first.device)
         action = action if is_batched else action[0]
         is_tensor = any(isinstance(x, Tensor) for x in _values(obs))
         return action if is_tensor else action.cpu().numpy()[()]  # np.int64 instead of shape []

@@ -157,10 +157,10 @@ def _write_report(
 def _local_simulators(request: RunRequest, kind: str, seeds: list[int]) -> VectorEnv:
     """Return simulators in this process, to "train" or to "evaluate"."""
     select = components.training_env if kind == "train" else components.evaluation_env
-    config = select(request.config)
+    config, model = select(request.config), request.config.model
     if request.task is not None:
         request.task.activate(request.notice)
-    return components.make_env(seeds, config=config, device=request.device)
+    return components.make_env(seeds, config=config, device=request.device, model=model)
 
 
 def _describe_simulators(request: RunRequest) -> dict[str, Any]:

@@ -8,6 +8,7 @@ tests/envs/physics/test_mujoco_env.py compares both step by step. As in Gymnasiu
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import ClassVar
 
@@ -60,20 +61,38 @@ class Locomotion(Task):
 
 
 # --------------------------------------------------------------------------------- in the x-z plane
-class HalfCheetah(Locomotion):
+class Planar(Locomotion):
+    """A body in the x-z plane. Observation: qpos without x, and qvel within ±``velocity_limit``."""
+
+    velocity_limit: ClassVar[float] = math.inf
+
+    def __init__(self, velocities: bool = True) -> None:
+        """Create the task.
+
+        Args:
+            velocities: Whether observations contain qvel. Without it a policy needs memory
+                (``model.history``, ``model.recurrent``).
+        """
+        self.velocities = velocities
+
+    def observe(self, s: State) -> Tensor:
+        positions, limit = s["qpos"][:, 1:], self.velocity_limit
+        if not self.velocities:
+            return positions.clone()
+        return torch.cat([positions, s["qvel"].clamp(-limit, limit)], 1)
+
+
+class HalfCheetah(Planar):
     """Observation [N, 17]: qpos without x, qvel. Reward: x velocity - 0.1·|a|². It never falls."""
 
     id, file, decimation = "HalfCheetah", "half_cheetah.xml", 5
     scale, normal_velocity, effort = 0.1, True, 0.1
 
-    def observe(self, s: State) -> Tensor:
-        return torch.cat([s["qpos"][:, 1:], s["qvel"]], 1)
-
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         return self.speed(before, s) - self.effort * action.square().sum(1)
 
 
-class Hopper(Locomotion):
+class Hopper(Planar):
     """Observation [N, 11]: qpos without x, qvel within ±10.
 
     Reward: 1 while upright + x velocity - 0.001·|a|².
@@ -81,9 +100,7 @@ class Hopper(Locomotion):
 
     id, file, decimation = "Hopper", "hopper.xml", 4
     scale, effort = 5e-3, 1e-3
-
-    def observe(self, s: State) -> Tensor:
-        return torch.cat([s["qpos"][:, 1:], s["qvel"].clamp(-10, 10)], 1)
+    velocity_limit = 10.0
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         return self.speed(before, s) - self.effort * action.square().sum(1) + ~self.terminated(s)

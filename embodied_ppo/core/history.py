@@ -1,0 +1,154 @@
+"""The last observations and actions of an episode as one observation (``model.history``).
+
+With K steps of history, each observation becomes its last K values, oldest first, and the K - 1
+actions between them are an observation of their own. Values before the start of the episode are 0.
+Images [C, H, W] are joined along their channels, [K·C, H, W].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from embodied_ppo.core.types import ActionSpec, ArraySpec, Discrete, Obs, ObsSpec
+
+PREVIOUS_ACTIONS = "previous_actions"
+"""Name of the observation that holds the actions, float32 [N, K - 1, A]; a choice among n is a
+vector of n numbers with a 1 (A = n).
+"""
+SINGLE = "obs"
+"""Name of an observation that is one array."""
+
+
+def _is_image(spec: ArraySpec) -> bool:
+    return spec.dtype == torch.uint8 and len(spec.shape) == 3
+
+
+def _is_channels_last(spec: ArraySpec) -> bool:
+    return spec.shape[2] <= 4 < spec.shape[0]
+
+
+def named(obs: Obs) -> dict[str, Tensor]:
+    """Return observations as a dictionary; one array has the name ``SINGLE``."""
+    return obs if isinstance(obs, dict) else {SINGLE: obs}
+
+
+class ObservationHistory:
+    """The last K - 1 observations and actions of N environments, from which histories are built.
+
+    ``previous`` is a dictionary of tensors [N, K - 1, ..], oldest first: one entry for each stacked
+    observation, and ``PREVIOUS_ACTIONS``.
+    """
+
+    def __init__(
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        steps: int,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Describe the history.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of the policy.
+            steps: Observations that are read together, K >= 2.
+            names: Observations to stack; None: all. The others pass unchanged.
+        """
+        self.steps, self.action_spec, self.raw_spec = steps, action_spec, obs_spec
+        self.specs = obs_spec if isinstance(obs_spec, dict) else {SINGLE: obs_spec}
+        self.names = tuple(n for n in self.specs if names is None or n in names)
+        self.action_size = action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
+
+    @property
+    def obs_spec(self) -> dict[str, ArraySpec]:
+        """What the policy reads of one environment."""
+        specs: dict[str, ArraySpec] = {}
+        for name, spec in self.specs.items():
+            if name in self.names and _is_image(spec):
+                channels, height, width = self._frame(spec)
+                specs[name] = ArraySpec((self.steps * channels, height, width), spec.dtype)
+            elif name in self.names:
+                specs[name] = ArraySpec((self.steps, *spec.shape), spec.dtype)
+            else:
+                specs[name] = spec
+        return {**specs, PREVIOUS_ACTIONS: ArraySpec((self.steps - 1, self.action_size))}
+
+    def _frame(self, spec: ArraySpec) -> tuple[int, ...]:
+        """Return the shape of one stored observation: images as [C, H, W]."""
+        if _is_image(spec) and _is_channels_last(spec):
+            height, width, channels = spec.shape
+            return channels, height, width
+        return spec.shape or (1,)
+
+    def empty(self, rows: int, device: torch.device) -> dict[str, Tensor]:
+        """Return the history at the start of N episodes: zeros."""
+        previous = {
+            name: torch.zeros(
+                rows,
+                self.steps - 1,
+                *self._frame(self.specs[name]),
+                dtype=self.specs[name].dtype,
+                device=device,
+            )
+            for name in self.names
+        }
+        shape = rows, self.steps - 1, self.action_size
+        return {**previous, PREVIOUS_ACTIONS: torch.zeros(shape, device=device)}
+
+    def stack(self, previous: Mapping[str, Tensor], obs: Obs) -> dict[str, Tensor]:
+        """Return what the policy reads: the history with the newest observation."""
+        result = dict(named(obs))
+        for name in self.names:
+            frames = torch.cat([previous[name], self._stored(name, result[name])], dim=1)
+            is_image = _is_image(self.specs[name])
+            shape = self.specs[name].shape
+            result[name] = (
+                frames.flatten(1, 2) if is_image else frames.view(len(frames), self.steps, *shape)
+            )
+        return {**result, PREVIOUS_ACTIONS: previous[PREVIOUS_ACTIONS].clone()}
+
+    def push(self, previous: Mapping[str, Tensor], obs: Obs, action: Tensor) -> dict[str, Tensor]:
+        """Return the history after an action.
+
+        Args:
+            previous: The history before ``obs``.
+            obs: Observations [N, ..] that were acted on.
+            action: The policy's actions, float32 [N, A] (or [N, C, A / C]) or int64 [N].
+        """
+        values = named(obs)
+        latest = {name: self._stored(name, values[name]) for name in self.names}
+        if isinstance(self.action_spec, Discrete):
+            choices = torch.arange(self.action_size, device=action.device)
+            action = (action.unsqueeze(-1) == choices).float()
+        latest[PREVIOUS_ACTIONS] = action.reshape(len(action), 1, self.action_size)
+        return {
+            name: torch.cat([past[:, 1:], latest[name].to(past)], dim=1)
+            for name, past in previous.items()
+        }
+
+    def restart(self, previous: Mapping[str, Tensor], where: Tensor) -> dict[str, Tensor]:
+        """Return the history with zeros in the environments where bool [N] holds."""
+        return {
+            name: x.masked_fill(where.view(-1, *[1] * (x.ndim - 1)), 0)
+            for name, x in previous.items()
+        }
+
+    def newest(self, obs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the newest observations [N, ..] of stacked ones, images as [C, H, W]."""
+        result = {name: x for name, x in obs.items() if name != PREVIOUS_ACTIONS}
+        for name in self.names:
+            if _is_image(self.specs[name]):
+                result[name] = result[name][:, -self._frame(self.specs[name])[0] :]
+            else:
+                result[name] = result[name][:, -1]
+        return result
+
+    def _stored(self, name: str, x: Tensor) -> Tensor:
+        """Return observations [N, ..] as one frame, [N, 1, ..]."""
+        spec = self.specs[name]
+        if _is_image(spec) and _is_channels_last(spec):
+            x = x.permute(0, 3, 1, 2)
+        return x.reshape(len(x), 1, *self._frame(spec))

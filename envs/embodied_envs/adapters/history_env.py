@@ -1,0 +1,113 @@
+"""Observations of the last steps, stacked, with the actions between them (``model.history``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_ppo.core.history import ObservationHistory, named
+from embodied_ppo.core.memory import starts
+from embodied_ppo.core.types import Obs, Step, VectorEnv
+
+
+class HistoryEnv:
+    """A ``VectorEnv`` whose observations contain those of the last K steps.
+
+    Step t of an episode reads o_(t-K+1) .. o_t and a_(t-K+1) .. a_(t-1), see
+    ``core.history``; values before the start of the episode are 0. Observations are those that the
+    simulator returns, with the delays and errors of ``env.realism``. Actions are those of the
+    policy.
+    """
+
+    def __init__(self, env: VectorEnv, steps: int, names: Sequence[str] | None = None) -> None:
+        """Wrap a simulator.
+
+        Args:
+            env: The simulator, before its first ``reset``.
+            steps: Observations that are read together, K >= 2.
+            names: Observations to stack; None: all. The others pass unchanged.
+        """
+        self.env = env
+        self.id, self.num_envs, self.device = env.id, env.num_envs, env.device
+        self.history = ObservationHistory(env.obs_spec, env.action_spec, steps, names)
+        self.obs_spec, self.action_spec = self.history.obs_spec, env.action_spec
+        self.max_episode_steps = env.max_episode_steps
+        self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
+        self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
+        self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
+        self.step_s: float | None = getattr(env, "step_s", None)
+        self._previous = self.history.empty(self.num_envs, self.device)
+        self._obs: Obs = {}
+        """The last observations of the simulator."""
+
+    def _begin(self, where: Tensor, obs: Obs) -> Obs:
+        """Return stacked observations after episodes have started where bool [N]."""
+        self._previous = self.history.restart(self._previous, where)
+        self._obs = obs
+        return self.history.stack(self._previous, obs)
+
+    def reset(self) -> Obs:
+        """See ``VectorEnv``."""
+        everywhere = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        return self._begin(everywhere, self.env.reset())
+
+    def step(self, action: Tensor) -> Step:
+        """See ``VectorEnv``."""
+        step = self.env.step(action)
+        self._previous = self.history.push(self._previous, self._obs, action)
+        final_obs = None
+        if step.final_obs is not None:
+            final_obs = self.history.stack(self._previous, step.final_obs)
+        return replace(step, obs=self._begin(starts(step), step.obs), final_obs=final_obs)
+
+    def reset_where(self, where: Tensor) -> Obs | None:
+        """See ``VectorEnv``."""
+        obs = self.env.reset_where(where)
+        if obs is None:
+            return None
+        last = named(self._obs)
+        rows = {
+            name: torch.where(where.view(-1, *[1] * (x.ndim - 1)), x, last[name])
+            for name, x in named(obs).items()
+        }
+        return self._begin(where, rows)
+
+    def restart(self, seeds: list[int]) -> None:
+        """See ``VectorEnv``. The ``reset`` that follows empties the history."""
+        self.env.restart(seeds)
+
+    def state(self) -> dict[str, Any] | None:
+        """See ``VectorEnv``."""
+        state = self.env.state()
+        if state is None:
+            return None
+        return {"env": state, "history": {name: x.clone() for name, x in self._previous.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> Obs:
+        """See ``VectorEnv``."""
+        obs = self.env.load_state(state["env"])
+        self._previous = {name: x.to(self.device) for name, x in state["history"].items()}
+        nowhere = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        return self._begin(nowhere, obs)
+
+    def render(self) -> Tensor:
+        """See ``VectorEnv``."""
+        return self.env.render()
+
+    def close(self) -> None:
+        """See ``VectorEnv``."""
+        self.env.close()
+
+    def to_simulator(self, action: Tensor) -> Tensor:
+        """Map the policy's actions to the simulator's."""
+        inner: Any = self.env
+        return inner.to_simulator(action)
+
+    @property
+    def unstable(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        return getattr(self.env, "unstable", None)
