@@ -38,6 +38,8 @@ def named(obs: Obs) -> dict[str, Tensor]:
 class ObservationHistory:
     """The last K - 1 observations and actions of N environments, from which histories are built.
 
+    Shapes do not depend on the value of N, so that the functions can be exported.
+
     ``previous`` is a dictionary of tensors [N, K - 1, ..], oldest first: one entry for each stacked
     observation, and ``PREVIOUS_ACTIONS``.
     """
@@ -106,7 +108,7 @@ class ObservationHistory:
             is_image = _is_image(self.specs[name])
             shape = self.specs[name].shape
             result[name] = (
-                frames.flatten(1, 2) if is_image else frames.view(len(frames), self.steps, *shape)
+                frames.flatten(1, 2) if is_image else frames.reshape(-1, self.steps, *shape)
             )
         return {**result, PREVIOUS_ACTIONS: previous[PREVIOUS_ACTIONS].clone()}
 
@@ -123,7 +125,7 @@ class ObservationHistory:
         if isinstance(self.action_spec, Discrete):
             choices = torch.arange(self.action_size, device=action.device)
             action = (action.unsqueeze(-1) == choices).float()
-        latest[PREVIOUS_ACTIONS] = action.reshape(len(action), 1, self.action_size)
+        latest[PREVIOUS_ACTIONS] = action.reshape(-1, 1, self.action_size)
         return {
             name: torch.cat([past[:, 1:], latest[name].to(past)], dim=1)
             for name, past in previous.items()
@@ -136,19 +138,9 @@ class ObservationHistory:
             for name, x in previous.items()
         }
 
-    def newest(self, obs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the newest observations [N, ..] of stacked ones, images as [C, H, W]."""
-        result = {name: x for name, x in obs.items() if name != PREVIOUS_ACTIONS}
-        for name in self.names:
-            if _is_image(self.specs[name]):
-                result[name] = result[name][:, -self._frame(self.specs[name])[0] :]
-            else:
-                result[name] = result[name][:, -1]
-        return result
-
     def _stored(self, name: str, x: Tensor) -> Tensor:
         """Return observations [N, ..] as one frame, [N, 1, ..]."""
         spec = self.specs[name]
         if _is_image(spec) and _is_channels_last(spec):
             x = x.permute(0, 3, 1, 2)
-        return x.reshape(len(x), 1, *self._frame(spec))
+        return x.reshape(-1, 1, *self._frame(spec))

@@ -9,6 +9,7 @@ layers read its features and what the actor does not read. A critic that reads m
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class ActorCritic(nn.Module):
                 self.log_std = nn.Parameter(torch.full((size,), float(config.init_log_std)))
 
     # ---------------------------------------------------------------------------------------- heads
-    def _features(self, inputs: dict[str, Any], steps: int = 1) -> tuple[Tensor, Tensor | None]:
+    def features(self, inputs: dict[str, Any], steps: int = 1) -> tuple[Tensor, Tensor | None]:
         """Return the actor's features [B, F] and the state of its memory after the last step.
 
         Args:
@@ -166,15 +167,16 @@ class ActorCritic(nn.Module):
             shape = (len(x),) if self.values == 1 else (len(x), self.values)
             state = None if self.value_recurrent is None else inputs[MEMORY][:, offset:]
             return torch.full(shape, torch.nan, device=x.device), state
-        state = None
-        if features is None and (self.value_trunk is None or self.has_tail):
-            features, _ = self._features(inputs, steps)
-        if self.value_trunk is not None:
-            features = self.value_trunk(own, features if self.has_tail else None)
+        shared, state = features, None
+        if shared is None and (self.value_trunk is None or self.has_tail):
+            shared, _ = self.features(inputs, steps)
+        if self.value_trunk is None:
+            x = shared
+        else:
+            x = self.value_trunk(own, shared if self.has_tail else None)
             if self.value_recurrent is not None:
-                layer = self.value_recurrent
-                features, state = _advance(layer, features, inputs, offset, steps)
-        value = self.value_head(features)
+                x, state = _advance(self.value_recurrent, x, inputs, offset, steps)
+        value = self.value_head(x)
         return (value.squeeze(-1) if self.values == 1 else value), state
 
     def _by_action(self, x: Tensor) -> Tensor:
@@ -207,7 +209,7 @@ class ActorCritic(nn.Module):
     @torch.no_grad()
     def act(self, inputs: dict[str, Any], *, noise: Tensor | None = None) -> Decision:
         """See ``Policy.act``."""
-        features, state = self._features(inputs)
+        features, state = self.features(inputs)
         value, own_state = self._value(inputs, features)
         states = [x for x in (state, own_state) if x is not None]
         memory = torch.cat(states, dim=-1) if states else None
@@ -260,14 +262,15 @@ class ActorCritic(nn.Module):
             """Invert ``cut``."""
             return x.unflatten(0, (length, -1, columns)).transpose(0, 1).flatten(0, 1)
 
-        inputs, action, replay = (tree.map(cut, x) for x in (inputs, action, replay))
+        rows: Any = tree.map(cut, (inputs, action, replay))
+        inputs, action, replay = rows
         return tree.map(join, self._evaluate(inputs, action, replay, length))
 
     def _evaluate(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor], steps: int
     ) -> Evaluation:
         """Evaluate rows [B, ..]: ``steps`` steps of B / steps sequences, in order of time."""
-        features, _ = self._features(inputs, steps)
+        features, _ = self.features(inputs, steps)
         value, _ = self._value(inputs, features, steps)
         params, log_std = self._policy(features)
         if self.kind == "categorical":
@@ -281,6 +284,13 @@ class ActorCritic(nn.Module):
             log_prob = dist.squashed_log_prob(u, params, log_std)
             entropy = dist.squashed_entropy(u, params, log_std)
         return Evaluation(self._by_action(log_prob), self._by_action(entropy), value)
+
+    def actor_only(self) -> ActorCritic:
+        """Return a copy without the critic: values are NaN, and the memory is the actor's."""
+        actor = copy.deepcopy(self)
+        actor.value_head = actor.value_trunk = actor.value_recurrent = actor.critic_encoder = None
+        actor.memory_size = 0 if actor.recurrent is None else actor.recurrent.state_size
+        return actor
 
     @torch.no_grad()
     def value(self, inputs: dict[str, Any]) -> Tensor:
@@ -312,14 +322,17 @@ def _advance(
 
     Args:
         layer: The layer.
-        features: Its input [B, D], see ``ActorCritic._features``.
+        features: Its input [B, D], see ``ActorCritic.features``.
         inputs: Contain the state before each row and the marks of first steps.
         offset: First number of the layer in the state.
         steps: Steps of a sequence.
     """
+    memory = inputs[MEMORY][:, offset : offset + layer.state_size]
+    if steps == 1:  # without a number of rows that an exported program would keep
+        out, state = layer(features.unsqueeze(0), memory, inputs[START].unsqueeze(0))
+        return out.squeeze(0), state
     x, start = features.unflatten(0, (steps, -1)), inputs[START].unflatten(0, (steps, -1))
-    state = inputs[MEMORY][: x.shape[1], offset : offset + layer.state_size]
-    out, state = layer(x, state, start)
+    out, state = layer(x, memory[: x.shape[1]], start)
     return out.flatten(0, 1), state
 
 

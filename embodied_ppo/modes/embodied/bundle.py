@@ -1,6 +1,7 @@
 """Write the deployment bundle of an actor-critic policy.
 
-policy.onnx   raw observations -> normaliser -> network -> action mapping -> action of ``env.step``
+policy.onnx   raw observations -> history -> normaliser -> network -> action mapping -> action of
+              ``env.step``; a policy with memory has its state as inputs and outputs
 policy.json   names, units, limits and order of inputs and outputs, control rate, origin
 golden.npz    recorded observations and actions of episodes of the run's simulator
 run_policy.py checks the bundle where it is deployed, and runs it (numpy and onnxruntime only)
@@ -14,7 +15,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import RealismConfig
+from embodied_ppo.core.history import SINGLE, ObservationHistory, named
+from embodied_ppo.core.memory import EpisodeMemory, starts, with_memory
 from embodied_ppo.core.types import (
     ArraySpec,
     Box,
@@ -42,6 +44,10 @@ from embodied_ppo.modes.base import TrainedRun, report_write_errors, select_devi
 from embodied_ppo.modes.embodied import components, run_policy
 from embodied_ppo.training.run_directory import versions
 
+MEMORY_PREFIX, RECURRENT = "memory/", "recurrent"
+"""Names of the inputs of policy.onnx that are its memory begin with the first; the second is the
+state of the recurrent layer.
+"""
 PACKAGES = ("onnx", "onnxruntime")
 """Packages of the extra ``export``."""
 OPSET, LEAST_ONNXRUNTIME = 17, "1.12"
@@ -55,36 +61,75 @@ ROUNDING = 8
 
 
 class Exported(nn.Module):
-    """Actor, normaliser and action mapping as one function of tensors."""
+    """Actor, history, normaliser and action mapping as one function of tensors."""
 
     def __init__(
-        self, policy: ActorCritic, specs: Mapping[str, ArraySpec], mapping: Callable[..., Tensor]
+        self,
+        policy: ActorCritic,
+        specs: Mapping[str, ArraySpec],
+        mapping: Callable[..., Tensor],
+        history: ObservationHistory | None = None,
     ) -> None:
         """Store the parts.
 
         Args:
-            policy: The policy, on the CPU.
+            policy: The policy without its critic, on the CPU.
             specs: Observations of the actor; one array has the name "obs".
             mapping: Maps the policy's continuous actions [.., A] to those of the simulator.
+            history: Builds the policy's observations from those of several steps, if it has one.
         """
         super().__init__()
-        self.policy, self.mapping = policy, mapping
+        self.policy, self.mapping, self.history = policy, mapping, history
         self.names = list(specs)
+        self.memory: dict[str, Tensor] = {}
+        """Name of each part of the memory -> its value at the start of an episode, [1, ..]."""
+        cpu = torch.device("cpu")
+        if history is not None:
+            self.memory |= {MEMORY_PREFIX + n: x for n, x in history.empty(1, cpu).items()}
+        if policy.memory_size:
+            self.memory[MEMORY_PREFIX + RECURRENT] = torch.zeros(1, policy.memory_size)
 
-    def forward(self, *arrays: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return actions [B, A] ([B, C, A] for chunks), or choices [B] and logits [B, K].
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the results of ``forward``."""
+        results = ["action", "logits"] if self.policy.kind == "categorical" else ["action"]
+        return results + [run_policy.NEXT + name for name in self.memory]
+
+    @torch.no_grad()
+    def forward(self, *arrays: Tensor) -> tuple[Tensor, ...]:
+        """Return the results named ``outputs``.
+
+        Actions are [B, A] ([B, C, A] for chunks), or choices [B] with logits [B, K].
 
         Args:
-            arrays: Raw observations [B, ..] in the order of ``names``.
+            arrays: Raw observations [B, ..] in the order of ``names``, then the memory [B, ..].
         """
-        obs: Obs = dict(zip(self.names, arrays, strict=True))
-        if self.names == ["obs"]:
-            obs = arrays[0]
-        inputs = self.policy.encoder(obs)
+        values = dict(zip([*self.names, *self.memory], arrays, strict=True))
+        raw = {name: values[name] for name in self.names}
+        obs: Obs = raw[SINGLE] if self.names == [SINGLE] else raw
+        previous, after = dict[str, Tensor](), dict[str, Tensor]()
+        if self.history is not None:
+            previous = {n.removeprefix(MEMORY_PREFIX): values[n] for n in self.memory}
+            previous.pop(RECURRENT, None)
+            obs = self.history.stack(previous, raw)
+        if self.policy.memory_size:
+            state = values[MEMORY_PREFIX + RECURRENT]
+            obs = with_memory(obs, state, torch.zeros_like(state[:, 0], dtype=torch.bool))
+        inputs = self.policy.encode(obs)
         if self.policy.kind == "categorical":
-            logits = self.policy.policy_head(self.policy.trunk(inputs))
-            return logits.argmax(-1), logits
-        return self.map(self.policy.act(inputs).action)
+            features, after_step = self.policy.features(inputs)
+            logits = self.policy.policy_head(features)
+            action = logits.argmax(-1)
+            results = (action, logits)
+        else:
+            decision = self.policy.act(inputs)
+            action, after_step = decision.action, decision.memory
+            results = (self.map(action),)
+        if self.history is not None:
+            after |= self.history.push(previous, raw, action)
+        if after_step is not None:
+            after[RECURRENT] = after_step
+        return *results, *(after[n.removeprefix(MEMORY_PREFIX)] for n in self.memory)
 
     def map(self, action: Tensor) -> Tensor:
         """Map continuous actions of the policy, [B, C·A], to those of the simulator."""
@@ -124,6 +169,7 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         config=env_config,
         device=select_device("auto", 0),
         task=task,
+        model=run.config.model,
     )
     try:
         model = components.trained_model(run, allow=False)
@@ -131,10 +177,11 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         assert isinstance(policy, ActorCritic)
         run.load_weights(policy)
         policy.eval()
-        spec = env.obs_spec
-        specs = spec if isinstance(spec, dict) else {"obs": spec}
+        history: ObservationHistory | None = getattr(env, "history", None)
+        spec = env.obs_spec if history is None else history.raw_spec
+        specs = spec if isinstance(spec, dict) else {SINGLE: spec}
         mapping: Callable[..., Tensor] = components.action_mapper(run.config.env, env)
-        exported = Exported(deepcopy(policy).cpu(), specs, mapping).eval()
+        exported = Exported(policy.actor_only().cpu(), specs, mapping, history).eval()
         golden = _record(policy, env, exported)
         info = _describe(run, env, exported, specs, golden)
     finally:
@@ -170,18 +217,20 @@ def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str
     """
     obs, steps = env.reset(), []
     episode = torch.arange(env.num_envs)  # [N], a number of its own for each episode
+    memory = EpisodeMemory(policy, env.num_envs, evaluation.policy_device(policy))
     for t in range(STEPS):
-        action = evaluation.act(
-            policy, obs, first=0, t=t, seed=0, deterministic=True, device=env.device
+        inputs = policy.encode(memory.attach(obs))
+        action, state = evaluation.act(
+            policy, obs, memory, first=0, t=t, seed=0, deterministic=True, device=env.device
         )
-        named = obs if isinstance(obs, dict) else {"obs": obs}
-        row = {f"observation/{name}": x for name, x in named.items()}
+        raw: Obs = getattr(env, "raw_obs", obs)
+        row = {f"observation/{name}": x for name, x in named(raw).items()}
         row |= {f"state/{name}": x for name, x in components.joint_state(env).items()}
         row = {name: x.detach().cpu().clone() for name, x in row.items()}
         row["episode"] = episode.clone()
         if policy.kind == "categorical":
             row["action"] = action.cpu()
-            features = policy.trunk(policy.encode(obs))
+            features, _ = policy.features(inputs)
             row["logits"] = policy.policy_head(features).cpu()
         else:
             row["action"] = exported.map(action.cpu())
@@ -191,6 +240,7 @@ def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str
         ended = (step.terminated | step.truncated).cpu()
         episode = torch.where(ended, episode + env.num_envs, episode)
         obs = step.obs
+        memory.store(state, starts(step))
     arrays = {
         name: torch.stack([row[name] for row in steps], 1).flatten(0, 1).numpy()
         for name in steps[0]
@@ -202,19 +252,20 @@ def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str
 # ------------------------------------------------------------------------------------------- files
 def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) -> None:
     """Write policy.onnx with a free batch dimension."""
-    arrays = tuple(torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in specs.values())
-    outputs = ["action", "logits"] if exported.policy.kind == "categorical" else ["action"]
+    arrays = [torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in specs.values()]
+    arrays += [x.repeat(2, *[1] * (x.ndim - 1)) for x in exported.memory.values()]
+    names = [*specs, *exported.memory]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the TorchScript exporter, which needs no onnxscript
         torch.onnx.export(
             exported,
-            arrays,
+            tuple(arrays),
             str(path),
             dynamo=False,
             opset_version=OPSET,
-            input_names=list(specs),
-            output_names=outputs,
-            dynamic_axes={name: {0: "batch"} for name in [*specs, *outputs]},
+            input_names=names,
+            output_names=exported.outputs,
+            dynamic_axes={name: {0: "batch"} for name in [*names, *exported.outputs]},
         )
 
 
@@ -237,11 +288,12 @@ def _set_tolerances(info: dict[str, Any], golden: Mapping[str, np.ndarray], out:
     policy = run_policy.Policy(str(out), check=False)
     arrays = {name: golden[f"observation/{name}"] for name in policy.inputs}
     largest = 0.0
-    for spec, replayed in zip(info["outputs"], policy.outputs_of(arrays).values(), strict=True):
-        if spec["dtype"] != "float32":
+    outputs = policy.outputs_of_trace(arrays)
+    for spec in info["outputs"]:
+        if spec["dtype"] != "float32" or spec["role"] == "memory":
             continue
         expected = run_policy.rows(golden[spec["name"]])
-        difference = np.abs(run_policy.rows(replayed) - expected).max(0)
+        difference = np.abs(run_policy.rows(outputs[spec["name"]]) - expected).max(0)
         extent = np.maximum(np.ptp(expected, axis=0), 1.0)
         for i, (low, high) in enumerate(zip(spec["low"], spec["high"], strict=True)):
             if low is not None and high is not None:
@@ -265,8 +317,8 @@ def _describe(
     return {
         "format": run_policy.FORMAT,
         "task": env.id,
-        "inputs": _inputs(exported.policy, specs),
-        "outputs": _outputs(env, exported.policy, mechanism),
+        "inputs": _inputs(exported, specs) + _memory(exported, ""),
+        "outputs": _outputs(env, exported.policy, mechanism) + _memory(exported, run_policy.NEXT),
         "control": {
             "step_s": step_s,
             "rate_hz": None if step_s is None else 1 / step_s,
@@ -296,14 +348,37 @@ def _describe(
     }
 
 
-def _inputs(policy: ActorCritic, specs: Mapping[str, ArraySpec]) -> list[dict[str, Any]]:
+def _memory(exported: Exported, prefix: str) -> list[dict[str, Any]]:
+    """Return the entries of the memory, zeros at the start of an episode."""
+    return [
+        {
+            "name": prefix + name,
+            "role": "memory",
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "shape": list(x.shape[1:]),
+            "names": None,
+            "unit": None,
+            "tolerance": None,
+        }
+        for name, x in exported.memory.items()
+    ]
+
+
+def _inputs(exported: Exported, specs: Mapping[str, ArraySpec]) -> list[dict[str, Any]]:
     """Return the entries of the observations, with mean and standard deviation of each dimension.
 
-    The normaliser's statistics are of all vectors, joined in the order of ``encoder.vectors``.
+    The normaliser's statistics are of all vectors, joined in the order of ``encoder.vectors``. Of
+    an observation with a history, those of its newest value are returned.
     """
+    policy, history = exported.policy, exported.history
     moments, entries, first = policy.encoder.moments, {}, 0
-    for name in policy.encoder.vectors:
+    for name, read in policy.encoder.vectors.items():
+        if name not in specs:  # the previous actions
+            first += math.prod(read.shape)
+            continue
         size = math.prod(specs[name].shape)
+        if history is not None and name in history.names:
+            first += (history.steps - 1) * size
         entry = {"mean": None, "std": None, "clip": None}
         if moments is not None and float(moments.count) > 0:
             part = slice(first, first + size)

@@ -8,7 +8,8 @@ It runs on Python 3.8 or newer, without torch and without embodied_ppo.
 
     from run_policy import Policy
     policy = Policy("folder", expected_hz=50)           replays the trace first
-    action = policy.act(observation)
+    action = policy.act(observation)                    once in every control step
+    policy.reset()                                      where the next episode starts
 
 A recording has the arrays of golden.npz that your own pipeline gives for the trace, in the same
 rows: `observation/NAME`, what your observation code computes from the recorded states
@@ -25,6 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
+NEXT = "next_"
+"""The output of policy.onnx that is a part of the memory after a step has the name of the input
+with this in front."""
 FORMAT = 1
 """Version of policy.json that this file reads."""
 RATE_TOLERANCE = 0.02
@@ -66,7 +70,10 @@ class Policy:
         """
         self.folder = Path(folder)
         self.info = self._read_info()
-        self.inputs = {x["name"]: x for x in self.info["inputs"]}
+        specs = self.info["inputs"]
+        self.inputs = {x["name"]: x for x in specs if x["role"] == "observation"}
+        self.memory = {x["name"]: x for x in specs if x["role"] == "memory"}
+        self.state = {}
         self.outputs = {x["name"]: x for x in self.info["outputs"]}
         self.action = self.outputs["action"]
         self.golden = dict(np.load(self.folder / "golden.npz"))
@@ -95,17 +102,79 @@ class Policy:
             float32 of the action's shape, or an integer for a choice; with a batch dimension if
             the observation has one.
 
+        A policy with memory must see every control step once; call ``reset`` where an episode
+        starts.
+
         Raises:
-            BundleError: A name, a shape, a dtype or a value is wrong.
+            BundleError: A name, a shape, a dtype or a value is wrong, or a policy with memory gets
+                another number of observations than in the step before.
         """
         arrays, batched = self._check_observation(observation)
-        action = self.outputs_of(arrays)["action"]
+        size = len(next(iter(arrays.values())))
+        if self.memory and not self.state:
+            self.state = self.initial_memory(size)
+        for value in self.state.values():
+            if len(value) != size:
+                raise BundleError(
+                    f"observation: {size} rows, and {len(value)} in the step before; the policy has"
+                    " memory, so call reset() first"
+                )
+        outputs = self.outputs_of({**arrays, **self.state})
+        self.state = {name: outputs[NEXT + name] for name in self.memory}
+        action = outputs["action"]
         return action if batched else action[0]
 
+    def reset(self, where=None):
+        """Start new episodes; without effect for a policy without memory.
+
+        Args:
+            where: Booleans [batch], the rows whose next observation is the first of an episode;
+                None: all, and the next observation may have another batch size.
+        """
+        if where is None:
+            self.state = {}
+        for value in self.state.values():
+            value[np.asarray(where, dtype=bool)] = 0
+
+    def initial_memory(self, size):
+        """Return the memory at the start of ``size`` episodes: zeros."""
+        return {
+            name: np.zeros((size, *spec["shape"]), spec["dtype"])
+            for name, spec in self.memory.items()
+        }
+
     def outputs_of(self, arrays):
-        """Return every output for batches of observations."""
+        """Return every output for batches of observations, and of the memory if there is one."""
         names = list(self.outputs)
         return dict(zip(names, map(np.asarray, self.session.run(names, arrays))))
+
+    def outputs_of_trace(self, arrays):
+        """Return every output but the memory for the first rows of the trace.
+
+        A policy with memory runs through each episode from its start.
+        """
+        if not self.memory:
+            return self.outputs_of(arrays)
+        count = len(next(iter(arrays.values())))
+        _, first, index = np.unique(
+            self.golden["episode"][:count], return_index=True, return_inverse=True
+        )
+        step = np.arange(count) - first[index]  # rows of an episode are consecutive
+        state, results = self.initial_memory(len(first)), {}
+        for t in range(int(step.max()) + 1):
+            rows_now = np.flatnonzero(step == t)
+            episodes = index[rows_now]
+            outputs = self.outputs_of(
+                {
+                    **{name: x[rows_now] for name, x in arrays.items()},
+                    **{name: x[episodes] for name, x in state.items()},
+                }
+            )
+            for name in self.memory:
+                state[name][episodes] = outputs.pop(NEXT + name)
+            for name, x in outputs.items():
+                results.setdefault(name, np.zeros((count, *x.shape[1:]), x.dtype))[rows_now] = x
+        return results
 
     def _check_observation(self, observation):
         """Return {name: array with a batch dimension}, and whether the caller has given one."""
@@ -148,16 +217,16 @@ class Policy:
         The tolerance of each dimension of the outputs is in policy.json.
         """
         arrays = {name: self.golden[f"observation/{name}"] for name in self.inputs}
-        outputs, findings = self.outputs_of(arrays), []
+        outputs, findings = self.outputs_of_trace(arrays), []
         for name, spec in self.outputs.items():
-            if spec["tolerance"] is None:  # a choice follows from its logits
+            if spec["tolerance"] is None:  # a choice follows from its logits; memory shows later
                 continue
             expected, actual = rows(self.golden[name]), rows(outputs[name])
             limit = np.asarray(spec["tolerance"], dtype=np.float64).reshape(-1)
             limit = np.broadcast_to(limit, expected.shape[1:])
             if bool((np.abs(actual - expected) <= limit).all()):
                 continue
-            normalized = self.outputs_of(self._normalized(arrays))[name]
+            normalized = self.outputs_of_trace(self._normalized(arrays))[name]
             if bool((np.abs(rows(normalized) - expected) <= limit).all()):
                 findings.append(
                     f"policy.onnx does not normalise its observations: {name} differs by up to"
@@ -250,13 +319,13 @@ class Policy:
                 name: np.asarray(given[f"observation/{name}"], spec["dtype"])[: len(actual)]
                 for name, spec in self.inputs.items()
             }
-            expected = self.outputs_of(arrays)["action"]
+            expected = self.outputs_of_trace(arrays)["action"]
         expected, actual = rows(expected), rows(actual)
         limit = limits(expected, tolerance)
         if bool((np.abs(actual - expected) <= limit).all()):
             return []
         if any(spec["mean"] is not None for spec in self.inputs.values()):
-            raw = rows(self.outputs_of(self._denormalized(arrays))["action"])
+            raw = rows(self.outputs_of_trace(self._denormalized(arrays))["action"])
             if bool((np.abs(actual - raw) <= limit).all()):
                 return [
                     "action: is that of the network without its normaliser; run policy.onnx, which"
@@ -313,7 +382,7 @@ class Policy:
                 " use the one of the same folder"
             )
         for spec in info["inputs"] + info["outputs"]:
-            if spec["role"] not in ("observation", "action", "logits"):
+            if spec["role"] not in ("observation", "action", "logits", "memory"):
                 raise BundleError(
                     f"policy.json: {spec['name']} has role {spec['role']!r}, which this"
                     " run_policy.py does not know; use the one of the same folder"
@@ -340,7 +409,7 @@ class Policy:
             str(self.folder / "policy.onnx"), options, providers=["CPUExecutionProvider"]
         )
         for kind, nodes, specs in (
-            ("input", session.get_inputs(), self.inputs),
+            ("input", session.get_inputs(), {**self.inputs, **self.memory}),
             ("output", session.get_outputs(), self.outputs),
         ):
             names = [node.name for node in nodes]

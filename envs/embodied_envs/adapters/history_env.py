@@ -41,13 +41,13 @@ class HistoryEnv:
         self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
         self.step_s: float | None = getattr(env, "step_s", None)
         self._previous = self.history.empty(self.num_envs, self.device)
-        self._obs: Obs = {}
-        """The last observations of the simulator."""
+        self.raw_obs: Obs = {}
+        """The newest observations, as the simulator has returned them."""
 
     def _begin(self, where: Tensor, obs: Obs) -> Obs:
         """Return stacked observations after episodes have started where bool [N]."""
         self._previous = self.history.restart(self._previous, where)
-        self._obs = obs
+        self.raw_obs = obs
         return self.history.stack(self._previous, obs)
 
     def reset(self) -> Obs:
@@ -58,7 +58,7 @@ class HistoryEnv:
     def step(self, action: Tensor) -> Step:
         """See ``VectorEnv``."""
         step = self.env.step(action)
-        self._previous = self.history.push(self._previous, self._obs, action)
+        self._previous = self.history.push(self._previous, self.raw_obs, action)
         final_obs = None
         if step.final_obs is not None:
             final_obs = self.history.stack(self._previous, step.final_obs)
@@ -69,7 +69,7 @@ class HistoryEnv:
         obs = self.env.reset_where(where)
         if obs is None:
             return None
-        last = named(self._obs)
+        last = named(self.raw_obs)
         rows = {
             name: torch.where(where.view(-1, *[1] * (x.ndim - 1)), x, last[name])
             for name, x in named(obs).items()
