@@ -61,6 +61,7 @@ GROUPS = {
 }
 NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network.py'}:Residual"
 COLUMNS = {"algorithm.minibatch_unit": "column"}
+RECURRENT = {**COLUMNS, "model.recurrent": "gru", "model.recurrent_size": 4}
 CHUNKS = {"env.action_chunk": 2}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -114,6 +115,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
     "model.flow_eta": (0.3, FLOW),
     "model.flow_chain": ("sum", FLOW),
+    "model.history": (2, {}),
+    "model.recurrent": ("gru", COLUMNS),
+    "model.recurrent_size": (8, RECURRENT),
+    "algorithm.bptt_length": (2, RECURRENT),
     "model.network": (NETWORK, {}),
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
     "model.backbone": ("mlp", PICTURES),

@@ -13,7 +13,16 @@ from torch import Tensor
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, Obs, ObsSpec
+from embodied_ppo.core.memory import EpisodeMemory
+from embodied_ppo.core.types import (
+    ArraySpec,
+    Box,
+    ConfigError,
+    Decision,
+    Discrete,
+    Obs,
+    ObsSpec,
+)
 from embodied_ppo.models.actor_critic import CRITIC, ActorCritic
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.training import checkpoint
@@ -420,3 +429,112 @@ def test_equal_groups_have_no_second_trunk() -> None:
     assert grouped(**same).value_trunk is None
     names = grouped(**same, shared_backbone=False).state_dict().keys()
     assert {"encoder.moments.mean", "critic_encoder.moments.mean"} <= names
+
+
+# -------------------------------------------------------------------------------------- with memory
+MEMORY_SPECS = {"state": ArraySpec((4,)), "privileged": ArraySpec((3,))}
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "separate": {"shared_backbone": False},
+    "tail": {"actor_obs": ["state"], "critic_obs": ["state", "privileged"]},
+    "groups": {
+        "actor_obs": ["state"],
+        "critic_obs": ["state", "privileged"],
+        "shared_backbone": False,
+    },
+}
+LENGTH = 6
+
+
+def remember(
+    policy: ActorCritic, columns: int = 3
+) -> tuple[dict[str, Any], list[Decision], torch.Tensor]:
+    """Act for ``LENGTH`` steps with episodes that start at different steps.
+
+    Returns:
+        Inputs [T, B, ..], the decisions of each step, and the marks of first steps [T, B].
+    """
+    generator = torch.Generator().manual_seed(5)
+    start = torch.zeros(LENGTH, columns, dtype=torch.bool)
+    start[0] = start[2, 1] = start[4, 0] = start[5, 2] = True
+    memory = EpisodeMemory(policy, columns, torch.device("cpu"))
+    inputs, decisions = list[dict[str, Any]](), list[Decision]()
+    for t in range(LENGTH):
+        memory.start = start[t]
+        obs: Obs = {
+            name: torch.randn(columns, *s.shape, generator=generator)
+            for name, s in MEMORY_SPECS.items()
+        }
+        inputs.append(policy.encode(memory.attach(obs)))
+        decisions.append(policy.act(inputs[-1], noise=policy.noise(columns, generator)))
+        assert decisions[-1].memory is not None
+        memory.store(decisions[-1].memory)
+    return tree.stack(inputs), decisions, start
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("recurrent", ["gru", "lstm"])
+@pytest.mark.parametrize(("actions", "distribution"), KINDS)
+def test_acting_step_by_step_equals_evaluating_the_sequence(
+    structure: str, recurrent: str, actions: str, distribution: str
+) -> None:
+    torch.manual_seed(0)
+    options = {"recurrent": recurrent, "recurrent_size": 5, "distribution": distribution}
+    policy = ActorCritic(MEMORY_SPECS, ACTIONS[actions], model(**options, **STRUCTURES[structure]))
+    layers = 2 if structure in ("separate", "groups") else 1
+    assert policy.memory_size == layers * (5 if recurrent == "gru" else 10)
+    inputs, decisions, _ = remember(policy)
+    acted = tree.stack(decisions)
+    for length in (None, 2, 3):
+        evaluated = policy.evaluate_columns(inputs, acted.action, acted.replay, length=length)
+        for x, y in ((evaluated.log_prob, acted.log_prob), (evaluated.value, acted.value)):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+    rows: Any = tree.map(lambda x: x.flatten(0, 1), (inputs, acted.action, acted.replay))
+    single = policy.evaluate(*rows)
+    torch.testing.assert_close(single.value, acted.value.flatten(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(policy.value(rows[0]), acted.value.flatten(), rtol=0, atol=1e-5)
+
+
+def test_memory_ends_where_an_episode_starts() -> None:
+    """Column 1 starts an episode in step 2: its value depends on step 2, and not on steps 0, 1."""
+    torch.manual_seed(0)
+    policy = ActorCritic(MEMORY_SPECS, ACTIONS["box"], model(recurrent="gru", recurrent_size=5))
+    inputs, decisions, _ = remember(policy)
+    acted = tree.stack(decisions)
+    inputs[VECTOR].requires_grad_()
+    value = policy.evaluate_columns(inputs, acted.action, acted.replay).value
+    (grad,) = torch.autograd.grad(value[3, 1], inputs[VECTOR], retain_graph=True)
+    assert bool((grad[:2] == 0).all()) and bool((grad[2:4, 1] != 0).any(-1).all())
+    (grad,) = torch.autograd.grad(value[3, 0], inputs[VECTOR])
+    assert bool((grad[:4, 0] != 0).any(-1).all())
+
+
+def test_gradients_pass_through_the_given_number_of_steps() -> None:
+    torch.manual_seed(0)
+    policy = ActorCritic(MEMORY_SPECS, ACTIONS["box"], model(recurrent="lstm", recurrent_size=5))
+    inputs, decisions, _ = remember(policy)
+    acted = tree.stack(decisions)
+    inputs[VECTOR].requires_grad_()
+    value = policy.evaluate_columns(inputs, acted.action, acted.replay, length=2).value
+    (grad,) = torch.autograd.grad(value[3, 0], inputs[VECTOR])
+    assert bool((grad[:2] == 0).all()) and bool((grad[2:4, 0] != 0).any(-1).all())
+
+
+def test_actor_with_memory_acts_without_the_critic() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"recurrent": "gru", "recurrent_size": 5, **STRUCTURES["groups"]}
+    policy = ActorCritic(MEMORY_SPECS, ACTIONS["box"], model(**options))
+    actor = policy.actor_only()
+    assert (policy.memory_size, actor.memory_size) == (10, 5)
+    obs = {"state": torch.randn(2, 4), "privileged": torch.randn(2, 3)}
+    whole, alone = (
+        p.act(p.encode(EpisodeMemory(p, 2, torch.device("cpu")).attach(obs)))
+        for p in (policy, actor)
+    )
+    assert torch.equal(whole.action, alone.action)
+    assert whole.memory is not None and alone.memory is not None
+    assert torch.equal(whole.memory[:, :5], alone.memory) and bool(alone.value.isnan().all())
+    # Observations without those of the critic leave the state of its memory unchanged.
+    memory = EpisodeMemory(policy, 2, torch.device("cpu"))
+    decision = policy.act(policy.encode(memory.attach({"state": obs["state"]})))
+    assert decision.memory is not None and torch.equal(decision.memory[:, :5], alone.memory)

@@ -104,7 +104,7 @@ def _check_model(config: Config) -> None:
             f"model.width = {model.width}: must be a multiple of 2 x model.heads = {unit}; write"
             f" {max(1, round(model.width / unit)) * unit}"
         )
-    if model.recurrent is not None:
+    if model.policy == "actor_critic" and model.recurrent is not None:
         _check_recurrent(config)
     if not model.min_log_std < model.max_log_std:
         raise ConfigError(

@@ -427,3 +427,84 @@ def test_other_robot_policies_are_refused(cheetah: Path) -> None:
     flow = replace(config, model=replace(config.model, policy="flow"))
     with pytest.raises(ConfigError, match=r"model.policy=flow cannot be exported"):
         mode(flow).export(TrainedRun(flow, source, run_dir, print), cheetah / "flow")
+
+
+# -------------------------------------------------------------------------------------- with memory
+@pytest.fixture(scope="module")
+def remembering(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run and the bundle of a policy with a history and a recurrent critic."""
+    folder = tmp_path_factory.mktemp("memory")
+    options = {
+        **CHEETAH,
+        "env.kwargs": {"velocities": False},
+        "model.history": 3,
+        "model.recurrent": "lstm",
+        "model.recurrent_size": 4,
+        "model.shared_backbone": False,
+        "algorithm.minibatch_unit": "column",
+    }
+    train(folder / "run", options)
+    summary = run.export(str(folder / "run"), str(folder / "out"))
+    assert summary["recorded_steps"] == 4 * STEPS and summary["action_difference"] < 1e-5
+    return folder
+
+
+def test_memory_is_an_input_and_an_output(remembering: Path) -> None:
+    info = json.loads((remembering / "out" / "policy.json").read_text())
+    shapes = {x["name"]: x["shape"] for x in info["inputs"]}
+    assert shapes == {
+        "obs": [8],
+        "memory/obs": [2, 8],
+        "memory/previous_actions": [2, 6],
+        "memory/recurrent": [8],  # of the actor; that of the critic is not exported
+    }
+    outputs = {x["name"]: x["shape"] for x in info["outputs"] if x["role"] == "memory"}
+    assert outputs == {f"next_{k}": shape for k, shape in shapes.items() if k != "obs"}
+    assert len(info["inputs"][0]["mean"]) == 8
+
+
+def test_evaluation_through_a_bundle_with_memory_gives_the_reports_return(
+    remembering: Path, tmp_path: Path
+) -> None:
+    policy, path = Policy(remembering / "out"), str(remembering / "run")
+    run.evaluate(EvaluateConfig(path, episodes=2, video=False, out=str(tmp_path)), quiet=True)
+    report = json.loads((tmp_path / "report.json").read_text())
+    config = replace(run.open_run(path)[2].env, action_mapping="none")
+    env = components.make_env(evaluation_seeds(0, 2), config=config, device=torch.device("cpu"))
+    for _ in range(2):  # after reset() the same again
+        env.restart(evaluation_seeds(0, 2))
+        obs, total = env.reset(), np.zeros(2)
+        policy.reset()
+        for _ in range(STEPS):
+            assert isinstance(obs, torch.Tensor)
+            step = env.step(torch.from_numpy(policy.act(obs.numpy())))
+            obs, total = step.obs, total + step.reward.double().numpy()
+        returns = [episode["return"] for episode in report["episodes"]]
+        np.testing.assert_allclose(total, returns, rtol=1e-3)
+    env.close()
+    with pytest.raises(BundleError, match="3 rows, and 2 in the step before"):
+        policy.act(np.zeros((3, 8), np.float32))
+
+
+def test_single_episodes_of_a_bundle_with_memory_start_anew(remembering: Path) -> None:
+    policy, alone = (Policy(remembering / "out", check=False) for _ in range(2))
+    for _ in range(3):
+        policy.act(np.ones((2, 8), np.float32))
+    policy.reset([False, True])
+    action = policy.act(np.ones((2, 8), np.float32))
+    np.testing.assert_allclose(action[1], alone.act(np.ones(8, np.float32)), atol=1e-6)
+    assert np.abs(action[0] - action[1]).max() > 1e-4
+
+
+def test_faults_of_a_pipeline_with_memory_are_named(remembering: Path) -> None:
+    policy = Policy(remembering / "out")
+    recording = {"observation/obs": policy.golden["observation/obs"].copy()}
+    assert policy.compare(recording) == []
+    swapped = recording["observation/obs"][:, [0, 1, 3, 2, 4, 5, 6, 7]]
+    findings = policy.compare({"observation/obs": swapped, "action": policy.golden["action"]})
+    assert any("obs[2]" in line and "swapped with obs[3]" in line for line in findings)
+    # A pipeline that calls reset() in every step executes other actions.
+    forgetful = np.concatenate(
+        [(policy.reset(), policy.act(x))[1][None] for x in policy.golden["observation/obs"]]
+    )
+    assert policy.compare({**recording, "action": forgetful})

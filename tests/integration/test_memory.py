@@ -1,0 +1,178 @@
+"""Policies with memory through whole runs: resume, evaluation, Python API, compiled code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_helpers
+import torch
+
+import embodied_ppo as ep
+from embodied_ppo import run
+from embodied_ppo.config.schema import EvaluateConfig
+from embodied_ppo.core.types import ConfigError, EnvError
+from embodied_ppo.evaluation.episodes import evaluation_seeds
+from embodied_ppo.modes.embodied import components
+from embodied_ppo.training import checkpoint
+
+RECURRENT = {
+    "model.recurrent": "gru",
+    "model.recurrent_size": 8,
+    "algorithm.minibatch_unit": "column",
+}
+MEMORIES: dict[str, dict[str, Any]] = {
+    "gru": RECURRENT,
+    "lstm": {**RECURRENT, "model.recurrent": "lstm", "algorithm.bptt_length": 4},
+    "history": {"model.history": 3},
+    "both": {**RECURRENT, "model.history": 3, "model.shared_backbone": False},
+}
+BASE: dict[str, Any] = {
+    "env.id": "InvertedPendulum-v4",
+    "env.max_episode_steps": 11,
+    "algorithm.horizon": 8,
+    "evaluation.episodes": 3,
+    "evaluation.video_episodes": 0,
+    "compile": "never",
+    "updates": 4,
+    "save_every": 2,
+}
+
+
+def train(run_dir: Path, **options: Any) -> Path:
+    run.train(run_helpers.tiny_config({**BASE, **options, "run_dir": str(run_dir)}), quiet=True)
+    return run_dir
+
+
+@pytest.fixture(scope="module", params=MEMORIES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return train(folder / "run", **MEMORIES[request.param])
+
+
+def weights(run_dir: Path, update: int = 4) -> dict[str, Any]:
+    return checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}").policy()
+
+
+def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) -> None:
+    """The episodes of the fourth update began before the checkpoint of the second."""
+    half = trained / "checkpoints" / "step_000002"
+    config = run.open_run(str(trained))[2]
+    run.train(replace(config, run_dir=str(tmp_path / "half"), resume=str(half)), quiet=True)
+    for name, x in weights(trained).items():
+        assert torch.equal(x, weights(tmp_path / "half")[name]), name
+
+
+def test_evaluation_does_not_depend_on_the_number_of_environments(
+    trained: Path, tmp_path: Path
+) -> None:
+    episodes = []
+    for n in (1, 3):
+        options = EvaluateConfig(
+            str(trained), episodes=3, num_envs=n, video=False, out=str(tmp_path / str(n))
+        )
+        run.evaluate(options, quiet=True)
+        episodes.append(json.loads((tmp_path / str(n) / "report.json").read_text())["episodes"])
+    assert episodes[0] == episodes[1]
+
+
+def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path: Path) -> None:
+    """``load`` is called with what the simulator returns, without history or state."""
+    config = run.open_run(str(trained))[2]
+    options = EvaluateConfig(str(trained), episodes=2, video=False, out=str(tmp_path))
+    run.evaluate(options, quiet=True)
+    report = json.loads((tmp_path / "report.json").read_text())
+    policy = ep.load(trained)
+    assert policy.has_memory
+    plain = replace(config.env, action_mapping="none")
+    env = components.make_env(evaluation_seeds(0, 2), config=plain, device=torch.device("cpu"))
+    for _ in range(2):  # after reset() the same again
+        env.restart(evaluation_seeds(0, 2))
+        obs, total, running = env.reset(), np.zeros(2), np.ones(2)
+        policy.reset()
+        for _ in range(11):
+            assert isinstance(obs, torch.Tensor)
+            step = env.step(torch.from_numpy(policy.act(obs.numpy())))
+            total += step.reward.numpy() * running
+            running *= ~(step.terminated | step.truncated).numpy()
+            obs = step.obs
+        assert total.tolist() == [e["return"] for e in report["episodes"]]
+    env.close()
+
+
+def test_loaded_policy_starts_single_episodes(trained: Path) -> None:
+    policy, alone = ep.load(trained), ep.load(trained)
+    observations = [np.full((2, 4), 0.1 * t, np.float32) for t in range(4)]
+    for obs in observations[:2]:
+        policy.act(obs)
+    policy.reset([False, True])
+    for obs in observations[2:]:
+        action = policy.act(obs)
+        expected = alone.act(obs[:1])
+        assert np.array_equal(action[1:], expected)
+    assert not np.array_equal(action[:1], expected)
+    with pytest.raises(EnvError, match="3 observations, and 2 in the step before"):
+        policy.act(np.zeros((3, 4), np.float32))
+    with pytest.raises(EnvError, match=r"reset: where has shape \[3\]"):
+        policy.reset([True, False, False])
+
+
+@pytest.mark.parametrize("recurrent", ["gru", "lstm"])
+def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path: Path) -> None:
+    options = {**RECURRENT, "model.recurrent": recurrent, "updates": 1}
+    whole = weights(train(tmp_path / "whole", **options), 1)
+    parts = {"algorithm.micro_batch_size": 8, "algorithm.logprob_forward_micro_batch_size": 8}
+    parted = weights(train(tmp_path / "parts", **options, **parts), 1)
+    run_helpers.assert_states_close(parted, whole)
+
+
+@pytest.mark.slow
+def test_compiled_code_equals_eager_code(tmp_path: Path) -> None:
+    options = {**RECURRENT, "algorithm.bptt_length": 2, "updates": 2}
+    eager = weights(train(tmp_path / "eager", **options), 2)
+    compiled = weights(train(tmp_path / "compiled", **{**options, "compile": "always"}), 2)
+    run_helpers.assert_states_close(compiled, eager)
+
+
+def test_reference_policy_and_off_policy_correction_read_columns(tmp_path: Path) -> None:
+    """With one epoch of one minibatch, the policy is its own reference: the KL is 0 at first."""
+    options = {
+        **RECURRENT,
+        "algorithm.use_kl_loss": True,
+        "algorithm.off_policy_correction": "token",
+        "algorithm.update_epoch": 1,
+        "algorithm.global_batch_size": 32,
+        "updates": 2,
+    }
+    train(tmp_path / "run", **options)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert rows[-2]["kl/to_reference"] == pytest.approx(0, abs=1e-7)
+    assert rows[-1]["kl/to_reference"] > 1e-7
+    assert rows[-1]["policy/off_policy_weight"] == pytest.approx(1, abs=1e-5)
+
+
+def test_refusals() -> None:
+    for options, message in (
+        (
+            {"model.recurrent": "gru"},
+            "algorithm.minibatch_unit = step; write algorithm.minibatch_unit=column",
+        ),
+        (
+            {**RECURRENT, "algorithm.bptt_length": 3},
+            "algorithm.bptt_length = 3 does not divide algorithm.horizon = 8; nearest: 2, 4",
+        ),
+        ({"model.recurrent_size": 4}, "model.recurrent_size = 4 is set but not read"),
+        ({"algorithm.bptt_length": 4}, "algorithm.bptt_length = 4 is set but not read"),
+        (
+            {"model.policy": "token", "model.history": 2},
+            "model.history = 2 is set but not read",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run_helpers.tiny_config({**BASE, **options})
+        assert message in str(caught.value)
