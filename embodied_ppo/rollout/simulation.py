@@ -35,10 +35,13 @@ Experience: TypeAlias = "tuple[Trajectory, Metrics]"
 
 def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
     """Raise TrainingError if a tensor [T, N, ..] is not finite."""
-    for x in tree.leaves(values):
-        # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. Finite
-        # elements may overflow it, so a sum that is not finite needs the second test.
-        if not x.is_floating_point() or math.isfinite(float(x.sum())) or bool(x.isfinite().all()):
+    numbers = [x for x in tree.leaves(values) if x.is_floating_point()]
+    # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. Finite elements
+    # may overflow it, so a sum that is not finite needs the second test.
+    if not numbers or math.isfinite(float(sum(x.sum() for x in numbers))):
+        return
+    for x in numbers:
+        if bool(x.isfinite().all()):
             continue
         t, i, *index = (~x.isfinite()).nonzero()[0].tolist()
         raise TrainingError(

@@ -22,6 +22,7 @@ import torch
 from fake_accelerator import NAME, DeviceError, DeviceTensor, FakeAccelerator, to_device, to_host
 from torch import Tensor
 
+from embodied_envs import HistoryEnv
 from embodied_envs.adapters import realistic_env
 from embodied_envs.physics import mujoco_warp
 from embodied_envs.physics.mujoco_warp import WarpPhysics
@@ -412,21 +413,23 @@ def use_device_for_warp(accelerator: FakeAccelerator, monkeypatch: pytest.Monkey
 
 def make_rollout(env: Any, schedule: Recorded | None = None) -> Rollout:
     torch.manual_seed(0)
-    policy = ActorCritic(env.obs_spec, env.action_spec, ModelConfig(hidden=(8,)))
+    config = ModelConfig(hidden=(8,), history=3, recurrent="gru", recurrent_size=4)
+    policy = ActorCritic(env.obs_spec, env.action_spec, config)
     return Rollout(env, policy.to(env.device), seed=0, schedule=schedule)
 
 
-def realistic(env: Any) -> realistic_env.RealisticEnv:
-    """Return ``env`` with delays and errors of its sensors."""
+def realistic(env: Any) -> HistoryEnv:
+    """Return ``env`` with delays and errors of its sensors, and a history of 3 steps."""
     options = {"action_delay": [0, 1], "obs_delay": [0, 2], "obs_noise": 0.01, "obs_bias": 0.01}
     options |= {"obs_dropout": 0.1, "action_rate_limit": 0.5}
     seeds = list(range(env.num_envs))
     checked = realistic_env.read(options, env)
-    return realistic_env.RealisticEnv(env, checked, seeds=seeds, action_mapping="rescale")
+    delayed = realistic_env.RealisticEnv(env, checked, seeds=seeds, action_mapping="rescale")
+    return HistoryEnv(delayed, 3)
 
 
 def test_rollout(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control steps, masked resets, delays, acting and values equal those on a CPU."""
+    """Control steps, masked resets, delays, memory, acting and values equal those on a CPU."""
     options: dict[str, Any] = {"max_episode_steps": 5, "randomize": True}
     options |= {"ranges": {"gravity": (0.9, 1.1)}, "id": f"{__name__}:Reaching"}
     cpu = make_rollout(realistic(warp.make(**options)))
