@@ -108,6 +108,10 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
         "placement": "colocated",
         "cluster__devices_per_node": 1,
         "cluster__check_weights": True,
+        "model__history": 2,
+        "model__recurrent": "gru",
+        "model__recurrent_size": 4,
+        "algorithm__minibatch_unit": "column",
     },
     "disaggregated": {
         "placement": "disaggregated",
@@ -144,10 +148,11 @@ def test_placements_with_one_learner_equal_one_process(
     name: str, cached_run: CachedRuns, tmp_path: Path
 ) -> None:
     """In "apart" the critic reads a group of observations of its own; "crossed" has a user's
-    network.
+    network; in "colocated" the policy has memory.
     """
     run_dir, options = tmp_path / "run", EQUAL_TO_LOCAL[name]
-    task_options = {p: x for p, x in options.items() if p.startswith(("env__", "model__"))}
+    sections = ("env__", "model__", "algorithm__")
+    task_options = {p: x for p, x in options.items() if p.startswith(sections)}
     local = cached_run(**task_options)
     metrics, expected = train(run_dir, **options), rows(local)
     assert len(metrics) == len(expected) == 5

@@ -12,9 +12,12 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import RealismConfig
+from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.history import SINGLE, ObservationHistory, named
 from embodied_ppo.core.memory import EpisodeMemory, starts, with_memory
 from embodied_ppo.core.types import (
@@ -255,18 +259,40 @@ def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) 
     arrays = [torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in specs.values()]
     arrays += [x.repeat(2, *[1] * (x.ndim - 1)) for x in exported.memory.values()]
     names = [*specs, *exported.memory]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the TorchScript exporter, which needs no onnxscript
-        torch.onnx.export(
-            exported,
-            tuple(arrays),
-            str(path),
-            dynamo=False,
-            opset_version=OPSET,
-            input_names=names,
-            output_names=exported.outputs,
-            dynamic_axes={name: {0: "batch"} for name in [*names, *exported.outputs]},
-        )
+    try:
+        with warnings.catch_warnings(), _no_output():
+            warnings.simplefilter(
+                "ignore"
+            )  # of the TorchScript exporter, which needs no onnxscript
+            torch.onnx.export(
+                exported,
+                tuple(arrays),
+                str(path),
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=names,
+                output_names=exported.outputs,
+                dynamic_axes={name: {0: "batch"} for name in [*names, *exported.outputs]},
+            )
+    except torch.onnx.OnnxExporterError as error:
+        raise ConfigError(
+            f"export: an operation of the network has no counterpart in ONNX ({one_line(error)});"
+            " replace it in the file of model.network and train again"
+        ) from error
+
+
+@contextmanager
+def _no_output() -> Iterator[None]:
+    """Discard what C++ code prints: torch prints the graph of a network that it cannot export."""
+    sys.stdout.flush()
+    with open(os.devnull, "w") as null:
+        stdout = os.dup(1)
+        os.dup2(null.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
 
 def _write_info(info: Mapping[str, Any], out: Path) -> None:

@@ -508,3 +508,23 @@ def test_faults_of_a_pipeline_with_memory_are_named(remembering: Path) -> None:
         [(policy.reset(), policy.act(x))[1][None] for x in policy.golden["observation/obs"]]
     )
     assert policy.compare({**recording, "action": forgetful})
+
+
+def test_network_with_an_operation_that_onnx_lacks_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bessel.py"
+    file.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, shapes):\n"
+        "        super().__init__()\n"
+        "    def forward(self, inputs):\n"
+        "        return torch.special.bessel_j0(inputs['obs'])\n"
+    )
+    options = {**CHEETAH, "model.network": f"{file}:Net", "updates": 1}
+    train(tmp_path / "run", options)
+    capfd.readouterr()
+    with pytest.raises(ConfigError, match=r"no counterpart in ONNX .*special_bessel_j0"):
+        run.export(str(tmp_path / "run"), str(tmp_path / "out"))
+    assert capfd.readouterr().out == ""
