@@ -328,9 +328,9 @@ class ModelConfig:
     value_gain: NonNegative = option(1.0, read_if=ORTHOGONAL)
     """Gain of the orthogonal initialisation of the value head; 0: values start at 0."""
     history: Small = option(1, read_if=ACTOR_CRITIC)
-    """Number of observations that the policy reads together (K): the newest one and the K - 1
-    before it in the episode, with the actions between them; zeros before the start of the episode.
-    1: the newest one only. With actor_obs, those observations are stacked and others are not."""
+    """Number of observations that the policy reads together (K): the newest one, the K - 1 changes
+    before it in the episode and the actions between them; zeros before the start of the episode. 1:
+    the newest one only. With actor_obs, those observations have a history and others have none."""
     recurrent: Literal["gru", "lstm"] | None = option(None, read_if=ACTOR_CRITIC)
     """Recurrent layer behind each trunk, whose state lasts for an episode; the heads read its
     output and that of the trunk. Minibatches then consist of whole columns

@@ -1,8 +1,14 @@
 """The last observations and actions of an episode as one observation (``model.history``).
 
-With K steps of history, each observation becomes its last K values, oldest first, and the K - 1
-actions between them are an observation of their own. Values before the start of the episode are 0.
-Images [C, H, W] are joined along their channels, [K·C, H, W].
+With K steps of history, an observation o_t becomes o_t and the K - 1 changes before it,
+
+    o_(t-K+2) - o_(t-K+1), .., o_t - o_(t-1), o_t
+
+which determine the last K observations. Changes are what a stack of similar values hides: each is
+normalised by its own deviation, which may be a hundredth of that of the values. The K - 1 actions
+between the observations are an observation of their own. Changes and actions before the start of
+the episode are 0. Images [C, H, W] are joined along their channels, [K·C, H, W], and integers are
+stacked; both are 0 before the start.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ PREVIOUS_ACTIONS = "previous_actions"
 """Name of the observation that holds the actions, float32 [N, K - 1, A]; a choice among n is a
 vector of n numbers with a 1 (A = n).
 """
+IN_EPISODE = "in_episode"
+"""Name of the entry of a history that marks its steps since the start of the episode with 1."""
 SINGLE = "obs"
 """Name of an observation that is one array."""
 
@@ -41,7 +49,7 @@ class ObservationHistory:
     Shapes do not depend on the value of N, so that the functions can be exported.
 
     ``previous`` is a dictionary of tensors [N, K - 1, ..], oldest first: one entry for each stacked
-    observation, and ``PREVIOUS_ACTIONS``.
+    observation, ``PREVIOUS_ACTIONS`` and ``IN_EPISODE``.
     """
 
     def __init__(
@@ -98,18 +106,26 @@ class ObservationHistory:
             for name in self.names
         }
         shape = rows, self.steps - 1, self.action_size
-        return {**previous, PREVIOUS_ACTIONS: torch.zeros(shape, device=device)}
+        return {
+            **previous,
+            PREVIOUS_ACTIONS: torch.zeros(shape, device=device),
+            IN_EPISODE: torch.zeros(rows, self.steps - 1, device=device),
+        }
 
     def stack(self, previous: Mapping[str, Tensor], obs: Obs) -> dict[str, Tensor]:
         """Return what the policy reads: the history with the newest observation."""
         result = dict(named(obs))
         for name in self.names:
-            frames = torch.cat([previous[name], self._stored(name, result[name])], dim=1)
-            is_image = _is_image(self.specs[name])
-            shape = self.specs[name].shape
-            result[name] = (
-                frames.flatten(1, 2) if is_image else frames.reshape(-1, self.steps, *shape)
-            )
+            spec, newest = self.specs[name], self._stored(name, result[name])
+            frames = torch.cat([previous[name], newest], dim=1)  # [N, K, ..]
+            if _is_image(spec):
+                result[name] = frames.flatten(1, 2)
+                continue
+            if spec.dtype.is_floating_point:
+                marks = previous[IN_EPISODE].reshape(-1, self.steps - 1, *[1] * (frames.ndim - 2))
+                changes = (frames[:, 1:] - frames[:, :-1]) * marks
+                frames = torch.cat([changes, newest], dim=1)
+            result[name] = frames.reshape(-1, self.steps, *spec.shape)
         return {**result, PREVIOUS_ACTIONS: previous[PREVIOUS_ACTIONS].clone()}
 
     def push(self, previous: Mapping[str, Tensor], obs: Obs, action: Tensor) -> dict[str, Tensor]:
@@ -126,6 +142,7 @@ class ObservationHistory:
             choices = torch.arange(self.action_size, device=action.device)
             action = (action.unsqueeze(-1) == choices).float()
         latest[PREVIOUS_ACTIONS] = action.reshape(-1, 1, self.action_size)
+        latest[IN_EPISODE] = torch.ones_like(previous[IN_EPISODE][:, :1])
         return {
             name: torch.cat([past[:, 1:], latest[name].to(past)], dim=1)
             for name, past in previous.items()

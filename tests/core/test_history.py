@@ -21,7 +21,8 @@ def test_three_steps_of_two_environments() -> None:
         if t == 1:  # the second environment starts an episode after its second step
             previous = history.restart(previous, torch.tensor([False, True]))
     stacked = history.stack(previous, observations[3])
-    assert stacked["obs"].squeeze(-1).tolist() == [[11, 12, 13], [0, 22, 23]]
+    # o_1, o_2, o_3 = 11, 12, 13; the episode of the second environment began with o_2 = 22.
+    assert stacked["obs"].squeeze(-1).tolist() == [[1, 1, 13], [0, 1, 23]]
     assert stacked[PREVIOUS_ACTIONS].tolist() == [[[1, -1], [2, -2]], [[0, 0], [2.5, 0]]]
 
 

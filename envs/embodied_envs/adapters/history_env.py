@@ -17,10 +17,9 @@ from embodied_ppo.core.types import Obs, Step, VectorEnv
 class HistoryEnv:
     """A ``VectorEnv`` whose observations contain those of the last K steps.
 
-    Step t of an episode reads o_(t-K+1) .. o_t and a_(t-K+1) .. a_(t-1), see
-    ``core.history``; values before the start of the episode are 0. Observations are those that the
-    simulator returns, with the delays and errors of ``env.realism``. Actions are those of the
-    policy.
+    Step t of an episode reads o_(t-K+1) .. o_t, as changes, and a_(t-K+1) .. a_(t-1), see
+    ``core.history``. Observations are those that the simulator returns, with the delays and errors
+    of ``env.realism``. Actions are those of the policy.
     """
 
     def __init__(self, env: VectorEnv, steps: int, names: Sequence[str] | None = None) -> None:

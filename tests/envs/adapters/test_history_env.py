@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import toy_envs
@@ -42,7 +44,8 @@ def test_observations_are_the_last_ones_of_the_episode(same_step: bool) -> None:
         for i in range(3):
             past = [*episodes[i][:-1], raw[i]][-K:]
             zeros = [torch.zeros(3)] * (K - len(past))
-            assert torch.equal(observed[i], torch.stack([*zeros, *past]))
+            changes = [after - before for before, after in itertools.pairwise(past)]
+            assert torch.equal(observed[i], torch.stack([*zeros, *changes, past[-1]]))
             past = taken[i][-(K - 1) :] if K > 1 else []
             zeros = [torch.zeros(1)] * (K - 1 - len(past))
             assert torch.equal(previous[i], torch.stack([*zeros, *past]))
@@ -63,7 +66,8 @@ def test_observations_are_the_last_ones_of_the_episode(same_step: bool) -> None:
             whole = {name: x[ended] for name, x in step.final_obs.items()}
             for row, i in enumerate(ended.nonzero().flatten().tolist()):
                 assert torch.equal(whole["obs"][row, -1], plain_step.final_obs[i])
-                assert torch.equal(whole["obs"][row, -2], episodes[i][-2])
+                change = plain_step.final_obs[i] - episodes[i][-2]
+                assert torch.equal(whole["obs"][row, -2], change)
             for i in range(3):
                 episodes[i].pop()
         for i in range(3):

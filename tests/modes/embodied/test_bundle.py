@@ -456,6 +456,7 @@ def test_memory_is_an_input_and_an_output(remembering: Path) -> None:
         "obs": [8],
         "memory/obs": [2, 8],
         "memory/previous_actions": [2, 6],
+        "memory/in_episode": [2],
         "memory/recurrent": [8],  # of the actor; that of the critic is not exported
     }
     outputs = {x["name"]: x["shape"] for x in info["outputs"] if x["role"] == "memory"}
