@@ -49,7 +49,9 @@ class EpisodeMemory:
             rows: Number of environments, N.
             device: Device of the policy.
         """
-        self.state = torch.zeros(rows, memory_size(policy), device=device)
+        self.size = memory_size(policy)
+        """Numbers of the state, S; 0 without memory."""
+        self.state = torch.zeros(rows, self.size, device=device)
         """float32 [N, S], the state before the next observation."""
         self.start = torch.ones(rows, dtype=torch.bool, device=device)
         """bool [N], whether the next observation is the first of an episode."""

@@ -530,7 +530,7 @@ class Rollout:
             "steps": self.steps,
             "actions": torch.cat(self.actions).cpu() if self.actions else None,  # [L, N, ..]
             "obs": self.obs,
-            "memory": self.memory.state_dict(),
+            "memory": self.memory.state_dict() if self.memory.size else None,
             "running": self.running.clone(),
             "finished": list(self.finished),
             "has_success": self.has_success,
@@ -569,7 +569,7 @@ class Rollout:
                 notice("resume: the simulator is not deterministic; new episodes start")
                 return self.restart(state["round"])
         self.running = state["running"].clone()
-        if "memory" in state:  # older checkpoints are of policies without memory
+        if self.memory.size:
             self.memory.load_state_dict(state["memory"])
 
 

@@ -62,7 +62,10 @@ class Locomotion(Task):
 
 # --------------------------------------------------------------------------------- in the x-z plane
 class Planar(Locomotion):
-    """A body in the x-z plane. Observation: qpos without x, and qvel within ±``velocity_limit``."""
+    """A body in the x-z plane. Observation: qpos without x, and qvel within ±``velocity_limit``.
+
+    Privileged observation: qvel within ±``velocity_limit``, m/s and rad/s.
+    """
 
     velocity_limit: ClassVar[float] = math.inf
 
@@ -76,10 +79,11 @@ class Planar(Locomotion):
         self.velocities = velocities
 
     def observe(self, s: State) -> Tensor:
-        positions, limit = s["qpos"][:, 1:], self.velocity_limit
-        if not self.velocities:
-            return positions.clone()
-        return torch.cat([positions, s["qvel"].clamp(-limit, limit)], 1)
+        positions = s["qpos"][:, 1:]
+        return torch.cat([positions, self.privileged(s)], 1) if self.velocities else positions
+
+    def privileged(self, s: State) -> Tensor:
+        return s["qvel"].clamp(-self.velocity_limit, self.velocity_limit)
 
 
 class HalfCheetah(Planar):
