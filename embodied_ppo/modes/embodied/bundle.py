@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -339,11 +339,12 @@ def _describe(
     """Return the content of policy.json, without tolerances."""
     step_s: float | None = getattr(env, "step_s", None)
     mechanism = components.mechanism(env)
+    names: list[tuple[str, str | None]] = mechanism.pop("observation_names", [])
     manifest, config = run.source.manifest, run.config
     return {
         "format": run_policy.FORMAT,
         "task": env.id,
-        "inputs": _inputs(exported, specs) + _memory(exported, ""),
+        "inputs": _inputs(exported, specs, names) + _memory(exported, ""),
         "outputs": _outputs(env, exported.policy, mechanism) + _memory(exported, run_policy.NEXT),
         "control": {
             "step_s": step_s,
@@ -390,8 +391,14 @@ def _memory(exported: Exported, prefix: str) -> list[dict[str, Any]]:
     ]
 
 
-def _inputs(exported: Exported, specs: Mapping[str, ArraySpec]) -> list[dict[str, Any]]:
+def _inputs(
+    exported: Exported,
+    specs: Mapping[str, ArraySpec],
+    described: Sequence[tuple[str, str | None]],
+) -> list[dict[str, Any]]:
     """Return the entries of the observations, with mean and standard deviation of each dimension.
+
+    ``described`` has name and unit of each number of "state" (or of the only observation).
 
     The normaliser's statistics are of all vectors, joined in the order of ``encoder.vectors``. Of
     an observation with a history, those of its newest value are returned.
@@ -419,6 +426,9 @@ def _inputs(exported: Exported, specs: Mapping[str, ArraySpec]) -> list[dict[str
     for name, spec in specs.items():
         is_image = name in policy.encoder.images
         size = math.prod(spec.shape)
+        names, unit = [f"{name}[{i}]" for i in range(size)], None
+        if name in ("state", SINGLE) and len(described) == size:
+            names, unit = [x for x, _ in described], [x for _, x in described]
         layout = ("HWC" if channels_last(spec) else "CHW") if is_image else None
         inputs.append(
             {
@@ -426,8 +436,8 @@ def _inputs(exported: Exported, specs: Mapping[str, ArraySpec]) -> list[dict[str
                 "role": "observation",
                 "dtype": str(spec.dtype).removeprefix("torch."),
                 "shape": list(spec.shape),
-                "names": None if is_image else [f"{name}[{i}]" for i in range(size)],
-                "unit": "0 to 255" if is_image else None,
+                "names": None if is_image else names,
+                "unit": "0 to 255" if is_image else unit,
                 "layout": layout,
                 **entries.get(name, {"mean": None, "std": None, "clip": None}),
             }

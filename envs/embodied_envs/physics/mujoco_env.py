@@ -201,13 +201,16 @@ class MujocoEnv:
             self.physics.close()
 
     def mechanism(self) -> dict[str, Any]:
-        """Return joints, actuators and the relation of action and ctrl, as plain data."""
+        """Return joints, actuators, the relation of action and ctrl, and names and units of the
+        numbers of the task's observation, as plain data.
+        """
         model, box = self.physics.model, self.action_spec
         assert isinstance(box, Box)
         low, high = torch.tensor(box.low), torch.tensor(box.high)
         return {
             "joints": mechanism.joints(model),
             "actuators": mechanism.actuators(model),
+            "observation_names": self.task.observation_names(model),
             "ctrl_of_action": mechanism.control_of_action(self.task, self.s, low, high),
         }
 

@@ -121,6 +121,19 @@ class Go1Joystick(Task):
         joints = torch.cat([s["qpos"][:, 7:] - self.home, s["qvel"][:, 6:]], 1) + s["noise"][:, 9:]
         return torch.cat([body, s["command"], joints, s["last_action"]], 1)
 
+    def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
+        axes = "xyz"
+        joints = [model.joint(i).name.removesuffix("_joint") for i in range(1, model.njnt)]
+        return [
+            *((f"velocity {axis}", "m/s") for axis in axes),
+            *((f"angular velocity {axis}", "rad/s") for axis in axes),
+            *((f"gravity {axis}", None) for axis in axes),
+            *(("command forward", "m/s"), ("command sideways", "m/s"), ("command yaw", "rad/s")),
+            *((f"{joint} position minus home", "rad") for joint in joints),
+            *((f"{joint} velocity", "rad/s") for joint in joints),
+            *((f"{joint} last action", None) for joint in joints),
+        ]
+
     def privileged(self, s: State) -> Tensor:
         joints = [s["qpos"][:, 7:] - self.home, s["qvel"][:, 6:]]
         true_state = [velocity(s), s["qvel"][:, 3:6], gravity(s), *joints, s["qpos"][:, 2:3]]

@@ -82,6 +82,19 @@ class Planar(Locomotion):
         positions = s["qpos"][:, 1:]
         return torch.cat([positions, self.privileged(s)], 1) if self.velocities else positions
 
+    def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
+        units = ("m", "m/s"), ("rad", "rad/s")
+        joints = [
+            (model.joint(i).name, units[model.jnt_type[i] == mujoco.mjtJoint.mjJNT_HINGE])
+            for i in range(model.njnt)
+        ]
+        names: list[tuple[str, str | None]] = [
+            (f"{name} position", unit) for name, (unit, _) in joints[1:]
+        ]
+        if self.velocities:
+            names += [(f"{name} velocity", unit) for name, (_, unit) in joints]
+        return names
+
     def privileged(self, s: State) -> Tensor:
         return s["qvel"].clamp(-self.velocity_limit, self.velocity_limit)
 

@@ -100,6 +100,13 @@ class Task(ABC):
     def observe(self, s: State) -> Obs:
         """Return the observation: [N, D], or a dictionary of tensors [N, ..]."""
 
+    def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
+        """Return name and unit of each number of ``observe`` (of its entry "state").
+
+        They describe an exported policy. By default there are none.
+        """
+        return []
+
     def privileged(self, s: State) -> Tensor | None:
         """Return what exists in simulation only, [N, D], in float: friction, masses, forces.
 

@@ -17,6 +17,7 @@ from embodied_envs.checks import check_env
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks import Task, panda
 from embodied_envs.tasks.go1 import Go1Joystick, gravity, velocity
+from embodied_envs.tasks.locomotion import HalfCheetah, Walker2d
 from embodied_envs.tasks.panda import PandaPickCube
 from embodied_ppo.core.random import uniform
 from embodied_ppo.core.types import ArraySpec, Box, EnvError
@@ -529,3 +530,25 @@ def test_go1_without_actions_stands_for_an_episode() -> None:
         step = env.step(torch.zeros(4, 12))
         assert not step.terminated.any() and step.truncated.all() == (k == 499)
     assert int(env.unstable) == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "size", "examples"),
+    [
+        (
+            Go1Joystick,
+            48,
+            {12: ("FR_hip position minus home", "rad"), 47: ("RL_calf last action", None)},
+        ),
+        (PandaPickCube, 39, {0: ("joint1 position", "rad"), 30: ("cube height", "m")}),
+        (HalfCheetah, 17, {0: ("rootz position", "m"), 8: ("rootx velocity", "m/s")}),
+        (Walker2d, 17, {2: ("thigh_joint position", "rad"), 10: ("rooty velocity", "rad/s")}),
+    ],
+)
+def test_every_number_of_an_observation_has_a_name(
+    task: type[Task], size: int, examples: dict[int, tuple[str, str | None]]
+) -> None:
+    names = task().observation_names(task().spec().compile())
+    assert len(names) == len({name for name, _ in names}) == size
+    for i, example in examples.items():
+        assert names[i] == example

@@ -292,10 +292,22 @@ OBS, ACTION = "observation/obs", "action"
 @pytest.mark.parametrize(
     ("key", "change", "findings"),
     [
-        (OBS, lambda x: x[:, [0, 1, 3, 2, *range(4, 17)]], ["swapped with obs[3]", "swapped with"]),
-        (OBS, lambda x: x * np.where(np.arange(17) == 5, -1, 1), ["obs[5] .*opposite sign"]),
+        (
+            OBS,
+            lambda x: x[:, [0, 1, 3, 2, *range(4, 17)]],
+            ["swapped with bshin position", "swapped with"],
+        ),
+        (
+            OBS,
+            lambda x: x * np.where(np.arange(17) == 5, -1, 1),
+            ["fthigh position .*opposite sign"],
+        ),
         (OBS, lambda x: x * np.where(np.arange(17) == 4, 57.29578, 1), ["degrees instead of rad"]),
-        (OBS, lambda x: x + np.where(np.arange(17) == 9, 0.5, 0), ["obs[9] .*offset of 0.5"]),
+        (
+            OBS,
+            lambda x: x + np.where(np.arange(17) == 9, 0.5, 0),
+            ["rootz velocity .*offset of 0.5"],
+        ),
         (OBS, lambda x: np.concatenate([x[:1], x[:-1]]), ["is delayed by 1 step"] * 17),
         (ACTION, lambda x: x[:, [3, 1, 2, 0, 4, 5]], ["bthigh .*swapped with fthigh", "fthigh"]),
         (ACTION, lambda x: x * [1, 1, 1, 1, 1, -1], ["action: ffoot .*opposite sign"]),
@@ -371,7 +383,7 @@ def test_what_the_integrator_expects_is_checked(
     [
         (np.zeros(16), "observation 'obs': shape (16,); it must be (17,)"),
         (np.zeros(17, np.int64), "dtype int64; it must be float32"),
-        (np.where(np.arange(17) == 3, np.nan, 0), "not finite in obs[3]"),
+        (np.where(np.arange(17) == 3, np.nan, 0), "not finite in bshin position"),
         ({"state": np.zeros(17)}, "observation 'state': unknown; there are ['obs']"),
         ({}, "observation 'obs': missing"),
     ],
@@ -503,7 +515,9 @@ def test_faults_of_a_pipeline_with_memory_are_named(remembering: Path) -> None:
     assert policy.compare(recording) == []
     swapped = recording["observation/obs"][:, [0, 1, 3, 2, 4, 5, 6, 7]]
     findings = policy.compare({"observation/obs": swapped, "action": policy.golden["action"]})
-    assert any("obs[2]" in line and "swapped with obs[3]" in line for line in findings)
+    assert any(
+        "bthigh position" in line and "swapped with bshin position" in line for line in findings
+    )
     # A pipeline that calls reset() in every step executes other actions.
     forgetful = np.concatenate(
         [(policy.reset(), policy.act(x))[1][None] for x in policy.golden["observation/obs"]]
