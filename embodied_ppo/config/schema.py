@@ -332,8 +332,8 @@ class ModelConfig:
     before it in the episode and the actions between them; zeros before the start of the episode. 1:
     the newest one only. With actor_obs, those observations have a history and others have none."""
     recurrent: Literal["gru", "lstm"] | None = option(None, read_if=ACTOR_CRITIC)
-    """Recurrent layer behind each trunk, whose state lasts for an episode; the heads read its
-    output and that of the trunk. Minibatches then consist of whole columns
+    """Recurrent layer that reads the observation, and whose state lasts for an episode; the hidden
+    layers read its output and the observation. Minibatches then consist of whole columns
     (algorithm.minibatch_unit=column); null: none."""
     recurrent_size: Width = option(128, read_if=ACTOR_CRITIC & is_set("model.recurrent"))
     """Number of units of the recurrent layer."""

@@ -52,9 +52,9 @@ class ActorCritic(nn.Module):
     its values are NaN. ``unused_weights`` are then the prefixes of the weights that it does not
     load.
 
-    With ``model.recurrent``, a recurrent layer follows each trunk, and the heads read its output
-    and that of the trunk. ``memory_size`` is the size of the state of all of them, first the
-    actor's.
+    With ``model.recurrent``, the hidden layers of each trunk read the output of a recurrent layer
+    besides the observation, which that layer reads, too. ``memory_size`` is the size of the state
+    of all recurrent layers, first the actor's.
     """
 
     unused_weights: tuple[str, ...] = ()
@@ -90,21 +90,22 @@ class ActorCritic(nn.Module):
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)
-        self.trunk = make_trunk(self.encoder, config)
+        units = 0 if config.recurrent is None else config.recurrent_size
+        self.trunk = make_trunk(self.encoder, config, recurrent=units)
         # Inputs of ``value_trunk``; None: those of the actor.
         self.critic_encoder = Encoder(critic_spec, config) if critic_spec else None
-        self.recurrent = _make_recurrent(config, self.trunk.features)
-        features = (self.recurrent or self.trunk).features
+        self.recurrent = _make_recurrent(config, self.trunk.inputs)
+        features = self.trunk.features
         own_trunk = has_critic and (self.critic_encoder is not None or not config.shared_backbone)
         encoder = self.critic_encoder or self.encoder
-        # A tail behind the shared trunk reads its features, those of the recurrent layer included.
+        # A tail behind the shared trunk reads its features, and needs no memory of its own.
         self.has_tail = own_trunk and config.shared_backbone
         self.value_trunk = self.value_recurrent = None
         if own_trunk:
-            inputs = features if self.has_tail else 0
-            self.value_trunk = make_trunk(encoder, config, features=inputs)
+            sizes = {"features": features} if self.has_tail else {"recurrent": units}
+            self.value_trunk = make_trunk(encoder, config, **sizes)
             if not self.has_tail:
-                self.value_recurrent = _make_recurrent(config, self.value_trunk.features)
+                self.value_recurrent = _make_recurrent(config, self.value_trunk.inputs)
         layers = (self.recurrent, self.value_recurrent)
         self.memory_size = sum(layer.state_size for layer in layers if layer is not None)
         discrete = isinstance(action_spec, Discrete)
@@ -113,8 +114,7 @@ class ActorCritic(nn.Module):
         self.policy_head = linear(features, outputs, config.policy_gain, config.orthogonal_init)
         self.value_head = None
         if has_critic:
-            if self.value_trunk is not None:
-                features = (self.value_recurrent or self.value_trunk).features
+            features = (self.value_trunk or self.trunk).features
             self.value_head = linear(features, values, config.value_gain, config.orthogonal_init)
         else:
             critic = ("critic_encoder.", "value_trunk.", "value_recurrent.", "value_head.")
@@ -136,10 +136,11 @@ class ActorCritic(nn.Module):
                 sequences, in order of time.
             steps: Steps of a sequence.
         """
-        features = self.trunk(inputs)
         if self.recurrent is None:
-            return features, None
-        return _advance(self.recurrent, features, inputs, 0, steps)
+            return self.trunk(inputs), None
+        joined = self.trunk.join(inputs)
+        hidden, state = _advance(self.recurrent, joined, inputs, 0, steps)
+        return self.trunk.combine(inputs, joined, hidden), state
 
     def _policy(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean, log_std) [B, A], or (logits [B, K], unused)."""
@@ -172,10 +173,12 @@ class ActorCritic(nn.Module):
             shared, _ = self.features(inputs, steps)
         if self.value_trunk is None:
             x = shared
-        else:
+        elif self.value_recurrent is None:
             x = self.value_trunk(own, shared if self.has_tail else None)
-            if self.value_recurrent is not None:
-                x, state = _advance(self.value_recurrent, x, inputs, offset, steps)
+        else:
+            joined = self.value_trunk.join(own)
+            hidden, state = _advance(self.value_recurrent, joined, inputs, offset, steps)
+            x = self.value_trunk.combine(own, joined, hidden)
         value = self.value_head(x)
         return (value.squeeze(-1) if self.values == 1 else value), state
 
@@ -308,7 +311,7 @@ class ActorCritic(nn.Module):
 
 
 def _make_recurrent(config: ModelConfig, inputs: int) -> RecurrentLayer | None:
-    """Return the recurrent layer behind a trunk of ``inputs`` features, if there is one."""
+    """Return the recurrent layer of a trunk with ``inputs`` inputs, if there is one."""
     if config.recurrent is None:
         return None
     size, orthogonal = config.recurrent_size, config.orthogonal_init
@@ -316,22 +319,22 @@ def _make_recurrent(config: ModelConfig, inputs: int) -> RecurrentLayer | None:
 
 
 def _advance(
-    layer: RecurrentLayer, features: Tensor, inputs: dict[str, Any], offset: int, steps: int
+    layer: RecurrentLayer, joined: Tensor, inputs: dict[str, Any], offset: int, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the layer's output [B, F] and its state after the last step.
+    """Return the layer's output [B, H] and its state after the last step.
 
     Args:
         layer: The layer.
-        features: Its input [B, D], see ``ActorCritic.features``.
+        joined: Its input [B, D], rows as in ``ActorCritic.features``.
         inputs: Contain the state before each row and the marks of first steps.
         offset: First number of the layer in the state.
         steps: Steps of a sequence.
     """
     memory = inputs[MEMORY][:, offset : offset + layer.state_size]
     if steps == 1:  # without a number of rows that an exported program would keep
-        out, state = layer(features.unsqueeze(0), memory, inputs[START].unsqueeze(0))
+        out, state = layer(joined.unsqueeze(0), memory, inputs[START].unsqueeze(0))
         return out.squeeze(0), state
-    x, start = features.unflatten(0, (steps, -1)), inputs[START].unflatten(0, (steps, -1))
+    x, start = joined.unflatten(0, (steps, -1)), inputs[START].unflatten(0, (steps, -1))
     out, state = layer(x, memory[: x.shape[1]], start)
     return out.flatten(0, 1), state
 

@@ -25,6 +25,10 @@ a slash.
 """
 
 
+OWN_MEMORY = "memory"
+"""Name of the recurrent layer's output among the inputs of the user's network."""
+
+
 class InferenceModule(nn.Module):
     """Module that always stays in evaluation mode.
 
@@ -191,16 +195,20 @@ class NatureCNN(nn.Module):
 class Trunk(nn.Module):
     """Maps encoded inputs to features [B, hidden[-1]].
 
-    A CNN encodes each image; the hidden layers process all inputs together.
+    A CNN encodes each image; the hidden layers process all inputs together, with the output of a
+    recurrent layer that reads the same inputs, if there is one.
     """
 
-    def __init__(self, encoder: Encoder, config: ModelConfig, *, features: int = 0) -> None:
+    def __init__(
+        self, encoder: Encoder, config: ModelConfig, *, features: int = 0, recurrent: int = 0
+    ) -> None:
         """Build the layers.
 
         Args:
             encoder: Its outputs are the inputs.
             config: Options of the section ``model``.
-            features: Features of another trunk that ``forward`` gets besides.
+            features: Features of another trunk that ``join`` gets besides.
+            recurrent: Units of the recurrent layer.
 
         Raises:
             ConfigError: The backbone does not fit the observations, or there are none.
@@ -224,23 +232,33 @@ class Trunk(nn.Module):
                 size += math.prod(spec.shape)
         if size == 0:
             raise ConfigError("env: the observation is empty; nothing to act on")
+        self.inputs = size
+        """Size of what the hidden layers and the recurrent layer read."""
         layers: list[nn.Module] = []
-        for size_in, size_out in pairwise((size, *config.hidden)):
+        for size_in, size_out in pairwise((size + recurrent, *config.hidden)):
             layers.append(linear(size_in, size_out, config.hidden_gain, config.orthogonal_init))
             if config.layer_norm:
                 layers.append(nn.LayerNorm(size_out))
             layers.append(ACTIVATIONS[config.activation]())
         self.layers = nn.Sequential(*layers)
-        self.features = config.hidden[-1] if config.hidden else size
+        self.features = config.hidden[-1] if config.hidden else size + recurrent
 
-    def forward(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
+    def join(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
+        """Return all inputs as one vector each, [B, ``inputs``]."""
         parts = [] if features is None else [features]
         if VECTOR in inputs:
             parts.append(inputs[VECTOR])
         for i, name in enumerate(self.names):
             x = inputs[name]
             parts.append(self.cnns[i](x) if self.cnns else x.flatten(1).float() * (1.0 / 255.0))
-        return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def combine(self, inputs: dict[str, Tensor], joined: Tensor, recurrent: Tensor) -> Tensor:
+        """Return features of joined inputs [B, ``inputs``] and the recurrent layer's [B, H]."""
+        return self.layers(torch.cat([joined, recurrent], dim=1))
+
+    def forward(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
+        return self.layers(self.join(inputs, features))
 
 
 class OwnTrunk(InferenceModule):
@@ -249,11 +267,14 @@ class OwnTrunk(InferenceModule):
     It always is in evaluation mode: dropout is off, and batch normalisation keeps its statistics.
     """
 
-    def __init__(self, encoder: Encoder, config: ModelConfig, *, features: int = 0) -> None:
+    def __init__(
+        self, encoder: Encoder, config: ModelConfig, *, features: int = 0, recurrent: int = 0
+    ) -> None:
         """Build the network; arguments as those of ``Trunk``.
 
         Raises:
-            ConfigError: See ``own_network``; or ``features`` of another trunk would be an input.
+            ConfigError: See ``own_network``; or ``features`` of another trunk would be an input; or
+                there is no vector that the recurrent layer could read.
         """
         super().__init__()
         spec = config.network
@@ -263,17 +284,25 @@ class OwnTrunk(InferenceModule):
                 f"model.network = {spec}: cannot read the features of the actor's network, as the"
                 " critic with model.critic_obs does; write model.shared_backbone=false"
             )
-        self.spec = spec
+        if recurrent and not encoder.vectors:
+            raise ConfigError(
+                f"model.recurrent = {config.recurrent}: with model.network it reads the vectors of"
+                " the observation, and there are only images; leave one of the two out"
+            )
+        self.spec, self.inputs = spec, encoder.vector_size
         self.vectors = {name: tuple(s.shape) for name, s in encoder.vectors.items()}
         images = {name: channels_first_shape(s) for name, s in encoder.images.items()}
         self.images = tuple(images)
-        self.network = own_network.build(spec, {**self.vectors, **images}, config.network_options)
+        memory = {OWN_MEMORY: (recurrent,)} if recurrent else {}
+        shapes = {**self.vectors, **images, **memory}
+        self.network = own_network.build(spec, shapes, config.network_options)
         zeros = {
             **({VECTOR: torch.zeros(2, encoder.vector_size)} if self.vectors else {}),
             **{name: torch.zeros(2, *s, dtype=torch.uint8) for name, s in images.items()},
         }
         self.train(False)
-        self.features = own_network.count_features(spec, self.network, self._split(zeros))
+        named = self._split(zeros) | {name: torch.zeros(2, *s) for name, s in memory.items()}
+        self.features = own_network.count_features(spec, self.network, named)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Import the user's file before the state is unpickled (in a compiler or video process)."""
@@ -289,6 +318,14 @@ class OwnTrunk(InferenceModule):
                 named[name] = part.reshape(-1, *shape)
         return named
 
+    def join(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
+        """Return what the recurrent layer reads: all vectors, [B, ``inputs``]."""
+        return inputs[VECTOR]
+
+    def combine(self, inputs: dict[str, Tensor], joined: Tensor, recurrent: Tensor) -> Tensor:
+        """Return features; the recurrent layer's output [B, H] is the input ``OWN_MEMORY``."""
+        return self.network({**self._split(inputs), OWN_MEMORY: recurrent})
+
     def forward(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
         return self.network(self._split(inputs))
 
@@ -299,7 +336,9 @@ def _new_own_trunk(spec: str) -> OwnTrunk:
     return OwnTrunk.__new__(OwnTrunk)
 
 
-def make_trunk(encoder: Encoder, config: ModelConfig, *, features: int = 0) -> Trunk | OwnTrunk:
+def make_trunk(
+    encoder: Encoder, config: ModelConfig, *, features: int = 0, recurrent: int = 0
+) -> Trunk | OwnTrunk:
     """Return the user's network if there is one, else an MLP or CNN; arguments as of ``Trunk``."""
     cls = Trunk if config.network is None else OwnTrunk
-    return cls(encoder, config, features=features)
+    return cls(encoder, config, features=features, recurrent=recurrent)

@@ -186,7 +186,7 @@ class _Sequence(torch.autograd.Function):
 
 
 class RecurrentLayer(nn.Module):
-    """A GRU or LSTM; its output is joined to its input."""
+    """A GRU or LSTM."""
 
     def __init__(
         self, kind: Literal["gru", "lstm"], inputs: int, size: int, *, orthogonal: bool
@@ -207,8 +207,6 @@ class RecurrentLayer(nn.Module):
         self.kind, self.size = kind, size
         self.state_size = size if kind == "gru" else 2 * size
         """Numbers of the state, S."""
-        self.features = inputs + size
-        """Size of the result, D + H."""
         gates = GATES[kind]
         self.input_weight = nn.Parameter(torch.empty(gates * size, inputs))
         self.hidden_weight = nn.Parameter(torch.empty(size, gates * size))
@@ -238,7 +236,8 @@ class RecurrentLayer(nn.Module):
             start: bool [T, B], where an episode starts.
 
         Returns:
-            [T, B, D + H], and the state after the last step [B, S], without gradient.
+            Output of each step [T, B, H], and the state after the last one [B, S], without
+            gradient.
         """
         gates = nn.functional.linear(x, self.input_weight, self.input_bias)
         keep = (~start).to(x.dtype).unsqueeze(-1)
@@ -248,4 +247,4 @@ class RecurrentLayer(nn.Module):
         else:
             steps = (gru_steps if self.kind == "gru" else lstm_steps)(*arguments)
             hidden, after = steps.hidden, steps.state
-        return torch.cat([x, hidden], dim=-1), after
+        return hidden, after
