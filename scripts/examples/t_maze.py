@@ -1,8 +1,9 @@
 """Train a policy with memory: a T-maze whose first observation shows the way at its end.
 
     cd scripts/examples && embodied-ppo train env.id=t_maze:make env.simulator=torch
-    env.num_envs=64 env_steps=400000 algorithm.horizon=64 algorithm.minibatch_unit=column
-    algorithm.global_batch_size=1024 model.recurrent=gru model.recurrent_size=32
+    env.num_envs=64 env_steps=160000 algorithm.horizon=64 algorithm.update_epoch=4
+    algorithm.minibatch_unit=column algorithm.global_batch_size=1024 algorithm.entropy_bonus=0.05
+    algorithm.normalize_advantages=true model.recurrent=gru model.recurrent_size=32
 
 The success of a policy without memory stays at one half. ``env.kwargs.corridor`` is the number of
 steps that the policy has to remember the sign for (after Bakker 2002, "Reinforcement Learning with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import run_helpers
 import torch
+import yaml
 
 import embodied_ppo as ep
 from embodied_ppo import run
@@ -176,3 +178,20 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError) as caught:
             run_helpers.tiny_config({**BASE, **options})
         assert message in str(caught.value)
+
+
+@pytest.mark.slow
+def test_t_maze_is_solved_with_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first observation decides the turn 20 steps later. The command is that of the example."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "examples")
+    description = importlib.import_module("t_maze").__doc__ or ""
+    command = description.split("embodied-ppo train ")[1].split("\n\n")[0].split()
+    overrides = dict(option.split("=") for option in command)
+    result = ep.train(
+        **{name.replace(".", "__"): yaml.safe_load(value) for name, value in overrides.items()},
+        run_dir=tmp_path / "run",
+        compile="never",
+        evaluation={"episodes": 64, "video_episodes": 0},
+        progress=False,
+    )
+    assert result.summary["final_success"] > 0.95
