@@ -1,4 +1,4 @@
-"""Python API, on which the commands ``train``, ``evaluate`` and ``config`` are built.
+"""Python API, on which the commands ``train``, ``distill``, ``evaluate`` and ``config`` are built.
 
 Nothing here loads torch before the options are checked.
 
@@ -130,6 +130,36 @@ def train(
     return Run(_interruptible(lambda: train_loaded(loaded, quiet=not progress)))
 
 
+def distill(
+    teacher: str | Path | Run,
+    experiment: str | None = None,
+    *,
+    config_dir: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Run:
+    """Train a student to act as a trained teacher, from other observations.
+
+    Args:
+        teacher: Directory of a run (its newest checkpoint) or of a checkpoint, or a ``Run``.
+        experiment: Task and network of the student, see ``config``.
+        config_dir: See ``config``.
+        progress: See ``train``.
+        options: Options, see the module.
+
+    Returns:
+        The finished run of the student.
+
+    Raises:
+        ConfigError, EnvError, CheckpointError: The input is refused; nothing was written.
+        TrainingError: The run failed.
+        KeyboardInterrupt: After an interrupt; the run is saved.
+    """
+    options = {"teacher": _path(teacher), **options}
+    loaded = _resolve("distill", experiment, config_dir, options)
+    return Run(_interruptible(lambda: distill_loaded(loaded, quiet=not progress)))
+
+
 def evaluate(
     checkpoint: str | Path | Run, *, progress: bool = True, **options: Any
 ) -> dict[str, Any]:
@@ -195,6 +225,13 @@ def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[s
     from embodied_ppo import run
 
     return run.train(config, explicit=_explicit(loaded), quiet=quiet, since_s=since_s)
+
+
+def distill_loaded(loaded: Loaded, *, quiet: bool) -> dict[str, Any]:
+    """Distil with resolved options; return the summary. See ``run.distill``."""
+    from embodied_ppo import run
+
+    return run.distill(loaded.config, explicit=_explicit(loaded), quiet=quiet)
 
 
 def evaluate_loaded(loaded: Loaded, *, quiet: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import yaml
 
 from embodied_ppo.config import batch_sizes, loader, placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
+from embodied_ppo.config.rules.embodied import optimization_config
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.errors import show
@@ -44,6 +45,7 @@ from embodied_ppo.training import checkpoint, loop
 from embodied_ppo.training.logging import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.training.progress import Interrupts, Progress, stop_signals
 from embodied_ppo.training.run_directory import (
+    SAME_FUNCTION,
     absolute,
     arithmetic,
     changed_options,
@@ -78,6 +80,24 @@ def train(
         TrainingError: The run fails.
         SystemExit: 130, after an interrupt has saved a checkpoint.
     """
+    validation.check_command(config, "train")
+    return _train(config, explicit, quiet, since_s)
+
+
+def distill(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
+    """Train a student by the labels of ``config.teacher``, see ``imitation.distillation``.
+
+    Arguments, result and exceptions: as of ``train``.
+    """
+    validation.check_command(config, "distill")
+    assert config.teacher is not None
+    source = checkpoint.open_checkpoint(config.teacher, "teacher")
+    # The checkpoint instead of the run: the teacher's training may continue.
+    return _train(replace(config, teacher=str(source.path)), explicit, quiet, 0.0)
+
+
+def _train(config: Config, explicit: Any, quiet: bool, since_s: float) -> dict[str, Any]:
+    """Run the training loop from the first update, or from that of a checkpoint, to the end."""
     with _opened(config, explicit, quiet) as run:
         if isinstance(run, dict):
             return run
@@ -303,6 +323,9 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
                 )
                 yield summary
                 return
+        teacher = _teacher(config, messages.early_log_lines.append)
+        if config.initial_policy is not None and source is None:
+            _check_initial_policy(config)
         task = mode(config).task_for_training(config, source, messages.early_log_lines.append)
         network = _network(config, source, messages.early_log_lines.append)
         config = replace(
@@ -319,7 +342,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
             model = replace(config.model, network=network.spec_in(run_dir))
             config = replace(config, model=model)
         request = RunRequest(
-            config,
+            optimization_config(config),
             device,
             run_dir,
             updates,
@@ -331,6 +354,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
             source is None,
             advance=messages.bar.advance,
             task=None if task is None else task.without_data(run_dir),
+            teacher=teacher,
         )
         saved = nullcontext() if network is None else network.saved(run_dir)
         with Interrupts(), messages.bar, saved:
@@ -377,6 +401,29 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
         finally:
             log.close()
             run.system.close()
+
+
+def _teacher(config: Config, say: Callable[[str], None]) -> TrainedRun | None:
+    """Return the teacher of a distillation; None: the run trains by PPO."""
+    if config.teacher is None:
+        return None
+    source, run_dir, trained = open_run(config.teacher, "teacher")
+    say(f"teacher: {source.path}, {source.update} updates")
+    return TrainedRun(trained, source, run_dir, say)
+
+
+def _check_initial_policy(config: Config) -> None:
+    """Refuse an initial policy whose weights would be another function. Raises ConfigError."""
+    assert config.initial_policy is not None
+    _, run_dir, trained = open_run(config.initial_policy, "initial_policy")
+    then, now = loader.flat(loader.relevant(trained)), loader.flat(loader.relevant(config))
+    for path in SAME_FUNCTION:
+        if then.get(path) != now.get(path):
+            raise ConfigError(
+                f"{path} = {show(now.get(path))}: initial_policy={run_dir} has"
+                f" {show(then.get(path))}, and with another value its weights are another function;"
+                f" write {path}={show(then.get(path))}"
+            )
 
 
 def _network(
@@ -622,14 +669,18 @@ def demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------- evaluate
-def open_run(path: str) -> tuple[checkpoint.Checkpoint, Path, Config]:
+def open_run(path: str, option: str = "checkpoint") -> tuple[checkpoint.Checkpoint, Path, Config]:
     """Return a verified checkpoint, the directory of its run, and the options it was trained with.
+
+    Args:
+        path: Directory of a run, or of a checkpoint.
+        option: The option that names ``path``, for messages.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
         ConfigError: Its options are not of this version.
     """
-    source = checkpoint.open_checkpoint(path)
+    source = checkpoint.open_checkpoint(path, option)
     folder = source.path.parent
     run_dir = folder.parent if folder.name == "checkpoints" else folder
     options = {**stored_options(source), "resume": None}

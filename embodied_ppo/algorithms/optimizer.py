@@ -194,6 +194,7 @@ class MinibatchOptimizer:
         compile_schedule: compile.CompileSchedule | None = None,
         dump_dir: Path | None = None,
         ranks: Ranks | None = None,
+        section: str = "algorithm",
     ) -> None:
         """Create the optimiser.
 
@@ -212,7 +213,9 @@ class MinibatchOptimizer:
                 written.
             ranks: Ranks that learn together, each from its own columns. A minibatch consists of
                 equal shares of all ranks.
+            section: Section of options that sets the learning rate, for messages.
         """
+        self.section = section
         self.loss, self.config, self.cutter, self.buffers = loss, config, cutter, list(buffers)
         self.model: nn.Module = loss.model  # pyright: ignore[reportAttributeAccessIssue]
         self.compile_schedule = compile_schedule or compile.CompileSchedule(None)
@@ -486,7 +489,7 @@ class MinibatchOptimizer:
             path.with_suffix(".new").replace(path)
             text += f"; the batch is in {path}"
         return TrainingError(
-            f"{text}; lower algorithm.lr or look for non-finite rewards and observations"
+            f"{text}; lower {self.section}.lr or look for non-finite rewards and observations"
         )
 
     # -------------------------------------------------------------------------------- learning rate

@@ -92,6 +92,11 @@ COMMANDS = {
         "clone experiment=tabletop_token cloning.dataset=demos/reach",
         supervised=True,
     ),
+    "distill": Entry(
+        "train a student to act as a trained teacher, from other observations",
+        "distill teacher=runs/NAME/DATE-SEED experiment=tabletop_pixels",
+        supervised=True,
+    ),
     "evaluate": Entry(
         "measure a checkpoint",
         "evaluate checkpoint=runs/NAME/DATE-SEED episodes=100",
@@ -142,6 +147,8 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import demos as command
         case "clone":
             from embodied_ppo.commands import clone as command
+        case "distill":
+            from embodied_ppo.commands import distill as command
         case "evaluate":
             from embodied_ppo.commands import evaluate as command
         case "plan":

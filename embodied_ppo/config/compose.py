@@ -34,8 +34,10 @@ if TYPE_CHECKING:  # hydra and torch are imported inside the functions: --help a
 PROGRAM = "embodied-ppo"
 FLAGS = "command line"
 """Label of the layer of options that were given as arguments."""
-PRIMARY = ("train", "demos", "clone", "evaluate", "export")
+PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export")
 """Commands with a primary config of their name; the others read train's."""
+RESUMABLE = ("train", "distill")
+"""Commands that continue a run of theirs with the run's options (resume=RUN)."""
 RunJob: TypeAlias = "Callable[[Loaded, argparse.Namespace, dict[str, Any]], object]"
 """Function that runs one job of a sweep; the dictionary describes the job in its results."""
 SWEEPS = "runs/sweeps/"
@@ -84,6 +86,8 @@ def prepare(
                     f" resume=RUN run_dir=NEW {path}=.."
                 )
         return loaded  # build.clone compares the rest
+    if isinstance(config, Config):
+        validation.check_command(config, args.command)
     checked = config
     if args.command == "fit":  # fit reads device_memory_gb, which placement=local does not
         checked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))
@@ -211,12 +215,12 @@ def _layers(
     overrides = parse(lines, loader)
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
     stored = None
-    if args.command == "train" and "experiment" not in groups:
-        resume = _resumed_run(overrides) if name == "train" else None
+    if args.command in RESUMABLE and "experiment" not in groups:
+        resume = _resumed_run(overrides) if name in RESUMABLE else None
         if resume is not None:
             stored = _stored(resume)
             lines = [*lines, "~experiment"]
-        else:
+        elif args.command == "train":
             lines = [*lines, *_default_experiment(str(groups.get("mode")), overrides)]
     try:
         parsed, repo = loader._parse_overrides_and_create_caching_repo(name, _forced(lines, loader))
@@ -248,7 +252,7 @@ def _layers(
             files = [(f"{STORED}, {stored[0]}", OmegaConf.create(stored[1]))]
             flagged = [f for f in flagged if any(f"/{g}/" in f[0] for g in groups)]
         flags = _flags(overrides, loader)
-        if stored is None and "experiment" not in groups and name in ("train", "clone"):
+        if stored is None and "experiment" not in groups and name in (*RESUMABLE, "clone"):
             flagged += _task_name(flags)
         layers = [*files, *flagged, (FLAGS, flags)]
         _delete(overrides, loader, layers)

@@ -935,6 +935,42 @@ class CloningConfig:
     of every minibatch of PPO; 0: PPO alone."""
 
 
+DISTILLING = ReadIf("embodied-ppo distill teacher=RUN", lambda c: c.teacher is not None)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Options of ``embodied-ppo distill``, which reads them instead of PPO's options. The formulas
+    are in ``imitation/distillation``."""
+
+    loss: Literal["auto", "mse", "nll", "kl"] = "auto"
+    """Loss of a labelled observation. mse: squared error of the student's mode, per action
+    dimension; nll: negative log-likelihood of the teacher's action; kl: KL divergence of the
+    student's distribution from the teacher's, which trains the standard deviation, too; auto: mse
+    for continuous actions, kl for discrete ones."""
+    teacher_share: Fraction = 1.0
+    """Probability that a step of the first rollout executes the teacher's action instead of the
+    student's (beta of DAgger)."""
+    teacher_share_updates: Natural = option(
+        10,
+        read_if=DISTILLING
+        & ReadIf("distillation.teacher_share > 0", lambda c: c.distillation.teacher_share > 0),
+    )
+    """Number of first updates over which teacher_share falls linearly to 0. 1: the teacher acts in
+    the first rollout only; 0: the teacher never acts."""
+    deterministic: bool = True
+    """Execute the mode of the student's distribution; false: sample."""
+    update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 4
+    """Number of passes over one rollout."""
+    global_batch_size: Count = 256
+    """Samples (steps) of one optimiser step. It must divide the rollout (algorithm.horizon x
+    env.num_envs)."""
+    lr: Positive = 1e-3
+    """Learning rate of the actor; the critic is not trained."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate. linear and cosine decay to 0 over the run."""
+
+
 # -------------------------------------------------------------------------------------------- a run
 @dataclass(frozen=True)
 class ClusterConfig:
@@ -1019,6 +1055,13 @@ class Config:
     )
     """With resume: continue although files of the user's task (env.id=module:Class), or that of
     model.network, differ from those of the checkpoint."""
+    initial_policy: Text | None = option(
+        None, mode="embodied", read_if=equals("resume", None, "auto")
+    )
+    """Run or checkpoint whose policy a new run starts from: weights and normalisers only; counters,
+    optimiser and simulators start anew. The network must be the same; null: new weights."""
+    teacher: Text | None = option(None, mode="embodied")
+    """Run or checkpoint of the teacher of ``embodied-ppo distill``; no other command reads it."""
     save_every: Natural = 50
     """Number of updates between checkpoints; 0: only at the end."""
     keep_last: Count = 3
@@ -1049,6 +1092,9 @@ class Config:
     reward: RewardConfig = section(RewardConfig, mode="reasoning")
     warm_start: WarmStartConfig = section(WarmStartConfig, mode="reasoning")
     cloning: CloningConfig = section(CloningConfig, mode="embodied")
+    distillation: DistillationConfig = section(
+        DistillationConfig, mode="embodied", read_if=DISTILLING
+    )
     cluster: ClusterConfig = section(ClusterConfig)
 
 

@@ -29,6 +29,12 @@ accepted.
 """
 LEVELS = ("token_level", "action_level", "chunk_level")
 """Granularities, from fine to coarse."""
+READ_BY_DISTILL = ("horizon", "micro_batch_size", "rollout_micro_batch_size", "max_grad_norm")
+READ_BY_DISTILL += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "group_size")
+READ_BY_DISTILL += ("reward_type",)
+"""Options of section algorithm that ``distill`` reads; ``reward_type`` sets the size of the value
+head.
+"""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 """Values of option device."""
 
@@ -75,7 +81,43 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
     _check_placement(config)
     _check_algorithm(config)
     rules_of(config.mode).check(config)
+    if config.teacher is not None:
+        _check_read_by_distill(config, explicit)
     _check_unread(config, explicit, config.mode)
+
+
+def check_command(config: Config, command: str) -> None:
+    """Check that a teacher is set for ``distill`` and for no other command. Raises ConfigError."""
+    if command == "distill" and config.teacher is None:
+        raise ConfigError(
+            "teacher = null: distill needs the run of a trained policy; write"
+            " teacher=runs/NAME/DATE-SEED"
+        )
+    if command != "distill" and config.teacher is not None:
+        cure = "leave it out, or write embodied-ppo distill"
+        if config.resume is not None:
+            cure = (
+                f"continue with embodied-ppo distill resume={config.resume}, or train the student"
+                f" by PPO in a new run: experiment=NAME initial_policy={config.resume}"
+            )
+        raise ConfigError(f"teacher = {config.teacher}: is read by distill only; {cure}")
+
+
+def _check_read_by_distill(config: Config, explicit: Collection[str]) -> None:
+    """Refuse options of PPO that were set for ``distill``. Raises ConfigError."""
+    for path in sorted(explicit):
+        section, _, name = path.partition(".")
+        if section != "algorithm" or name in READ_BY_DISTILL:
+            continue
+        value = attrgetter(path)(config)
+        if value in UNSET:
+            continue
+        own = {field.name for field in dataclasses.fields(config.distillation)}
+        cure = f"write distillation.{name}" if name in own else "leave it out"
+        raise ConfigError(
+            f"{path} = {show(value)} is set but not read: it is an option of PPO, and distill"
+            f" trains by regression; {cure}"
+        )
 
 
 def _check_unread(

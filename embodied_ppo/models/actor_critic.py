@@ -300,6 +300,13 @@ class ActorCritic(nn.Module):
         """See ``Policy.value``."""
         return self._value(inputs, None)[0]
 
+    def distribution(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return (mean, log_std) [B, A], or (logits [B, K], unused), with gradients.
+
+        ``kind`` names the distribution; the mean of squashed_gaussian is that before the tanh.
+        """
+        return self._policy(self.trunk(inputs))
+
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """See ``Policy.parameter_groups``."""
         modules = (self.value_head, self.value_trunk, self.value_recurrent)

@@ -38,6 +38,15 @@ def gaussian_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     return -0.5 * z * z - log_std - HALF_LOG_2PI
 
 
+def gaussian_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
+    """Return KL(N(mean, std^2) || N(other_mean, other_std^2)) per dimension, [B, A].
+
+    KL = log(other_std / std) + (std^2 + (mean - other_mean)^2) / (2 other_std^2) - 1/2
+    """
+    variance = (2.0 * log_std).exp() + (mean - other_mean).square()
+    return other_log_std - log_std + 0.5 * variance * (-2.0 * other_log_std).exp() - 0.5
+
+
 def gaussian_entropy(mean: Tensor, log_std: Tensor) -> Tensor:
     """Return H = log_std + log(2 pi e) / 2 per dimension, [B, A] (``log_std`` may be [A])."""
     return (log_std + HALF_LOG_2PI_E).expand_as(mean)
@@ -96,6 +105,12 @@ def categorical_entropy(logits: Tensor) -> Tensor:
     """Return H = -sum p log p, [B, K] -> [B]."""
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
+
+
+def categorical_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """Return KL(p || q) = sum p (log p - log q) of softmax distributions, [B, K] -> [B]."""
+    log_p, log_q = logits.log_softmax(-1), other_logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def flow_step(x: Tensor, v: Tensor, tau: Tensor, delta: float, eta: float) -> tuple[Tensor, Tensor]:

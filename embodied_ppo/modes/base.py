@@ -122,6 +122,7 @@ class RunRequest:
         fresh_start: False where the weights of a checkpoint will replace the initial ones.
         advance: Progress callback ``(task, completed, total)``.
         task: Files of the user's task; None for a task of an installed package.
+        teacher: Teacher of a distillation; None: the run trains by PPO.
     """
 
     config: Config
@@ -136,6 +137,7 @@ class RunRequest:
     fresh_start: bool = True
     advance: ProgressCallback = lambda task, completed, total: None
     task: TaskFiles | None = None
+    teacher: TrainedRun | None = None
 
 
 @dataclass(frozen=True)

@@ -279,11 +279,12 @@ def _delete(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- read
-def find(path: str | Path) -> Path:
+def find(path: str | Path, option: str = "checkpoint") -> Path:
     """Return a checkpoint's directory.
 
     Args:
         path: The directory, a link to it, or the directory of a run, which selects its newest one.
+        option: The option that names ``path``, for messages.
 
     Raises:
         CheckpointError: There is none.
@@ -291,11 +292,11 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     if not path.exists():
         raise CheckpointError(
-            f"checkpoint={path}: does not exist; give a run directory or runs/../checkpoints/step_*"
+            f"{option}={path}: does not exist; give a run directory or runs/../checkpoints/step_*"
         )
     if path.is_file():
         raise CheckpointError(
-            f"checkpoint={path}: is a file; give the directory that holds {MANIFEST}"
+            f"{option}={path}: is a file; give the directory that holds {MANIFEST}"
         )
     if (path / MANIFEST).exists():
         return path.resolve()
@@ -305,23 +306,23 @@ def find(path: str | Path) -> Path:
         runs = sorted({file.parents[2] for file in path.glob(f"*/checkpoints/step_*/{MANIFEST}")})
         if runs:
             raise CheckpointError(
-                f"checkpoint={path}: is no run, but holds {len(runs)}; name one, the last is"
+                f"{option}={path}: is no run, but holds {len(runs)}; name one, the last is"
                 f" {runs[-1]}"
             )
         raise CheckpointError(
-            f"checkpoint={path}: holds no checkpoint (checkpoints/step_*); if it is a run, train"
+            f"{option}={path}: holds no checkpoint (checkpoints/step_*); if it is a run, train"
             " with save_every > 0"
         )
     return checkpoints[-1].resolve()
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, option: str = "checkpoint") -> Checkpoint:
     """Find a checkpoint (see ``find``) and verify its checksums.
 
     Raises:
         CheckpointError: A file is missing, truncated or altered.
     """
-    folder = find(path)
+    folder = find(path, option)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         version, files = manifest["format"], dict(manifest["files"])

@@ -35,8 +35,11 @@ FREE_ON_RESUME = (
 """Options that may change on resume without a message; all other changes are reported."""
 ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
 """Options that change results by rounding only; one line reports all changes."""
+SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.heads", "model.decode")
+SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
+"""Options with other values of which the same weights are another function."""
 FIXED_ON_RESUME = (
-    *("mode", "algorithm.horizon", "env.num_envs", "seed"),
+    *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
     *("model.activation", "model.heads", "model.decode"),
     # With other values the weights do not fit the model, or belong to other observations.
@@ -67,6 +70,8 @@ def absolute(config: Config) -> Config:
             network=config.model.network and source_file(config.model.network),
         ),
         cloning=replace(config.cloning, dataset=full(config.cloning.dataset)),
+        teacher=full(config.teacher),
+        initial_policy=full(config.initial_policy),
         actor=replace(
             actor,
             model=replace(actor.model, path=full(actor.model.path)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 from embodied_ppo.config.rules.base import (
@@ -17,8 +18,33 @@ from embodied_ppo.config.rules.base import (
     nearest_values,
 )
 from embodied_ppo.config.schema import Config
-from embodied_ppo.core.errors import ConfigError
+from embodied_ppo.core.errors import ConfigError, PlacementError
 from embodied_ppo.core.observation_names import names_observation
+
+
+def optimization_config(config: Config) -> Config:
+    """Return the options with those of distillation in place of PPO's where a teacher is set.
+
+    The optimiser, minibatches and the schedule of compiled code read section algorithm.
+    """
+    if config.teacher is None:
+        return config
+    d, a = config.distillation, config.algorithm
+    micro = a.micro_batch_size
+    algorithm = replace(
+        a,
+        update_epoch=d.update_epoch,
+        global_batch_size=d.global_batch_size,
+        micro_batch_size=None if micro is None else min(micro, d.global_batch_size),
+        minibatch_unit="step",
+        loss_agg_func="token-mean",
+        target_kl_stop=None,
+        lr=d.lr,
+        lr_schedule=d.lr_schedule,
+        lr_end=0.0,
+        lr_warmup=0,
+    )
+    return replace(config, algorithm=algorithm)
 
 
 class EmbodiedRules(ModeRules):
@@ -36,7 +62,7 @@ class EmbodiedRules(ModeRules):
     required_options: ClassVar = {"env.id": "the task: docs/tasks.md"}
 
     def check(self, config: Config) -> None:
-        _check_sizes(config)
+        _check_sizes(optimization_config(config))
         _check_levels(config)
         if config.updates is None and config.env_steps is None:
             raise ConfigError(
@@ -45,6 +71,8 @@ class EmbodiedRules(ModeRules):
             )
         _check_model(config)
         _check_observations(config)
+        if config.teacher is not None:
+            _check_distillation(config)
 
     def check_algorithm(self, config: Config) -> None:
         a, comparison = config.algorithm, group_comparison(config)
@@ -61,7 +89,7 @@ class EmbodiedRules(ModeRules):
             )
 
     def batches(self, config: Config) -> Batches:
-        a = config.algorithm
+        a = optimization_config(config).algorithm
         samples = a.horizon * config.env.num_envs
         size = a.global_batch_size
         return Batches(samples, Passes(a.update_epoch, samples // size, size))
@@ -83,6 +111,21 @@ class EmbodiedRules(ModeRules):
         # The end of an episode cuts a chunk short.
         limit = "" if config.env.action_chunk == 1 else "at most "
         return f"{updates:,} updates x {steps:,} = {limit}{updates * steps:,} environment steps"
+
+
+def _check_distillation(config: Config) -> None:
+    """Refuse options with which nothing can be distilled. Raises ConfigError, PlacementError."""
+    if config.model.policy != "actor_critic":
+        raise ConfigError(
+            f"model.policy = {config.model.policy}: distill trains model.policy=actor_critic, which"
+            " may have cameras (model=cnn); write that, or clone demonstrations (embodied-ppo"
+            " clone)"
+        )
+    if config.placement != "local" or config.cluster.component_placement:
+        raise PlacementError(
+            f"placement = {config.placement}: distill runs in one process; write placement=local,"
+            " and place the PPO run that starts from the student (initial_policy)"
+        )
 
 
 def _check_model(config: Config) -> None:
@@ -203,6 +246,7 @@ def _check_sizes(config: Config) -> None:
     Raises ConfigError.
     """
     a, num_envs = config.algorithm, config.env.num_envs
+    section = "algorithm" if config.teacher is None else "distillation"
     total, batch, micro = a.horizon * num_envs, a.global_batch_size, a.micro_batch_size
     rollout = f"algorithm.horizon x env.num_envs = {a.horizon} x {num_envs} = {total}"
     if total > LARGEST_ROLLOUT:
@@ -220,7 +264,7 @@ def _check_sizes(config: Config) -> None:
         env_unit = math.lcm(batch // math.gcd(batch, a.horizon), a.group_size)
         envs = nearest_multiples(env_unit, num_envs)
         raise ConfigError(
-            f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest:"
+            f"{rollout} is not a multiple of {section}.global_batch_size = {batch}; nearest:"
             f" {cure}; or with this batch, nearest env.num_envs: {envs}"
         )
     if micro is not None and micro > batch:

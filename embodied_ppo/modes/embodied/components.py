@@ -469,6 +469,20 @@ def measure(
     )
 
 
+def load_initial_policy(request: RunRequest, policy: AnyPolicy) -> None:
+    """Load the weights and normalisers of ``initial_policy`` into the policy of a new run.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or is of another network.
+    """
+    path = request.config.initial_policy
+    if path is None or not request.fresh_start:
+        return
+    source = checkpoint.open_checkpoint(path, "initial_policy")
+    checkpoint.load_weights(policy, source.policy(), f"initial_policy={path}")
+    request.notice(f"initial_policy: weights and normalisers of {source.path}")
+
+
 def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:
     """Clone demonstrations if ``cloning.steps`` is set; return facts for the summary."""
     if not request.config.cloning.steps or not request.fresh_start:

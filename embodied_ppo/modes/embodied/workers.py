@@ -16,8 +16,9 @@ from embodied_ppo.config.batch_sizes import steps_per_update
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import VectorEnv
 from embodied_ppo.evaluation.episodes import EvaluationResult
+from embodied_ppo.imitation.distillation import DistillationLearner
 from embodied_ppo.modes.base import OFFLOADING_OBSTACLE, ReportFiles, RunRequest, compile_schedule
-from embodied_ppo.modes.embodied import components
+from embodied_ppo.modes.embodied import components, distillation
 from embodied_ppo.modes.workers import shard_notice
 from embodied_ppo.placement.channels import Exchange, Server
 from embodied_ppo.placement.remote_envs import (
@@ -49,11 +50,16 @@ def build_worker(
         return Worker(spec, server=server), {}
     rank, world = spec.ranks.get("rollout", (0, 1))
     envs, stages = list[VectorEnv](), world * spec.stages
+    distilled = distillation.prepare(request)
     if "rollout" in roles:
         seeds = env_seeds(config.seed, 0, config.env.num_envs, config.algorithm.group_size)
         n = config.env.num_envs // stages
         for stage in range(rank * spec.stages, (rank + 1) * spec.stages):
-            env = _simulators(request, spec, "train", seeds[stage * n : stage * n + n])
+            own_seeds = seeds[stage * n : stage * n + n]
+            if distilled is not None:
+                env = distilled.make_env(request, own_seeds)
+            else:
+                env = _simulators(request, spec, "train", own_seeds)
             envs.append(env)
             stack.callback(env.close)
     if envs:
@@ -63,7 +69,13 @@ def build_worker(
     # A sharded model need not fit on the device as a whole, so it is built in host memory.
     on_host = learners.sharded and not config.cloning.steps
     device = torch.device("cpu") if on_host else request.device
-    policy = components.make_policy(config, envs[0] if envs else EnvDescription(spaces, device))
+    described = EnvDescription(spaces, device)
+    if distilled is not None:  # in one process, which simulates
+        described = distilled.student_env(envs[0])
+    policy = components.make_policy(config, described)
+    guided = None
+    if distilled is not None:
+        guided = distilled.guided_policy(request, envs[0], policy)
     compiled_since, reason = None, OFFLOADING_OBSTACLE
     if not spec.tensors_move:
         compiled_since, reason = components.compile_from(
@@ -73,9 +85,10 @@ def build_worker(
         components.check_evaluation(config, request.device)
         components.log_settings(request, envs[0], policy, compiled_since, reason)
     facts: Mapping[str, Any] = {}
-    learner: Learner | None = None
+    learner: Learner | DistillationLearner | None = None
     if "actor" in roles:
         if not learners.rank:
+            components.load_initial_policy(request, policy)
             facts = components.clone(request, policy)
         broadcast_weights(policy, learners)  # the clone exists in the first learner only
         if compiled_since is not None and learners.world > 1:
@@ -84,14 +97,17 @@ def build_worker(
             )
         since = compiled_since if learners.world == 1 else None
         schedule = compile_schedule(request, since)
-        learner = components.make_learner(request, policy, schedule, learners)
+        if guided is not None:
+            learner = distillation.make_learner(request, guided, schedule)
+        else:
+            learner = components.make_learner(request, policy, schedule, learners)
         if learners.sharded and not learners.rank:
             request.notice(shard_notice(policy, learners))
     rollouts = [
         components.make_rollout(
             config,
             env,
-            policy,
+            guided or policy,
             compile_schedule(request, compiled_since),
             stage=rank * spec.stages + i,
             stages=stages,

@@ -19,7 +19,7 @@ from embodied_envs.tasks.task import State, Task
 from embodied_ppo.core.errors import EnvError, choose
 from embodied_ppo.core.types import Obs
 
-ObsKind: TypeAlias = Literal["state", "language"]
+ObsKind: TypeAlias = Literal["state", "language", "goal"]
 OBS: tuple[str, ...] = get_args(ObsKind)
 
 # --------------------------------------------------------------------- sizes (m, world coordinates)
@@ -182,7 +182,8 @@ class Tabletop(Task):
             split: "train", "unseen_combination" or "unseen_wording"; see
                 ``tabletop_language.episodes``.
             obs: "state": the full state as one vector. "language": the gripper's state only, for a
-                policy that has the camera "front" and the sentence.
+                policy that has the camera "front" and the sentence. "goal": the same, with one-hot
+                encodings instead of the sentence, for a policy that reads no instructions.
 
         Raises:
             EnvError: An argument is unknown.
@@ -299,6 +300,9 @@ class Tabletop(Task):
         obs=language: "state" [N, 12] (tool, fingers, targets of tool and fingers, velocity of the
         tool) and "instruction" int64 [N].
 
+        obs=goal: the same "state" and "goal" [N, 30], one-hot encodings of family, A, B, zone and
+        direction.
+
         obs=state: [N, 91], the same 12 numbers; ``displacements``; velocities and quaternions of A
         and B; vectors from the tool to all blocks, and horizontal ones to all zones; one-hot
         encodings of family, A, B, zone and direction.
@@ -308,6 +312,8 @@ class Tabletop(Task):
         gripper = (qpos[:, :5], s["ctrl"][:, :4], qvel[:, :3])
         if self.obs == "language":
             return {"state": torch.cat(gripper, dim=1), "instruction": s["instruction"].clone()}
+        if self.obs == "goal":
+            return {"state": torch.cat(gripper, dim=1), "goal": self._one_hot[combination]}
         displacements = self.displacements(qpos, combination, s["spot"]).flatten(1)
         velocities = qvel.gather(1, self._velocities[combination])
         quaternions = qpos.gather(1, self._quaternions[combination])

@@ -1,0 +1,401 @@
+"""DAgger: a student imitates a teacher in the states that the student itself visits.
+
+In update u the simulator executes the teacher's action with probability beta_u, else the student's
+(``GuidedPolicy``). The teacher labels every observation of the rollout with its own action, and the
+student is trained on them (``DistillationLearner``). beta_u falls to 0, so that the student learns
+in the states of its own policy, including those that the teacher never visits.
+
+Each update trains on its own rollout only, as the student changes little from one to the next.
+
+Source: Ross, Gordon, Bagnell 2011, "A Reduction of Imitation Learning and Structured Prediction to
+No-Regret Online Learning", algorithm 3.1.
+
+B samples, T steps, N environments, A action dimensions (of all actions of a chunk).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Generator, Tensor, nn
+
+from embodied_ppo.algorithms import losses
+from embodied_ppo.algorithms.optimizer import MinibatchOptimizer, SampleCutter
+from embodied_ppo.algorithms.ppo_loss import Statistics, statistic_names
+from embodied_ppo.config.schema import Config, DistillationConfig
+from embodied_ppo.core import compile, tree
+from embodied_ppo.core.tree import apply_in_parts
+from embodied_ppo.core.types import (
+    ArraySpec,
+    Batch,
+    Box,
+    ConfigError,
+    Decision,
+    Evaluation,
+    Mean,
+    Metrics,
+    Obs,
+    ObsSpec,
+    Trajectory,
+)
+from embodied_ppo.models import distributions as dist
+from embodied_ppo.models.actor_critic import ActorCritic
+
+ARRAY_NAME = "state"
+"""Name of an observation that is one array, where a dictionary contains it."""
+LARGEST_TANH = 1.0 - 1e-6
+"""Bound of an action whose inverse tanh is computed."""
+
+
+# --------------------------------------------------------------------------------- pure functions
+def teacher_share(config: DistillationConfig, update: int) -> float:
+    """Return beta of an update, counted from 0.
+
+    beta = teacher_share * max(0, 1 - update / teacher_share_updates), and 0 where
+    teacher_share_updates is 0.
+    """
+    if update >= config.teacher_share_updates:
+        return 0.0
+    return config.teacher_share * (1.0 - update / config.teacher_share_updates)
+
+
+def select(obs: Obs, spec: ObsSpec) -> Obs:
+    """Return those of the observations that ``spec`` describes."""
+    if isinstance(spec, ArraySpec):
+        return obs if isinstance(obs, Tensor) else obs[ARRAY_NAME]
+    assert isinstance(obs, dict)
+    return {name: obs[name] for name in spec}
+
+
+def executed_bounds(action_mapping: str, spec: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the bounds [A] to which ``env.action_mapping`` clamps a policy's action; None: none.
+
+    Actions beyond the bounds have the effect of those at the bounds.
+    """
+    if not isinstance(spec, Box) or action_mapping == "none":
+        return None
+    low, high = torch.tensor(spec.low), torch.tensor(spec.high)
+    if action_mapping == "rescale":
+        low, high = -torch.ones_like(low), torch.ones_like(high)
+    return low, high
+
+
+def mode_of(kind: str, parameters: Tensor) -> Tensor:
+    """Return the mode of a distribution: actions [B, A], or choices int64 [B].
+
+    Args:
+        kind: ``ActorCritic.kind``.
+        parameters: First result of ``ActorCritic.distribution``.
+    """
+    if kind == "categorical":
+        return parameters.argmax(-1)
+    return parameters.tanh() if kind == "squashed_gaussian" else parameters
+
+
+def distillation_loss(
+    loss: str, kind: str, parameters: Tensor, log_std: Tensor, target: Tensor
+) -> Tensor:
+    """Return the loss of each sample, [B].
+
+    mse  (a - a_T)^2, mean over action dimensions; a: mode of the student
+    nll  -log pi(a_T), sum over action dimensions
+    kl   KL(pi_T || pi), sum over action dimensions (of the Gaussians before the tanh)
+
+    Args:
+        loss: "mse", "nll" or "kl".
+        kind: ``ActorCritic.kind`` of the student, and with kl also of the teacher.
+        parameters: Mean of the student's Gaussian [B, A], or logits [B, K].
+        log_std: Logarithm of its standard deviation, [A] or [B, A]; not read for logits.
+        target: mse, nll: the teacher's action, float32 [B, A] or int64 [B]. kl: mean and log_std of
+            the teacher [B, 2A], or its logits [B, K].
+    """
+    if loss == "mse":
+        return (mode_of(kind, parameters) - target).square().mean(-1)
+    if kind == "categorical":
+        if loss == "nll":
+            return -dist.categorical_log_prob(target, parameters)
+        return dist.categorical_kl(target, parameters)
+    if loss == "kl":
+        teacher_mean, teacher_log_std = target.chunk(2, dim=-1)
+        return dist.gaussian_kl(teacher_mean, teacher_log_std, parameters, log_std).sum(-1)
+    if kind == "squashed_gaussian":
+        u = target.clamp(-LARGEST_TANH, LARGEST_TANH).atanh()
+        return -dist.squashed_log_prob(u, parameters, log_std).sum(-1)
+    return -dist.gaussian_log_prob(target, parameters, log_std).sum(-1)
+
+
+def resolve_loss(config: DistillationConfig, student: ActorCritic, teacher: ActorCritic) -> str:
+    """Return "mse", "nll" or "kl" for the option ``distillation.loss``.
+
+    Raises:
+        ConfigError: The loss is not defined for the distributions of student and teacher.
+    """
+    discrete = student.kind == "categorical"
+    loss = config.loss
+    if loss == "auto":
+        return "kl" if discrete else "mse"
+    if loss == "mse" and discrete:
+        raise ConfigError(
+            "distillation.loss = mse: the task's actions are discrete; write distillation.loss=kl,"
+            " nll or auto"
+        )
+    if loss == "kl" and student.kind != teacher.kind:
+        raise ConfigError(
+            f"distillation.loss = kl: the teacher's distribution is {teacher.kind}, the student's"
+            f" {student.kind}; write model.distribution={teacher.kind}, or distillation.loss=mse"
+        )
+    return loss
+
+
+# -------------------------------------------------------------------------------------- the rollout
+class GuidedPolicy(nn.Module):
+    """Policy of the rollout: acts as teacher or student, and labels every observation.
+
+    ``Decision.replay`` has "target", the labels for ``distillation_loss``, and "error" [N], the
+    mean absolute difference of the executed modes of student and teacher (discrete: whether they
+    differ). Log-probabilities and values are 0, because nothing reads them.
+    """
+
+    share: Tensor
+    low: Tensor
+    high: Tensor
+
+    def __init__(
+        self,
+        student: ActorCritic,
+        teacher: ActorCritic,
+        config: DistillationConfig,
+        *,
+        student_spec: ObsSpec,
+        teacher_spec: ObsSpec,
+        bounds: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Create the policy.
+
+        Args:
+            student: Policy that is trained.
+            teacher: Policy that labels; its parameters become constants.
+            config: Options of the section ``distillation``.
+            student_spec: Observations that the student's networks read.
+            teacher_spec: Observations that the teacher reads.
+            bounds: Result of ``executed_bounds``.
+
+        Raises:
+            ConfigError: The loss is not defined for the two distributions.
+        """
+        super().__init__()
+        self.student, self.teacher = student, teacher.requires_grad_(False)
+        self.config, self.loss = config, resolve_loss(config, student, teacher)
+        self.student_spec, self.teacher_spec = student_spec, teacher_spec
+        self.clamps = bounds is not None
+        # Buffers, because compiled code reads their current values.
+        device = student.policy_head.weight.device
+        self.register_buffer("share", torch.zeros((), device=device), persistent=False)
+        for name, x in zip(("low", "high"), bounds or (torch.zeros(1),) * 2, strict=True):
+            self.register_buffer(name, x.to(device), persistent=False)
+        self.set_update(0)
+
+    def set_update(self, update: int) -> None:
+        """Set the probability of the teacher's actions for an update."""
+        self.share.fill_(teacher_share(self.config, update))
+
+    def _executed(self, action: Tensor) -> Tensor:
+        """Clamp actions to the bounds of ``env.action_mapping``."""
+        return action.clamp(self.low, self.high) if self.clamps else action
+
+    def encode(self, obs: Obs) -> dict[str, Any]:
+        """Return the inputs of both policies."""
+        return {
+            "student": self.student.encode(select(obs, self.student_spec)),
+            "teacher": self.teacher.encode(select(obs, self.teacher_spec)),
+        }
+
+    def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
+        """Return the student's noise and a uniform number, which selects who acts, [rows, A+1]."""
+        noise = self.student.noise(rows, generator)
+        uniform = torch.rand(rows, 1, generator=generator, device=noise.device)
+        return torch.cat([noise, uniform], dim=1)
+
+    @torch.no_grad()
+    def act(self, inputs: dict[str, Any], *, noise: Tensor | None = None) -> Decision:
+        """Choose an action and label the observation; see the class."""
+        assert noise is not None
+        student, teacher = self.student, self.teacher
+        parameters, _ = student.distribution(inputs["student"])
+        target, teacher_log_std = teacher.distribution(inputs["teacher"])
+        mode, label = mode_of(student.kind, parameters), mode_of(teacher.kind, target)
+        if student.kind == "categorical":
+            error = (mode != label).float()
+        else:
+            label = self._executed(label)
+            error = (self._executed(mode) - label).abs().mean(-1)
+        action = mode
+        if not self.config.deterministic:
+            action = student.act(inputs["student"], noise=noise[:, :-1]).action
+        is_guided = noise[:, -1] < self.share
+        action = torch.where(is_guided if action.ndim == 1 else is_guided[:, None], label, action)
+        if self.loss != "kl":
+            target = label
+        elif teacher.kind != "categorical":
+            target = torch.cat([target, teacher_log_std.expand_as(target)], dim=-1)
+        return Decision(
+            action,
+            torch.zeros_like(error),
+            torch.zeros_like(error),
+            {"target": target, "error": error},
+        )
+
+    def value(self, inputs: dict[str, Any]) -> Tensor:
+        """Return 0 [B]."""
+        x = next(tree.leaves(inputs))
+        return torch.zeros(len(x), device=x.device)
+
+    def evaluate(
+        self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
+        """Return the student's evaluation of actions."""
+        return self.student.evaluate(inputs["student"], action, replay)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Return the student's groups of parameters."""
+        return self.student.parameter_groups()
+
+    def units(self) -> list[nn.Module]:
+        """Return the student's large modules."""
+        return self.student.units()
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """Merge observations into the student's normalisers; the teacher's are constants."""
+        self.student.observe(select(obs, self.student_spec), mask)
+
+
+# -------------------------------------------------------------------------------------- the learner
+class DistillationLoss(nn.Module):
+    """The loss of a minibatch for ``MinibatchOptimizer``; ``Batch.action`` contains the labels."""
+
+    def __init__(self, student: ActorCritic, config: Any, loss: str) -> None:
+        """Create the loss.
+
+        Args:
+            student: Policy that is trained.
+            config: Options of the optimiser, an ``AlgorithmConfig``.
+            loss: "mse", "nll" or "kl".
+        """
+        super().__init__()
+        self.model, self.config, self.loss = student, config, loss
+
+    def forward(
+        self,
+        b: Batch,
+        denominator: Tensor,
+        rows: Tensor,
+        *,
+        entropy_coef: Tensor | float,
+        critic_only: bool = False,
+    ) -> tuple[Tensor, Statistics]:
+        """Return the loss of a micro-batch, a scalar, and its statistics.
+
+        ``denominator``, ``entropy_coef`` and ``critic_only`` are not read.
+
+        Args:
+            rows: Unmasked samples of the complete minibatch.
+        """
+        parameters, log_std = self.model.distribution(b.inputs)
+        elements = distillation_loss(self.loss, self.model.kind, parameters, log_std, b.action)
+        loss = losses.aggregate(elements, b.mask, denominator=rows)
+        zeros = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(()))
+        total = loss.detach()
+        return loss, zeros | {"loss": total, "policy_loss": total, "rows": b.mask.sum()}
+
+
+class DistillationLearner:
+    """Trains the student on the labels of each rollout; see ``core.types.Learner``."""
+
+    def __init__(
+        self,
+        policy: GuidedPolicy,
+        config: Config,
+        *,
+        updates: int,
+        compile_schedule: compile.CompileSchedule | None = None,
+        dump_dir: Path | None = None,
+    ) -> None:
+        """Create the learner.
+
+        Args:
+            policy: Student and teacher.
+            config: Options of the run, with those of distillation in section algorithm
+                (``config.rules.embodied.optimization_config``).
+            updates: Updates of the complete run.
+            compile_schedule, dump_dir: As for ``MinibatchOptimizer``.
+        """
+        self.policy, self.config = policy, config
+        self.rows = config.algorithm.logprob_forward_micro_batch_size
+        self.cpu_s = {"update": 0.0}
+        student = policy.student
+        # A parameter without gradient cannot be part of compiled code: mse reads no deviation.
+        unread = student.log_std if policy.loss == "mse" else None
+        actor = [p for p in student.parameter_groups()["actor"] if p is not unread]
+        self.optimizer = MinibatchOptimizer(
+            cast(Any, DistillationLoss(student, config.algorithm, policy.loss)),
+            {"actor": actor, "critic": []},
+            config.algorithm,
+            SampleCutter(config.algorithm),
+            updates=updates,
+            seed=config.seed,
+            compile_schedule=compile_schedule,
+            dump_dir=dump_dir,
+            section="distillation",
+        )
+
+    def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
+        """Train the student on a rollout [T, N, ..]; ``update`` counts from 0.
+
+        Raises:
+            TrainingError: A loss or gradient is not finite.
+        """
+        start = time.process_time()
+        policy, obs = self.policy, tree.flatten_time(trajectory.obs)
+        mask, error = trajectory.mask.flatten(), trajectory.replay["error"].flatten()
+        student_obs = select(obs, policy.student_spec)
+        zeros = torch.zeros_like(error)
+        batch = Batch(
+            inputs=apply_in_parts(policy.student.encode, self.rows, student_obs),
+            action=trajectory.replay["target"].flatten(0, 1),
+            replay={},
+            log_prob=zeros,
+            value=zeros,
+            advantage=zeros,
+            returns=zeros,
+            mask=mask,
+        )
+        stats = self.optimizer.optimize(batch, update, critic_only=False, entropy_coef=0.0)
+        share = float(policy.share)
+        policy.observe(obs, mask)
+        policy.set_update(update + 1)
+        self.cpu_s["update"] += time.process_time() - start
+        steps = stats.sums["steps"]
+        return {
+            "distill/loss": Mean(stats.sums["policy_loss"], steps),
+            "distill/action_error": Mean(float((error * mask).sum()), float(mask.sum())),
+            "distill/teacher_share": share,
+            "policy/grad_norm": Mean(stats.sums["actor_norm"], steps),
+            "policy/lr": self.optimizer.learning_rates[0],
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return everything besides the weights that the next update depends on."""
+        return {**self.optimizer.state(), "teacher_share": float(self.policy.share)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of ``state``."""
+        self.optimizer.load_state(state)
+        self.policy.share.fill_(state["teacher_share"])
+
+    def close(self) -> None:
+        """Stop a compilation in progress."""
+        self.optimizer.close()
