@@ -1,7 +1,8 @@
 """PPO for robot policies in vectorised simulators, and for language models that reason.
 
-The Python API is ``train``, ``distill``, ``evaluate``, ``load`` and ``config`` of ``api``, and the exceptions of
-``core.errors``. They are imported on first use, because the command line must start at once.
+The Python API is ``train``, ``distill``, ``evaluate``, ``load`` and ``config`` of ``api``, and the
+exceptions of ``core.errors``. They are imported on first use, because the command line must start
+at once.
 """
 
 from __future__ import annotations

@@ -192,6 +192,45 @@ class NatureCNN(nn.Module):
         return self.layers(x.float() * (1.0 / 255.0))
 
 
+class SpatialSoftmaxCNN(nn.Module):
+    """Convolutions and a spatial softmax: uint8 [B, C, H, W] -> float32 [B, 64].
+
+    The softmax of each of 32 maps is a distribution over the cells of the image; its mean position
+    (x, y) in [-1, 1] is the result. A map that responds to an object returns where the object is.
+
+    Source: Levine et al. 2016, "End-to-End Training of Deep Visuomotor Policies", section 5.1; with
+    the first layer of Mnih et al. 2015.
+    """
+
+    MAPS = 32
+
+    def __init__(self, name: str, shape: tuple[int, int, int], config: ModelConfig) -> None:
+        super().__init__()
+        channels, height, width = shape
+        if min(height, width) < 16:
+            raise ConfigError(
+                f"env observation {name!r}: image of {height} x {width} pixels is below 16 x 16 of"
+                " model.pooling=spatial_softmax; use model.backbone=mlp or a larger image"
+            )
+
+        def conv(size_in: int, kernel: int, stride: int) -> nn.Conv2d:
+            layer = nn.Conv2d(size_in, self.MAPS, kernel, stride)
+            return _init(layer, config.hidden_gain, config.orthogonal_init)
+
+        self.layers = nn.Sequential(
+            conv(channels, 8, 4), nn.ReLU(), conv(self.MAPS, 3, 1), nn.ReLU(), conv(self.MAPS, 1, 1)
+        )
+        self.features = 2 * self.MAPS
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.layers(x.float() * (2.0 / 255.0) - 1.0)
+        height, width = maps.shape[-2:]
+        p = maps.flatten(2).softmax(-1).unflatten(2, (height, width))
+        columns = torch.linspace(-1, 1, width, device=x.device)
+        rows = torch.linspace(-1, 1, height, device=x.device)
+        return torch.cat([p.sum(2) @ columns, p.sum(3) @ rows], dim=1)
+
+
 class Trunk(nn.Module):
     """Maps encoded inputs to features [B, hidden[-1]].
 
@@ -225,7 +264,8 @@ class Trunk(nn.Module):
         size = encoder.vector_size + features
         for name, spec in encoder.images.items():
             if use_cnn:
-                cnn = NatureCNN(name, channels_first_shape(spec), config)
+                cnn_class = NatureCNN if config.pooling == "flatten" else SpatialSoftmaxCNN
+                cnn = cnn_class(name, channels_first_shape(spec), config)
                 self.cnns.append(cnn)
                 size += cnn.features
             else:

@@ -178,7 +178,7 @@ def prepare(request: RunRequest) -> Distillation | None:
         if own.obs_keys is None:
             student = _Reader.of(_probe(request, own).obs_spec)
     keys = None
-    if not (student.is_array and reads.is_array or None in (student.names, reads.names)):
+    if not ((student.is_array and reads.is_array) or None in (student.names, reads.names)):
         assert student.names is not None and reads.names is not None
         keys = tuple(dict.fromkeys((*student.names, *reads.names)))
     realism = own.realism
