@@ -39,6 +39,7 @@ from embodied_ppo.modes.base import (
     select_device,
 )
 from embodied_ppo.modes.embodied.components import make_env
+from embodied_ppo.modes.embodied.distillation import check_teacher
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
 from embodied_ppo.training import checkpoint, loop
@@ -404,12 +405,14 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
 
 
 def _teacher(config: Config, say: Callable[[str], None]) -> TrainedRun | None:
-    """Return the teacher of a distillation; None: the run trains by PPO."""
+    """Return the teacher of a distillation, checked; None: the run trains by PPO."""
     if config.teacher is None:
         return None
     source, run_dir, trained = open_run(config.teacher, "teacher")
     say(f"teacher: {source.path}, {source.update} updates")
-    return TrainedRun(trained, source, run_dir, say)
+    teacher = TrainedRun(trained, source, run_dir, say)
+    check_teacher(teacher, config)
+    return teacher
 
 
 def _check_initial_policy(config: Config) -> None:

@@ -87,7 +87,8 @@ def prepare(
                 )
         return loaded  # build.clone compares the rest
     if isinstance(config, Config):
-        validation.check_command(config, args.command)
+        arguments = [path for path, label in origin.items() if label == FLAGS]
+        validation.check_command(config, args.command, arguments)
     checked = config
     if args.command == "fit":  # fit reads device_memory_gb, which placement=local does not
         checked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))

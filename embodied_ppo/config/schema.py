@@ -295,10 +295,12 @@ class ModelConfig:
     """Arguments of the class of network."""
     backbone: Literal["auto", "mlp", "cnn"] = option("auto", read_if=TRUNK)
     """Architecture of the trunk; auto: cnn for uint8 images, mlp otherwise."""
-    pooling: Literal["flatten", "spatial_softmax"] = option("flatten", read_if=TRUNK)
+    pooling: Literal["flatten", "spatial_softmax"] = option(
+        "flatten", read_if=TRUNK & equals("model.backbone", "auto", "cnn")
+    )
     """What the convolutions of a cnn return. flatten: all cells of the last maps (Mnih et al.
     2015); spatial_softmax: the mean position of each map's softmax (Levine et al. 2016), which
-    learns from fewer images where objects are. An mlp does not read it."""
+    learns from fewer images where objects are."""
     hidden: tuple[Width, ...] = option((64, 64), read_if=TRUNK)
     """Widths of the hidden layers (of a cnn: after the convolutions)."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option("tanh", read_if=TRUNK)

@@ -81,13 +81,23 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
     _check_placement(config)
     _check_algorithm(config)
     rules_of(config.mode).check(config)
-    if config.teacher is not None:
-        _check_read_by_distill(config, explicit)
     _check_unread(config, explicit, config.mode)
 
 
-def check_command(config: Config, command: str) -> None:
-    """Check that a teacher is set for ``distill`` and for no other command. Raises ConfigError."""
+def check_command(config: Config, command: str, arguments: Collection[str] = ()) -> None:
+    """Check that a teacher is set for ``distill`` and for no other command.
+
+    An experiment may contain options of PPO for the run that starts from the student. ``distill``
+    refuses them as arguments only.
+
+    Args:
+        config: The options.
+        command: Name of the command.
+        arguments: Paths of options that were given as arguments.
+
+    Raises:
+        ConfigError: A teacher is missing or not read, or an argument is not read by ``distill``.
+    """
     if command == "distill" and config.teacher is None:
         raise ConfigError(
             "teacher = null: distill needs the run of a trained policy; write"
@@ -101,13 +111,9 @@ def check_command(config: Config, command: str) -> None:
                 f" by PPO in a new run: experiment=NAME initial_policy={config.resume}"
             )
         raise ConfigError(f"teacher = {config.teacher}: is read by distill only; {cure}")
-
-
-def _check_read_by_distill(config: Config, explicit: Collection[str]) -> None:
-    """Refuse options of PPO that were set for ``distill``. Raises ConfigError."""
-    for path in sorted(explicit):
+    for path in sorted(arguments):
         section, _, name = path.partition(".")
-        if section != "algorithm" or name in READ_BY_DISTILL:
+        if command != "distill" or section != "algorithm" or name in READ_BY_DISTILL:
             continue
         value = attrgetter(path)(config)
         if value in UNSET:

@@ -62,6 +62,8 @@ class EmbodiedRules(ModeRules):
     required_options: ClassVar = {"env.id": "the task: docs/tasks.md"}
 
     def check(self, config: Config) -> None:
+        if config.teacher is not None:
+            _check_distillation(config)
         _check_sizes(optimization_config(config))
         _check_levels(config)
         if config.updates is None and config.env_steps is None:
@@ -71,8 +73,6 @@ class EmbodiedRules(ModeRules):
             )
         _check_model(config)
         _check_observations(config)
-        if config.teacher is not None:
-            _check_distillation(config)
 
     def check_algorithm(self, config: Config) -> None:
         a, comparison = config.algorithm, group_comparison(config)

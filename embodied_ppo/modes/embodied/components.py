@@ -47,6 +47,7 @@ from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models import own_network
 from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.models.backbone import is_image
 from embodied_ppo.models.vla.action_tokens import TokenVLA
 from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
@@ -354,6 +355,9 @@ def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:
             value = getattr(getattr(config, section), name)
             if value != getattr(getattr(default, section), name):
                 yield f"{path}={value}: not read, the actions of {env.id} are discrete"
+    specs = env.obs_spec.values() if isinstance(env.obs_spec, dict) else [env.obs_spec]
+    if config.model.pooling != Config().model.pooling and not any(map(is_image, specs)):
+        yield f"model.pooling={config.model.pooling}: not read, {env.id} returns no image"
     horizon, limit = config.algorithm.horizon, env.max_episode_steps
     if config.env.restart_each_rollout and limit is not None and horizon < limit:
         yield (

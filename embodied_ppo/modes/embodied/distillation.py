@@ -168,12 +168,17 @@ def prepare(request: RunRequest) -> Distillation | None:
     teacher, config = request.teacher, request.config
     if teacher is None:
         return None
-    _check_teacher(teacher, config)
     own, others = components.training_env(config), components.evaluation_env(teacher.config)
     probe = None
     student, reads = _Reader(own.obs_keys), _Reader(others.obs_keys)
     if config.env.simulator not in STARTED_ONCE:
-        probe = _probe(request, others)
+        try:
+            probe = _probe(request, others)
+        except EnvError as error:
+            raise EnvError(
+                f"{_name(teacher)}: its simulators cannot be created ({error}); name a teacher that"
+                " was trained with this version of the task"
+            ) from error
         reads = _Reader.of(probe.obs_spec)
         if own.obs_keys is None:
             student = _Reader.of(_probe(request, own).obs_spec)
@@ -208,8 +213,13 @@ def _name(teacher: TrainedRun) -> str:
     return f"teacher={teacher.run_dir}"
 
 
-def _check_teacher(teacher: TrainedRun, config: Config) -> None:
-    """Compare the options of teacher and student. Raises ConfigError."""
+def check_teacher(teacher: TrainedRun, config: Config) -> None:
+    """Compare the options of teacher and student, before anything is built.
+
+    Raises:
+        ConfigError: They are of different tasks, the teacher is no actor-critic without memory, or
+            the student reads what makes the teacher privileged.
+    """
     name, model, env = _name(teacher), teacher.config.model, teacher.config.env
     if teacher.config.mode != "embodied":
         raise ConfigError(f"{name}: is a language model; name the run of a robot policy")

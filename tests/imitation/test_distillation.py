@@ -1,0 +1,461 @@
+"""Distillation: losses, schedule, who acts, and whole runs from a teacher to PPO."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_helpers
+import torch
+import yaml
+from torch import Tensor
+
+import embodied_ppo
+from embodied_ppo import run
+from embodied_ppo.commands import main
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import Config, DistillationConfig, ModelConfig
+from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, EnvError
+from embodied_ppo.imitation.distillation import (
+    GuidedPolicy,
+    distillation_loss,
+    executed_bounds,
+    resolve_loss,
+    select,
+    teacher_share,
+)
+from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.modes.base import RunRequest, TrainedRun
+from embodied_ppo.modes.embodied import components, distillation
+from embodied_ppo.training import checkpoint
+from tests.integration.test_resume import assert_same, contents, rows
+
+TASK: dict[str, Any] = {
+    "env": {"id": "toy_envs:Grouped", "num_envs": 8, "num_threads": 1, "max_episode_steps": 16},
+    "algorithm": {"horizon": 8, "global_batch_size": 64, "update_epoch": 1},
+    "evaluation": {"episodes": 2, "video_episodes": 0},
+    "compile": "never",
+}
+TEACHER = {
+    "model": {
+        "hidden": [16],
+        "policy_gain": 1.0,  # a policy that depends on the observations from the beginning
+        "actor_obs": ["state", "privileged"],
+        "critic_obs": ["state", "privileged"],
+    },
+    "updates": 1,
+}
+STUDENT = {
+    "model": {
+        "hidden": [32],
+        "shared_backbone": False,
+        "actor_obs": ["state"],
+        "critic_obs": ["state", "privileged"],
+    },
+    "distillation": {"teacher_share_updates": 2, "lr": 3e-3, "global_batch_size": 32},
+    "updates": 4,
+    "save_every": 2,
+}
+
+
+def config(*layers: dict[str, Any]) -> Config:
+    return loader.read(Config, [(str(i), layer) for i, layer in enumerate(layers)]).config
+
+
+# ------------------------------------------------------------------------------------------- losses
+def test_losses_of_gaussians_equal_hand_computed_values() -> None:
+    mean, log_std = torch.tensor([[1.0, -1.0]]), torch.tensor([0.0, math.log(2)])
+    action = torch.tensor([[0.0, 1.0]])
+    # mse: ((1 - 0)^2 + (-1 - 1)^2) / 2
+    mse = distillation_loss("mse", "gaussian", mean, log_std, action)
+    assert mse.tolist() == pytest.approx([2.5])
+    # nll: 1/2 + log sqrt(2 pi) + (2 / 2)^2 / 2 + log 2 + log sqrt(2 pi)
+    nll = distillation_loss("nll", "gaussian", mean, log_std, action)
+    assert nll.tolist() == pytest.approx([1.0 + math.log(2) + math.log(2 * math.pi)])
+    # kl of N(0, 1), N(1, 1): 0 + (1 + 1) / 2 - 1/2 = 1/2; log 2 + (1 + 4) / 8 - 1/2
+    teacher = torch.tensor([[0.0, 1.0, 0.0, 0.0]])
+    kl = distillation_loss("kl", "gaussian", mean, log_std, teacher)
+    assert kl.tolist() == pytest.approx([0.5 + math.log(2) + 0.125])
+    same = torch.cat([mean, log_std.expand(1, 2)], dim=1)
+    assert distillation_loss("kl", "gaussian", mean, log_std, same).tolist() == [0.0]
+
+
+def test_losses_of_squashed_gaussians_are_those_of_the_executed_action() -> None:
+    mean, log_std = torch.tensor([[0.5]]), torch.tensor([0.0])
+    kind, action = "squashed_gaussian", torch.tensor([[0.5]]).tanh()
+    assert distillation_loss("mse", kind, mean, log_std, action).tolist() == [0.0]
+    # -log N(0.5; 0.5, 1) + log(1 - tanh(0.5)^2)
+    expected = 0.5 * math.log(2 * math.pi) + math.log(1 - math.tanh(0.5) ** 2)
+    nll = distillation_loss("nll", kind, mean, log_std, action)
+    assert nll.tolist() == pytest.approx([expected], abs=1e-5)
+    saturated = distillation_loss("nll", kind, mean, log_std, torch.tensor([[1.0]]))
+    assert bool(saturated.isfinite().all())
+
+
+def test_losses_of_choices_equal_hand_computed_values() -> None:
+    logits, unused = torch.tensor([[0.0, math.log(3)]]), torch.zeros(1)  # 1/4, 3/4
+    nll = distillation_loss("nll", "categorical", logits, unused, torch.tensor([0]))
+    assert nll.tolist() == pytest.approx([math.log(4)])
+    # teacher 1/2, 1/2: log(2) / 2 + log(2/3) / 2
+    kl = distillation_loss("kl", "categorical", logits, unused, torch.zeros(1, 2))
+    assert kl.tolist() == pytest.approx([0.5 * math.log(4 / 3)])
+
+
+def _policy(spec: Any, action: Any = None, **options: Any) -> ActorCritic:
+    action = action or Box((-1.0, -1.0), (1.0, 1.0))
+    return ActorCritic(spec, action, ModelConfig(hidden=(8,), policy_gain=1.0, **options))
+
+
+def test_loss_is_resolved_or_refused_by_the_distributions() -> None:
+    spec = ArraySpec((3,))
+    gaussian, squashed = _policy(spec), _policy(spec, distribution="squashed_gaussian")
+    discrete = _policy(spec, Discrete(3))
+    for student, auto in ((gaussian, "mse"), (squashed, "mse"), (discrete, "kl")):
+        assert resolve_loss(DistillationConfig(), student, student) == auto
+    assert resolve_loss(DistillationConfig(loss="nll"), gaussian, squashed) == "nll"
+    with pytest.raises(ConfigError, match=r"are discrete; write distillation\.loss=kl"):
+        resolve_loss(DistillationConfig(loss="mse"), discrete, discrete)
+    with pytest.raises(ConfigError, match="is gaussian, the student's squashed_gaussian"):
+        resolve_loss(DistillationConfig(loss="kl"), squashed, gaussian)
+
+
+# ----------------------------------------------------------------------------------------- who acts
+def test_share_of_the_teacher_falls_linearly_to_zero() -> None:
+    c = DistillationConfig(teacher_share=0.8, teacher_share_updates=4)
+    shares = [teacher_share(c, update) for update in range(6)]
+    assert shares == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
+    never = DistillationConfig(teacher_share=1.0, teacher_share_updates=0)
+    assert teacher_share(never, 0) == 0.0
+
+
+def test_observations_and_bounds_are_selected() -> None:
+    obs = {"state": torch.zeros(2, 3), "front": torch.ones(2, 1)}
+    assert select(obs, ArraySpec((3,))) is obs["state"]
+    assert list(select(obs, {"front": ArraySpec((1,))})) == ["front"]
+    assert select(obs["front"], ArraySpec((1,))) is obs["front"]
+    box = Box((-2.0,), (3.0,))
+    assert executed_bounds("none", box) is None and executed_bounds("clip", Discrete(2)) is None
+    for mapping, expected in (("clip", [-2.0, 3.0]), ("rescale", [-1.0, 1.0])):
+        bounds = executed_bounds(mapping, box)
+        assert bounds is not None and [x.item() for x in bounds] == expected
+
+
+@pytest.mark.parametrize("loss", ["mse", "kl"])
+def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
+    torch.manual_seed(0)
+    spec = {"state": ArraySpec((3,)), "extra": ArraySpec((2,))}
+    student, teacher = _policy({"state": spec["state"]}), _policy(spec)
+    with torch.no_grad():
+        teacher.policy_head.bias.add_(torch.tensor([3.0, 0.0]))  # beyond the bounds
+    c = DistillationConfig(loss=loss, teacher_share=0.5, deterministic=loss == "mse")
+    policy = GuidedPolicy(
+        student,
+        teacher,
+        c,
+        student_spec={"state": spec["state"]},
+        teacher_spec=spec,
+        bounds=(-torch.ones(2), torch.ones(2)),
+    )
+    obs = {"state": torch.randn(4000, 3), "extra": torch.randn(4000, 2)}
+    noise = policy.noise(4000, torch.Generator().manual_seed(0))
+    inputs = policy.encode(obs)
+    decision = policy.act(inputs, noise=noise)
+    label = teacher.act(teacher.encode(obs)).action
+    clamped = label.clamp(-1, 1)
+    assert label[:, 0].max() > 1
+    own_noise = None if c.deterministic else noise[:, :-1]
+    own = student.act(student.encode({"state": obs["state"]}), noise=own_noise).action
+    is_guided = (decision.action == clamped).all(1)
+    assert is_guided.float().mean().item() == pytest.approx(0.5, abs=0.05)
+    torch.testing.assert_close(decision.action[~is_guided], own[~is_guided])
+    target = decision.replay["target"]
+    torch.testing.assert_close(target[:, :2], clamped if loss == "mse" else label)
+    mode = student.act(student.encode({"state": obs["state"]})).action.clamp(-1, 1)
+    torch.testing.assert_close(decision.replay["error"], (mode - clamped).abs().mean(1))
+    assert not any(p.requires_grad for p in teacher.parameters())
+    policy.set_update(c.teacher_share_updates)
+    unguided = policy.act(inputs, noise=noise).action
+    torch.testing.assert_close(unguided, own)
+
+
+# --------------------------------------------------------------------------------------- whole runs
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose actor reads a privileged observation."""
+    run_dir = tmp_path_factory.mktemp("teacher") / "run"
+    run.train(config(TASK, TEACHER, {"run_dir": str(run_dir)}), quiet=True)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def student(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 24 updates that distils ``teacher``; it keeps the checkpoint of update 22."""
+    run_dir = tmp_path_factory.mktemp("student") / "run"
+    options = {"run_dir": str(run_dir), "teacher": str(teacher), "updates": 24, "keep_last": 100}
+    run.distill(config(TASK, STUDENT, options), quiet=True)
+    return run_dir
+
+
+def test_student_approaches_the_teacher(student: Path) -> None:
+    metrics = [json.loads(line) for line in (student / "metrics.jsonl").read_text().splitlines()]
+    trained = metrics[1:]
+    first, last = trained[0]["distill/action_error"], trained[-1]["distill/action_error"]
+    assert 0 < last < 0.85 * first  # the teacher reads a number that is drawn in every step
+    assert 0 < trained[-1]["distill/loss"] < trained[0]["distill/loss"]
+    assert [r["distill/teacher_share"] for r in trained[:3]] == [1.0, 0.5, 0.0]
+    assert "policy/clip_fraction" not in trained[-1] and trained[-1]["policy/lr"] == 3e-3
+    assert trained[-1]["rollout/return"] > 0 and trained[-1]["policy/grad_norm"] > 0
+
+
+def test_run_is_an_ordinary_run(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = json.loads((student / "summary.json").read_text())
+    assert summary["updates"] == 24 and Path(summary["report"]).is_file()
+    arguments = [f"checkpoint={student}", "episodes=3", "video=false", f"out={tmp_path}"]
+    report = run_helpers.run_command(capsys, "evaluate", *arguments)
+    assert report["eval/length"] > 0
+    policy = embodied_ppo.load(student)
+    assert policy.act({"state": torch.zeros(4)}).shape == (1,)
+    stored = yaml.safe_load((student / "config.yaml").read_text())
+    assert stored["algorithm"]["global_batch_size"] == 64  # PPO's, for `train`
+    assert stored["teacher"].endswith("checkpoints/step_000001")
+
+
+def test_resumed_distillation_equals_an_uninterrupted_one(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = student / "checkpoints" / "step_000022"
+    arguments = [f"resume={source}", f"run_dir={tmp_path / 'run'}"]
+    run_helpers.run_command(capsys, "distill", *arguments)
+    assert_same(contents(student, 24), contents(tmp_path / "run", 24))
+    assert rows(student)[-2:] == rows(tmp_path / "run")
+    assert main.main(["train", *arguments]) == 2
+    assert "continue with embodied-ppo distill resume=" in capsys.readouterr().err
+
+
+def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_path: Path) -> None:
+    options = {
+        "run_dir": str(tmp_path / "run"),
+        "initial_policy": str(student),
+        "algorithm": {"critic_warmup": 1, "lr": 1e-3},
+        "updates": 2,
+        "save_every": 1,
+    }
+    run.train(config(TASK, STUDENT, {"distillation": {}}, options), quiet=True)
+    before, _ = contents(student, 24)
+    warm, training = contents(tmp_path / "run", 1)
+    after, _ = contents(tmp_path / "run", 2)
+    actor = [name for name in before if name.startswith(("trunk", "policy_head"))]
+    critic = [name for name in before if name.startswith("value")]
+    assert actor and critic
+    assert all(torch.equal(before[name], warm[name]) for name in actor)
+    assert not any(torch.equal(before[name], warm[name]) for name in critic)
+    assert not any(torch.equal(warm[name], after[name]) for name in actor)
+    count = "encoder.moments.count"
+    assert float(warm[count]) == float(before[count]) + 64  # the normaliser goes on
+    steps = [x["step"] for x in training["learner"]["optimizer"]["state"].values()]
+    assert len(steps) == len(critic) and set(map(float, steps)) == {1.0}  # a new optimiser
+
+
+def test_initial_policy_of_another_network_is_refused(student: Path, tmp_path: Path) -> None:
+    base = {"run_dir": str(tmp_path / "run"), "initial_policy": str(student), "updates": 1}
+    for model, message in (
+        ({"hidden": [8]}, r"initial_policy=.*tensor 'trunk.layers.0.weight' is \(32, 4\)"),
+        ({"activation": "relu"}, "model.activation = relu: initial_policy=.* has tanh"),
+    ):
+        with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
+            run.train(config(TASK, STUDENT, {"model": model}, base), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------ other kinds of task
+DISCRETE: dict[str, Any] = {
+    "env": {"id": "CartPole-v1", "num_envs": 8, "num_threads": 1},
+    "model": {"hidden": [16], "policy_gain": 1.0},
+    "algorithm": {"horizon": 16, "global_batch_size": 128, "update_epoch": 1, "lr": 1e-2},
+    "distillation": {"lr": 1e-2, "global_batch_size": 64},
+    "evaluation": {"episodes": 2, "video_episodes": 0},
+    "compile": "never",
+    "updates": 1,
+}
+"""Teacher and student read one array of EnvPool."""
+
+
+def test_choices_are_distilled_from_the_same_observations(tmp_path: Path) -> None:
+    run.train(config(DISCRETE, {"run_dir": str(tmp_path / "a")}), quiet=True)
+    losses: dict[str, Any] = {}
+    for loss in ("auto", "nll"):
+        options = {
+            "run_dir": str(tmp_path / loss),
+            "teacher": str(tmp_path / "a"),
+            "updates": 8,
+            "seed": 1,
+            "distillation": {"loss": loss, "deterministic": False},
+        }
+        run.distill(config(DISCRETE, options), quiet=True)
+        losses[loss] = rows(tmp_path / loss)[1:]
+    for metrics in losses.values():
+        assert metrics[-1]["distill/loss"] < 0.7 * metrics[0]["distill/loss"]
+        assert metrics[-1]["distill/action_error"] < metrics[0]["distill/action_error"]
+    assert losses["auto"][0]["distill/loss"] != losses["nll"][0]["distill/loss"]
+
+
+def test_options_of_distillation_change_the_student(teacher: Path, tmp_path: Path) -> None:
+    """Two values of each option give different weights."""
+    base = {"teacher": str(teacher), "updates": 2}
+
+    def weights(name: str, **options: Any) -> dict[str, Tensor]:
+        layer = {**base, "run_dir": str(tmp_path / name), "distillation": options}
+        run.distill(config(TASK, STUDENT, layer), quiet=True)
+        return contents(tmp_path / name, 2)[0]
+
+    default = weights("default")
+    for name, options in {
+        "loss": {"loss": "nll"},
+        "teacher_share": {"teacher_share": 0.1},
+        "teacher_share_updates": {"teacher_share_updates": 0},
+        "deterministic": {"deterministic": False, "teacher_share": 0.0},
+        "update_epoch": {"update_epoch": 1},
+        "global_batch_size": {"global_batch_size": 64},
+        "lr": {"lr": 1e-4},
+        "lr_schedule": {"lr_schedule": "linear"},
+    }.items():
+        other = weights(name, **options)
+        assert not torch.equal(other["policy_head.weight"], default["policy_head.weight"]), name
+    silent = {"teacher_share": 0.0, "teacher_share_updates": 0}
+    a, b = weights("a", **silent), weights("b", **silent, deterministic=False)
+    assert not torch.equal(a["policy_head.weight"], b["policy_head.weight"])
+
+
+# ----------------------------------------------------------------------------------------- refusals
+@pytest.fixture
+def refusal(
+    teacher: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., str]:
+    """Return a function that runs a command on ``STUDENT`` and returns the line of its refusal."""
+    monkeypatch.chdir(tmp_path)
+    merged = loader.dump(config(TASK, STUDENT))
+    experiment = {
+        key: {k: merged[key][k] for k in TASK.get(key, {}) | STUDENT.get(key, {})}
+        for key in ("env", "algorithm", "evaluation", "model", "distillation")
+    }
+    Path("experiment").mkdir()
+    text = "# @package _global_\n" + yaml.safe_dump({**experiment, "updates": 1})
+    Path("experiment/mine.yaml").write_text(text)
+
+    def refuse(*options: str, command: str = "distill") -> str:
+        arguments = ["experiment=mine", f"teacher={teacher}", "run_dir=run", *options]
+        assert main.main([command, "--config-dir", ".", *arguments]) == 2
+        assert not Path("run").exists()
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ")
+        return error
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("teacher=null", "teacher = null: distill needs the run of a trained policy"),
+        ("teacher=nowhere", "teacher=nowhere: does not exist"),
+        ("teacher=.", "teacher=.: holds no checkpoint"),
+        ("model.actor_obs=[state,privileged]", "write model.actor_obs=[state]"),
+        ("env.id=toy_envs:Balance", "was trained with toy_envs:Grouped; write env.id="),
+        ("env.action_chunk=2", "write env.action_chunk=1"),
+        ("env.action_mapping=clip", "write env.action_mapping=rescale"),
+        ("algorithm.gamma=0.9", "algorithm.gamma = 0.9 is set but not read: it is an option"),
+        ("algorithm.lr=0.1", "write distillation.lr"),
+        ("distillation.global_batch_size=48", "a multiple of distillation.global_batch_size"),
+        ("distillation.loss=huber", "distillation.loss = huber"),
+        ("distillation.loss=kl model.distribution=squashed_gaussian", "teacher's distribution is"),
+        ("placement=fused", "distill runs in one process"),
+        ("model.policy=gaussian", "distill trains model.policy=actor_critic"),
+        ("mode=reasoning", "is set but not read; set mode=embodied"),
+    ],
+)
+def test_bad_input_is_refused_with_one_line(
+    refusal: Callable[..., str], option: str, message: str
+) -> None:
+    # The second of two values of an option on the command line is the one that counts.
+    assert message in refusal(*option.split(" "))
+
+
+def test_train_does_not_read_a_teacher_or_options_of_distillation(
+    refusal: Callable[..., str],
+) -> None:
+    assert "is read by distill only; leave it out" in refusal(command="train")
+    message = refusal("teacher=null", "distillation.lr=0.1", command="train")
+    assert "it needs embodied-ppo distill teacher=RUN" in message
+
+
+def _request(c: Config, teacher: Path) -> RunRequest:
+    source, run_dir, trained = run.open_run(str(teacher))
+    chosen = TrainedRun(trained, source, run_dir, print)
+    device = torch.device("cpu")
+    return RunRequest(c, device, run_dir, 1, "", {}, print, print, [], teacher=chosen)
+
+
+def test_teachers_that_do_not_fit_are_refused(teacher: Path) -> None:
+    request = _request(config(TASK, STUDENT), teacher)
+    prepared = distillation.prepare(request)
+    assert prepared is not None and prepared.probe is not None
+    assert prepared.env.obs_keys == ("state", "privileged")
+    assert prepared.env.realism.obs_keys == ("state",)
+    # Other simulators than the teacher's: no such group, another shape, action or rate.
+    missing = replace(prepared, env=replace(prepared.env, id="toy_envs:Balance"))
+    balance = replace(request.config.env, id="toy_envs:Balance")
+    model = replace(request.config.model, critic_obs=("state",))
+    other = replace(request, config=replace(request.config, env=balance, model=model))
+    with pytest.raises(EnvError, match=r"reads state, privileged, which .* do not offer"):
+        missing.make_env(other, [0])
+    for name, value, message in (
+        ("action_spec", Box((-2.0,), (1.0,)), "its actions are"),
+        ("step_s", 0.5, r"decides every 0.5 s, the student every 0\.\d+ s"),
+        ("obs_spec", {"state": ArraySpec((9,)), "privileged": ArraySpec((1,))}, "of shape"),
+    ):
+        probe = copy.copy(prepared.probe)
+        setattr(probe, name, value)
+        with pytest.raises(ConfigError, match=message):
+            replace(prepared, probe=probe).make_env(request, [0])
+    for path, value, message in (
+        ("model.policy", "token", "a teacher must be model.policy=actor_critic"),
+        ("mode", "reasoning", "is a language model"),
+    ):
+        section, _, name = path.rpartition(".")
+        trained = request.teacher.config if request.teacher else Config()
+        if section:
+            changed = replace(trained, model=replace(trained.model, **{name: value}))
+        else:
+            changed = replace(trained, **{name: value})
+        assert request.teacher is not None
+        unfit = replace(request.teacher, config=changed)
+        with pytest.raises(ConfigError, match=message):
+            distillation.check_teacher(unfit, request.config)
+
+
+def test_student_with_all_observations_reads_those_of_its_own_options(teacher: Path) -> None:
+    """Without ``model.actor_obs`` a student reads one array, which the simulators name state."""
+    c = config(TASK, {"model": {"hidden": [8]}})
+    request = _request(replace(c, teacher=str(teacher)), teacher)
+    prepared = distillation.prepare(request)
+    assert prepared is not None and prepared.student.is_array
+    env = prepared.make_env(request, [0, 1])
+    try:
+        assert prepared.student_env(env).obs_spec == ArraySpec((4,))
+        policy = components.make_policy(c, prepared.student_env(env))
+        guided = prepared.guided_policy(request, env, policy)
+        inputs = guided.encode(env.reset())
+        assert guided.act(inputs, noise=guided.noise(2)).action.shape == (2, 1)
+    finally:
+        env.close()
