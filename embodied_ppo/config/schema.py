@@ -964,8 +964,8 @@ class DistillationConfig:
     )
     """Number of first updates over which teacher_share falls linearly to 0. 1: the teacher acts in
     the first rollout only; 0: the teacher never acts."""
-    deterministic: bool = True
-    """Execute the mode of the student's distribution; false: sample."""
+    sample_actions: bool = False
+    """Execute samples of the student's distribution; false: its mode."""
     update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 4
     """Number of passes over one rollout."""
     global_batch_size: Count = 256

@@ -234,7 +234,7 @@ class GuidedPolicy(nn.Module):
             label = self._executed(label)
             error = (self._executed(mode) - label).abs().mean(-1)
         action = mode
-        if not self.config.deterministic:
+        if self.config.sample_actions:
             action = student.act(inputs["student"], noise=noise[:, :-1]).action
         is_guided = noise[:, -1] < self.share
         action = torch.where(is_guided if action.ndim == 1 else is_guided[:, None], label, action)

@@ -23,12 +23,13 @@ from embodied_envs.adapters import (
 from embodied_envs.adapters.actions import mapper
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.history_env import HistoryEnv
+from embodied_envs.adapters.spaces import is_privileged
 from embodied_envs.checks import check_env
 from embodied_envs.observation_reader import ObservationReader
 from embodied_ppo.core.types import EnvError, VectorEnv
 
 __all__ = ["SIMULATORS", "HistoryEnv", "ObservationReader", "check_env", "make", "mapper"]
-__all__ += ["nearest", "recorder", "task_files"]
+__all__ += ["is_privileged", "nearest", "recorder", "task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}

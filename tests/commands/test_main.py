@@ -394,7 +394,7 @@ REFUSALS = [
     (
         "",
         (
-            "no command; commands: train, demos, clone, evaluate, plan, tune, watch, fit, doctor,"
+            "no command; commands: train, demos, clone, distill, evaluate, plan, tune, watch, fit,"
             " .. new-task"
         ),
     ),
@@ -409,7 +409,7 @@ REFUSALS = [
     ("experiments hopper", "hopper is not read by experiments"),
     (
         "train --config-name mine",
-        "--config-name mine: no such config; .. there are: clone, demos, evaluate, export, train",
+        "--config-name mine: no such config; .. there are: clone, demos, distill, .. train",
     ),
     (
         "train resume=true",

@@ -253,6 +253,16 @@ UNREAD = {
     ),
     "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
     "algorithm.gae_lambda": (0.9, None),  # read by default
+    "initial_policy": ("runs/x", None),
+    "distillation.loss": ("nll", {"teacher": "runs/x"}),
+    "distillation.teacher_share": (0.5, {"teacher": "runs/x"}),
+    "distillation.teacher_share_updates": (5, {"teacher": "runs/x"}),
+    "distillation.sample_actions": (True, {"teacher": "runs/x"}),
+    "distillation.update_epoch": (2, {"teacher": "runs/x"}),
+    "distillation.global_batch_size": (128, {"teacher": "runs/x"}),
+    "distillation.lr": (0.1, {"teacher": "runs/x"}),
+    "distillation.lr_schedule": ("cosine", {"teacher": "runs/x"}),
+    "model.pooling": ("spatial_softmax", None),
     "model.hidden_gain": (2.0, None),
     "model.network_options": ({"width": 8}, {"model.network": "x.py:Net"}),
     "model.policy_gain": (2.0, None),
@@ -368,6 +378,8 @@ UNREAD = {
     "cloning.lr": (0.1, CLONING),
 }
 NOT_READ = {
+    "initial_policy": {"resume": "runs/x"},
+    "model.pooling": {"model.backbone": "mlp"},
     "algorithm.entropy_bonus": {"model.policy": "flow"},
     "algorithm.entropy_target": {"model.policy": "flow", "model.flow_noise": "sde"},
     **dict.fromkeys(

@@ -153,7 +153,7 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
     student, teacher = _policy({"state": spec["state"]}), _policy(spec)
     with torch.no_grad():
         teacher.policy_head.bias.add_(torch.tensor([3.0, 0.0]))  # beyond the bounds
-    c = DistillationConfig(loss=loss, teacher_share=0.5, deterministic=loss == "mse")
+    c = DistillationConfig(loss=loss, teacher_share=0.5, sample_actions=loss == "kl")
     policy = GuidedPolicy(
         student,
         teacher,
@@ -169,7 +169,7 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
     label = teacher.act(teacher.encode(obs)).action
     clamped = label.clamp(-1, 1)
     assert label[:, 0].max() > 1
-    own_noise = None if c.deterministic else noise[:, :-1]
+    own_noise = noise[:, :-1] if c.sample_actions else None
     own = student.act(student.encode({"state": obs["state"]}), noise=own_noise).action
     is_guided = (decision.action == clamped).all(1)
     assert is_guided.float().mean().item() == pytest.approx(0.5, abs=0.05)
@@ -297,7 +297,7 @@ def test_choices_are_distilled_from_the_same_observations(tmp_path: Path) -> Non
             "teacher": str(tmp_path / "a"),
             "updates": 8,
             "seed": 1,
-            "distillation": {"loss": loss, "deterministic": False},
+            "distillation": {"loss": loss, "sample_actions": True},
         }
         run.distill(config(DISCRETE, options), quiet=True)
         losses[loss] = rows(tmp_path / loss)[1:]
@@ -321,7 +321,7 @@ def test_options_of_distillation_change_the_student(teacher: Path, tmp_path: Pat
         "loss": {"loss": "nll"},
         "teacher_share": {"teacher_share": 0.1},
         "teacher_share_updates": {"teacher_share_updates": 0},
-        "deterministic": {"deterministic": False, "teacher_share": 0.0},
+        "sample_actions": {"sample_actions": True, "teacher_share": 0.0},
         "update_epoch": {"update_epoch": 1},
         "global_batch_size": {"global_batch_size": 64},
         "lr": {"lr": 1e-4},
@@ -330,7 +330,7 @@ def test_options_of_distillation_change_the_student(teacher: Path, tmp_path: Pat
         other = weights(name, **options)
         assert not torch.equal(other["policy_head.weight"], default["policy_head.weight"]), name
     silent = {"teacher_share": 0.0, "teacher_share_updates": 0}
-    a, b = weights("a", **silent), weights("b", **silent, deterministic=False)
+    a, b = weights("a", **silent), weights("b", **silent, sample_actions=True)
     assert not torch.equal(a["policy_head.weight"], b["policy_head.weight"])
 
 

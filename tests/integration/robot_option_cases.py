@@ -122,6 +122,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.network": (NETWORK, {}),
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
     "model.backbone": ("mlp", PICTURES),
+    "model.pooling": ("spatial_softmax", PICTURES),
     "model.hidden": ([8], {}),
     "model.activation": ("relu", {}),
     "model.layer_norm": (True, {}),

@@ -406,6 +406,7 @@ DEMOS_UNREAD = {
 CLONING = (
     "imitation/test_behavior_cloning.py::test_cloning_is_deterministic_and_depends_on_its_options"
 )
+DISTILLATION = "imitation/test_distillation.py::test_options_of_distillation_change_the_student"
 GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
 
 PAIRS: dict[str, Pair] = {
@@ -598,6 +599,30 @@ PAIRS: dict[str, Pair] = {
         "metric policy/cloning_loss",
         test="imitation/test_auxiliary_cloning.py::"
         "test_command_trains_and_resumes_with_the_auxiliary_loss",
+    ),
+    "teacher": Pair(
+        None,
+        "DIR",
+        "refused by distill without one, and by train with one",
+        test="imitation/test_distillation.py::"
+        "test_train_does_not_read_a_teacher_or_options_of_distillation",
+    ),
+    "initial_policy": Pair(
+        None,
+        "DIR",
+        "initial weights",
+        test="imitation/test_distillation.py::"
+        "test_ppo_starts_from_the_student_with_a_critic_warm_up",
+    ),
+    "distillation.loss": Pair("mse", "nll", "weights of the student", test=DISTILLATION),
+    "distillation.teacher_share": Pair(1.0, 0.1, "weights of the student", test=DISTILLATION),
+    "distillation.teacher_share_updates": Pair(2, 0, "weights of the student", test=DISTILLATION),
+    "distillation.sample_actions": Pair(False, True, "weights of the student", test=DISTILLATION),
+    "distillation.update_epoch": Pair(4, 1, "weights of the student", test=DISTILLATION),
+    "distillation.global_batch_size": Pair(32, 64, "weights of the student", test=DISTILLATION),
+    "distillation.lr": Pair(3e-3, 1e-4, "weights of the student", test=DISTILLATION),
+    "distillation.lr_schedule": Pair(
+        "constant", "linear", "weights of the student", test=DISTILLATION
     ),
     "cluster.num_nodes": Pair(
         1, 2, "refused without a Ray cluster", partial(planned, "cluster.num_nodes")

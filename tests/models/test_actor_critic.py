@@ -24,7 +24,7 @@ from embodied_ppo.core.types import (
     ObsSpec,
 )
 from embodied_ppo.models.actor_critic import CRITIC, ActorCritic
-from embodied_ppo.models.backbone import VECTOR
+from embodied_ppo.models.backbone import VECTOR, SpatialSoftmaxCNN
 from embodied_ppo.training import checkpoint
 
 VECTOR_SPEC = ArraySpec((5,))
@@ -230,6 +230,30 @@ def test_orthogonal_gains():
         next(make("chw", hidden_gain=2.0).trunk.cnns.parameters()).detach().flatten(1)
     )  # [32, 3·8·8]
     torch.testing.assert_close(cnn @ cnn.T, 4.0 * torch.eye(32), rtol=0, atol=1e-4)
+
+
+def test_spatial_softmax_returns_where_a_map_responds():
+    """A bright square at a position moves the mean position of a map that responds to it."""
+    cnn = SpatialSoftmaxCNN("eye", (3, 64, 64), ModelConfig(orthogonal_init=False))
+    first, _, second, _, third = cnn.layers
+    with torch.no_grad():
+        for layer in (first, second, third):
+            layer.weight.zero_()
+            layer.bias.zero_()
+        first.weight[0, 0] = 1.0  # map 0: brightness of channel 0
+        first.bias[0] = 64.0
+        second.weight[0, 0, 1, 1] = third.weight[0, 0, 0, 0] = 1.0
+    image = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
+    image[0, 0, 28:36, 28:36] = 255  # in the middle
+    image[1, 0, 8:16, 44:52] = 255  # above it and to the right
+    x, y = cnn(image)[:, 0], cnn(image)[:, 32]
+    # Cell i of 15 contains the pixels 4 i to 4 i + 7. The second layer removes the border, so that
+    # the squares are in cells 6 (the middle), 1 and 10 of 13.
+    torch.testing.assert_close(x, torch.tensor([0.0, (10 - 6) / 6]), atol=0.02, rtol=0)
+    torch.testing.assert_close(y, torch.tensor([0.0, (1 - 6) / 6]), atol=0.02, rtol=0)
+    assert bool((cnn(image)[:, 1:32] == 0).all())  # maps without a response: the middle
+    with pytest.raises(ConfigError, match="below 16 x 16"):
+        SpatialSoftmaxCNN("eye", (3, 12, 64), ModelConfig())
 
 
 def test_gains_and_initial_log_std():

@@ -127,6 +127,11 @@ def observation_reader(env: VectorEnv) -> Callable[[Any], tuple[Obs, bool]]:
     return importlib.import_module("embodied_envs").ObservationReader(env)
 
 
+def is_privileged(name: str) -> bool:
+    """Return whether a name marks an observation that exists in simulation only."""
+    return importlib.import_module("embodied_envs").is_privileged(name)
+
+
 def stored_task(source: checkpoint.Checkpoint, run_dir: Path) -> TaskFiles | None:
     """Return the files of the user's task that a checkpoint was trained with.
 

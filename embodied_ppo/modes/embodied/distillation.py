@@ -6,7 +6,6 @@ them once; ``GuidedPolicy`` divides them.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -251,8 +250,7 @@ def _check_privileged(teacher: TrainedRun, config: Config) -> None:
     theirs = teacher.config.model.actor_obs or teacher.config.env.obs_keys or ()
     option = "env.obs_keys" if config.model.actor_obs is None else "model.actor_obs"
     ours = config.model.actor_obs or config.env.obs_keys or ()
-    pattern = importlib.import_module("embodied_envs.adapters.spaces").PRIVILEGED
-    secret = [key for key in theirs if pattern.search(key)]
+    secret = [key for key in theirs if components.is_privileged(key)]
     shared = [key for key in ours if _overlaps(key, secret)]
     if not shared:
         return

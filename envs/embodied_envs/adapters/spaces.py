@@ -34,6 +34,11 @@ Examples are privileged_state (Playground) and critic (Isaac Lab).
 """
 
 
+def is_privileged(name: str) -> bool:
+    """Return whether a name marks an observation that exists in simulation only."""
+    return PRIVILEGED.search(name) is not None
+
+
 def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id: str) -> list[str]:
     """Return the observations that ``keys`` selects, in the simulator's order.
 
@@ -49,7 +54,7 @@ def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id:
     """
     groups = list(dict.fromkeys(name.partition("/")[0] for name in names))
     if keys is None:
-        privileged = [name for name in names if PRIVILEGED.search(name)]
+        privileged = [name for name in names if is_privileged(name)]
         if privileged:
             raise _undecided(groups, privileged, id)
         return list(names)
