@@ -128,6 +128,19 @@ class ObservationHistory:
             result[name] = frames.reshape(-1, self.steps, *spec.shape)
         return {**result, PREVIOUS_ACTIONS: previous[PREVIOUS_ACTIONS].clone()}
 
+    def newest(self, obs: Mapping[str, Tensor]) -> Obs:
+        """Return the newest observations [N, ..] that a result of ``stack`` contains."""
+        newest: dict[str, Tensor] = {}
+        for name, spec in self.specs.items():
+            x = obs[name]
+            if name in self.names and _is_image(spec):
+                x = x[:, -self._frame(spec)[0] :]
+                x = x.permute(0, 2, 3, 1) if _is_channels_last(spec) else x
+            elif name in self.names:
+                x = x[:, -1]
+            newest[name] = x
+        return newest if isinstance(self.raw_spec, dict) else newest[SINGLE]
+
     def push(self, previous: Mapping[str, Tensor], obs: Obs, action: Tensor) -> dict[str, Tensor]:
         """Return the history after an action.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ from embodied_ppo.algorithms.optimizer import MinibatchOptimizer, SampleCutter
 from embodied_ppo.algorithms.ppo_loss import Statistics, statistic_names
 from embodied_ppo.config.schema import Config, DistillationConfig
 from embodied_ppo.core import compile, tree
+from embodied_ppo.core.history import SINGLE, ObservationHistory, named
+from embodied_ppo.core.memory import MEMORY, START
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
     ArraySpec,
@@ -46,7 +49,7 @@ from embodied_ppo.models import distributions as dist
 from embodied_ppo.models.actor_critic import ActorCritic
 
 ARRAY_NAME = "state"
-"""Name of an observation that is one array, where a dictionary contains it."""
+"""Name of an observation that is one array, in a dictionary with other observations."""
 LARGEST_TANH = 1.0 - 1e-6
 """Bound of an action whose inverse tanh is computed."""
 
@@ -63,12 +66,35 @@ def teacher_share(config: DistillationConfig, update: int) -> float:
     return config.teacher_share * (1.0 - update / config.teacher_share_updates)
 
 
-def select(obs: Obs, spec: ObsSpec) -> Obs:
-    """Return those of the observations that ``spec`` describes."""
-    if isinstance(spec, ArraySpec):
-        return obs if isinstance(obs, Tensor) else obs[ARRAY_NAME]
-    assert isinstance(obs, dict)
-    return {name: obs[name] for name in spec}
+@dataclass(frozen=True)
+class Selection:
+    """What a policy reads of the simulators' observations.
+
+    Attributes:
+        spec: Observations that the policy was built for.
+        history: Stacks observations for another policy, of which this one reads the newest only.
+    """
+
+    spec: ObsSpec
+    history: ObservationHistory | None = None
+
+    def __call__(self, obs: Obs) -> Obs:
+        """Return the part of observations [N, ..]; the state of a memory is kept."""
+        named_obs = named(obs)
+        if self.history is not None:
+            chosen = self.history.newest(named_obs)
+        elif isinstance(self.spec, ArraySpec):
+            chosen = named_obs[ARRAY_NAME if ARRAY_NAME in named_obs else SINGLE]
+        else:
+            chosen = obs
+        if isinstance(self.spec, ArraySpec):
+            chosen = chosen if isinstance(chosen, Tensor) else chosen[ARRAY_NAME]
+        else:
+            assert isinstance(chosen, dict)
+            chosen = {name: chosen[name] for name in self.spec}
+        if self.history is not None or MEMORY not in named_obs:
+            return chosen
+        return {**named(chosen), MEMORY: named_obs[MEMORY], START: named_obs[START]}
 
 
 def executed_bounds(action_mapping: str, spec: Any) -> tuple[Tensor, Tensor] | None:
@@ -99,7 +125,7 @@ def mode_of(kind: str, parameters: Tensor) -> Tensor:
 def distillation_loss(
     loss: str, kind: str, parameters: Tensor, log_std: Tensor, target: Tensor
 ) -> Tensor:
-    """Return the loss of each sample, [B].
+    """Return the loss of each sample, [B]; all arguments may be [T, B, ..] instead of [B, ..].
 
     mse  (a - a_T)^2, mean over action dimensions; a: mode of the student
     nll  -log pi(a_T), sum over action dimensions
@@ -170,8 +196,8 @@ class GuidedPolicy(nn.Module):
         teacher: ActorCritic,
         config: DistillationConfig,
         *,
-        student_spec: ObsSpec,
-        teacher_spec: ObsSpec,
+        read_student: Selection,
+        read_teacher: Selection,
         bounds: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Create the policy.
@@ -180,8 +206,8 @@ class GuidedPolicy(nn.Module):
             student: Policy that is trained.
             teacher: Policy that labels; its parameters become constants.
             config: Options of the section ``distillation``.
-            student_spec: Observations that the student's networks read.
-            teacher_spec: Observations that the teacher reads.
+            read_student: What the student's networks read.
+            read_teacher: What the teacher reads.
             bounds: Result of ``executed_bounds``.
 
         Raises:
@@ -190,7 +216,8 @@ class GuidedPolicy(nn.Module):
         super().__init__()
         self.student, self.teacher = student, teacher.requires_grad_(False)
         self.config, self.loss = config, resolve_loss(config, student, teacher)
-        self.student_spec, self.teacher_spec = student_spec, teacher_spec
+        self.read_student, self.read_teacher = read_student, read_teacher
+        self.memory_size = student.memory_size
         self.clamps = bounds is not None
         # Buffers, because compiled code reads their current values.
         device = student.policy_head.weight.device
@@ -210,8 +237,8 @@ class GuidedPolicy(nn.Module):
     def encode(self, obs: Obs) -> dict[str, Any]:
         """Return the inputs of both policies."""
         return {
-            "student": self.student.encode(select(obs, self.student_spec)),
-            "teacher": self.teacher.encode(select(obs, self.teacher_spec)),
+            "student": self.student.encode(self.read_student(obs)),
+            "teacher": self.teacher.encode(self.read_teacher(obs)),
         }
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
@@ -225,9 +252,9 @@ class GuidedPolicy(nn.Module):
         """Choose an action and label the observation; see the class."""
         assert noise is not None
         student, teacher = self.student, self.teacher
-        parameters, _ = student.distribution(inputs["student"])
+        own = student.act(inputs["student"])
         target, teacher_log_std = teacher.distribution(inputs["teacher"])
-        mode, label = mode_of(student.kind, parameters), mode_of(teacher.kind, target)
+        mode, label = own.action, mode_of(teacher.kind, target)
         if student.kind == "categorical":
             error = (mode != label).float()
         else:
@@ -242,12 +269,8 @@ class GuidedPolicy(nn.Module):
             target = label
         elif teacher.kind != "categorical":
             target = torch.cat([target, teacher_log_std.expand_as(target)], dim=-1)
-        return Decision(
-            action,
-            torch.zeros_like(error),
-            torch.zeros_like(error),
-            {"target": target, "error": error},
-        )
+        zeros, replay = torch.zeros_like(error), {"target": target, "error": error}
+        return Decision(action, zeros, zeros, replay, own.memory)
 
     def value(self, inputs: dict[str, Any]) -> Tensor:
         """Return 0 [B]."""
@@ -270,7 +293,7 @@ class GuidedPolicy(nn.Module):
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """Merge observations into the student's normalisers; the teacher's are constants."""
-        self.student.observe(select(obs, self.student_spec), mask)
+        self.student.observe(self.read_student(obs), mask)
 
 
 # -------------------------------------------------------------------------------------- the learner
@@ -304,7 +327,12 @@ class DistillationLoss(nn.Module):
         Args:
             rows: Unmasked samples of the complete minibatch.
         """
-        parameters, log_std = self.model.distribution(b.inputs)
+        if self.model.memory_size:
+            parameters, log_std = self.model.distribution_of_columns(
+                b.inputs, length=self.config.bptt_length
+            )
+        else:
+            parameters, log_std = self.model.distribution(b.inputs)
         elements = distillation_loss(self.loss, self.model.kind, parameters, log_std, b.action)
         loss = losses.aggregate(elements, b.mask, denominator=rows)
         zeros = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(()))
@@ -360,12 +388,12 @@ class DistillationLearner:
         """
         start = time.process_time()
         policy, obs = self.policy, tree.flatten_time(trajectory.obs)
-        mask, error = trajectory.mask.flatten(), trajectory.replay["error"].flatten()
-        student_obs = select(obs, policy.student_spec)
+        mask, error = trajectory.mask, trajectory.replay["error"]  # [T, N]
+        inputs = apply_in_parts(policy.student.encode, self.rows, policy.read_student(obs))
         zeros = torch.zeros_like(error)
         batch = Batch(
-            inputs=apply_in_parts(policy.student.encode, self.rows, student_obs),
-            action=trajectory.replay["target"].flatten(0, 1),
+            inputs=tree.map(lambda x: x.unflatten(0, mask.shape), inputs),
+            action=trajectory.replay["target"],
             replay={},
             log_prob=zeros,
             value=zeros,
@@ -373,9 +401,11 @@ class DistillationLearner:
             returns=zeros,
             mask=mask,
         )
+        if self.config.algorithm.minibatch_unit == "step":
+            batch = tree.flatten_time(batch)
         stats = self.optimizer.optimize(batch, update, critic_only=False, entropy_coef=0.0)
         share = float(policy.share)
-        policy.observe(obs, mask)
+        policy.observe(obs, mask.flatten())
         policy.set_update(update + 1)
         self.cpu_s["update"] += time.process_time() - start
         steps = stats.sums["steps"]

@@ -256,18 +256,10 @@ class ActorCritic(nn.Module):
         """
         total, columns = action.shape[:2]
         length = length or total
-
-        def cut(x: Tensor) -> Tensor:
-            """Reshape [T, B, ..] to [length, T / length · B, ..], flattened."""
-            return x.unflatten(0, (-1, length)).transpose(0, 1).flatten(0, 2)
-
-        def join(x: Tensor) -> Tensor:
-            """Invert ``cut``."""
-            return x.unflatten(0, (length, -1, columns)).transpose(0, 1).flatten(0, 1)
-
-        rows: Any = tree.map(cut, (inputs, action, replay))
+        rows: Any = tree.map(lambda x: _cut(x, length), (inputs, action, replay))
         inputs, action, replay = rows
-        return tree.map(join, self._evaluate(inputs, action, replay, length))
+        evaluation = self._evaluate(inputs, action, replay, length)
+        return tree.map(lambda x: _join(x, length, columns), evaluation)
 
     def _evaluate(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor], steps: int
@@ -303,9 +295,26 @@ class ActorCritic(nn.Module):
     def distribution(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return (mean, log_std) [B, A], or (logits [B, K], unused), with gradients.
 
-        ``kind`` names the distribution; the mean of squashed_gaussian is that before the tanh.
+        ``kind`` names the distribution; the mean of squashed_gaussian is that before the tanh. The
+        logarithm of a standard deviation that is equal in all states is [A].
         """
-        return self._policy(self.trunk(inputs))
+        return self._policy(self.features(inputs)[0])
+
+    def distribution_of_columns(
+        self, inputs: dict[str, Any], *, length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``distribution`` of sequences, [T, B, ..], with gradients through time.
+
+        Args:
+            inputs: As for ``distribution``, but [T, B, ..].
+            length: As for ``evaluate_columns``.
+        """
+        total, columns = next(tree.leaves(inputs)).shape[:2]
+        steps = int(length or total)
+        rows = tree.map(lambda x: _cut(x, steps), inputs)
+        params, log_std = self._policy(self.features(rows, steps)[0])
+        joined = _join(params, steps, columns)
+        return joined, log_std if log_std.ndim == 1 else _join(log_std, steps, columns)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """See ``Policy.parameter_groups``."""
@@ -315,6 +324,16 @@ class ActorCritic(nn.Module):
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
         return []
+
+
+def _cut(x: Tensor, length: int) -> Tensor:
+    """Reshape [T, B, ..] to [length, T / length · B, ..], flattened."""
+    return x.unflatten(0, (-1, length)).transpose(0, 1).flatten(0, 2)
+
+
+def _join(x: Tensor, length: int, columns: int) -> Tensor:
+    """Invert ``_cut`` for ``columns`` columns: return [T, B, ..]."""
+    return x.unflatten(0, (length, -1, columns)).transpose(0, 1).flatten(0, 1)
 
 
 def _make_recurrent(config: ModelConfig, inputs: int) -> RecurrentLayer | None:

@@ -21,13 +21,15 @@ from embodied_ppo import run
 from embodied_ppo.commands import main
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config, DistillationConfig, ModelConfig
+from embodied_ppo.core.history import ObservationHistory
+from embodied_ppo.core.memory import MEMORY
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, EnvError
 from embodied_ppo.imitation.distillation import (
     GuidedPolicy,
+    Selection,
     distillation_loss,
     executed_bounds,
     resolve_loss,
-    select,
     teacher_share,
 )
 from embodied_ppo.models.actor_critic import ActorCritic
@@ -136,9 +138,9 @@ def test_share_of_the_teacher_falls_linearly_to_zero() -> None:
 
 def test_observations_and_bounds_are_selected() -> None:
     obs = {"state": torch.zeros(2, 3), "front": torch.ones(2, 1)}
-    assert select(obs, ArraySpec((3,))) is obs["state"]
-    assert list(select(obs, {"front": ArraySpec((1,))})) == ["front"]
-    assert select(obs["front"], ArraySpec((1,))) is obs["front"]
+    assert Selection(ArraySpec((3,)))(obs) is obs["state"]
+    assert list(Selection({"front": ArraySpec((1,))})(obs)) == ["front"]
+    assert Selection(ArraySpec((1,)))(obs["front"]) is obs["front"]
     box = Box((-2.0,), (3.0,))
     assert executed_bounds("none", box) is None and executed_bounds("clip", Discrete(2)) is None
     for mapping, expected in (("clip", [-2.0, 3.0]), ("rescale", [-1.0, 1.0])):
@@ -158,8 +160,8 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
         student,
         teacher,
         c,
-        student_spec={"state": spec["state"]},
-        teacher_spec=spec,
+        read_student=Selection({"state": spec["state"]}),
+        read_teacher=Selection(spec),
         bounds=(-torch.ones(2), torch.ones(2)),
     )
     obs = {"state": torch.randn(4000, 3), "extra": torch.randn(4000, 2)}
@@ -334,6 +336,65 @@ def test_options_of_distillation_change_the_student(teacher: Path, tmp_path: Pat
     assert not torch.equal(a["policy_head.weight"], b["policy_head.weight"])
 
 
+MEMORIES: dict[str, dict[str, Any]] = {
+    "history": {"model": {"history": 3}},
+    "gru": {"model": {"recurrent": "gru", "recurrent_size": 8}, "algorithm": {"bptt_length": 4}},
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_student_with_memory_learns_and_resumes_bit_for_bit(
+    memory: str, teacher: Path, tmp_path: Path
+) -> None:
+    options = {**MEMORIES[memory], "teacher": str(teacher), "updates": 6}
+    full = config(TASK, STUDENT, options, {"run_dir": str(tmp_path / "full"), "save_every": 3})
+    run.distill(full, quiet=True)
+    metrics = rows(tmp_path / "full")
+    assert metrics[-1]["distill/loss"] < metrics[1]["distill/loss"]
+    source = tmp_path / "full" / "checkpoints" / "step_000003"
+    run.distill(replace(full, run_dir=str(tmp_path / "part"), resume=str(source)), quiet=True)
+    assert_same(contents(tmp_path / "full", 6), contents(tmp_path / "part", 6))
+    policy = embodied_ppo.load(tmp_path / "full")
+    assert policy.has_memory and policy.act({"state": torch.zeros(2, 4)}).shape == (2, 1)
+    again = {"initial_policy": str(tmp_path / "full"), "updates": 1}
+    unit = {"algorithm": {"minibatch_unit": "column"}}
+    c = config(TASK, STUDENT, MEMORIES[memory], unit, again, {"run_dir": str(tmp_path / "ppo")})
+    run.train(replace(c, distillation=DistillationConfig()), quiet=True)
+    assert len(rows(tmp_path / "ppo")) == 2
+
+
+def test_teacher_reads_the_newest_observations_of_a_history() -> None:
+    spec = {
+        "state": ArraySpec((2,)),
+        "eye": ArraySpec((3, 5, 6), torch.uint8),
+        "last": ArraySpec((5, 6, 3), torch.uint8),
+        "code": ArraySpec((), torch.int64),
+        "privileged": ArraySpec((4,)),
+    }
+    names = ["state", "eye", "last", "code"]
+    history = ObservationHistory(spec, Box((-1.0,), (1.0,)), 3, names)
+    previous, observed = history.empty(2, torch.device("cpu")), []
+    stacked: dict[str, Tensor] = {}
+    for i in range(4):
+        obs = {
+            name: torch.randint(0, 200, (2, *s.shape)).to(s.dtype) + i for name, s in spec.items()
+        }
+        stacked = history.stack(previous, obs)
+        assert not isinstance(obs, Tensor)
+        observed.append((obs, history.newest(stacked)))
+        previous = history.push(previous, obs, torch.zeros(2, 1))
+    for obs, newest in observed:
+        assert isinstance(newest, dict) and newest.keys() == obs.keys()
+        assert all(torch.equal(newest[name], x) for name, x in obs.items())
+    read = Selection({"privileged": spec["privileged"], "eye": spec["eye"]}, history)
+    chosen = read({**stacked, MEMORY: torch.zeros(2, 1)})
+    assert isinstance(chosen, dict) and list(chosen) == ["privileged", "eye"]
+    array = ObservationHistory(ArraySpec((2,)), Box((-1.0,), (1.0,)), 2)
+    x = torch.randn(3, 2)
+    chosen = Selection(ArraySpec((2,)), array)(array.stack(array.empty(3, x.device), x))
+    assert torch.equal(chosen, x) if isinstance(chosen, Tensor) else False
+
+
 # ----------------------------------------------------------------------------------------- refusals
 @pytest.fixture
 def refusal(
@@ -379,6 +440,7 @@ def refusal(
         ("distillation.global_batch_size=48", "a multiple of distillation.global_batch_size"),
         ("distillation.loss=huber", "distillation.loss = huber"),
         ("distillation.loss=kl model.distribution=squashed_gaussian", "teacher's distribution is"),
+        ("~model.actor_obs ~model.critic_obs model.history=2", "write model.actor_obs=[state]"),
         ("placement=fused", "distill runs in one process"),
         ("model.policy=gaussian", "distill trains model.policy=actor_critic"),
         ("mode=reasoning", "is set but not read; set mode=embodied"),

@@ -36,7 +36,7 @@ def optimization_config(config: Config) -> Config:
         update_epoch=d.update_epoch,
         global_batch_size=d.global_batch_size,
         micro_batch_size=None if micro is None else min(micro, d.global_batch_size),
-        minibatch_unit="step",
+        minibatch_unit="step" if config.model.recurrent is None else "column",
         loss_agg_func="token-mean",
         target_kl_stop=None,
         lr=d.lr,
@@ -71,7 +71,7 @@ class EmbodiedRules(ModeRules):
                 "updates = null and env_steps = null: the length of training is not set; write"
                 " updates=100"
             )
-        _check_model(config)
+        _check_model(optimization_config(config))
         _check_observations(config)
 
     def check_algorithm(self, config: Config) -> None:

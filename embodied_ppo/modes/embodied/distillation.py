@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from embodied_ppo.config.schema import Config, EnvConfig
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import EnvError, show
+from embodied_ppo.core.history import PREVIOUS_ACTIONS, SINGLE
 from embodied_ppo.core.observation_names import names_observation
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import ArraySpec, ConfigError, ObsSpec, VectorEnv
@@ -19,6 +20,7 @@ from embodied_ppo.imitation.distillation import (
     ARRAY_NAME,
     DistillationLearner,
     GuidedPolicy,
+    Selection,
     executed_bounds,
 )
 from embodied_ppo.models.actor_critic import ActorCritic
@@ -84,7 +86,8 @@ class Distillation:
         if request.task is not None:
             request.task.activate(request.notice)
         try:
-            env = components.make_env(seeds, config=self.env, device=request.device)
+            model = request.config.model
+            env = components.make_env(seeds, config=self.env, device=request.device, model=model)
         except EnvError as error:
             own = components.training_env(request.config)
             if self.reads.names is None or own == self.env:
@@ -117,20 +120,25 @@ class Distillation:
                 f"{name}: decides every {rates[0]:g} s, the student every {rates[1]:g} s; write the"
                 " teacher's env.kwargs, or train a teacher with the student's control rate"
             )
-        spec, expected = self.reads.part(env.obs_spec, "teacher"), own.obs_spec
-        pairs = {ARRAY_NAME: spec} if isinstance(spec, ArraySpec) else spec
-        other = {ARRAY_NAME: expected} if isinstance(expected, ArraySpec) else expected
-        for key, x in pairs.items():
-            if x != other[key]:
+        spec, expected = self.reads.part(_raw_spec(env), "teacher"), own.obs_spec
+        others = _named(expected)
+        for key, x in _named(spec).items():
+            if x != others[key]:
                 raise ConfigError(
-                    f"{name}: reads {key} of shape {other[key].shape}, the student's simulators"
+                    f"{name}: reads {key} of shape {others[key].shape}, the student's simulators"
                     f" return {x.shape}; write the env.kwargs and env.image_size that the teacher"
                     " was trained with"
                 )
 
     def student_env(self, env: VectorEnv) -> EnvDescription:
         """Return the spaces that the student is built for."""
-        return _described(env, self.student.part(env.obs_spec, "model.actor_obs"))
+        return _described(env, self._student_spec(env))
+
+    def _student_spec(self, env: VectorEnv) -> ObsSpec:
+        """Return what the student's networks read, with its history."""
+        spec = self.student.part(env.obs_spec, "model.actor_obs")
+        actions = _named(env.obs_spec).get(PREVIOUS_ACTIONS)
+        return spec if actions is None else {**_named(spec), PREVIOUS_ACTIONS: actions}
 
     def guided_policy(
         self, request: RunRequest, env: VectorEnv, student: components.AnyPolicy
@@ -140,7 +148,7 @@ class Distillation:
         Raises:
             CheckpointError, ConfigError: The teacher cannot be loaded.
         """
-        spec = self.reads.part(env.obs_spec, "teacher")
+        spec = self.reads.part(_raw_spec(env), "teacher")
         model = components.trained_model(self.teacher, allow=False)
         teacher = components.make_policy(
             replace(self.teacher.config, model=model), _described(env, spec)
@@ -151,8 +159,8 @@ class Distillation:
             student,
             teacher.eval(),
             request.config.distillation,
-            student_spec=self.student.part(env.obs_spec, "model.actor_obs"),
-            teacher_spec=spec,
+            read_student=Selection(self._student_spec(env)),
+            read_teacher=Selection(spec, getattr(env, "history", None)),
             bounds=executed_bounds(request.config.env.action_mapping, env.action_spec),
         )
 
@@ -185,6 +193,12 @@ def prepare(request: RunRequest) -> Distillation | None:
     if not ((student.is_array and reads.is_array) or None in (student.names, reads.names)):
         assert student.names is not None and reads.names is not None
         keys = tuple(dict.fromkeys((*student.names, *reads.names)))
+    if keys is not None and student.is_array and config.model.history > 1:
+        raise ConfigError(
+            f"model.history = {config.model.history}: a student with a history names what it reads,"
+            f" as the teacher reads other observations; write model.actor_obs=[{ARRAY_NAME}]"
+            f" model.critic_obs=[{ARRAY_NAME}]"
+        )
     realism = own.realism
     if realism.obs_keys is None and keys is not None:  # what only the teacher reads stays exact
         realism = replace(realism, obs_keys=config.model.actor_obs or student.names)
@@ -226,8 +240,7 @@ def check_teacher(teacher: TrainedRun, config: Config) -> None:
         raise ConfigError(
             f"{name}: has model.policy={model.policy}; a teacher must be model.policy=actor_critic"
         )
-    # These options come with policies that have a memory.
-    if getattr(model, "history", 1) > 1 or getattr(model, "recurrent", None) is not None:
+    if model.history > 1 or model.recurrent is not None:
         raise ConfigError(
             f"{name}: has a memory (model.history or model.recurrent), which a teacher cannot have;"
             " name a teacher that reads privileged observations instead"
@@ -262,6 +275,11 @@ def _check_privileged(teacher: TrainedRun, config: Config) -> None:
     )
 
 
+def _named(spec: ObsSpec) -> dict[str, ArraySpec]:
+    """Return observations as a dictionary; one array has the name ``SINGLE``."""
+    return {SINGLE: spec} if isinstance(spec, ArraySpec) else dict(spec)
+
+
 def _overlaps(key: str, others: Sequence[str]) -> bool:
     """Return whether ``key`` and one of ``others`` name a common observation."""
     return any(names_observation(key, x) or names_observation(x, key) for x in others)
@@ -276,6 +294,12 @@ def _probe(request: RunRequest, config: EnvConfig) -> EnvDescription:
         return EnvDescription(describe_env(env), request.device)
     finally:
         env.close()
+
+
+def _raw_spec(env: VectorEnv) -> ObsSpec:
+    """Return the simulators' observations without the history of the student."""
+    history = getattr(env, "history", None)
+    return env.obs_spec if history is None else history.raw_spec
 
 
 def _described(env: VectorEnv, spec: ObsSpec) -> EnvDescription:
