@@ -187,6 +187,39 @@ class Balance(Task):
         return {"qpos": 0.1 * (2 * u - 1), "pushes": zeros.long(), "gust": zeros}
 
 
+DRIFTER = """<mujoco>
+  <option timestep="0.01" gravity="0 0 0"/>
+  <worldbody>
+    <body name="block" pos="3 0 0"><freejoint/><geom size=".1"/></body>
+    <body name="base">
+      <freejoint/><geom type="box" size=".2 .1 .1"/>
+      <body pos="0.3 0 0"><joint name="arm" axis="0 1 0"/>
+        <geom type="capsule" size=".03" fromto="0 0 0 .3 0 0"/></body>
+    </body>
+  </worldbody>
+  <actuator><motor joint="arm"/></actuator>
+</mujoco>"""
+
+
+class Drifter(Task):
+    """A robot with an arm that floats beside a block. Observation: qvel."""
+
+    id = "Drifter"
+    max_episode_steps = 40
+
+    def __init__(self, stage: Any = "velocity", decimation: int = 2) -> None:
+        self.stage, self.decimation = stage, decimation
+
+    def spec(self) -> mujoco.MjSpec:
+        return mujoco.MjSpec.from_string(DRIFTER)
+
+    def observe(self, s: State) -> Tensor:
+        return s["qvel"].clone()
+
+    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
+        return s["qvel"][:, 0]
+
+
 class Grouped(Balance):
     """Balance with a randomised mass that only the group "privileged" contains."""
 

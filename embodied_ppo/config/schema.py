@@ -198,6 +198,15 @@ class RealismConfig:
     action_rate_limit: Positive | None = None
     """Largest change of each element of the action in one control step, in the unit of the policy's
     actions ([-1, 1] with env.action_mapping=rescale); null: no limit."""
+    push_velocity: NonNegative | tuple[NonNegative, ...] | None = None
+    """Size of random pushes, m/s, v or [low, high]: at random times the base of the robot (a root
+    free joint) receives a change of its horizontal velocity of this size in a random direction.
+    Tasks of this package; null: no pushes."""
+    push_interval_s: Positive | tuple[Positive, ...] = option(
+        (5.0, 10.0), read_if=is_set("env.realism.push_velocity")
+    )
+    """Time from the start of an episode to the first push and between two pushes, seconds, t or
+    [low, high] drawn uniformly."""
 
 
 @dataclass(frozen=True)
@@ -241,8 +250,9 @@ class EnvConfig:
     evaluation.randomize does the same for evaluation."""
     ranges: dict[str, Any] = field(default_factory=dict)
     """Bounds [low, high] of domain randomisation that replace those of the task: mass, friction,
-    damping, gains, gravity, light (factors), camera_position (m), camera_angle (rad), colour (0 to
-    1)."""
+    damping, gains (of actuators, without their force limit), motor_strength (force of actuators
+    with its limit), gravity, light (factors), camera_position (m), camera_angle (rad), colour (0
+    to 1)."""
     realism: RealismConfig = section(RealismConfig)
     restart_each_rollout: bool = False
     """Begin every rollout with new episodes and use only the first episode of each environment, as

@@ -147,6 +147,9 @@ def _with_realism(
     """Return the simulator with the options of section env.realism, unchanged if they are off."""
     try:
         checked = realistic_env.read(options, env)
+        if checked.push_velocity is not None:  # then it has the method
+            simulator: Any = env
+            simulator.use_pushes(checked.push_velocity, checked.push_interval_s)
     except EnvError:
         env.close()
         raise

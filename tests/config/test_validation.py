@@ -282,6 +282,7 @@ UNREAD = {
     "model.actor_obs": (["a"], {"model.critic_obs": ["a"]}),
     "model.critic_obs": (["a"], {"model.actor_obs": ["a"]}),
     "env.obs_keys": (["a"], None),
+    "env.realism.push_interval_s": ([1.0, 2.0], {"env.realism.push_velocity": 1.0}),
     "model.init_log_std": (-1.0, None),
     "model.min_log_std": (-4.0, None),
     "model.max_log_std": (1.0, None),

@@ -33,6 +33,12 @@ FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
 BALANCE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
 """A task of our own with a camera and with ranges for its model."""
+DRIFTER = {
+    "env.id": "toy_envs:Drifter",
+    "env.num_threads": 1,
+    "env.kwargs": {"decimation": 100},
+}
+"""A robot that can be pushed, with control steps of 1 s."""
 CAMERA = {**BALANCE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = {
     **CAMERA,
@@ -88,6 +94,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.realism.obs_bias": (0.5, {}),
     "env.realism.obs_dropout": (0.5, {}),
     "env.realism.action_rate_limit": (0.05, {}),
+    "env.realism.push_velocity": (1.0, DRIFTER),
+    "env.realism.push_interval_s": ([1.0, 2.0], {**DRIFTER, "env.realism.push_velocity": 1.0}),
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
     "env.restart_each_rollout": (True, {}),
     "env.restart_every": (8, {}),

@@ -397,6 +397,8 @@ DEMOS_UNREAD = {
     "realism.obs_bias": 0.1,
     "realism.obs_dropout": 0.1,
     "realism.action_rate_limit": 0.1,
+    "realism.push_velocity": 0.1,
+    "realism.push_interval_s": [1.0, 2.0],
     "restart_each_rollout": True,
     "restart_every": 3,
     "stagger": False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from embodied_ppo.core.types import (
 
 STATE = "state"
 """Name of an observation that is one array."""
+OWN_TASKS_ONLY = "only the tasks of this package (simulator=mujoco or warp) have it"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class Realism:
         obs_bias: Half-widths of uniform distributions, drawn per episode and element.
         obs_dropout: Probabilities that an observation repeats the one before.
         action_rate_limit: Largest change of an action in one control step; None: no limit.
+        push_velocity: (low, high), size of the pushes that the simulator itself executes, m/s;
+            None: no pushes.
+        push_interval_s: (low, high), time between two pushes, s.
     """
 
     action_delay: tuple[int, int] = (0, 0)
@@ -62,6 +66,8 @@ class Realism:
     obs_bias: tuple[Disturbance, ...] = ()
     obs_dropout: tuple[Disturbance, ...] = ()
     action_rate_limit: float | None = None
+    push_velocity: tuple[float, float] | None = field(default=None, compare=False)
+    push_interval_s: tuple[float, float] = field(default=(5.0, 10.0), compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,7 +77,7 @@ class Realism:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is changed."""
+        """Whether ``RealisticEnv`` would change nothing; the simulator executes pushes itself."""
         return self == Realism()
 
 
@@ -95,7 +101,7 @@ class _Reader:
         self.env, self.options = env, dict(options)
         spec = env.obs_spec
         self.specs = spec if isinstance(spec, dict) else {STATE: spec}
-        known = ["obs_keys", *(field.name for field in fields(Realism))]
+        known = ["obs_keys", *(f.name for f in fields(Realism))]
         for name in self.options:
             if name not in known:
                 raise EnvError(
@@ -116,7 +122,34 @@ class _Reader:
             obs_bias=self._disturbances("obs_bias", floats=True),
             obs_dropout=self._disturbances("obs_dropout"),
             action_rate_limit=self._rate_limit(),
+            push_velocity=self._push_velocity(),
+            push_interval_s=self._bounds(
+                "push_interval_s",
+                self.options.get("push_interval_s", Realism.push_interval_s),
+                positive=True,
+            ),
         )
+
+    def _push_velocity(self) -> tuple[float, float] | None:
+        """Return the bounds of the size of pushes, m/s; None without pushes."""
+        value = self.options.get("push_velocity")
+        if value is None or (bounds := self._bounds("push_velocity", value))[1] == 0:
+            return None
+        if not hasattr(self.env, "use_pushes"):
+            raise self._refused(
+                "push_velocity", value, f"{OWN_TASKS_ONLY}, such as Go1Joystick; remove it"
+            )
+        return bounds
+
+    def _bounds(self, path: str, value: Any, *, positive: bool = False) -> tuple[float, float]:
+        """Return (low, high) of a number or a range, each >= 0 (> 0 if ``positive``)."""
+        bounds = list(value) if isinstance(value, list | tuple) else [value, value]
+        if len(bounds) != 2 or not all(isinstance(x, int | float) for x in bounds):
+            raise self._refused(path, value, "it must be a number or [low, high]")
+        low, high = (self._number(path, x, positive=positive) for x in bounds)
+        if low > high:
+            raise self._refused(path, value, "it must be a number or [low, high], low <= high")
+        return low, high
 
     def _rate_limit(self) -> float | None:
         limit = self.options.get("action_rate_limit")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import mujoco
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embodied_ppo.core.errors import EnvError, choose
@@ -38,6 +39,11 @@ RANGES: dict[str, Range] = {
     "friction": Range(("geom_friction",), "scale", per_element=True, columns=1),
     "damping": Range(("dof_damping",), "scale", per_element=True),
     "gains": Range(("actuator_gainprm", "actuator_biasprm"), "scale", per_element=True),
+    "motor_strength": Range(
+        ("actuator_gainprm", "actuator_biasprm", "actuator_forcerange", "jnt_actfrcrange"),
+        "scale",
+        per_element=True,
+    ),
     "gravity": Range(("opt.gravity",), "scale", per_element=False),
     "camera_position": Range(("cam_pos",), "add", per_element=True),
     "camera_angle": Range(("cam_quat",), "add", per_element=True),
@@ -48,7 +54,13 @@ RANGES: dict[str, Range] = {
 
 * mass scales body masses and inertias by the same factor (the density).
 * friction scales the sliding friction of geoms, damping the damping of joints.
-* gains scales the strength of actuators; of a position servo both stiffness and damping.
+* gains scales gain and bias of actuators, but not their force limit; of a position servo these are
+  stiffness and damping.
+* motor_strength scales the force of actuators with its limit. The force is the gain times ctrl plus
+  the bias, clamped to the limit; gain, bias and limit are multiplied by the same factor, hence the
+  force. The limit of a joint (actuatorfrcrange) is that of the actuator that drives it. To scale
+  the gear would be wrong: it also changes the length of a position servo, hence the meaning of its
+  target.
 * gravity scales its strength.
 * camera_position moves each camera along x, y and z (m); camera_angle turns it about its own x, y
   and z (rad).
@@ -82,16 +94,24 @@ class Randomization:
                 raise EnvError(
                     f"env.ranges.{name}={shown}: it takes two finite numbers [low, high], {kind}"
                 )
+        if "motor_strength" in ranges:
+            _check_motor_strength(model, self.ranges)
         self.base: dict[str, Tensor] = {}
         for name in dict.fromkeys(f for r in ranges for f in RANGES[r].fields):
             x = torch.from_numpy(np.array(model_field(model, name), dtype=np.float64))
-            if x.numel():
+            if x.numel() and not (name == "jnt_actfrcrange" and not model.jnt_actfrclimited.any()):
                 self.base[name] = x
         self.fields = tuple(self.base)
         """MjModel fields that differ between worlds."""
+        self._driver = torch.from_numpy(_drivers(model))
         self._sizes = {name: self._size(name) for name in ranges}
         self.size = sum(self._sizes.values())
         """Number of random numbers that one world takes."""
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the constant tensors to a device; a CUDA graph allows no copy from the host."""
+        self.base = {k: x.to(device, dtype) for k, x in self.base.items()}
+        self._driver = self._driver.to(device)
 
     def _size(self, name: str) -> int:
         """Return how many random numbers range ``name`` takes for one world."""
@@ -112,11 +132,13 @@ class Randomization:
             x = low + (high - low) * u[:, offset : offset + n]  # [N, n]
             offset += n
             column = 0
-            for value in (sampled[f] for f in r.fields if f in sampled):
+            for field in (f for f in r.fields if f in sampled):
+                value = sampled[field]
                 width = r.columns or value.shape[-1]
                 if r.operation == "scale":
-                    factor = x.view(len(u), n, *[1] * (value.ndim - 2))
-                    value[..., :width] *= factor
+                    factor = x.index_select(1, self._driver) if field == "jnt_actfrcrange" else x
+                    shape = (*factor.shape, *[1] * (value.ndim - 2))
+                    value[..., :width] *= factor.view(shape)
                 elif name == "camera_angle":
                     value.copy_(_rotate(value, x.view(len(u), -1, 3)))
                 else:
@@ -126,6 +148,52 @@ class Randomization:
                 if name == "colour":
                     value.clamp_(0.0, 1.0)
         return sampled
+
+
+def _drivers(model: mujoco.MjModel) -> NDArray[np.int64]:
+    """Return for each joint the last actuator that acts on it directly, [njnt]; 0 without one."""
+    drivers = np.zeros(model.njnt, dtype=np.int64)
+    for i in np.flatnonzero(_drives_joint(model)):
+        drivers[model.actuator_trnid[i, 0]] = i
+    return drivers
+
+
+def _drives_joint(model: mujoco.MjModel) -> NDArray[np.bool_]:
+    """Return whether each actuator acts on one joint, [nactuator]."""
+    kinds = (mujoco.mjtTrn.mjTRN_JOINT, mujoco.mjtTrn.mjTRN_JOINTINPARENT)
+    return np.isin(model.actuator_trntype, [int(kind) for kind in kinds])
+
+
+def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse models whose forces a factor of gain, bias and limit would not scale.
+
+    Raises EnvError.
+    """
+    linear_gains = [int(mujoco.mjtGain.mjGAIN_FIXED), int(mujoco.mjtGain.mjGAIN_AFFINE)]
+    no_bias, affine_bias = int(mujoco.mjtBias.mjBIAS_NONE), int(mujoco.mjtBias.mjBIAS_AFFINE)
+    prefix = f"env.ranges.motor_strength={list(ranges['motor_strength'])}"
+    for i in range(len(model.actuator_gaintype)):
+        bias, name = int(model.actuator_biastype[i]), model.actuator(i).name or f"actuator{i}"
+        if model.actuator_gaintype[i] not in linear_gains or bias not in (no_bias, affine_bias):
+            raise EnvError(
+                f"{prefix}: actuator {name} is no motor or servo (its gain or bias is not linear,"
+                " as that of a muscle); remove it"
+            )
+        gains = ranges.get("gains", (1.0, 1.0))
+        if bias == no_bias and tuple(gains) != (1.0, 1.0):
+            raise EnvError(
+                f"{prefix}: env.ranges.gains={list(gains)} also scales the force of motor {name};"
+                " keep one of them, and write [1,1] for the other"
+            )
+    limited = model.jnt_actfrclimited.astype(bool)
+    counts = np.bincount(model.actuator_trnid[_drives_joint(model), 0], minlength=model.njnt)
+    shared = np.flatnonzero(limited & (counts != 1))
+    if shared.size or model.tendon_actfrclimited.any():
+        part = model.joint(int(shared[0])).name if shared.size else "a tendon"
+        raise EnvError(
+            f"{prefix}: the limit actuatorfrcrange of {part} is not that of one actuator; use the"
+            " actuators' forcerange in the model, or remove it"
+        )
 
 
 def _are_ordered_bounds(bounds: Any) -> bool:

@@ -217,6 +217,7 @@ class _Threads:
     def _step(self, i: int, substeps: int) -> None:
         m, d = self.models[i], self.datas[i]
         d.ctrl[:] = self.arrays["ctrl"][i]
+        d.qvel[:] = self.arrays["qvel"][i]  # which a push has changed
         mujoco.mj_step(m, d, nstep=substeps)
         if self.stage == "velocity":
             mujoco.mj_step1(m, d)

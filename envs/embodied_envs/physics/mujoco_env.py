@@ -11,6 +11,7 @@ from torch import Tensor
 from embodied_envs.adapters import actions, spaces
 from embodied_envs.physics import mechanism
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
+from embodied_envs.physics.pushes import Pushes
 from embodied_envs.physics.task_validation import TaskValidator
 from embodied_envs.tasks.task import Task
 from embodied_ppo.core import tree
@@ -20,7 +21,7 @@ HUGE = 1e10
 """A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
 _RESET, _STEP = 0, 1
-"""Streams of random numbers, see ``core.random``."""
+"""Streams of random numbers, see ``core.random``; ``pushes.STREAM`` is 2."""
 
 STATE, PRIVILEGED = "state", "privileged"
 """Names of a task's ``observe`` [N, D], where it has a name, and of its ``privileged``."""
@@ -80,6 +81,7 @@ class MujocoEnv:
         self.action_spec: ActionSpec = box
         self.to_simulator = actions.mapper(action_mapping, box, physics.device)
         self.action_shape = spaces.action_shape(box, self.num_envs)
+        self._pushes: Pushes | None = None
         self.cameras_enabled = True
         """Whether cameras render; if not, the images of running episodes are stale."""
         zeros = torch.zeros(self.num_envs, dtype=torch.int64, device=physics.device)
@@ -121,6 +123,26 @@ class MujocoEnv:
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last_obs)
         self.obs_spec: ObsSpec = spec
 
+    def use_pushes(self, velocity: tuple[float, float], interval_s: tuple[float, float]) -> None:
+        """Push the robot's base at random times; call it before ``reset``.
+
+        Args:
+            velocity: Bounds of the size of a push, m/s.
+            interval_s: Bounds of the time between two pushes, s; at least one control step each.
+
+        Raises:
+            EnvError: There is no base to push, or an episode is shorter than every interval.
+        """
+        low, high = (max(1, round(x / self.step_s)) for x in interval_s)
+        if low >= self._time_limit:
+            shown = f"[{interval_s[0]:g}, {interval_s[1]:g}]"
+            raise EnvError(
+                f"env.id={self.id}: env.realism.push_interval_s = {shown}: an episode ends after"
+                f" {self._time_limit * self.step_s:g} s, before the first push; lower it"
+            )
+        self._pushes = Pushes(self.physics, id=self.id, velocity=velocity, interval=(low, high))
+        self._pushes.begin(self._all_worlds, self._seeds, self._episode)
+
     # ------------------------------------------------------------------------------------- protocol
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
@@ -161,7 +183,8 @@ class MujocoEnv:
 
     def state(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
-        return {
+        pushes = {} if self._pushes is None else {"next_push": self._pushes.next.clone()}
+        return pushes | {
             "physics": self.physics.state(),
             "variables": {k: self.s[k].clone() for k in self._variables},
             "before": {k: x.clone() for k, x in self._before.items()},
@@ -173,8 +196,15 @@ class MujocoEnv:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
-        """Continue from ``state()`` and return the observation to act on next."""
+        """Continue from ``state()`` and return the observation to act on next.
+
+        Raises ValueError where the state was saved with other options of section env.realism.
+        """
         self._check_open()
+        if ("next_push" in state) != (self._pushes is not None):
+            raise ValueError("the simulator's state was saved with other options of env.realism")
+        if self._pushes is not None:
+            self._pushes.next.copy_(state["next_push"])
         self._seeds.copy_(state["seeds"])
         self._episode.copy_(state["episode"])
         self._elapsed.copy_(state["elapsed"])
@@ -222,7 +252,10 @@ class MujocoEnv:
         """
         task, s, physics = self.task, self.s, self.physics
         action = self.to_simulator(action).to(physics.dtype)
-        physics.step(task.control(s, action), task.decimation)
+        ctrl = task.control(s, action)
+        if self._pushes is not None:
+            self._pushes.apply(self._seeds, self._episode, self._elapsed)
+        physics.step(ctrl, task.decimation)
         self._elapsed += 1
         reward = task.reward(self._before, s, action)
         terminated, success = task.terminated(s), task.success(s)
@@ -310,6 +343,8 @@ class MujocoEnv:
         for name in self._variables:
             old = self.s[name]
             torch.where(mask.view(-1, *[1] * (old.ndim - 1)), start[name], old, out=old)
+        if self._pushes is not None:
+            self._pushes.begin(mask, self._seeds, self._episode)
         self._store_before()
 
     def _store_before(self) -> None:

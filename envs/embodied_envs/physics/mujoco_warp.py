@@ -165,8 +165,8 @@ class WarpPhysics:
         ]
         self._constraint_columns = wp.array(columns, dtype=int)
         """Columns of sensordata that need constraints (contacts, limits); 0 without any."""
-        base = {k: x.to(self.device, self.dtype) for k, x in self.randomization.base.items()}
-        self.randomization.base = base
+        self.randomization.to(self.device, self.dtype)
+        base = self.randomization.base
         self.varied = {
             k: self._view(model_field(m, k), model_field(self.model, k).shape, k) for k in varied
         }

@@ -292,6 +292,7 @@ def test_check_env_finds_wrong_delays() -> None:
         ({"obs_noise": {"eye": 0.1}}, "obs_noise.eye = 0.1: eye is an image"),
         ({"obs_keys": ["hidden"]}, "obs_keys: 'hidden' is not among"),
         ({"action_rate_limit": 0}, "action_rate_limit = 0: it must be a number > 0"),
+        ({"push_velocity": 1}, "push_velocity = 1: only the tasks of this package"),
         ({"noise": 1}, "env.realism.noise: no such option; did you mean obs_noise?"),
     ],
 )

@@ -1,0 +1,136 @@
+"""Ranges of actuators, compared with MuJoCo on models with changed parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mujoco
+import numpy as np
+import pytest
+import torch
+
+import embodied_envs
+from embodied_envs.physics.domain_randomization import Randomization
+from embodied_ppo.core.types import EnvError
+
+ARM = """<mujoco>
+  <worldbody><body>
+    <joint name="shoulder" axis="0 1 0"/><geom type="capsule" size=".05" fromto="0 0 0 0 0 -.5"/>
+    <body pos="0 0 -.5"><joint name="elbow" axis="0 1 0" {limit}/>
+      <geom type="capsule" size=".05" fromto="0 0 0 0 0 -.5"/>
+      <body pos="0 0 -.5"><joint name="tip" axis="0 1 0"/><geom size=".05"/></body></body>
+  </body></worldbody>
+  <actuator>
+    <position joint="shoulder" kp="40" kv="2" forcerange="-5 5"/>
+    <motor joint="elbow" gear="30"/>
+    <velocity joint="tip" kv="3" gear="2"/>
+    {more}
+  </actuator>
+</mujoco>"""
+
+
+def arm(limit: str = "", more: str = "") -> mujoco.MjModel:
+    return mujoco.MjModel.from_xml_string(ARM.format(limit=limit, more=more))
+
+
+def joint_torques(model: mujoco.MjModel, ctrl: list[float]) -> np.ndarray:
+    """Return qfrc_actuator [nv] at a fixed state, N m."""
+    data = mujoco.MjData(model)
+    data.qpos[:], data.qvel[:], data.ctrl[: len(ctrl)] = [0.1, -0.2, 0.3], [0.4, 0.5, -0.6], ctrl
+    mujoco.mj_forward(model, data)
+    return np.array(data.qfrc_actuator)
+
+
+def changed(model: mujoco.MjModel, u: list[float], **ranges: tuple[float, float]) -> mujoco.MjModel:
+    """Return the model that these random numbers draw."""
+    sampled = Randomization(model, ranges).sample(torch.tensor([u], dtype=torch.float64))
+    other = mujoco.MjModel.from_xml_string(ARM.format(limit="", more=""))
+    other.jnt_actfrclimited[:] = model.jnt_actfrclimited
+    for name, value in sampled.items():
+        getattr(other, name)[...] = value[0].numpy()
+    return other
+
+
+@pytest.mark.parametrize("target", [0.15, 3.0])  # within the servo's limit of 5 N m, and beyond
+@pytest.mark.parametrize("limit", ["", 'actuatorfrcrange="-6 6"'])
+def test_motor_strength_scales_every_torque(target: float, limit: str) -> None:
+    # u = (0, 1/2, 1) of [0.5, 1.5]: the factors are 0.5, 1 and 1.5.
+    model, ctrl = arm(limit), [target, 0.25, 0.7]
+    strong = changed(model, [0.0, 0.5, 1.0], motor_strength=(0.5, 1.5))
+    before, after = joint_torques(model, ctrl), joint_torques(strong, ctrl)
+    # 40 (0.15 - 0.1) - 2 · 0.4 = 1.2 N m, or the limit; 30 · 0.25 = 7.5, or the joint's limit of 6;
+    # 2 · 3 (0.7 - 2 · -0.6) = 11.4 N m.
+    expected = [1.2 if target < 1 else 5.0, 6.0 if limit else 7.5, 11.4]
+    np.testing.assert_allclose(before, expected, rtol=1e-12)
+    np.testing.assert_allclose(after, before * [0.5, 1.0, 1.5], rtol=1e-12)
+
+
+def test_motor_strength_of_a_joint_scales_its_limit_with_its_actuator() -> None:
+    model = arm('actuatorfrcrange="-6 6"')
+    weak = changed(model, [0.5, 0.0, 0.5], motor_strength=(0.5, 1.5))
+    assert joint_torques(weak, [0.0, 0.25, 0.0])[1] == pytest.approx(3.0, rel=1e-12)  # of 7.5
+
+
+def test_gains_leave_the_force_limit() -> None:
+    """That is the difference from motor_strength."""
+    stiff = changed(arm(), [0.5, 0.5, 0.5], gains=(2.0, 2.0))
+    assert joint_torques(stiff, [0.15, 0.0, 0.0])[0] == pytest.approx(2.4, rel=1e-12)
+    assert joint_torques(stiff, [3.0, 0.0, 0.0])[0] == pytest.approx(5.0, rel=1e-12)
+
+
+def test_gains_and_motor_strength_multiply_the_stiffness_of_a_servo() -> None:
+    text = ARM.format(limit="", more="").replace('<motor joint="elbow" gear="30"/>', "")
+    model = mujoco.MjModel.from_xml_string(text)
+    sampled = Randomization(model, {"gains": (2, 2), "motor_strength": (0.75, 0.75)}).sample(
+        torch.zeros(1, 4, dtype=torch.float64)
+    )
+    assert sampled["actuator_gainprm"][0, 0, 0] == 40 * 2 * 0.75
+    assert sampled["actuator_forcerange"][0, 0].tolist() == [-3.75, 3.75]
+
+
+def test_motor_strength_scales_the_acceleration_of_a_task() -> None:
+    def accelerate(strength: float) -> torch.Tensor:
+        env: Any = embodied_envs.make(
+            "HalfCheetah",
+            num_envs=2,
+            seeds=[1, 2],
+            num_threads=1,
+            randomize=True,
+            ranges={"motor_strength": [strength, strength]},
+        )
+        env.reset()
+        return env.step(torch.ones(2, 6)).obs
+
+    full, plain = accelerate(1.0), embodied_envs.make("HalfCheetah", num_envs=2, seeds=[1, 2])
+    plain.reset()
+    assert torch.equal(full, plain.step(torch.ones(2, 6)).obs)
+    assert not torch.allclose(full, accelerate(0.5), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranges", "message"),
+    [
+        (
+            {},
+            {"motor_strength": (1, 2), "gains": (1, 2)},
+            "gains=.* also scales .* motor actuator1",
+        ),
+        (
+            {"more": '<muscle joint="tip" lengthrange="0 1"/>'},
+            {"motor_strength": (1, 2)},
+            "actuator3 is no motor or servo",
+        ),
+        (
+            {"more": '<motor joint="elbow"/>', "limit": 'actuatorfrcrange="-6 6"'},
+            {"motor_strength": (1, 2)},
+            "actuatorfrcrange of elbow is not that of one actuator",
+        ),
+        ({}, {"motor_strength": (-1, 2)}, "factors 0 <= low <= high"),
+    ],
+)
+def test_refusals_are_one_line(
+    model: dict[str, str], ranges: dict[str, tuple[float, float]], message: str
+) -> None:
+    with pytest.raises(EnvError, match=message) as error:
+        Randomization(arm(**model), ranges)
+    assert "\n" not in str(error.value) and "env.ranges.motor_strength=" in str(error.value)
