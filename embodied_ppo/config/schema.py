@@ -251,8 +251,8 @@ class EnvConfig:
     ranges: dict[str, Any] = field(default_factory=dict)
     """Bounds [low, high] of domain randomisation that replace those of the task: mass, friction,
     damping, gains (of actuators, without their force limit), motor_strength (force of actuators
-    with its limit), gravity, light (factors), camera_position (m), camera_angle (rad), colour (0
-    to 1)."""
+    with its limit), gravity, light (factors), joint_offset (zero error of joint encoders, rad;
+    tasks that declare it), camera_position (m), camera_angle (rad), colour (0 to 1)."""
     realism: RealismConfig = section(RealismConfig)
     restart_each_rollout: bool = False
     """Begin every rollout with new episodes and use only the first episode of each environment, as

@@ -44,6 +44,7 @@ RANGES: dict[str, Range] = {
         "scale",
         per_element=True,
     ),
+    "joint_offset": Range((), "add", per_element=True),
     "gravity": Range(("opt.gravity",), "scale", per_element=False),
     "camera_position": Range(("cam_pos",), "add", per_element=True),
     "camera_angle": Range(("cam_quat",), "add", per_element=True),
@@ -61,6 +62,8 @@ RANGES: dict[str, Range] = {
   force. The limit of a joint (actuatorfrcrange) is that of the actuator that drives it. To scale
   the gear would be wrong: it also changes the length of a position servo, hence the meaning of its
   target.
+* joint_offset shifts what the robot measures of its hinge joints and the targets of their servos
+  (rad), see ``joint_offsets``, which draws it; the model stays as it is.
 * gravity scales its strength.
 * camera_position moves each camera along x, y and z (m); camera_angle turns it about its own x, y
   and z (rad).

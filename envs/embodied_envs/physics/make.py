@@ -15,6 +15,7 @@ import torch
 from embodied_envs import tasks
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.user_code import wrap_errors
+from embodied_envs.physics import joint_offsets
 from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import Physics
@@ -129,6 +130,7 @@ def make(
             f"env.id={id}: env.randomize=true, but the task has no ranges of its own; name some: "
             "env.ranges.mass=[0.8,1.2]"
         )
+    joint_offsets.check(task, id, all_ranges)
     render_size = options.render_size if options.render else None
     renderer = Cameras(model, cameras, size=image_size, render_size=render_size)
     make_physics: Callable[..., Physics]
@@ -168,7 +170,7 @@ def make(
                 task.bind(model, physics.device, physics.dtype)
             except KeyError as error:  # MuJoCo's message lists the names that the model has
                 raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
-        return MujocoEnv(
+        env = MujocoEnv(
             task,
             physics,
             id=id,
@@ -178,6 +180,10 @@ def make(
             action_mapping=options.action_mapping,
             obs_keys=obs_keys,
         )
+        if "joint_offset" in all_ranges:
+            low, high = all_ranges["joint_offset"]
+            env.use_joint_offsets((float(low), float(high)))
+        return env
 
     if engine == "warp" and len(capacities) < 2 and _capacities_matter(options.device):
         capacities = _measure_capacities(build(Cameras(model), None, capacities)) | capacities

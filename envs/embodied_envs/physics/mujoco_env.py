@@ -11,6 +11,7 @@ from torch import Tensor
 from embodied_envs.adapters import actions, spaces
 from embodied_envs.physics import mechanism
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
+from embodied_envs.physics.joint_offsets import JointOffsets
 from embodied_envs.physics.pushes import Pushes
 from embodied_envs.physics.task_validation import TaskValidator
 from embodied_envs.tasks.task import Task
@@ -21,7 +22,7 @@ HUGE = 1e10
 """A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
 _RESET, _STEP = 0, 1
-"""Streams of random numbers, see ``core.random``; ``pushes.STREAM`` is 2."""
+"""Streams of random numbers, see ``core.random``; those of pushes and joint offsets are 2 and 3."""
 
 STATE, PRIVILEGED = "state", "privileged"
 """Names of a task's ``observe`` [N, D], where it has a name, and of its ``privileged``."""
@@ -82,6 +83,7 @@ class MujocoEnv:
         self.to_simulator = actions.mapper(action_mapping, box, physics.device)
         self.action_shape = spaces.action_shape(box, self.num_envs)
         self._pushes: Pushes | None = None
+        self._joint_offsets: JointOffsets | None = None
         self.cameras_enabled = True
         """Whether cameras render; if not, the images of running episodes are stale."""
         zeros = torch.zeros(self.num_envs, dtype=torch.int64, device=physics.device)
@@ -143,6 +145,20 @@ class MujocoEnv:
         self._pushes = Pushes(self.physics, id=self.id, velocity=velocity, interval=(low, high))
         self._pushes.begin(self._all_worlds, self._seeds, self._episode)
 
+    def use_joint_offsets(self, bounds: tuple[float, float]) -> None:
+        """Shift what the robot measures of its joints, see ``JointOffsets``; call it before
+        ``reset``.
+
+        Args:
+            bounds: Lowest and highest offset, rad.
+
+        Raises:
+            EnvError: The model has no hinge joint with an actuator.
+        """
+        self._joint_offsets = JointOffsets(self.physics, bounds)
+        self._joint_offsets.begin(self._all_worlds, self._seeds, self._episode)
+        self._store_obs(self._observe(self._all_worlds))
+
     # ------------------------------------------------------------------------------------- protocol
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
@@ -184,27 +200,37 @@ class MujocoEnv:
     def state(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
         pushes = {} if self._pushes is None else {"next_push": self._pushes.next.clone()}
-        return pushes | {
-            "physics": self.physics.state(),
-            "variables": {k: self.s[k].clone() for k in self._variables},
-            "before": {k: x.clone() for k, x in self._before.items()},
-            "seeds": self._seeds.clone(),
-            "episode": self._episode.clone(),
-            "elapsed": self._elapsed.clone(),
-            "unstable": self.unstable.clone(),
-            "obs": tree.map(Tensor.clone, self._last_obs),
-        }
+        offsets = self._joint_offsets
+        joints = {} if offsets is None else {"joint_offset": offsets.offset.clone()}
+        return (
+            pushes
+            | joints
+            | {
+                "physics": self.physics.state(),
+                "variables": {k: self.s[k].clone() for k in self._variables},
+                "before": {k: x.clone() for k, x in self._before.items()},
+                "seeds": self._seeds.clone(),
+                "episode": self._episode.clone(),
+                "elapsed": self._elapsed.clone(),
+                "unstable": self.unstable.clone(),
+                "obs": tree.map(Tensor.clone, self._last_obs),
+            }
+        )
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """Continue from ``state()`` and return the observation to act on next.
 
-        Raises ValueError where the state was saved with other options of section env.realism.
+        Raises ValueError where the state was saved with other options of env.realism or env.ranges.
         """
         self._check_open()
         if ("next_push" in state) != (self._pushes is not None):
             raise ValueError("the simulator's state was saved with other options of env.realism")
+        if ("joint_offset" in state) != (self._joint_offsets is not None):
+            raise ValueError("the simulator's state was saved with other options of env.ranges")
         if self._pushes is not None:
             self._pushes.next.copy_(state["next_push"])
+        if self._joint_offsets is not None:
+            self._joint_offsets.load(state["joint_offset"])
         self._seeds.copy_(state["seeds"])
         self._episode.copy_(state["episode"])
         self._elapsed.copy_(state["elapsed"])
@@ -252,7 +278,11 @@ class MujocoEnv:
         """
         task, s, physics = self.task, self.s, self.physics
         action = self.to_simulator(action).to(physics.dtype)
-        ctrl = task.control(s, action)
+        offsets = self._joint_offsets
+        if offsets is None:
+            ctrl = task.control(s, action)
+        else:
+            ctrl = offsets.true_ctrl(task.control(offsets.measured(s), action))
         if self._pushes is not None:
             self._pushes.apply(self._seeds, self._episode, self._elapsed)
         physics.step(ctrl, task.decimation)
@@ -345,6 +375,8 @@ class MujocoEnv:
             torch.where(mask.view(-1, *[1] * (old.ndim - 1)), start[name], old, out=old)
         if self._pushes is not None:
             self._pushes.begin(mask, self._seeds, self._episode)
+        if self._joint_offsets is not None:
+            self._joint_offsets.begin(mask, self._seeds, self._episode)
         self._store_before()
 
     def _store_before(self) -> None:
@@ -354,7 +386,8 @@ class MujocoEnv:
 
     def _observe(self, mask: Tensor) -> Obs:
         """Return the observation of the current state, with images where bool [N]."""
-        obs = self.task.observe(self.s)
+        offsets = self._joint_offsets
+        obs = self.task.observe(self.s if offsets is None else offsets.measured(self.s))
         if self._names_groups and isinstance(obs, Tensor):
             obs = {STATE: obs}
         if self._reads_privileged and isinstance(obs, dict):

@@ -58,6 +58,7 @@ class Go1Joystick(Task):
     decimation, max_episode_steps = 4, 500
     fields, before = ("site_xpos", "actuator_force"), ("site_xpos",)
     privileged_fields = ("geom_friction", "body_mass", "actuator_gainprm", "qfrc_constraint")
+    reads_joints_from_state = True
     reset_noise, step_noise = 4 + 12 + 33, 4 + 1 + 33
     ranges: Mapping[str, tuple[float, float]] = {
         "mass": (0.8, 1.2),

@@ -83,6 +83,7 @@ class PandaPickCube(Task):
     fields = ("site_xpos", "site_xmat", "mocap_pos")
     privileged_fields = ("geom_friction", "body_mass", "actuator_gainprm", "qfrc_constraint")
     before = ("qpos", *fields)
+    reads_joints_from_state = True
     reset_noise = 5
     ranges: Mapping[str, tuple[float, float]] = {
         "mass": (0.7, 1.3),

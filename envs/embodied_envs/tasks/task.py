@@ -62,6 +62,13 @@ class Task(ABC):
     """Names of the kinds of episode, indexed by the variable "kind" [N]; empty: there is one."""
     instructions: tuple[str, ...] = ()
     """All sentences that an episode can have, indexed by the variable "instruction" [N]."""
+    reads_joints_from_state: bool = False
+    """Whether ``env.ranges.joint_offset`` may shift the joints: ``control`` and ``observe`` read
+    joint positions only from s["qpos"] and the servos' targets only from s["ctrl"], and the targets
+    that they return or remember are those of the policy.
+
+    These functions then get the state as the robot measures it; ``reward``, ``privileged`` and all
+    others get the true one."""
     ranges: Mapping[str, tuple[float, float]] = {}
     """Ranges of the domain randomisation, used with env.randomize; see
     ``domain_randomization.RANGES``."""
