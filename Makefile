@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero test-vllm check bench docs build clean
+.PHONY: help train test test-mjlab test-libero test-vllm test-trackers check bench docs build clean
 
 ARGS ?=
 JOBS ?= 2
@@ -37,6 +37,9 @@ test-libero: .venv-libero/ready ## run the tests with LIBERO; LIBERO_ASSETS=FOLD
 
 test-vllm: ## run the tests with vLLM in your environment: VLLM_PYTHON=/path/to/python
 	$(TEST_ENV) PYTHONPATH=. $(VLLM_PYTHON) -m pytest -q tests/extras/test_vllm.py $(ARGS)
+
+test-trackers: .venv-trackers/ready ## run the tests with wandb and MLflow in .venv and 0.2 GB more
+	$(TEST_ENV) .venv-trackers/bin/python -m pytest -q tests/extras/test_trackers.py $(ARGS)
 
 check: .venv/dev ## check format, lint and types
 	$(BIN)/ruff format --check .
@@ -90,6 +93,15 @@ endef
 
 .venv/dev: .venv/base
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+# The packages of .venv and those of the trackers.
+.venv-trackers/ready: .venv/dev
+	$(BIN)/python -m venv --clear .venv-trackers
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$(.venv-trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	.venv-trackers/bin/python -m pip --disable-pip-version-check install \
+		-c scripts/constraints.txt -e '.[wandb,mlflow]'
 	@touch $@
 
 # torchvision is installed as a dependency; its wheel does not match torch, and no code here needs

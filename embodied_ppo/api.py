@@ -218,8 +218,10 @@ def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[s
     """Train with resolved options; return the summary. See ``run.train``."""
     from embodied_ppo.config import readers
     from embodied_ppo.rewards import graders
+    from embodied_ppo.training import trackers
 
     config = loaded.config
+    trackers.check(config)  # before torch is loaded
     if readers.mode_of("reward.grader") == config.mode and config.reward.path is None:
         graders.check_exists(config.reward.grader)  # before torch is loaded
     from embodied_ppo import run

@@ -42,7 +42,7 @@ from embodied_ppo.modes.embodied.components import make_env
 from embodied_ppo.modes.embodied.distillation import check_teacher
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
-from embodied_ppo.training import checkpoint, loop
+from embodied_ppo.training import checkpoint, loop, trackers
 from embodied_ppo.training.logging import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.training.progress import Interrupts, Progress, stop_signals
 from embodied_ppo.training.run_directory import (
@@ -285,6 +285,7 @@ class _Run:
             loader.flat(loader.relevant(self.config)),
             {f"hparam/{name}": summary[name] for name in results},
         )
+        self.log.trackers.summary(summary, steps=self.system.steps)
         replace_text(self.dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return summary
 
@@ -298,6 +299,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
     """
     watchdog.clear()  # in a sweep, the calls of the previous run
     validation.check(config, explicit)
+    trackers.check(config)
     messages = _Messages(quiet)
     with (
         claimed(config, messages.early_log_lines.append) as (run_dir, resumed),
@@ -333,6 +335,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
             absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False
         )
         text = yaml.safe_dump(loader.relevant(config), sort_keys=False)
+        options = loader.flat(loader.relevant(config))
         info = {
             "versions": versions(),
             "config_hash": config_hash(config),
@@ -383,10 +386,15 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
                 " another"
             ) from error
         run = _Run(request, components, log, first, stack)
+        status: trackers.Status = "interrupted"
         try:
             messages.open(log)
+            resumed_here = source is not None and source.path.parent.parent == run_dir.resolve()
+            log.trackers = trackers.start(config, run_dir, options, log.say, resumed=resumed_here)
             yield run
+            status = "finished"
         except Exception as error:  # of any kind: the log records why the run ended; raised again
+            status = "failed"
             log.say(f"failed: {type(error).__name__}: {error}")
             # The run had begun, so these are failures of a run, not refusals (another exit code).
             if isinstance(error, (ConfigError, CheckpointError, EnvError)):
@@ -400,7 +408,7 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
                 ) from error
             raise
         finally:
-            log.close()
+            log.close(status)
             run.system.close()
 
 

@@ -25,7 +25,7 @@ import torch
 
 collect_ignore = [
     "extras"
-]  # simulators with a MuJoCo of their own: make test-mjlab, make test-libero
+]  # packages of their own: make test-mjlab, make test-libero, make test-trackers
 
 torch.set_num_threads(1)
 

@@ -17,6 +17,9 @@ def run(args: argparse.Namespace) -> None:
     """Clone demonstrations and print the summary."""
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
+    from embodied_ppo.training import trackers
+
+    trackers.check(loaded.config)  # before torch is loaded
     from embodied_ppo import run
 
     explicit = loaded.deliberate({FLAGS})

@@ -16,6 +16,8 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "save_interval": ("save_every",),
         "exp_name": ("name",),
         "experiment_name": ("name",),
+        "wandb_project": ("tracker_project",),
+        "wandb_project_name": ("tracker_project",),
     },
     "env": {"num_workers": ("num_threads",), "env_id": ("id",)},
     "model": {
@@ -110,10 +112,6 @@ _HIDDEN = (
     "policy and value have layers of the same widths: write model.hidden=[256,256]"
     " model.shared_backbone=false"
 )
-_TRACKER = (
-    "a run writes TensorBoard files and metrics.jsonl into its directory and uses no tracking"
-    " service; leave it out"
-)
 # Names of CleanRL and rsl_rl, in any section, that do not correspond to one option here: name ->
 # what to write.
 CURES: dict[str, str] = {
@@ -140,10 +138,10 @@ CURES: dict[str, str] = {
     "critic_hidden_dims": _HIDDEN,
     "init_noise_std": "write its natural logarithm: model.init_log_std=0 for 1",
     "cuda": "true is device=cuda here, false device=cpu",
-    "track": _TRACKER,
-    "wandb_project_name": _TRACKER,
-    "wandb_project": _TRACKER,
-    "wandb_entity": _TRACKER,
+    "track": "true is trackers=[wandb] here, false trackers=[]",
+    "logger": "write trackers=[wandb] or trackers=[mlflow]; TensorBoard files are always written",
+    "report_to": "write trackers=[wandb] or trackers=[mlflow]; TensorBoard files always exist",
+    "wandb_entity": "set the environment variable WANDB_ENTITY",
     "capture_video": (
         "videos are recorded during evaluations: write evaluation.video_episodes=2, or 0 for none"
     ),

@@ -1033,6 +1033,7 @@ class ClusterConfig:
 
 
 RESUMED = "resume=RUN and mode=embodied"
+TRACKED = ReadIf("trackers=[wandb] or [mlflow]", lambda c: bool(c.trackers))
 
 
 @dataclass(frozen=True)
@@ -1097,6 +1098,14 @@ class Config:
     """Precision of float32 matrix products while training: highest computes in float32, high in
     tf32 (GPU), medium in bfloat16 (GPU, and CPUs with AMX); see
     torch.set_float32_matmul_precision."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Tracking tools that receive what TensorBoard receives: wandb (Weights & Biases), mlflow. Each
+    needs the extra of its name, and is set up by its environment variables."""
+    tracker_project: Text | None = option(None, read_if=TRACKED)
+    """Project of W&B, experiment of MLflow; null: $WANDB_PROJECT, $MLFLOW_EXPERIMENT_NAME, else
+    embodied_ppo."""
+    tracker_run_name: Text | None = option(None, read_if=TRACKED)
+    """Name of the tracked run; null: $WANDB_NAME, else NAME/<date>-<seed>."""
     env: EnvConfig = section(EnvConfig, mode="embodied")
     model: ModelConfig = section(ModelConfig, mode="embodied")
     algorithm: AlgorithmConfig = section(AlgorithmConfig)

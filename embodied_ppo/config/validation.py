@@ -67,6 +67,11 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
             f"name = {show(config.name)} must be a folder name: not empty, no / or \\, and no"
             " dot at the beginning; try name=custom"
         )
+    if len({*config.trackers}) < len(config.trackers):
+        raise ConfigError(
+            f"trackers = {show(config.trackers)} must not name a tool twice; write"
+            f" trackers={show(list(dict.fromkeys(config.trackers))).replace(' ', '')}"
+        )
     for path in sorted(explicit):
         mode, value = mode_of(path), attrgetter(path)(config)
         if mode not in (None, config.mode) and value not in UNSET:

@@ -20,7 +20,7 @@ MEMORY = (
 )
 LOGGING = (
     "a run directory holds TensorBoard files, metrics.jsonl, checkpoints and reports: "
-    "runs/NAME/<date>-<seed>, or run_dir="
+    "runs/NAME/<date>-<seed>, or run_dir=; trackers=[wandb] and [mlflow] receive the metrics, too"
 )
 PROFILE = "profiling and debugging of their code"
 THEIR_CODE = "names a part of their code; nothing in the file is imported or run"

@@ -670,7 +670,8 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
 def config_hash(config: Config) -> str:
     """Return 12 hex digits over every option that can change a result."""
     plain = loader.relevant(config)
-    for path in ("name", "description", "run_dir", "resume", "keep_last", "allow_changed_task"):
+    unrelated = ("name", "description", "run_dir", "resume", "keep_last", "allow_changed_task")
+    for path in (*unrelated, "trackers", "tracker_project", "tracker_run_name"):
         plain.pop(path)
     return digest(plain)[:12]
 

@@ -1,7 +1,7 @@
 """The training loop and what it writes.
 
-Belongs here: the loop, the system that it drives, checkpoints, run directories, logs, health checks
-of metrics.
+Belongs here: the loop, the system that it drives, checkpoints, run directories, logs, trackers
+(Weights & Biases, MLflow), health checks of metrics.
 
 Does not belong here: losses, simulators, Ray.
 
@@ -10,4 +10,8 @@ To add a metric: return it from the code that measures it under a tag such as ``
 range to docs/metrics.md; a range that should warn goes into ``health.RANGES`` too. A statistic of
 minibatches is a sum that ``losses`` or ``ppo_loss`` returns: add its name to
 ``ppo_loss.statistic_names``, and divide it in ``learner.optimization_metrics``.
+
+To add a tracking tool: write a class with the methods of ``trackers.Tracker``, add it to
+``trackers.TOOLS``, its package to ``trackers.check`` and pyproject.toml, its name to the option
+``trackers`` in ``config/schema.py``.
 """

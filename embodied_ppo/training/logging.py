@@ -1,4 +1,4 @@
-"""Log of a run: TensorBoard, metrics.jsonl, log.txt and console; timer of the phases."""
+"""Log of a run: TensorBoard, metrics.jsonl, log.txt, console, trackers; timer of the phases."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import Mean, Metrics
 from embodied_ppo.training.health import HealthMonitor
+from embodied_ppo.training.trackers import Status, Trackers
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -135,6 +136,7 @@ class Log:
                 f"no TensorBoard files are written: tensorboard is missing ({missing});"
                 " pip install tensorboard. metrics.jsonl has all metrics"
             )
+        self.trackers = Trackers()
         self._open(first_update)
         self._last: dict[str, float] = {}
         self._evaluated_at = 0
@@ -180,7 +182,7 @@ class Log:
 
     # -------------------------------------------------------------------------------------- metrics
     def metrics(self, metrics: Metrics, *, update: int, steps: int) -> None:
-        """Write one row of metrics.jsonl and one point in TensorBoard per tag.
+        """Write one row of metrics.jsonl, and one point per tag in TensorBoard and trackers.
 
         Args:
             metrics: Tag -> value.
@@ -191,18 +193,16 @@ class Log:
             OSError: Writing fails.
         """
         row = numbers(metrics)
+        points = {tag: x for tag, x in row.items() if math.isfinite(x)}
         if self.board is not None:
-            values = [
-                self._summary.Value(tag=tag, simple_value=x)
-                for tag, x in row.items()
-                if math.isfinite(x)
-            ]
+            values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in points.items()]
             # One event for all tags takes a tenth of the time of one event per tag.
             self._write(values, steps)
             if "time/save_s" in row:  # a resumed run starts here and does not repeat these points
                 self.board.flush()
         # Write the row last: for a resumed run an update with a row is complete.
         self._rows.write(json.dumps({"update": update, self.unit: steps} | finite(row)) + "\n")
+        self.trackers.metrics(points, steps=steps)
         self._last |= row
         if self.speed in row:
             for warning in self._monitor.add(row):
@@ -269,10 +269,11 @@ class Log:
         self.board.add_hparams(plain, dict(results), run_name="hparams")
 
     def video(self, tag: str, path: str | Path, *, steps: int) -> None:
-        """Write an mp4 to TensorBoard as an animated GIF.
+        """Write an mp4 to trackers, and to TensorBoard as an animated GIF.
 
-        It has every second frame, at 10 frames per second.
+        The GIF has every second frame, at 10 frames per second.
         """
+        self.trackers.video(tag, path, steps=steps)
         if self.board is None:
             return
         import imageio.v3 as imageio
@@ -285,7 +286,11 @@ class Log:
         self._write([self._summary.Value(tag=tag, image=picture)], steps)
 
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
-        """Write rows with equal keys to TensorBoard's text tab, cells cut to CELL characters."""
+        """Write rows with equal keys to trackers, and to TensorBoard's text tab.
+
+        The cells in TensorBoard are cut to CELL characters.
+        """
+        self.trackers.table(tag, rows, steps=steps)
         if self.board is None:
             return
         head, *body = [
@@ -299,8 +304,9 @@ class Log:
         assert self.board is not None and self.board.file_writer is not None
         self.board.file_writer.add_summary(self._summary(value=values), steps)
 
-    def close(self) -> None:
-        """Close the files and the progress bar."""
+    def close(self, status: Status = "finished") -> None:
+        """Close the trackers, the files and the progress bar; ``status``: how the run ended."""
+        self.trackers.close(status)
         threading.excepthook = threading.__excepthook__
         if self._bar is not None:
             self._bar.stop()

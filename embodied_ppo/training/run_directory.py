@@ -31,6 +31,7 @@ from embodied_ppo.training import checkpoint
 FREE_ON_RESUME = (
     *("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir"),
     *("resume", "name", "description", "allow_changed_task"),
+    *("trackers", "tracker_project", "tracker_run_name"),
 )
 """Options that may change on resume without a message; all other changes are reported."""
 ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")

@@ -220,6 +220,8 @@ FILES = {
 NO_VALUE = {**LANGUAGE, "algorithm.adv_type": "grpo", "algorithm.group_size": 2}
 UNREAD = {
     # option -> (a value, options under which it is read; None: it is read by default)
+    "tracker_project": ("robots", {"trackers": ["wandb"]}),
+    "tracker_run_name": ("one", {"trackers": ["mlflow"]}),
     "algorithm.desired_kl": (0.02, {"algorithm.lr_schedule": "adaptive"}),
     "algorithm.lr_end": (0.1, {"algorithm.lr_schedule": "cosine"}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),

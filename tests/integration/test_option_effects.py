@@ -409,6 +409,7 @@ CLONING = (
     "imitation/test_behavior_cloning.py::test_cloning_is_deterministic_and_depends_on_its_options"
 )
 DISTILLATION = "imitation/test_distillation.py::test_options_of_distillation_change_the_student"
+TRACKERS = "training/test_trackers.py::test_training_does_not_depend_on_its_trackers"
 GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
 
 PAIRS: dict[str, Pair] = {
@@ -477,6 +478,9 @@ PAIRS: dict[str, Pair] = {
     "matmul_precision": Pair(
         "highest", "medium", "precision of float32 products while training", precision
     ),
+    "trackers": Pair([], ["wandb"], "tools that receive the metrics", test=TRACKERS),
+    "tracker_project": Pair(None, "robots", "project in the tool", test=TRACKERS),
+    "tracker_run_name": Pair(None, "one", "name of the run in the tool", test=TRACKERS),
     "allow_changed_task": Pair(
         False,
         True,
@@ -881,9 +885,9 @@ def test_page_is_up_to_date() -> None:
 # --------------------------------------------------------------------------------------------- page
 def text_of(value: Any) -> str:
     """Format a value as JSON, without paths of this machine."""
-    text = json.dumps(value).replace(str(FOLDER.parent), "DIR").replace("|", "\\|")
-    text = text.replace(f"{PAGE.parents[1]}/", "")
-    return f"`{text}`"
+    # The checkout first: it may be below the folder of temporary files.
+    text = json.dumps(value).replace(f"{PAGE.parents[1]}/", "").replace("|", "\\|")
+    return f"`{text.replace(str(FOLDER.parent), 'DIR')}`"
 
 
 def page() -> str:

@@ -155,7 +155,8 @@ def test_imports_are_declared() -> None:
     used = {canonicalize_name(owner) for name in imported for owner in owners.get(name, [name])}
 
     # Users install vllm: it pins another torch and transformers (docs/dependencies.md).
-    assert used - base - optional == {"vllm"}, "imported, not declared"
+    # mlflow-skinny, which is not installed here, contains the module mlflow.
+    assert used - base - optional - {"mlflow"} == {"vllm"}, "imported, not declared"
     indirect = {
         "tensorboard",  # torch.utils.tensorboard writes with it
         "imageio-ffmpeg",  # imageio writes mp4 with it

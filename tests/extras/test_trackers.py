@@ -1,0 +1,256 @@
+"""Runs with Weights & Biases offline and MLflow in SQLite, read back from their stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+import run_helpers
+import wandb
+from mlflow import MlflowClient
+from wandb.proto import wandb_internal_pb2
+
+from embodied_ppo import run
+from embodied_ppo.training import trackers
+from embodied_ppo.training.logging import Log
+
+TRAIN: dict[str, Any] = {
+    "env.id": "toy_envs:Balance",
+    "env.num_envs": 2,
+    "env.max_episode_steps": 6,
+    "algorithm.horizon": 4,
+    "algorithm.global_batch_size": 8,
+    "algorithm.update_epoch": 1,
+    "evaluation.episodes": 2,
+    "compile": "never",
+    "device": "cpu",
+    "updates": 3,
+    "name": "balance",
+}
+BOTH = {"trackers": ["wandb", "mlflow"]}
+Points = dict[str, list[tuple[int, float]]]
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)  # MLflow writes artifacts into mlruns/ of the current folder
+    yield
+    wandb.teardown()  # it reads its variables once
+
+
+def train(run_dir: Path, **changes: Any) -> Path:
+    run.train(
+        run_helpers.tiny_config({**TRAIN, **BOTH, "run_dir": str(run_dir), **changes}), quiet=True
+    )
+    return run_dir
+
+
+# -------------------------------------------------------------------------------------- read stores
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def points(run_dir: Path) -> Points:
+    """Return tag -> [(step, value)] of metrics.jsonl, without empty values."""
+    result: Points = {}
+    for row in rows(run_dir):
+        for tag, value in row.items():
+            if tag not in ("update", "env_steps") and value is not None:
+                result.setdefault(tag, []).append((row["env_steps"], value))
+    return result
+
+
+def records(folder: Path) -> Iterator[Any]:
+    """Yield the records of an offline run: a LevelDB log behind a header of 7 bytes."""
+    (file,) = folder.glob("*.wandb")
+    data, position, record = file.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
+        if left < 7 or kind == 0:  # the end of a block is empty
+            position += left
+            continue
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # complete, or its last part
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def items(update: Any) -> dict[str, Any]:
+    """Return the entries of a wandb message; nested ones have a path."""
+    return {
+        entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in update
+    }
+
+
+def offline_runs(folder: Path) -> list[Path]:
+    return sorted((folder / "wandb").glob("offline-run-*"))
+
+
+def wandb_points(folder: Path) -> Points:
+    result: Points = {}
+    for record in records(folder):
+        if record.WhichOneof("record_type") == "history":
+            entries = items(record.history.item)
+            for tag, value in entries.items():
+                if not tag.startswith("_"):
+                    result.setdefault(tag, []).append((entries["_step"], value))
+    return result
+
+
+def mlflow_points(client: MlflowClient, id: str) -> Points:
+    return {
+        tag: sorted((point.step, point.value) for point in client.get_metric_history(id, tag))
+        for tag in client.get_run(id).data.metrics
+    }
+
+
+# --------------------------------------------------------------------------------------------- runs
+def test_both_tools_store_tags_options_and_summary(tmp_path: Path) -> None:
+    run_dir = train(tmp_path / "run", **{"tracker_project": "robots", "tracker_run_name": "first"})
+    expected, summary = points(run_dir), json.loads((run_dir / "summary.json").read_text())
+    assert {"eval/return", "policy/loss", "speed/env_steps_per_s"} <= expected.keys()
+    ids = json.loads((run_dir / trackers.FILE).read_text())
+
+    (folder,) = offline_runs(tmp_path)
+    assert wandb_points(folder) == expected
+    by_kind = {record.WhichOneof("record_type"): record for record in records(folder)}
+    started = by_kind["run"].run
+    assert (started.project, started.display_name, started.run_group) == (
+        "robots",
+        "first",
+        "balance",
+    )
+    assert started.run_id == ids["wandb"]["id"] and by_kind["exit"].exit.exit_code == 0
+    options = items(started.config.update)
+    assert options["algorithm.horizon"] == 4 and options["env.id"] == "toy_envs:Balance"
+    results = {k: v for r in records(folder) for k, v in items(r.summary.update).items()}
+    assert results["final_return"] == summary["final_return"]
+
+    client, id = MlflowClient(), ids["mlflow"]["id"]
+    stored, data = client.get_run(id).info, client.get_run(id).data
+    assert (stored.run_name, stored.status) == ("first", "FINISHED")
+    assert client.get_experiment(stored.experiment_id).name == "robots"
+    measured = mlflow_points(client, id)
+    assert {tag: series for tag, series in measured.items() if "/" in tag} == expected
+    assert measured["final_return"] == [(summary["env_steps"], summary["final_return"])]
+    assert data.tags["run_dir"] == str(run_dir) and data.params["algorithm.horizon"] == "4"
+
+
+def test_resumed_run_continues_the_tracked_runs(tmp_path: Path) -> None:
+    run_dir = train(tmp_path / "run", save_every=2)
+    (run_dir / "summary.json").unlink()  # as after a loss of power
+    (run_dir / "checkpoints" / "step_000003").rename(tmp_path / "lost")
+    for link in ("latest", "best"):
+        (run_dir / "checkpoints" / link).unlink(missing_ok=True)
+    ids = json.loads((run_dir / trackers.FILE).read_text())
+    train(run_dir, resume=str(run_dir), updates=4)
+    assert json.loads((run_dir / trackers.FILE).read_text()) == ids
+    expected = points(run_dir)
+
+    first, second = offline_runs(tmp_path)
+    started = next(r.run for r in records(second) if r.WhichOneof("record_type") == "run")
+    assert started.run_id == ids["wandb"]["id"]
+    assert [step for step, _ in wandb_points(second)["policy/loss"]] == [24, 32]
+    assert [step for step, _ in wandb_points(first)["policy/loss"]] == [8, 16, 24]
+
+    client, id = MlflowClient(), ids["mlflow"]["id"]
+    measured = mlflow_points(client, id)
+    assert measured["policy/loss"] == expected["policy/loss"]  # update 3 was stored once
+    data = client.get_run(id).data
+    assert data.params["updates"] == "3" and data.tags["updates"] == "4"
+    assert client.get_run(id).info.status == "FINISHED"
+
+
+def test_names_tables_and_videos(tmp_path: Path) -> None:
+    config = run_helpers.tiny_config({**TRAIN, **BOTH})
+    lines: list[str] = []
+    started = trackers.start(config, tmp_path, {"a,b": {}}, lines.append, resumed=False)
+    log = Log(tmp_path, total_updates=1, quiet=True)
+    log.trackers = started
+    log.metrics({"eval/pass@4": 0.5, "memory/env+actor_peak_gb": 1.0}, update=0, steps=0)
+    table = [
+        {"prompt": "1+1", "score": 1.0, "extra": None},
+        {"prompt": "x", "score": 0, "extra": 2},
+    ]
+    log.table("samples", table, steps=0)
+    imageio.imwrite(tmp_path / "video.mp4", np.zeros((4, 48, 64, 3), np.uint8), fps=20)
+    log.video("evaluation", tmp_path / "video.mp4", steps=0)
+    log.close("interrupted")
+    assert [line.partition(":")[0] for line in sorted(lines)] == ["mlflow", "wandb"]
+    client = MlflowClient()
+    id = json.loads((tmp_path / trackers.FILE).read_text())["mlflow"]["id"]
+    data = client.get_run(id).data
+    assert data.metrics == {"eval/pass_4": 0.5, "memory/env_actor_peak_gb": 1.0}
+    assert data.params == {"a_b": "{}"} and client.get_run(id).info.status == "KILLED"
+    assert client.list_artifacts(id, "samples")[0].path == "samples/step_000000000000.json"
+    (video,) = client.list_artifacts(id, "evaluation/step_000000000000")
+    assert video.path.endswith("/video.mp4")
+    (folder,) = offline_runs(tmp_path)
+    entries = {k: v for r in records(folder) for k, v in items(r.history.item).items()}
+    assert entries["eval/pass@4"] == 0.5 and entries["samples/_type"] == "table-file"
+    assert entries["evaluation/_type"] == "video-file"
+
+
+def test_failures_do_not_stop_the_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no server; then wandb's process is killed while the run trains."""
+    monkeypatch.setattr(trackers, "START_S", 0.5)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    config = run_helpers.tiny_config({**TRAIN, **BOTH})
+    lines: list[str] = []
+    started = trackers.start(config, tmp_path, {}, lines.append, resumed=False)
+    deadline = time.monotonic() + 30
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert lines[0].startswith("wandb: offline in ")
+    children = subprocess.run(
+        ["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True, check=True
+    )
+    for pid in children.stdout.split():
+        os.kill(int(pid), 9)
+    for steps in range(3):
+        started.metrics({"policy/loss": 1.0}, steps=steps)
+        time.sleep(0.5)
+    started.close("finished")
+    off = sorted(line for line in lines if line.startswith("warning"))
+    assert len(off) == 2 and "warning: wandb is off: ConnectionResetError" in off[1]
+    assert "mlflow is off: does not answer for 0.5 s at the end of the run" in off[0]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_missing_key_and_tools_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "trackers=[wandb]"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    result = subprocess.run(
+        [*command, f"run_dir={tmp_path / 'run'}"],
+        env={**environment, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert result.returncode == 2 and not (tmp_path / "run").exists()
+    assert result.stderr.strip() == (
+        "error: trackers = [wandb]: wandb has no API key; run `wandb login`, or write"
+        " WANDB_MODE=offline before the command, or leave wandb out"
+    )
+    assert seconds < 3, seconds
