@@ -147,7 +147,10 @@ class Log:
     def _open(self, first_update: int) -> None:
         """Open metrics.jsonl and TensorBoard after ``first_update``."""
         self.first_update = first_update
-        self._rows, purge_step = _open_rows(self.run_dir / "metrics.jsonl", first_update, self.unit)
+        path = self.run_dir / "metrics.jsonl"
+        self._rows, purge_step, damaged = _open_rows(path, first_update, self.unit)
+        if damaged:
+            self.say(f"{path.name}: damaged rows are left out: {', '.join(damaged)}")
         self.board: SummaryWriter | None = None
         if self._summary is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -346,29 +349,37 @@ def _format(value: float | None, spec: str) -> str:
     return "-" if value is None or math.isnan(value) else format(value, spec)
 
 
-def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | None]:
-    """Open metrics.jsonl without the rows after ``first_update`` and without an incomplete line.
+def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | None, list[str]]:
+    """Open metrics.jsonl without the rows after ``first_update`` and without damaged lines.
 
     A new run (``first_update`` 0) starts with an empty file: an earlier run in the same directory
     ended before its first checkpoint.
 
     Returns:
-        The file, and the first step (in ``unit``) that TensorBoard must drop; None if the rows up
-        to ``first_update`` are lost.
+        The file; the first step (in ``unit``) that TensorBoard must drop, None if the rows up to
+        ``first_update`` are lost; and the damaged lines among those rows, as text. An incomplete
+        last line is not one of them: the run was killed while writing it, and writes it again.
     """
-    lines: list[str] = []
-    purge_step = None if first_update else 0
+    lines: list[bytes] = []
+    damaged: list[str] = []
+    purge_step, update = None if first_update else 0, 0
     if first_update and path.exists():
-        for line in path.read_text().splitlines():
-            with suppress(ValueError, KeyError, TypeError):
+        content = path.read_bytes()
+        written = content.splitlines()
+        for number, line in enumerate(written, 1):
+            try:
                 row = json.loads(line)
-                if row["update"] <= first_update:
-                    purge_step = int(row[unit]) + 1
+                update, step = int(row["update"]), int(row[unit])
+                if update <= first_update:
+                    purge_step = step + 1
                     lines.append(line)
+            except (ValueError, KeyError, TypeError, OverflowError):
+                if update < first_update and (number < len(written) or content.endswith(b"\n")):
+                    damaged.append(f"line {number} (after update {update})")
     temporary = path.with_suffix(".new")
-    temporary.write_text("".join(line + "\n" for line in lines))
+    temporary.write_bytes(b"".join(line + b"\n" for line in lines))
     os.replace(temporary, path)
-    return open(path, "a", buffering=1), purge_step
+    return open(path, "a", buffering=1), purge_step, damaged
 
 
 def _is_notebook() -> bool:

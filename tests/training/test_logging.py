@@ -194,6 +194,21 @@ def test_resumed_log_drops_rows_after_checkpoint(tmp_path):
     assert [step for step, _ in scalars(tmp_path)["policy/loss"]] == [64, 128, 192, 256]
 
 
+def test_damaged_rows_are_reported(tmp_path):
+    """Rows 2 and 4 are damaged; the last line is incomplete, as after a kill."""
+    write(tmp_path, range(1, 8))
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    lines[1], lines[3], lines[5] = b'{"update": 2, "env', lines[3] + b"\xff}", b"[6]"
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:-1], lines[-1][:20]]))
+    write(tmp_path, range(6, 7), first_update=5)
+    assert [r["update"] for r in rows(tmp_path)] == [1, 3, 5, 6]
+    line = (
+        "metrics.jsonl: damaged rows are left out: line 2 (after update 1), line 4 (after update 3)"
+    )
+    assert (tmp_path / "log.txt").read_text().count(line + "\n") == 1
+    assert "line 6" not in (tmp_path / "log.txt").read_text()  # after the checkpoint
+
+
 def test_new_run_drops_rows_of_run_without_checkpoint(tmp_path):
     write(tmp_path, range(0, 4))
     time.sleep(1.1)
