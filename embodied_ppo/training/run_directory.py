@@ -48,6 +48,10 @@ FIXED_ON_RESUME = (
     "model.critic_obs",
 )
 """Options that must not change on resume."""
+FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
+"""Files that a run writes into its directory."""
+FOLDERS = ("checkpoints", "tensorboard", "reports", "videos")
+"""Folders that a run writes into its directory."""
 LOCK = ".lock"
 """Name of the file in a run directory that the training process locks."""
 
@@ -260,11 +264,25 @@ def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, 
     before.
     """
     run_dir, _ = locate(config, lambda line: None)
+    _check_entries(run_dir)
     with locked(run_dir):
         pinned = (
             replace(config, run_dir=str(run_dir)) if config.resume in (None, "auto") else config
         )
         yield locate(pinned, say)
+
+
+def _check_entries(run_dir: Path) -> None:
+    """Raise ConfigError for a directory in place of a file that a run writes, or the reverse."""
+    misplaced = [(name, "directory", "file") for name in FILES if (run_dir / name).is_dir()]
+    for name in FOLDERS:
+        if (path := run_dir / name).exists() and not path.is_dir():
+            misplaced.append((name, "file", "directory"))
+    for name, kind, written in misplaced:
+        raise ConfigError(
+            f"{run_dir / name}: is a {kind}, and a run writes a {written} of this name; remove it,"
+            " or name another run_dir"
+        )
 
 
 @contextmanager

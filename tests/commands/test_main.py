@@ -1113,6 +1113,25 @@ def test_small_address_space(limit: int, name: str, code: int, message: str) -> 
     assert line.startswith(f"error: {message}")
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "checkpoints", "tensorboard"])
+def test_run_directory_with_an_entry_of_another_kind(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = Path("run", name)
+    if "." in name:
+        entry.mkdir(parents=True)
+    else:
+        entry.parent.mkdir()
+        entry.touch()
+    assert main.main(["train", "run_dir=run"]) == 2
+    kind, written = ("directory", "file") if "." in name else ("file", "directory")
+    assert capsys.readouterr().err == (
+        f"error: {entry}: is a {kind}, and a run writes a {written} of this name; remove it, or"
+        " name another run_dir\n"
+    )
+    assert [str(path) for path in Path("run").iterdir() if path.name != ".lock"] == [str(entry)]
+
+
 def test_unexpected_error_has_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
