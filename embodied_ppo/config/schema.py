@@ -1125,6 +1125,7 @@ class Config:
 
 # -------------------------------------------------------------------------- other commands' options
 WITH_VIDEO = equals("video", True)
+RECORDED = WITH_VIDEO & positive("video_episodes")
 WITH_SAMPLING = equals("deterministic", False)
 
 
@@ -1147,11 +1148,11 @@ class EvaluateConfig:
     """Act with the mode of the distribution; false: sample."""
     video: bool = option(True, mode="embodied")
     """Record a few episodes as an mp4 video."""
-    video_episodes: Count = option(2, mode="embodied", read_if=WITH_VIDEO)
-    """Number of recorded episodes."""
-    video_steps: Count = option(300, mode="embodied", read_if=WITH_VIDEO)
+    video_episodes: Natural = option(2, mode="embodied", read_if=WITH_VIDEO)
+    """Number of recorded episodes; 0: no video."""
+    video_steps: Count = option(300, mode="embodied", read_if=RECORDED)
     """Maximum length of the recorded part of an episode, steps."""
-    video_size: Pixels = option(256, mode="embodied", read_if=WITH_VIDEO)
+    video_size: Pixels = option(256, mode="embodied", read_if=RECORDED)
     """Height and width of the video, pixels."""
     out: Text | None = None
     """Directory of the report; null: reports/ of the run."""

@@ -610,3 +610,7 @@ def test_env_options_of_evaluate_are_typed() -> None:
 def test_video_options_need_video() -> None:
     line = refused(EvaluateConfig, {"checkpoint": "x", "video": False, "video_size": 64})
     assert "video_size = 64 is set but not read; it needs video=true" in line
+    assert loader.load(EvaluateConfig, {"checkpoint": "x", "video_episodes": 0}).video
+    line = refused(EvaluateConfig, {"checkpoint": "x", "video_episodes": 0, "video_size": 64})
+    assert "video_size = 64 is set but not read; it needs" in line
+    assert "video_episodes >= 1" in line
