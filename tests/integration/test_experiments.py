@@ -54,6 +54,8 @@ SUCCESS = INSTRUCTED | {
     "go1_joystick",
     "go1_friction",
     "panda_pick_cube",
+    "tabletop_pixels",
+    "tabletop_privileged",
     "tabletop_push",
     "tabletop_reach",
 }
