@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import gymnasium
@@ -227,6 +227,20 @@ class Grouped(Balance):
 
     def privileged(self, s: State) -> Tensor:
         return torch.cat([s["body_mass"][:, 1:], s["gust"].unsqueeze(1)], 1)
+
+
+class Leveled(Balance):
+    """Balance with a level, which rises with each episode and is the observation "level"."""
+
+    def groups(self) -> dict[str, Callable[[State], Tensor]]:
+        return {"level": lambda s: s["terrain_level"].unsqueeze(1).to(s["qpos"])}
+
+    def reset(self, u: Tensor) -> dict[str, Tensor]:
+        return super().reset(u) | {"terrain_level": (4 * u[:, 0]).long()}
+
+    def carry_over(self, s: State, start: State, u: Tensor) -> dict[str, Tensor]:
+        level = s["terrain_level"] + 1
+        return {"terrain_level": level, "qpos": start["qpos"] + 0.01 * level.unsqueeze(1)}
 
 
 class Privileged(Balance):

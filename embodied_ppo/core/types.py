@@ -282,6 +282,7 @@ class VectorEnv(Protocol):
             negative opens it.
         unstable: int64 [], number of worlds that were reset so far because their simulation
             diverged.
+        terrain_level: int64 [N], level of the curriculum of every environment; None without one.
         step_s: float, simulated seconds of one call of ``step``.
     """
 

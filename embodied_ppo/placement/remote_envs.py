@@ -98,6 +98,8 @@ class EnvService:
                 value = {"obs": env.load_state(deserialize_state(request.value))}
             case "unstable":
                 data["unstable"] = float(getattr(env, "unstable", 0))
+            case "terrain_level":
+                value = {"level": getattr(env, "terrain_level", None)}
             case "close":
                 self.envs.pop(key).close()
             case method:
@@ -132,6 +134,7 @@ def describe_env(env: VectorEnv | EnvDescription) -> dict[str, Any]:
             if value is not None
         },
         "unstable": getattr(env, "unstable", None) is not None,
+        "terrain_level": getattr(env, "terrain_level", None) is not None,
     }
 
 
@@ -210,6 +213,7 @@ class RemoteEnv(_AsyncEnv):
         description = client.request("make", self.target, kind=kind, seeds=seeds).data
         super().__init__(description, device)
         self.counts_unstable: bool = description["unstable"]
+        self.has_levels: bool = description["terrain_level"]
 
     def _obs(self, reply: Message) -> Any:
         """The observations of a reply, on this process's device."""
@@ -222,6 +226,15 @@ class RemoteEnv(_AsyncEnv):
         if not self.counts_unstable:
             return None
         return torch.tensor(self.client.request("unstable", self.target).data["unstable"])
+
+    @property
+    def terrain_level(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        if not self.has_levels:
+            return None
+        reply = self.client.request("terrain_level", self.target).value
+        assert isinstance(reply, dict)
+        return reply["level"]
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
@@ -275,6 +288,12 @@ class ConcatenatedEnvs(_AsyncEnv):
         """See ``VectorEnv``; None where the simulator does not count."""
         counts = [x for env in self.envs if (x := env.unstable) is not None]
         return torch.stack(counts).sum() if counts else None
+
+    @property
+    def terrain_level(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        levels = [x for env in self.envs if (x := env.terrain_level) is not None]
+        return torch.cat(levels) if levels else None
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""

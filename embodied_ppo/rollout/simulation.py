@@ -507,6 +507,9 @@ class Rollout:
         unstable = getattr(self.env, "unstable", None)
         if unstable is not None:
             metrics["rollout/unstable"] = float(unstable)
+        level = getattr(self.env, "terrain_level", None)
+        if level is not None:
+            metrics["rollout/terrain_level"] = Mean(float(level.sum()), float(level.numel()))
         if self.finished:
             metrics["rollout/return"] = Mean.of(e[0] for e in self.finished)
             metrics["rollout/length"] = Mean.of(e[1] for e in self.finished)

@@ -269,6 +269,7 @@ TASKS = [
         "env.max_episode_steps": 20,
         "env.stagger": True,
     },
+    {"env.id": "toy_envs:Leveled", "env.num_envs": 4, "env.max_episode_steps": 5},
     {
         "env.id": "Pendulum-v1",
         "env.simulator": "gymnasium",

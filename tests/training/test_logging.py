@@ -398,6 +398,7 @@ def test_tags_equal_documentation(run_dir):
     elsewhere = {
         "evaluation",
         "rollout/unstable",
+        "rollout/terrain_level",
         "eval/success/<kind>",
     }  # tested in test_video; our own engines write it
     elsewhere |= {"policy/cloning_loss"}  # test_beside

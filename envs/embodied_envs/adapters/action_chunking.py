@@ -131,6 +131,11 @@ class ChunkedActions:
         """See ``VectorEnv``."""
         return getattr(self.env, "unstable", None)
 
+    @property
+    def terrain_level(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        return getattr(self.env, "terrain_level", None)
+
     def restart(self, seeds: list[int]) -> None:
         """See ``VectorEnv``."""
         self.env.restart(seeds)

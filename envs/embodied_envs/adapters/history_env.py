@@ -110,3 +110,8 @@ class HistoryEnv:
     def unstable(self) -> Tensor | None:
         """See ``VectorEnv``."""
         return getattr(self.env, "unstable", None)
+
+    @property
+    def terrain_level(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        return getattr(self.env, "terrain_level", None)

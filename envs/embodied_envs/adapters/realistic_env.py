@@ -403,6 +403,11 @@ class RealisticEnv:
         return getattr(self.env, "unstable", None)
 
     @property
+    def terrain_level(self) -> Tensor | None:
+        """See ``VectorEnv``."""
+        return getattr(self.env, "terrain_level", None)
+
+    @property
     def reads_every_image(self) -> bool:
         """Whether an image is delayed or repeated, so that every step must render it."""
         return any(len(self._specs[name].shape) == 3 for name in self._names)

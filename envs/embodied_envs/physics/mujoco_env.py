@@ -42,7 +42,8 @@ class MujocoEnv:
     counts in ``unstable``; the other worlds are not affected.
 
     The k-th episode of an environment is a function of its seed and k, independent of the engine
-    and of the number of threads.
+    and of the number of threads; with ``Task.carry_over`` also of the environment's episodes
+    before.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class MujocoEnv:
         self.id, self.task, self.physics = id, task, physics
         self._names_groups = obs_keys is not None
         self._reads_privileged = reads_privileged(task, obs_keys)
+        self._carries_over = type(task).carry_over is not Task.carry_over
         self.num_envs, self.device = len(seeds), torch.device(device)
         self._time_limit = max_episode_steps or task.max_episode_steps
         self.max_episode_steps: int | None = self._time_limit
@@ -102,6 +104,8 @@ class MujocoEnv:
         """The state that the task's functions read; the engine updates its tensors in place."""
         self._variables = [k for k in start if k not in INITIAL_FIELDS]
         self._before = validator.before(self.s)
+        if self._carries_over:
+            validator.carry_over(self.s, start, self._start_numbers()[0])
         self._begin(self._all_worlds)
         validator.step(
             self._before,
@@ -110,11 +114,15 @@ class MujocoEnv:
         )
         if self._reads_privileged:
             validator.privileged(self.s)
+        groups = validator.groups(self.s, obs_keys or ())
+        self._groups = {k: f for k, f in groups.items() if k in (obs_keys or ())}
         self._selected: list[str] | None = None
         obs = self._observe(self._all_worlds)
         offered = dict.fromkeys(obs if isinstance(obs, dict) else ())
         if self._names_groups and task.has_privileged():
             offered |= {PRIVILEGED: None}
+        if self._names_groups:
+            offered |= dict.fromkeys(groups)
         names = spaces.select_observations(list(offered), obs_keys, id=id)
         if isinstance(obs, dict) and len(names) < len(obs):
             self._selected = names
@@ -270,6 +278,11 @@ class MujocoEnv:
             "ctrl_of_action": mechanism.control_of_action(self.task, self.s, low, high),
         }
 
+    @property
+    def terrain_level(self) -> Tensor | None:
+        """See ``VectorEnv``: the variable of this name, [N]; None without one."""
+        return self.s.get("terrain_level")
+
     # --------------------------------------------------------------------------------------- a step
     def _step(self, action: Tensor) -> Step:
         """Advance by one control step.
@@ -368,6 +381,10 @@ class MujocoEnv:
         self._elapsed.masked_fill_(mask, 0)
         task_numbers, model_numbers = self._start_numbers()
         start = self.task.reset(task_numbers)
+        if self._carries_over:
+            carried = self.task.carry_over(self.s, start, task_numbers)
+            is_later = self._episode > 0
+            start = start | {k: _select(is_later, x, start[k]) for k, x in carried.items()}
         initial = {k: x for k, x in start.items() if k in INITIAL_FIELDS}
         self.physics.reset(mask, initial, model_numbers)
         for name in self._variables:
@@ -394,6 +411,8 @@ class MujocoEnv:
             privileged = self.task.privileged(self.s)
             assert privileged is not None  # checked by the TaskValidator
             obs = obs | {PRIVILEGED: privileged}
+        if self._groups and isinstance(obs, dict):
+            obs = obs | {name: f(self.s) for name, f in self._groups.items()}
         obs = tree.map(
             lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs
         )

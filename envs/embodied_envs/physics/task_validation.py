@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -137,6 +137,41 @@ class TaskValidator:
         with self._calling("privileged"):
             x = self.task.privileged(s)
             self._tensor("privileged()", x, (self.n, *getattr(x, "shape", (0, 0))[1:2]))
+
+    def groups(
+        self, s: Mapping[str, Tensor], names: Iterable[str]
+    ) -> Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]:
+        """Return ``Task.groups()`` after validating those of ``names`` on the first state ``s``."""
+        with self._calling("groups"):
+            groups = self.task.groups()
+        if taken := {"state", "privileged"} & set(groups):
+            raise EnvError(
+                f"{self.prefix}.groups()[{taken.pop()!r}]: the name is that of another observation;"
+                " choose a different one"
+            )
+        for name in set(names) & set(groups):
+            with self._calling(f"groups()[{name!r}]"):
+                x = groups[name](s)
+                shape = tuple(getattr(x, "shape", (0, 0)))
+                self._tensor(f"groups()[{name!r}]", x, (self.n, *(shape[1:] or (0,))))
+        return groups
+
+    def carry_over(self, s: Mapping[str, Tensor], start: Mapping[str, Tensor], u: Tensor) -> None:
+        """Validate ``Task.carry_over`` on the first state ``s`` and the result of ``reset``."""
+        with self._calling("carry_over"):
+            carried = self.task.carry_over(s, start, u)
+            for name, x in carried.items():
+                if name not in start:
+                    raise EnvError(
+                        f"{self.prefix}.carry_over()[{name!r}]: reset() returns no such entry;"
+                        " return it from reset()"
+                    )
+                self._tensor(f"carry_over()[{name!r}]", x, tuple(start[name].shape), "any")
+                if x.dtype != start[name].dtype:
+                    raise EnvError(
+                        f"{self.prefix}.carry_over()[{name!r}] is {x.dtype}; it must be"
+                        f" {start[name].dtype}, as from reset()"
+                    )
 
     def step(self, before: Mapping[str, Tensor], s: dict[str, Tensor], action: Tensor) -> None:
         """Validate all other functions on the first state ``s``."""

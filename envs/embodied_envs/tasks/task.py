@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -31,9 +31,9 @@ class Task(ABC):
     A control step can then be captured as one CUDA graph.
 
     The order of a control step is: ``control``, ``decimation`` physics steps, ``reward``,
-    ``terminated``, ``success``, ``advance``, ``observe``; where the episode ended, ``reset`` and
-    ``observe`` again. Random numbers are the argument ``u``, uniform in [0, 1). They are a function
-    of (seed, episode, step), equal in every engine and after a resume.
+    ``terminated``, ``success``, ``advance``, ``observe``; where the episode ended, ``reset``,
+    ``carry_over`` and ``observe`` again. Random numbers are the argument ``u``, uniform in [0, 1).
+    They are a function of (seed, episode, step), equal in every engine and after a resume.
     """
 
     id: ClassVar[str]
@@ -122,6 +122,14 @@ class Task(ABC):
         """
         return None
 
+    def groups(self) -> Mapping[str, Callable[[State], Tensor]]:
+        """Return further observations: name -> function of the state that returns [N, ..].
+
+        Like ``privileged``, each is offered beside "state" and computed only where an option
+        (``model.critic_obs``, ``model.actor_obs``, ``env.obs_keys``) names it.
+        """
+        return {}
+
     @abstractmethod
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         """Return the reward [N]; ``before`` has the fields that the attribute ``before`` lists."""
@@ -144,5 +152,20 @@ class Task(ABC):
         It has every variable of the task and any of qpos, qvel, act, ctrl, mocap_pos and
         mocap_quat, which are the model's defaults otherwise, [N, ..] each. The dtype of a variable
         does not change later.
+        """
+        return {}
+
+    def carry_over(self, s: State, start: State, u: Tensor) -> dict[str, Tensor]:
+        """Return entries of the initial state that follow from the episode before, [N, ..] each.
+
+        A curriculum changes its level here. Like all variables, the level is part of a checkpoint.
+        The function is not applied to the first episode of an environment, so an evaluation, which
+        measures first episodes, has initial states from ``reset`` alone. A variable named
+        "terrain_level" is logged as ``rollout/terrain_level``.
+
+        Args:
+            s: The state in which the episode ended.
+            start: Result of ``reset``, whose entries of equal names are replaced.
+            u: The random numbers of ``reset``, [N, reset_noise].
         """
         return {}

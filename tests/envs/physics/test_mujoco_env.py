@@ -202,6 +202,43 @@ def test_variables_of_the_task() -> None:
     assert env.s["pushes"].tolist() == [0] * 3, "they begin anew with the episode"
 
 
+def test_variables_carried_over_to_the_next_episode() -> None:
+    """The first episode starts as ``reset`` says; the others depend on the episode before."""
+    report = embodied_envs.check_env(
+        lambda seeds: make("toy_envs:Leveled", len(seeds), seeds=seeds, max_episode_steps=3),
+        steps=20,
+    )
+    assert not report.notes
+    env, plain = (make(f"toy_envs:{name}", max_episode_steps=3) for name in ("Leveled", "Balance"))
+    env.reset()
+    plain.reset()
+    first = env.s["terrain_level"].clone()
+    assert torch.equal(env.s["qpos"], plain.s["qpos"]) and len(first.unique()) > 1
+    for k in range(1, 4):
+        saved = env.state()
+        for _ in range(3):
+            env.step(push(env))
+            plain.step(push(plain))
+        assert env.s["terrain_level"].tolist() == (first + k).tolist()
+        shift = 0.01 * (first + k).double().unsqueeze(1).expand(3, 2)
+        torch.testing.assert_close(env.s["qpos"] - plain.s["qpos"], shift)
+    env.load_state(saved)
+    assert torch.equal(env.s["terrain_level"], first + 2)
+    env.restart([0, 1, 2])
+    assert torch.equal(env.s["terrain_level"], first)
+
+
+def test_groups_are_computed_where_an_option_names_them() -> None:
+    plain, env = make("toy_envs:Leveled"), make("toy_envs:Leveled", obs_keys=["level", "state"])
+    state, obs = plain.reset(), env.reset()
+    assert isinstance(state, Tensor) and isinstance(obs, dict)
+    assert list(obs) == ["state", "level"] and torch.equal(obs["state"], state)
+    assert torch.equal(obs["level"][:, 0], env.s["terrain_level"].float())
+    assert list(make("toy_envs:Leveled", obs_keys=["level"]).reset()) == ["level"]
+    with pytest.raises(EnvError, match=r"'levels' is not in its observation; .*state, level"):
+        make("toy_envs:Leveled", obs_keys=["levels"])
+
+
 @pytest.mark.parametrize("id", ["toy_envs:Balance", "Ant", "Humanoid"])
 def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
     options = {"randomize": True, "ranges": {"mass": [0.5, 2.0]}, "max_episode_steps": 20}
@@ -492,6 +529,26 @@ MISTAKES: list[tuple[str, Any, str]] = [
         r"Balance.terminated\(\) is torch.float64; it must be bool",
     ),
     ("success", lambda self, s: None, r"Balance.success\(\) is NoneType; it must be a tensor"),
+    (
+        "carry_over",
+        lambda self, s, start, u: {"level": u[:, 0]},
+        r"carry_over\(\)\['level'\]: reset\(\) returns no such entry; return it from reset",
+    ),
+    (
+        "carry_over",
+        lambda self, s, start, u: {"pushes": u[:, 0]},
+        r"carry_over\(\)\['pushes'\] is torch.float64; it must be torch.int64, as from reset",
+    ),
+    (
+        "carry_over",
+        lambda self, s, start, u: {"gust": u},
+        r"carry_over\(\)\['gust'\] has shape \[2, 2\]; it must be \[2\]",
+    ),
+    (
+        "groups",
+        lambda self: {"state": lambda s: s["qpos"]},
+        r"groups\(\)\['state'\]: the name is that of another observation",
+    ),
     ("observe", lambda self, s: s["qpos"].mul_(0.5), r"a function writes into s\['qpos'\]"),
     (
         "reset",
