@@ -53,6 +53,7 @@ SUCCESS = INSTRUCTED | {
     "metaworld",
     "go1_joystick",
     "go1_friction",
+    "go1_rough",
     "panda_pick_cube",
     "tabletop_pixels",
     "tabletop_privileged",

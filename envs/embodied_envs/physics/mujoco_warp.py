@@ -583,13 +583,14 @@ def default_capacities(model: mujoco.MjModel) -> tuple[int, int]:
     """Return (nconmax, njmax) estimated from the shapes of the model.
 
     Each moving shape rests on the ground and touches one other shape: a sphere touches in 1 point,
-    a capsule in 2, another shape in 4. The number of contacts is clamped to [16, 256]; each has
-    2·(dimensions - 1) rows.
+    a capsule in 2, another shape in 4; a height field every shape in 4 more. The number of contacts
+    is clamped to [16, 256]; each has 2·(dimensions - 1) rows.
     """
     points = {int(mujoco.mjtGeom.mjGEOM_SPHERE): 1, int(mujoco.mjtGeom.mjGEOM_CAPSULE): 2}
     solid = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
     moving = solid & (model.body_weldid[model.geom_bodyid] != 0)
-    contacts = sum(points.get(int(kind), 4) + 1 for kind in model.geom_type[moving])
+    extra = 4 * bool((model.geom_type[solid] == int(mujoco.mjtGeom.mjGEOM_HFIELD)).any())
+    contacts = sum(points.get(int(kind), 4) + 1 + extra for kind in model.geom_type[moving])
     contacts = min(max(contacts, 16), 256)
     per_contact = max(1, 2 * (int(model.geom_condim[solid].max(initial=1)) - 1))
     limits = int(model.jnt_limited.sum() + model.tendon_limited.sum())

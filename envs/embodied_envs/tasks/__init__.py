@@ -31,6 +31,7 @@ OWN: dict[str, str] = {
     "Humanoid": "locomotion:Humanoid",
     "PandaPickCube": "panda:PandaPickCube",
     "Go1Joystick": "go1:Go1Joystick",
+    "Go1Rough": "go1_rough:Go1Rough",
     "Tabletop": "tabletop:Tabletop",
 }
 """env.id -> "module:Class" in this package."""

@@ -13,6 +13,9 @@ from torch import Tensor
 from embodied_envs.tasks.panda import asset_file
 from embodied_envs.tasks.task import State, Task
 
+FOOT_M = 0.026
+"""A foot, whose radius is 23 mm, is on the ground where its centre is lower than this."""
+
 
 class Go1Joystick(Task):
     """Walk on flat ground for 500 steps of 20 ms and follow the command.
@@ -137,7 +140,7 @@ class Go1Joystick(Task):
 
     def privileged(self, s: State) -> Tensor:
         joints = [s["qpos"][:, 7:] - self.home, s["qvel"][:, 6:]]
-        true_state = [velocity(s), s["qvel"][:, 3:6], gravity(s), *joints, s["qpos"][:, 2:3]]
+        true_state = [velocity(s), s["qvel"][:, 3:6], gravity(s), *joints, self.height(s)[:, None]]
         model = [
             # The floor has the higher priority, so its friction is that of the contacts.
             s["geom_friction"][:, self.floor, :1],
@@ -194,14 +197,18 @@ class Go1Joystick(Task):
         return move, (s["qvel"][:, 5] - s["command"][:, 2]).abs()
 
     def down(self, s: State) -> Tensor:
-        """Return bool [N, 4], the feet on the ground: their radius is 23 mm, the margin 3 mm."""
-        return s["site_xpos"][:, self.feet, 2] < 0.026
+        """Return bool [N, 4], whether each foot is on the ground."""
+        return s["site_xpos"][:, self.feet, 2] < FOOT_M
+
+    def height(self, s: State) -> Tensor:
+        """Return the height of the trunk above the ground, m, [N]."""
+        return s["qpos"][:, 2]
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         return torch.stack(list(self.terms(before, s, action).values())).sum(0).clamp(min=0)
 
     def terminated(self, s: State) -> Tensor:
-        return (s["qpos"][:, 2] < 0.15) | (gravity(s)[:, 2] > -0.5)
+        return (self.height(s) < 0.15) | (gravity(s)[:, 2] > -0.5)
 
     def success(self, s: State) -> Tensor:
         steps, error = s["steps"], s["error"]

@@ -486,7 +486,12 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("name", "torch_kernels", "warp_kernels"),
-    [("HalfCheetah", 50, 420), ("Ant", 70, 1580), ("Go1Joystick", 260, 400)],
+    [
+        ("HalfCheetah", 50, 420),
+        ("Ant", 70, 1580),
+        ("Go1Joystick", 260, 400),
+        ("Go1Rough", 500, 400),
+    ],
 )
 def test_kernels_of_a_control_step(
     name: str, torch_kernels: int, warp_kernels: int, monkeypatch: pytest.MonkeyPatch

@@ -55,9 +55,13 @@ def draws(n: int, size: int, seed: int = 0) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------- both tasks
-PRIVILEGED = {"Go1Joystick": 87, "PandaPickCube": 56, "Tabletop": 149}
+PRIVILEGED = {"Go1Joystick": 87, "Go1Rough": 87, "PandaPickCube": 56, "Tabletop": 149}
 """Task -> size of the group "privileged"."""
-MASSES = {"Go1Joystick": slice(43, 56), "PandaPickCube": slice(22, 33), "Tabletop": slice(107, 111)}
+MASSES = {
+    **dict.fromkeys(("Go1Joystick", "Go1Rough"), slice(43, 56)),
+    "PandaPickCube": slice(22, 33),
+    "Tabletop": slice(107, 111),
+}
 """Task -> the masses in its group "privileged"."""
 
 
