@@ -105,5 +105,5 @@ def base_dof(model: mujoco.MjModel, id: str) -> int:
     fault = f"its model has {count} robots with a free joint" if bases else "its robot is fixed"
     raise EnvError(
         f"env.id={id}: env.realism.push_velocity needs one robot whose root is a free joint, and"
-        f" {fault}; Go1Joystick, Ant and Humanoid have one, otherwise remove it"
+        f" {fault}; Go1Joystick, Go1Rough, Ant and Humanoid have one, otherwise remove it"
     )

@@ -119,19 +119,14 @@ def test_tasks_with_a_base() -> None:
             base_dof(compile_model(task, id), id)
             bases.append(id)
         except EnvError as error:
-            assert "Go1Joystick, Ant and Humanoid have one" in str(error)
-    assert sorted(bases) == ["Ant", "Go1Joystick", "Humanoid"]
+            assert "Go1Joystick, Go1Rough, Ant and Humanoid have one" in str(error)
+    assert sorted(bases) == ["Ant", "Go1Joystick", "Go1Rough", "Humanoid"]
 
 
 @pytest.mark.parametrize(
     ("id", "options", "message"),
     [
         ("Hopper", {"push_velocity": 1}, "push_velocity needs one robot .* its robot is fixed"),
-        (
-            "toy_envs/Point-v0",
-            {"push_velocity": 1},
-            "push_velocity = 1: only the tasks of this package",
-        ),
         (None, {"push_velocity": -1}, "push_velocity = -1: it must be a number >= 0"),
         (None, {"push_velocity": [2, 1]}, r"push_velocity = \[2, 1\]: .* low <= high"),
         (None, {"push_velocity": [1, 2, 3]}, r"it must be a number or \[low, high\]"),
