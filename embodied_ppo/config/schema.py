@@ -168,6 +168,7 @@ def _as_tuple(conditions: Conditions) -> tuple[ReadIf, ...]:
 
 # ------------------------------------------------------------------------------------------- robots
 Delay = Annotated[int, Limit(ge=0, le=1000)]
+PartialDelay = Annotated[float, Limit(ge=0, le=1000)]
 
 
 @dataclass(frozen=True)
@@ -178,10 +179,11 @@ class RealismConfig:
     """Names of the observations that obs_delay, obs_noise, obs_bias and obs_dropout change; null:
     those of model.actor_obs, or all except privileged ones. Others, which only the critic reads,
     stay as they are. An observation that is one array is named state."""
-    action_delay: Delay | tuple[Delay, ...] = 0
+    action_delay: Delay | PartialDelay | tuple[Delay, ...] | tuple[PartialDelay, ...] = 0
     """Delay of actions in control steps, k or [low, high] drawn per episode. Until the first action
     arrives, the simulator executes 0 (with env.action_mapping=clip or none the nearest value within
-    the bounds)."""
+    the bounds). Tasks of this package also have fractions, rounded to physics steps: the control
+    changes within the control step."""
     obs_delay: Delay | tuple[Delay, ...] | dict[str, Any] = 0
     """Delay of observations in control steps, k or [low, high] drawn per episode; or a section of
     such values by name. The first observation of an episode is repeated until the second one

@@ -49,7 +49,8 @@ class Realism:
     """Options of section env.realism, checked against the spaces of one simulator.
 
     Attributes:
-        action_delay: (low, high) in control steps.
+        action_delay: (low, high) in units of 1 / ``parts`` control steps.
+        parts: 1; the physics steps of a control step where action_delay has fractions.
         obs_delay: Delays of observations in control steps.
         obs_noise: Standard deviations, drawn per step and element.
         obs_bias: Half-widths of uniform distributions, drawn per episode and element.
@@ -66,6 +67,7 @@ class Realism:
     obs_bias: tuple[Disturbance, ...] = ()
     obs_dropout: tuple[Disturbance, ...] = ()
     action_rate_limit: float | None = None
+    parts: int = 1
     push_velocity: tuple[float, float] | None = field(default=None, compare=False)
     push_interval_s: tuple[float, float] = field(default=(5.0, 10.0), compare=False)
 
@@ -101,7 +103,7 @@ class _Reader:
         self.env, self.options = env, dict(options)
         spec = env.obs_spec
         self.specs = spec if isinstance(spec, dict) else {STATE: spec}
-        known = ["obs_keys", *(f.name for f in fields(Realism))]
+        known = ["obs_keys", *(f.name for f in fields(Realism) if f.name != "parts")]
         for name in self.options:
             if name not in known:
                 raise EnvError(
@@ -115,8 +117,10 @@ class _Reader:
 
     def realism(self) -> Realism:
         """Return the checked options."""
+        action_delay, parts = self._action_delay()
         return Realism(
-            action_delay=self._delay("action_delay", self.options.get("action_delay", 0)),
+            action_delay=action_delay,
+            parts=parts,
             obs_delay=self._disturbances("obs_delay"),
             obs_noise=self._disturbances("obs_noise", floats=True),
             obs_bias=self._disturbances("obs_bias", floats=True),
@@ -129,6 +133,34 @@ class _Reader:
                 positive=True,
             ),
         )
+
+    def _action_delay(self) -> tuple[tuple[int, int], int]:
+        """Return the bounds of the delay of actions, and their unit: parts of a control step."""
+        path, value = "action_delay", self.options.get("action_delay", 0)
+        bounds = list(value) if isinstance(value, list | tuple) else [value, value]
+        if not any(isinstance(x, float) and not x.is_integer() for x in bounds):
+            whole = [int(x) if isinstance(x, float) else x for x in bounds]
+            return self._delay(path, whole if isinstance(value, list | tuple) else whole[0]), 1
+        low, high = self._bounds(path, value)
+        if not hasattr(self.env, "use_late_control"):
+            only = OWN_TASKS_ONLY.removesuffix("have it")
+            raise self._refused(
+                path, value, f"it must be a whole number of control steps; {only}have fractions"
+            )
+        simulator: Any = self.env
+        parts: int = simulator.task.decimation
+        limit = self.env.max_episode_steps
+        if limit is not None and high >= limit:
+            raise self._refused(path, value, f"it must be below the time limit of {limit} steps")
+        if parts == 1:
+            raise self._refused(
+                path, value, "its control step is one physics step; write a whole number"
+            )
+        if round(high * parts) == 0:
+            raise self._refused(
+                path, value, f"it is less than half a physics step; write at least {1 / parts:g}"
+            )
+        return (round(low * parts), round(high * parts)), parts
 
     def _push_velocity(self) -> tuple[float, float] | None:
         """Return the bounds of the size of pushes, m/s; None without pushes."""
@@ -252,7 +284,8 @@ class RealisticEnv:
     sensor       y_t = o_t + bias + noise_t
     delay        z_t = y_(t - d), y_0 for t < d
     dropout      the policy reads z_t, or with a probability what it read at step t - 1 (t > 0)
-    delay        c_t = a_(t - k), the neutral action for t < k
+    delay        c_t = a_(t - k), the neutral action for t < k; a fraction of a step besides is
+                 executed by the simulator, which goes on with the control of u_(t-1) for so long
     rate limit   u_t = c_t clamped to u_(t-1) ± limit, u_(-1) neutral; the simulator executes u_t
 
     The neutral action is 0, moved into the bounds where env.action_mapping=clip or none; of
@@ -294,7 +327,15 @@ class RealisticEnv:
 
     def _set_actions(self, mapping: str) -> None:
         """Create the buffer of actions, the neutral action and the bounds of the rate limit."""
-        spec, steps = self.action_spec, self.realism.action_delay[1]
+        low_parts, high_parts = self.realism.action_delay
+        parts = self.realism.parts
+        spec, steps = self.action_spec, high_parts // parts
+        self._late_substeps: Tensor | None = None
+        """int64 [N], which the simulator reads: physics steps of the delay besides whole steps."""
+        if parts > 1:
+            simulator: Any = self.env
+            late = {x % parts for x in range(low_parts, high_parts + 1)}
+            self._late_substeps = simulator.use_late_control(sorted(late))
         if isinstance(spec, Box):
             low = torch.tensor(spec.low, dtype=torch.float32, device=self.device)
             high = torch.tensor(spec.high, dtype=torch.float32, device=self.device)
@@ -445,8 +486,12 @@ class RealisticEnv:
             return int(low) + (u * int(high - low + 1)).long()
 
         stream = sampling_key("realism", "action_delay", "")
-        self.action_delays = delays(*self.realism.action_delay, stream)
-        """int64 [N], delay of the actions of the current episodes, control steps."""
+        delay = delays(*self.realism.action_delay, stream)
+        if self._late_substeps is not None:
+            self._late_substeps.copy_(delay % self.realism.parts)
+            delay = delay // self.realism.parts
+        self.action_delays = delay
+        """int64 [N], delay of the actions of the current episodes, whole control steps."""
         self.obs_delays: dict[str, Tensor] = {}
         """Observation -> int64 [N], its delay in the current episodes, control steps."""
         for d in self.realism.obs_delay:

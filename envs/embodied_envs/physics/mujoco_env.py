@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,9 @@ class MujocoEnv:
         self.action_shape = spaces.action_shape(box, self.num_envs)
         self._pushes: Pushes | None = None
         self._joint_offsets: JointOffsets | None = None
+        self._late_substeps: Tensor | None = None
+        self._segments: list[tuple[int, int]] = [(0, task.decimation)]
+        """First physics step and number of physics steps between changes of ctrl."""
         self.cameras_enabled = True
         """Whether cameras render; if not, the images of running episodes are stale."""
         zeros = torch.zeros(self.num_envs, dtype=torch.int64, device=physics.device)
@@ -166,6 +170,21 @@ class MujocoEnv:
         self._joint_offsets = JointOffsets(self.physics, bounds)
         self._joint_offsets.begin(self._all_worlds, self._seeds, self._episode)
         self._store_obs(self._observe(self._all_worlds))
+
+    def use_late_control(self, substeps: Sequence[int]) -> Tensor:
+        """Let the control of an action begin within the control step; call it before ``reset``.
+
+        Args:
+            substeps: The numbers that the returned tensor can have, below ``task.decimation``.
+
+        Returns:
+            int64 [N], which the caller sets before a step: physics steps of the control step in
+            which the ctrl of the step before stays.
+        """
+        self._late_substeps = torch.zeros_like(self._elapsed)
+        bounds = [*sorted({0, *substeps}), self.task.decimation]
+        self._segments = [(a, b - a) for a, b in itertools.pairwise(bounds)]
+        return self._late_substeps
 
     # ------------------------------------------------------------------------------------- protocol
     def reset(self) -> Obs:
@@ -298,7 +317,7 @@ class MujocoEnv:
             ctrl = offsets.true_ctrl(task.control(offsets.measured(s), action))
         if self._pushes is not None:
             self._pushes.apply(self._seeds, self._episode, self._elapsed)
-        physics.step(ctrl, task.decimation)
+        self._advance_physics(ctrl)
         self._elapsed += 1
         reward = task.reward(self._before, s, action)
         terminated, success = task.terminated(s), task.success(s)
@@ -346,6 +365,17 @@ class MujocoEnv:
             success=success,
             task=kind,
         )
+
+    def _advance_physics(self, ctrl: Tensor) -> None:
+        """Simulate one control step with ctrl [N, nu], which begins late where that is set."""
+        late = self._late_substeps
+        if late is None:
+            self.physics.step(ctrl, self.task.decimation)
+            return
+        before = self.s["ctrl"].clone()
+        for first, substeps in self._segments:
+            current = torch.where((late > first)[:, None], before, ctrl)
+            self.physics.step(current, substeps)
 
     def _to_device(self, result: Any) -> Any:
         """Move a result to the caller's device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mujoco
 import pytest
 import torch
 import toy_envs
@@ -317,3 +318,77 @@ def test_rate_limit_of_discrete_actions_is_refused() -> None:
     env: Any = Choice([1], [False])
     with pytest.raises(EnvError, match="its actions are discrete"):
         realistic_env.read({"action_rate_limit": 0.1}, env)
+
+
+# -------------------------------------------------------------------- fractions of a control step
+def drifter(seeds: list[int], delay: Any, *, decimation: int = 4, **options: Any) -> VectorEnv:
+    return embodied_envs.make(
+        "toy_envs:Drifter",
+        num_envs=len(seeds),
+        seeds=seeds,
+        num_threads=1,
+        action_mapping="none",
+        realism={"action_delay": delay},
+        kwargs={"decimation": decimation, **options},
+    )
+
+
+@pytest.mark.parametrize("stage", ["velocity", "forces"])  # two engines
+@pytest.mark.parametrize(("delay", "late"), [(0.5, 2), (0.3, 1), (1.75, 7)])
+def test_control_changes_within_the_control_step(stage: str, delay: float, late: int) -> None:
+    """The physics steps of 5 control steps, with the actions ``late`` physics steps later."""
+    env: Any = drifter([1], delay, stage=stage)
+    env.reset()
+    actions = random_actions(5, 1)
+    data = mujoco.MjData(env.env.physics.model)
+    for t, action in enumerate(actions):
+        env.step(action)
+        for k in range(4):
+            arrived = (4 * t + k - late) // 4
+            data.ctrl[0] = float(actions[arrived, 0, 0]) if arrived >= 0 else 0.0
+            mujoco.mj_step(env.env.physics.model, data)
+        assert env.env.s["qvel"][0].numpy() == pytest.approx(data.qvel, rel=1e-9, abs=1e-12)
+
+
+def test_fractions_are_drawn_in_physics_steps() -> None:
+    env: Any = drifter(list(range(800)), [0.2, 1.4], decimation=5)
+    env.reset()
+    late = 5 * env.action_delays + env._late_substeps
+    counts = torch.bincount(late, minlength=8)
+    assert counts[0] == 0 and len(counts) == 8 and bool((counts[1:] > 75).all())  # 114 expected
+    assert env.env._segments == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]
+    assert int(env._late_substeps.max()) == 4
+
+
+def test_whole_delays_take_the_path_without_fractions() -> None:
+    for delay in (1, 1.0, [0, 2], [0.0, 2.0]):
+        env: Any = drifter([1, 2], delay)
+        assert env.realism.parts == 1 and env._late_substeps is env.env._late_substeps is None
+
+
+def test_check_env_accepts_fractions() -> None:
+    embodied_envs.check_env(lambda seeds: drifter(seeds, [0.2, 1.4]), steps=50)
+
+
+@pytest.mark.parametrize(
+    ("id", "delay", "message"),
+    [
+        ("toy_envs:Drifter", 0.2, "less than half a physics step; write at least 0.5"),
+        ("toy_envs:Drifter", [1.5, 1], "low <= high"),
+        ("toy_envs:Drifter", [0, 40.5], "below the time limit of 40 steps"),
+        (
+            "InvertedDoublePendulum-v4",
+            0.5,
+            "whole number of control steps; only the tasks of this package",
+        ),
+    ],
+)
+def test_refused_fractions_are_one_line(id: str, delay: Any, message: str) -> None:
+    with pytest.raises(EnvError, match=message) as error:
+        embodied_envs.make(id, num_envs=1, seeds=[0], realism={"action_delay": delay})
+    assert "\n" not in str(error.value) and "env.realism.action_delay = " in str(error.value)
+
+
+def test_fractions_need_several_physics_steps() -> None:
+    with pytest.raises(EnvError, match="its control step is one physics step; write a whole"):
+        drifter([1], 0.5, decimation=1)

@@ -16,6 +16,7 @@ import mujoco
 import numpy as np
 import pytest
 import torch
+import toy_envs
 import warp as wp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -451,6 +452,54 @@ def test_control_step_reads_no_value_on_the_host(id: str) -> None:
             b = env.step(action)
         assert held(env) == places
         assert b.final_obs is not None
+        b = replace(b, final_obs=a.final_obs)
+        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+class Servo(toy_envs.Drifter):
+    """A robot with a free base and a position servo."""
+
+    reads_joints_from_state = True
+
+    def spec(self) -> mujoco.MjSpec:
+        text = toy_envs.DRIFTER.replace('<motor joint="arm"/>', '<position joint="arm" kp="1"/>')
+        return mujoco.MjSpec.from_string(text)
+
+    def observe(self, s: State) -> Tensor:
+        return torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
+
+
+ROBOT: dict[str, Any] = {
+    "id": f"{__name__}:Servo",
+    "realism": {"push_velocity": [0.5, 1], "push_interval_s": [0.04, 0.1]},
+    "randomize": True,
+    "ranges": {"joint_offset": [-0.1, 0.1], "motor_strength": [0.5, 1.5]},
+    "max_episode_steps": 8,
+    "action_mapping": "none",
+}
+"""Pushes, encoder errors and motor strengths."""
+
+
+def test_pushes_and_encoder_errors_equal_the_cpu_engines() -> None:
+    cpu, gpu = make(**ROBOT, simulator="mujoco"), make(**ROBOT)
+    assert compare(cpu, gpu, 7, 1e-4) == 28
+    assert float(cpu.s["qvel"][:, 6:8].norm(dim=1).min()) > 0.1
+
+
+def test_pushes_encoder_errors_and_late_control_read_no_value_on_the_host() -> None:
+    plain, env = make(**ROBOT), make(**ROBOT)
+    env.physics.host_readable = False
+    late = [e.use_late_control([0, 1]) for e in (plain, env)]
+    plain.reset()
+    env.reset()
+    places = held(env)
+    for t, action in enumerate(random_actions(plain, 20)):
+        for x in late:
+            x.copy_((torch.arange(4) + t) % 2)
+        a = plain.step(action)
+        with Recordable(env):
+            b = env.step(action)
+        assert held(env) == places
         b = replace(b, final_obs=a.final_obs)
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
