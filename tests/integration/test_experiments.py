@@ -54,6 +54,8 @@ SUCCESS = INSTRUCTED | {
     "go1_joystick",
     "go1_friction",
     "go1_rough",
+    "go1_privileged",
+    "go1_blind",
     "panda_pick_cube",
     "tabletop_pixels",
     "tabletop_privileged",

@@ -353,6 +353,11 @@ def test_observations() -> None:
     language = few.reset()
     assert isinstance(language, dict) and language["state"].shape == (3, 12)
     assert torch.equal(language["instruction"], few.s["instruction"])  # pyright: ignore[reportAttributeAccessIssue]
+    goal = make(3, kwargs={"families": ["reach", "push"], "obs": "goal"}).reset()
+    assert isinstance(goal, dict) and torch.equal(goal["state"], language["state"])
+    assert goal["goal"].shape == (3, 30)  # 14 families; A, B, zone and direction of 4 each
+    assert goal["goal"][:, :14].sum(1).tolist() == [1, 1, 1]
+    assert goal["goal"][:, 14:18].sum(1).tolist() == [1, 1, 1]
     assert few.task_names == ("reach", "push")
     # The last 16 + families entries encode the combination.
     for i in range(3):
