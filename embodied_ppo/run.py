@@ -152,6 +152,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
 
 def _check_cloning(config: Config) -> None:
     """Raise ConfigError for options with which nothing can be cloned."""
+    validation.check_command(config, "clone")
     if (error := mode(config).cloning_error) is not None:
         raise ConfigError(error)
     if config.model.policy == "actor_critic":

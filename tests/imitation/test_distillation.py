@@ -309,6 +309,23 @@ def test_choices_are_distilled_from_the_same_observations(tmp_path: Path) -> Non
     assert losses["auto"][0]["distill/loss"] != losses["nll"][0]["distill/loss"]
 
 
+def test_python_api_distills(teacher: Path, tmp_path: Path) -> None:
+    options = {k: v for k, v in STUDENT.items() if k != "updates"}
+    done = embodied_ppo.distill(
+        teacher,
+        "go1_joystick",  # of which the options replace task and network
+        progress=False,
+        run_dir=tmp_path / "run",
+        env={**TASK["env"], "kwargs": {}},
+        evaluation=TASK["evaluation"],
+        algorithm__horizon=8,
+        compile="never",
+        updates=1,
+        **options,
+    )
+    assert done.metrics[-1]["distill/action_error"] > 0 and done.policy.config.teacher is not None
+
+
 def test_options_of_distillation_change_the_student(teacher: Path, tmp_path: Path) -> None:
     """Two values of each option give different weights."""
     base = {"teacher": str(teacher), "updates": 2}

@@ -175,6 +175,11 @@ def prepare(request: RunRequest) -> Distillation | None:
     teacher, config = request.teacher, request.config
     if teacher is None:
         return None
+    trained_with = teacher.source.manifest.get("task_hash")
+    if request.task is not None and trained_with not in (None, request.task.hash):
+        request.notice(
+            f"{_name(teacher)}: files of {config.env.id} have changed since its training"
+        )
     own, others = components.training_env(config), components.evaluation_env(teacher.config)
     probe = None
     student, reads = _Reader(own.obs_keys), _Reader(others.obs_keys)
