@@ -214,6 +214,7 @@ def _layers(
 
     loader, name = loader_of(args)
     overrides = parse(lines, loader)
+    _check_repeated(overrides)
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
     stored = None
     if args.command in RESUMABLE and "experiment" not in groups:
@@ -535,6 +536,26 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
             _check_group(override.key_or_group, override.value(), loader)
         overrides.append(override)
     return overrides
+
+
+def _check_repeated(overrides: Sequence[Override]) -> None:
+    """Check that no option is given twice with different values. Raises ConfigError.
+
+    ``loader`` refuses two values under different names of one option.
+    """
+    from embodied_ppo.config.loader import flat
+
+    values: dict[str, Any] = {}
+    for override in overrides:
+        if override.is_delete():
+            continue
+        for path, value in flat({override.key_or_group: override.value()}).items():
+            other = values.setdefault(path, value)
+            if other is not value and other != value:  # nan is not equal to itself
+                raise ConfigError(
+                    f"{path} = {show(other)} and {path} = {show(value)} ({FLAGS}) are two"
+                    " values of one option; keep one of them"
+                )
 
 
 def _check_group(group: str, value: Any, loader: ConfigLoaderImpl) -> None:
