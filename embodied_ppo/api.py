@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_ppo.config.compose import FLAGS, override_lines, prepare
+from embodied_ppo.config.compose import CALL, GIVEN, override_lines, prepare
 from embodied_ppo.core.errors import ConfigError
 
 if TYPE_CHECKING:  # both load torch
@@ -244,7 +244,7 @@ def evaluate_loaded(loaded: Loaded, *, quiet: bool) -> dict[str, Any]:
 
 
 def _explicit(loaded: Loaded) -> Collection[str]:
-    return loaded.deliberate({FLAGS})
+    return loaded.deliberate(GIVEN)
 
 
 def _resolve(
@@ -257,7 +257,7 @@ def _resolve(
     folder = None if config_dir is None else os.fspath(config_dir)
     args = argparse.Namespace(command=command, config_name=None, config_dir=folder)
     groups = {} if experiment is None else {"experiment": experiment}
-    return prepare(args, override_lines(command, {**groups, **options}))
+    return prepare(args, override_lines(command, {**groups, **options}), label=CALL)
 
 
 def _path(checkpoint: str | Path | Run) -> str:

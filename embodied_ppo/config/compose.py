@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # hydra and torch are imported inside the functions: --help a
 PROGRAM = "embodied-ppo"
 FLAGS = "command line"
 """Label of the layer of options that were given as arguments."""
+CALL = "Python call"
+"""The same of options that were given to a function of the Python API."""
+GIVEN = (FLAGS, CALL)
+"""Labels of the options that were given to a command or function, and not in a file."""
 PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export")
 """Commands with a primary config of their name; the others read train's."""
 RESUMABLE = ("train", "distill")
@@ -50,7 +54,12 @@ DEMOS_ENV = ("id", "kwargs", "cameras", "image_size", "randomize", "num_threads"
 
 
 def prepare(
-    args: argparse.Namespace, lines: Sequence[str], *, check: bool = True, partial: bool = False
+    args: argparse.Namespace,
+    lines: Sequence[str],
+    *,
+    check: bool = True,
+    partial: bool = False,
+    label: str = FLAGS,
 ) -> Loaded:
     """Compose, type and check the options of a command.
 
@@ -59,6 +68,7 @@ def prepare(
         lines: Overrides, ``option=value``.
         check: Compare the options with each other.
         partial: Accept options that are ``???``; the options are then not compared.
+        label: What messages call the origin of ``lines``, one of GIVEN.
 
     Raises:
         ConfigError: An option is refused.
@@ -72,32 +82,32 @@ def prepare(
     cls = OWN_OPTIONS.get(args.command, Config)
     if cls is DemosConfig:
         defaults = strict.dump(Config()) | strict.dump(DemosConfig())
-        return strict.read(DemosConfig, _demos_layers(lines, _layers(args, lines, defaults)))
-    loaded = strict.read(cls, _layers(args, lines, strict.dump(cls())), partial=partial)
+        return strict.read(DemosConfig, _demos_layers(lines, _layers(args, lines, defaults, label)))
+    loaded = strict.read(cls, _layers(args, lines, strict.dump(cls()), label), partial=partial)
     if not check or loaded.missing:
         return loaded
     config, origin = loaded.config, loaded.origin
     if args.command == "clone":
         for path in ("updates", "env_steps", "eval_every", "save_every"):
-            if origin.get(path) == FLAGS and getattr(config, path) is not None:
+            if origin.get(path) == label and getattr(config, path) is not None:
                 raise ConfigError(
-                    f"{path} = {getattr(config, path)} ({FLAGS}) is set but not read by clone,"
+                    f"{path} = {getattr(config, path)} ({label}) is set but not read by clone,"
                     " which makes no updates; leave it out, or write it when PPO goes on: train"
                     f" resume=RUN run_dir=NEW {path}=.."
                 )
         return loaded  # build.clone compares the rest
     if isinstance(config, Config):
-        arguments = [path for path, label in origin.items() if label == FLAGS]
+        arguments = [path for path, label in origin.items() if label in GIVEN]
         validation.check_command(config, args.command, arguments)
     checked = config
     if args.command == "fit":  # fit reads device_memory_gb, which placement=local does not
         checked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))
     compare = validation.check_tuning if args.command == "tune" else validation.check
-    compare(checked, explicit=loaded.deliberate({FLAGS}))
+    compare(checked, explicit=loaded.deliberate({label}))
     if isinstance(config, Config) and config.updates is not None:
-        if origin.get("env_steps") == FLAGS and origin["updates"] != FLAGS:
+        if origin.get("env_steps") == label and origin["updates"] != label:
             raise ConfigError(
-                f"env_steps = {config.env_steps} ({FLAGS}) is not read: updates = {config.updates} "
+                f"env_steps = {config.env_steps} ({label}) is not read: updates = {config.updates} "
                 f"({origin['updates']}) wins; add updates=null"
             )
     return loaded
@@ -175,7 +185,7 @@ def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> li
     unread = [f"{g} = .." for g in groups if any(line.startswith(f"{g}=") for line in lines)]
     train_sections = {path.partition(".")[0] for path in strict.describe(Config)}
     for label, node in layers:
-        if label == FLAGS:
+        if label in GIVEN:
             known = {k: v for k, v in node.items() if k in train_sections}
             loaded = strict.read(Config, [(label, known)])
             unread += [
@@ -185,18 +195,18 @@ def _demos_layers(lines: Sequence[str], layers: Sequence[tuple[str, Any]]) -> li
             ]
     if unread:
         raise ConfigError(
-            f"{unread[0]} ({FLAGS}) is set but not read by demos; leave it out. Read are"
+            f"{unread[0]} ({layers[-1][0]}) is set but not read by demos; leave it out. Read are"
             f" {', '.join(readable)}"
         )
     sections = {path.partition(".")[0] for path in options}
     return [
-        (label, node if label == FLAGS else {k: v for k, v in node.items() if k in sections})
+        (label, node if label in GIVEN else {k: v for k, v in node.items() if k in sections})
         for label, node in layers
     ]
 
 
 def _layers(
-    args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any]
+    args: argparse.Namespace, lines: Sequence[str], defaults: dict[str, Any], label: str
 ) -> list[tuple[str, Any]]:
     """Return (label, mapping) from weak to strong.
 
@@ -214,7 +224,7 @@ def _layers(
 
     loader, name = loader_of(args)
     overrides = parse(lines, loader)
-    _check_repeated(overrides)
+    _check_repeated(overrides, label)
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
     stored = None
     if args.command in RESUMABLE and "experiment" not in groups:
@@ -256,7 +266,7 @@ def _layers(
         flags = _flags(overrides, loader)
         if stored is None and "experiment" not in groups and name in (*RESUMABLE, "clone"):
             flagged += _task_name(flags)
-        layers = [*files, *flagged, (FLAGS, flags)]
+        layers = [*files, *flagged, (label, flags)]
         _delete(overrides, loader, layers)
     except RecursionError:
         raise ConfigError(
@@ -538,7 +548,7 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
     return overrides
 
 
-def _check_repeated(overrides: Sequence[Override]) -> None:
+def _check_repeated(overrides: Sequence[Override], label: str) -> None:
     """Check that no option is given twice with different values. Raises ConfigError.
 
     ``loader`` refuses two values under different names of one option.
@@ -549,11 +559,13 @@ def _check_repeated(overrides: Sequence[Override]) -> None:
     for override in overrides:
         if override.is_delete():
             continue
-        for path, value in flat({override.key_or_group: override.value()}).items():
+        is_sweep = override.is_sweep_override()
+        written = str(override.input_line).partition("=")[2] if is_sweep else override.value()
+        for path, value in flat({override.key_or_group: written}).items():
             other = values.setdefault(path, value)
             if other is not value and other != value:  # nan is not equal to itself
                 raise ConfigError(
-                    f"{path} = {show(other)} and {path} = {show(value)} ({FLAGS}) are two"
+                    f"{path} = {show(other)} and {path} = {show(value)} ({label}) are two"
                     " values of one option; keep one of them"
                 )
 
@@ -646,6 +658,8 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     loader, name = loader_of(args)
+    given = [_parse_line(line, loader) for line in args.overrides]
+    _check_repeated(given, FLAGS)
     lines = ["hydra/job_logging=none", "hydra/hydra_logging=none", *args.overrides]
     GlobalHydra.instance().clear()
     try:
@@ -661,7 +675,6 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
             if len(names) == 1 and folder.startswith(f"{SWEEPS}${{"):
                 below = f"{names.pop()}/{folder.removeprefix(SWEEPS)}".replace("'", "\\'")
                 lines.append(f"hydra.sweep.dir='{SWEEPS}{below}'")
-        given = [_parse_line(line, loader) for line in args.overrides]
         fixed = {o.key_or_group for o in given if not o.is_sweep_override()}
         hydra.multirun(name, functools.partial(_job, args=args, run=run, fixed=fixed), lines)
     except (HydraException, OmegaConfBaseException) as e:

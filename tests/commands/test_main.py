@@ -317,7 +317,7 @@ REFUSALS = [
         "algorithm.learning_rate = 0.1 and algorithm.lr = 0.2 (command line) are the same option",
     ),
     ("evaluate checkpoint=x checkpoint=y", "checkpoint = x and checkpoint = y (command line) are"),
-    ("train --multirun seed=0 seed=1,2", "job 0 (seed=0 seed=1): seed = 0 and seed = 1 .. are"),
+    ("train --multirun seed=0 seed=1,2", "seed = 0 and seed = 1,2 (command line) are two values"),
     ("train run_dir=", "run_dir = '' (command line) must be text that is not empty, or null"),
     ("train env.id=", "env.id = '' (command line) must be text that is not empty"),
     ("train resume=", "resume = '' (command line) must be text that is not empty, or null"),
