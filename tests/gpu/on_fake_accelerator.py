@@ -420,7 +420,7 @@ def make_rollout(env: Any, schedule: Recorded | None = None) -> Rollout:
 
 def realistic(env: Any) -> HistoryEnv:
     """Return ``env`` with delays and errors of its sensors, and a history of 3 steps."""
-    options = {"action_delay": [0, 1], "obs_delay": [0, 2], "obs_noise": 0.01, "obs_bias": 0.01}
+    options = {"action_delay": [0, 1.5], "obs_delay": [0, 2], "obs_noise": 0.01, "obs_bias": 0.01}
     options |= {"obs_dropout": 0.1, "action_rate_limit": 0.5}
     seeds = list(range(env.num_envs))
     checked = realistic_env.read(options, env)
