@@ -57,5 +57,7 @@ def test_condition_of_one_mode_only() -> None:
 
 
 def test_conditions_of_evaluate_options() -> None:
-    assert dict(unread(EvaluateConfig(video=False)))["video_size"] == "video=true"
+    assert dict(unread(EvaluateConfig(video=False)))["video_size"] == (
+        "video=true and video_episodes >= 1"
+    )
     assert "video_size" not in dict(unread(EvaluateConfig()))
