@@ -23,3 +23,9 @@ def run(args: argparse.Namespace) -> None:
     with output.stdout_to_stderr():
         summary = api.evaluate_loaded(loaded, quiet=args.quiet)
     output.print_result(summary, args)
+    if "robustness" in summary and not args.json:
+        from embodied_ppo.evaluation import robustness
+
+        card = summary["robustness"]
+        title = f"\nrobustness: {card['metric']} of {card['episodes']} episodes at each value"
+        output.table(robustness.rows(card), title=title)

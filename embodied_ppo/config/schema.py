@@ -1129,6 +1129,18 @@ class Config:
 WITH_VIDEO = equals("video", True)
 RECORDED = WITH_VIDEO & positive("video_episodes")
 WITH_SAMPLING = equals("deterministic", False)
+WITH_ROBUSTNESS = equals("robustness", True)
+RobustnessFactor: TypeAlias = Literal[
+    "mass",
+    "friction",
+    "motor_strength",
+    "action_delay",
+    "obs_delay",
+    "obs_noise",
+    "obs_dropout",
+    "push_velocity",
+    "engine",
+]
 
 
 @dataclass(frozen=True)
@@ -1156,6 +1168,23 @@ class EvaluateConfig:
     """Maximum length of the recorded part of an episode, steps."""
     video_size: Pixels = option(256, mode="embodied", read_if=RECORDED)
     """Height and width of the video, pixels."""
+    robustness: bool = option(False, mode="embodied")
+    """Also measure the policy in environments that differ from that of the training in one property
+    at a time, and write robustness.json and a section of the report (docs/deploy.md)."""
+    robustness_factors: tuple[RobustnessFactor, ...] = option(
+        (), mode="embodied", read_if=WITH_ROBUSTNESS
+    )
+    """Properties that robustness changes; []: all that the simulator can change. mass, friction and
+    motor_strength are factors of the model's values (tasks of this package); action_delay and
+    obs_delay control steps; obs_noise a standard deviation in the unit of the observation;
+    obs_dropout a probability; push_velocity m/s (tasks of this package); engine runs the same task
+    in other simulators."""
+    robustness_values: dict[str, Any] = option({}, mode="embodied", read_if=WITH_ROBUSTNESS)
+    """Values of robustness_factors by name, {obs_noise: [0, 0.5, 1]}; standard values for the
+    others."""
+    robustness_episodes: Count | None = option(None, mode="embodied", read_if=WITH_ROBUSTNESS)
+    """Number of episodes at each value, with the seeds of the first evaluated episodes; at most
+    episodes. null: 20, or episodes if that is less."""
     out: Text | None = None
     """Directory of the report; null: reports/ of the run."""
     device: Text = "cpu"

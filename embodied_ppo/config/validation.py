@@ -15,13 +15,21 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from operator import attrgetter
+from typing import get_args
 
 from embodied_ppo.config import placement
 from embodied_ppo.config.readers import mode_of, unread
 from embodied_ppo.config.rules.base import group_comparison
 from embodied_ppo.config.rules.select import rules_of
-from embodied_ppo.config.schema import ClusterConfig, Config, EvaluateConfig, ExportConfig, Mode
-from embodied_ppo.core.errors import ConfigError, PlacementError, show
+from embodied_ppo.config.schema import (
+    ClusterConfig,
+    Config,
+    EvaluateConfig,
+    ExportConfig,
+    Mode,
+    RobustnessFactor,
+)
+from embodied_ppo.core.errors import ConfigError, PlacementError, choose, show
 
 UNSET = (None, False)
 """Values that switch an option off (0 counts as False). Setting an unread option to one of them is
@@ -225,11 +233,37 @@ def _check_evaluation(config: EvaluateConfig, explicit: Collection[str]) -> None
             " checkpoint=runs/NAME/DATE-SEED"
         )
     _check_unread(config, explicit)
+    _check_robustness(config)
     if config.n > 1 and config.deterministic:
         raise ConfigError(
             f"n = {config.n}, but deterministic = true: all {config.n} responses would be the same;"
             " write deterministic=false"
         )
+
+
+def _check_robustness(config: EvaluateConfig) -> None:
+    """Check the values of robustness_values. Raises ConfigError."""
+    factors = [f for f in get_args(RobustnessFactor) if f != "engine"]
+    for name, values in config.robustness_values.items():
+        if name not in factors:
+            raise ConfigError(
+                f"robustness_values.{name} is unknown; {choose(name, factors, 'there are ')}"
+            )
+        if config.robustness_factors and name not in config.robustness_factors:
+            raise ConfigError(
+                f"robustness_values.{name} is set but not read: robustness_factors ="
+                f" {show(config.robustness_factors)}; add {name}, or remove it"
+            )
+        is_list = isinstance(values, list) and len(values) > 0
+        numbers = values if is_list else ()
+        if not is_list or not all(
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1e6
+            for x in numbers
+        ):
+            raise ConfigError(
+                f"robustness_values.{name} = {show(values)} must be a list of numbers >= 0; write"
+                f" robustness_values.{name}=[0,1,2]"
+            )
 
 
 def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str]) -> None:

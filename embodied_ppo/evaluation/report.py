@@ -123,6 +123,7 @@ class Report:
     json: Path
     html: Path
     content: dict[str, Any]
+    robustness_json: Path | None = None
 
 
 def write(
@@ -141,8 +142,11 @@ def write(
     extra: Mapping[str, float] = MappingProxyType({}),
     curves: Iterable[Mapping[str, Any]] = (),
     video: Video | None = None,
+    robustness: RobustnessSection | None = None,
 ) -> Report:
     """Write ``out``/report.json and ``out``/report.html atomically.
+
+    With ``robustness``, also ``out``/robustness.json.
 
     report.json contains no date, duration or curve, so the same checkpoint and seed give the same
     bytes. The training steps are stored under the name of their unit. Numbers in ``extra`` that
@@ -165,6 +169,7 @@ def write(
         extra: Name -> further numbers, such as pass@4.
         curves: Rows of the run's metrics.jsonl.
         video: Video to embed, or the reason why there is none.
+        robustness: Measured in changed environments (``evaluation.robustness``).
 
     Raises:
         ValueError: There is no task, a task has no episode, or a return is not finite.
@@ -222,16 +227,27 @@ def write(
         content["samples"] = [dict(s) for s in samples]
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     charts = learning_curves(curves, unit=unit)
-    page = _render_page(json.loads(text), unit=unit, charts=charts, video=video)
+    page = _render_page(
+        json.loads(text),
+        unit=unit,
+        charts=charts,
+        video=video,
+        robustness=robustness,
+    )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    json_file, html_file = out / "report.json", out / "report.html"
-    for file, file_text in ((json_file, text + "\n"), (html_file, page)):
+    json_file, html_file, robustness_file = (
+        out / name for name in ("report.json", "report.html", "robustness.json")
+    )
+    files = {json_file: text + "\n", html_file: page}
+    if robustness is not None:
+        files[robustness_file] = json.dumps(robustness.content, indent=1, allow_nan=False) + "\n"
+    for file, file_text in files.items():
         # Renamed when complete: a reader sees the old file or the new one.
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.write_text(file_text, encoding="utf-8")
         temporary.replace(file)
-    return Report(json_file, html_file, content)
+    return Report(json_file, html_file, content, robustness_file if robustness else None)
 
 
 def _json_value(value: Any) -> Any:
@@ -328,7 +344,12 @@ def _template() -> jinja2.Template:
 
 
 def _render_page(
-    content: dict[str, Any], *, unit: Unit, charts: list[Chart], video: Video | None
+    content: dict[str, Any],
+    *,
+    unit: Unit,
+    charts: list[Chart],
+    video: Video | None,
+    robustness: RobustnessSection | None,
 ) -> str:
     """Render the page, which has no script and loads no other file."""
     histograms = {
@@ -348,6 +369,7 @@ def _render_page(
         samples=content.get("samples", ()),
         histograms=histograms,
         charts=charts,
+        robustness_section=robustness,
         video=video,
         video_data=video_data,
         poster=poster,
@@ -434,6 +456,23 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Range of x that is shaded."""
+
+    low: float
+    high: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerticalLine:
+    """Vertical line with a label at its top."""
+
+    x: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
     """Chart in SVG units for the template."""
 
@@ -445,6 +484,29 @@ class Chart:
     bars: list[Bar]
     mark: float | None = None
     """x of a vertical line."""
+    band: str = ""
+    """SVG path data of the area between the ends of intervals."""
+    whiskers: Sequence[tuple[float, float, float]] = ()
+    """x, upper and lower y of intervals."""
+    spans: Sequence[Span] = ()
+    verticals: Sequence[VerticalLine] = ()
+    half: float | None = None
+    """y of a dotted horizontal line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RobustnessSection:
+    """Section of the page about changed environments.
+
+    Attributes:
+        content: Content of robustness.json.
+        charts: One chart per changed property.
+        table: Rows of cells, the first is the header; the page leaves out the last column.
+    """
+
+    content: Mapping[str, Any]
+    charts: Sequence[Chart]
+    table: Sequence[Sequence[str]]
 
 
 def learning_curves(

@@ -562,7 +562,10 @@ def write_report(
         curves=report.rows(run_dir),
         **sections,
     )
-    return {"report": str(files.html), "report_json": str(files.json)}
+    paths: ReportFiles = {"report": str(files.html), "report_json": str(files.json)}
+    if files.robustness_json is not None:
+        paths["robustness_json"] = str(files.robustness_json)
+    return paths
 
 
 # -------------------------------------------------------------------------------------- compilation

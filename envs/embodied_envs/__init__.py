@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from embodied_envs import task_files, tasks
+from embodied_envs import engines, task_files, tasks
 from embodied_envs.adapters import (
     envpool_env,
     gymnasium_env,
@@ -28,8 +28,8 @@ from embodied_envs.checks import check_env
 from embodied_envs.observation_reader import ObservationReader
 from embodied_ppo.core.types import EnvError, VectorEnv
 
-__all__ = ["SIMULATORS", "HistoryEnv", "ObservationReader", "check_env", "make", "mapper"]
-__all__ += ["is_privileged", "nearest", "recorder", "task_files"]
+__all__ = ["SIMULATORS", "HistoryEnv", "ObservationReader", "check_env", "engines", "make"]
+__all__ += ["is_privileged", "mapper", "nearest", "recorder", "task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}

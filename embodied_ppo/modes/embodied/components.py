@@ -44,6 +44,7 @@ from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import video
 from embodied_ppo.evaluation.episodes import EvaluationResult
+from embodied_ppo.evaluation.report import RobustnessSection
 from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models import own_network
 from embodied_ppo.models.actor_critic import ActorCritic
@@ -589,6 +590,7 @@ def write_report(
     video_size: int,
     task: TaskFiles | None = None,
     notice: Callable[[str], None] | None = None,
+    robustness: RobustnessSection | None = None,
 ) -> ReportFiles:
     """Write report.json, report.html and an mp4 of an evaluation; return their paths.
 
@@ -604,6 +606,7 @@ def write_report(
         video_size: Height and width, pixels.
         task: Files of the user's task that were executed.
         notice: Called with the reason where there is no mp4.
+        robustness: Performance in changed environments.
     """
     recorded = None
     if video_episodes:
@@ -641,6 +644,7 @@ def write_report(
             "files": {} if task is None else {file.name: file.digest for file in task.files},
         },
         video=recorded,
+        robustness=robustness,
     )
     path = None if recorded is None else recorded.path
     return {**files, "video": None if path is None else str(run_dir / "videos" / path.name)}

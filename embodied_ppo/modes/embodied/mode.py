@@ -17,6 +17,7 @@ from embodied_ppo.config.batch_sizes import batches
 from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig, RealismConfig
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import ConfigError, ProgressCallback, VectorEnv
+from embodied_ppo.evaluation import robustness as evaluation_robustness
 from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.models.vla import pretrained
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
@@ -29,7 +30,7 @@ from embodied_ppo.modes.base import (
     TrainedRun,
     report_write_errors,
 )
-from embodied_ppo.modes.embodied import bundle, components
+from embodied_ppo.modes.embodied import bundle, components, robustness
 from embodied_ppo.modes.embodied.memory import EmbodiedMemoryEstimator
 from embodied_ppo.modes.embodied.profile import profile
 from embodied_ppo.modes.embodied.trained_policy import TrainedPolicy
@@ -128,7 +129,13 @@ class EmbodiedMode(Mode):
         factory = functools.partial(
             components.make_env, config=env_config, device=device, task=task, model=config.model
         )
-        policy, _ = _restore(run, config, factory, allow=options.allow_changed_task)
+        policy, env = _restore(run, config, factory, allow=options.allow_changed_task)
+        sweep = None
+        if options.robustness:
+            trained = components.training_env(run.config)
+            sweep = robustness.plan(options, trained, factory, env)
+            for line in sweep.lines:
+                run.say(line)
         if not options.deterministic:
             components.sampling_temperature(policy, options.temperature)
 
@@ -141,6 +148,16 @@ class EmbodiedMode(Mode):
                 factory,
                 lambda _: advance("episodes", next(finished), options.episodes),
             )
+            card = None
+            if sweep is not None:
+                allow = options.allow_changed_task
+                card = sweep.measure(
+                    options,
+                    policy,
+                    result,
+                    lambda: _untrained(run, config, factory, allow=allow)[0],
+                    advance,
+                )
             files = components.write_report(
                 config,
                 result,
@@ -152,8 +169,12 @@ class EmbodiedMode(Mode):
                 video_episodes=options.video_episodes if options.video else 0,
                 video_steps=options.video_steps,
                 video_size=options.video_size,
+                robustness=None if card is None else evaluation_robustness.section(card),
             )
-            return {**numbers(result.metrics()), "ci95": result.intervals(), **files}
+            results = {**numbers(result.metrics()), "ci95": result.intervals(), **files}
+            if card is not None:
+                results |= {"robustness_score": card["score"], "robustness": card}
+            return results
 
         return evaluate
 
@@ -241,11 +262,23 @@ def _restore(
     Args:
         allow: Whether the file of ``model.network`` may differ from that of the training.
     """
+    policy, env = _untrained(run, config, factory, allow=allow)
+    run.load_weights(policy)
+    return policy, env
+
+
+def _untrained(
+    run: TrainedRun,
+    config: Config,
+    factory: Callable[[list[int]], VectorEnv],
+    *,
+    allow: bool,
+) -> tuple[components.AnyPolicy, VectorEnv]:
+    """Return the policy as it was before the training; otherwise as ``_restore``."""
     config = replace(config, model=components.trained_model(run, allow=allow))
     env = factory(env_seeds(0, 0, 1))
     try:
         policy = components.make_policy(config, env)
     finally:
         env.close()
-    run.load_weights(policy)
     return policy, env
