@@ -320,9 +320,29 @@ def open_checkpoint(path: str | Path, option: str = "checkpoint") -> Checkpoint:
     """Find a checkpoint (see ``find``) and verify its checksums.
 
     Raises:
-        CheckpointError: A file is missing, truncated or altered.
+        CheckpointError: A file is missing, truncated or altered; the message names the newest
+            intact checkpoint of the run, if there is one.
     """
     folder = find(path, option)
+    try:
+        return _verified(folder)
+    except CheckpointError as error:
+        for other in reversed(steps(folder.parent).values()):
+            if _is_intact(other):
+                raise CheckpointError(f"{error}; {other.name} is intact") from error
+        raise
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        _verified(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _verified(folder: Path) -> Checkpoint:
+    """Return the checkpoint in ``folder``; raises CheckpointError where it is damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         version, files = manifest["format"], dict(manifest["files"])
@@ -376,7 +396,7 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
     error: CheckpointError | None = None
     for step in reversed(steps(run_dir / "checkpoints").values()):
         try:
-            return open_checkpoint(step)
+            return _verified(step)
         except CheckpointError as problem:
             notice(f"skipped: {problem}")
             error = error or problem

@@ -286,6 +286,17 @@ def test_damaged_checkpoint_is_refused_in_one_line(
     assert not (tmp_path / "bomb-went-off").exists()
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints/latest", "checkpoints/step_000002"])
+def test_refusal_names_the_newest_intact_checkpoint(run_dir: Path, name: str) -> None:
+    truncate(run_dir)
+    older = step(run_dir).with_name("step_000001")
+    with pytest.raises(checkpoint.CheckpointError, match=r"; step_000001 is intact$"):
+        checkpoint.open_checkpoint(run_dir / name)
+    (older / "config.yaml").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"use another checkpoint$"):
+        checkpoint.open_checkpoint(run_dir / name)
+
+
 def test_manifest_paths_outside_checkpoint_are_not_read(run_dir: Path) -> None:
     """Paths with ``..`` in a manifest are not read: it reveals nothing about other files."""
     file = step(run_dir) / "manifest.json"
