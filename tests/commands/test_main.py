@@ -311,7 +311,7 @@ REFUSALS = [
         "seed = 0 and seed = 1 (command line) are two values of one option; keep one of them",
     ),
     ("train env={num_envs:8} env.num_envs=4", "env.num_envs = 8 and env.num_envs = 4 .. keep one"),
-    ("train experiment=hopper experiment=ant", "experiment = hopper and experiment = ant .."),
+    ("train experiment=hopper experiment=ant", "experiment = hopper and experiment = ant (command"),
     (
         "train algorithm.learning_rate=0.1 algorithm.lr=0.2",
         "algorithm.learning_rate = 0.1 and algorithm.lr = 0.2 (command line) are the same option",
