@@ -123,6 +123,11 @@ def task_files() -> Any:
     return importlib.import_module("embodied_envs").task_files
 
 
+def engines() -> Any:
+    """Return the module ``embodied_envs.engines``."""
+    return importlib.import_module("embodied_envs").engines
+
+
 def observation_reader(env: VectorEnv) -> Callable[[Any], tuple[Obs, bool]]:
     """Return ``embodied_envs.ObservationReader`` of an environment."""
     return importlib.import_module("embodied_envs").ObservationReader(env)

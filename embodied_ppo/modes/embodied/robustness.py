@@ -6,7 +6,6 @@ The values, definitions and the display are in ``evaluation/robustness``.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -178,7 +177,7 @@ class _Planner:
         self.factory, self.nominal = factory, nominal
         self.env: EnvConfig = factory.keywords["config"]
         device = factory.keywords["device"]
-        self.engine_module = importlib.import_module("embodied_envs").engines
+        self.engine_module = components.engines()
         self.simulator: str = self.engine_module.simulator_of(
             self.env.id, self.env.simulator, device
         )
