@@ -410,6 +410,7 @@ CLONING = (
 )
 DISTILLATION = "imitation/test_distillation.py::test_options_of_distillation_change_the_student"
 TRACKERS = "training/test_trackers.py::test_training_does_not_depend_on_its_trackers"
+ROBUSTNESS = "evaluation/test_robustness.py::test_evaluate_writes_card_picture_and_table"
 GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
 
 PAIRS: dict[str, Pair] = {
@@ -701,6 +702,10 @@ PAIRS: dict[str, Pair] = {
         "refused when empty",
         lambda v: validation.check(EvaluateConfig(checkpoint=v)) or "",
     ),
+    "evaluate robustness": Pair(False, True, "robustness.json", test=ROBUSTNESS),
+    "evaluate robustness_factors": Pair([], ["mass"], "factors of the card", test=ROBUSTNESS),
+    "evaluate robustness_values": Pair({}, {"mass": [1, 2]}, "values of a factor", test=ROBUSTNESS),
+    "evaluate robustness_episodes": Pair(None, 2, "episodes at each value", test=ROBUSTNESS),
     "evaluate episodes": Pair(2, 3, "report", of_evaluate("report", "episodes")),
     "evaluate num_envs": Pair(1, 3, "environments", of_evaluate("environments", "num_envs")),
     "evaluate seed": Pair(0, 1, "report", of_evaluate("report", "seed")),
