@@ -188,3 +188,9 @@ def test_refusals(
 def test_options_need_robustness(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["evaluate", f"checkpoint={trained}", "robustness_episodes=2"]) == 2
     assert "robustness_episodes = 2" in capsys.readouterr().err
+
+
+def test_page_without_delays_or_pushes_names_none(trained: Path, tmp_path: Path) -> None:
+    options = ["episodes=1", "video=false", f"out={tmp_path}"]
+    assert main.main(["evaluate", "--quiet", f"checkpoint={trained}", *options]) == 0
+    assert "<th>Realism" not in (tmp_path / "report.html").read_text()
