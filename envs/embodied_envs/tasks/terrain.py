@@ -199,13 +199,12 @@ class Terrain:
         fx, fy = (u - corner).unbind(-1)
         i, j = corner.long().unbind(-1)
         first = j * self._columns + i
-        is_lower = fx >= fy  # the triangle with the corner (i + 1, j), else (i, j + 1)
-        z00 = self._flat[first]
-        z11 = self._flat[first + self._columns + 1]
-        third = self._flat[torch.where(is_lower, first + 1, first + self._columns)]
-        near, far = third - z00, z11 - third
-        dx, dy = torch.where(is_lower, near, far), torch.where(is_lower, far, near)
-        return z00 + fx * dx + fy * dy, (dx * dx + dy * dy) / CELL_M**2
+        # The third corner of the triangle is (i + 1, j), where x comes first, else (i, j + 1).
+        third = torch.where(fx >= fy, first + 1, first + self._columns)
+        start, middle = self._flat.take(first), self._flat.take(third)
+        near, far = middle - start, self._flat.take(first + self._columns + 1) - middle
+        height = start + torch.maximum(fx, fy) * near + torch.minimum(fx, fy) * far
+        return height, (near.square() + far.square()) / CELL_M**2
 
 
 def tile_heights(kind: str, difficulty: float, key: tuple[int, int]) -> np.ndarray:
