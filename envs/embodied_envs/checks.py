@@ -114,6 +114,8 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
     if isinstance(env, RealisticEnv):
         env.restart(seeds)
         _check_delays(env, actions)
+        env.restart(seeds)
+        _check_late_control(env, actions)
     if not _check_reset_where(env, actions, seeds):
         notes.append("reset_where() is None: episodes cannot be staggered")
     env.restart(seeds)
@@ -573,6 +575,53 @@ def _check_delays(env: RealisticEnv, actions: list[Tensor]) -> None:
                     _require(env, valid, violation, "RealisticEnv must delay it by obs_delays")
     finally:
         env.env = simulator
+
+
+def _check_late_control(env: RealisticEnv, actions: list[Tensor]) -> None:
+    """Compare the control of every physics step with a fractional delay of actions.
+
+    Our own tasks have such delays. On a GPU nothing is checked, because a control step is one CUDA
+    graph there.
+    """
+    simulator: Any = env.env
+    parts, substeps_late = env.realism.parts, env.late_substeps
+    if substeps_late is None or not simulator.physics.host_readable:
+        return
+    physics, new = simulator.physics, torch.empty(0)
+    executed: list[Tensor] = []  # ctrl [N, nu] of each physics step
+    control, step = simulator.control, physics.step
+
+    def record_control(action: Tensor) -> Tensor:
+        nonlocal new
+        new = control(action).clone()
+        return new.clone()
+
+    def record_step(ctrl: Tensor, substeps: int) -> None:
+        executed.extend([ctrl.clone()] * substeps)
+        step(ctrl, substeps)
+
+    simulator.control, physics.step = record_control, record_step
+    try:
+        env.reset()
+        for t, action in enumerate(actions):
+            late, old = substeps_late.clone().cpu(), simulator.s["ctrl"].clone()
+            delay = parts * env.action_delays.cpu() + late
+            low, high = env.realism.action_delay
+            valid = bool(((delay >= low) & (delay <= high)).all())
+            violation = f"the delays of actions at step {t} are {delay.tolist()} physics steps"
+            _require(env, valid, violation, f"they must be {low} to {high}")
+            executed.clear()
+            env.step(action)
+            violation = f"step {t} has {len(executed)} physics steps"
+            _require(env, len(executed) == parts, violation, f"it must have {parts}")
+            for i, ctrl in enumerate(executed):
+                expected = torch.where((late > i)[:, None], old, new)
+                violation = f"the control of physics step {i} of step {t} does not begin after"
+                violation += f" {late.tolist()} physics steps"
+                cure = "the simulator must keep that of the step before until then"
+                _require(env, torch.equal(ctrl, expected), violation, cure)
+    finally:
+        simulator.control, physics.step = control, step
 
 
 def _dictionary(obs: Any) -> dict[str, Tensor]:

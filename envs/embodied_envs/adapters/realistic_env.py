@@ -330,12 +330,14 @@ class RealisticEnv:
         low_parts, high_parts = self.realism.action_delay
         parts = self.realism.parts
         spec, steps = self.action_spec, high_parts // parts
-        self._late_substeps: Tensor | None = None
-        """int64 [N], which the simulator reads: physics steps of the delay besides whole steps."""
+        self.late_substeps: Tensor | None = None
+        """int64 [N], which the simulator reads: physics steps of the delay besides whole steps.
+
+        None without fractions."""
         if parts > 1:
             simulator: Any = self.env
             late = {x % parts for x in range(low_parts, high_parts + 1)}
-            self._late_substeps = simulator.use_late_control(sorted(late))
+            self.late_substeps = simulator.use_late_control(sorted(late))
         if isinstance(spec, Box):
             low = torch.tensor(spec.low, dtype=torch.float32, device=self.device)
             high = torch.tensor(spec.high, dtype=torch.float32, device=self.device)
@@ -487,8 +489,8 @@ class RealisticEnv:
 
         stream = sampling_key("realism", "action_delay", "")
         delay = delays(*self.realism.action_delay, stream)
-        if self._late_substeps is not None:
-            self._late_substeps.copy_(delay % self.realism.parts)
+        if self.late_substeps is not None:
+            self.late_substeps.copy_(delay % self.realism.parts)
             delay = delay // self.realism.parts
         self.action_delays = delay
         """int64 [N], delay of the actions of the current episodes, whole control steps."""

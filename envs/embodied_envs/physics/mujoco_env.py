@@ -310,11 +310,7 @@ class MujocoEnv:
         """
         task, s, physics = self.task, self.s, self.physics
         action = self.to_simulator(action).to(physics.dtype)
-        offsets = self._joint_offsets
-        if offsets is None:
-            ctrl = task.control(s, action)
-        else:
-            ctrl = offsets.true_ctrl(task.control(offsets.measured(s), action))
+        ctrl = self.control(action)
         if self._pushes is not None:
             self._pushes.apply(self._seeds, self._episode, self._elapsed)
         self._advance_physics(ctrl)
@@ -365,6 +361,13 @@ class MujocoEnv:
             success=success,
             task=kind,
         )
+
+    def control(self, action: Tensor) -> Tensor:
+        """Return the ctrl [N, nu] to simulate for an action [N, A] within its bounds."""
+        offsets = self._joint_offsets
+        if offsets is None:
+            return self.task.control(self.s, action)
+        return offsets.true_ctrl(self.task.control(offsets.measured(self.s), action))
 
     def _advance_physics(self, ctrl: Tensor) -> None:
         """Simulate one control step with ctrl [N, nu], which begins late where that is set."""

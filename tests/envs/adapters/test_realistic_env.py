@@ -353,21 +353,32 @@ def test_control_changes_within_the_control_step(stage: str, delay: float, late:
 def test_fractions_are_drawn_in_physics_steps() -> None:
     env: Any = drifter(list(range(800)), [0.2, 1.4], decimation=5)
     env.reset()
-    late = 5 * env.action_delays + env._late_substeps
+    late = 5 * env.action_delays + env.late_substeps
     counts = torch.bincount(late, minlength=8)
     assert counts[0] == 0 and len(counts) == 8 and bool((counts[1:] > 75).all())  # 114 expected
     assert env.env._segments == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]
-    assert int(env._late_substeps.max()) == 4
+    assert int(env.late_substeps.max()) == 4
 
 
 def test_whole_delays_take_the_path_without_fractions() -> None:
     for delay in (1, 1.0, [0, 2], [0.0, 2.0]):
         env: Any = drifter([1, 2], delay)
-        assert env.realism.parts == 1 and env._late_substeps is env.env._late_substeps is None
+        assert env.realism.parts == 1 and env.late_substeps is env.env._late_substeps is None
 
 
 def test_check_env_accepts_fractions() -> None:
     embodied_envs.check_env(lambda seeds: drifter(seeds, [0.2, 1.4]), steps=50)
+
+
+def test_check_env_finds_wrong_fractions() -> None:
+    env: Any = drifter([1, 2], [0.2, 0.9])
+    env.env._segments = [(0, 4)]  # the control does not change within the control step
+    with pytest.raises(EnvError, match=r"physics step \d of step \d does not begin after"):
+        embodied_envs.check_env(env, steps=20)
+    env = drifter([1, 2], [0.2, 0.9])
+    env.late_substeps = env.late_substeps.clone()  # the simulator does not receive them
+    with pytest.raises(EnvError, match=r"physics step \d of step \d does not begin after"):
+        embodied_envs.check_env(env, steps=20)
 
 
 @pytest.mark.parametrize(
