@@ -327,12 +327,13 @@ class DistillationLoss(nn.Module):
         Args:
             rows: Unmasked samples of the complete minibatch.
         """
+        mean_only = self.loss == "mse"
         if self.model.memory_size:
             parameters, log_std = self.model.distribution_of_columns(
-                b.inputs, length=self.config.bptt_length
+                b.inputs, length=self.config.bptt_length, mean_only=mean_only
             )
         else:
-            parameters, log_std = self.model.distribution(b.inputs)
+            parameters, log_std = self.model.distribution(b.inputs, mean_only=mean_only)
         elements = distillation_loss(self.loss, self.model.kind, parameters, log_std, b.action)
         loss = losses.aggregate(elements, b.mask, denominator=rows)
         zeros = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(()))

@@ -142,10 +142,13 @@ class ActorCritic(nn.Module):
         hidden, state = _advance(self.recurrent, joined, inputs, 0, steps)
         return self.trunk.combine(inputs, joined, hidden), state
 
-    def _policy(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (mean, log_std) [B, A], or (logits [B, K], unused)."""
+    def _policy(self, features: Tensor, *, mean_only: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (mean, log_std) [B, A], or (logits [B, K], unused).
+
+        With ``mean_only`` the parameter ``log_std`` is not read, and log_std unused.
+        """
         out = self.policy_head(features)
-        if self.kind == "categorical":
+        if self.kind == "categorical" or (mean_only and self.log_std is not None):
             return out, out
         if self.log_std is None:
             mean, log_std = out.chunk(2, dim=-1)
@@ -292,27 +295,31 @@ class ActorCritic(nn.Module):
         """See ``Policy.value``."""
         return self._value(inputs, None)[0]
 
-    def distribution(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def distribution(
+        self, inputs: dict[str, Any], *, mean_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return (mean, log_std) [B, A], or (logits [B, K], unused), with gradients.
 
         ``kind`` names the distribution; the mean of squashed_gaussian is that before the tanh. The
-        logarithm of a standard deviation that is equal in all states is [A].
+        logarithm of a standard deviation that is equal in all states is [A]. With ``mean_only`` it
+        is not read: compiled code must not read a parameter that is not one of its arguments.
         """
-        return self._policy(self.features(inputs)[0])
+        return self._policy(self.features(inputs)[0], mean_only=mean_only)
 
     def distribution_of_columns(
-        self, inputs: dict[str, Any], *, length: int | None = None
+        self, inputs: dict[str, Any], *, length: int | None = None, mean_only: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return ``distribution`` of sequences, [T, B, ..], with gradients through time.
 
         Args:
             inputs: As for ``distribution``, but [T, B, ..].
             length: As for ``evaluate_columns``.
+            mean_only: As for ``distribution``.
         """
         total, columns = next(tree.leaves(inputs)).shape[:2]
         steps = int(length or total)
         rows = tree.map(lambda x: _cut(x, steps), inputs)
-        params, log_std = self._policy(self.features(rows, steps)[0])
+        params, log_std = self._policy(self.features(rows, steps)[0], mean_only=mean_only)
         joined = _join(params, steps, columns)
         return joined, log_std if log_std.ndim == 1 else _join(log_std, steps, columns)
 

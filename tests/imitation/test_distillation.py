@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import run_helpers
 import torch
 import yaml
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import embodied_ppo
 from embodied_ppo import run
 from embodied_ppo.commands import main
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config, DistillationConfig, ModelConfig
+from embodied_ppo.core import compile
 from embodied_ppo.core.history import ObservationHistory
 from embodied_ppo.core.memory import MEMORY
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, EnvError
@@ -538,3 +540,34 @@ def test_student_with_all_observations_reads_those_of_its_own_options(teacher: P
         assert guided.act(inputs, noise=guided.noise(2)).action.shape == (2, 1)
     finally:
         env.close()
+
+
+class TracedLibrary:
+    """Traces a program as ``compile.Library`` does, and runs it eagerly instead of compiled."""
+
+    def __init__(self, program: Callable[..., Any], example: Sequence[Tensor]) -> None:
+        make_fx(program, tracing_mode="fake")(*(torch.zeros_like(x) for x in example))
+        self.program = program
+
+    def is_compiling(self) -> bool:
+        return False
+
+    def load(self) -> Callable[[list[Tensor]], list[Tensor]]:
+        def function(tensors: list[Tensor]) -> list[Tensor]:
+            results = self.program(*tensors)
+            return [results] if isinstance(results, Tensor) else list(results)
+
+        return function
+
+    def close(self) -> None:
+        pass
+
+
+def test_minibatches_can_be_compiled(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The squared error reads no deviation, whose parameter is no argument of the program."""
+    monkeypatch.setattr(compile, "Library", TracedLibrary)
+    options = {"run_dir": str(tmp_path / "run"), "teacher": str(teacher), "compile": "always"}
+    summary = run.distill(config(TASK, STUDENT, options), quiet=True)
+    assert summary["updates"] == STUDENT["updates"]
