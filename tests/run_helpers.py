@@ -82,6 +82,7 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
         config=embodied.training_env(c),
         device=torch.device("cpu"),
+        model=c.model,
     )
     try:
         policy = embodied.make_policy(c, env)

@@ -88,7 +88,6 @@ def test_config_has_the_values() -> None:
             {"algorithm__lrr": 3},
             r"algorithm.lrr = 3 \(Python call\): no such option; did you mean algorithm.lr",
         ),
-        ({"env": {"num_envs": 8}, "env__num_envs": 4}, r"\(Python call\) are two values of one"),
         ({"env": {"num_env": 3}}, "env.num_env = 3.*did you mean env.num_envs"),
         ({"seed": "three"}, "seed = three.*must be a whole number"),
         ({"experiment": "cart_pole"}, "experiment = cart_pole: no such experiment"),

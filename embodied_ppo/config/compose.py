@@ -224,7 +224,6 @@ def _layers(
 
     loader, name = loader_of(args)
     overrides = parse(lines, loader)
-    _check_repeated(overrides, label)
     groups = {o.key_or_group: o.value() for o in overrides if _is_group(o, loader)}
     stored = None
     if args.command in RESUMABLE and "experiment" not in groups:
@@ -548,28 +547,6 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
     return overrides
 
 
-def _check_repeated(overrides: Sequence[Override], label: str) -> None:
-    """Check that no option is given twice with different values. Raises ConfigError.
-
-    ``loader`` refuses two values under different names of one option.
-    """
-    from embodied_ppo.config.loader import flat
-
-    values: dict[str, Any] = {}
-    for override in overrides:
-        if override.is_delete():
-            continue
-        is_sweep = override.is_sweep_override()
-        written = str(override.input_line).partition("=")[2] if is_sweep else override.value()
-        for path, value in flat({override.key_or_group: written}).items():
-            other = values.setdefault(path, value)
-            if other is not value and other != value:  # nan is not equal to itself
-                raise ConfigError(
-                    f"{path} = {show(other)} and {path} = {show(value)} ({label}) are two"
-                    " values of one option; keep one of them"
-                )
-
-
 def _check_group(group: str, value: Any, loader: ConfigLoaderImpl) -> None:
     """Check that ``group=value`` selects one member. Raises ConfigError or PlacementError."""
     options = loader.get_group_options(group)
@@ -659,7 +636,6 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
 
     loader, name = loader_of(args)
     given = [_parse_line(line, loader) for line in args.overrides]
-    _check_repeated(given, FLAGS)
     lines = ["hydra/job_logging=none", "hydra/hydra_logging=none", *args.overrides]
     GlobalHydra.instance().clear()
     try:

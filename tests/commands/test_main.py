@@ -305,19 +305,10 @@ REFUSALS = [
         "experiment = [hopper, ant] must be one name .. --multirun experiment=hopper,ant",
     ),
     ("train algorithm=[]", "algorithm = [] must be one name, not a list"),
-    # one option twice
-    (
-        "train seed=0 seed=1",
-        "seed = 0 and seed = 1 (command line) are two values of one option; keep one of them",
-    ),
-    ("train env={num_envs:8} env.num_envs=4", "env.num_envs = 8 and env.num_envs = 4 .. keep one"),
-    ("train experiment=hopper experiment=ant", "experiment = hopper and experiment = ant (command"),
     (
         "train algorithm.learning_rate=0.1 algorithm.lr=0.2",
         "algorithm.learning_rate = 0.1 and algorithm.lr = 0.2 (command line) are the same option",
     ),
-    ("evaluate checkpoint=x checkpoint=y", "checkpoint = x and checkpoint = y (command line) are"),
-    ("train --multirun seed=0 seed=1,2", "seed = 0 and seed = 1,2 (command line) are two values"),
     ("train run_dir=", "run_dir = '' (command line) must be text that is not empty, or null"),
     ("train env.id=", "env.id = '' (command line) must be text that is not empty"),
     ("train resume=", "resume = '' (command line) must be text that is not empty, or null"),

@@ -179,7 +179,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.num_threads": (2, {}, "speed only: environments are independent"),
     "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
     "algorithm.micro_batch_size": (4, {}, "memory only"),
-    "algorithm.rollout_micro_batch_size": (3, {}, "memory only"),
+    "algorithm.rollout_micro_batch_size": (2, {}, "memory only"),
     "algorithm.logprob_forward_micro_batch_size": (3, IN_LOSS, "memory only"),
     "model.gradient_checkpointing": (True, VLM, "memory only"),
 }
