@@ -217,13 +217,19 @@ def load(
 def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[str, Any]:
     """Train with resolved options; return the summary. See ``run.train``."""
     from embodied_ppo.config import readers
+    from embodied_ppo.data import dataset_folder
     from embodied_ppo.rewards import graders
     from embodied_ppo.training import trackers
 
     config = loaded.config
-    trackers.check(config)  # before torch is loaded
+    # Before torch is loaded:
+    trackers.check(config)
+    cloning = config.cloning
+    clones = config.mode == readers.mode_of("cloning") and (cloning.steps or cloning.coef)
+    if clones and cloning.dataset is not None and config.resume is None:
+        dataset_folder.check(cloning.dataset)
     if readers.mode_of("reward.grader") == config.mode and config.reward.path is None:
-        graders.check_exists(config.reward.grader)  # before torch is loaded
+        graders.check_exists(config.reward.grader)
     from embodied_ppo import run
 
     return run.train(config, explicit=_explicit(loaded), quiet=quiet, since_s=since_s)

@@ -17,9 +17,13 @@ def run(args: argparse.Namespace) -> None:
     """Clone demonstrations and print the summary."""
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
+    from embodied_ppo.data import dataset_folder
     from embodied_ppo.training import trackers
 
-    trackers.check(loaded.config)  # before torch is loaded
+    # Before torch is loaded:
+    trackers.check(loaded.config)
+    if loaded.config.cloning.dataset is not None:
+        dataset_folder.check(loaded.config.cloning.dataset)
     from embodied_ppo import run
 
     explicit = loaded.deliberate({FLAGS})

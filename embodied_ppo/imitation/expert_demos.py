@@ -22,6 +22,7 @@ from embodied_ppo.config.schema import Config, DemosConfig, EnvConfig
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import EnvError, TrainingError, one_line, show
 from embodied_ppo.core.types import ConfigError, ProgressCallback
+from embodied_ppo.data import dataset_folder
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.data.lerobot_writer import SAFE, Writer
 from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
@@ -288,16 +289,7 @@ def clone(
     """
     c = config.cloning
     folder = demonstrations(config, notice, advance)
-    info = folder / "meta" / "info.json"
-    if not folder.is_dir():
-        raise ConfigError(
-            f"cloning.dataset={folder}: does not exist; record it (embodied-ppo demos), or name"
-            " another"
-        )
-    if not info.is_file():
-        raise ConfigError(
-            f"cloning.dataset={folder}: holds no meta/info.json; name a dataset in LeRobot's layout"
-        )
+    dataset_folder.check(folder)
     weights = policy.state_dict()
     path = compile.cache_folder() / "cloned" / f"{_clone_name(policy, config, folder)}.safetensors"
     losses_file = path.with_suffix(".json")

@@ -905,6 +905,22 @@ def test_help_and_refusals_import_neither_torch_nor_hydra(line: str) -> None:
     assert cpu_of_children() - before < 0.5, "seconds of processor time"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "clone cloning.dataset=.",
+        "train experiment=tabletop_token cloning.dataset=nowhere",
+    ],
+)
+def test_refusals_before_torch_is_loaded(line: str) -> None:
+    code = (
+        f"import sys; from embodied_ppo.commands import main; main.main({line.split()!r});"
+        " print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False" and "cloning.dataset=" in done.stderr
+
+
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--help"]) == 0
     text = capsys.readouterr().out
