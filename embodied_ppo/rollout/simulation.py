@@ -569,7 +569,11 @@ class Rollout:
             self.actions = [actions]
             observations = (tree.map(Tensor.cpu, obs) for obs in (self.obs, state["obs"]))
             if not all(map(torch.equal, *map(tree.leaves, observations))):
-                notice("resume: the simulator is not deterministic; new episodes start")
+                notice(
+                    "resume: the replayed actions lead to other observations (a changed option of"
+                    " env, such as env.realism, or a simulator that is not deterministic); new"
+                    " episodes start"
+                )
                 return self.restart(state["round"])
         self.running = state["running"].clone()
         if self.memory.size:

@@ -340,7 +340,10 @@ def test_a_failed_replay_starts_new_episodes():
     notices: list[str] = []
     env, resumed = rollout([5, 7], [False, True])  # another simulation
     resumed.load_state(r.state(), notice=notices.append)
-    assert notices[1:] == ["resume: the simulator is not deterministic; new episodes start"]
+    assert notices[1:] == [
+        "resume: the replayed actions lead to other observations (a changed option of env, such as"
+        " env.realism, or a simulator that is not deterministic); new episodes start"
+    ]
     assert env.seeds == [env_seeds(0, 5, 2)] * 2
     t, metrics = resumed.collect(5, update=6, version=0)
     assert column(t, 0)[0][:2] == (0, 0)
