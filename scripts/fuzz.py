@@ -482,7 +482,7 @@ def _base(name: str) -> tuple[Any, Any, Any, list[tuple[str, Any]]]:
     args = cli.parse_arguments([command])
     cls = OWN_OPTIONS.get(command, Config)
     defaults = strict.dump(Config()) | strict.dump(cls())
-    nodes = [node for _, node in compose._layers(args, channels, defaults)]
+    nodes = [node for _, node in compose._layers(args, channels, defaults, compose.FLAGS)]
     merged = OmegaConf.merge(OmegaConf.create(defaults if cls is Config else {}), *nodes)
     layers = [(f"{strict.SHIPPED}{name}", merged)]  # one layer: merging all of them takes 40 ms
     return args, compose.loader_of(args)[0], cls, layers
