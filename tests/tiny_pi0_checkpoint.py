@@ -81,8 +81,8 @@ def published_key(key: str) -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with one token per byte, 3 to 258."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """Write a tokenizer with one token per byte, 3 to 258, after a begin of sequence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -90,6 +90,9 @@ def write_tokenizer(folder: Path) -> None:
     words = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     words.decoder = decoders.ByteLevel()  # pyright: ignore
+    words.post_processor = processors.TemplateProcessing(  # pyright: ignore
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
     )

@@ -103,7 +103,7 @@ class Flow(VLAPolicy):
             P].
         """
         delta = 1 / self.steps
-        tau = 1 - k * delta
+        tau = (1 - k.double() * delta).float()  # exactly the published times, as 0.7
         v, log_std = field(x, tau)
         ahead = x - delta * v
         if log_std is not None:

@@ -19,6 +19,7 @@ Source: Black et al. 2024, arXiv 2410.24164.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -154,6 +155,26 @@ def _positions(model: Any, place: Tensor) -> tuple[Tensor, Tensor]:
     return model.rotary_emb(place.new_zeros((), dtype=torch.float32), place)
 
 
+class TimeEncoding(nn.Module):
+    """Sines and cosines of the time of the flow, as openpi and lerobot compute them.
+
+    2 π τ / period reaches 1570, so that float32, which transformers computes with, is exact to 1e-4
+    only.
+    """
+
+    def __init__(self, width: int, periods: tuple[float, float]) -> None:
+        """Take the width of the result, and the shortest and longest period."""
+        super().__init__()
+        self.width, self.periods = width, periods
+
+    def forward(self, tau: Tensor) -> Tensor:
+        """Encode float32 [B] -> float32 [B, width]."""
+        low, high = self.periods
+        ranks = torch.linspace(0, 1, self.width // 2, dtype=torch.float64, device=tau.device)
+        angle = tau.double().unsqueeze(1) * (2 * math.pi / (low * (high / low) ** ranks))
+        return torch.cat((angle.sin(), angle.cos()), dim=1).float()
+
+
 # ---------------------------------------------------------------------------------------- the trunk
 class Trunk(ObservationEncoder):
     """Maps observations to a prefix. ``vlm`` is the part that model.freeze_trunk freezes."""
@@ -190,7 +211,7 @@ class Trunk(ObservationEncoder):
         if published.state is not None and size:
             self.statistics = published.state.first(size, "states")
             self.encoder.moments = None
-        self.vlm = vlm
+        self.vlm, self.antialias = vlm, published.antialias
         self.side = int(vlm.config.vision_config.image_size)
         self.checkpointing = config.gradient_checkpointing
         if self.checkpointing:
@@ -227,7 +248,7 @@ class Trunk(ObservationEncoder):
         if max(h, w) != self.side:
             scale = self.side / max(h, w)
             h, w = (max(1, int(n * scale)) for n in (h, w))
-            x = F.interpolate(x, (h, w), mode="bilinear", antialias=True)
+            x = F.interpolate(x, (h, w), mode="bilinear", antialias=self.antialias)
         x = x / 127.5 - 1
         left, top = (self.side - w) // 2, (self.side - h) // 2
         if (h, w) == (self.side, self.side):
@@ -326,10 +347,11 @@ class PI0(Flow, lora.Adapted):
         body = published.model
         self.trunk = Trunk(obs_spec, body.model.vlm, sizes.max_state_dim, published, config)
         self.embed, self.expert = body.embed_action_time, body.model.dit
+        width = sizes.dit_config.hidden_size
+        self.embed.sinusoid_embeds = TimeEncoding(width, (sizes.min_period, sizes.max_period))
         self.velocity = body.action_out_proj
         self.expert.embed_tokens = None  # never read, 0.26 G parameters
         self.checkpointing = config.gradient_checkpointing
-        width = sizes.dit_config.hidden_size
         self.scale: nn.Module | None = None
         if config.flow_noise == "learned":
             inner = (nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, 64), nn.SiLU())

@@ -2,11 +2,13 @@
 
 ``read`` accepts both kinds of directory. transformers renames weights with lerobot's keys
 (``model.paligemma_with_expert...``). Published weights were not available: everything is tested
-with synthetic directories of the published layout.
+with synthetic directories of the published layout, and against lerobot with random weights
+(``make test-lerobot``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from embodied_ppo.models.checkpoint_files import (
     read_json,
 )
 
+MAX_WORDS = 48
+"""Tokens of a prompt after which lerobot and openpi cut it off."""
 CURE = "name one of π0 (hf download lerobot/pi0_base --local-dir DIR)"
 
 VARIANTS: dict[str, dict[str, int]] = {
@@ -60,6 +64,7 @@ SHARED_FIELDS = (
     "max_period",
 )
 """Fields that the config.json of lerobot and of transformers have in common."""
+UNUSED_HEAD = "unused_head"
 OLD_KEYS = {
     r"paligemma\.language_model\.model\.": "paligemma.model.language_model.",
     r"paligemma\.language_model\.lm_head": "paligemma.lm_head",
@@ -67,6 +72,10 @@ OLD_KEYS = {
     r"paligemma\.multi_modal_projector": "paligemma.model.multi_modal_projector",
 }
 """Keys of lerobot before 0.4 -> later keys, which transformers converts."""
+LANGUAGE_HEAD = r"paligemma\.(language_model\.)?lm_head"
+WORD_EMBEDDINGS = r"paligemma\.(model\.language_model|language_model\.model)\.embed_tokens"
+"""Keys of lerobot. Its first checkpoints hold the tied weights as lm_head, those that lerobot 0.5
+and later wrote hold both, of which only embed_tokens is trained and used."""
 UNSUPPORTED = {
     "pi05": "π0.5, whose expert is another (adaptive norms, the state among the words)",
     "pi0_fast": "π0-FAST, whose actions are tokens",
@@ -126,12 +135,15 @@ class Published:
         tokenize: Sentence -> ids, including begin of sequence and end of line.
         state: Statistics of the state, None: the model uses the robot's units.
         action: Statistics of the actions, None: the model uses the robot's units.
+        antialias: Whether images that are larger than the model's are filtered before they are
+            sampled. lerobot does not.
     """
 
     model: Any
     tokenize: Callable[[str], Sequence[int]]
     state: Statistics | None = None
     action: Statistics | None = None
+    antialias: bool = True
 
 
 def read(folder: str | Path) -> Published:
@@ -142,7 +154,14 @@ def read(folder: str | Path) -> Published:
     """
     folder = Path(folder)
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}", CURE)
-    return Published(_model(folder, raw), _tokenizer(folder), *statistics(folder, raw))
+    lerobot = raw.get("type") == "pi0"
+    words = int(raw.get("tokenizer_max_length") or MAX_WORDS)
+    return Published(
+        _model(folder, raw),
+        _tokenizer(folder, words, clean=not lerobot),
+        *statistics(folder, raw),
+        antialias=not lerobot,
+    )
 
 
 # ------------------------------------------------------------------------------------ configuration
@@ -206,10 +225,14 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
-            key_mapping=OLD_KEYS,
+            key_mapping=_renamed_keys(folder),
             **LOCAL_WEIGHTS,
         )
-    unknown = [name for name in loading_info["unexpected_keys"] if "normalize_" not in name]
+    unknown = [
+        name
+        for name in loading_info["unexpected_keys"]
+        if "normalize_" not in name and UNUSED_HEAD not in name
+    ]
     for problem, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
         if names:
             raise ConfigError(
@@ -217,6 +240,22 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
                 " in all); they are of another model"
             )
     return model
+
+
+def _renamed_keys(folder: Path) -> dict[str, str]:
+    """Return patterns of keys -> new keys, which transformers converts."""
+    from safetensors import SafetensorError, safe_open
+
+    keys: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as f:
+                keys |= set(f.keys())
+        except (SafetensorError, OSError):
+            return OLD_KEYS  # transformers reports the damage
+    if any(re.search(WORD_EMBEDDINGS, key) for key in keys):
+        return {LANGUAGE_HEAD: UNUSED_HEAD} | OLD_KEYS
+    return OLD_KEYS
 
 
 def _transformers() -> Any:
@@ -227,17 +266,27 @@ def _transformers() -> Any:
 class PromptTokenizer:
     """Tokenizer in π0's format: begin of sequence, sentence, end of line."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, words: int, *, clean: bool) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: PaliGemma's.
+            words: Length after which a prompt is cut off.
+            clean: Replace underscores and ends of lines in the sentence, as openpi; lerobot does
+                not.
+        """
+        self.tokenizer, self.words, self.clean = tokenizer, words, clean
 
     def __call__(self, sentence: str) -> list[int]:
-        cleaned = sentence.strip().replace("_", " ").replace("\n", " ")  # as openpi
-        ids = self.tokenizer(cleaned + "\n", add_special_tokens=False).input_ids
-        return [self.tokenizer.bos_token_id, *ids]
+        if self.clean:
+            sentence = sentence.strip().replace("_", " ").replace("\n", " ")
+        sentence = sentence.removesuffix("\n") + "\n"
+        ids = self.tokenizer(sentence, add_special_tokens=False).input_ids
+        return [self.tokenizer.bos_token_id, *ids][: self.words]
 
 
-def _tokenizer(folder: Path) -> PromptTokenizer:
-    """Load the tokenizer."""
+def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
+    """Load the tokenizer; see ``PromptTokenizer``."""
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in files):
         raise ConfigError(
@@ -254,7 +303,7 @@ def _tokenizer(folder: Path) -> PromptTokenizer:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"
         )
-    return PromptTokenizer(tokenizer)
+    return PromptTokenizer(tokenizer, words, clean=clean)
 
 
 # --------------------------------------------------------------------------------------- statistics

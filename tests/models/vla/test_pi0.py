@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,7 @@ from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete, ObsSpec
 from embodied_ppo.models.vla import pi0_files
-from embodied_ppo.models.vla.pi0 import FROZEN_ROWS, KEPT, KEYS, PI0
+from embodied_ppo.models.vla.pi0 import FROZEN_ROWS, KEPT, KEYS, PI0, TimeEncoding
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
 
@@ -270,6 +271,8 @@ def test_flow_agrees_with_transformers(key_heads: int, tmp_path: Path) -> None:
     """Compare a complete chain, and a single velocity with its gradient."""
     policy = make(write_checkpoint(tmp_path, key_heads=key_heads), flow_steps=5)
     reference = tiny_model(key_heads=key_heads)
+    # transformers encodes the time in float32, openpi in float64.
+    reference.embed_action_time.sinusoid_embeds = policy.embed.sinusoid_embeds
     obs, K = observations(), 2
     inputs = policy.encode(obs)
     pixels = torch.stack([policy.trunk.pixels(inputs[name]) for name in ("front", "wrist")], dim=1)
@@ -498,6 +501,55 @@ def test_transformers_and_old_lerobot_layouts(layout: str, folder: Path, tmp_pat
     state = pi0_files.read(other).model.state_dict()
     assert state.keys() == expected.state_dict().keys()
     assert all(torch.equal(x, expected.state_dict()[name]) for name, x in state.items())
+
+
+def test_embeddings_are_read_where_a_head_is_present(folder: Path, tmp_path: Path) -> None:
+    """lerobot 0.5 and later write both; the head was not trained and is not used."""
+    other = write_checkpoint(tmp_path / "tiny")
+    tensors = load_file(other / "model.safetensors")
+    prefix = "model.paligemma_with_expert.paligemma"
+    head = tensors[f"{prefix}.lm_head.weight"]
+    trained = {f"{prefix}.model.language_model.embed_tokens.weight": head + 1}
+    save_file(tensors | trained, other / "model.safetensors")
+    embeddings = pi0_files.read(other).model.model.vlm.language_model.embed_tokens.weight
+    assert torch.equal(embeddings, head + 1)
+
+
+def test_prompts_of_the_layouts(folder: Path, tmp_path: Path) -> None:
+    """openpi replaces underscores, lerobot does not; both end with one end of line, at most 48."""
+    tokenizer = pi0_files.read(folder).tokenize.tokenizer
+    for clean, text in ((True, "take it a b"), (False, " take_it\na_b")):
+        tokenize = pi0_files.PromptTokenizer(tokenizer, 48, clean=clean)
+        ids = tokenize(" take_it\na_b\n")
+        assert tokenizer.decode(ids) == f"<bos>{text}\n" and tokenize("x\n") == tokenize("x")
+        assert len(tokenize(99 * "x")) == 48 and tokenize(99 * "x")[0] == ids[0]
+
+
+def test_lerobot_directories_are_read_as_lerobot_does(folder: Path, tmp_path: Path) -> None:
+    """Larger images are sampled without a filter; prompts keep their underscores."""
+    sizes = pi0_files.read_config(json.loads((folder / "config.json").read_text()), folder)
+    other = write_checkpoint(tmp_path / "tiny")
+    raw = {"type": "pi0", "tokenizer_max_length": 9}
+    (other / "config.json").write_text(json.dumps(raw))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pi0_files, "read_config", lambda *_: sizes)
+        policy, filtered = make(other), make(folder)
+        published = pi0_files.read(other)
+    assert not published.antialias and len(published.tokenize(99 * "x")) == 9
+    stripes = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    stripes[..., ::2] = 255
+    assert not torch.equal(policy.trunk.pixels(stripes), filtered.trunk.pixels(stripes))
+    # With a factor of two, the sample lies between two columns.
+    assert policy.trunk.pixels(stripes).abs().max() < 1e-6
+
+
+def test_times_are_encoded_in_float64() -> None:
+    """At τ = 0.7 the fastest angle is 2 π 0.7 / 0.004 = 350 π: sin 0, cos 1."""
+    tau = torch.tensor([0.7], dtype=torch.float64).float()
+    code = TimeEncoding(4, (4e-3, 4.0))(tau)
+    exact = 2 * math.pi * float(tau) / torch.tensor([4e-3, 4.0], dtype=torch.float64)
+    assert code.dtype == torch.float32
+    assert (code - torch.cat((exact.sin(), exact.cos())).float()).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
