@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero test-vllm test-trackers check bench docs build clean
+.PHONY: help train test test-mjlab test-libero test-lerobot test-vllm test-trackers check bench docs build clean
 
 ARGS ?=
 JOBS ?= 2
@@ -34,6 +34,10 @@ test-mjlab: .venv-mjlab/ready ## run the tests with mjlab in a separate environm
 
 test-libero: .venv-libero/ready ## run the tests with LIBERO; LIBERO_ASSETS=FOLDER: its scenes
 	$(TEST_ENV) .venv-libero/bin/python -m pytest -q tests/extras/test_libero.py $(ARGS)
+
+test-lerobot: .venv/dev .venv-lerobot/ready ## compare with lerobot's policies, in its own environment (5 GB)
+	$(TEST_ENV) LEROBOT_PYTHON=.venv-lerobot/bin/python \
+		$(BIN)/python -m pytest -q -rP tests/extras/test_lerobot.py $(ARGS)
 
 test-vllm: ## run the tests with vLLM in your environment: VLLM_PYTHON=/path/to/python
 	$(TEST_ENV) PYTHONPATH=. $(VLLM_PYTHON) -m pytest -q tests/extras/test_vllm.py $(ARGS)
@@ -102,6 +106,20 @@ endef
 		"$$(.venv-trackers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 	.venv-trackers/bin/python -m pip --disable-pip-version-check install \
 		-c scripts/constraints.txt -e '.[wandb,mlflow]'
+	@touch $@
+
+# lerobot needs Python 3.12 or later and versions of its own: our code is not installed there.
+LEROBOT_BASE ?= $(shell for python in python3.12 python3.13; do \
+	"$$python" -c '' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
+.venv-lerobot/ready: scripts/constraints-lerobot.txt
+	@[ -n "$(LEROBOT_BASE)" ] || { \
+		echo "make: no Python 3.12 or 3.13 on the path, which lerobot needs; elsewhere:" \
+			"make LEROBOT_BASE=/path/to/python3.12 test-lerobot" >&2; \
+		exit 1; \
+	}
+	"$(LEROBOT_BASE)" -m venv --clear .venv-lerobot
+	.venv-lerobot/bin/python -m pip --disable-pip-version-check install \
+		-c scripts/constraints-lerobot.txt 'lerobot[pi,smolvla]'
 	@touch $@
 
 # torchvision is installed as a dependency; its wheel does not match torch, and no code here needs

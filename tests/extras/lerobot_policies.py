@@ -1,0 +1,151 @@
+"""Program for the Python of ``make test-lerobot``: write small policies of lerobot and run them.
+
+    python lerobot_policies.py pi0 FOLDER
+
+FOLDER holds
+
+* ``inputs.safetensors``: observations (images uint8 [B, 3, h, w] by name, ``state`` [B, n]),
+  ``noise`` [B, H, P], and the statistics of states and actions,
+* ``tasks.json``, the sentences,
+* ``options.json``, fields of lerobot's configuration,
+* ``tokenizer/``.
+
+The policy is written to ``FOLDER/policy`` by lerobot's own ``save_pretrained`` and read by its
+``from_pretrained``; its actions are in ``FOLDER/actions.safetensors``.
+
+This file imports lerobot and nothing of this repository.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.configs.types import FeatureType, PolicyFeature  # pyright: ignore
+from lerobot.policies.factory import make_pre_post_processors  # pyright: ignore
+from lerobot.policies.pi0 import configuration_pi0, modeling_pi0  # pyright: ignore
+from lerobot.processor import tokenizer_processor  # pyright: ignore
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+VOCABULARY = 300
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Replace all weights by random ones that are large enough for every part to have an effect."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+
+
+def small_gemma(variant: str) -> Any:
+    """Return sizes of a small Gemma in the place of lerobot's fixed ones."""
+    width = {"gemma_2b": 64, "gemma_300m": 32}[variant]
+    return modeling_pi0.GemmaConfig(
+        width=width, depth=2, mlp_dim=2 * width, num_heads=8, num_kv_heads=1, head_dim=8
+    )
+
+
+def shrink_pi0() -> None:
+    """Let lerobot construct small networks: its sizes are constants."""
+    modeling_pi0.get_gemma_config = small_gemma
+    paligemma = modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma
+    gemma = modeling_pi0.PiGemmaForCausalLM
+
+    def small_paligemma(config: Any) -> Any:
+        config.text_config.vocab_size = VOCABULARY
+        vision = config.vision_config
+        vision.hidden_size, vision.intermediate_size, vision.patch_size = 32, 64, 8
+        vision.num_hidden_layers, vision.num_attention_heads = 2, 2
+        vision.projection_dim = config.text_config.hidden_size
+        return paligemma(config=config)
+
+    def small_expert(config: Any) -> Any:
+        config.vocab_size = VOCABULARY
+        return gemma(config=config)
+
+    modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma = small_paligemma
+    modeling_pi0.PiGemmaForCausalLM = small_expert
+
+
+def features(inputs: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return lerobot's input and output features of the observations."""
+    observed = {
+        f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, tuple(x.shape[1:]))
+        for name, x in inputs.items()
+        if x.dtype == torch.uint8
+    }
+    state = PolicyFeature(FeatureType.STATE, tuple(inputs["state"].shape[1:]))
+    action = PolicyFeature(FeatureType.ACTION, tuple(inputs["action.mean"].shape))
+    return observed | {"observation.state": state}, {"action": action}
+
+
+def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> None:
+    """Write a policy of random weights, read it back and write its actions.
+
+    Args:
+        folder: See the module.
+        config: lerobot's configuration.
+        policy_class: lerobot's class of the policy.
+        unused: Part of the name of weights to remove from the file before it is read.
+    """
+    inputs = load_file(folder / "inputs.safetensors")
+    tasks = json.loads((folder / "tasks.json").read_text())
+    # The processors name a tokenizer of the hub.
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer_processor.AutoTokenizer = type(
+        "Local", (), {"from_pretrained": staticmethod(lambda *_, **__: tokenizer)}
+    )
+    statistics = {
+        feature: {kind: inputs[f"{name}.{kind}"] for kind in ("mean", "std")}
+        for feature, name in (("observation.state", "state"), ("action", "action"))
+    }
+    preprocess, postprocess = make_pre_post_processors(config, dataset_stats=statistics)
+    policy = policy_class(config)
+    randomize(policy, seed=1)
+    out = folder / "policy"
+    for part in (policy, preprocess, postprocess):
+        part.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    if unused is not None:
+        weights = load_file(out / "model.safetensors")
+        remaining = {name: x for name, x in weights.items() if unused not in name}
+        assert len(remaining) == len(weights) - 1, sorted(weights)
+        save_file(remaining, out / "model.safetensors")
+    policy = policy_class.from_pretrained(out)
+    batch: dict[str, Any] = {
+        f"observation.images.{name}": x.float() / 255
+        for name, x in inputs.items()
+        if x.dtype == torch.uint8
+    }
+    batch |= {"observation.state": inputs["state"], "task": tasks}
+    actions = policy.predict_action_chunk(preprocess(batch), noise=inputs["noise"])
+    save_file(
+        {"action": postprocess(actions).float().contiguous()},
+        folder / "actions.safetensors",
+    )
+
+
+def main() -> None:
+    """Run the family of the first argument."""
+    folder = Path(sys.argv[2])
+    torch.manual_seed(0)
+    observed, actions = features(load_file(folder / "inputs.safetensors"))
+    options = json.loads((folder / "options.json").read_text())
+    unused = options.pop("unused", None)
+    common = {"input_features": observed, "output_features": actions, "device": "cpu"} | options
+    if sys.argv[1] == "pi0":
+        shrink_pi0()
+        config = configuration_pi0.PI0Config(image_resolution=(16, 16), **common)
+        run(folder, config, modeling_pi0.PI0Policy, unused)
+    else:
+        raise SystemExit(f"unknown family {sys.argv[1]}")
+
+
+if __name__ == "__main__":
+    main()

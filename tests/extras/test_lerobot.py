@@ -1,0 +1,121 @@
+"""Parity with lerobot: the same random weights, written by lerobot, and the same observations.
+
+lerobot needs Python 3.12 and other versions of transformers and torch. It therefore runs in a
+process and an environment of its own: ``make test-lerobot``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_pi0_checkpoint import write_tokenizer
+from torch import Tensor
+from vla_policy_checks import random_observations
+
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core.types import ArraySpec, Box, ObsSpec
+from embodied_ppo.models.vla import pi0_files
+from embodied_ppo.models.vla.pi0 import PI0
+
+PYTHON = os.environ.get("LEROBOT_PYTHON", "")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="LEROBOT_PYTHON names no Python with lerobot: make test-lerobot"
+)
+
+B, H, N, A, STATE = 3, 6, 8, 4, 5
+"""Rows, actions of the model's horizon, its padded dimensions, action dimensions, numbers of a
+state.
+"""
+SPEC: ObsSpec = {
+    "state": ArraySpec((STATE,)),
+    "front": ArraySpec((3, 24, 32), torch.uint8),
+    "wrist": ArraySpec((3, 16, 16), torch.uint8),
+    "instruction": ArraySpec((), torch.int64),
+}
+TASKS = ("push the red_block", "reach the blue block, please", "lift it " + 9 * "very very ")
+
+
+def write_inputs(folder: Path, **options: Any) -> dict[str, Tensor]:
+    """Write observations of the tasks and return them in our layout."""
+    obs = random_observations(SPEC, B, seed=0) | {"instruction": torch.arange(B)}
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(H, N, generator=generator).expand(B, H, N)
+    statistics = {
+        f"{name}.{kind}": torch.rand(size, generator=generator) + (0.2 if kind == "std" else -0.5)
+        for name, size in (("state", STATE), ("action", A))
+        for kind in ("mean", "std")
+    }
+    observed = {name: x for name, x in obs.items() if name != "instruction"}
+    folder.mkdir(parents=True)
+    save_file(observed | statistics | {"noise": noise.contiguous()}, folder / "inputs.safetensors")
+    (folder / "tasks.json").write_text(json.dumps(TASKS))
+    (folder / "options.json").write_text(json.dumps(options))
+    write_tokenizer(folder / "tokenizer")
+    return obs | {"noise": noise}
+
+
+def run_lerobot(family: str, folder: Path) -> Tensor:
+    """Let lerobot write the policy's directory and return its actions [B, H, A]."""
+    program = Path(__file__).with_name("lerobot_policies.py")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [PYTHON, str(program), family, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_file(folder / "actions.safetensors")["action"]
+
+
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the named variants the sizes that ``lerobot_policies`` gives them."""
+    gemma = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1}
+    monkeypatch.setattr(
+        pi0_files, "GEMMA", pi0_files.GEMMA | gemma | {"head_dim": 8, "vocab_size": 300}
+    )
+    widths = {"gemma_2b": 64, "gemma_300m": 32}
+    variants = {k: {"hidden_size": n, "intermediate_size": 2 * n} for k, n in widths.items()}
+    monkeypatch.setattr(pi0_files, "VARIANTS", variants)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    monkeypatch.setattr(pi0_files, "SIGLIP", pi0_files.SIGLIP | vision)
+
+
+def our_actions(folder: Path, obs: dict[str, Tensor], **options: Any) -> Tensor:
+    """Return the actions of our policy for the same noise, [B, H, A]."""
+    config = ModelConfig(policy="flow", checkpoint=str(folder), flow_steps=10, **options)
+    box = Box((-1.0,) * (H * A), (1.0,) * (H * A))
+    policy = PI0(SPEC, box, config, chunk=H, sentences=TASKS, mapping="clip")
+    policy.initial_noise.copy_(obs["noise"][0])
+    inputs = policy.encode({name: x for name, x in obs.items() if name != "noise"})
+    return policy.act(inputs).action.view(B, H, A)
+
+
+PI0_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "both embed_tokens and lm_head": ({}, {}, 1e-5),
+    "lm_head only": ({"unused": "paligemma.model.language_model.embed_tokens"}, {}, 1e-5),
+    "bfloat16": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, 1e-2),
+}
+"""Options of lerobot, options of ours, and tolerance relative to the largest action."""
+
+
+@pytest.mark.parametrize("case", PI0_CASES)
+def test_pi0(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours, tolerance = PI0_CASES[case]
+    sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
+    obs = write_inputs(tmp_path / "run", **sizes, **theirs)
+    expected = run_lerobot("pi0", tmp_path / "run")
+    small_sizes(monkeypatch)
+    actions = our_actions(tmp_path / "run" / "policy", obs, **ours)
+    difference = float((actions - expected).abs().max() / expected.abs().max())
+    print(f"pi0, {case}: largest difference {difference:.2g}")
+    assert expected.std() > 0.1 and difference < tolerance
