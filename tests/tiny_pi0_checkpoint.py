@@ -10,6 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from embodied_ppo.models.vla import pi05_model
+
+QUANTILES = {"STATE": "QUANTILES", "ACTION": "QUANTILES"}
+"""lerobot's normalization_mapping of π0.5."""
+
 
 def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
     """Return transformers' PI0Config with images of 16 x 16 pixels and 6 actions per chunk.
@@ -50,13 +55,14 @@ def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
     )
 
 
-def tiny_model(seed: int = 0, **fields: Any) -> Any:
+def tiny_model(seed: int = 0, *, kind: str = "pi0", **fields: Any) -> Any:
     """Return a model with larger weights than initial ones, so that every part has an effect."""
     from transformers import PI0ForConditionalGeneration
 
+    model_class = PI0ForConditionalGeneration if kind == "pi0" else pi05_model.model_class()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = PI0ForConditionalGeneration(tiny_config(**fields))
+        model = model_class(tiny_config(**fields))
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1 * torch.randn_like(p))
@@ -100,16 +106,33 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_checkpoint(
-    folder: Path, *, statistics: dict[str, Tensor] | None = None, seed: int = 0, **fields: Any
+    folder: Path,
+    *,
+    statistics: dict[str, Tensor] | None = None,
+    seed: int = 0,
+    kind: str = "pi0",
+    **fields: Any,
 ) -> Path:
-    """Write a checkpoint; ``statistics`` are the normaliser's tensors by lerobot's names."""
+    """Write a checkpoint.
+
+    Args:
+        folder: Created if necessary.
+        statistics: The normaliser's tensors by lerobot's names.
+        seed: Of the weights.
+        kind: One of pi0_files.KINDS.
+        **fields: Fields of transformers' PI0Config.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model = tiny_model(seed, **fields)
+    model = tiny_model(seed, kind=kind, **fields)
     save_file(
         {published_key(k): x.contiguous() for k, x in model.state_dict().items()},
         folder / "model.safetensors",
     )
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    config = model.config.to_dict()
+    if kind == "pi05":
+        config |= {"type": "pi05", "normalization_mapping": QUANTILES}
+        del config["model_type"]
+    (folder / "config.json").write_text(json.dumps(config, default=str))
     write_tokenizer(folder)
     if statistics:
         save_file(

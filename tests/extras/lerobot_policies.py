@@ -1,6 +1,6 @@
 """Program for the Python of ``make test-lerobot``: write small policies of lerobot and run them.
 
-    python lerobot_policies.py pi0 FOLDER
+    python lerobot_policies.py pi0|pi05 FOLDER
 
 FOLDER holds
 
@@ -27,12 +27,15 @@ import torch
 from lerobot.configs.types import FeatureType, PolicyFeature  # pyright: ignore
 from lerobot.policies.factory import make_pre_post_processors  # pyright: ignore
 from lerobot.policies.pi0 import configuration_pi0, modeling_pi0  # pyright: ignore
+from lerobot.policies.pi05 import configuration_pi05, modeling_pi05  # pyright: ignore
 from lerobot.processor import tokenizer_processor  # pyright: ignore
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
 VOCABULARY = 300
+KINDS = ("mean", "std", "q01", "q99")
+"""Statistics of each number of states and actions."""
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
@@ -43,19 +46,18 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
 
 
-def small_gemma(variant: str) -> Any:
-    """Return sizes of a small Gemma in the place of lerobot's fixed ones."""
-    width = {"gemma_2b": 64, "gemma_300m": 32}[variant]
-    return modeling_pi0.GemmaConfig(
-        width=width, depth=2, mlp_dim=2 * width, num_heads=8, num_kv_heads=1, head_dim=8
-    )
+def shrink(modeling: Any) -> None:
+    """Let a module of lerobot construct small networks: its sizes are constants."""
 
+    def small_gemma(variant: str) -> Any:
+        width = {"gemma_2b": 64, "gemma_300m": 32}[variant]
+        return modeling.GemmaConfig(
+            width=width, depth=2, mlp_dim=2 * width, num_heads=8, num_kv_heads=1, head_dim=8
+        )
 
-def shrink_pi0() -> None:
-    """Let lerobot construct small networks: its sizes are constants."""
-    modeling_pi0.get_gemma_config = small_gemma
-    paligemma = modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma
-    gemma = modeling_pi0.PiGemmaForCausalLM
+    modeling.get_gemma_config = small_gemma
+    paligemma = modeling.PaliGemmaForConditionalGenerationWithPiGemma
+    gemma = modeling.PiGemmaForCausalLM
 
     def small_paligemma(config: Any) -> Any:
         config.text_config.vocab_size = VOCABULARY
@@ -69,8 +71,8 @@ def shrink_pi0() -> None:
         config.vocab_size = VOCABULARY
         return gemma(config=config)
 
-    modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma = small_paligemma
-    modeling_pi0.PiGemmaForCausalLM = small_expert
+    modeling.PaliGemmaForConditionalGenerationWithPiGemma = small_paligemma
+    modeling.PiGemmaForCausalLM = small_expert
 
 
 def features(inputs: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,7 +104,7 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         "Local", (), {"from_pretrained": staticmethod(lambda *_, **__: tokenizer)}
     )
     statistics = {
-        feature: {kind: inputs[f"{name}.{kind}"] for kind in ("mean", "std")}
+        feature: {kind: inputs[f"{name}.{kind}"] for kind in KINDS}
         for feature, name in (("observation.state", "state"), ("action", "action"))
     }
     preprocess, postprocess = make_pre_post_processors(config, dataset_stats=statistics)
@@ -140,9 +142,13 @@ def main() -> None:
     unused = options.pop("unused", None)
     common = {"input_features": observed, "output_features": actions, "device": "cpu"} | options
     if sys.argv[1] == "pi0":
-        shrink_pi0()
+        shrink(modeling_pi0)
         config = configuration_pi0.PI0Config(image_resolution=(16, 16), **common)
         run(folder, config, modeling_pi0.PI0Policy, unused)
+    elif sys.argv[1] == "pi05":
+        shrink(modeling_pi05)
+        config = configuration_pi05.PI05Config(image_resolution=(16, 16), **common)
+        run(folder, config, modeling_pi05.PI05Policy, unused)
     else:
         raise SystemExit(f"unknown family {sys.argv[1]}")
 

@@ -23,6 +23,7 @@ from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec, Box, ObsSpec
 from embodied_ppo.models.vla import pi0_files
 from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.modes.embodied.components import FLOW_FAMILIES
 
 PYTHON = os.environ.get("LEROBOT_PYTHON", "")
 pytestmark = pytest.mark.skipif(
@@ -52,6 +53,9 @@ def write_inputs(folder: Path, **options: Any) -> dict[str, Tensor]:
         for name, size in (("state", STATE), ("action", A))
         for kind in ("mean", "std")
     }
+    for name, size in (("state", STATE), ("action", A)):
+        statistics[f"{name}.q01"] = torch.rand(size, generator=generator) - 1
+        statistics[f"{name}.q99"] = torch.rand(size, generator=generator) + 0.5
     observed = {name: x for name, x in obs.items() if name != "instruction"}
     folder.mkdir(parents=True)
     save_file(observed | statistics | {"noise": noise.contiguous()}, folder / "inputs.safetensors")
@@ -90,17 +94,19 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pi0_files, "SIGLIP", pi0_files.SIGLIP | vision)
 
 
-def our_actions(folder: Path, obs: dict[str, Tensor], **options: Any) -> Tensor:
+def our_actions(
+    folder: Path, obs: dict[str, Tensor], policy_class: type[PI0] = PI0, **options: Any
+) -> Tensor:
     """Return the actions of our policy for the same noise, [B, H, A]."""
     config = ModelConfig(policy="flow", checkpoint=str(folder), flow_steps=10, **options)
     box = Box((-1.0,) * (H * A), (1.0,) * (H * A))
-    policy = PI0(SPEC, box, config, chunk=H, sentences=TASKS, mapping="clip")
+    policy = policy_class(SPEC, box, config, chunk=H, sentences=TASKS, mapping="clip")
     policy.initial_noise.copy_(obs["noise"][0])
     inputs = policy.encode({name: x for name, x in obs.items() if name != "noise"})
     return policy.act(inputs).action.view(B, H, A)
 
 
-PI0_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "both embed_tokens and lm_head": ({}, {}, 1e-5),
     "lm_head only": ({"unused": "paligemma.model.language_model.embed_tokens"}, {}, 1e-5),
     "bfloat16": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, 1e-2),
@@ -108,14 +114,18 @@ PI0_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 """Options of lerobot, options of ours, and tolerance relative to the largest action."""
 
 
-@pytest.mark.parametrize("case", PI0_CASES)
-def test_pi0(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours, tolerance = PI0_CASES[case]
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FLOW_FAMILIES)
+def test_flow_policy(
+    family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours, tolerance = CASES[case]
     sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
     obs = write_inputs(tmp_path / "run", **sizes, **theirs)
-    expected = run_lerobot("pi0", tmp_path / "run")
+    expected = run_lerobot(family, tmp_path / "run")
     small_sizes(monkeypatch)
-    actions = our_actions(tmp_path / "run" / "policy", obs, **ours)
+    folder = tmp_path / "run" / "policy"
+    actions = our_actions(folder, obs, FLOW_FAMILIES[family], **ours)
     difference = float((actions - expected).abs().max() / expected.abs().max())
-    print(f"pi0, {case}: largest difference {difference:.2g}")
+    print(f"{family}, {case}: largest difference {difference:.2g}")
     assert expected.std() > 0.1 and difference < tolerance

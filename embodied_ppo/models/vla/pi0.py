@@ -88,21 +88,23 @@ def block(
     rotation: tuple[Tensor, Tensor],
     visible: Tensor,
     past: tuple[Tensor, Tensor] | None = None,
+    condition: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run one Gemma layer.
 
     Args:
-        layer: Layer of transformers' Gemma.
+        layer: Layer of transformers' Gemma. With ``condition`` its norms are ``pi05.AdaptiveNorm``.
         x: [B, Q, D'].
         rotation: cos and sin of the rotary positions.
         visible: bool [B, 1, 1 or n Q, P + Q], keys that each query attends to, see ``_grouped``.
         past: Keys and values of earlier tokens, see ``_append``.
+        condition: [B, D'] of the adaptive norms of π0.5; None: the layer has usual norms.
 
     Returns:
         Outputs [B, Q, D'], and the layer's own keys and values [B, G, Q, d].
     """
     a = layer.self_attn
-    h = layer.input_layernorm(x)
+    h, gate = normalized(layer.input_layernorm, x, condition)
     q, k, v = (
         x.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
         for x in lora.project((a.q_proj, a.k_proj, a.v_proj), h)
@@ -116,8 +118,21 @@ def block(
         _grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
     )
     h = h.reshape(q.shape)
-    x = x + a.o_proj(h.transpose(1, 2).flatten(2))
-    return x + gated_mlp(layer.mlp, layer.post_attention_layernorm(x)), k, v
+    x = x + _gated(gate, a.o_proj(h.transpose(1, 2).flatten(2)))
+    h, gate = normalized(layer.post_attention_layernorm, x, condition)
+    return x + _gated(gate, gated_mlp(layer.mlp, h)), k, v
+
+
+def normalized(
+    norm: nn.Module, x: Tensor, condition: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return x [B, Q, D'] normalised, and the factor of the branch that reads it, None: 1."""
+    return (norm(x), None) if condition is None else norm(x, condition)
+
+
+def _gated(gate: Tensor | None, x: Tensor) -> Tensor:
+    """Return gate x, the part of a residual branch."""
+    return x if gate is None else gate * x
 
 
 def _append(past: Tensor, new: Tensor, length: int) -> Tensor:
@@ -287,6 +302,10 @@ class PI0(Flow, lora.Adapted):
     only.
     """
 
+    trunk_class: type[Trunk] = Trunk
+    state_tokens = 1
+    """Tokens of the state before the noisy actions, which do not attend to the actions."""
+
     def __init__(
         self,
         obs_spec: ObsSpec,
@@ -345,7 +364,9 @@ class PI0(Flow, lora.Adapted):
         _check_sizes(sizes, label)
         self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
         body = published.model
-        self.trunk = Trunk(obs_spec, body.model.vlm, sizes.max_state_dim, published, config)
+        self.trunk = self.trunk_class(
+            obs_spec, body.model.vlm, sizes.max_state_dim, published, config
+        )
         self.embed, self.expert = body.embed_action_time, body.model.dit
         width = sizes.dit_config.hidden_size
         self.embed.sinusoid_embeds = TimeEncoding(width, (sizes.min_period, sizes.max_period))
@@ -417,10 +438,14 @@ class PI0(Flow, lora.Adapted):
         text = self.trunk.vlm.config.text_config
         vision = self.trunk.vlm.config.vision_config
         visual_tokens = len(self.trunk.names) * (self.trunk.side // vision.patch_size) ** 2
-        tokens = visual_tokens + self.trunk.table.shape[1]
+        tokens = visual_tokens + self.prompt_tokens()
         numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
         each = numbers * self.dtype.itemsize
         return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.state_size
+
+    def prompt_tokens(self) -> int:
+        """Return the words of the longest prompt."""
+        return self.trunk.table.shape[1]
 
     def max_kept_rows(self) -> int:
         """Return the number of prefixes that fit into their share of the device's memory."""
@@ -505,11 +530,12 @@ class PI0(Flow, lora.Adapted):
     def field(self, context: Prefix) -> Field:
         """Return the velocity field; each evaluation runs the expert once."""
         model: Any = self.expert
-        valid, size = context.valid, 1 + self.horizon
+        valid, states = context.valid, self.state_tokens
+        size = states + self.horizon
         place = valid.sum(1, keepdim=True) + torch.arange(size, device=valid.device)
         rotation = _positions(model, place)
         own = torch.ones(size, size, dtype=torch.bool, device=place.device)
-        own[0, 1:] = False  # the state attends to no action
+        own[:states, states:] = False
         rows = len(valid)
         keys = valid[:, None].expand(rows, size, -1)
         sharing = model.config.num_attention_heads // model.config.num_key_value_heads
@@ -523,14 +549,24 @@ class PI0(Flow, lora.Adapted):
 
         def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
             with lora.autocast(self.device, self.dtype):
-                h = self.embed(context.state, x, tau)
+                h, condition = self.embed_actions(context, x, tau)
                 for layer, kv in zip(model.layers, past, strict=True):
-                    h, _, _ = _run_layer(self.checkpointing, layer, h, rotation, mask, kv)
-                h = model.norm(h[:, 1:])
+                    h, _, _ = _run_layer(
+                        self.checkpointing, layer, h, rotation, mask, kv, condition
+                    )
+                h, _ = normalized(model.norm, h[:, states:], condition)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
 
         return flow
+
+    def embed_actions(
+        self, context: Prefix, x: Tensor, tau: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the expert's inputs [B, tokens, D'] of latents x [B, H, N] at times tau [B], and
+        the condition of its norms.
+        """
+        return self.embed(context.state, x, tau), None
 
     def value_of(self, context: Prefix) -> Tensor:
         """See ``VLAPolicy.value_of``."""

@@ -76,8 +76,11 @@ LANGUAGE_HEAD = r"paligemma\.(language_model\.)?lm_head"
 WORD_EMBEDDINGS = r"paligemma\.(model\.language_model|language_model\.model)\.embed_tokens"
 """Keys of lerobot. Its first checkpoints hold the tied weights as lm_head, those that lerobot 0.5
 and later wrote hold both, of which only embed_tokens is trained and used."""
+ADAPTIVE_KEYS = {r"^(model\.)?time_mlp_": "embed_action_time.time_mlp_"}
+"""Keys of π0.5 that π0 has not."""
+KINDS = ("pi0", "pi05")
+"""Types in lerobot's config.json that are read here."""
 UNSUPPORTED = {
-    "pi05": "π0.5, whose expert is another (adaptive norms, the state among the words)",
     "pi0_fast": "π0-FAST, whose actions are tokens",
     "smolvla": "SmolVLA",
     "act": "ACT",
@@ -111,6 +114,14 @@ class Statistics(nn.Module):
         """Return x std + mean."""
         return x * self.std + self.mean
 
+    @classmethod
+    def from_quantiles(cls, low: Any, high: Any) -> Statistics:
+        """Return the statistics with which ``normalize`` maps the quantiles low and high to -1 and
+        1.
+        """
+        low, high = (torch.as_tensor(x, dtype=torch.float32) for x in (low, high))
+        return cls((low + high) / 2, (high - low) / 2)
+
     def first(self, n: int, name: str) -> Statistics:
         """Return the statistics of the first n numbers; the others are padding.
 
@@ -131,8 +142,9 @@ class Published:
     """Contents of a checkpoint directory.
 
     Attributes:
-        model: transformers' PI0ForConditionalGeneration, float32.
-        tokenize: Sentence -> ids, including begin of sequence and end of line.
+        model: transformers' PI0ForConditionalGeneration, or ``pi05.model_class``; float32.
+        tokenize: Sentence -> ids, including begin of sequence and end of line; ``read`` returns a
+            PromptTokenizer.
         state: Statistics of the state, None: the model uses the robot's units.
         action: Statistics of the actions, None: the model uses the robot's units.
         antialias: Whether images that are larger than the model's are filtered before they are
@@ -154,7 +166,7 @@ def read(folder: str | Path) -> Published:
     """
     folder = Path(folder)
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}", CURE)
-    lerobot = raw.get("type") == "pi0"
+    lerobot = raw.get("type") in KINDS
     words = int(raw.get("tokenizer_max_length") or MAX_WORDS)
     return Published(
         _model(folder, raw),
@@ -176,7 +188,7 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
     try:
         if raw.get("model_type") == "pi0":
             return transformers.PI0Config.from_dict(dict(raw))
-        if raw.get("type") == "pi0":
+        if raw.get("type") in KINDS:
             return transformers.PI0Config(**lerobot_fields(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
@@ -184,8 +196,8 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         ) from error
     name = UNSUPPORTED.get(kind, kind)
     raise ConfigError(
-        f"model.checkpoint={folder}: is a directory of {name}, not of π0; name a directory of π0"
-        " (lerobot's or transformers'), or another model.policy"
+        f"model.checkpoint={folder}: is a directory of {name}, not of π0 or π0.5; name one of these"
+        " (π0: lerobot's or transformers', π0.5: lerobot's), or another model.policy"
     )
 
 
@@ -193,6 +205,11 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of transformers for lerobot's config.json; missing ones are as
     published.
     """
+    fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
+    if "num_steps" in raw:  # lerobot before 0.4
+        fields.setdefault("num_inference_steps", raw["num_steps"])
+    if "vlm_config" in raw and "dit_config" in raw:  # sizes that are none of lerobot's variants
+        return fields | {name: raw[name] for name in ("vlm_config", "dit_config")}
     sizes = []
     for name, usual in (("paligemma_variant", "gemma_2b"), ("action_expert_variant", "gemma_300m")):
         variant = raw.get(name, usual)
@@ -204,10 +221,23 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     vision = SIGLIP | {"image_size": side, "projection_dim": text["hidden_size"]}
     vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision}
     vlm |= {"projection_dim": text["hidden_size"], "image_token_id": text["vocab_size"]}
-    fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
-    if "num_steps" in raw:  # lerobot before 0.4
-        fields.setdefault("num_inference_steps", raw["num_steps"])
     return fields | {"vlm_config": vlm, "dit_config": expert}
+
+
+def kind(folder: str | Path) -> str:
+    """Return which of KINDS a checkpoint directory holds.
+
+    Raises:
+        ConfigError: It holds another kind of model, or config.json cannot be read.
+    """
+    raw = read_json(Path(folder) / "config.json", f"model.checkpoint={folder}", CURE)
+    read_config(raw, folder)
+    return _kind(raw)
+
+
+def _kind(raw: Mapping[str, Any]) -> str:
+    """Return which of KINDS a config.json describes."""
+    return str(raw.get("type") or raw.get("model_type"))
 
 
 def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
@@ -218,14 +248,19 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             f"model.checkpoint={folder}: holds no weights (model.safetensors); download it"
             " completely"
         )
-    transformers = _transformers()
+    transformers, adaptive = _transformers(), _kind(raw) == "pi05"
+    model_class = transformers.PI0ForConditionalGeneration
+    if adaptive:
+        from embodied_ppo.models.vla.pi05_model import model_class as adaptive_class
+
+        model_class = adaptive_class()
     with config_errors(f"model.checkpoint={folder}: transformers refuses: "):
-        model, loading_info = transformers.PI0ForConditionalGeneration.from_pretrained(
+        model, loading_info = model_class.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
-            key_mapping=_renamed_keys(folder),
+            key_mapping=_renamed_keys(folder) | (ADAPTIVE_KEYS if adaptive else {}),
             **LOCAL_WEIGHTS,
         )
     unknown = [
@@ -264,7 +299,10 @@ def _transformers() -> Any:
 
 # ---------------------------------------------------------------------------------------- tokenizer
 class PromptTokenizer:
-    """Tokenizer in π0's format: begin of sequence, sentence, end of line."""
+    """Tokenizer in π0's format: begin of sequence, sentence, end of line.
+
+    ``prompt`` is the beginning of π0.5's format, which is continued with ``ids`` of the state.
+    """
 
     def __init__(self, tokenizer: Any, words: int, *, clean: bool) -> None:
         """Wrap a tokenizer.
@@ -279,10 +317,22 @@ class PromptTokenizer:
 
     def __call__(self, sentence: str) -> list[int]:
         if self.clean:
-            sentence = sentence.strip().replace("_", " ").replace("\n", " ")
-        sentence = sentence.removesuffix("\n") + "\n"
-        ids = self.tokenizer(sentence, add_special_tokens=False).input_ids
+            sentence = _cleaned(sentence)
+        ids = self.ids(sentence.removesuffix("\n") + "\n")
         return [self.tokenizer.bos_token_id, *ids][: self.words]
+
+    def prompt(self, sentence: str) -> list[int]:
+        """Return begin of sequence and the words before the state."""
+        return [self.tokenizer.bos_token_id, *self.ids(f"Task: {_cleaned(sentence)}, State:")]
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a text, without begin of sequence."""
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _cleaned(sentence: str) -> str:
+    """Return a sentence without underscores and line breaks, as openpi."""
+    return sentence.strip().replace("_", " ").replace("\n", " ")
 
 
 def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
@@ -318,62 +368,70 @@ def statistics(folder: Path, raw: Mapping[str, Any]) -> tuple[Statistics | None,
     """
     modes = raw.get("normalization_mapping") or {}
     for feature, mode in modes.items():
-        if feature in ("STATE", "ACTION") and mode not in ("MEAN_STD", "IDENTITY"):
+        if feature in ("STATE", "ACTION") and mode not in MODES:
             raise ConfigError(
                 f"model.checkpoint={folder}: normalization_mapping.{feature}={mode}; supported are "
-                "MEAN_STD and IDENTITY"
+                f"{', '.join(MODES)}"
             )
-    identity = {feature for feature, mode in modes.items() if mode == "IDENTITY"}
-    available = _statistics(folder)
-    state, action = (available.get(name) for name in ("state", "action"))
-    return None if "STATE" in identity else state, None if "ACTION" in identity else action
+    out = []
+    for name, feature in (("state", "STATE"), ("action", "ACTION")):
+        mode = modes.get(feature, "QUANTILES" if _kind(raw) == "pi05" else "MEAN_STD")
+        out.append(None if mode == "IDENTITY" else _statistics(folder, name, mode))
+    return out[0], out[1]
 
 
-def _statistics(folder: Path) -> dict[str, Statistics]:
-    """Search the files that may hold statistics."""
+def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
+    """Search the files that may hold statistics.
+
+    Args:
+        folder: Checkpoint directory.
+        name: state or action.
+        mode: MEAN_STD or QUANTILES.
+    """
+    quantiles = mode == "QUANTILES"
+    make = Statistics.from_quantiles if quantiles else Statistics
+    ends = ("q01", "q99") if quantiles else ("mean", "std")
+    key, label = _STATISTICS_KEYS[name], f"model.checkpoint={folder}"
     processor = folder / "processor_config.json"
-    if processor.is_file():
-        options = read_json(processor, f"model.checkpoint={folder}", CURE)
-        pairs = {
-            name: (options.get(f"{key}_mean"), options.get(f"{key}_std"))
-            for name, key in _STATISTICS_KEYS.items()
-        }
-        stats = {name: Statistics(*pair) for name, pair in pairs.items() if pair[0] is not None}
-        if stats:
-            return stats
+    if processor.is_file() and not quantiles:
+        options = read_json(processor, label, CURE)
+        pair = [options.get(f"{key}_{end}") for end in ends]
+        if None not in pair:
+            return make(*pair)
     for file in sorted(folder.rglob("norm_stats.json")):
-        stats = read_json(file, f"model.checkpoint={folder}", CURE)
-        stats = stats.get("norm_stats", stats)
-        named = {name: stats[key] for name, key in _STATISTICS_KEYS.items() if key in stats}
-        return {name: Statistics(x["mean"], x["std"]) for name, x in named.items()}
-    out: dict[str, Statistics] = {}
+        stats = read_json(file, label, CURE)
+        stats = stats.get("norm_stats", stats).get(key)
+        return None if stats is None else make(*(stats[end] for end in ends))
     files = sorted(folder.glob("*normalizer_processor.safetensors"))
     for file in files + sorted(folder.glob("model*.safetensors")):
-        for name, feature in _LEROBOT_FEATURES.items():
-            for pair in () if name in out else _pairs(file, feature):
-                # lerobot's buffers are infinite until filled.
-                if all(bool(x.isfinite().all()) for x in pair):
-                    out[name] = Statistics(*pair)
-    return out
+        for pair in _pairs(file, _LEROBOT_FEATURES[name], ends):
+            # lerobot's buffers are infinite until filled.
+            if all(bool(x.isfinite().all()) for x in pair):
+                return make(*pair)
+    return None
 
 
+MODES = ("MEAN_STD", "QUANTILES", "IDENTITY")
+"""lerobot's normalizations that are read here. QUANTILES maps q01 to -1 and q99 to 1."""
 _STATISTICS_KEYS = {"state": "state", "action": "actions"}
 _LEROBOT_FEATURES = {"state": "observation.state", "action": "action"}
 
 
-def _pairs(file: Path, feature: str) -> list[tuple[Tensor, Tensor]]:
-    """Return means and deviations in a safetensors file.
+def _pairs(file: Path, feature: str, ends: tuple[str, str]) -> list[tuple[Tensor, Tensor]]:
+    """Return the pairs of statistics in a safetensors file, as means and deviations.
 
-    Their keys are action.mean, or normalize_targets.buffer_action.mean and the like.
+    Their keys are action.mean, or normalize_targets.buffer_action.mean and the like; ``ends`` are
+    their last parts.
     """
+    first, second = ends
     from safetensors import SafetensorError, safe_open
 
-    tail = f"buffer_{feature.replace('.', '_')}.mean"
+    tail = f"buffer_{feature.replace('.', '_')}.{first}"
     try:
         with safe_open(file, framework="pt") as f:
             keys = set(f.keys())
-            means = sorted(key for key in keys if key == f"{feature}.mean" or key.endswith(tail))
-            pairs = [(key, key.removesuffix("mean") + "std") for key in means]
-            return [(f.get_tensor(mean), f.get_tensor(std)) for mean, std in pairs if std in keys]
+            found = sorted(k for k in keys if k == f"{feature}.{first}" or k.endswith(tail))
+            pairs = [(key, key.removesuffix(first) + second) for key in found]
+            return [(f.get_tensor(a), f.get_tensor(b)) for a, b in pairs if b in keys]
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model.checkpoint: {file} cannot be read: {one_line(error)}") from error

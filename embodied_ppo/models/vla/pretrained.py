@@ -53,7 +53,7 @@ from embodied_ppo.models.vla.trunk import (
 
 UNSUPPORTED = {
     "pi0": "write model.policy=flow",
-    "pi05": "π0.5 is not supported",
+    "pi05": "write model.policy=flow",
     "smolvla": "SmolVLA is not supported",
     "act": "it was not made for sentences",
     "diffusion": "it was not made for sentences",

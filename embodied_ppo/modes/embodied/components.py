@@ -49,10 +49,12 @@ from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models import own_network
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import is_image
+from embodied_ppo.models.vla import pi0_files
 from embodied_ppo.models.vla.action_tokens import TokenVLA
 from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.models.vla.pi05 import PI05
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.modes import base
 from embodied_ppo.modes.base import ReportFiles, RunRequest, TaskFiles, TrainedRun
@@ -232,6 +234,8 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
     "flow": FlowVLA,
     "gaussian": GaussianVLA,
 }
+FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05}
+"""Policies of published flow models by the result of ``pi0_files.kind``."""
 
 
 AnyPolicy: TypeAlias = "ActorCritic | behavior_cloning.Family"
@@ -260,7 +264,9 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
             policy = FAMILIES[m.policy](*spaces, sentences=sentences, **sizes)
             policy.freeze(m.freeze_trunk)
         elif m.policy == "flow":
-            policy = PI0(*spaces, mapping=mapping, sentences=sentences, **sizes)
+            policy = FLOW_FAMILIES[pi0_files.kind(m.checkpoint)](
+                *spaces, mapping=mapping, sentences=sentences, **sizes
+            )
         else:
             closes = getattr(env, "gripper_closes", None)
             policy = CheckpointVLA(

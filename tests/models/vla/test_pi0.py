@@ -761,7 +761,6 @@ def test_refused_checkpoints_and_options(folder: Path, tmp_path: Path) -> None:
     refused("holds no config.json", folder=tmp_path)
     for kind, message in (
         ("smolvla", "a directory of SmolVLA"),
-        ("pi05", "π0.5, whose"),
         ("what", "of what, not of π0"),
     ):
         other = tmp_path / kind
