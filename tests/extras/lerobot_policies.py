@@ -10,6 +10,8 @@ FOLDER holds
 * ``options.json``, fields of lerobot's configuration,
 * ``tokenizer/``.
 
+* perhaps ``exported/``, a directory of the policy that is run instead of writing one.
+
 The policy is written to ``FOLDER/policy`` by lerobot's own ``save_pretrained`` and read by its
 ``from_pretrained``; its actions are in ``FOLDER/actions.safetensors``.
 
@@ -108,12 +110,14 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         for feature, name in (("observation.state", "state"), ("action", "action"))
     }
     preprocess, postprocess = make_pre_post_processors(config, dataset_stats=statistics)
-    policy = policy_class(config)
-    randomize(policy, seed=1)
-    out = folder / "policy"
-    for part in (policy, preprocess, postprocess):
-        part.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    out = folder / "exported"
+    if not out.is_dir():
+        policy = policy_class(config)
+        randomize(policy, seed=1)
+        out = folder / "policy"
+        for part in (policy, preprocess, postprocess):
+            part.save_pretrained(out)
+        tokenizer.save_pretrained(out)
     if unused is not None:
         weights = load_file(out / "model.safetensors")
         remaining = {name: x for name, x in weights.items() if unused not in name}

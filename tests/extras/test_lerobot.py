@@ -94,14 +94,19 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pi0_files, "SIGLIP", pi0_files.SIGLIP | vision)
 
 
-def our_actions(
-    folder: Path, obs: dict[str, Tensor], policy_class: type[PI0] = PI0, **options: Any
-) -> Tensor:
-    """Return the actions of our policy for the same noise, [B, H, A]."""
+def our_policy(
+    folder: Path, obs: dict[str, Tensor], policy_class: type[PI0], **options: Any
+) -> PI0:
+    """Return our policy of a directory, with the noise of ``obs``."""
     config = ModelConfig(policy="flow", checkpoint=str(folder), flow_steps=10, **options)
     box = Box((-1.0,) * (H * A), (1.0,) * (H * A))
     policy = policy_class(SPEC, box, config, chunk=H, sentences=TASKS, mapping="clip")
     policy.initial_noise.copy_(obs["noise"][0])
+    return policy
+
+
+def act(policy: PI0, obs: dict[str, Tensor]) -> Tensor:
+    """Return actions [B, H, A]."""
     inputs = policy.encode({name: x for name, x in obs.items() if name != "noise"})
     return policy.act(inputs).action.view(B, H, A)
 
@@ -125,7 +130,29 @@ def test_flow_policy(
     expected = run_lerobot(family, tmp_path / "run")
     small_sizes(monkeypatch)
     folder = tmp_path / "run" / "policy"
-    actions = our_actions(folder, obs, FLOW_FAMILIES[family], **ours)
+    actions = act(our_policy(folder, obs, FLOW_FAMILIES[family], **ours), obs)
     difference = float((actions - expected).abs().max() / expected.abs().max())
     print(f"{family}, {case}: largest difference {difference:.2g}")
     assert expected.std() > 0.1 and difference < tolerance
+
+
+@pytest.mark.parametrize("family", FLOW_FAMILIES)
+def test_lerobot_reads_what_was_exported(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy with trained weights acts in lerobot as here."""
+    run = tmp_path / "run"
+    sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
+    obs = write_inputs(run, **sizes)
+    before = run_lerobot(family, run)
+    small_sizes(monkeypatch)
+    policy = our_policy(run / "policy", obs, FLOW_FAMILIES[family])
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    expected = act(policy, obs)
+    policy.export(run / "policy", run / "exported")
+    actions = run_lerobot(family, run)
+    difference = float((actions - expected).abs().max() / expected.abs().max())
+    print(f"{family}, exported: largest difference {difference:.2g}")
+    assert (before - expected).abs().max() > 0.01 and difference < 1e-5

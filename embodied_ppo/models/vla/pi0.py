@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,7 +36,7 @@ from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.models.causal_lm import gated_mlp, rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
-from embodied_ppo.models.vla.pi0_files import Published, Statistics, read
+from embodied_ppo.models.vla.pi0_files import Published, Statistics, read, save
 from embodied_ppo.models.vla.trunk import (
     WORDS,
     Grounding,
@@ -403,6 +404,26 @@ class PI0(Flow, lora.Adapted):
         self.set_sentences(sentences)
         if folder is not None and (config.freeze_trunk or self.rank):
             self.set_base_weights(folder)
+
+    def export(self, source: str | Path, out: str | Path) -> None:
+        """Write the trained weights in the layout of ``source``, see ``pi0_files.save``.
+
+        Adapters are merged; the value head and the head of model.flow_noise=learned are left out.
+        The policy cannot be used afterwards.
+        """
+        lora.merge(self.trunk.vlm.language_model)
+        parts = ("trunk.vlm.", "expert.", "embed.", "velocity.")
+        merged = "trunk.vlm.language_model." if self.rank else ""
+        save(
+            {
+                name: p
+                for name, p in self.named_parameters()
+                if name.startswith(parts)
+                and (p.requires_grad or (merged and name.startswith(merged)))
+            },
+            source,
+            out,
+        )
 
     # --------------------------------------------------------------------------- trained parameters
     def freeze(self, frozen: bool) -> None:

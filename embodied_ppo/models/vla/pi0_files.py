@@ -8,7 +8,9 @@ with synthetic directories of the published layout, and against lerobot with ran
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -435,3 +437,85 @@ def _pairs(file: Path, feature: str, ends: tuple[str, str]) -> list[tuple[Tensor
             return [(f.get_tensor(a), f.get_tensor(b)) for a, b in pairs if b in keys]
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model.checkpoint: {file} cannot be read: {one_line(error)}") from error
+
+
+# ------------------------------------------------------------------------------------------- export
+PARAMETERS = (
+    (r"^model\.(?=paligemma_with_expert|action_|state_proj|time_mlp|embed_action|model\.)", ""),
+    (r"^paligemma_with_expert\.paligemma\.", "paligemma."),
+    (r"^paligemma_with_expert\.gemma_expert\.model\.", "expert."),
+    (r"^model\.dit\.", "expert."),
+    (r"^model\.vlm\.", "paligemma."),
+    (r"^paligemma\.model\.", "paligemma."),
+    (r"^paligemma\.language_model\.model\.", "paligemma.language_model."),
+    (
+        r"^paligemma\.(language_model\.)?lm_head\.",
+        "paligemma.language_model.embed_tokens.",
+    ),
+    (r"^paligemma\.vision_tower\.vision_model\.", "paligemma.vision_tower."),
+    (r"^paligemma\.", "trunk.vlm."),
+    (r"^(embed_action_time\.)?(state_proj|action_in_proj|(action_)?time_mlp_)", r"embed.\2"),
+    (r"^action_out_proj\.", "velocity."),
+)
+"""Substitutions, in order, that map the published name of a weight, of all layouts that are read,
+to the name of the parameter of ``pi0.PI0``.
+"""
+
+
+def parameter_name(key: str) -> str:
+    """Return the name in ``pi0.PI0`` of a published weight."""
+    for pattern, replacement in PARAMETERS:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def save(parameters: Mapping[str, Tensor], source: str | Path, out: str | Path) -> None:
+    """Write trained parameters in the layout of the directory that they were read from.
+
+    All files of the directory are copied; weights are replaced by the parameters of their name.
+
+    Args:
+        parameters: Parameters of ``pi0.PI0`` by their names there, adapters merged. The names of
+            weights that stay as they are may be missing.
+        source: The directory that the policy was built from.
+        out: Directory to write.
+
+    Raises:
+        ConfigError: The directory has no weight for a parameter.
+        OSError: A file cannot be read or written.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    source, out = Path(source), Path(out)
+    files = [file for file in source.glob("*.safetensors") if "processor" not in file.name]
+    skipped = [file.name for file in files]
+    shutil.copytree(
+        source, out, dirs_exist_ok=True, ignore=lambda *_: skipped, copy_function=shutil.copyfile
+    )
+    missing = set(parameters)
+    for file in files:
+        tensors = {}
+        with safe_open(file, framework="pt") as published:
+            metadata = published.metadata()
+            for key in published.keys():  # noqa: SIM118
+                name = parameter_name(key)
+                missing.discard(name)
+                value = parameters.get(name)
+                tensors[key] = (
+                    published.get_tensor(key) if value is None else value.detach().contiguous()
+                )
+        # safetensors refuses tensors that share memory, as tied weights do.
+        seen: set[int] = set()
+        for key, x in tensors.items():
+            if x.data_ptr() in seen:
+                tensors[key] = x.clone()
+            seen.add(x.data_ptr())
+        part = out / f"{file.name}.part"
+        save_file(tensors, part, metadata=metadata)
+        os.replace(part, out / file.name)
+    if missing:
+        raise ConfigError(
+            f"model.checkpoint={source}: has no weight {min(missing)} ({len(missing)} in all) that"
+            " the policy has trained; export from the directory that the run was started with"
+        )

@@ -20,6 +20,7 @@ from embodied_ppo.core.types import ConfigError, ProgressCallback, VectorEnv
 from embodied_ppo.evaluation import robustness as evaluation_robustness
 from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.models.vla import pretrained
+from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.modes.base import (
     Evaluator,
@@ -206,10 +207,10 @@ class EmbodiedMode(Mode):
         model, path = run.config.model, run.source.path
         if model.policy == "actor_critic":
             bundle.check_packages()
-        elif model.checkpoint is None or model.policy != "token":
+        elif model.checkpoint is None:
             raise ConfigError(
                 f"checkpoint={path.name}: model.policy={model.policy} cannot be exported; export"
-                " writes language models, model.policy=actor_critic, and model.policy=token with"
+                " writes language models, model.policy=actor_critic, and policies with"
                 " model.checkpoint"
             )
 
@@ -223,14 +224,23 @@ class EmbodiedMode(Mode):
         )
         try:
             policy = components.make_policy(config, env)
-            assert isinstance(policy, CheckpointVLA) and config.model.checkpoint is not None
+            assert isinstance(policy, CheckpointVLA | PI0) and config.model.checkpoint is not None
             run.load_weights(policy)
             obs = env.reset()
             before = policy.act(policy.encode(obs))
             with report_write_errors(out):
-                pretrained.export(policy, config.model.checkpoint, out)
+                if isinstance(policy, PI0):
+                    policy.export(config.model.checkpoint, out)
+                else:
+                    pretrained.export(policy, config.model.checkpoint, out)
             merged = replace(config.model, checkpoint=str(out), lora_rank=0)
             exported = components.make_policy(replace(config, model=merged), env)
+            if isinstance(policy, PI0):
+                assert isinstance(exported, PI0)
+                # The directory has no normaliser of states where the run computed its own.
+                exported.trunk.encoder.load_state_dict(policy.trunk.encoder.state_dict())
+                action = exported.act(exported.encode(obs)).action
+                return {"action_difference": float((action - before.action).abs().max())}
             assert isinstance(exported, CheckpointVLA)
             after = exported.evaluate(exported.encode(obs), before.action, before.replay)
         finally:

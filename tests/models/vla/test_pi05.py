@@ -18,9 +18,10 @@ from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, ObsSpec
 from embodied_ppo.models.vla import pi0_files
-from embodied_ppo.models.vla.pi0 import KEPT, KEYS
+from embodied_ppo.models.vla.pi0 import KEPT, KEYS, PI0
 from embodied_ppo.models.vla.pi05 import PI05
 from embodied_ppo.models.vla.trunk import WORDS
+from embodied_ppo.modes.embodied import components
 
 C, A, B, H, N = 3, 2, 4, 6, 8
 SPEC: ObsSpec = {
@@ -44,11 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(path, kind="pi05", statistics=STATISTICS)
 
 
-def make(folder: Path, **options: Any) -> PI05:
+def make(folder: Path, policy_class: type[PI0] = PI05, **options: Any) -> Any:
     torch.manual_seed(0)
     config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
-    policy = PI05(SPEC, box, config, chunk=C, sentences=SENTENCES)
+    policy = policy_class(SPEC, box, config, chunk=C, sentences=SENTENCES)
     with torch.no_grad():  # new heads and adapters are zero
         for name, p in policy.named_parameters():
             if name.startswith(("value_head", "scale")) or "lora_" in name:
@@ -160,6 +161,38 @@ def test_files_are_read_completely(folder: Path) -> None:
     state, expected = pi0_files.read(folder).model.state_dict(), tiny_model(kind="pi05")
     assert all(torch.equal(state[name], x) for name, x in expected.state_dict().items())
     assert len(state) == len(tensors)
+
+
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+@pytest.mark.parametrize("trunk", [{}, {"freeze_trunk": True}, {"lora_rank": 4}], ids=str)
+def test_export_and_read_again(trunk: Any, kind: str, tmp_path: Path) -> None:
+    """The written directory has the files and keys of its source and gives the same actions."""
+    source = write_checkpoint(tmp_path / "source", kind=kind, statistics=STATISTICS)
+    policy_class = components.FLOW_FAMILIES[kind]
+    policy = make(source, policy_class, **trunk)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    obs = random_observations(SPEC, B, 0)
+    for _ in range(2):
+        policy.observe(obs, torch.ones(B, dtype=torch.bool))
+    action = policy.act(policy.encode(obs)).action
+    policy.export(source, tmp_path / "out")
+    again = make(tmp_path / "out", policy_class)
+    again.trunk.encoder.load_state_dict(policy.trunk.encoder.state_dict())
+    difference = (again.act(again.encode(obs)).action - action).abs().max()
+    assert difference < 1e-5 if trunk.get("lora_rank") else difference == 0
+    assert action.std() > 0.1
+    assert sorted(f.name for f in source.iterdir()) == sorted(
+        f.name for f in (tmp_path / "out").iterdir()
+    )
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
+    vision = {name for name in before if "vision_tower" in name}
+    assert "model.action_out_proj.weight" in changed
+    assert (vision <= changed) if not trunk else not (vision & changed)
 
 
 def test_units_are_those_of_the_quantiles(folder: Path) -> None:
