@@ -144,7 +144,7 @@ class Published:
     """Contents of a checkpoint directory.
 
     Attributes:
-        model: transformers' PI0ForConditionalGeneration, or ``pi05.model_class``; float32.
+        model: transformers' PI0ForConditionalGeneration, or ``pi05_model.model_class``; float32.
         tokenize: Sentence -> ids, including begin of sequence and end of line; ``read`` returns a
             PromptTokenizer.
         state: Statistics of the state, None: the model uses the robot's units.
