@@ -28,6 +28,7 @@ from embodied_ppo.models.checkpoint_files import (
     import_transformers,
     read_json,
 )
+from embodied_ppo.models.vla import pi05_model
 
 MAX_WORDS = 48
 """Tokens of a prompt after which lerobot and openpi cut it off."""
@@ -253,9 +254,7 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     transformers, adaptive = _transformers(), _kind(raw) == "pi05"
     model_class = transformers.PI0ForConditionalGeneration
     if adaptive:
-        from embodied_ppo.models.vla.pi05_model import model_class as adaptive_class
-
-        model_class = adaptive_class()
+        model_class = pi05_model.model_class()
     with config_errors(f"model.checkpoint={folder}: transformers refuses: "):
         model, loading_info = model_class.from_pretrained(
             folder,
