@@ -1,6 +1,6 @@
 """Program for the Python of ``make test-lerobot``: write small policies of lerobot and run them.
 
-    python lerobot_policies.py pi0|pi05 FOLDER
+    python lerobot_policies.py pi0|pi05|smolvla FOLDER
 
 FOLDER holds
 
@@ -30,6 +30,11 @@ from lerobot.configs.types import FeatureType, PolicyFeature  # pyright: ignore
 from lerobot.policies.factory import make_pre_post_processors  # pyright: ignore
 from lerobot.policies.pi0 import configuration_pi0, modeling_pi0  # pyright: ignore
 from lerobot.policies.pi05 import configuration_pi05, modeling_pi05  # pyright: ignore
+from lerobot.policies.smolvla import (  # pyright: ignore
+    configuration_smolvla,
+    modeling_smolvla,
+    smolvlm_with_expert,
+)
 from lerobot.processor import tokenizer_processor  # pyright: ignore
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -75,6 +80,26 @@ def shrink(modeling: Any) -> None:
 
     modeling.PaliGemmaForConditionalGenerationWithPiGemma = small_paligemma
     modeling.PiGemmaForCausalLM = small_expert
+
+
+def shrink_smolvla() -> None:
+    """Let lerobot construct a small SmolVLM2 instead of one of the hub."""
+    from transformers import SmolVLMConfig
+
+    text = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 64}
+    text |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"num_hidden_layers": 6, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=2)
+    words = type("Words", (), {"fake_image_token_id": 1, "global_image_token_id": 2})
+    processor = type("Processor", (), {"tokenizer": words})
+
+    def local(result: Any) -> Any:
+        return type("Local", (), {"from_pretrained": staticmethod(lambda *_, **__: result)})
+
+    smolvlm_with_expert.AutoConfig = local(config)
+    smolvlm_with_expert.AutoProcessor = local(processor)
 
 
 def features(inputs: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -153,6 +178,12 @@ def main() -> None:
         shrink(modeling_pi05)
         config = configuration_pi05.PI05Config(image_resolution=(16, 16), **common)
         run(folder, config, modeling_pi05.PI05Policy, unused)
+    elif sys.argv[1] == "smolvla":
+        shrink_smolvla()
+        config = configuration_smolvla.SmolVLAConfig(
+            resize_imgs_with_padding=(16, 16), num_vlm_layers=4, **common
+        )
+        run(folder, config, modeling_smolvla.SmolVLAPolicy, unused)
     else:
         raise SystemExit(f"unknown family {sys.argv[1]}")
 

@@ -21,7 +21,7 @@ from vla_policy_checks import random_observations
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec, Box, ObsSpec
-from embodied_ppo.models.vla import pi0_files
+from embodied_ppo.models.vla import pi0_files, smolvla_files
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.modes.embodied.components import FLOW_FAMILIES
 
@@ -92,6 +92,12 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
     vision |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     monkeypatch.setattr(pi0_files, "SIGLIP", pi0_files.SIGLIP | vision)
+    text = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6}
+    text |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "rms_norm_eps": 1e-5}
+    vision |= {"image_size": 16, "patch_size": 4}
+    for name in smolvla_files.VLM_SIZES:
+        sizes = {"text": text, "vision": vision, "scale_factor": 2}
+        monkeypatch.setitem(smolvla_files.VLM_SIZES, name, sizes)
 
 
 def our_policy(
@@ -119,12 +125,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 """Options of lerobot, options of ours, and tolerance relative to the largest action."""
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FLOW_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [*((family, case) for family in pi0_files.KINDS for case in CASES), ("smolvla", "float32")],
+)
 def test_flow_policy(
     family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, ours, tolerance = CASES[case]
+    theirs, ours, tolerance = CASES.get(case, ({}, {}, 1e-5))
     sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
     obs = write_inputs(tmp_path / "run", **sizes, **theirs)
     expected = run_lerobot(family, tmp_path / "run")

@@ -36,7 +36,7 @@ from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.models.causal_lm import gated_mlp, rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
-from embodied_ppo.models.vla.pi0_files import Published, Statistics, read, save
+from embodied_ppo.models.vla.pi0_files import PARAMETERS, Published, Statistics, read, save
 from embodied_ppo.models.vla.trunk import (
     WORDS,
     Grounding,
@@ -97,7 +97,7 @@ def block(
         layer: Layer of transformers' Gemma. With ``condition`` its norms are ``pi05.AdaptiveNorm``.
         x: [B, Q, D'].
         rotation: cos and sin of the rotary positions.
-        visible: bool [B, 1, 1 or n Q, P + Q], keys that each query attends to, see ``_grouped``.
+        visible: bool [B, 1, 1 or n Q, P + Q], keys that each query attends to, see ``grouped``.
         past: Keys and values of earlier tokens, see ``_append``.
         condition: [B, D'] of the adaptive norms of π0.5; None: the layer has usual norms.
 
@@ -116,7 +116,7 @@ def block(
         length = visible.shape[-1]
         keys, values = _append(past[0], k, length), _append(past[1], v, length)
     h = F.scaled_dot_product_attention(
-        _grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
+        grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
     )
     h = h.reshape(q.shape)
     x = x + _gated(gate, a.o_proj(h.transpose(1, 2).flatten(2)))
@@ -151,14 +151,26 @@ def _append(past: Tensor, new: Tensor, length: int) -> Tensor:
     return past
 
 
-def _run_layer(recompute: bool, layer: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def append_room(keys: Tensor, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, G, P, d], followed by ``size`` free places without gradient.
+
+    All steps of a chain then write their keys into the same tensors. With gradient, each step
+    needs its own ones in the backward pass.
+    """
+    if torch.is_grad_enabled():
+        return keys, values
+    room = (0, 0, 0, size)
+    return F.pad(keys, room), F.pad(values, room)
+
+
+def run_layer(recompute: bool, layer: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Run ``block``; with ``recompute`` its activations are computed again in the backward pass."""
     if recompute and torch.is_grad_enabled():
         return cast(Any, checkpoint(gathered, layer, block, *args, use_reentrant=False))
     return gathered(layer, block, *args)
 
 
-def _grouped(q: Tensor, groups: int) -> Tensor:
+def grouped(q: Tensor, groups: int) -> Tensor:
     """Fold the n = heads / G queries that share keys into the query dimension.
 
     [B, heads, Q, d] -> [B, G, n Q, d], so that no key is copied.
@@ -266,10 +278,18 @@ class Trunk(ObservationEncoder):
             h, w = (max(1, int(n * scale)) for n in (h, w))
             x = F.interpolate(x, (h, w), mode="bilinear", antialias=self.antialias)
         x = x / 127.5 - 1
-        left, top = (self.side - w) // 2, (self.side - h) // 2
+        left, top = self.offsets(w, h)
         if (h, w) == (self.side, self.side):
             return x
         return F.pad(x, (left, self.side - w - left, top, self.side - h - top), value=-1.0)
+
+    def offsets(self, width: int, height: int) -> tuple[int, int]:
+        """Return the columns and rows of padding before an image of width x height."""
+        return (self.side - width) // 2, (self.side - height) // 2
+
+    def image_tokens(self) -> int:
+        """Return the tokens of one image."""
+        return (self.side // self.vlm.config.vision_config.patch_size) ** 2
 
     def forward(self, inputs: dict[str, Tensor]) -> Prefix:
         """Return the prefix of encoded observations."""
@@ -285,7 +305,7 @@ class Trunk(ObservationEncoder):
         rotation, visible = _positions(language, valid.cumsum(1) - 1), valid[:, None, None]
         keys, values = [], []
         for layer in language.layers:
-            x, k, v = _run_layer(self.checkpointing, layer, x, rotation, visible)
+            x, k, v = run_layer(self.checkpointing, layer, x, rotation, visible)
             keys.append(k)
             values.append(v)
         out = language.norm(x).float() * valid.unsqueeze(-1)
@@ -304,6 +324,8 @@ class PI0(Flow, lora.Adapted):
     """
 
     trunk_class: type[Trunk] = Trunk
+    read = staticmethod(read)
+    weight_patterns = PARAMETERS
     state_tokens = 1
     """Tokens of the state before the noisy actions, which do not attend to the actions."""
 
@@ -344,7 +366,7 @@ class PI0(Flow, lora.Adapted):
         if published is None:
             assert config.checkpoint is not None
             folder = config.checkpoint
-            published = read(folder)
+            published = self.read(folder)
         sizes = published.model.config
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         if self.size > sizes.max_action_dim:
@@ -362,7 +384,7 @@ class PI0(Flow, lora.Adapted):
                 f"model.lora_rank={config.lora_rank}: adapters are on what model.freeze_trunk=true"
                 " freezes; keep one"
             )
-        _check_sizes(sizes, label)
+        self.check_sizes(sizes, label)
         self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
         body = published.model
         self.trunk = self.trunk_class(
@@ -405,6 +427,24 @@ class PI0(Flow, lora.Adapted):
         if folder is not None and (config.freeze_trunk or self.rank):
             self.set_base_weights(folder)
 
+    def check_sizes(self, config: Any, label: str) -> None:
+        """Check that layers and heads of expert and PaliGemma agree, whose keys the expert reads.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        text, expert = config.vlm_config.text_config, config.dit_config
+        if text.model_type != "gemma" or expert.model_type != "gemma":
+            raise ConfigError(
+                f"{label}: {text.model_type} with {expert.model_type}; π0 is Gemma with Gemma"
+            )
+        for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
+            if getattr(text, name) != getattr(expert, name):
+                raise ConfigError(
+                    f"{label}: vlm_config.text_config.{name}={getattr(text, name)} and"
+                    f" dit_config.{name}={getattr(expert, name)} must be equal"
+                )
+
     def export(self, source: str | Path, out: str | Path) -> None:
         """Write the trained weights in the layout of ``source``, see ``pi0_files.save``.
 
@@ -423,6 +463,7 @@ class PI0(Flow, lora.Adapted):
             },
             source,
             out,
+            self.weight_patterns,
         )
 
     # --------------------------------------------------------------------------- trained parameters
@@ -457,9 +498,7 @@ class PI0(Flow, lora.Adapted):
         It consists of keys and values of L layers, 2·L·P·G·d numbers, and the pooled outputs.
         """
         text = self.trunk.vlm.config.text_config
-        vision = self.trunk.vlm.config.vision_config
-        visual_tokens = len(self.trunk.names) * (self.trunk.side // vision.patch_size) ** 2
-        tokens = visual_tokens + self.prompt_tokens()
+        tokens = len(self.trunk.names) * self.trunk.image_tokens() + self.prompt_tokens()
         numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
         each = numbers * self.dtype.itemsize
         return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.state_size
@@ -561,20 +600,13 @@ class PI0(Flow, lora.Adapted):
         keys = valid[:, None].expand(rows, size, -1)
         sharing = model.config.num_attention_heads // model.config.num_key_value_heads
         mask = torch.cat((keys, own.expand(rows, -1, -1)), dim=2).repeat(1, sharing, 1).unsqueeze(1)
-        past = list(zip(context.keys, context.values, strict=True))
-        if not torch.is_grad_enabled():
-            # All steps of the chain write their keys into the same tensors. With gradient, each
-            # step needs its own ones in the backward pass.
-            room = (0, 0, 0, size)
-            past = [(F.pad(key, room), F.pad(value, room)) for key, value in past]
+        past = [append_room(*kv, size) for kv in zip(context.keys, context.values, strict=True)]
 
         def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
             with lora.autocast(self.device, self.dtype):
                 h, condition = self.embed_actions(context, x, tau)
                 for layer, kv in zip(model.layers, past, strict=True):
-                    h, _, _ = _run_layer(
-                        self.checkpointing, layer, h, rotation, mask, kv, condition
-                    )
+                    h, _, _ = run_layer(self.checkpointing, layer, h, rotation, mask, kv, condition)
                 h, _ = normalized(model.norm, h[:, states:], condition)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
@@ -609,23 +641,3 @@ class PI0(Flow, lora.Adapted):
     def normalize_actions(self, action: Tensor) -> Tensor:
         """See ``Flow.normalize_actions``."""
         return action if self.statistics is None else self.statistics.normalize(action)
-
-
-def _check_sizes(config: Any, label: str) -> None:
-    """Check that layers and heads of the expert and PaliGemma agree; the expert reads PaliGemma's
-    keys.
-
-    Raises:
-        ConfigError: They differ.
-    """
-    text, expert = config.vlm_config.text_config, config.dit_config
-    if text.model_type != "gemma" or expert.model_type != "gemma":
-        raise ConfigError(
-            f"{label}: {text.model_type} with {expert.model_type}; π0 is Gemma with Gemma"
-        )
-    for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
-        if getattr(text, name) != getattr(expert, name):
-            raise ConfigError(
-                f"{label}: vlm_config.text_config.{name}={getattr(text, name)} and"
-                f" dit_config.{name}={getattr(expert, name)} must be equal"
-            )

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,8 @@ WORD_EMBEDDINGS = r"paligemma\.(model\.language_model|language_model\.model)\.em
 and later wrote hold both, of which only embed_tokens is trained and used."""
 ADAPTIVE_KEYS = {r"^(model\.)?time_mlp_": "embed_action_time.time_mlp_"}
 """Keys of π0.5 that π0 has not."""
+SMOLVLA = "smolvla"
+"""Type in the config.json that ``smolvla_files`` reads."""
 KINDS = ("pi0", "pi05")
 """Types in lerobot's config.json that are read here."""
 UNSUPPORTED = {
@@ -228,12 +230,14 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kind(folder: str | Path) -> str:
-    """Return which of KINDS a checkpoint directory holds.
+    """Return which of KINDS a checkpoint directory holds, or SMOLVLA.
 
     Raises:
         ConfigError: It holds another kind of model, or config.json cannot be read.
     """
     raw = read_json(Path(folder) / "config.json", f"model.checkpoint={folder}", CURE)
+    if _kind(raw) == SMOLVLA:
+        return SMOLVLA
     read_config(raw, folder)
     return _kind(raw)
 
@@ -461,14 +465,22 @@ to the name of the parameter of ``pi0.PI0``.
 """
 
 
-def parameter_name(key: str) -> str:
-    """Return the name in ``pi0.PI0`` of a published weight."""
-    for pattern, replacement in PARAMETERS:
+Patterns: TypeAlias = "Sequence[tuple[str, str]]"
+
+
+def parameter_name(key: str, patterns: Patterns) -> str:
+    """Return the name in a policy of a published weight; see PARAMETERS."""
+    for pattern, replacement in patterns:
         key = re.sub(pattern, replacement, key)
     return key
 
 
-def save(parameters: Mapping[str, Tensor], source: str | Path, out: str | Path) -> None:
+def save(
+    parameters: Mapping[str, Tensor],
+    source: str | Path,
+    out: str | Path,
+    patterns: Patterns = PARAMETERS,
+) -> None:
     """Write trained parameters in the layout of the directory that they were read from.
 
     All files of the directory are copied; weights are replaced by the parameters of their name.
@@ -478,6 +490,7 @@ def save(parameters: Mapping[str, Tensor], source: str | Path, out: str | Path) 
             weights that stay as they are may be missing.
         source: The directory that the policy was built from.
         out: Directory to write.
+        patterns: Substitutions of published names, see PARAMETERS.
 
     Raises:
         ConfigError: The directory has no weight for a parameter.
@@ -498,7 +511,7 @@ def save(parameters: Mapping[str, Tensor], source: str | Path, out: str | Path) 
         with safe_open(file, framework="pt") as published:
             metadata = published.metadata()
             for key in published.keys():  # noqa: SIM118
-                name = parameter_name(key)
+                name = parameter_name(key, patterns)
                 missing.discard(name)
                 value = parameters.get(name)
                 tensors[key] = (

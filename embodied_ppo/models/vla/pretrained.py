@@ -54,7 +54,7 @@ from embodied_ppo.models.vla.trunk import (
 UNSUPPORTED = {
     "pi0": "write model.policy=flow",
     "pi05": "write model.policy=flow",
-    "smolvla": "SmolVLA is not supported",
+    "smolvla": "write model.policy=flow",
     "act": "it was not made for sentences",
     "diffusion": "it was not made for sentences",
 }

@@ -1,0 +1,189 @@
+"""SmolVLA: layers of SmolVLM2 encode images, words and state, a smaller Llama predicts the flow.
+
+Sizes are named as in ``pi0``. Attention::
+
+    images | words                       attend to each other
+                    state                attends to these and itself
+                          H noisy actions, in every second layer of the expert: attend to the
+                                         prefix, to themselves and to earlier actions;
+                                         in the other layers: to the prefix only
+
+Source: Shukor et al. 2025, arXiv 2506.01844; lerobot for the details.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from embodied_ppo.models import lora
+from embodied_ppo.models.backbone import VECTOR
+from embodied_ppo.models.causal_lm import gated_mlp, rotate
+from embodied_ppo.models.vla import smolvla_files
+from embodied_ppo.models.vla.flow_matching import Field, learned_log_std
+from embodied_ppo.models.vla.pi0 import (
+    PAD,
+    PI0,
+    Prefix,
+    Trunk,
+    append_room,
+    grouped,
+    run_layer,
+)
+from embodied_ppo.models.vla.trunk import WORDS
+
+WAVELENGTH = 10_000.0
+"""Largest wavelength of the rotary positions, in place of SmolVLM2's 100,000."""
+
+
+def rotation(place: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin float32 [B, Q, d] of positions int64 [B, Q] for heads of d = ``size``."""
+    exponent = torch.arange(size // 2, device=place.device, dtype=torch.float32) * (2.0 / size)
+    angle = place.unsqueeze(-1).float() / WAVELENGTH**exponent
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+class SmolTrunk(Trunk):
+    """Trunk on SmolVLM2. The prefix ends with the state."""
+
+    def offsets(self, width: int, height: int) -> tuple[int, int]:
+        """See ``Trunk.offsets``: padding is left of the image and above it."""
+        return self.side - width, self.side - height
+
+    def image_tokens(self) -> int:
+        """See ``Trunk.image_tokens``."""
+        return super().image_tokens() // self.vlm.config.scale_factor**2
+
+    def forward(self, inputs: dict[str, Tensor]) -> Prefix:
+        """See ``Trunk.forward``."""
+        vlm, ids = self.vlm, inputs[WORDS]
+        language = vlm.language_model
+        pixels = torch.stack([self.pixels(inputs[name]) for name in self.names], dim=1)
+        rows = len(pixels)
+        images = vlm.vision_tower(pixel_values=pixels.flatten(0, 1)).last_hidden_state
+        images = vlm.multi_modal_projector(images)
+        images = images.reshape(rows, -1, images.shape[-1])
+        words = language.embed_tokens(ids.clamp_min(0))
+        scale = math.sqrt(words.shape[-1])
+        state = vlm.state_proj(inputs[VECTOR].to(vlm.state_proj.weight.dtype)).unsqueeze(1)
+        x = torch.cat((images.to(words.dtype) * scale, words * scale, state.to(words.dtype)), dim=1)
+        ones = ids.new_ones(rows, 1, dtype=torch.bool)
+        valid = torch.cat((ones.expand(-1, images.shape[1]), ids != PAD, ones), dim=1)
+        attention = language.layers[0].self_attn
+        place = rotation(valid.cumsum(1) - 1, attention.head_dim)
+        last = torch.zeros_like(valid)
+        last[:, -1] = True
+        visible = valid.unsqueeze(1) & (last.unsqueeze(2) | ~last.unsqueeze(1))
+        visible = _repeated(visible, attention)
+        keys, values = [], []
+        for layer in language.layers:
+            x, k, v = run_layer(self.checkpointing, layer, x, place, visible)
+            keys.append(k)
+            values.append(v)
+        out = language.norm(x).float() * valid.unsqueeze(-1)
+        pooled = out.sum(1) / valid.sum(1, keepdim=True)
+        return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR])
+
+
+class SmolVLA(PI0):
+    """Flow policy on SmolVLA; see ``PI0``."""
+
+    trunk: SmolTrunk
+    trunk_class = SmolTrunk
+    state_tokens = 0
+    read = staticmethod(smolvla_files.read)
+    weight_patterns = smolvla_files.PARAMETERS
+
+    def check_sizes(self, config: Any, label: str) -> None:
+        """See ``PI0.check_sizes``."""
+        self.self_attention_every = config.self_attention_every
+
+    def kept_inputs(self, steps: int, *batches: int | None) -> tuple[str, ...]:
+        """See ``PI0.kept_inputs``.
+
+        Nothing is kept where the state's normaliser changes during the run, because the prefix
+        contains the normalised state.
+        """
+        if self.trunk.encoder.moments is not None and self.trunk.encoder.vector_size:
+            return ()
+        return super().kept_inputs(steps, *batches)
+
+    def prompt_tokens(self) -> int:
+        """See ``PI0.prompt_tokens``; the state is one of them."""
+        return super().prompt_tokens() + 1
+
+    def field(self, context: Prefix) -> Field:
+        """See ``PI0.field``."""
+        model: Any = self.expert
+        valid, size = context.valid, self.horizon
+        rows = len(valid)
+        attention = model.layers[0].self_attn
+        order = torch.arange(size, device=valid.device)
+        behind = rotation(valid.sum(1, keepdim=True) + order, attention.head_dim)
+        alone = rotation(order.expand(rows, -1), attention.head_dim)
+        prefix = valid[:, None].expand(rows, size, -1)
+        causal = (order[:, None] >= order).expand(rows, -1, -1)
+        mask = _repeated(torch.cat((prefix, causal), dim=2), attention)
+        cross_mask = _repeated(prefix, attention)
+        past: list[tuple[Tensor, Tensor]] = []
+        with lora.autocast(self.device, self.dtype):
+            keys_and_values = zip(context.keys, context.values, strict=True)
+            for i, (layer, (key, value)) in enumerate(
+                zip(model.layers, keys_and_values, strict=True)
+            ):
+                if i % self.self_attention_every:
+                    past.append(_cross_keys(layer.self_attn, key, value))
+                else:
+                    past.append(append_room(key, value, size))
+
+        def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
+            with lora.autocast(self.device, self.dtype):
+                h = self.embed(x, tau)
+                for i, (layer, kv) in enumerate(zip(model.layers, past, strict=True)):
+                    if i % self.self_attention_every:
+                        h = _cross_attention(layer, h, alone, cross_mask, kv)
+                    else:
+                        h, _, _ = run_layer(self.checkpointing, layer, h, behind, mask, kv)
+                h = model.norm(h)
+                log_std = None if self.scale is None else learned_log_std(self.scale(h))
+                return self.velocity(h).float(), log_std
+
+        return flow
+
+
+def _repeated(visible: Tensor, attention: Any) -> Tensor:
+    """Repeat a mask bool [B, Q, P] for the queries that share keys, [B, 1, n Q, P]."""
+    return visible.repeat(1, attention.num_key_value_groups, 1).unsqueeze(1)
+
+
+def _cross_keys(attention: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Map keys and values of the prefix, [B, G, P, d] each, to those of the expert."""
+    out = []
+    for layer, x in ((attention.k_proj, keys), (attention.v_proj, values)):
+        y = layer(x.transpose(1, 2).flatten(2).to(layer.weight.dtype))
+        out.append(y.unflatten(-1, (x.shape[1], -1)).transpose(1, 2))
+    return out[0], out[1]
+
+
+def _cross_attention(
+    layer: Any,
+    x: Tensor,
+    place: tuple[Tensor, Tensor],
+    visible: Tensor,
+    kv: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Run a layer whose queries attend to the keys and values ``kv`` only, [B, H, D]."""
+    a = layer.self_attn
+    q = a.q_proj(layer.input_layernorm(x)).unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
+    keys, values = kv
+    q = rotate(q, *place).to(values.dtype)
+    h = F.scaled_dot_product_attention(
+        grouped(q, keys.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
+    ).reshape(q.shape)
+    x = x + a.o_proj(h.transpose(1, 2).flatten(2))
+    return x + gated_mlp(layer.mlp, layer.post_attention_layernorm(x))

@@ -1,0 +1,178 @@
+"""SmolVLA: ``evaluate`` recomputes ``act``, what attends to what, files and export.
+
+Agreement with lerobot is tested in tests/extras/test_lerobot.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_pi0_checkpoint import write_tokenizer
+from vla_policy_checks import check_evaluate_reproduces_act, random_observations
+
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core.types import ArraySpec, Box, ConfigError, ObsSpec
+from embodied_ppo.models.vla import smolvla_files
+from embodied_ppo.models.vla.pi0 import KEPT, KEYS
+from embodied_ppo.models.vla.smolvla import SmolVLA
+
+C, A, B, H, N = 3, 2, 4, 6, 8
+SPEC: ObsSpec = {
+    "state": ArraySpec((3,)),
+    "front": ArraySpec((3, 16, 24), torch.uint8),
+    "instruction": ArraySpec((), torch.int64),
+}
+SENTENCES = ("push the red block", "lift it", "go to the cup")
+STATISTICS = {
+    f"{name}.{kind}": torch.full((size,), value)
+    for name, size in (("observation.state", 3), ("action", A))
+    for kind, value in (("mean", 0.25), ("std", 0.5))
+}
+TEXT = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6}
+TEXT |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+CONFIG = {
+    "type": "smolvla",
+    "chunk_size": H,
+    "max_state_dim": N,
+    "max_action_dim": N,
+    "num_vlm_layers": 4,
+    "vlm_config": {"text": TEXT, "vision": VISION, "scale_factor": 2},
+}
+
+
+def write_checkpoint(folder: Path, *, statistics: bool = True, **fields: Any) -> Path:
+    """Write a directory of random weights in lerobot's layout."""
+    folder.mkdir(parents=True)
+    raw = CONFIG | fields
+    torch.manual_seed(0)
+    model = smolvla_files.Model(raw, smolvla_files.vlm_config(raw, "test"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    state = model.state_dict()
+    names = smolvla_files.weight_names(model)
+    tensors = {key: state[name].contiguous() for key, name in names.items()}
+    save_file(
+        tensors | {"model.vlm_with_expert.vlm.lm_head.weight": torch.zeros(300, 48)},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(raw))
+    write_tokenizer(folder)
+    if statistics:
+        name = "policy_preprocessor_step_5_normalizer_processor.safetensors"
+        save_file(STATISTICS, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("smolvla") / "tiny")
+
+
+def make(folder: Path, **options: Any) -> SmolVLA:
+    torch.manual_seed(0)
+    config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
+    box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
+    policy = SmolVLA(SPEC, box, config, chunk=C, sentences=SENTENCES)
+    with torch.no_grad():  # new heads and adapters are zero
+        for name, p in policy.named_parameters():
+            if name.startswith(("value_head", "scale")) or "lora_" in name:
+                p.add_(0.2 * torch.randn_like(p))
+    return policy
+
+
+@pytest.mark.parametrize("trunk", [{}, {"freeze_trunk": True}, {"lora_rank": 4}], ids=str)
+@pytest.mark.parametrize("chain", [{}, {"flow_chain": "sum", "flow_noise": "learned"}], ids=str)
+def test_evaluate_reproduces_act(folder: Path, chain: Any, trunk: Any) -> None:
+    policy = make(folder, **chain, **trunk)
+    inputs = policy.encode(random_observations(SPEC, B, 0))
+    assert (KEYS in inputs) == ("freeze_trunk" in trunk)
+    d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
+    check_evaluate_reproduces_act(policy, inputs, d, shape=(B, C, A), sizes=(B, 1))
+    policy.evaluate(inputs, d.action, d.replay).log_prob.sum().backward()
+    unused = "layers.3." if not trunk else ""  # of the last layer, only keys and values are read
+    for name, p in policy.named_parameters():
+        if p.requires_grad and "lora_" not in name and not name.startswith("value_head"):
+            if not (unused and "language_model" in name):
+                reached = p.grad is not None and p.grad.abs().max() > 0
+                assert reached or "embed_tokens" in name or "post_layernorm" in name, name
+
+
+def test_attention(folder: Path) -> None:
+    """Later actions do not reach earlier ones; the state reaches no image or word."""
+    policy = make(folder)
+    obs = random_observations(SPEC, B, 0)
+    context = policy.encode_context(policy.encode(obs))
+    x, tau = torch.randn(B, H, N), torch.rand(B)
+    v, _ = policy.field(context)(x, tau)
+    changed = x.clone()
+    changed[:, 4] += 1
+    w, _ = policy.field(context)(changed, tau)
+    assert torch.equal(v[:, :4], w[:, :4]) and (v[:, 4:] - w[:, 4:]).abs().min(0).values.max() > 0
+    other = policy.encode_context(policy.encode(obs | {"state": obs["state"] + 1}))
+    for before, after in zip(context.keys, other.keys, strict=True):
+        assert torch.equal(before[:, :, :-1], after[:, :, :-1])
+        assert not torch.equal(before[:, :, -1], after[:, :, -1])
+
+
+def test_word_padding_has_no_effect(folder: Path) -> None:
+    policy = make(folder)
+    obs = random_observations(SPEC, B, 0) | {"instruction": torch.ones(B, dtype=torch.int64)}
+    action = policy.act(policy.encode(obs)).action
+    policy.set_sentences(SENTENCES[1:2] * 2)
+    assert (policy.act(policy.encode(obs)).action - action).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("trunk", [{}, {"freeze_trunk": True}, {"lora_rank": 4}], ids=str)
+def test_export_and_read_again(folder: Path, trunk: Any, tmp_path: Path) -> None:
+    policy = make(folder, **trunk)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    obs = random_observations(SPEC, B, 0)
+    action = policy.act(policy.encode(obs)).action
+    policy.export(folder, tmp_path / "out")
+    again = make(tmp_path / "out")
+    difference = (again.act(again.encode(obs)).action - action).abs().max()
+    assert difference < 1e-5 if trunk.get("lora_rank") else difference == 0
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert not torch.equal(
+        before["model.action_out_proj.weight"], after["model.action_out_proj.weight"]
+    )
+
+
+def test_prefix_memory(folder: Path, tmp_path: Path) -> None:
+    policy = make(folder, freeze_trunk=True)
+    inputs = policy.encode(random_observations(SPEC, B, 0))
+    kept = sum(inputs[name].nbytes for name in KEPT) + 4 * N * B
+    assert policy.prefix_bytes() * B == kept
+    assert policy.kept_inputs(4, 32) == KEPT
+    without = make(write_checkpoint(tmp_path / "t", statistics=False), freeze_trunk=True)
+    assert without.kept_inputs(4, 32) == ()  # the prefix contains the normalised state
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for number, (fields, message) in enumerate(
+        (
+            ({"attention_mode": "self_attn"}, "attention_mode=self_attn; supported is"),
+            ({"self_attn_every_n_layers": 3}, "self_attn_every_n_layers=3; supported"),
+            ({"vlm_config": None, "vlm_model_name": "some/other"}, "vlm_model_name=some/other is"),
+        )
+    ):
+        path = tmp_path / str(number)
+        write_checkpoint(path)
+        (path / "config.json").write_text(json.dumps(CONFIG | fields))
+        with pytest.raises(ConfigError, match=message):
+            make(path)
+    (path / "config.json").write_text(json.dumps(CONFIG | {"num_vlm_layers": 6}))
+    with pytest.raises(ConfigError, match="the weights lack"):
+        make(path)
