@@ -362,6 +362,8 @@ UNREAD = {
     "model.detach_value": (True, TOKENS),
     "algorithm.chunk_reward": ("sum", {"env.action_chunk": 2}),
     "model.unnorm_key": ("x", PUBLISHED),
+    "model.center_crop": (True, PUBLISHED),
+    "model.omit_stop_token": (True, PUBLISHED),
     "model.lora_rank": (4, PUBLISHED),
     "model.lora_alpha": (4.0, {**PUBLISHED, "model.lora_rank": 4}),
     "model.dtype": ("bfloat16", PUBLISHED),

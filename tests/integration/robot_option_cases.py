@@ -116,6 +116,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         {k: x for k, x in VLM.items() if k != "model.checkpoint"},
     ),
     "model.unnorm_key": ("fast", OPENVLA),
+    "model.center_crop": (True, OPENVLA),
+    "model.omit_stop_token": (True, OPENVLA),
     "model.lora_rank": (2, VLM),
     "model.lora_alpha": (4.0, {**VLM, "model.lora_rank": 2}),
     "model.dtype": ("bfloat16", VLM),
