@@ -363,6 +363,7 @@ UNREAD = {
     "algorithm.chunk_reward": ("sum", {"env.action_chunk": 2}),
     "model.unnorm_key": ("x", PUBLISHED),
     "model.center_crop": (True, PUBLISHED),
+    "model.delta_actions": ([0], {**FLOW, "model.checkpoint": "x"}),
     "model.omit_stop_token": (True, PUBLISHED),
     "model.lora_rank": (4, PUBLISHED),
     "model.lora_alpha": (4.0, {**PUBLISHED, "model.lora_rank": 4}),

@@ -1,7 +1,9 @@
-"""π0's published files: config.json of transformers or of lerobot, weights, statistics, tokenizer.
+"""π0's published files: configuration, weights, statistics and tokenizer.
 
-``read`` accepts both kinds of directory. transformers renames weights with lerobot's keys
-(``model.paligemma_with_expert...``). Published weights were not available: everything is tested
+``read`` accepts the directories of transformers, of lerobot, and those that openpi's conversion to
+torch writes. transformers renames weights with lerobot's keys (``model.paligemma_with_expert...``);
+openpi's lack the first part.
+Published weights were not available: everything is tested
 with synthetic directories of the published layout, and against lerobot with random weights
 (``make test-lerobot``).
 """
@@ -103,8 +105,13 @@ class Statistics(nn.Module):
             buffer = torch.as_tensor(x, dtype=torch.float32).flatten()
             self.register_buffer(name, buffer, persistent=False)
 
+    @classmethod
+    def of_openpi(cls, mean: Any, std: Any) -> Statistics:
+        """Return openpi's: it adds 1e-6 to the deviation in both directions."""
+        return cls(mean, torch.as_tensor(std, dtype=torch.float64) + 1e-6)
+
     def normalize(self, x: Tensor) -> Tensor:
-        """Return (x - mean) / (std + 1e-8)."""
+        """Return (x - mean) / (std + 1e-8), as lerobot and transformers."""
         return (x - self.mean) / (self.std + 1e-8)
 
     def denormalize(self, x: Tensor) -> Tensor:
@@ -137,6 +144,7 @@ class Published:
         action: Statistics of the actions, None: the model uses the robot's units.
         antialias: Whether images that are larger than the model's are filtered before they are
             sampled. lerobot does not.
+        relative: Dimensions of an action that are relative to the state.
     """
 
     model: Any
@@ -144,6 +152,7 @@ class Published:
     state: Statistics | None = None
     action: Statistics | None = None
     antialias: bool = True
+    relative: tuple[int, ...] = ()
 
 
 def read(folder: str | Path) -> Published:
@@ -161,6 +170,7 @@ def read(folder: str | Path) -> Published:
         _tokenizer(folder, words, clean=not lerobot),
         *statistics(folder, raw),
         antialias=not lerobot,
+        relative=_relative(raw) if lerobot else (),
     )
 
 
@@ -178,6 +188,8 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
             return transformers.PI0Config.from_dict(dict(raw))
         if raw.get("type") == "pi0":
             return transformers.PI0Config(**lerobot_fields(raw))
+        if kind == "missing" and "action_horizon" in raw:
+            return transformers.PI0Config(**openpi_fields(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"model.checkpoint={folder}: config.json is refused: {one_line(error)}"
@@ -185,7 +197,7 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
     name = UNSUPPORTED.get(kind, kind)
     raise ConfigError(
         f"model.checkpoint={folder}: is a directory of {name}, not of π0; name a directory of π0"
-        " (lerobot's or transformers'), or another model.policy"
+        " (lerobot's, transformers' or openpi's), or another model.policy"
     )
 
 
@@ -210,6 +222,28 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"vlm_config": vlm, "dit_config": expert}
 
 
+def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of transformers for the config.json of openpi's
+    convert_jax_model_to_pytorch.
+    """
+    names = ("paligemma_variant", "action_expert_variant")
+    fields = lerobot_fields({name: raw[name] for name in names if name in raw})
+    size = int(raw.get("action_dim", 32))
+    sizes = {"chunk_size": int(raw["action_horizon"])}
+    return fields | sizes | {"max_state_dim": size, "max_action_dim": size}
+
+
+def _relative(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the dimensions of actions that lerobot's config.json declares relative."""
+    if not raw.get("use_relative_actions"):
+        return ()
+    size = int((raw.get("output_features") or {})["action"]["shape"][0])
+    names = raw.get("action_feature_names") or []
+    excluded = [str(token).lower() for token in raw.get("relative_exclude_joints") or () if token]
+    absolute = {i for i, name in enumerate(names) if any(t in str(name).lower() for t in excluded)}
+    return tuple(i for i in range(size) if i not in absolute)
+
+
 def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     """Load the weights."""
     config = read_config(raw, folder)
@@ -218,6 +252,12 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             f"model.checkpoint={folder}: holds no weights (model.safetensors); download it"
             " completely"
         )
+    keys = _keys(folder)
+    if any("time_mlp_in" in key.split(".") for key in keys):
+        raise ConfigError(
+            f"model.checkpoint={folder}: holds weights of {UNSUPPORTED['pi05']}; name a directory"
+            " of π0"
+        )
     transformers = _transformers()
     with config_errors(f"model.checkpoint={folder}: transformers refuses: "):
         model, loading_info = transformers.PI0ForConditionalGeneration.from_pretrained(
@@ -225,7 +265,7 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
-            key_mapping=_renamed_keys(folder),
+            key_mapping=_renamed_keys(keys),
             **LOCAL_WEIGHTS,
         )
     unknown = [
@@ -233,7 +273,9 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
         for name in loading_info["unexpected_keys"]
         if "normalize_" not in name and UNUSED_HEAD not in name
     ]
-    for problem, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
+    # The expert has no words; some files lack its embeddings.
+    missing = [name for name in loading_info["missing_keys"] if "dit.embed_tokens" not in name]
+    for problem, names in (("lack", missing), ("have an unknown", unknown)):
         if names:
             raise ConfigError(
                 f"model.checkpoint={folder}: the weights {problem} {min(names)} ({len(names)}"
@@ -242,8 +284,8 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     return model
 
 
-def _renamed_keys(folder: Path) -> dict[str, str]:
-    """Return patterns of keys -> new keys, which transformers converts."""
+def _keys(folder: Path) -> set[str]:
+    """Return the keys of all weights; none if a file is damaged, which transformers reports."""
     from safetensors import SafetensorError, safe_open
 
     keys: set[str] = set()
@@ -252,7 +294,12 @@ def _renamed_keys(folder: Path) -> dict[str, str]:
             with safe_open(file, framework="pt") as f:
                 keys |= set(f.keys())
         except (SafetensorError, OSError):
-            return OLD_KEYS  # transformers reports the damage
+            return set()
+    return keys
+
+
+def _renamed_keys(keys: set[str]) -> dict[str, str]:
+    """Return patterns of keys -> new keys, which transformers converts."""
     if any(re.search(WORD_EMBEDDINGS, key) for key in keys):
         return {LANGUAGE_HEAD: UNUSED_HEAD} | OLD_KEYS
     return OLD_KEYS
@@ -341,11 +388,17 @@ def _statistics(folder: Path) -> dict[str, Statistics]:
         stats = {name: Statistics(*pair) for name, pair in pairs.items() if pair[0] is not None}
         if stats:
             return stats
-    for file in sorted(folder.rglob("norm_stats.json")):
+    files = sorted(folder.rglob("norm_stats.json"))
+    if len(files) > 1:
+        raise ConfigError(
+            f"model.checkpoint={folder}: holds statistics of {len(files)} robots"
+            f" ({', '.join(file.parent.name for file in files)}); keep one norm_stats.json"
+        )
+    for file in files:
         stats = read_json(file, f"model.checkpoint={folder}", CURE)
         stats = stats.get("norm_stats", stats)
         named = {name: stats[key] for name, key in _STATISTICS_KEYS.items() if key in stats}
-        return {name: Statistics(x["mean"], x["std"]) for name, x in named.items()}
+        return {name: Statistics.of_openpi(x["mean"], x["std"]) for name, x in named.items()}
     out: dict[str, Statistics] = {}
     files = sorted(folder.glob("*normalizer_processor.safetensors"))
     for file in files + sorted(folder.glob("model*.safetensors")):
