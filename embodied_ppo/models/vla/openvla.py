@@ -96,6 +96,10 @@ class OpenVLAConfig:
     pad_to_multiple_of: int = 64
     """Number of ids at the end of text's vocab_size that are padding."""
     pad_token_id: int = 32000
+    means: tuple[float, ...] = MEANS
+    """Means of the six channels; those of preprocessor_config.json where it exists."""
+    stds: tuple[float, ...] = STDS
+    """Standard deviations of the six channels, likewise."""
     norm_stats: Mapping[str, Any] = field(default_factory=dict)
     """{dataset: {action: {q01, q99, mask}}}, see ``ActionTokens.of``."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -350,7 +354,10 @@ class OpenVLABody(InferenceModule):
         x = center_crop(images, side) if self.center_crop else images.float()
         for size in ((x.shape[-2], side), (side, side)):
             x = resize(x, size, "bicubic")
-        channels = [(x[:, c % 3] / 255 - MEANS[c]) / STDS[c] for c in range(6)]
+        channels = [
+            (x[:, c % 3] / 255 - mean) / std
+            for c, (mean, std) in enumerate(zip(self.config.means, self.config.stds, strict=True))
+        ]
         return torch.stack(channels, dim=1)
 
     def features(self, pixels: Tensor) -> Tensor:
