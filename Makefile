@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero test-lerobot test-vllm test-trackers check bench docs build clean
+.PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers check bench docs build clean
 
 ARGS ?=
 JOBS ?= 2
@@ -38,6 +38,11 @@ test-libero: .venv-libero/ready ## run the tests with LIBERO; LIBERO_ASSETS=FOLD
 test-lerobot: .venv/dev .venv-lerobot/ready ## compare with lerobot's policies, in its own environment (5 GB)
 	$(TEST_ENV) LEROBOT_PYTHON=.venv-lerobot/bin/python \
 		$(BIN)/python -m pytest -q -rP tests/extras/test_lerobot.py $(ARGS)
+
+test-openvla: ## compare with OpenVLA's code: OPENVLA_PYTHON, OPENVLA_CLONE, OPENVLA_OFT_CLONE
+	$(TEST_ENV) OPENVLA_PYTHON="$(OPENVLA_PYTHON)" OPENVLA_CLONE="$(OPENVLA_CLONE)" \
+		OPENVLA_OFT_CLONE="$(OPENVLA_OFT_CLONE)" \
+		$(BIN)/python -m pytest -q -rP tests/extras/test_openvla_code.py $(ARGS)
 
 test-vllm: ## run the tests with vLLM in your environment: VLLM_PYTHON=/path/to/python
 	$(TEST_ENV) PYTHONPATH=. $(VLLM_PYTHON) -m pytest -q tests/extras/test_vllm.py $(ARGS)

@@ -280,6 +280,8 @@ FLOW = equals("model.policy", "flow")
 VLA = equals("model.policy", "token", "flow", "gaussian")
 NEW_VLA = VLA & equals("model.checkpoint", None)
 PRETRAINED_VLA = is_set("model.checkpoint")
+PRETRAINED_FLOW = equals("model.policy", "flow") & is_set("model.checkpoint")
+PRETRAINED_TOKEN = equals("model.policy", "token") & is_set("model.checkpoint")
 ORTHOGONAL = ACTOR_CRITIC & equals("model.orthogonal_init", True)
 OWN_NETWORK = ACTOR_CRITIC & is_set("model.network")
 TRUNK = ACTOR_CRITIC & equals("model.network", None)
@@ -409,6 +411,18 @@ class ModelConfig:
     unnorm_key: Text | None = option(None, read_if=PRETRAINED_VLA)
     """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
     that it contains."""
+    delta_actions: tuple[Natural, ...] | None = option(None, read_if=PRETRAINED_FLOW)
+    """pi0: dimensions of an action, from 0, that the checkpoint predicts relative to the same
+    numbers of the state, which are then added (openpi's DeltaActions; the gripper is usually
+    absolute); []: none; null: those that lerobot's config.json names, none for other layouts."""
+    center_crop: bool = option(False, read_if=PRETRAINED_TOKEN)
+    """OpenVLA: crop the centre of images, 90 % of their area, and resize it. Models that were
+    fine-tuned with random crops (image_aug) are evaluated like this."""
+    omit_stop_token: bool = option(
+        False, read_if=PRETRAINED_TOKEN & equals("model.decode", "parallel")
+    )
+    """OpenVLA-OFT: omit the token "end of sequence" after the placeholders of the actions, as in
+    the models that RLinf trained; false: it follows them, as in moojink/openvla-oft."""
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=PRETRAINED_VLA)
     """Rank of low-rank adapters on the language model of a checkpoint, whose own weights stay
     frozen (Hu et al. 2021); 0: no adapters, all weights are trained. With adapters, the run's

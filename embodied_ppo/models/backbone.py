@@ -109,8 +109,8 @@ class Encoder(nn.Module):
             RunningMoments((self.vector_size,)) if config.normalize_obs and self.vectors else None
         )
 
-    def _join(self, obs: Obs) -> Tensor:
-        """Concatenate all vectors, [B, D]."""
+    def join(self, obs: Obs) -> Tensor:
+        """Concatenate all vectors, [B, D], in their own units."""
         if isinstance(obs, Tensor):
             return obs.flatten(1) if obs.dim() != 2 else obs
         return torch.cat([obs[name].flatten(1).float() for name in self.vectors], dim=1)
@@ -120,7 +120,7 @@ class Encoder(nn.Module):
         """Return the model inputs of raw observations."""
         inputs: dict[str, Tensor] = {}
         if self.vectors:
-            x = self._join(obs).float()  # [B, D]
+            x = self.join(obs).float()  # [B, D]
             if self.moments is not None:
                 x = self.moments.normalize(x, clip=self.clip)
             inputs[VECTOR] = x
@@ -133,7 +133,7 @@ class Encoder(nn.Module):
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """Merge raw observations [M, ..] where ``mask`` [M] is True into the moments."""
         if self.moments is not None:
-            self.moments.update(self._join(obs), mask)
+            self.moments.update(self.join(obs), mask)
 
 
 def linear(size_in: int, size_out: int, gain: float, orthogonal: bool) -> nn.Linear:

@@ -120,6 +120,11 @@ def act(policy: PI0, obs: dict[str, Tensor]) -> Tensor:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "both embed_tokens and lm_head": ({}, {}, 1e-5),
     "lm_head only": ({"unused": "paligemma.model.language_model.embed_tokens"}, {}, 1e-5),
+    "relative actions": (
+        {"use_relative_actions": True, "action_feature_names": ["x", "y", "z", "gripper"]},
+        {},
+        1e-5,
+    ),
     "bfloat16": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, 1e-2),
 }
 """Options of lerobot, options of ours, and tolerance relative to the largest action."""

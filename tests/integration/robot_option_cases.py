@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import run_helpers
+import tiny_pi0_checkpoint
 import tiny_vlm_checkpoints
 
 from embodied_ppo.config import loader
@@ -58,6 +59,7 @@ VLM = {
     "model.checkpoint": str(ROOT / "smolvlm"),
     "model.bins": 16,
 }
+PI0 = {**CAMERA, **FEW, "model.policy": "flow", "model.checkpoint": str(ROOT / "pi0")}
 OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
 GROUPS = {
     "env.id": "AcrobotSwingup-v1",
@@ -116,6 +118,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         {k: x for k, x in VLM.items() if k != "model.checkpoint"},
     ),
     "model.unnorm_key": ("fast", OPENVLA),
+    "model.center_crop": (True, OPENVLA),
+    "model.delta_actions": ([0], PI0),
+    "model.omit_stop_token": (True, OPENVLA),
     "model.lora_rank": (2, VLM),
     "model.lora_alpha": (4.0, {**VLM, "model.lora_rank": 2}),
     "model.dtype": ("bfloat16", VLM),
@@ -192,6 +197,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def write_models() -> None:
     """Write the checkpoints that model.checkpoint names."""
     tiny_vlm_checkpoints.write_checkpoint("smolvlm", ROOT / "smolvlm")
+    tiny_pi0_checkpoint.write_checkpoint(ROOT / "pi0")
     stats = {
         name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))
     }

@@ -80,11 +80,11 @@ class Flow(VLAPolicy):
         """Return the x_1 of a deterministic chain, [B, H, P]."""
         return torch.zeros(rows, self.horizon, self.padded, device=self.device)
 
-    def denormalize_actions(self, x: Tensor) -> Tensor:
+    def denormalize_actions(self, x: Tensor, context: Any) -> Tensor:
         """Convert latent actions [B, C, A] to the units of the simulator."""
         return x
 
-    def normalize_actions(self, action: Tensor) -> Tensor:
+    def normalize_actions(self, action: Tensor, context: Any) -> Tensor:
         """Convert actions to latent units, the inverse of ``denormalize_actions``."""
         return action
 
@@ -166,7 +166,7 @@ class Flow(VLAPolicy):
             chains = (before, after, log_probs)
             before, after, log_probs = ([_select_step(parts, step)] for parts in chains)
         latents = torch.stack([*before, after[-1]], dim=1)
-        action = self.denormalize_actions(self._executed(x)).flatten(1)
+        action = self.denormalize_actions(self._executed(x), context).flatten(1)
         return Decision(
             action, self._log_prob(latents, log_probs), value, {"latents": latents, "step": step}
         )
@@ -198,7 +198,7 @@ class Flow(VLAPolicy):
         u = torch.rand(len(action), 1, 1, generator=generator, device=action.device)
         # The target is 0 where nothing is executed, as π0's padding.
         padding = (0, self.padded - self.size, 0, self.horizon - self.chunk)
-        a = F.pad(self.normalize_actions(action), padding)
+        a = F.pad(self.normalize_actions(action, context), padding)
         e = dist.gaussian_noise(a.shape, generator, action.device)
         tau = 0.001 + 0.999 * u.pow(1 / 1.5)
         v, _ = self.field(context)(tau * e + (1 - tau) * a, tau.flatten())

@@ -13,6 +13,7 @@ Token sequence of a row::
 
     BOS | P visual tokens | prompt, ends with the empty word 29871 | action tokens     causal
     BOS | P visual tokens | prompt, ends with 29871 | C·A zeros | end of sequence      bidirectional
+                                                    (``stop_token``)
 
 The first is OpenVLA (Kim et al. 2024, arXiv 2406.09246), the second the parallel decoding of
 OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645). In both, the hidden state *before* an action token
@@ -47,6 +48,8 @@ MEANS = (0.485, 0.456, 0.406, 0.5, 0.5, 0.5)
 in [0, 1].
 """
 STDS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
+CROPPED_AREA = 0.9
+"""Share of an image's area that remains after ``center_crop``."""
 
 
 # ------------------------------------------------------------------------------------ configuration
@@ -93,6 +96,10 @@ class OpenVLAConfig:
     pad_to_multiple_of: int = 64
     """Number of ids at the end of text's vocab_size that are padding."""
     pad_token_id: int = 32000
+    means: tuple[float, ...] = MEANS
+    """Means of the six channels; those of preprocessor_config.json where it exists."""
+    stds: tuple[float, ...] = STDS
+    """Standard deviations of the six channels, likewise."""
     norm_stats: Mapping[str, Any] = field(default_factory=dict)
     """{dataset: {action: {q01, q99, mask}}}, see ``ActionTokens.of``."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -245,8 +252,42 @@ class Cache:
     length: int
 
 
+def center_crop(images: Tensor, side: int) -> Tensor:
+    """Crop the centre of an image and resize it, as the publishers' evaluations do.
+
+    Models that were trained with random crops are evaluated with the central one. The sides of the
+    crop are those of the image times sqrt(0.9). Its corner pixels become those of the result
+    (TensorFlow's crop_and_resize), by linear interpolation without a filter; levels are floor(255.5
+    x), x in [0, 1] (its convert_image_dtype).
+
+    Args:
+        images: uint8 [N, 3, H, W].
+        side: Side of the result in pixels.
+
+    Returns:
+        Levels 0 to 255, float32 [N, 3, side, side].
+    """
+    x = images.float() / 255
+    for dim in (-1, -2):
+        last = x.shape[dim] - 1
+        share = CROPPED_AREA**0.5
+        ranks = torch.linspace(0, 1, side, dtype=torch.float64, device=x.device)
+        place = last * ((1 - share) / 2 + share * ranks)
+        low = place.floor().long().clamp_max(last - 1)
+        weight = (place - low).float()
+        shape = (side, 1) if dim == -2 else (side,)
+        a, b = x.index_select(dim, low), x.index_select(dim, low + 1)
+        x = a + (b - a) * weight.view(shape)
+    return (x * 255.5).floor().clamp(0, 255)
+
+
 class OpenVLABody(InferenceModule):
     """Maps images and prompt to hidden states that predict action tokens, and to their logits.
+
+    Attributes:
+        center_crop: Whether images are cropped, see the function of this name.
+        stop_token: Whether the end of sequence follows the placeholders of parallel decoding. It
+            does in OpenVLA-OFT, and does not in RLinf's variant.
 
     Parameters that the forward pass does not use are frozen but kept, because a checkpoint contains
     them: the towers' last layer and what follows it.
@@ -266,6 +307,7 @@ class OpenVLABody(InferenceModule):
         """
         super().__init__()
         self.config = config
+        self.center_crop, self.stop_token = False, True
         models = _models(config, dtype, device)
         self.dino: Any = models[0]
         self.siglip: Any = models[1]
@@ -308,10 +350,14 @@ class OpenVLABody(InferenceModule):
         equals Pillow's cubic filter up to one level: first the width, then the height, rounded in
         between.
         """
-        side, x = self.config.image_size, images.float()
+        side = self.config.image_size
+        x = center_crop(images, side) if self.center_crop else images.float()
         for size in ((x.shape[-2], side), (side, side)):
             x = resize(x, size, "bicubic")
-        channels = [(x[:, c % 3] / 255 - MEANS[c]) / STDS[c] for c in range(6)]
+        channels = [
+            (x[:, c % 3] / 255 - mean) / std
+            for c, (mean, std) in enumerate(zip(self.config.means, self.config.stds, strict=True))
+        ]
         return torch.stack(channels, dim=1)
 
     def features(self, pixels: Tensor) -> Tensor:
@@ -388,7 +434,7 @@ class OpenVLABody(InferenceModule):
         else:
             assert placeholders > 0
             count = placeholders
-            stop = self._embed(torch.full((rows, 1), STOP, device=device))
+            stop = self._embed(torch.full((rows, int(self.stop_token)), STOP, device=device))
             sequence = before.append(F.pad(stop, (0, 0, placeholders, 0)))
         place = before.x.shape[1] - 1 + torch.arange(count, device=device)
         attend = self.trunk.module.masked(sequence.visible_keys(causal=actions is not None), place)

@@ -29,6 +29,7 @@ from embodied_ppo.models.vla.openvla import (
     BOS,
     DINO,
     EMPTY,
+    MEANS,
     SIGLIP,
     OpenVLABody,
     OpenVLAConfig,
@@ -91,6 +92,40 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
         raise ConfigError(
             f"a field has the wrong type or name ({error}); compare with openvla-7b's"
         ) from error
+
+
+def read_preprocessor(raw: Mapping[str, Any], config: OpenVLAConfig) -> OpenVLAConfig:
+    """Return ``config`` with the means and deviations of preprocessor_config.json.
+
+    openvla-7b's are rounded to bfloat16, so that they differ from ImageNet's.
+
+    Raises:
+        ConfigError: A field is damaged, or describes an image that the model does not process.
+    """
+    label, side = "preprocessor_config.json", config.image_size
+    for name, value, computed in (
+        ("image_resize_strategy", raw.get("image_resize_strategy"), "resize-naive"),
+        *(("interpolations", x, "bicubic") for x in raw.get("interpolations") or ()),
+        *(("input_sizes", x, [3, side, side]) for x in raw.get("input_sizes") or ()),
+    ):
+        if value is not None and value != computed:
+            raise ConfigError(f"{label}: {name} has {show(value)}; computed is {show(computed)}")
+    moments: dict[str, tuple[float, ...]] = {}
+    for name in ("means", "stds"):
+        rows = raw.get(name)
+        if rows is None:
+            continue
+        try:
+            numbers = tuple(float(x) for row in rows for x in row)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{label}: {name} must be numbers ({error})") from error
+        if len(numbers) != len(MEANS) or (name == "stds" and min(numbers) <= 0):
+            raise ConfigError(
+                f"{label}: {name} must have three numbers for each of both towers, deviations above"
+                f" 0, but is {show(rows)}; download it again"
+            )
+        moments[name] = numbers
+    return replace(config, **moments)
 
 
 def write_config(config: OpenVLAConfig) -> dict[str, Any]:
@@ -381,7 +416,7 @@ def load(path: str | Path, *, dtype: torch.dtype = torch.float32) -> OpenVLABody
 
     It holds config.json, and model.safetensors or its shards with their index. Every key is used
     exactly once. Statistics in dataset_statistics.json (fine-tuned models) replace those in
-    config.json.
+    config.json, means and deviations in preprocessor_config.json those of ImageNet.
 
     Args:
         path: The directory.
@@ -409,6 +444,9 @@ def load(path: str | Path, *, dtype: torch.dtype = torch.float32) -> OpenVLABody
     files = _weight_files(folder, label)
     try:
         config = read_config(raw)
+        preprocessor = folder / "preprocessor_config.json"
+        if preprocessor.is_file():
+            config = read_preprocessor(read_json(preprocessor, label, CURE), config)
         with no_init_weights():
             body = OpenVLABody(config, dtype=dtype)
         expected = entries(body)

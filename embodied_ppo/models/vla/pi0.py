@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import gathered, layers
+from embodied_ppo.core.errors import show
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
@@ -55,6 +56,8 @@ MEMORY_SHARE = 0.5
 """Share of the device's memory that prefixes of a frozen trunk may use."""
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"
 """Names of the inputs that hold a prefix."""
+ORIGIN = "/origin"
+"""Name of the input that holds the numbers of the state that actions are relative to."""
 KEPT = (KEYS, VALUES, VALID, POOLED)
 """Inputs that depend on observations and a frozen trunk only, and on no normaliser."""
 
@@ -68,6 +71,8 @@ class Prefix(NamedTuple):
         valid: bool [B, P], tokens that are not padding.
         pooled: float32 [B, D], mean of the last layer's outputs over valid tokens.
         state: float32 [B, N], normalised and padded.
+        origin: float32 [B, A], added to the actions of a model that predicts them relative to the
+            state; 0 in the dimensions that are absolute. None: all are.
     """
 
     keys: tuple[Tensor, ...]
@@ -75,6 +80,7 @@ class Prefix(NamedTuple):
     valid: Tensor
     pooled: Tensor
     state: Tensor
+    origin: Tensor | None = None
 
     @property
     def grounding(self) -> Grounding:
@@ -239,6 +245,8 @@ class Trunk(ObservationEncoder):
         if published.state is not None and size:
             self.statistics = published.state.first(size, "states")
             self.encoder.moments = None
+        self.relative: Tensor | None = None
+        """Dimensions of an action that are relative to the state, bool [A]; None: none."""
         self.vlm, self.antialias = vlm, published.antialias
         self.side = int(vlm.config.vision_config.image_size)
         self.checkpointing = config.gradient_checkpointing
@@ -265,6 +273,10 @@ class Trunk(ObservationEncoder):
         if self.statistics is not None:
             state = self.statistics.normalize(state)
         inputs[VECTOR] = F.pad(state, (0, self.state_size - state.shape[1]))
+        if self.relative is not None:
+            raw = self.raw_vector(obs).float()[:, : len(self.relative)]
+            raw = F.pad(raw, (0, len(self.relative) - raw.shape[1]))
+            inputs[ORIGIN] = raw * self.relative.to(raw)
         inputs[WORDS] = self.table[self.instruction_index(obs, rows, device)]
         return inputs
 
@@ -310,7 +322,7 @@ class Trunk(ObservationEncoder):
             values.append(v)
         out = language.norm(x).float() * valid.unsqueeze(-1)
         pooled = out.sum(1) / valid.sum(1, keepdim=True)
-        return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR])
+        return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR], inputs.get(ORIGIN))
 
 
 # --------------------------------------------------------------------------------------- the policy
@@ -408,6 +420,10 @@ class PI0(Flow, lora.Adapted):
         if published.action is not None:
             self.statistics = published.action.first(self.size, "actions")
             check_units(action_spec, config, mapping)
+        relative = published.relative if config.delta_actions is None else config.delta_actions
+        if relative:
+            numbers = self.trunk.encoder.vector_size
+            self.trunk.relative = _relative_dimensions(relative, self.size, numbers)
         initial_noise = torch.randn(
             self.horizon, self.padded, generator=torch.Generator().manual_seed(0)
         )
@@ -563,7 +579,7 @@ class PI0(Flow, lora.Adapted):
         """
         inputs = self.trunk.encode(obs)
         if kept:
-            return kept | {VECTOR: inputs[VECTOR]}
+            return kept | {name: inputs[name] for name in (VECTOR, ORIGIN) if name in inputs}
         rows = len(inputs[WORDS])
         if not self.frozen or rows > self.max_kept_rows():
             return inputs
@@ -572,6 +588,8 @@ class PI0(Flow, lora.Adapted):
             part = self.encode_context({name: x[i : i + FROZEN_ROWS] for name, x in inputs.items()})
             new = {KEYS: torch.stack(part.keys, 1), VALUES: torch.stack(part.values, 1)}
             new |= {VALID: part.valid, POOLED: part.pooled, VECTOR: part.state}
+            if part.origin is not None:
+                new[ORIGIN] = part.origin
             for name, x in new.items():
                 if name not in prefixes:
                     prefixes[name] = x.new_empty(rows, *x.shape[1:])
@@ -582,7 +600,8 @@ class PI0(Flow, lora.Adapted):
         """See ``VLAPolicy.encode_context``."""
         if KEYS in inputs:
             keys, values = (inputs[name].unbind(1) for name in (KEYS, VALUES))
-            return Prefix(keys, values, inputs[VALID], inputs[POOLED], inputs[VECTOR])
+            fixed = (inputs[VALID], inputs[POOLED], inputs[VECTOR], inputs.get(ORIGIN))
+            return Prefix(keys, values, *fixed)
         learns = torch.is_grad_enabled() and not self.frozen
         with torch.set_grad_enabled(learns), lora.autocast(self.device, self.dtype):
             return self.trunk(inputs)
@@ -634,10 +653,36 @@ class PI0(Flow, lora.Adapted):
         """
         return self.initial_noise.expand(rows, -1, -1)
 
-    def denormalize_actions(self, x: Tensor) -> Tensor:
-        """Convert to the units of the dataset if the checkpoint has its statistics."""
-        return x if self.statistics is None else self.statistics.denormalize(x)
+    def denormalize_actions(self, x: Tensor, context: Prefix) -> Tensor:
+        """Convert to the units of the dataset if the checkpoint has its statistics; then add the
+        state to relative actions.
+        """
+        x = x if self.statistics is None else self.statistics.denormalize(x)
+        return x if context.origin is None else x + context.origin.unsqueeze(1)
 
-    def normalize_actions(self, action: Tensor) -> Tensor:
+    def normalize_actions(self, action: Tensor, context: Prefix) -> Tensor:
         """See ``Flow.normalize_actions``."""
+        if context.origin is not None:
+            action = action - context.origin.unsqueeze(1)
         return action if self.statistics is None else self.statistics.normalize(action)
+
+
+def _relative_dimensions(dimensions: Sequence[int], size: int, numbers: int) -> Tensor:
+    """Return whether each of ``size`` dimensions of an action is relative to the state.
+
+    Args:
+        dimensions: Those that are.
+        size: A.
+        numbers: Numbers of a state.
+
+    Raises:
+        ConfigError: The action or the state has fewer dimensions.
+    """
+    limit = min(size, numbers)
+    if max(dimensions) >= limit:
+        raise ConfigError(
+            f"model.delta_actions={show(dimensions)}: actions have {size} dimensions and states"
+            f" {numbers} numbers, counted from 0; name dimensions below {limit}, or [] if the"
+            " actions are absolute"
+        )
+    return torch.tensor([i in dimensions for i in range(size)])

@@ -1,7 +1,9 @@
-"""π0's published files: config.json of transformers or of lerobot, weights, statistics, tokenizer.
+"""π0's published files: configuration, weights, statistics and tokenizer.
 
-``read`` accepts both kinds of directory. transformers renames weights with lerobot's keys
-(``model.paligemma_with_expert...``). Published weights were not available: everything is tested
+``read`` accepts the directories of transformers, of lerobot, and those that openpi's conversion to
+torch writes. transformers renames weights with lerobot's keys (``model.paligemma_with_expert...``);
+openpi's lack the first part.
+Published weights were not available: everything is tested
 with synthetic directories of the published layout, and against lerobot with random weights
 (``make test-lerobot``).
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -111,8 +113,13 @@ class Statistics(nn.Module):
             buffer = torch.as_tensor(x, dtype=torch.float32).flatten()
             self.register_buffer(name, buffer, persistent=False)
 
+    @classmethod
+    def of_openpi(cls, mean: Any, std: Any) -> Statistics:
+        """Return openpi's: it adds 1e-6 to the deviation in both directions."""
+        return cls(mean, torch.as_tensor(std, dtype=torch.float64) + 1e-6)
+
     def normalize(self, x: Tensor) -> Tensor:
-        """Return (x - mean) / (std + 1e-8)."""
+        """Return (x - mean) / (std + 1e-8), as lerobot and transformers."""
         return (x - self.mean) / (self.std + 1e-8)
 
     def denormalize(self, x: Tensor) -> Tensor:
@@ -124,8 +131,13 @@ class Statistics(nn.Module):
         """Return the statistics with which ``normalize`` maps the quantiles low and high to -1 and
         1.
         """
-        low, high = (torch.as_tensor(x, dtype=torch.float32) for x in (low, high))
+        low, high = (torch.as_tensor(x, dtype=torch.float64) for x in (low, high))
         return cls((low + high) / 2, (high - low) / 2)
+
+    @classmethod
+    def of_openpi_quantiles(cls, low: Any, high: Any) -> Statistics:
+        """Return openpi's: it adds 1e-6 to the distance of the quantiles."""
+        return cls.from_quantiles(low, torch.as_tensor(high, dtype=torch.float64) + 1e-6)
 
     def first(self, n: int, name: str) -> Statistics:
         """Return the statistics of the first n numbers; the others are padding.
@@ -154,6 +166,7 @@ class Published:
         action: Statistics of the actions, None: the model uses the robot's units.
         antialias: Whether images that are larger than the model's are filtered before they are
             sampled. lerobot does not.
+        relative: Dimensions of an action that are relative to the state.
     """
 
     model: Any
@@ -161,6 +174,7 @@ class Published:
     state: Statistics | None = None
     action: Statistics | None = None
     antialias: bool = True
+    relative: tuple[int, ...] = ()
 
 
 def read(folder: str | Path) -> Published:
@@ -178,6 +192,7 @@ def read(folder: str | Path) -> Published:
         _tokenizer(folder, words, clean=not lerobot),
         *statistics(folder, raw),
         antialias=not lerobot,
+        relative=_relative(raw) if lerobot else (),
     )
 
 
@@ -195,6 +210,8 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
             return transformers.PI0Config.from_dict(dict(raw))
         if raw.get("type") in KINDS:
             return transformers.PI0Config(**lerobot_fields(raw))
+        if kind == "missing" and "action_horizon" in raw:
+            return transformers.PI0Config(**openpi_fields(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"model.checkpoint={folder}: config.json is refused: {one_line(error)}"
@@ -202,7 +219,7 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
     name = UNSUPPORTED.get(kind, kind)
     raise ConfigError(
         f"model.checkpoint={folder}: is a directory of {name}, not of π0 or π0.5; name one of these"
-        " (π0: lerobot's or transformers', π0.5: lerobot's), or another model.policy"
+        " (lerobot's or openpi's; π0 also transformers'), or another model.policy"
     )
 
 
@@ -235,16 +252,47 @@ def kind(folder: str | Path) -> str:
     Raises:
         ConfigError: It holds another kind of model, or config.json cannot be read.
     """
-    raw = read_json(Path(folder) / "config.json", f"model.checkpoint={folder}", CURE)
-    if _kind(raw) == SMOLVLA:
+    folder = Path(folder)
+    raw = read_json(folder / "config.json", f"model.checkpoint={folder}", CURE)
+    if raw.get("type") == SMOLVLA:
         return SMOLVLA
     read_config(raw, folder)
-    return _kind(raw)
+    return _kind(folder, raw)
 
 
-def _kind(raw: Mapping[str, Any]) -> str:
-    """Return which of KINDS a config.json describes."""
-    return str(raw.get("type") or raw.get("model_type"))
+def _kind(folder: Path, raw: Mapping[str, Any]) -> str:
+    """Return which of KINDS a directory holds; openpi's config.json does not say it."""
+    declared = raw.get("type") or raw.get("model_type")
+    if declared is None:
+        declared = "pi05" if _adaptive(_keys(folder)) else "pi0"
+    return str(declared)
+
+
+def _adaptive(keys: Iterable[str]) -> bool:
+    """Return whether keys of weights are those of π0.5."""
+    return any("time_mlp_in" in key.split(".") for key in keys)
+
+
+def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of transformers for the config.json of openpi's
+    convert_jax_model_to_pytorch.
+    """
+    names = ("paligemma_variant", "action_expert_variant")
+    fields = lerobot_fields({name: raw[name] for name in names if name in raw})
+    size = int(raw.get("action_dim", 32))
+    sizes = {"chunk_size": int(raw["action_horizon"])}
+    return fields | sizes | {"max_state_dim": size, "max_action_dim": size}
+
+
+def _relative(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the dimensions of actions that lerobot's config.json declares relative."""
+    if not raw.get("use_relative_actions"):
+        return ()
+    size = int((raw.get("output_features") or {})["action"]["shape"][0])
+    names = raw.get("action_feature_names") or []
+    excluded = [str(token).lower() for token in raw.get("relative_exclude_joints") or () if token]
+    absolute = {i for i, name in enumerate(names) if any(t in str(name).lower() for t in excluded)}
+    return tuple(i for i in range(size) if i not in absolute)
 
 
 def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
@@ -255,7 +303,15 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             f"model.checkpoint={folder}: holds no weights (model.safetensors); download it"
             " completely"
         )
-    transformers, adaptive = _transformers(), _kind(raw) == "pi05"
+    keys, kind = _keys(folder), _kind(folder, raw)
+    adaptive = _adaptive(keys)
+    if adaptive != (kind == "pi05"):
+        held = "pi05" if adaptive else "pi0"
+        raise ConfigError(
+            f"model.checkpoint={folder}: config.json has type {kind}, the weights are those of"
+            f" {held}; use the config.json of these weights"
+        )
+    transformers = _transformers()
     model_class = transformers.PI0ForConditionalGeneration
     if adaptive:
         model_class = pi05_model.model_class()
@@ -265,7 +321,7 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
-            key_mapping=_renamed_keys(folder) | (ADAPTIVE_KEYS if adaptive else {}),
+            key_mapping=_renamed_keys(keys) | (ADAPTIVE_KEYS if adaptive else {}),
             **LOCAL_WEIGHTS,
         )
     unknown = [
@@ -273,7 +329,9 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
         for name in loading_info["unexpected_keys"]
         if "normalize_" not in name and UNUSED_HEAD not in name
     ]
-    for problem, names in (("lack", loading_info["missing_keys"]), ("have an unknown", unknown)):
+    # The expert has no words; some files lack its embeddings.
+    missing = [name for name in loading_info["missing_keys"] if "dit.embed_tokens" not in name]
+    for problem, names in (("lack", missing), ("have an unknown", unknown)):
         if names:
             raise ConfigError(
                 f"model.checkpoint={folder}: the weights {problem} {min(names)} ({len(names)}"
@@ -282,8 +340,8 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     return model
 
 
-def _renamed_keys(folder: Path) -> dict[str, str]:
-    """Return patterns of keys -> new keys, which transformers converts."""
+def _keys(folder: Path) -> set[str]:
+    """Return the keys of all weights; none if a file is damaged, which transformers reports."""
     from safetensors import SafetensorError, safe_open
 
     keys: set[str] = set()
@@ -292,7 +350,12 @@ def _renamed_keys(folder: Path) -> dict[str, str]:
             with safe_open(file, framework="pt") as f:
                 keys |= set(f.keys())
         except (SafetensorError, OSError):
-            return OLD_KEYS  # transformers reports the damage
+            return set()
+    return keys
+
+
+def _renamed_keys(keys: set[str]) -> dict[str, str]:
+    """Return patterns of keys -> new keys, which transformers converts."""
     if any(re.search(WORD_EMBEDDINGS, key) for key in keys):
         return {LANGUAGE_HEAD: UNUSED_HEAD} | OLD_KEYS
     return OLD_KEYS
@@ -380,7 +443,8 @@ def statistics(folder: Path, raw: Mapping[str, Any]) -> tuple[Statistics | None,
             )
     out = []
     for name, feature in (("state", "STATE"), ("action", "ACTION")):
-        mode = modes.get(feature, "QUANTILES" if _kind(raw) == "pi05" else "MEAN_STD")
+        usual = "QUANTILES" if _kind(folder, raw) == "pi05" else "MEAN_STD"
+        mode = modes.get(feature, usual)
         out.append(None if mode == "IDENTITY" else _statistics(folder, name, mode))
     return out[0], out[1]
 
@@ -403,9 +467,16 @@ def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
         pair = [options.get(f"{key}_{end}") for end in ends]
         if None not in pair:
             return make(*pair)
-    for file in sorted(folder.rglob("norm_stats.json")):
+    files = sorted(folder.rglob("norm_stats.json"))
+    if len(files) > 1:
+        raise ConfigError(
+            f"model.checkpoint={folder}: holds statistics of {len(files)} robots"
+            f" ({', '.join(file.parent.name for file in files)}); keep one norm_stats.json"
+        )
+    for file in files:
         stats = read_json(file, label, CURE)
         stats = stats.get("norm_stats", stats).get(key)
+        make = Statistics.of_openpi_quantiles if quantiles else Statistics.of_openpi
         return None if stats is None else make(*(stats[end] for end in ends))
     files = sorted(folder.glob("*normalizer_processor.safetensors"))
     for file in files + sorted(folder.glob("model*.safetensors")):

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import layers
+from embodied_ppo.core.errors import show
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import channels_first_shape, is_image
@@ -238,6 +239,12 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                     f"model.unnorm_key={config.unnorm_key}: {folder} holds a {kind}, which has no"
                     " statistics of actions; leave it null"
                 )
+            for name in ("center_crop", "omit_stop_token"):
+                if getattr(config, name) != getattr(ModelConfig(), name):
+                    raise ConfigError(
+                        f"model.{name}={show(getattr(config, name))}: {folder} holds a {kind};"
+                        " only OpenVLA has this option, leave it out"
+                    )
             vlm = VisionLanguage.from_directory(
                 folder,
                 cameras=len(self.trunk.names),
@@ -250,6 +257,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             return vlm
         body = openvla_files.load(folder, dtype=dtype)
         body.recompute = config.gradient_checkpointing
+        body.center_crop, body.stop_token = config.center_crop, not config.omit_stop_token
         try:
             self.actions = ActionTokens.from_config(body.config, config.unnorm_key)
         except ConfigError as error:

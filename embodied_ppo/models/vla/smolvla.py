@@ -26,6 +26,7 @@ from embodied_ppo.models.causal_lm import gated_mlp, rotate
 from embodied_ppo.models.vla import smolvla_files
 from embodied_ppo.models.vla.flow_matching import Field, learned_log_std
 from embodied_ppo.models.vla.pi0 import (
+    ORIGIN,
     PAD,
     PI0,
     Prefix,
@@ -87,7 +88,7 @@ class SmolTrunk(Trunk):
             values.append(v)
         out = language.norm(x).float() * valid.unsqueeze(-1)
         pooled = out.sum(1) / valid.sum(1, keepdim=True)
-        return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR])
+        return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR], inputs.get(ORIGIN))
 
 
 class SmolVLA(PI0):

@@ -186,6 +186,10 @@ class ObservationEncoder(nn.Module):
         """Return normalised vectors and images, see ``Encoder``."""
         return self.encoder(_without_instruction(obs))
 
+    def raw_vector(self, obs: Obs) -> Tensor:
+        """Return the vectors in their own units, concatenated, [B, n]."""
+        return self.encoder.join(_without_instruction(obs))
+
     def instruction_index(self, obs: Obs, rows: int, device: torch.device) -> Tensor:
         """Return the index of each row's sentence, int64 [rows]; 0 where there is only one."""
         if self.has_instruction and isinstance(obs, dict):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embodied_ppo.models.vla import openvla
 from embodied_ppo.models.vla.openvla import Embedded, OpenVLABody, OpenVLAConfig, TowerConfig
 
 STATS = {"q01": [-2.0, 0.0, 0.0], "q99": [2.0, 1.0, 0.5], "mask": [True, True, False]}
@@ -147,6 +148,21 @@ def test_resizing_agrees_with_pillow_up_to_one_level() -> None:
     assert float(difference.abs().max()) <= 1.01 and float(difference.abs().mean()) < 0.05
 
 
+def test_center_crop_by_hand() -> None:
+    """A ramp of 10 pixels: the crop begins at 9 (1 - sqrt(.9)) / 2 = 0.2309 and ends at 8.7691.
+
+    Of levels 20 i, its first pixel is 4.618, floor(255.5 / 255 · 4.618) = 4; the middle one is 90;
+    the last one 175.38, floor(175.73) = 175.
+    """
+    ramp = (20 * torch.arange(10, dtype=torch.uint8)).view(1, 1, 1, 10).expand(1, 3, 10, 10)
+    cropped = openvla.center_crop(ramp, 3)
+    assert cropped.shape == (1, 3, 3, 3) and cropped.dtype == torch.float32
+    assert torch.equal(cropped[0, 1], torch.tensor([4.0, 90, 175]).expand(3, 3))
+    assert torch.equal(openvla.center_crop(ramp.mT, 3), cropped.mT)
+    levels = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4)
+    assert torch.equal(openvla.center_crop(levels, 5)[:, 0, 2, 2], torch.arange(256.0))
+
+
 def test_visual_tokens_of_several_cameras() -> None:
     body = shared()
     images, _, _ = batch(cameras=2)
@@ -190,14 +206,19 @@ def test_teacher_forcing_agrees_with_llama(row: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_parallel_decoding_agrees_with_llama_without_causal_mask(row: int) -> None:
+@pytest.mark.parametrize(("row", "ends"), [(0, True), (1, True), (2, True), (1, False)])
+def test_parallel_decoding_agrees_with_llama_without_causal_mask(
+    row: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = shared()
+    monkeypatch.setattr(body, "stop_token", ends)
     images, ids, mask = (x[row : row + 1] for x in batch())
-    stop = body.language_model.model.embed_tokens(torch.tensor([2]))
-    expected = reference_hidden_states(
-        body, images, ids, mask, torch.cat((torch.zeros(6, 32), stop)), causal=False
-    )[-8:-2]
+    stop = body.language_model.model.embed_tokens(
+        torch.tensor([2] if ends else [], dtype=torch.int64)
+    )
+    after = torch.cat((torch.zeros(6, 32), stop))
+    expected = reference_hidden_states(body, images, ids, mask, after, causal=False)
+    expected = expected[-1 - len(after) : -1 - len(stop)]
     actual = hidden_states(body, *batch(), placeholders=6)[row]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 

@@ -500,6 +500,36 @@ def test_dataset_statistics_override_config(tmp_path: Path) -> None:
     assert openvla_files.load(tmp_path).config.norm_stats == statistics
 
 
+def test_preprocessor_means_override_those_of_imagenet(tmp_path: Path) -> None:
+    """White is (1 - mean) / std; openvla-7b's means and deviations are rounded to bfloat16."""
+    means, stds = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
+    side = CONFIG.image_size
+    fields = {
+        "image_resize_strategy": "resize-naive",
+        "input_sizes": [[3, side, side]] * 2,
+        "interpolations": ["bicubic"] * 2,
+        "means": [means, (0.25, 0.5, 0.5)],
+        "stds": [stds, (0.5, 0.5, 0.25)],
+    }
+    file = checkpoint(tmp_path) / "preprocessor_config.json"
+    file.write_text(json.dumps(fields))
+    body = openvla_files.load(tmp_path)
+    white = body.pixels(torch.full((1, 3, side, side), 255, dtype=torch.uint8))[0, :, 0, 0]
+    expected = [(1 - m) / s for m, s in zip(means, stds, strict=True)] + [1.5, 1.0, 2.0]
+    torch.testing.assert_close(white, torch.tensor(expected))
+    for change, message in (
+        ({"means": [means]}, r"means must have three numbers for each of both towers"),
+        ({"stds": [stds, (0.5, 0.0, 0.5)]}, r"stds must have .* above 0"),
+        ({"means": 3}, r"means must be numbers"),
+        ({"input_sizes": [[3, 8, 8]]}, r"input_sizes has \[3, 8, 8\]; computed is"),
+        ({"interpolations": ["bilinear"]}, r"interpolations has bilinear; computed is bicubic"),
+        ({"image_resize_strategy": "letterbox"}, r"image_resize_strategy has letterbox"),
+    ):
+        file.write_text(json.dumps(fields | change))
+        with pytest.raises(ConfigError, match=r"model.checkpoint=\S+: preprocessor_.*" + message):
+            openvla_files.load(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------- errors
 def without(*keys: str) -> dict[str, Tensor]:
     return {key: value for key, value in synthetic().items() if key not in keys}

@@ -552,6 +552,75 @@ def test_times_are_encoded_in_float64() -> None:
     assert (code - torch.cat((exact.sin(), exact.cos())).float()).abs().max() < 1e-6
 
 
+def test_openpi_layout(folder: Path, tmp_path: Path) -> None:
+    """config.json has no type, keys have no "model.", and 1e-6 is added to deviations."""
+    expected = tiny_model()
+    sizes = expected.config
+    other = write_checkpoint(tmp_path / "tiny", seed=1)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {key.removeprefix("model."): x for key, x in tensors.items()}
+    del renamed["paligemma_with_expert.gemma_expert.lm_head.weight"]  # never used
+    save_file(renamed, other / "model.safetensors")
+    raw = {"action_dim": 8, "action_horizon": 6, "paligemma_variant": "gemma_2b"}
+    (other / "config.json").write_text(json.dumps(raw))
+    (other / "assets" / "robot").mkdir(parents=True)
+    statistics = {"mean": [1.0] * 8, "std": [0.0] * 8}
+    (other / "assets" / "robot" / "norm_stats.json").write_text(
+        json.dumps({"norm_stats": {"state": statistics, "actions": statistics}})
+    )
+    config = pi0_files.read_config(raw, other)
+    assert (config.chunk_size, config.max_state_dim, config.max_action_dim) == (6, 8, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pi0_files, "read_config", lambda *_: sizes)
+        published = pi0_files.read(other)
+    state = expected.state_dict()
+    del state["model.dit.embed_tokens.weight"]
+    loaded = published.model.state_dict()
+    assert all(torch.equal(x, loaded[name]) for name, x in state.items())
+    assert published.antialias and published.action is not None and not published.relative
+    x = published.action.denormalize(torch.full((1, 8), 2.0))
+    assert (x - 1 - 2e-6).abs().max() < 1e-6 and float(published.action.std[0]) == pytest.approx(
+        1e-6
+    )
+    (other / "assets" / "other").mkdir()
+    (other / "assets" / "other" / "norm_stats.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"statistics of 2 robots \(other, robot\); keep one"):
+        pi0_files.statistics(other, raw)
+    renamed |= {"time_mlp_in.weight": torch.zeros(1)}
+    save_file(renamed, other / "model.safetensors")
+    assert pi0_files.kind(other) == "pi05"
+    (other / "config.json").write_text(json.dumps({"type": "pi0"}))
+    with pytest.raises(ConfigError, match=r"has type pi0, the weights are those of pi05"):
+        pi0_files.read(other)
+
+
+@pytest.mark.parametrize("trunk", ["trained", "frozen"])
+def test_relative_actions_become_absolute(folder: Path, trunk: str) -> None:
+    relative = make(folder, delta_actions=(1,), normalize_obs=False, **TRUNKS[trunk])
+    plain = make(folder, normalize_obs=False, **TRUNKS[trunk])
+    obs = observations()
+    noise = plain.noise(B, torch.Generator().manual_seed(1))
+    inputs, context = relative.encode(obs), relative.encode_context(relative.encode(obs))
+    d, e = relative.act(inputs, noise=noise), plain.act(plain.encode(obs), noise=noise)
+    difference = (d.action - e.action).view(B, C, A)
+    assert not difference[..., 0].any() and torch.equal(d.log_prob, e.log_prob)
+    assert (difference[..., 1] - obs["state"][:, 1:2]).abs().max() < 1e-6
+    latent = relative.normalize_actions(d.action.view(B, C, A), context)
+    assert (latent - e.action.view(B, C, A)).abs().max() < 1e-6
+    check_evaluate_reproduces_act(relative, inputs, d, shape=(B, C, A), sizes=(B, 2))
+    with pytest.raises(ConfigError, match=r"model.delta_actions=\[2\]: .* below 2, or \[\]"):
+        make(folder, delta_actions=(2,))
+
+
+def test_lerobot_names_relative_actions() -> None:
+    raw = {"use_relative_actions": True, "output_features": {"action": {"shape": [4]}}}
+    assert pi0_files._relative(raw) == (0, 1, 2, 3)
+    raw |= {"relative_exclude_joints": ["gripper"]}
+    raw |= {"action_feature_names": ["pan.pos", "Gripper.pos", "roll.pos"]}
+    assert pi0_files._relative(raw) == (0, 2, 3)
+    assert pi0_files._relative(raw | {"use_relative_actions": False}) == ()
+
+
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_checkpoint_of_a_run(folder: Path, trunk: str, tmp_path: Path) -> None:
     """A checkpoint holds all weights, or the trained ones and the digest of the base weights."""
@@ -661,7 +730,7 @@ def test_statistics(layout: str, folder: Path, tmp_path: Path) -> None:
         )
     policy, plain, obs = make(other), make(folder, normalize_obs=False), observations()
     inputs = policy.encode(obs)
-    expected = (obs["state"] - named["observation.state.mean"]) / 2
+    expected = (obs["state"] - named["observation.state.mean"]) / (2 + 1e-6 * (layout == "openpi"))
     assert (inputs["/vector"][:, :5] - expected).abs().max() < 1e-6 and not inputs["/vector"][
         :, 5:
     ].any()
@@ -671,7 +740,8 @@ def test_statistics(layout: str, folder: Path, tmp_path: Path) -> None:
     scaled = e.action.view(B, C, A) * named["action.std"] + named["action.mean"]
     assert (d.action.view(B, C, A) - scaled).abs().max() < 1e-4
     assert (
-        policy.normalize_actions(d.action.view(B, C, A)) - e.action.view(B, C, A)
+        policy.normalize_actions(d.action.view(B, C, A), policy.encode_context(inputs))
+        - e.action.view(B, C, A)
     ).abs().max() < 1e-4
     assert (d.log_prob - e.log_prob).abs().max() < 1e-4  # of the latents, which have no units
     policy.observe(obs, torch.ones(B, dtype=torch.bool))

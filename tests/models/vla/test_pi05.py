@@ -199,8 +199,9 @@ def test_units_are_those_of_the_quantiles(folder: Path) -> None:
     policy = make(folder)
     x = torch.tensor([[[-1.0, -1.0], [1.0, 1.0], [0.0, 0.5]]])
     expected = torch.tensor([[[-0.5, 0.0], [0.5, 2.0], [0.0, 1.5]]])
-    assert (policy.denormalize_actions(x) - expected).abs().max() < 1e-6
-    assert (policy.normalize_actions(expected) - x).abs().max() < 1e-6
+    context = policy.encode_context(policy.encode(random_observations(SPEC, 1, 0)))
+    assert (policy.denormalize_actions(x, context) - expected).abs().max() < 1e-6
+    assert (policy.normalize_actions(expected, context) - x).abs().max() < 1e-6
 
 
 def test_prefixes_of_a_changing_normaliser_are_not_kept(folder: Path, tmp_path: Path) -> None:

@@ -508,6 +508,12 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(folders: Any) -> Non
             {"unnorm_key": "x"},
             r"model.unnorm_key=x: \S+ holds a smolvlm, which has no statistics",
         ),
+        (vlm, {"center_crop": True}, r"model.center_crop=true: \S+ holds a smolvlm; only OpenVLA"),
+        (
+            vlm,
+            {"omit_stop_token": True},
+            r"model.omit_stop_token=true: \S+ holds a smolvlm; only OpenVLA",
+        ),
         (
             vlm,
             {"bins": 1000},
