@@ -431,7 +431,7 @@ def _allowed(hint: Any) -> str:
     """Return the allowed values as text: ``a number >= 0 and <= 1, or null``."""
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, types.UnionType):
-        return ", or ".join("null" if a is types.NoneType else _allowed(a) for a in arguments)
+        return ", or ".join(_alternatives(arguments))
     if kind is Annotated:
         return f"{_allowed(arguments[0])} {' and '.join(str(a) for a in arguments[1:])}"
     if kind is Literal:
@@ -442,6 +442,19 @@ def _allowed(hint: Any) -> str:
         return "a section of names and values"
     names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
     return names.get(hint, str(hint))
+
+
+def _alternatives(hints: Sequence[Any]) -> list[str]:
+    """Return the allowed values of each type of a union that another one does not include.
+
+    Numbers include whole numbers of the same bounds, and a list of an alternative is short.
+    """
+    texts = ["null" if a is types.NoneType else _allowed(a) for a in hints]
+    whole, finite = "a whole number", "a finite number"
+    included = {t for t in texts if whole in t and t.replace(whole, finite) in texts}
+    kept = [t for t in texts if t not in included]
+    short = {f"a list, each {t}": "a list of such numbers" for t in kept if "number" in t}
+    return [short.get(t, t) for t in kept]
 
 
 # --------------------------------------------------------------------------------------- suggestion

@@ -277,6 +277,19 @@ def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str
             )
 
 
+def check_changed_env(config: Config, changes: Collection[str]) -> None:
+    """Refuse changes of the environment of an evaluation that are not read, as ``train`` does.
+
+    Args:
+        config: The run's options with the changed section env.
+        changes: Names of the changed options below env.
+
+    Raises:
+        ConfigError: A changed option is not read.
+    """
+    _check_unread(config, {f"env.{name}" for name in changes}, config.mode)
+
+
 def _check_algorithm(config: Config) -> None:
     """Refuse options of section algorithm that exclude or need each other. Raises ConfigError."""
     a, mode_rules = config.algorithm, rules_of(config.mode)

@@ -7,12 +7,14 @@ robustness.json, ``charts`` draws it and ``rows`` prints it. Definitions, with t
 
     p_n       performance in the evaluated environment itself, the nominal one
     p_0       0 for the success rate, the mean return of the untrained policy for returns
-    collapse  going away from the nominal value, the first value with p < p_0 + (p_n - p_0) / 2
+    collapse  going away from the nominal value, the first value with p < p_0 + (p_n - p_0) / 2; not
+              determined if the 95 % interval there contains p_n
     retained  (p - p_0) / (p_n - p_0), limited to [0, 1]
     score     of a factor: mean of retained over its standard values; of a policy: mean over factors
 
 The standard values do not depend on the training, so that scores of policies of one task are
-comparable. Every value is measured with the same seeds.
+comparable. Every value is measured with the same seeds. A policy has no score and no collapse where
+its return is not above that of the untrained policy: p_0 is within the 95 % interval of p_n.
 """
 
 from __future__ import annotations
@@ -271,7 +273,8 @@ def card(
     p_n = _performance(nominal, metric)
     p_0 = None if untrained is None else _performance(untrained, metric)
     floor = 0.0 if p_0 is None else p_0["mean"]
-    better = p_n["mean"] > floor
+    lowest = p_n["mean"] if p_0 is None or p_n["ci95"] is None else p_n["ci95"][0]
+    better = p_n["mean"] > floor and lowest >= floor
     threshold = floor + (p_n["mean"] - floor) / 2 if better else None
     rows = []
     for f in factors:
@@ -284,7 +287,7 @@ def card(
                     "value": setting.value,
                     "options": {f"env.{path}": value for path, value in setting.changes.items()},
                     **p,
-                    "retained": _retained(p["mean"], floor, p_n["mean"]),
+                    "retained": _retained(p["mean"], floor, p_n["mean"]) if better else None,
                     "error": result if failed else None,
                 }
             )
@@ -345,12 +348,14 @@ def _collapse(
 
     {"below": .., "above": ..} has for each direction, or null, "fails", the first value that is
     below the threshold; "holds", the measured value before it (null: there is none); "value", where
-    the line between the two crosses the threshold. Of engines: {"fails": [names]}.
+    the line between the two crosses the threshold (null: not determined, because the 95 % interval
+    of "fails" contains p_n, or there is none). Of engines: {"fails": [names]}, without those whose
+    interval contains p_n.
     """
     usable = [p for p in points if p["mean"] is not None]
     if f.nominal is None:
-        fails = [p["value"] for p in usable if threshold is not None and p["mean"] < threshold]
-        return {"fails": fails}
+        below_half = (p for p in usable if threshold is not None and p["mean"] < threshold)
+        return {"fails": [p["value"] for p in below_half if _excludes(p["ci95"], p_n)]}
     centre, is_fixed = sum(f.nominal) / 2, f.nominal[0] == f.nominal[1]
 
     def first(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -358,6 +363,9 @@ def _collapse(
         for p in candidates:
             value, mean = p["value"], p["mean"]
             if threshold is not None and mean < threshold:
+                if not _excludes(p["ci95"], p_n):
+                    holds = None if before is None else before[0]
+                    return {"value": None, "holds": holds, "fails": value}
                 if before is None:
                     return {"value": value, "holds": None, "fails": value}
                 share = (before[1] - threshold) / (before[1] - mean)
@@ -369,6 +377,11 @@ def _collapse(
     below = sorted((p for p in usable if p["value"] < centre), key=lambda p: -p["value"])
     above = [p for p in usable if p["value"] > centre]
     return {"below": first(below), "above": first(above)}
+
+
+def _excludes(interval: Sequence[float] | None, x: float) -> bool:
+    """Return whether there is an interval [low, high] that does not contain x."""
+    return interval is not None and not interval[0] <= x <= interval[1]
 
 
 # ------------------------------------------------------------------------------------------ display
@@ -426,7 +439,8 @@ def _chart(
         label = f"trained with {_interval(f['trained'])}"
         spans = [Span(low - 3, high + 3, label)]
         for end in ("below", "above"):
-            if collapse := f["collapse"][end]:
+            collapse = f["collapse"][end]
+            if collapse is not None and collapse["value"] is not None:
                 x = _place(collapse["value"], values, places)
                 sign = "<" if end == "below" else ">"
                 verticals.append(VerticalLine(x, f"{sign} {_label(collapse['value'])}"))
@@ -457,8 +471,8 @@ def _place(x: float, values: Sequence[float], places: Sequence[float]) -> float:
 
 
 def _label(x: Value) -> str:
-    """Format a value: 0.7 · 2 · 1.235 · warp."""
-    return x if isinstance(x, str) else f"{x:.4g}"
+    """Format a value: 0.7 · 2 · 1.23 · warp."""
+    return x if isinstance(x, str) else f"{x:.3g}"
 
 
 def _interval(bounds: Sequence[float] | None) -> str:
@@ -470,11 +484,19 @@ def _interval(bounds: Sequence[float] | None) -> str:
 
 
 def collapse_text(f: Mapping[str, Any]) -> str:
-    """Return where a factor's performance collapses: < 0.6, > 2.4 · warp · -."""
+    """Return where a factor's performance collapses: < 0.6, > 2.4 · warp · -.
+
+    "> not determined" where the measured performance does not differ from the nominal one.
+    """
     if f["nominal"] is None:
         return ", ".join(f["collapse"]["fails"]) or "-"
     ends = (("<", f["collapse"]["below"]), (">", f["collapse"]["above"]))
-    return ", ".join(f"{sign} {_label(c['value'])}" for sign, c in ends if c) or "-"
+    texts = (
+        f"{sign} {'not determined' if c['value'] is None else _label(c['value'])}"
+        for sign, c in ends
+        if c
+    )
+    return ", ".join(texts) or "-"
 
 
 def rows(content: Mapping[str, Any]) -> list[list[str]]:

@@ -99,6 +99,10 @@ def values(rows: dict[str, dict[str, Any]], *paths: str) -> list[Any]:
     return [rows[path]["value"] for path in paths]
 
 
+LONGEST_REFUSAL_S = 8.0
+"""Largest number of CPU seconds of a refusal. The first ones import torch (2 s) and Ray (1 s)."""
+
+
 def cpu_of_children() -> float:
     """Return the CPU seconds of child processes; wall time depends on the machine's load."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -444,6 +448,16 @@ REFUSALS = [
             " episodes"
         ),
     ),
+    (
+        "config env.realism.action_delay=-1",
+        "env.realism.action_delay = -1 (command line) must be a finite number >= 0 and <= 1,000, or"
+        " a list of such numbers; the default is",
+    ),
+    (
+        "config env.realism.obs_delay=0.5",
+        "must be a whole number >= 0 and <= 1,000, or a list of such numbers, or a section of names"
+        " and values; the default",
+    ),
     ("demos out=x noise=1", "noise = 1 (command line) must be a finite number >= 0 and < 1"),
     (
         "demos out=x seed=-1",
@@ -544,9 +558,11 @@ def test_number_with_thousands_of_digits_is_refused(capsys: pytest.CaptureFixtur
 def test_refusal_is_one_line_and_writes_nothing(
     line: str, parts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = time.process_time()
     code = main.main(line.split(" ") if line else [])
-    out = capsys.readouterr()
+    seconds, out = time.process_time() - before, capsys.readouterr()
     assert code == 2, out.err
+    assert seconds < LONGEST_REFUSAL_S, "seconds of processor time"
     assert out.out == "" and out.err.startswith("error: ") and out.err.count("\n") == 1, out.err
     assert len(out.err) <= LONGEST_LINE + 1, out.err
     for part in parts.split(" .. "):

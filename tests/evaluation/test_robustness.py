@@ -62,19 +62,20 @@ def test_range_is_fixed_and_others_are_kept() -> None:
 
 
 # --------------------------------------------------------------------------------- collapse, score
-def card(**options: Any) -> dict[str, Any]:
+def card(at_2: tuple[float, ...] = (39, 41)) -> dict[str, Any]:
     """Return the card of a policy with p_n = 100 and p_0 = 20, so half is 60.
 
     Delay:      0    1    2    3
     return:   100   80   40  100
     retained:   1 0.75 0.25    1
+
+    The interval of two returns that differ by 2 is mean +- 12.7.
     """
     f = robustness.factor("action_delay", env(), env(), values=[0, 1, 2, 3])
-    returns = iter([result(70, 90), result(30, 50), result(100, 100)])
-    measured = robustness.measure([f], result(90, 110), lambda changes: next(returns))
-    return robustness.card(
-        [f], measured, nominal=result(90, 110), untrained=result(10, 30), **options
-    )
+    nominal = result(99, 101)
+    returns = iter([result(79, 81), result(*at_2), result(100, 100)])
+    measured = robustness.measure([f], nominal, lambda changes: next(returns))
+    return robustness.card([f], measured, nominal=nominal, untrained=result(10, 30))
 
 
 def test_collapse_and_score_by_hand() -> None:
@@ -91,10 +92,41 @@ def test_collapse_and_score_by_hand() -> None:
     assert f["mean"] == pytest.approx(80)
 
 
+def test_collapse_is_not_determined_where_the_interval_contains_the_nominal_value() -> None:
+    """40 +- 127 contains 100, and one episode has no interval."""
+    for returns in ((30, 50), (40,)):
+        (f,) = card(returns)["factors"]
+        assert f["collapse"]["above"] == {"value": None, "holds": 1, "fails": 2}
+        assert robustness.collapse_text(f) == "> not determined"
+        assert f["score"] == pytest.approx(0.75)
+    (f,) = card()["factors"]
+    f["collapse"]["above"]["value"] = 1.23456
+    assert robustness.collapse_text(f) == "> 1.23"
+    page = robustness.charts(card((30, 50)))
+    assert [c.verticals for c in page] == [[]] and robustness.charts(card())[0].verticals
+
+
+def test_engine_fails_only_where_its_interval_excludes_the_nominal_value() -> None:
+    f = robustness.engine_factor("mujoco", {"envpool": {"simulator": "e"}, "gym": {"id": "g"}})
+    returns = iter([result(30, 50), result(39, 41)])
+    measured = robustness.measure([f], result(99, 101), lambda changes: next(returns))
+    content = robustness.card([f], measured, nominal=result(99, 101), untrained=result(20, 20))
+    assert content["factors"][0]["collapse"] == {"fails": ["gym"]}
+
+
+def test_return_that_does_not_differ_from_the_untrained_one_has_no_score() -> None:
+    """100 +- 127 contains 20: neither half of the performance nor a share of it has a meaning."""
+    f = robustness.factor("action_delay", env(), env(), values=[0, 1])
+    nominal = result(90, 110)
+    measured = robustness.measure([f], nominal, lambda changes: result(10, 10))
+    content = robustness.card([f], measured, nominal=nominal, untrained=result(20, 20))
+    assert content["score"] is None and content["threshold"] is None
+
+
 def test_success_rate_has_a_floor_of_0() -> None:
     f = robustness.factor("obs_noise", env(), env(), values=[0, 1])
-    nominal = result(1, 1, 1, 1, success=[True, True, True, True])
-    half = result(0, 0, 0, 0, success=[True, False, False, False])
+    nominal = result(*[1] * 8, success=[True] * 8)
+    half = result(*[0] * 8, success=[True, False, False, False] * 2)
     content = robustness.card(
         [f],
         robustness.measure([f], nominal, lambda changes: half),
@@ -188,6 +220,21 @@ def test_refusals(
 def test_options_need_robustness(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["evaluate", f"checkpoint={trained}", "robustness_episodes=2"]) == 2
     assert "robustness_episodes = 2" in capsys.readouterr().err
+
+
+def test_change_of_the_environment_that_is_not_read_is_refused(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``train`` refuses it; with push_velocity it is read."""
+    command = ["evaluate", f"checkpoint={trained}", "env.realism.push_interval_s=[1,2]"]
+    assert main.main(command) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line == (
+        "error: env.realism.push_interval_s = [1.0, 2.0] is set but not read; it needs"
+        " env.realism.push_velocity; otherwise remove this option"
+    )
+    assert main.main([*command, "env.realism.push_velocity=1"]) == 2
+    assert "push_interval_s = [1, 2]: an episode ends after 0.5 s" in capsys.readouterr().err
 
 
 def test_page_without_delays_or_pushes_names_none(trained: Path, tmp_path: Path) -> None:

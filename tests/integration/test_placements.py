@@ -238,6 +238,27 @@ def test_sharded_and_unsharded_runs_resume_each_other(unsharded: Path, tmp_path:
     assert len(rows(tmp_path / "local")) == 1
 
 
+RECURRENT: dict[str, Any] = {
+    "model__history": 2,
+    "model__recurrent": "gru",
+    "model__recurrent_size": 4,
+    "algorithm__minibatch_unit": "column",
+    "algorithm__global_batch_size": 128,  # all columns: the same minibatches in every placement
+    "updates": 3,
+}
+
+
+def test_recurrent_policy_with_two_learners_equals_one_process(
+    cached_run: CachedRuns, tmp_path: Path
+) -> None:
+    """Each learner has half of the columns of a minibatch, with their states."""
+    sharded = {"cluster__shard": True, "cluster__check_weights": True}
+    metrics = train(tmp_path / "run", **TWO_LEARNERS["hybrid"], **sharded, **RECURRENT)
+    local = cached_run(**RECURRENT)
+    assert_close(metrics, rows(local))
+    run_helpers.assert_states_close(weights(tmp_path / "run", 3), weights(local, 3))
+
+
 PIXELS: dict[str, Any] = {
     "env.id": "Tabletop",
     "env.num_envs": 4,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from embodied_ppo.config import loader, placement
+from embodied_ppo.config import loader, placement, validation
 from embodied_ppo.config.batch_sizes import batches
 from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig, RealismConfig
 from embodied_ppo.core.random import env_seeds
@@ -125,8 +125,9 @@ class EmbodiedMode(Mode):
         base = loader.dump(components.evaluation_env(run.config))
         kwargs = {**base["kwargs"], **dict(options.env.get("kwargs") or {})}
         env_config = loader.load(EnvConfig, {**base, **options.env, "kwargs": kwargs}, source="env")
-        task = components.evaluated_task(run, env_config, allow=options.allow_changed_task)
         config = replace(run.config, env=env_config)
+        validation.check_changed_env(config, options.env)
+        task = components.evaluated_task(run, env_config, allow=options.allow_changed_task)
         factory = functools.partial(
             components.make_env, config=env_config, device=device, task=task, model=config.model
         )

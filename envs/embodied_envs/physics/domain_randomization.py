@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ RANGES: dict[str, Range] = {
         "scale",
         per_element=True,
     ),
-    "joint_offset": Range((), "add", per_element=True),
+    "joint_offset": Range(("actuator_biasprm",), "add", per_element=True),
     "gravity": Range(("opt.gravity",), "scale", per_element=False),
     "camera_position": Range(("cam_pos",), "add", per_element=True),
     "camera_angle": Range(("cam_quat",), "add", per_element=True),
@@ -62,8 +63,9 @@ RANGES: dict[str, Range] = {
   force. The limit of a joint (actuatorfrcrange) is that of the actuator that drives it. To scale
   the gear would be wrong: it also changes the length of a position servo, hence the meaning of its
   target.
-* joint_offset shifts what the robot measures of its hinge joints and the targets of their servos
-  (rad), see ``joint_offsets``, which draws it; the model stays as it is.
+* joint_offset x (rad) shifts what the encoders of hinge joints measure. The bias of a position
+  servo then is that of the angle plus x; ``joint_offsets`` shifts the angles that the policy reads.
+  To shift ctrl would be wrong: ctrlrange limits the command, not the resulting angle.
 * gravity scales its strength.
 * camera_position moves each camera along x, y and z (m); camera_angle turns it about its own x, y
   and z (rad).
@@ -99,8 +101,10 @@ class Randomization:
                 )
         if "motor_strength" in ranges:
             _check_motor_strength(model, self.ranges)
+        self.encoders = Encoders(model)
+        without = () if self.encoders.servos else ("joint_offset",)
         self.base: dict[str, Tensor] = {}
-        for name in dict.fromkeys(f for r in ranges for f in RANGES[r].fields):
+        for name in dict.fromkeys(f for r in ranges if r not in without for f in RANGES[r].fields):
             x = torch.from_numpy(np.array(model_field(model, name), dtype=np.float64))
             if x.numel() and not (name == "jnt_actfrcrange" and not model.jnt_actfrclimited.any()):
                 self.base[name] = x
@@ -110,17 +114,26 @@ class Randomization:
         self._sizes = {name: self._size(name) for name in ranges}
         self.size = sum(self._sizes.values())
         """Number of random numbers that one world takes."""
+        self._first = dict(zip(ranges, itertools.accumulate(self._sizes.values(), initial=0)))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the constant tensors to a device; a CUDA graph allows no copy from the host."""
         self.base = {k: x.to(device, dtype) for k, x in self.base.items()}
         self._driver = self._driver.to(device)
+        self.encoders.to(device, dtype)
+
+    def drawn(self, name: str, u: Tensor) -> Tensor:
+        """Return the numbers of range ``name``, [N, n] within its bounds, from u [N, size]."""
+        (low, high), first = self.ranges[name], self._first[name]
+        return low + (high - low) * u[:, first : first + self._sizes[name]]
 
     def _size(self, name: str) -> int:
         """Return how many random numbers range ``name`` takes for one world."""
         r = RANGES[name]
         if not r.per_element:
             return 1
+        if name == "joint_offset":
+            return len(self.encoders.joints)
         counts = [len(self.base[f]) for f in r.fields if f in self.base]
         if r.operation == "scale":  # one factor for all fields of an element
             return counts[0] if counts else 0
@@ -129,12 +142,12 @@ class Randomization:
     def sample(self, u: Tensor) -> dict[str, Tensor]:
         """Map uniform numbers [N, size] in [0, 1) to field -> values [N, ..]."""
         sampled = {f: x.to(u).expand(len(u), *x.shape).clone() for f, x in self.base.items()}
-        offset = 0
-        for name, (low, high) in self.ranges.items():
-            r, n = RANGES[name], self._sizes[name]
-            x = low + (high - low) * u[:, offset : offset + n]  # [N, n]
-            offset += n
-            column = 0
+        for name in self.ranges:
+            r, x, column = RANGES[name], self.drawn(name, u), 0
+            if name == "joint_offset":
+                if "actuator_biasprm" in sampled:
+                    self.encoders.shift_bias(sampled["actuator_biasprm"], x)
+                continue
             for field in (f for f in r.fields if f in sampled):
                 value = sampled[field]
                 width = r.columns or value.shape[-1]
@@ -151,6 +164,56 @@ class Randomization:
                 if name == "colour":
                     value.clamp_(0.0, 1.0)
         return sampled
+
+
+class Encoders:
+    """The hinge joints with an actuator, and the position servos among these actuators.
+
+    Attributes:
+        joints: Number of each hinge.
+        servos: Number of each position servo -> its hinge's place in ``joints``.
+        gears: Gear of each servo, [servos].
+    """
+
+    def __init__(self, model: mujoco.MjModel) -> None:
+        """Find joints and servos of ``model``."""
+        self.joints: list[int] = []
+        self.servos: dict[int, int] = {}
+        gears: list[float] = []
+        for i in np.flatnonzero(_drives_joint(model)):
+            joint = int(model.actuator_trnid[i, 0])
+            if model.jnt_type[joint] != int(mujoco.mjtJoint.mjJNT_HINGE):
+                continue
+            if joint not in self.joints:
+                self.joints.append(joint)
+            gain, bias = model.actuator_gainprm[i, 0], model.actuator_biasprm[i, 1]
+            if bias == -gain != 0:  # force = gain (ctrl - gear · angle) - ..
+                self.servos[int(i)] = self.joints.index(joint)
+                gears.append(float(model.actuator_gear[i, 0]))
+        self.gears = torch.tensor(gears, dtype=torch.float64)
+        self.servo_index = torch.tensor(list(self.servos), dtype=torch.int64)
+        self.joint_of_servo = torch.tensor(list(self.servos.values()), dtype=torch.int64)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the tensors to a device."""
+        self.gears = self.gears.to(device, dtype)
+        self.servo_index = self.servo_index.to(device)
+        self.joint_of_servo = self.joint_of_servo.to(device)
+
+    def of_servos(self, offset: Tensor) -> Tensor:
+        """Return the offsets [N, joints], rad, in the unit of the servos' ctrl, [N, servos]."""
+        return offset.index_select(1, self.joint_of_servo) * self.gears.to(offset)
+
+    def shift_bias(self, biasprm: Tensor, offset: Tensor) -> None:
+        """Let servos measure the angle plus the offset [N, joints]; changes biasprm [N, nu, 10].
+
+        The force is gain · ctrl + b0 + b1 · gear · angle + ..; an angle that is larger by x adds
+        b1 · gear · x to b0. Factors of gains and motors scale b0 and b1 alike, hence the order of
+        the ranges does not matter.
+        """
+        servos = biasprm.index_select(1, self.servo_index)
+        servos[..., 0] += servos[..., 1] * self.of_servos(offset)
+        biasprm.index_copy_(1, self.servo_index, servos)
 
 
 def _drivers(model: mujoco.MjModel) -> NDArray[np.int64]:

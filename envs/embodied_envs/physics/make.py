@@ -181,8 +181,7 @@ def make(
             obs_keys=obs_keys,
         )
         if "joint_offset" in all_ranges:
-            low, high = all_ranges["joint_offset"]
-            env.use_joint_offsets((float(low), float(high)))
+            env.use_joint_offsets(randomization)
         return env
 
     if engine == "warp" and len(capacities) < 2 and _capacities_matter(options.device):

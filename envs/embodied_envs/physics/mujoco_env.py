@@ -11,6 +11,7 @@ from torch import Tensor
 
 from embodied_envs.adapters import actions, spaces
 from embodied_envs.physics import mechanism
+from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.physics.joint_offsets import JointOffsets
 from embodied_envs.physics.pushes import Pushes
@@ -23,7 +24,7 @@ HUGE = 1e10
 """A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
 _RESET, _STEP = 0, 1
-"""Streams of random numbers, see ``core.random``; those of pushes and joint offsets are 2 and 3."""
+"""Streams of random numbers, see ``core.random``; that of pushes is 2."""
 
 STATE, PRIVILEGED = "state", "privileged"
 """Names of a task's ``observe`` [N, D], where it has a name, and of its ``privileged``."""
@@ -157,18 +158,19 @@ class MujocoEnv:
         self._pushes = Pushes(self.physics, id=self.id, velocity=velocity, interval=(low, high))
         self._pushes.begin(self._all_worlds, self._seeds, self._episode)
 
-    def use_joint_offsets(self, bounds: tuple[float, float]) -> None:
+    def use_joint_offsets(self, randomization: Randomization) -> None:
         """Shift what the robot measures of its joints, see ``JointOffsets``; call it before
         ``reset``.
 
         Args:
-            bounds: Lowest and highest offset, rad.
+            randomization: The random model of ``physics``, with the range joint_offset.
 
         Raises:
             EnvError: The model has no hinge joint with an actuator.
         """
-        self._joint_offsets = JointOffsets(self.physics, bounds)
-        self._joint_offsets.begin(self._all_worlds, self._seeds, self._episode)
+        self._joint_offsets = JointOffsets(self.physics, randomization)
+        self._episode.fill_(-1)
+        self._begin(self._all_worlds)  # the initial ctrl depends on the offsets
         self._store_obs(self._observe(self._all_worlds))
 
     def use_late_control(self, substeps: Sequence[int]) -> Tensor:
@@ -365,9 +367,7 @@ class MujocoEnv:
     def control(self, action: Tensor) -> Tensor:
         """Return the ctrl [N, nu] to simulate for an action [N, A] within its bounds."""
         offsets = self._joint_offsets
-        if offsets is None:
-            return self.task.control(self.s, action)
-        return offsets.true_ctrl(self.task.control(offsets.measured(self.s), action))
+        return self.task.control(self.s if offsets is None else offsets.measured(self.s), action)
 
     def _advance_physics(self, ctrl: Tensor) -> None:
         """Simulate one control step with ctrl [N, nu], which begins late where that is set."""
@@ -419,14 +419,15 @@ class MujocoEnv:
             is_later = self._episode > 0
             start = start | {k: _select(is_later, x, start[k]) for k, x in carried.items()}
         initial = {k: x for k, x in start.items() if k in INITIAL_FIELDS}
+        if self._joint_offsets is not None:
+            self._joint_offsets.begin(mask, model_numbers)
+            initial["ctrl"] = self._joint_offsets.command(initial.get("ctrl"))
         self.physics.reset(mask, initial, model_numbers)
         for name in self._variables:
             old = self.s[name]
             torch.where(mask.view(-1, *[1] * (old.ndim - 1)), start[name], old, out=old)
         if self._pushes is not None:
             self._pushes.begin(mask, self._seeds, self._episode)
-        if self._joint_offsets is not None:
-            self._joint_offsets.begin(mask, self._seeds, self._episode)
         self._store_before()
 
     def _store_before(self) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import mujoco
 import pytest
 import torch
+import toy_envs
 from torch import Tensor
 
 import embodied_envs
 from embodied_envs.physics.domain_randomization import Randomization
+from embodied_envs.tasks.task import State
 from embodied_ppo.core.types import EnvError
 
 EXACT = {"mass": [1, 1], "friction": [1, 1], "gains": [1, 1]}
@@ -52,11 +54,10 @@ def test_measured_positions_and_targets_are_shifted(id: str) -> None:
         plain.step(action)
         env.step(action)
     arm = slice(0, 12) if id == "Go1Joystick" else slice(0, 7)
-    ctrl = env.s["ctrl"] - plain.s["ctrl"]
-    if id == "Go1Joystick":  # the target is home in the policy's coordinates
-        torch.testing.assert_close(ctrl, torch.full_like(ctrl, -0.02), atol=1e-12, rtol=0)
-    else:  # the action changes the target, so an action of 0 holds it
-        assert float(ctrl[:, arm].abs().max()) < 1e-12
+    # Go1Joystick commands home. PandaPickCube holds the first command, the measured position.
+    command = 0.0 if id == "Go1Joystick" else 0.02
+    ctrl = (env.s["ctrl"] - plain.s["ctrl"])[:, arm]
+    torch.testing.assert_close(ctrl, torch.full_like(ctrl, command), atol=1e-12, rtol=0)
     assert torch.equal(env.s["ctrl"][:, 7:8], plain.s["ctrl"][:, 7:8]) or id == "Go1Joystick"
 
 
@@ -76,6 +77,58 @@ def test_robot_with_offsets_moves_to_the_shifted_target() -> None:
     torch.testing.assert_close(
         obs[:, :7] - other[:, :7], torch.full((1, 7), 0.05), atol=1e-6, rtol=0
     )
+
+
+class Servo(toy_envs.Balance):
+    """A hinge with a position servo, whose action is the target, limited to [-0.5, 0.5] rad."""
+
+    reads_joints_from_state = True
+    reset_noise, fields = 0, ()
+
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        pass
+
+    def control(self, s: State, action: Tensor) -> Tensor:
+        return action
+
+    def reset(self, u: Tensor) -> dict[str, Tensor]:
+        zeros = torch.zeros(len(u), dtype=torch.float64)
+        return {"qpos": zeros[:, None], "pushes": zeros.long(), "gust": zeros}
+
+    def spec(self) -> mujoco.MjSpec:
+        text = """
+        <mujoco><option timestep="0.02" gravity="0 0 0"/><worldbody><body>
+          <joint name="hinge" type="hinge" axis="0 1 0" damping="4"/>
+          <geom type="sphere" size=".1" pos="0 0 .5" mass="1"/>
+        </body></worldbody><actuator>
+          <position joint="hinge" kp="20" gear="2" ctrlrange="-.5 .5"/>
+        </actuator></mujoco>"""
+        return mujoco.MjSpec.from_string(text)
+
+    def terminated(self, s: State) -> Tensor:
+        return torch.zeros(len(s["qpos"]), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("x", [-0.1, 0.1])
+def test_servo_at_the_limit_of_its_command_is_shifted(x: float) -> None:
+    """ctrlrange limits the command: 0.5 moves the joint to 0.5 / gear - x, beyond 0.5 / gear."""
+    env = embodied_envs.make(
+        f"{__name__}:Servo",
+        num_envs=2,
+        seeds=[0, 1],
+        num_threads=1,
+        action_mapping="none",
+        randomize=True,
+        ranges={"joint_offset": [x, x], "motor_strength": [0.5, 1.5], "gains": [0.9, 1.1]},
+    )
+    env.reset()
+    for command in (0.5, -0.5):
+        for _ in range(150):
+            env.step(torch.full((2, 1), command))
+        angle = env.s["qpos"][:, 0]
+        torch.testing.assert_close(
+            angle, torch.full_like(angle, command / 2 - x), atol=1e-4, rtol=0
+        )
 
 
 def test_offsets_are_uniform_and_functions_of_seed_and_episode() -> None:
@@ -130,7 +183,10 @@ def test_refusals_are_one_line(id: str, bounds: Any, message: str) -> None:
     assert "\n" not in str(error.value) and "env.ranges.joint_offset=" in str(error.value)
 
 
-def test_model_stays_as_it_is() -> None:
-    model = mujoco.MjModel.from_xml_string("<mujoco/>")
+def test_model_without_servos_stays_as_it_is() -> None:
+    motor = '<worldbody><body><joint name="a"/><geom size="1"/></body></worldbody>'
+    model = mujoco.MjModel.from_xml_string(
+        f'<mujoco>{motor}<actuator><motor joint="a"/></actuator></mujoco>'
+    )
     randomization = Randomization(model, {"joint_offset": (-0.1, 0.1)})
-    assert randomization.fields == () and randomization.size == 0
+    assert randomization.fields == () and randomization.size == 1
