@@ -560,6 +560,15 @@ class AlgorithmConfig:
     group_size: Annotated[int, Limit(ge=1, le=10**4)] = 1
     """Number of neighbouring environments that share a start state (in reasoning: responses that
     share a prompt)."""
+    group_filter: Literal["success"] | None = None
+    """Groups to train on. success: those with a member that succeeds and one that does not; others
+    are dropped, and further groups are collected until the batch is full. It looks at success, not
+    at the reward. null: all groups."""
+    group_filter_rounds: Annotated[int, Limit(ge=1, le=1000)] = option(
+        8, read_if=is_set("algorithm.group_filter")
+    )
+    """Maximum number of rounds of collection of an update; then the batch is trained on as it is. A
+    round runs all environments (in reasoning: as many prompts as the batch lacks)."""
     bootstrap_type: Literal["standard", "always"] = option("standard", mode="embodied")
     """Where the value of the next state is added: standard where the time limit ended the episode;
     always also where the task ended."""

@@ -19,7 +19,7 @@ from typing import get_args
 
 from embodied_ppo.config import placement
 from embodied_ppo.config.readers import mode_of, unread
-from embodied_ppo.config.rules.base import group_comparison
+from embodied_ppo.config.rules.base import GROUP_ESTIMATORS, group_comparison
 from embodied_ppo.config.rules.select import rules_of
 from embodied_ppo.config.schema import (
     ClusterConfig,
@@ -302,6 +302,12 @@ def _check_algorithm(config: Config) -> None:
             f"{comparison} compares {mode_rules.group_members} of a group, but"
             f" algorithm.group_size = {a.group_size}; it must be >= 2: write"
             " algorithm.group_size=4"
+        )
+    if a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS:
+        raise ConfigError(
+            f"algorithm.group_filter = {a.group_filter} drops groups without a difference, but"
+            f" algorithm.adv_type = {a.adv_type} compares no groups and would learn from a biased"
+            " choice of episodes; write algorithm.adv_type=grpo, or algorithm.group_filter=null"
         )
     mode_rules.check_algorithm(config)
     if a.reward_shift and a.reward_scale:

@@ -410,7 +410,9 @@ def _model(section: str) -> dict[str, Entry]:
 
 
 _ENVIRONMENT = "set environment variables in the shell"
-_REPLACED_PROMPTS = "prompts are drawn once; filtered prompts are not replaced"
+_REPLACED_PROMPTS = (
+    "algorithm.group_filter=success replaces prompts whose responses are all right or all wrong"
+)
 _WORKER: dict[str, Entry] = {
     **no_options(
         {

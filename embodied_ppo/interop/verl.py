@@ -78,6 +78,27 @@ def _differences(source: Source) -> dict[str, str]:
     }
 
 
+def _filter(value: Any, source: Source) -> Answer:
+    """Map the filter of groups. Theirs compares a metric, ours compares success."""
+    if not value:
+        return "off, as here"
+    metric = source.get("algorithm.filter_groups.metric", "acc")
+    if metric != "acc":
+        return (
+            f"their filter compares {metric}, ours success; write algorithm.group_filter=success if"
+            " the grader returns acc"
+        )
+    return {"algorithm.group_filter": "success"}
+
+
+def _filter_rounds(value: Any, source: Source) -> Answer:
+    if isinstance(_filter(True, source), str):
+        return "read with filter_groups.metric=acc only"
+    if not value or value < 1:
+        return "no limit there; here algorithm.group_filter_rounds=8"
+    return {"algorithm.group_filter_rounds": value}
+
+
 def _micro(value: Any, source: Source) -> Answer:
     """Map the deprecated micro-batch size, which counts all devices together."""
     if value is None:
@@ -342,6 +363,7 @@ _DATA: dict[str, Entry] = {
             "longer prompts are dropped, and counted": "truncation",
             "changes no number here": "val_batch_size",
             "held-out prompts keep the file's order": "validation_shuffle",
+            "a filtered round draws as many prompts as the batch lacks": "gen_batch_size",
             reasons.REMOTE: "trust_remote_code",
             reasons.THEIR_CODE: "custom_cls.* sampler.* datagen.*",
             reasons.TOOLS: "image_* video_key tool_config_path",
@@ -367,6 +389,9 @@ _ALGORITHM: dict[str, Entry] = {
     "kl_penalty": option("algorithm.kl_penalty", values=KL),
     "rollout_correction": no_option("null: algorithm.off_policy_correction is off, too"),
     **prefixed("rollout_correction.", _CORRECTION),
+    "filter_groups.enable": _filter,
+    "filter_groups.metric": no_option("groups are filtered by success: acc"),
+    "filter_groups.max_num_gen_batches": read_if("algorithm.filter_groups.enable", _filter_rounds),
     "use_pf_ppo": only_off(_SAMPLE_WEIGHTS),
     "pf_ppo.*": no_option(_SAMPLE_WEIGHTS),
 }

@@ -167,6 +167,15 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
         ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
         (
+            {"algorithm.group_filter": "success", **GROUPS},
+            "algorithm.group_filter = success .. algorithm.adv_type = gae compares no groups .. "
+            "write algorithm.adv_type=grpo, or algorithm.group_filter=null",
+        ),
+        (
+            {"algorithm.group_filter": "success", "algorithm.adv_type": "grpo", **GROUPS},
+            "updates = null: with algorithm.group_filter = success .. write updates=100",
+        ),
+        (
             {
                 "algorithm.use_kl_in_reward": True,
                 "algorithm.kl_ctrl.type": "adaptive",
@@ -195,6 +204,12 @@ def test_conflicting_options_are_refused(flat: dict[str, Any], line: str) -> Non
         },
         {"algorithm.micro_batch_size": 100},
         {"algorithm.adv_type": "grpo", **GROUPS},
+        {
+            "algorithm.group_filter": "success",
+            "algorithm.adv_type": "rloo",
+            "updates": 5,
+            **GROUPS,
+        },
         {"algorithm.reward_norm": "group", **GROUPS},
         {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.minibatch_unit": "column"},
         {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1+"},
@@ -254,6 +269,15 @@ UNREAD = {
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
     ),
     "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.group_filter_rounds": (
+        3,
+        {
+            "algorithm.group_filter": "success",
+            "algorithm.adv_type": "grpo",
+            "updates": 5,
+            **GROUPS,
+        },
+    ),
     "algorithm.gae_lambda": (0.9, None),  # read by default
     "initial_policy": ("runs/x", None),
     "distillation.loss": ("nll", {"teacher": "runs/x"}),

@@ -102,6 +102,11 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.response_length": (5, {}),
     "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
     "algorithm.missing_eos_penalty": (0.5, {}),
+    "algorithm.group_filter": ("success", {**GROUPS, "algorithm.adv_type": "grpo"}),
+    "algorithm.group_filter_rounds": (
+        1,
+        {**GROUPS, "algorithm.adv_type": "grpo", "algorithm.group_filter": "success"},
+    ),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", {}),
     "algorithm.loss_scale_factor": (
         3.0,

@@ -69,6 +69,14 @@ NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 RECURRENT = {**COLUMNS, "model.recurrent": "gru", "model.recurrent_size": 4}
 CHUNKS = {"env.action_chunk": 2}
+SUCCESSES = {
+    **POINT,
+    "env.id": "toy_envs:toy_envs/Point-v0",
+    "env.restart_each_rollout": True,
+    "algorithm.adv_type": "grpo",
+    "algorithm.group_size": 2,
+}
+"""Groups whose members may succeed or fail."""
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED_CHANGES,
@@ -151,6 +159,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.global_batch_size": (32, {}),
     "algorithm.minibatch_unit": ("column", {}),
     "algorithm.bootstrap_type": ("always", FALLING),
+    "algorithm.group_filter": ("success", SUCCESSES),
+    "algorithm.group_filter_rounds": (1, {**SUCCESSES, "algorithm.group_filter": "success"}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
     "algorithm.loss_scale_factor": (
         3.0,

@@ -280,6 +280,43 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "mse"},
         {"algorithm.kl_penalty": "k2"},
     ),
+    # groups filtered by success
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            f"{ROLLOUT}n": 4,
+            "algorithm.filter_groups.enable": True,
+            "algorithm.filter_groups.metric": "acc",
+            "algorithm.filter_groups.max_num_gen_batches": 10,
+        },
+        {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 10},
+    ),
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            f"{ROLLOUT}n": 4,
+            "algorithm.filter_groups.enable": True,
+            "algorithm.filter_groups.max_num_gen_batches": 0,
+        },
+        {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": "absent"},
+    ),
+    (
+        "verl",
+        {"algorithm.filter_groups.enable": False, "algorithm.filter_groups.metric": "acc"},
+        {"algorithm.group_filter": "absent"},
+    ),
+    (
+        "rlinf",
+        {
+            "algorithm.adv_type": "grpo",
+            "algorithm.group_size": 4,
+            "algorithm.filter_rewards": True,
+            "algorithm.rewards_lower_bound": 0.1,
+        },
+        {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 1},
+    ),
     (
         "verl",
         {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_type": "low_var_kl+"},
@@ -838,6 +875,12 @@ REASONS = [
         {f"{ACTOR}policy_loss.loss_mode": "gspo"},
         f"{ACTOR}policy_loss.loss_mode",
         "a loss other than PPO's",
+    ),
+    (
+        "verl",
+        {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"},
+        "algorithm.filter_groups.enable",
+        "their filter compares score, ours success",
     ),
     (
         "verl",

@@ -87,6 +87,12 @@ class EmbodiedRules(ModeRules):
                 f" algorithm.minibatch_unit = {a.minibatch_unit} cuts them; write"
                 " algorithm.minibatch_unit=column (or loss_agg_func=token-mean)"
             )
+        if a.group_filter is not None and config.updates is None and config.teacher is None:
+            raise ConfigError(
+                f"updates = null: with algorithm.group_filter = {a.group_filter} an update takes a"
+                " varying number of environment steps, so that env_steps sets no number of updates;"
+                " write updates=100"
+            )
 
     def batches(self, config: Config) -> Batches:
         a = optimization_config(config).algorithm
