@@ -513,10 +513,18 @@ class AlgorithmConfig:
     starts from the state that was recorded while acting. Must divide horizon; null: horizon."""
     # --- advantages
     adv_type: Literal[
-        "gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+        "gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
     ] = "gae"
     """Advantage estimator. reinforce is the discounted return-to-go without a value;
-    reinforce_plus_plus is the same and is meant for normalize_advantages=true."""
+    reinforce_plus_plus is the same and is meant for normalize_advantages=true. dr_grpo is the score
+    minus the mean of the group, divided by no standard deviation; it needs
+    normalize_advantages=false."""
     gamma: Fraction = 0.99
     """Discount per primitive step."""
     gae_lambda: Fraction = option(0.95, read_if=GAE)

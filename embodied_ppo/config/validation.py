@@ -303,6 +303,8 @@ def _check_algorithm(config: Config) -> None:
             f" algorithm.group_size = {a.group_size}; it must be >= 2: write"
             " algorithm.group_size=4"
         )
+    if a.adv_type == "dr_grpo":
+        _check_dr_grpo(config)
     if a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS:
         raise ConfigError(
             f"algorithm.group_filter = {a.group_filter} drops groups without a difference, but"
@@ -327,3 +329,20 @@ def _check_algorithm(config: Config) -> None:
                 f" {getattr(a, name)}; an advantage applies to entries of its own or a finer level:"
                 f" write algorithm.reward_type={getattr(a, name)}"
             )
+
+
+def _check_dr_grpo(config: Config) -> None:
+    """Refuse what Dr. GRPO leaves out of GRPO. Raises ConfigError."""
+    a = config.algorithm
+    if a.normalize_advantages:
+        raise ConfigError(
+            "algorithm.adv_type = dr_grpo divides by no standard deviation, but"
+            " algorithm.normalize_advantages = true does; write"
+            " algorithm.normalize_advantages=false, or algorithm.adv_type=grpo"
+        )
+    if a.loss_agg_func == "seq-mean-token-mean":
+        raise ConfigError(
+            "algorithm.adv_type = dr_grpo divides no loss by the length of its sequence, but"
+            " algorithm.loss_agg_func = seq-mean-token-mean does; write"
+            " algorithm.loss_agg_func=seq-mean-token-sum-norm"
+        )

@@ -49,10 +49,14 @@ def _updates(source: Source) -> int | None:
 
 
 def _estimator(value: Any, source: Source) -> Answer:
-    name = str(value).removesuffix("_vectorized")
+    name = theirs = str(value).removesuffix("_vectorized")
+    if name == "grpo" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        # Their code, like ours, then leaves the division by the length to loss_agg_mode.
+        divides = source.get(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-mean"
+        name = "reinforce_plus_plus_baseline" if divides else "dr_grpo"
     answer = {
         "algorithm.adv_type": name,
-        "algorithm.normalize_advantages": name not in ("grpo", "rloo"),
+        "algorithm.normalize_advantages": theirs not in ("grpo", "rloo"),
     }
     return answer | ({} if name == "gae" else {"critic.use_critic_model": False})
 
@@ -384,7 +388,7 @@ _ALGORITHM: dict[str, Entry] = {
     "norm_adv_by_std_in_grpo": only_values(
         True,
         same="GRPO divides by the deviation, as here",
-        other="GRPO always divides by the group's deviation here",
+        other="false: algorithm.adv_type is written as an estimator without the division",
     ),
     "kl_penalty": option("algorithm.kl_penalty", values=KL),
     "rollout_correction": no_option("null: algorithm.off_policy_correction is off, too"),

@@ -167,6 +167,20 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
         ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
         (
+            {"algorithm.adv_type": "dr_grpo", **GROUPS},
+            "adv_type = dr_grpo .. true does; write algorithm.normalize_advantages=false",
+        ),
+        (
+            {
+                "algorithm.adv_type": "dr_grpo",
+                "algorithm.normalize_advantages": False,
+                "algorithm.loss_agg_func": "seq-mean-token-mean",
+                "algorithm.minibatch_unit": "column",
+                **GROUPS,
+            },
+            "adv_type = dr_grpo .. write algorithm.loss_agg_func=seq-mean-token-sum-norm",
+        ),
+        (
             {"algorithm.group_filter": "success", **GROUPS},
             "algorithm.group_filter = success .. algorithm.adv_type = gae compares no groups .. "
             "write algorithm.adv_type=grpo, or algorithm.group_filter=null",

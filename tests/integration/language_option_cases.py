@@ -291,8 +291,16 @@ KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
 OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     # option -> (values, needs)
     "algorithm.adv_type": (
-        ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        GROUPS,
+        (
+            "gae",
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "reinforce",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+        ),
+        {**GROUPS, "algorithm.normalize_advantages": False},
     ),
     "algorithm.reward_norm": ((None, "batch", "group", "running"), GROUPS),
     "algorithm.loss_agg_func": (
@@ -309,7 +317,10 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "reward.grader": (("auto", "exact"), {"reward.path": None}),
 }
 SAME = {
-    "algorithm.adv_type": [("reinforce", "reinforce_plus_plus")],  # both with normalize_advantages
+    "algorithm.adv_type": [  # equal where normalize_advantages is equal
+        ("reinforce", "reinforce_plus_plus"),
+        ("dr_grpo", "reinforce_plus_plus_baseline"),
+    ],
     "algorithm.kl_loss_type": [("k2", "k2+")],  # + is the gradient of k2
     "reward.grader": [("auto", "exact")],  # arithmetic's grader compares responses unchanged
 }

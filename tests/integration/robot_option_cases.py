@@ -229,6 +229,17 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
             },
         )
         for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
+    ]
+    + [
+        (
+            "dr_grpo",
+            {
+                "algorithm.group_size": 2,
+                "algorithm.normalize_advantages": False,
+                "env.restart_each_rollout": True,
+                "env.max_episode_steps": 6,
+            },
+        )
     ],
     "algorithm.reward_norm": [
         (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True})

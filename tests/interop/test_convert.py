@@ -280,6 +280,30 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "mse"},
         {"algorithm.kl_penalty": "k2"},
     ),
+    # Dr. GRPO, and its advantage with a loss that divides by the length
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.norm_adv_by_std_in_grpo": False,
+            f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
+            f"{ROLLOUT}n": 4,
+        },
+        {"algorithm.adv_type": "dr_grpo", "algorithm.normalize_advantages": False},
+    ),
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.norm_adv_by_std_in_grpo": False,
+            f"{ACTOR}loss_agg_mode": "seq-mean-token-mean",
+            f"{ROLLOUT}n": 4,
+        },
+        {
+            "algorithm.adv_type": "reinforce_plus_plus_baseline",
+            "algorithm.normalize_advantages": False,
+        },
+    ),
     # groups filtered by success
     (
         "verl",

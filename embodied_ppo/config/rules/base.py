@@ -16,7 +16,7 @@ LARGEST_ROLLOUT = 10**10
 take seconds.
 """
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Values of algorithm.adv_type that compare the members of a group."""
 
 
