@@ -588,6 +588,12 @@ class AlgorithmConfig:
     """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low."""
     clip_ratio_high: Positive = 0.2
     """Upper clip range of the probability ratio, which is clipped at 1 + clip_ratio_high."""
+    ratio_level: Literal["token", "chunk", "sequence"] = "token"
+    """Probability ratio of the policy loss. token: of each entry of logprob_type (in reasoning:
+    of each token). The others are geometric means of these: chunk of the entries of one decision
+    (mode=embodied), sequence of a whole episode or response (GSPO), for which a robot's columns
+    must be episodes. The clip ranges then apply to the mean, which varies far less: GSPO uses 3e-4
+    and 4e-4 for long responses."""
     clip_ratio_c: Annotated[float, Limit(gt=1)] | None = None
     """Dual clip: upper bound -A x clip_ratio_c of the loss for negative advantages A; null: off."""
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)

@@ -63,6 +63,8 @@ def _estimator(value: Any, source: Source) -> Answer:
 
 def _aggregation(value: Any, source: Source) -> Answer:
     """Map the aggregation of the loss; the critic has the actor's unless the file sets another."""
+    if source.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo":
+        return "policy_loss.loss_mode=gspo takes seq-mean-token-mean there, too"
     both = value != "token-mean" and source.get("critic.loss_agg_mode") is None
     both = both and source.get("algorithm.adv_estimator", "gae") == "gae"
     return {"algorithm.loss_agg_func": value} | ({"critic.loss_agg_func": value} if both else {})
@@ -101,6 +103,18 @@ def _filter_rounds(value: Any, source: Source) -> Answer:
     if not value or value < 1:
         return "no limit there; here algorithm.group_filter_rounds=8"
     return {"algorithm.group_filter_rounds": value}
+
+
+def _loss_mode(value: Any, source: Source) -> Answer:
+    """Map the kind of the policy loss."""
+    if value == "vanilla":
+        return "PPO's clipped surrogate, as here"
+    if value == "gspo":  # their code aggregates its loss by this mode, whatever the file says
+        return {
+            "algorithm.ratio_level": "sequence",
+            "algorithm.loss_agg_func": "seq-mean-token-mean",
+        }
+    return reasons.OTHER_LOSS
 
 
 def _micro(value: Any, source: Source) -> Answer:
@@ -252,9 +266,7 @@ _ACTOR: dict[str, Entry] = {
     "entropy_coeff": "algorithm.entropy_bonus",
     "ppo_epochs": "algorithm.update_epoch",
     "grad_clip": "algorithm.max_grad_norm",
-    "policy_loss.loss_mode": only_values(
-        "vanilla", same="PPO's clipped surrogate, as here", other=reasons.OTHER_LOSS
-    ),
+    "policy_loss.loss_mode": _loss_mode,
     **prefixed("rollout_correction.", _CORRECTION),
     **prefixed("optim.", _optim("algorithm", ACTOR)),
     "fsdp_config.dtype": dtype_option("actor.model.dtype"),

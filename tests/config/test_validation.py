@@ -167,6 +167,30 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
         ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
         (
+            {"algorithm.ratio_level": "sequence"},
+            "ratio_level = sequence .. algorithm.minibatch_unit=column (or",
+        ),
+        (
+            {"algorithm.ratio_level": "sequence", "algorithm.minibatch_unit": "column"},
+            "ratio_level = sequence .. write env.restart_each_rollout=true (or ratio_level=chunk)",
+        ),
+        (
+            {
+                "algorithm.ratio_level": "chunk",
+                "algorithm.logprob_type": "chunk_level",
+                "env.action_chunk": 2,
+            },
+            "ratio_level = chunk .. write algorithm.logprob_type=action_level",
+        ),
+        (
+            {"algorithm.ratio_level": "chunk"},
+            "ratio_level = chunk .. action_chunk = 1 .. write algorithm.logprob_type=token_level",
+        ),
+        (
+            {**LANGUAGE, "algorithm.ratio_level": "chunk"},
+            "ratio_level = chunk .. write algorithm.ratio_level=sequence (a response) or token",
+        ),
+        (
             {"algorithm.adv_type": "dr_grpo", **GROUPS},
             "adv_type = dr_grpo .. true does; write algorithm.normalize_advantages=false",
         ),

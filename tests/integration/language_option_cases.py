@@ -102,6 +102,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.response_length": (5, {}),
     "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
     "algorithm.missing_eos_penalty": (0.5, {}),
+    "algorithm.ratio_level": ("sequence", {}),
     "algorithm.group_filter": ("success", {**GROUPS, "algorithm.adv_type": "grpo"}),
     "algorithm.group_filter_rounds": (
         1,

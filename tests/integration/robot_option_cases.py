@@ -159,6 +159,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.global_batch_size": (32, {}),
     "algorithm.minibatch_unit": ("column", {}),
     "algorithm.bootstrap_type": ("always", FALLING),
+    "algorithm.ratio_level": ("chunk", {"algorithm.logprob_type": "token_level"}),
     "algorithm.group_filter": ("success", SUCCESSES),
     "algorithm.group_filter_rounds": (1, {**SUCCESSES, "algorithm.group_filter": "success"}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
@@ -259,6 +260,10 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
     "algorithm.logprob_type": [
         (kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")
+    ],
+    "algorithm.ratio_level": [
+        (kind, {**COLUMNS, **CHUNKS, "env.restart_each_rollout": True})
+        for kind in ("token", "chunk", "sequence")
     ],
     "env.action_mapping": [
         (kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")

@@ -304,6 +304,16 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "algorithm.normalize_advantages": False,
         },
     ),
+    # GSPO
+    (
+        "verl",
+        {f"{ACTOR}policy_loss.loss_mode": "gspo", f"{ACTOR}loss_agg_mode": "token-mean"},
+        {
+            "algorithm.ratio_level": "sequence",
+            "algorithm.loss_agg_func": "seq-mean-token-mean",
+        },
+    ),
+    ("roll", {"importance_sampling": "seq"}, {"algorithm.ratio_level": "sequence"}),
     # groups filtered by success
     (
         "verl",
@@ -896,7 +906,7 @@ REASONS = [
     ),
     (
         "verl",
-        {f"{ACTOR}policy_loss.loss_mode": "gspo"},
+        {f"{ACTOR}policy_loss.loss_mode": "gpg"},
         f"{ACTOR}policy_loss.loss_mode",
         "a loss other than PPO's",
     ),
