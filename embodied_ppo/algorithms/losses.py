@@ -154,17 +154,19 @@ def policy_loss(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
     weight: Tensor | None = None,
+    kind: str = "clip",
     ratio_level: str = "token",
     batch_dims: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate loss per element.
+    """Clipped surrogate loss per element, or that of CISPO.
 
     r = exp(lp − lp_old), or s of ``mean_log_ratio``
     l = max(−A·r, −A·clip(r, 1 − low, 1 + high))
     l = min(l, −A·c) where A < 0, if the dual clip c is set
+    l = −A·sg[clip(r, 1 − low, 1 + high)]·lp                  (kind "cispo", which has no dual clip)
 
     Source: Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5; low < high: Yu et al.
-    2025, DAPO, section 3.1 (clip-higher).
+    2025, DAPO, section 3.1 (clip-higher); CISPO: MiniMax 2025, MiniMax-M1, eq. 4 and 5.
 
     Args:
         log_prob: [.., *trailing], lp, with gradient.
@@ -176,6 +178,7 @@ def policy_loss(
         clip_ratio_c: c, None: no dual clip.
         weight: Off-policy correction, shaped as ``advantage`` or finer. Multiplies the loss,
             without gradient.
+        kind: "clip" or "cispo".
         ratio_level: "token": a ratio of each element. "chunk", "sequence": see ``mean_log_ratio``.
         batch_dims: See ``mean_log_ratio``.
 
@@ -184,15 +187,18 @@ def policy_loss(
         ``ratio_max`` are sums over unmasked elements, which add up over micro-batches; divide them
         by ``count``.
 
-        clip_fraction: elements whose clipped term is the larger one, which have no gradient.
+        clip_fraction: elements whose clipped term is the larger one, which have no gradient. With
+            "cispo" those whose weight is clipped, which keep theirs.
         dual_clip_fraction: elements at the dual bound, which have no gradient.
         approx_kl: k3 estimate of KL(old || new), (r − 1) − log r of the elements, nats.
         ratio_max: largest r, 0 without unmasked elements.
         count: unmasked elements.
 
     Raises:
-        ConfigError: ``clip_ratio_c`` is not above 1.
+        ConfigError: ``clip_ratio_c`` is not above 1; unknown ``kind``.
     """
+    if kind not in ("clip", "cispo"):
+        raise ConfigError(f"algorithm.policy_loss = {kind}: must be one of clip, cispo")
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ConfigError(
             f"algorithm.clip_ratio_c = {clip_ratio_c:g}: must be > 1 (3.0 is usual), or null for no"
@@ -207,11 +213,16 @@ def policy_loss(
     else:
         difference = torch.where(keep, log_prob - old_log_prob, 0.0)
         ratio = mean_log_ratio(difference, keep, ratio_level, batch_dims=batch_dims).exp()
-    plain = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    loss = torch.maximum(plain, clipped)
+    bounded = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     dual = torch.zeros_like(keep)
-    if clip_ratio_c is not None:
+    if kind == "cispo":
+        loss = -advantage * bounded.detach() * torch.where(keep, log_prob, 0.0)
+        limited = keep & (bounded != ratio)
+    else:
+        plain, clipped = -advantage * ratio, -advantage * bounded
+        loss = torch.maximum(plain, clipped)
+        limited = clipped > plain
+    if kind == "clip" and clip_ratio_c is not None:
         bound = -advantage * clip_ratio_c
         dual = (advantage < 0) & (loss > bound)
         loss = torch.where(dual, bound, loss)
@@ -219,7 +230,7 @@ def policy_loss(
         loss = loss * torch.where(keep, _expand(weight.detach(), log_prob), 0.0)
     with torch.no_grad():
         stats = {
-            "clip_fraction": (clipped > plain).sum().float(),
+            "clip_fraction": limited.sum().float(),
             "dual_clip_fraction": dual.sum().float(),
             "approx_kl": torch.where(keep, torch.expm1(log_r) - log_r, 0.0).sum(),
             "ratio_max": (

@@ -584,8 +584,13 @@ class AlgorithmConfig:
     loss_type: Literal["actor_critic", "actor"] = "actor_critic"
     """actor_critic: one model and one backward pass (mode=embodied); actor: two models
     (mode=reasoning)."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """clip: PPO's clipped surrogate, whose gradient is 0 where the ratio is clipped. cispo: the
+    log-probability times the advantage times the clipped ratio as a constant weight, so that every
+    entry keeps a gradient."""
     clip_ratio_low: Positive = 0.2
-    """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low."""
+    """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low; with
+    policy_loss=cispo, 1 or more means no lower bound."""
     clip_ratio_high: Positive = 0.2
     """Upper clip range of the probability ratio, which is clipped at 1 + clip_ratio_high."""
     ratio_level: Literal["token", "chunk", "sequence"] = "token"
@@ -594,7 +599,9 @@ class AlgorithmConfig:
     (mode=embodied), sequence of a whole episode or response (GSPO), for which a robot's columns
     must be episodes. The clip ranges then apply to the mean, which varies far less: GSPO uses 3e-4
     and 4e-4 for long responses."""
-    clip_ratio_c: Annotated[float, Limit(gt=1)] | None = None
+    clip_ratio_c: Annotated[float, Limit(gt=1)] | None = option(
+        None, read_if=equals("algorithm.policy_loss", "clip")
+    )
     """Dual clip: upper bound -A x clip_ratio_c of the loss for negative advantages A; null: off."""
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
     """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is

@@ -286,7 +286,7 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.loss_type = {a.loss_type} {mode_rules.loss_type_mismatch}; write "
             f"algorithm.loss_type={mode_rules.loss_type}"
         )
-    if a.clip_ratio_low >= 1:
+    if a.clip_ratio_low >= 1 and a.policy_loss == "clip":
         raise ConfigError(
             f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the lower bound of"
             " the ratio, 1 - clip_ratio_low, must be positive); the default is"

@@ -114,6 +114,8 @@ def _loss_mode(value: Any, source: Source) -> Answer:
             "algorithm.ratio_level": "sequence",
             "algorithm.loss_agg_func": "seq-mean-token-mean",
         }
+    if value == "cispo":
+        return {"algorithm.policy_loss": "cispo"}
     return reasons.OTHER_LOSS
 
 
@@ -257,7 +259,12 @@ _ACTOR: dict[str, Entry] = {
     "clip_ratio": clip_ratio(ACTOR),
     "clip_ratio_low": option_if_set("algorithm.clip_ratio_low", "null: clip_ratio"),
     "clip_ratio_high": option_if_set("algorithm.clip_ratio_high", "null: clip_ratio"),
-    **same_names("algorithm.", "clip_ratio_c use_kl_loss kl_loss_coef"),
+    "clip_ratio_c": lambda value, source: (
+        "not read there either: policy_loss.loss_mode = cispo"
+        if source.get(f"{ACTOR}.policy_loss.loss_mode") == "cispo"
+        else {"algorithm.clip_ratio_c": value}
+    ),
+    **same_names("algorithm.", "use_kl_loss kl_loss_coef"),
     "kl_loss_type": option("algorithm.kl_loss_type", values=KL),
     "loss_agg_mode": _aggregation,
     "loss_scale_factor": option_if_set(

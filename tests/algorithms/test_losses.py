@@ -27,7 +27,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6)
 
 
 def loss_of(
-    ratio: float, advantage: float, **options: float | None
+    ratio: float, advantage: float, **options: Any
 ) -> tuple[float, dict[str, float], float]:
     """Loss, statistics and d loss / d log-prob of one element whose probability ratio is
     ``ratio``.
@@ -159,6 +159,55 @@ def test_sequence_ratio_ignores_masked_elements_and_needs_columns():
     for level, message in (("sequence", "minibatch_unit=column"), ("word", "token, chunk, seq")):
         with pytest.raises(ConfigError, match=message):
             losses.policy_loss(zero, zero, zero, ALL, **CLIP, ratio_level=level)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "clipped"),
+    [
+        (1.1, 2.0, 1.1, 0),
+        (1.5, 2.0, 1.2, 1),  # PPO's gradient would be 0
+        (0.5, -2.0, 0.8, 1),
+        (1.5, -2.0, 1.2, 1),  # PPO would not clip it
+    ],
+)
+def test_cispo_by_hand(ratio, advantage, weight, clipped):
+    """The loss is -A·w·lp with w = clip(r, 0.8, 1.2), and its gradient -A·w."""
+    loss, stats, gradient = loss_of(ratio, advantage, kind="cispo", clip_ratio_c=1.01)
+    assert loss == pytest.approx(-advantage * weight * math.log(ratio))
+    assert gradient == pytest.approx(-advantage * weight)
+    assert stats["clip_fraction"] == clipped and stats["dual_clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_cispo_equals_reference(level):
+    """Check random columns against loops over float64 numbers, with masked NaN."""
+    g = generator(3)
+    lp, old = (torch.randn(4, 5, generator=g, dtype=torch.float64) for _ in range(2))
+    advantage = torch.randn(4, 5, generator=g, dtype=torch.float64)
+    mask = torch.arange(4).unsqueeze(1) < torch.tensor([4, 2, 1, 3, 0])
+    x = torch.where(mask, lp, float("nan")).requires_grad_()
+    wide = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5, "kind": "cispo"}
+    loss, _ = losses.policy_loss(x, old, advantage, mask, **wide, ratio_level=level, batch_dims=2)
+    loss.sum().backward()
+    assert x.grad is not None
+    for b in range(5):
+        rows = [t for t in range(4) if mask[t, b]]
+        logs = {t: float(lp[t, b] - old[t, b]) for t in rows}
+        for t in range(4):
+            if t not in rows:
+                assert loss[t, b] == 0 and x.grad[t, b] == 0
+                continue
+            log = logs[t] if level == "token" else sum(logs.values()) / len(rows)
+            w = min(math.exp(log), 1.5)  # low = 1: no lower bound
+            assert x.grad[t, b].item() == pytest.approx(-float(advantage[t, b]) * w)
+            expected = -float(advantage[t, b]) * w * float(lp[t, b])
+            assert loss[t, b].item() == pytest.approx(expected)
+
+
+def test_unknown_policy_loss_is_refused():
+    zero = torch.zeros(1)
+    with pytest.raises(ConfigError, match="policy_loss = ppo: must be one of clip, cispo"):
+        losses.policy_loss(zero, zero, zero, ALL, **CLIP, kind="ppo")
 
 
 def test_dual_clip_applies_to_negative_advantages_only():

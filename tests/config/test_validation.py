@@ -242,6 +242,7 @@ def test_conflicting_options_are_refused(flat: dict[str, Any], line: str) -> Non
         },
         {"algorithm.micro_batch_size": 100},
         {"algorithm.adv_type": "grpo", **GROUPS},
+        {"algorithm.policy_loss": "cispo", "algorithm.clip_ratio_low": 1.0},
         {
             "algorithm.group_filter": "success",
             "algorithm.adv_type": "rloo",
@@ -307,6 +308,7 @@ UNREAD = {
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
     ),
     "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.clip_ratio_c": (3.0, None),
     "algorithm.group_filter_rounds": (
         3,
         {
@@ -443,6 +445,7 @@ UNREAD = {
     "cloning.lr": (0.1, CLONING),
 }
 NOT_READ = {
+    "algorithm.clip_ratio_c": {"algorithm.policy_loss": "cispo"},
     "initial_policy": {"resume": "runs/x"},
     "model.pooling": {"model.backbone": "mlp"},
     "algorithm.entropy_bonus": {"model.policy": "flow"},

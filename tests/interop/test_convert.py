@@ -313,6 +313,11 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "algorithm.loss_agg_func": "seq-mean-token-mean",
         },
     ),
+    (
+        "verl",
+        {f"{ACTOR}policy_loss.loss_mode": "cispo", f"{ACTOR}clip_ratio_c": 3.0},
+        {"algorithm.policy_loss": "cispo", "algorithm.clip_ratio_c": "absent"},
+    ),
     ("roll", {"importance_sampling": "seq"}, {"algorithm.ratio_level": "sequence"}),
     # groups filtered by success
     (
