@@ -319,8 +319,8 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }
 SAME = {
     "algorithm.adv_type": [  # equal where normalize_advantages is equal
-        ("reinforce", "reinforce_plus_plus"),
         ("dr_grpo", "reinforce_plus_plus_baseline"),
+        ("reinforce", "reinforce_plus_plus"),
     ],
     "algorithm.kl_loss_type": [("k2", "k2+")],  # + is the gradient of k2
     "reward.grader": [("auto", "exact")],  # arithmetic's grader compares responses unchanged
