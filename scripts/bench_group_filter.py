@@ -43,9 +43,8 @@ SPARSE = [
 ]
 SETTINGS = {
     "3e-4, 10 epochs": (["algorithm.lr=3e-4", "algorithm.update_epoch=10"], 44, 28),
-    "3e-4, 4 epochs": (["algorithm.lr=3e-4", "algorithm.update_epoch=4"], 44, 28),
-    # The learning rate of the experiment is that of a dense reward.
     "1e-3, 10 epochs": (["algorithm.lr=1e-3", "algorithm.update_epoch=10"], 66, 42),
+    "3e-3, 4 epochs": (["algorithm.lr=3e-3", "algorithm.update_epoch=4"], 40, 28),
 }
 """Name -> (options, updates without the filter, updates with it)."""
 
