@@ -22,6 +22,7 @@ BOOTSTRAP_TYPES = ("standard", "always")
 ADV_TYPES = (
     "gae",
     "grpo",
+    "dr_grpo",
     "rloo",
     "reinforce",
     "reinforce_plus_plus",
@@ -265,6 +266,8 @@ def estimate(
     reinforce                     return-to-go of each row (Williams 1992)
     reinforce_plus_plus           return-to-go of each row; the caller whitens it with ``normalize``
     reinforce_plus_plus_baseline  s_i − μ_g in every row; the caller whitens it (Hu et al. 2025)
+    dr_grpo                       s_i − μ_g in every row; the caller does not whiten it, nor divide
+                                  a loss by the length of its column (Liu et al. 2025)
     grpo, rloo                    the advantage of the column in every row
 
     s is the score of a column (one episode or response): the undiscounted sum of its unmasked

@@ -566,7 +566,7 @@ def optimization_metrics(
         "value/grad_norm": Mean(v["critic_norm"], v["steps"]),
         "value/lr": lr[1],
     }
-    if c.clip_ratio_c is not None:
+    if c.clip_ratio_c is not None and c.policy_loss == "clip":
         metrics["policy/dual_clip_fraction"] = Mean(a["dual_clip_fraction"], a["count"])
     if c.value_clip is not None:
         metrics["value/clip_fraction"] = Mean(v["value_clipped"], v["rows"])

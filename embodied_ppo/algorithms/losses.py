@@ -29,6 +29,7 @@ AGGREGATIONS: tuple[str, ...] = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+RATIOS: tuple[str, ...] = ("token", "chunk", "sequence")  # values of ``ratio_level``
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -101,6 +102,48 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     return (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
+def mean_log_ratio(difference: Tensor, keep: Tensor, level: str, *, batch_dims: int) -> Tensor:
+    """Return log s, whose value is the mean of lp − lp_old over a chunk or a sequence.
+
+    s = exp( 1/|y| · Σ_{t in y} (lp_t − lp_old_t) ), the geometric mean of the ratios of y
+    log s_t = sg[log s] + (lp_t − sg[lp_t])
+
+    Source: Zheng et al. 2025, GSPO, eq. 7 and 14: the gradient of s_t is s·∇lp_t. Where all
+    elements of y have one advantage, the mean of their losses has the gradient of the loss of s.
+
+    Args:
+        difference: [.., *trailing], lp − lp_old, 0 where masked, with gradient.
+        keep: bool, same shape, the elements that count.
+        level: "chunk": y is the decision of one row. "sequence": y is the column, [..] = [T, B].
+        batch_dims: Number of leading dimensions [..]: 1 for [B], 2 for [T, B].
+
+    Returns:
+        [.., *trailing], the value clamped to ±20.
+
+    Raises:
+        ConfigError: Unknown ``level``, or a sequence without columns.
+    """
+    trailing = tuple(range(batch_dims, difference.ndim))
+    if level == "sequence":
+        if batch_dims != 2:
+            raise ConfigError(
+                "algorithm.ratio_level = sequence: needs whole columns [T, B]; set"
+                " minibatch_unit=column"
+            )
+        dims = (0, *trailing)
+    elif level == "chunk":
+        dims = trailing
+    else:
+        raise ConfigError(f"algorithm.ratio_level = {level}: must be one of {', '.join(RATIOS)}")
+    fixed = difference.detach()
+    if not dims:  # a chunk of one element
+        mean = fixed
+    else:
+        count = keep.sum(dims, keepdim=True).clamp(min=1)
+        mean = (fixed.sum(dims, keepdim=True) / count).expand_as(fixed)
+    return mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) + (difference - fixed)
+
+
 def policy_loss(
     log_prob: Tensor,
     old_log_prob: Tensor,
@@ -111,14 +154,19 @@ def policy_loss(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
     weight: Tensor | None = None,
+    kind: str = "clip",
+    ratio_level: str = "token",
+    batch_dims: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate loss per element.
+    """Clipped surrogate loss per element, or that of CISPO.
 
-    r = exp(lp − lp_old)
+    r = exp(lp − lp_old), or s of ``mean_log_ratio``
     l = max(−A·r, −A·clip(r, 1 − low, 1 + high))
     l = min(l, −A·c) where A < 0, if the dual clip c is set
+    l = −A·sg[clip(r, 1 − low, 1 + high)]·lp                  (kind "cispo", which has no dual clip)
 
-    Source: Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5.
+    Source: Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5; low < high: Yu et al.
+    2025, DAPO, section 3.1 (clip-higher); CISPO: MiniMax 2025, MiniMax-M1, eq. 4 and 5.
 
     Args:
         log_prob: [.., *trailing], lp, with gradient.
@@ -130,21 +178,27 @@ def policy_loss(
         clip_ratio_c: c, None: no dual clip.
         weight: Off-policy correction, shaped as ``advantage`` or finer. Multiplies the loss,
             without gradient.
+        kind: "clip" or "cispo".
+        ratio_level: "token": a ratio of each element. "chunk", "sequence": see ``mean_log_ratio``.
+        batch_dims: See ``mean_log_ratio``.
 
     Returns:
         The loss [.., *trailing], 0 where masked, and statistics without gradient. All but
         ``ratio_max`` are sums over unmasked elements, which add up over micro-batches; divide them
         by ``count``.
 
-        clip_fraction: elements whose clipped term is the larger one, which have no gradient.
+        clip_fraction: elements whose clipped term is the larger one, which have no gradient. With
+            "cispo" those whose weight is clipped, which keep theirs.
         dual_clip_fraction: elements at the dual bound, which have no gradient.
-        approx_kl: k3 estimate of KL(old || new), (r − 1) − log r, nats.
+        approx_kl: k3 estimate of KL(old || new), (r − 1) − log r of the elements, nats.
         ratio_max: largest r, 0 without unmasked elements.
         count: unmasked elements.
 
     Raises:
-        ConfigError: ``clip_ratio_c`` is not above 1.
+        ConfigError: ``clip_ratio_c`` is not above 1; unknown ``kind``.
     """
+    if kind not in ("clip", "cispo"):
+        raise ConfigError(f"algorithm.policy_loss = {kind}: must be one of clip, cispo")
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ConfigError(
             f"algorithm.clip_ratio_c = {clip_ratio_c:g}: must be > 1 (3.0 is usual), or null for no"
@@ -154,12 +208,21 @@ def policy_loss(
     advantage = torch.where(keep, _expand(advantage, log_prob), 0.0)
     # Mask before exp: a NaN or inf of a masked element would otherwise reach the gradient.
     log_r = torch.where(keep, log_ratio(log_prob, old_log_prob), 0.0)
-    ratio = log_r.exp()  # r = π(a|s) / π_old(a|s)
-    plain = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    loss = torch.maximum(plain, clipped)
+    if ratio_level == "token":
+        ratio = log_r.exp()  # r = π(a|s) / π_old(a|s)
+    else:
+        difference = torch.where(keep, log_prob - old_log_prob, 0.0)
+        ratio = mean_log_ratio(difference, keep, ratio_level, batch_dims=batch_dims).exp()
+    bounded = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     dual = torch.zeros_like(keep)
-    if clip_ratio_c is not None:
+    if kind == "cispo":
+        loss = -advantage * bounded.detach() * torch.where(keep, log_prob, 0.0)
+        limited = keep & (bounded != ratio)
+    else:
+        plain, clipped = -advantage * ratio, -advantage * bounded
+        loss = torch.maximum(plain, clipped)
+        limited = clipped > plain
+    if kind == "clip" and clip_ratio_c is not None:
         bound = -advantage * clip_ratio_c
         dual = (advantage < 0) & (loss > bound)
         loss = torch.where(dual, bound, loss)
@@ -167,7 +230,7 @@ def policy_loss(
         loss = loss * torch.where(keep, _expand(weight.detach(), log_prob), 0.0)
     with torch.no_grad():
         stats = {
-            "clip_fraction": (clipped > plain).sum().float(),
+            "clip_fraction": limited.sum().float(),
             "dual_clip_fraction": dual.sum().float(),
             "approx_kl": torch.where(keep, torch.expm1(log_r) - log_r, 0.0).sum(),
             "ratio_max": (

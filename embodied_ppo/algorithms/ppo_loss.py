@@ -173,6 +173,9 @@ class PolicyLoss(nn.Module, ABC):
             clip_ratio_high=c.clip_ratio_high,
             clip_ratio_c=c.clip_ratio_c,
             weight=b.weight,
+            kind=c.policy_loss,
+            ratio_level=c.ratio_level,
+            batch_dims=2 if c.minibatch_unit == "column" else 1,
         )
         surrogate, entropy = aggregate(elements), aggregate(entropies)
         statistics |= {"policy_loss": surrogate.detach(), "entropy": entropy.detach()}

@@ -420,6 +420,29 @@ def _check_weights(p: Plan) -> None:
             )
 
 
+def check_group_filter(p: Plan, group_filter: str | None) -> None:
+    """Refuse to filter groups in several parts of a rollout.
+
+    Each part would fill its own share of the batch, so that results depended on the placement.
+
+    Args:
+        p: The plan.
+        group_filter: algorithm.group_filter.
+
+    Raises:
+        PlacementError: Rollouts have several processes or stages.
+    """
+    if group_filter is None:
+        return
+    for path, count in (("processes of rollout", p.processes("rollout")), ("stages", p.stages)):
+        if count > 1:
+            raise PlacementError(
+                f"algorithm.group_filter = {group_filter}: one rollout fills the batch, but the"
+                f" placement has {count} {path}; place rollout in one process with"
+                " cluster.stages=1, or write algorithm.group_filter=null"
+            )
+
+
 def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size: int) -> None:
     """Check that environments and samples divide evenly over the processes (embodied).
 

@@ -527,10 +527,18 @@ class AlgorithmConfig:
     starts from the state that was recorded while acting. Must divide horizon; null: horizon."""
     # --- advantages
     adv_type: Literal[
-        "gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+        "gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
     ] = "gae"
     """Advantage estimator. reinforce is the discounted return-to-go without a value;
-    reinforce_plus_plus is the same and is meant for normalize_advantages=true."""
+    reinforce_plus_plus is the same and is meant for normalize_advantages=true. dr_grpo is the score
+    minus the mean of the group, divided by no standard deviation; it needs
+    normalize_advantages=false."""
     gamma: Fraction = 0.99
     """Discount per primitive step."""
     gae_lambda: Fraction = option(0.95, read_if=GAE)
@@ -574,6 +582,15 @@ class AlgorithmConfig:
     group_size: Annotated[int, Limit(ge=1, le=10**4)] = 1
     """Number of neighbouring environments that share a start state (in reasoning: responses that
     share a prompt)."""
+    group_filter: Literal["success"] | None = None
+    """Groups to train on. success: those with a member that succeeds and one that does not; others
+    are dropped, and further groups are collected until the batch is full. It looks at success, not
+    at the reward. null: all groups."""
+    group_filter_rounds: Annotated[int, Limit(ge=1, le=1000)] = option(
+        8, read_if=is_set("algorithm.group_filter")
+    )
+    """Maximum number of rounds of collection of an update; then the batch is trained on as it is. A
+    round runs all environments (in reasoning: as many prompts as the batch lacks)."""
     bootstrap_type: Literal["standard", "always"] = option("standard", mode="embodied")
     """Where the value of the next state is added: standard where the time limit ended the episode;
     always also where the task ended."""
@@ -581,11 +598,24 @@ class AlgorithmConfig:
     loss_type: Literal["actor_critic", "actor"] = "actor_critic"
     """actor_critic: one model and one backward pass (mode=embodied); actor: two models
     (mode=reasoning)."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """clip: PPO's clipped surrogate, whose gradient is 0 where the ratio is clipped. cispo: the
+    log-probability times the advantage times the clipped ratio as a constant weight, so that every
+    entry keeps a gradient."""
     clip_ratio_low: Positive = 0.2
-    """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low."""
+    """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low; with
+    policy_loss=cispo, 1 or more means no lower bound."""
     clip_ratio_high: Positive = 0.2
     """Upper clip range of the probability ratio, which is clipped at 1 + clip_ratio_high."""
-    clip_ratio_c: Annotated[float, Limit(gt=1)] | None = None
+    ratio_level: Literal["token", "chunk", "sequence"] = "token"
+    """Probability ratio of the policy loss. token: of each entry of logprob_type (in reasoning:
+    of each token). The others are geometric means of these: chunk of the entries of one decision
+    (mode=embodied), sequence of a whole episode or response (GSPO), for which a robot's columns
+    must be episodes. The clip ranges then apply to the mean, which varies far less: GSPO uses 3e-4
+    and 4e-4 for long responses."""
+    clip_ratio_c: Annotated[float, Limit(gt=1)] | None = option(
+        None, read_if=equals("algorithm.policy_loss", "clip")
+    )
     """Dual clip: upper bound -A x clip_ratio_c of the loss for negative advantages A; null: off."""
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
     """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is

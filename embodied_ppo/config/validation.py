@@ -19,7 +19,7 @@ from typing import get_args
 
 from embodied_ppo.config import placement
 from embodied_ppo.config.readers import mode_of, unread
-from embodied_ppo.config.rules.base import group_comparison
+from embodied_ppo.config.rules.base import GROUP_ESTIMATORS, group_comparison
 from embodied_ppo.config.rules.select import rules_of
 from embodied_ppo.config.schema import (
     ClusterConfig,
@@ -299,7 +299,7 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.loss_type = {a.loss_type} {mode_rules.loss_type_mismatch}; write "
             f"algorithm.loss_type={mode_rules.loss_type}"
         )
-    if a.clip_ratio_low >= 1:
+    if a.clip_ratio_low >= 1 and a.policy_loss == "clip":
         raise ConfigError(
             f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the lower bound of"
             " the ratio, 1 - clip_ratio_low, must be positive); the default is"
@@ -315,6 +315,14 @@ def _check_algorithm(config: Config) -> None:
             f"{comparison} compares {mode_rules.group_members} of a group, but"
             f" algorithm.group_size = {a.group_size}; it must be >= 2: write"
             " algorithm.group_size=4"
+        )
+    if a.adv_type == "dr_grpo":
+        _check_dr_grpo(config)
+    if a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS:
+        raise ConfigError(
+            f"algorithm.group_filter = {a.group_filter} drops groups without a difference, but"
+            f" algorithm.adv_type = {a.adv_type} compares no groups and would learn from a biased"
+            " choice of episodes; write algorithm.adv_type=grpo, or algorithm.group_filter=null"
         )
     mode_rules.check_algorithm(config)
     if a.reward_shift and a.reward_scale:
@@ -334,3 +342,20 @@ def _check_algorithm(config: Config) -> None:
                 f" {getattr(a, name)}; an advantage applies to entries of its own or a finer level:"
                 f" write algorithm.reward_type={getattr(a, name)}"
             )
+
+
+def _check_dr_grpo(config: Config) -> None:
+    """Refuse what Dr. GRPO leaves out of GRPO. Raises ConfigError."""
+    a = config.algorithm
+    if a.normalize_advantages:
+        raise ConfigError(
+            "algorithm.adv_type = dr_grpo divides by no standard deviation, but"
+            " algorithm.normalize_advantages = true does; write"
+            " algorithm.normalize_advantages=false, or algorithm.adv_type=grpo"
+        )
+    if a.loss_agg_func == "seq-mean-token-mean":
+        raise ConfigError(
+            "algorithm.adv_type = dr_grpo divides no loss by the length of its sequence, but"
+            " algorithm.loss_agg_func = seq-mean-token-mean does; write"
+            " algorithm.loss_agg_func=seq-mean-token-sum-norm"
+        )

@@ -475,14 +475,15 @@ class Sampler:
         generator = Generator().manual_seed(sampling_key(self.seed, "prompts", self._epoch))
         return torch.randperm(self.size, generator=generator)
 
-    def next(self) -> list[int]:
-        """Return the next ``batch`` rows; a batch may span the end of an epoch."""
+    def next(self, count: int | None = None) -> list[int]:
+        """Return the next ``count`` rows, which may span the end of an epoch; None: a batch."""
+        count = self.batch if count is None else count
         rows: list[int] = []
-        while len(rows) < self.batch:
+        while len(rows) < count:
             if self._position == self.size:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._draw()
-            end = min(self.size, self._position + self.batch - len(rows))
+            end = min(self.size, self._position + count - len(rows))
             rows += self._order[self._position : end].tolist()
             self._position = end
         return rows

@@ -308,7 +308,13 @@ def _schedule(section: str) -> dict[str, Entry]:
     }
 
 
-_NO_FILTER = "groups are not filtered by their reward"
+def _filter(value: Any, source: Source) -> Answer:
+    """Map the filter of groups, which collects no others in place of those it drops."""
+    if not value:
+        return "off, as here"
+    return {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 1}
+
+
 _REWARD_SCALE = only_values(
     1,
     1.0,
@@ -382,8 +388,11 @@ _ALGORITHM: dict[str, Entry] = {
     "use_valid_token_scale": only_off("algorithm.loss_agg_func sets how tokens are averaged"),
     **prefixed("sampling_params.", _SAMPLING),
     "reward_coef": _REWARD_SCALE,
-    "filter_rewards": only_off(_NO_FILTER),
-    "rewards_*_bound": read_if("algorithm.filter_rewards", no_option(_NO_FILTER)),
+    "filter_rewards": _filter,
+    "rewards_*_bound": read_if(
+        "algorithm.filter_rewards",
+        no_option("groups are filtered by success: those that all succeed or all fail"),
+    ),
     "behave_weight_threshold": option_if_set("algorithm.off_policy_cap", "null: none"),
     **no_options(
         {

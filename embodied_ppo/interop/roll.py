@@ -410,7 +410,9 @@ def _model(section: str) -> dict[str, Entry]:
 
 
 _ENVIRONMENT = "set environment variables in the shell"
-_REPLACED_PROMPTS = "prompts are drawn once; filtered prompts are not replaced"
+_REPLACED_PROMPTS = (
+    "algorithm.group_filter=success replaces prompts whose responses are all right or all wrong"
+)
 _WORKER: dict[str, Entry] = {
     **no_options(
         {
@@ -478,11 +480,7 @@ _ALGORITHM: dict[str, Entry] = {
         {"cluster.max_lag": math.ceil(value)} if value else "0: rollouts wait for updates, as here"
     ),
     "max_len_mask": lambda value, source: {"rollout.truncation": "drop" if value else "terminal"},
-    "importance_sampling": only_values(
-        "token",
-        same="a ratio for each token, as here",
-        other="ratios of sequences are not supported",
-    ),
+    "importance_sampling": option("algorithm.ratio_level", values={"seq": "sequence"}),
     "use_policy_loss_type": only_values("PPO", same="PPO, as here", other=reasons.OTHER_LOSS),
     "rl_loss_coef": only_values(1, 1.0, same="1, as here", other=reasons.OTHER_LOSS),
     "train_infer_correction.is_weight.weight_type": read_if(

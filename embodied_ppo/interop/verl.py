@@ -49,16 +49,22 @@ def _updates(source: Source) -> int | None:
 
 
 def _estimator(value: Any, source: Source) -> Answer:
-    name = str(value).removesuffix("_vectorized")
+    name = theirs = str(value).removesuffix("_vectorized")
+    if name == "grpo" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        # Their code, like ours, then leaves the division by the length to loss_agg_mode.
+        divides = source.get(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-mean"
+        name = "reinforce_plus_plus_baseline" if divides else "dr_grpo"
     answer = {
         "algorithm.adv_type": name,
-        "algorithm.normalize_advantages": name not in ("grpo", "rloo"),
+        "algorithm.normalize_advantages": theirs not in ("grpo", "rloo"),
     }
     return answer | ({} if name == "gae" else {"critic.use_critic_model": False})
 
 
 def _aggregation(value: Any, source: Source) -> Answer:
     """Map the aggregation of the loss; the critic has the actor's unless the file sets another."""
+    if source.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo":
+        return "policy_loss.loss_mode=gspo takes seq-mean-token-mean there, too"
     both = value != "token-mean" and source.get("critic.loss_agg_mode") is None
     both = both and source.get("algorithm.adv_estimator", "gae") == "gae"
     return {"algorithm.loss_agg_func": value} | ({"critic.loss_agg_func": value} if both else {})
@@ -76,6 +82,41 @@ def _differences(source: Source) -> dict[str, str]:
             " earlier"
         )
     }
+
+
+def _filter(value: Any, source: Source) -> Answer:
+    """Map the filter of groups. Theirs compares a metric, ours compares success."""
+    if not value:
+        return "off, as here"
+    metric = source.get("algorithm.filter_groups.metric", "acc")
+    if metric != "acc":
+        return (
+            f"their filter compares {metric}, ours success; write algorithm.group_filter=success if"
+            " the grader returns acc"
+        )
+    return {"algorithm.group_filter": "success"}
+
+
+def _filter_rounds(value: Any, source: Source) -> Answer:
+    if isinstance(_filter(True, source), str):
+        return "read with filter_groups.metric=acc only"
+    if not value or value < 1:
+        return "no limit there; here algorithm.group_filter_rounds=8"
+    return {"algorithm.group_filter_rounds": value}
+
+
+def _loss_mode(value: Any, source: Source) -> Answer:
+    """Map the kind of the policy loss."""
+    if value == "vanilla":
+        return "PPO's clipped surrogate, as here"
+    if value == "gspo":  # their code aggregates its loss by this mode, whatever the file says
+        return {
+            "algorithm.ratio_level": "sequence",
+            "algorithm.loss_agg_func": "seq-mean-token-mean",
+        }
+    if value == "cispo":
+        return {"algorithm.policy_loss": "cispo"}
+    return reasons.OTHER_LOSS
 
 
 def _micro(value: Any, source: Source) -> Answer:
@@ -218,7 +259,12 @@ _ACTOR: dict[str, Entry] = {
     "clip_ratio": clip_ratio(ACTOR),
     "clip_ratio_low": option_if_set("algorithm.clip_ratio_low", "null: clip_ratio"),
     "clip_ratio_high": option_if_set("algorithm.clip_ratio_high", "null: clip_ratio"),
-    **same_names("algorithm.", "clip_ratio_c use_kl_loss kl_loss_coef"),
+    "clip_ratio_c": lambda value, source: (
+        "not read there either: policy_loss.loss_mode = cispo"
+        if source.get(f"{ACTOR}.policy_loss.loss_mode") == "cispo"
+        else {"algorithm.clip_ratio_c": value}
+    ),
+    **same_names("algorithm.", "use_kl_loss kl_loss_coef"),
     "kl_loss_type": option("algorithm.kl_loss_type", values=KL),
     "loss_agg_mode": _aggregation,
     "loss_scale_factor": option_if_set(
@@ -227,9 +273,7 @@ _ACTOR: dict[str, Entry] = {
     "entropy_coeff": "algorithm.entropy_bonus",
     "ppo_epochs": "algorithm.update_epoch",
     "grad_clip": "algorithm.max_grad_norm",
-    "policy_loss.loss_mode": only_values(
-        "vanilla", same="PPO's clipped surrogate, as here", other=reasons.OTHER_LOSS
-    ),
+    "policy_loss.loss_mode": _loss_mode,
     **prefixed("rollout_correction.", _CORRECTION),
     **prefixed("optim.", _optim("algorithm", ACTOR)),
     "fsdp_config.dtype": dtype_option("actor.model.dtype"),
@@ -342,6 +386,7 @@ _DATA: dict[str, Entry] = {
             "longer prompts are dropped, and counted": "truncation",
             "changes no number here": "val_batch_size",
             "held-out prompts keep the file's order": "validation_shuffle",
+            "a filtered round draws as many prompts as the batch lacks": "gen_batch_size",
             reasons.REMOTE: "trust_remote_code",
             reasons.THEIR_CODE: "custom_cls.* sampler.* datagen.*",
             reasons.TOOLS: "image_* video_key tool_config_path",
@@ -362,11 +407,14 @@ _ALGORITHM: dict[str, Entry] = {
     "norm_adv_by_std_in_grpo": only_values(
         True,
         same="GRPO divides by the deviation, as here",
-        other="GRPO always divides by the group's deviation here",
+        other="false: algorithm.adv_type is written as an estimator without the division",
     ),
     "kl_penalty": option("algorithm.kl_penalty", values=KL),
     "rollout_correction": no_option("null: algorithm.off_policy_correction is off, too"),
     **prefixed("rollout_correction.", _CORRECTION),
+    "filter_groups.enable": _filter,
+    "filter_groups.metric": no_option("groups are filtered by success: acc"),
+    "filter_groups.max_num_gen_batches": read_if("algorithm.filter_groups.enable", _filter_rounds),
     "use_pf_ppo": only_off(_SAMPLE_WEIGHTS),
     "pf_ppo.*": no_option(_SAMPLE_WEIGHTS),
 }

@@ -18,6 +18,8 @@ from embodied_ppo.data.prompts import Prompt, Sampler
 from embodied_ppo.rewards.graders import Grade, Graders
 from embodied_ppo.rollout.generation.engine import Generation, Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
+from embodied_ppo.rollout.group_filter import GroupFilter
+from embodied_ppo.rollout.simulation import add_metrics
 
 
 def response_decoder(
@@ -84,6 +86,7 @@ class ReasoningRollout:
         pad_id: int,
         seed: int,
         group_size: int = 1,
+        filter_rounds: int = 0,
         shuffle: bool = True,
         truncation: Truncation | None = None,
         rank: int = 0,
@@ -102,6 +105,8 @@ class ReasoningRollout:
             pad_id: Token id of padding.
             seed: Seed of the run.
             group_size: Responses to each prompt.
+            filter_rounds: Rounds in which ``collect`` may draw prompts to fill a batch with groups
+                of right and wrong responses; 0: groups are not filtered. Needs ``world`` = 1.
             shuffle: Whether to shuffle the prompts in every epoch.
             truncation: Treatment of truncated responses.
             rank: Index of this process, which takes an equal part of ``batch``.
@@ -121,6 +126,10 @@ class ReasoningRollout:
         self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
         self.truncation, self.notice = truncation or Truncation(), notice
         self.rank, self.world = rank, world
+        self.filter: GroupFilter | None = None
+        if filter_rounds:
+            assert world == 1
+            self.filter = GroupFilter(batch, group_size, filter_rounds)
         self.sampler = Sampler(len(prompts), batch, seed, shuffle)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
@@ -142,14 +151,55 @@ class ReasoningRollout:
             is the reward of the last token, which ends the episode.
 
         Raises:
+            ConfigError: Groups are filtered, but a grader returns no correctness.
             TrainingError: No response could be graded.
         """
         assert horizon == self.sampling.max_tokens
-        rows = self.sampler.next()
-        begin, end = (r * len(rows) // self.world for r in (self.rank, self.rank + 1))
-        prompts = [self.prompts[i] for i in rows[begin:end] for _ in range(self.group_size)]
+        if self.filter is None:
+            rows = self.sampler.next()
+            begin, end = (r * len(rows) // self.world for r in (self.rank, self.rank + 1))
+            first = self.rank * (end - begin) * self.group_size
+            trajectory, metrics, _ = self._respond(rows[begin:end], first, update, version)
+            return trajectory, metrics
+        rounds: list[Metrics] = []
+        first = 0
+        while missing := self.filter.missing:
+            rows = self.sampler.next(missing)
+            trajectory, metrics, grades = self._respond(rows, first, update, version)
+            tokens = int(metrics["rollout/length"].sum)  # pyright: ignore[reportAttributeAccessIssue]
+            self.filter.add(trajectory, self._success(rows, grades), tokens)
+            rounds.append(metrics)
+            first += missing * self.group_size
+        trajectory, more = self.filter.take()
+        return trajectory, add_metrics(rounds) | {
+            "rollout/epoch": rounds[-1]["rollout/epoch"]
+        } | more
+
+    def _success(self, rows: Sequence[int], grades: Sequence[Grade]) -> Tensor:
+        """Return whether each response is right, bool [N]; a failed grading counts as wrong."""
+        for i, grade in enumerate(grades):
+            if grade.correct is None and not grade.failed:
+                source = self.prompts[rows[i // self.group_size]].data_source
+                raise ConfigError(
+                    f"algorithm.group_filter = success: the grader of data source {source!r}"
+                    ' returns no correctness; return {"score": .., "acc": ..}, or write'
+                    " algorithm.group_filter=null"
+                )
+        return torch.tensor([bool(grade.correct) for grade in grades])
+
+    def _respond(
+        self, rows: Sequence[int], first: int, update: int, version: int
+    ) -> tuple[Trajectory, Metrics, list[Grade]]:
+        """Generate and grade ``group_size`` responses to each of some prompts.
+
+        Args:
+            rows: Indices of the prompts.
+            first: Number of the first response in the update, over all processes.
+            update, version: See ``collect``.
+        """
+        prompts = [self.prompts[i] for i in rows for _ in range(self.group_size)]
         start = time.process_time()
-        key, first = sampling_key(self.seed, update, "generate"), self.rank * len(prompts)
+        key = sampling_key(self.seed, update, "generate")
         # Samples are numbered over all processes, so that the random numbers of a response do not
         # depend on the number of processes.
         samples = torch.arange(first, first + len(prompts))
@@ -183,7 +233,7 @@ class ReasoningRollout:
                 " scores give no learning signal"
             )
         metrics = self._metrics(prompts, generation, grades, scores)
-        return self._trajectory(prompts, generation, scores, version), metrics
+        return self._trajectory(prompts, generation, scores, version), metrics, grades
 
     def _trajectory(
         self, prompts: Sequence[Prompt], generation: Generation, scores: Tensor, version: int

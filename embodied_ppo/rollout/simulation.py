@@ -17,6 +17,7 @@ from embodied_ppo.core.memory import EpisodeMemory, starts, with_memory
 from embodied_ppo.core.random import env_seeds, sampling_key
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
+    ConfigError,
     Decision,
     Mean,
     Metrics,
@@ -27,6 +28,7 @@ from embodied_ppo.core.types import (
     Trajectory,
     VectorEnv,
 )
+from embodied_ppo.rollout.group_filter import GroupFilter
 
 WINDOW = 100
 """Finished episodes over which rollout/return, length and success are averaged."""
@@ -214,6 +216,7 @@ class Rollout:
         *,
         seed: int,
         group_size: int = 1,
+        filter_rounds: int = 0,
         one_episode: bool = False,
         restart_every: int = 0,
         stagger: bool = False,
@@ -231,6 +234,9 @@ class Rollout:
             policy: The policy that acts.
             seed: Seed of the run.
             group_size: Environments that share a seed.
+            filter_rounds: Rounds in which ``collect`` may run all environments to fill a batch with
+                groups of unequal success; 0: groups are not filtered. Needs one_episode, and all
+                environments in this rollout.
             one_episode: Start new episodes in every ``collect`` and mask all but the first of each
                 environment.
             restart_every: Steps after which a simulator that cannot save its state starts new
@@ -249,6 +255,12 @@ class Rollout:
         """
         self.env, self.policy, self.seed, self.gamma = env, policy, seed, gamma
         self.group_size, self.one_episode = group_size, one_episode
+        self.filter: GroupFilter | None = None
+        if filter_rounds:
+            assert one_episode and stages == 1
+            self.filter = GroupFilter(env.num_envs // group_size, group_size, filter_rounds)
+        # Of the newest round of ``filter``: success of each first episode, bool [N], and the steps.
+        self.outcome = (torch.zeros(env.num_envs, dtype=torch.bool), 0)
         self.restart_every = restart_every
         limit = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
         self.first, self.total = stage * env.num_envs, stages * env.num_envs
@@ -274,11 +286,15 @@ class Rollout:
         # [T, N, ..] of every collect since the restart, if the simulator cannot save its state.
         self.actions: list[Tensor] = []
 
-    def restart(self, round_: int) -> None:
-        """Start new episodes in all environments, from seeds derived from (seed, round_)."""
-        seeds = env_seeds(self.seed, round_, self.total, self.group_size)
+    def restart(self, round_: int, repeat: int = 0) -> None:
+        """Start new episodes in all environments, from seeds derived from (seed, round_).
+
+        ``repeat`` counts the restarts of a filtered rollout, whose environments are numbered on.
+        """
+        first = repeat * self.total + self.first
+        seeds = env_seeds(self.seed, round_, first + self.env.num_envs, self.group_size)
         with watchdog.resetting:
-            self.env.restart(seeds[self.first : self.first + self.env.num_envs])
+            self.env.restart(seeds[first:])
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
         self.memory.reset()
 
@@ -305,7 +321,7 @@ class Rollout:
         return replace(step, obs=obs, truncated=truncated, final_obs=final), cut
 
     def collect(self, horizon: int, *, update: int, version: int) -> Experience:
-        """Take ``horizon`` steps in every environment.
+        """Take ``horizon`` steps in every environment, repeatedly if groups are filtered.
 
         Args:
             horizon: Steps, T.
@@ -314,18 +330,34 @@ class Rollout:
 
         Returns:
             Trajectory [T, N, ..], and the metrics of finished episodes.
+
+        Raises:
+            ConfigError: Groups are filtered, but the task reports no success.
         """
-        return interleave([self.collecting(horizon, update=update, version=version)])[0]
+        if self.filter is None:
+            return interleave([self.collecting(horizon, update=update, version=version)])[0]
+        metrics: Metrics = {}
+        episodes = 0.0
+        while self.filter.missing:
+            run = self.collecting(horizon, update=update, version=version, repeat=self.filter.round)
+            trajectory, metrics = interleave([run])[0]
+            episodes += float(metrics["rollout/episodes"])  # pyright: ignore[reportArgumentType]
+            self.filter.add(trajectory, *self.outcome)
+        trajectory, more = self.filter.take()
+        return trajectory, metrics | {"rollout/episodes": episodes} | more
 
     def collecting(
-        self, horizon: int, *, update: int, version: int
+        self, horizon: int, *, update: int, version: int, repeat: int = 0
     ) -> Generator[None, None, Experience]:
-        """Collect as ``collect`` does, but yield while the simulator runs."""
+        """Collect as ``collect`` does, but yield while the simulator runs.
+
+        ``repeat`` counts the earlier rounds of a filtered rollout.
+        """
         env, policy = self.env, self.policy
         watchdog.describe(env_id=env.id, during=f"update {update}")
         restarts = self.restart_every and self.can_save is False and self.steps
         if self.one_episode or (restarts and self.steps + horizon > self.restart_every):
-            self.restart(update)
+            self.restart(update, repeat)
         if self.obs is None:
             with watchdog.resetting:
                 self.obs = env.reset()
@@ -339,7 +371,7 @@ class Rollout:
         kept: dict[str, Tensor] = {}
         cuts: dict[int, Tensor] = {}
         now = time.process_time()
-        keys = [sampling_key(self.seed, update, 0, t) for t in range(horizon)]
+        keys = [sampling_key(self.seed, update, repeat, t) for t in range(horizon)]
         # Noise is drawn for the environments of all stages and then sliced, so that the noise of an
         # environment does not depend on the number of stages. It is drawn before the loop, while
         # the CPU caches are warm.
@@ -389,6 +421,10 @@ class Rollout:
         length = mask if count is None else count * mask
         undiscounted = reward if count is None else reward.sum(-1)
         success = [s.success for s in steps]
+        if self.filter is not None:
+            # As without a filter, steps after the end of an episode count: they are simulated.
+            simulated = mask.numel() if executed is None else executed.numel()
+            self.outcome = self._episode_success(success, mask), simulated
         metrics = self._count_episodes(undiscounted, ended & mask, length, success, cuts)
         per_action = d.value.ndim == 3  # each action of a chunk has a value and a reward
         if count is not None and not per_action:
@@ -419,6 +455,16 @@ class Rollout:
             )
             trajectory = replace(trajectory, **fields)
         return trajectory, metrics
+
+    def _episode_success(self, success: list[Tensor | None], mask: Tensor) -> Tensor:
+        """Return whether the first episode of each environment succeeded, bool [N]."""
+        if all(x is None for x in success):
+            raise ConfigError(
+                f"algorithm.group_filter = success: env.id={self.env.id} reports no success; write"
+                " algorithm.group_filter=null, or name its flag in env.success_key"
+            )
+        succeeded = [torch.zeros_like(mask[0]) if x is None else x.bool() for x in success]
+        return (torch.stack(succeeded) & mask).any(0)
 
     def _value(self, obs: Obs) -> Tensor:
         """Return V [N] of observations, that of the first action if each action has one."""
@@ -537,6 +583,7 @@ class Rollout:
             "running": self.running.clone(),
             "finished": list(self.finished),
             "has_success": self.has_success,
+            "groups": None if self.filter is None else self.filter.state(),
         }
 
     def load_state(
@@ -552,6 +599,8 @@ class Rollout:
         """
         self.finished = deque((tuple(e) for e in state["finished"]), maxlen=WINDOW)
         self.has_success = state["has_success"]
+        if self.filter is not None:
+            self.filter.load_state(state.get("groups"), self.device)
         self.can_save = state["env"] is not None
         if state["env"] is not None:
             self.obs, self.steps = self.env.load_state(state["env"]), state["steps"]

@@ -88,8 +88,8 @@ RANGES: tuple[Range, ...] = (
         None,
         0.5,
         above=(
-            "most groups have equal scores and give no gradient: choose prompts of medium"
-            " difficulty, or raise group_size"
+            "most groups have equal scores and give no gradient: write group_filter=success, choose"
+            " prompts of medium difficulty, or raise group_size"
         ),
     ),
     Range(

@@ -160,6 +160,7 @@ MICRO_CASES = [
     ({"off_policy_correction": "token"}, False),
     ({"kl_loss_type": "full", "kl_penalty": "full"}, True),
     ({"minibatch_unit": "column", "off_policy_correction": "sequence"}, False),
+    ({"minibatch_unit": "column", "ratio_level": "sequence", "policy_loss": "cispo"}, False),
     *(
         ({"minibatch_unit": "column", "loss_agg_func": aggregation}, False)
         for aggregation in (
@@ -190,7 +191,7 @@ def test_micro_batch_size_does_not_change_update(options, discrete):
     assert expected["kl/to_reference"] != 0
     if "off_policy_correction" in options:
         assert expected["policy/off_policy_weight"] != 1.0
-    else:
+    elif "policy_loss" not in options:
         assert (
             0 < expected["policy/clip_fraction"] < 1
             and 0 < expected["policy/dual_clip_fraction"] < 1

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embodied_ppo.algorithms import advantages
+from embodied_ppo.algorithms import advantages, losses
 from embodied_ppo.core import running_stats
 from embodied_ppo.core.types import ConfigError
 
@@ -312,6 +312,40 @@ def test_group_estimators_equal_reference(group_size, groups, seed):
         reference_numerics.rloo(s, group_size), abs=1e-6
     )
     close(plain.reshape(groups, group_size).sum(1), torch.zeros(groups), 1e-5)
+
+
+def test_dr_grpo_by_hand():
+    """Check Dr. GRPO: no division by the deviation of the group or the length of a column."""
+    # Column 0 succeeds after 1 step, column 1 fails after 3: scores 1 and 0, mean 1/2.
+    mask = torch.tensor([[1, 1], [0, 1], [0, 1]]).bool()
+    reward, zero = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]), torch.zeros(3, 2)
+    advantage, _ = advantages.estimate(
+        "dr_grpo",
+        reward=reward,
+        value=zero,
+        next_value=zero,
+        terminated=zero.bool(),
+        truncated=zero.bool(),
+        mask=mask,
+        gamma=1.0,
+        gae_lambda=1.0,
+        group_size=2,
+    )
+    assert advantage.tolist() == [[0.5, -0.5], [0.0, -0.5], [0.0, -0.5]]
+    # With r = 1 and the constant length 4: ((-0.5·1)/4 + (0.5·3)/4) / 2 = (-1/8 + 3/8) / 2 = 1/8.
+    loss = losses.aggregate(-advantage, mask, aggregation="seq-mean-token-sum-norm", length=4.0)
+    assert loss.item() == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dr_grpo_equals_reference(seed):
+    score = torch.randn(12, generator=torch.Generator().manual_seed(seed))
+    zero, mask = torch.zeros(1, 12), torch.ones(1, 12).bool()
+    rows = dict.fromkeys(("value", "next_value"), zero)
+    rows |= {"reward": score.unsqueeze(0), "terminated": mask, "truncated": ~mask, "mask": mask}
+    out, _ = advantages.estimate("dr_grpo", **rows, **GAMMA, group_size=4)
+    reference = reference_numerics.grpo(score.tolist(), 4, normalize_std=False)
+    assert out[0].tolist() == pytest.approx(reference, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", [advantages.grpo, advantages.rloo])

@@ -84,6 +84,14 @@ CASES: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
     "column": {"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-mean"},
     "groups": {"adv_type": "grpo", "group_size": 2, "normalize_advantages": False},
+    "sequences": {
+        "minibatch_unit": "column",
+        "ratio_level": "sequence",
+        "policy_loss": "cispo",
+        "adv_type": "dr_grpo",
+        "group_size": 2,
+        "normalize_advantages": False,
+    },
     "running": {"reward_norm": "running"},
     "whitened": {
         "reward_norm": "batch",

@@ -22,8 +22,12 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+
+
 def loss_of(
-    ratio: float, advantage: float, **options: float | None
+    ratio: float, advantage: float, **options: Any
 ) -> tuple[float, dict[str, float], float]:
     """Loss, statistics and d loss / d log-prob of one element whose probability ratio is
     ``ratio``.
@@ -63,6 +67,147 @@ def test_asymmetric_clip():
     assert loss_of(1.3, 1.0, **wide)[0] == pytest.approx(-1.3)  # 1.3 < 1 + 0.4
     assert loss_of(1.5, 1.0, **wide)[0] == pytest.approx(-1.4)
     assert loss_of(0.85, -1.0, **wide)[0] == pytest.approx(0.9)  # max(0.85, 1 - 0.1)
+
+
+def mean_ratio_loss(
+    rows: list[list[float]],
+    advantage: list[list[float]],
+    mask: torch.Tensor,
+    level: str,
+    dims: int,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses, gradients and statistics of log-ratios ``rows`` [T, B]."""
+    lp = torch.tensor(rows, dtype=torch.float64, requires_grad=True)
+    a = torch.tensor(advantage, dtype=torch.float64)
+    loss, stats = losses.policy_loss(
+        lp, torch.zeros_like(lp), a, mask, **CLIP, ratio_level=level, batch_dims=dims
+    )
+    loss.sum().backward()
+    assert lp.grad is not None
+    return loss.detach(), lp.grad, stats
+
+
+def test_sequence_ratio_by_hand():
+    """GSPO: s is the geometric mean of the ratios of a column."""
+    # Column 0: ratios 1.21 and 1, s = sqrt(1.21) = 1.1, inside the range: each loss is -A·s = -2.2.
+    # Column 1: ratio 2 and a masked 9, s = 2, clipped at 1.2 with A = 1: the loss is -1.2.
+    rows = [[math.log(1.21), math.log(2.0)], [0.0, math.log(9.0)]]
+    mask = torch.tensor([[1, 1], [1, 0]]).bool()
+    loss, gradient, stats = mean_ratio_loss(rows, [[2.0, 1.0], [2.0, 1.0]], mask, "sequence", 2)
+    close(loss, torch.tensor([[-2.2, -1.2], [-2.2, 0.0]]).double())
+    # d loss_t / d lp_t = -A·s where it is not clipped.
+    close(gradient, torch.tensor([[-2.2, 0.0], [-2.2, 0.0]]).double())
+    assert stats["clip_fraction"] == 1 and stats["count"] == 3
+    assert stats["ratio_max"].item() == pytest.approx(2.0)
+
+
+def test_chunk_ratio_by_hand():
+    """The ratio of a decision is the geometric mean over its actions, [B, C]."""
+    rows = [[math.log(1.21), 0.0], [math.log(0.5), math.log(2.0)]]
+    loss, gradient, _ = mean_ratio_loss(
+        rows, [[2.0, 2.0], [3.0, 3.0]], torch.ones(2, 2).bool(), "chunk", 1
+    )
+    close(loss, torch.tensor([[-2.2, -2.2], [-3.0, -3.0]]).double())  # s = 1.1 and 1
+    close(gradient, torch.tensor([[-2.2, -2.2], [-3.0, -3.0]]).double())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sequence_ratio_has_the_gradient_of_gspo(seed):
+    """Mean over the tokens of a response = the loss of the response, by autograd in float64."""
+    g = generator(seed)
+    lp, old = (torch.randn(5, 6, generator=g, dtype=torch.float64) * 0.3 for _ in range(2))
+    mask = torch.arange(5).unsqueeze(1) < torch.randint(1, 6, (6,), generator=g)
+    advantage = torch.randn(6, generator=g, dtype=torch.float64)
+    x, y = lp.clone().requires_grad_(), lp.clone().requires_grad_()
+    elements, _ = losses.policy_loss(
+        x, old, advantage.expand(5, 6), mask, **CLIP, ratio_level="sequence", batch_dims=2
+    )
+    losses.aggregate(elements, mask, aggregation="seq-mean-token-mean").backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(6):  # GSPO, eq. 5: min(s·A, clip(s)·A), one term of each response
+        own = mask[:, i]
+        s = ((y[own, i] - old[own, i]).sum() / own.sum()).exp()
+        total = total - torch.minimum(s * advantage[i], s.clamp(0.8, 1.2) * advantage[i])
+    (total / 6).backward()
+    assert x.grad is not None and y.grad is not None
+    close(x.grad, y.grad, 1e-12)
+    close(
+        losses.aggregate(elements, mask, aggregation="seq-mean-token-mean").detach(),
+        (total / 6).detach(),
+        1e-12,
+    )
+
+
+def test_sequence_ratio_ignores_masked_elements_and_needs_columns():
+    rows = torch.tensor([[0.1, float("nan")], [0.2, float("inf")]], dtype=torch.float64)
+    mask = torch.tensor([[1, 0], [1, 0]]).bool()
+    x = rows.clone().requires_grad_()
+    loss, _ = losses.policy_loss(
+        x,
+        torch.zeros_like(rows),
+        torch.ones(2, 2).double(),
+        mask,
+        **CLIP,
+        ratio_level="sequence",
+        batch_dims=2,
+    )
+    loss.sum().backward()
+    assert x.grad is not None
+    assert loss[:, 1].tolist() == [0, 0] and x.grad[:, 1].tolist() == [0, 0]
+    assert x.grad[:, 0].tolist() == pytest.approx([-math.exp(0.15)] * 2)
+    zero = torch.zeros(1)
+    for level, message in (("sequence", "minibatch_unit=column"), ("word", "token, chunk, seq")):
+        with pytest.raises(ConfigError, match=message):
+            losses.policy_loss(zero, zero, zero, ALL, **CLIP, ratio_level=level)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "clipped"),
+    [
+        (1.1, 2.0, 1.1, 0),
+        (1.5, 2.0, 1.2, 1),  # PPO's gradient would be 0
+        (0.5, -2.0, 0.8, 1),
+        (1.5, -2.0, 1.2, 1),  # PPO would not clip it
+    ],
+)
+def test_cispo_by_hand(ratio, advantage, weight, clipped):
+    """The loss is -A·w·lp with w = clip(r, 0.8, 1.2), and its gradient -A·w."""
+    loss, stats, gradient = loss_of(ratio, advantage, kind="cispo", clip_ratio_c=1.01)
+    assert loss == pytest.approx(-advantage * weight * math.log(ratio))
+    assert gradient == pytest.approx(-advantage * weight)
+    assert stats["clip_fraction"] == clipped and stats["dual_clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_cispo_equals_reference(level):
+    """Check random columns against loops over float64 numbers, with masked NaN."""
+    g = generator(3)
+    lp, old = (torch.randn(4, 5, generator=g, dtype=torch.float64) for _ in range(2))
+    advantage = torch.randn(4, 5, generator=g, dtype=torch.float64)
+    mask = torch.arange(4).unsqueeze(1) < torch.tensor([4, 2, 1, 3, 0])
+    x = torch.where(mask, lp, float("nan")).requires_grad_()
+    wide = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5, "kind": "cispo"}
+    loss, _ = losses.policy_loss(x, old, advantage, mask, **wide, ratio_level=level, batch_dims=2)
+    loss.sum().backward()
+    assert x.grad is not None
+    for b in range(5):
+        rows = [t for t in range(4) if mask[t, b]]
+        logs = {t: float(lp[t, b] - old[t, b]) for t in rows}
+        for t in range(4):
+            if t not in rows:
+                assert loss[t, b] == 0 and x.grad[t, b] == 0
+                continue
+            log = logs[t] if level == "token" else sum(logs.values()) / len(rows)
+            w = min(math.exp(log), 1.5)  # low = 1: no lower bound
+            assert x.grad[t, b].item() == pytest.approx(-float(advantage[t, b]) * w)
+            expected = -float(advantage[t, b]) * w * float(lp[t, b])
+            assert loss[t, b].item() == pytest.approx(expected)
+
+
+def test_unknown_policy_loss_is_refused():
+    zero = torch.zeros(1)
+    with pytest.raises(ConfigError, match="policy_loss = ppo: must be one of clip, cispo"):
+        losses.policy_loss(zero, zero, zero, ALL, **CLIP, kind="ppo")
 
 
 def test_dual_clip_applies_to_negative_advantages_only():

@@ -246,6 +246,7 @@ OPTIONS: dict[str, Any] = {
         "kl_loss_type": "full",
         "loss_agg_func": "seq-mean-token-sum-norm",
     },
+    "sequences": {"ratio_level": "sequence", "loss_agg_func": "seq-mean-token-mean"},
     "sums": {"loss_agg_func": "seq-mean-token-sum", "entropy_bonus": 0.01},
 }
 

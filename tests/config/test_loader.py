@@ -450,6 +450,11 @@ OPTIONS_MD = {
     "algorithm.ppo_micro_batch_size": (64, ["micro_batch_size"]),
     "algorithm.log_prob_micro_batch_size": (64, ["logprob_forward_micro_batch_size"]),
     # CleanRL's and rsl_rl's
+    "algorithm.clip_higher": (0.3, ["clip_ratio_high"]),
+    "algorithm.epsilon_low": (0.3, ["clip_ratio_low"]),
+    "algorithm.epsilon_high": (0.3, ["clip_ratio_high"]),
+    "algorithm.pg_clip_low": (0.3, ["clip_ratio_low"]),
+    "algorithm.pg_clip_high": (0.3, ["clip_ratio_high"]),
     "algorithm.clip_coef": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
     "algorithm.clip_param": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
     "algorithm.ent_coef": (0.02, ["entropy_bonus"]),

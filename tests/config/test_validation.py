@@ -167,6 +167,53 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
         ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
         (
+            {"algorithm.ratio_level": "sequence"},
+            "ratio_level = sequence .. algorithm.minibatch_unit=column (or",
+        ),
+        (
+            {"algorithm.ratio_level": "sequence", "algorithm.minibatch_unit": "column"},
+            "ratio_level = sequence .. write env.restart_each_rollout=true (or ratio_level=chunk)",
+        ),
+        (
+            {
+                "algorithm.ratio_level": "chunk",
+                "algorithm.logprob_type": "chunk_level",
+                "env.action_chunk": 2,
+            },
+            "ratio_level = chunk .. write algorithm.logprob_type=action_level",
+        ),
+        (
+            {"algorithm.ratio_level": "chunk"},
+            "ratio_level = chunk .. action_chunk = 1 .. write algorithm.logprob_type=token_level",
+        ),
+        (
+            {**LANGUAGE, "algorithm.ratio_level": "chunk"},
+            "ratio_level = chunk .. write algorithm.ratio_level=sequence (a response) or token",
+        ),
+        (
+            {"algorithm.adv_type": "dr_grpo", **GROUPS},
+            "adv_type = dr_grpo .. true does; write algorithm.normalize_advantages=false",
+        ),
+        (
+            {
+                "algorithm.adv_type": "dr_grpo",
+                "algorithm.normalize_advantages": False,
+                "algorithm.loss_agg_func": "seq-mean-token-mean",
+                "algorithm.minibatch_unit": "column",
+                **GROUPS,
+            },
+            "adv_type = dr_grpo .. write algorithm.loss_agg_func=seq-mean-token-sum-norm",
+        ),
+        (
+            {"algorithm.group_filter": "success", **GROUPS},
+            "algorithm.group_filter = success .. algorithm.adv_type = gae compares no groups .. "
+            "write algorithm.adv_type=grpo, or algorithm.group_filter=null",
+        ),
+        (
+            {"algorithm.group_filter": "success", "algorithm.adv_type": "grpo", **GROUPS},
+            "updates = null: with algorithm.group_filter = success .. write updates=100",
+        ),
+        (
             {
                 "algorithm.use_kl_in_reward": True,
                 "algorithm.kl_ctrl.type": "adaptive",
@@ -195,6 +242,13 @@ def test_conflicting_options_are_refused(flat: dict[str, Any], line: str) -> Non
         },
         {"algorithm.micro_batch_size": 100},
         {"algorithm.adv_type": "grpo", **GROUPS},
+        {"algorithm.policy_loss": "cispo", "algorithm.clip_ratio_low": 1.0},
+        {
+            "algorithm.group_filter": "success",
+            "algorithm.adv_type": "rloo",
+            "updates": 5,
+            **GROUPS,
+        },
         {"algorithm.reward_norm": "group", **GROUPS},
         {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.minibatch_unit": "column"},
         {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1+"},
@@ -254,6 +308,16 @@ UNREAD = {
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
     ),
     "algorithm.off_policy_cap": (3.0, {"algorithm.off_policy_correction": "token"}),
+    "algorithm.clip_ratio_c": (3.0, None),
+    "algorithm.group_filter_rounds": (
+        3,
+        {
+            "algorithm.group_filter": "success",
+            "algorithm.adv_type": "grpo",
+            "updates": 5,
+            **GROUPS,
+        },
+    ),
     "algorithm.gae_lambda": (0.9, None),  # read by default
     "initial_policy": ("runs/x", None),
     "distillation.loss": ("nll", {"teacher": "runs/x"}),
@@ -384,6 +448,7 @@ UNREAD = {
     "cloning.lr": (0.1, CLONING),
 }
 NOT_READ = {
+    "algorithm.clip_ratio_c": {"algorithm.policy_loss": "cispo"},
     "initial_policy": {"resume": "runs/x"},
     "model.pooling": {"model.backbone": "mlp"},
     "algorithm.entropy_bonus": {"model.policy": "flow"},

@@ -102,6 +102,12 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.response_length": (5, {}),
     "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
     "algorithm.missing_eos_penalty": (0.5, {}),
+    "algorithm.ratio_level": ("sequence", {}),
+    "algorithm.group_filter": ("success", {**GROUPS, "algorithm.adv_type": "grpo"}),
+    "algorithm.group_filter_rounds": (
+        1,
+        {**GROUPS, "algorithm.adv_type": "grpo", "algorithm.group_filter": "success"},
+    ),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", {}),
     "algorithm.loss_scale_factor": (
         3.0,
@@ -286,8 +292,16 @@ KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
 OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     # option -> (values, needs)
     "algorithm.adv_type": (
-        ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        GROUPS,
+        (
+            "gae",
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "reinforce",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+        ),
+        {**GROUPS, "algorithm.normalize_advantages": False},
     ),
     "algorithm.reward_norm": ((None, "batch", "group", "running"), GROUPS),
     "algorithm.loss_agg_func": (
@@ -304,7 +318,10 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "reward.grader": (("auto", "exact"), {"reward.path": None}),
 }
 SAME = {
-    "algorithm.adv_type": [("reinforce", "reinforce_plus_plus")],  # both with normalize_advantages
+    "algorithm.adv_type": [  # equal where normalize_advantages is equal
+        ("dr_grpo", "reinforce_plus_plus_baseline"),
+        ("reinforce", "reinforce_plus_plus"),
+    ],
     "algorithm.kl_loss_type": [("k2", "k2+")],  # + is the gradient of k2
     "reward.grader": [("auto", "exact")],  # arithmetic's grader compares responses unchanged
 }

@@ -38,6 +38,7 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
     "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
     "algorithm.group_size": (2, {}),
+    "algorithm.policy_loss": ("cispo", {}),
     "algorithm.clip_ratio_low": (0.01, {}),
     "algorithm.clip_ratio_high": (0.01, {}),
     "algorithm.clip_ratio_c": (1.01, {}),

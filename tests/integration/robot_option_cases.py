@@ -71,6 +71,14 @@ NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 RECURRENT = {**COLUMNS, "model.recurrent": "gru", "model.recurrent_size": 4}
 CHUNKS = {"env.action_chunk": 2}
+SUCCESSES = {
+    **POINT,
+    "env.id": "toy_envs:toy_envs/Point-v0",
+    "env.restart_each_rollout": True,
+    "algorithm.adv_type": "grpo",
+    "algorithm.group_size": 2,
+}
+"""Groups whose members may succeed or fail."""
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED_CHANGES,
@@ -156,6 +164,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.global_batch_size": (32, {}),
     "algorithm.minibatch_unit": ("column", {}),
     "algorithm.bootstrap_type": ("always", FALLING),
+    "algorithm.ratio_level": ("chunk", {"algorithm.logprob_type": "token_level"}),
+    "algorithm.group_filter": ("success", SUCCESSES),
+    "algorithm.group_filter_rounds": (1, {**SUCCESSES, "algorithm.group_filter": "success"}),
     "algorithm.loss_agg_func": ("seq-mean-token-sum", COLUMNS),
     "algorithm.loss_scale_factor": (
         3.0,
@@ -225,6 +236,17 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
             },
         )
         for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
+    ]
+    + [
+        (
+            "dr_grpo",
+            {
+                "algorithm.group_size": 2,
+                "algorithm.normalize_advantages": False,
+                "env.restart_each_rollout": True,
+                "env.max_episode_steps": 6,
+            },
+        )
     ],
     "algorithm.reward_norm": [
         (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True})
@@ -244,6 +266,10 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
     "algorithm.logprob_type": [
         (kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")
+    ],
+    "algorithm.ratio_level": [
+        (kind, {**COLUMNS, **CHUNKS, "env.restart_each_rollout": True})
+        for kind in ("token", "chunk", "sequence")
     ],
     "env.action_mapping": [
         (kind, {**POINT, "model.init_log_std": 1.0}) for kind in ("rescale", "clip", "none")

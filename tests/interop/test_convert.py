@@ -280,6 +280,82 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "mse"},
         {"algorithm.kl_penalty": "k2"},
     ),
+    # Dr. GRPO, and its advantage with a loss that divides by the length
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.norm_adv_by_std_in_grpo": False,
+            f"{ACTOR}loss_agg_mode": "seq-mean-token-sum-norm",
+            f"{ROLLOUT}n": 4,
+        },
+        {"algorithm.adv_type": "dr_grpo", "algorithm.normalize_advantages": False},
+    ),
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.norm_adv_by_std_in_grpo": False,
+            f"{ACTOR}loss_agg_mode": "seq-mean-token-mean",
+            f"{ROLLOUT}n": 4,
+        },
+        {
+            "algorithm.adv_type": "reinforce_plus_plus_baseline",
+            "algorithm.normalize_advantages": False,
+        },
+    ),
+    # GSPO
+    (
+        "verl",
+        {f"{ACTOR}policy_loss.loss_mode": "gspo", f"{ACTOR}loss_agg_mode": "token-mean"},
+        {
+            "algorithm.ratio_level": "sequence",
+            "algorithm.loss_agg_func": "seq-mean-token-mean",
+        },
+    ),
+    (
+        "verl",
+        {f"{ACTOR}policy_loss.loss_mode": "cispo", f"{ACTOR}clip_ratio_c": 3.0},
+        {"algorithm.policy_loss": "cispo", "algorithm.clip_ratio_c": "absent"},
+    ),
+    ("roll", {"importance_sampling": "seq"}, {"algorithm.ratio_level": "sequence"}),
+    # groups filtered by success
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            f"{ROLLOUT}n": 4,
+            "algorithm.filter_groups.enable": True,
+            "algorithm.filter_groups.metric": "acc",
+            "algorithm.filter_groups.max_num_gen_batches": 10,
+        },
+        {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 10},
+    ),
+    (
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            f"{ROLLOUT}n": 4,
+            "algorithm.filter_groups.enable": True,
+            "algorithm.filter_groups.max_num_gen_batches": 0,
+        },
+        {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": "absent"},
+    ),
+    (
+        "verl",
+        {"algorithm.filter_groups.enable": False, "algorithm.filter_groups.metric": "acc"},
+        {"algorithm.group_filter": "absent"},
+    ),
+    (
+        "rlinf",
+        {
+            "algorithm.adv_type": "grpo",
+            "algorithm.group_size": 4,
+            "algorithm.filter_rewards": True,
+            "algorithm.rewards_lower_bound": 0.1,
+        },
+        {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 1},
+    ),
     (
         "verl",
         {f"{ACTOR}use_kl_loss": True, f"{ACTOR}kl_loss_type": "low_var_kl+"},
@@ -835,9 +911,15 @@ REASONS = [
     ),
     (
         "verl",
-        {f"{ACTOR}policy_loss.loss_mode": "gspo"},
+        {f"{ACTOR}policy_loss.loss_mode": "gpg"},
         f"{ACTOR}policy_loss.loss_mode",
         "a loss other than PPO's",
+    ),
+    (
+        "verl",
+        {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "score"},
+        "algorithm.filter_groups.enable",
+        "their filter compares score, ours success",
     ),
     (
         "verl",

@@ -402,6 +402,8 @@ def test_tags_equal_documentation(run_dir):
         "eval/success/<kind>",
     }  # tested in test_video; our own engines write it
     elsewhere |= {"policy/cloning_loss"}  # test_beside
+    elsewhere |= {f"rollout/{x}" for x in ("filter_rounds", "groups_dropped", "groups_missing")}
+    # test_group_filter
     elsewhere |= {f"distill/{x}" for x in ("loss", "action_error", "teacher_share")}
     # test_distillation
     elsewhere |= {

@@ -16,6 +16,9 @@ LARGEST_ROLLOUT = 10**10
 take seconds.
 """
 
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+"""Values of algorithm.adv_type that compare the members of a group."""
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -140,7 +143,7 @@ class ModeRules(ABC):
 def group_comparison(config: Config) -> str | None:
     """Return the option, with its value, that compares the members of a group, if there is one."""
     a = config.algorithm
-    if a.adv_type in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
+    if a.adv_type in GROUP_ESTIMATORS:
         return f"algorithm.adv_type = {a.adv_type}"
     return f"algorithm.reward_norm = {a.reward_norm}" if a.reward_norm == "group" else None
 

@@ -87,6 +87,13 @@ class EmbodiedRules(ModeRules):
                 f" algorithm.minibatch_unit = {a.minibatch_unit} cuts them; write"
                 " algorithm.minibatch_unit=column (or loss_agg_func=token-mean)"
             )
+        _check_ratio(config)
+        if a.group_filter is not None and config.updates is None and config.teacher is None:
+            raise ConfigError(
+                f"updates = null: with algorithm.group_filter = {a.group_filter} an update takes a"
+                " varying number of environment steps, so that env_steps sets no number of updates;"
+                " write updates=100"
+            )
 
     def batches(self, config: Config) -> Batches:
         a = optimization_config(config).algorithm
@@ -111,6 +118,35 @@ class EmbodiedRules(ModeRules):
         # The end of an episode cuts a chunk short.
         limit = "" if config.env.action_chunk == 1 else "at most "
         return f"{updates:,} updates x {steps:,} = {limit}{updates * steps:,} environment steps"
+
+
+def _check_ratio(config: Config) -> None:
+    """Refuse probability ratios of sequences or chunks that do not exist. Raises ConfigError."""
+    a = config.algorithm
+    if a.ratio_level == "sequence" and a.minibatch_unit != "column":
+        raise ConfigError(
+            "algorithm.ratio_level = sequence is a mean over an episode, but"
+            f" algorithm.minibatch_unit = {a.minibatch_unit} cuts it; write"
+            " algorithm.minibatch_unit=column (or ratio_level=chunk)"
+        )
+    if a.ratio_level == "sequence" and not config.env.restart_each_rollout:
+        raise ConfigError(
+            "algorithm.ratio_level = sequence is a mean over an episode, but with"
+            " env.restart_each_rollout = false a column holds parts of several; write"
+            " env.restart_each_rollout=true (or ratio_level=chunk)"
+        )
+    if a.ratio_level == "chunk" and a.logprob_type == "chunk_level":
+        raise ConfigError(
+            "algorithm.ratio_level = chunk is a mean over a chunk, but algorithm.logprob_type ="
+            " chunk_level has one ratio for it; write algorithm.logprob_type=action_level"
+        )
+    one_action = config.env.action_chunk == 1 and a.logprob_type == "action_level"
+    if a.ratio_level == "chunk" and one_action:
+        raise ConfigError(
+            "algorithm.ratio_level = chunk is a mean over a chunk, but with env.action_chunk = 1"
+            " and algorithm.logprob_type = action_level it has one entry; write"
+            " algorithm.logprob_type=token_level (or ratio_level=token)"
+        )
 
 
 def _check_distillation(config: Config) -> None:

@@ -126,6 +126,11 @@ def _check_options(config: Config) -> None:
             "actor.tokenizer = null: a new model for files of prompts needs one; write"
             " actor.tokenizer=DIRECTORY"
         )
+    if a.ratio_level == "chunk":
+        raise ConfigError(
+            "algorithm.ratio_level = chunk is a mean over the actions of a robot's decision; write"
+            " algorithm.ratio_level=sequence (a response) or token"
+        )
     if a.adv_type == "gae" and not config.critic.use_critic_model:
         raise ConfigError(
             "critic.use_critic_model = false, but algorithm.adv_type = gae needs a critic;"

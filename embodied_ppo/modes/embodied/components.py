@@ -405,8 +405,10 @@ def make_rollout(
         stage: Which of the ``stages`` parts of the environments this rollout steps.
     """
     a = config.algorithm
+    # ``distill`` compares no groups. Kept inputs are of a whole rollout, which filtering splits.
+    filtered = a.group_filter is not None and config.teacher is None
     kept_inputs: Sequence[str] = ()
-    if keep_inputs and isinstance(policy, PI0):
+    if keep_inputs and not filtered and isinstance(policy, PI0):
         limits = a.rollout_micro_batch_size, a.logprob_forward_micro_batch_size
         kept_inputs = policy.kept_inputs(a.horizon, env.num_envs, *limits)
     return Rollout(
@@ -414,6 +416,7 @@ def make_rollout(
         policy,
         seed=config.seed,
         group_size=a.group_size,
+        filter_rounds=a.group_filter_rounds if filtered else 0,
         one_episode=config.env.restart_each_rollout,
         restart_every=config.env.restart_every,
         stagger=config.env.stagger,

@@ -56,6 +56,7 @@ class EmbodiedMode(Mode):
     # ------------------------------------------------------------------------------------ placement
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
         a = config.algorithm
+        placement.check_group_filter(plan, a.group_filter)
         placement.check_numbers(
             plan,
             num_envs=config.env.num_envs,

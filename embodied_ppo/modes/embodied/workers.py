@@ -121,7 +121,11 @@ def build_worker(
         rollout=rollouts[0] if len(rollouts) == 1 else Staged(rollouts) if rollouts else None,
         learner=learner,
         server=server,
-        count=lambda experience: steps_per_update(config) // learners.world,
+        count=lambda experience: (
+            steps_per_update(config) // learners.world
+            if experience.collected is None
+            else int(experience.collected.sum())
+        ),
         measure=partial(
             components.measure,
             config.evaluation,

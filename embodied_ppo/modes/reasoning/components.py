@@ -494,6 +494,7 @@ def make_rollout(
         pad_id=m.padding,
         seed=config.seed,
         group_size=a.group_size,
+        filter_rounds=0 if a.group_filter is None else a.group_filter_rounds,
         shuffle=config.data.shuffle,
         truncation=Truncation(
             treatment=config.rollout.truncation,
@@ -627,10 +628,12 @@ def make_engine(m: Inputs) -> Generator:
 
 
 def response_tokens(t: Trajectory) -> int:
-    """Return the number of generated tokens, including those outside the loss.
+    """Return the number of generated tokens, including those outside the loss or the batch.
 
     Args:
         t: Experience; ``terminated`` [T, N] marks the last token of each response.
     """
+    if t.collected is not None:
+        return int(t.collected.sum())
     steps = torch.arange(1, len(t.terminated) + 1, device=t.terminated.device).unsqueeze(1)
     return int((t.terminated * steps).sum())

@@ -56,6 +56,7 @@ class ReasoningMode(Mode):
     # ------------------------------------------------------------------------------------ placement
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
         a = config.algorithm
+        placement.check_group_filter(plan, a.group_filter)
         prompts = {"algorithm.global_batch_size": a.global_batch_size}
         if plan.has("critic"):
             critic_options = components.critic_config(a, config.critic)

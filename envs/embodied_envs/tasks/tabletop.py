@@ -21,6 +21,8 @@ from embodied_ppo.core.types import Obs
 
 ObsKind: TypeAlias = Literal["state", "language", "goal"]
 OBS: tuple[str, ...] = get_args(ObsKind)
+RewardKind: TypeAlias = Literal["shaped", "success"]
+REWARDS: tuple[str, ...] = get_args(RewardKind)
 
 # --------------------------------------------------------------------- sizes (m, world coordinates)
 HALF_EDGE = 0.022
@@ -173,7 +175,11 @@ class Tabletop(Task):
     }
 
     def __init__(
-        self, families: Sequence[str] | None = None, split: Split = "train", obs: ObsKind = "state"
+        self,
+        families: Sequence[str] | None = None,
+        split: Split = "train",
+        obs: ObsKind = "state",
+        reward: RewardKind = "shaped",
     ) -> None:
         """Select the episodes.
 
@@ -184,6 +190,8 @@ class Tabletop(Task):
             obs: "state": the full state as one vector. "language": the gripper's state only, for a
                 policy that has the camera "front" and the sentence. "goal": the same, with one-hot
                 encodings instead of the sentence, for a policy that reads no instructions.
+            reward: "shaped": see ``reward``. "success": 1 in the step that ends with success, else
+                0.
 
         Raises:
             EnvError: An argument is unknown.
@@ -192,6 +200,12 @@ class Tabletop(Task):
             raise EnvError(
                 f"env.id=Tabletop: obs={obs!r} is unknown; {choose(str(obs), OBS, 'there are ')}"
             )
+        if reward not in REWARDS:
+            raise EnvError(
+                f"env.id=Tabletop: reward={reward!r} is unknown;"
+                f" {choose(str(reward), REWARDS, 'there are ')}"
+            )
+        self.sparse = reward == "success"
         chosen = episodes(families, split)
         self.obs: str = obs
         self.combinations: tuple[Combination, ...] = tuple(chosen)
@@ -363,7 +377,10 @@ class Tabletop(Task):
         within 3.5 cm of its goal counts as held, with proximity 1 to the tool; B counts for w1 and
         w2 once A is at its goal. To push, the proximity of the tool is that to the nearest point of
         PUSH_RANGE behind the block as seen from the goal. For reach and touch, phi = p(tool, goal).
+        With the argument reward="success", phi is 0.
         """
+        if self.sparse:
+            return self.success(s).to(s["qpos"].dtype)
         combination, offset = s["combination"], s["spot"]
         qpos = torch.cat((before["qpos"], s["qpos"]))
         phi = self._potential(qpos, combination.repeat(2), offset.repeat(2, 1, 1))

@@ -270,6 +270,20 @@ def test_reward_is_progress_and_success() -> None:
     )
 
 
+def test_success_reward_does_not_depend_on_progress() -> None:
+    with pytest.raises(EnvError, match="reward='sparse' is unknown; there are shaped, success"):
+        Tabletop(reward="sparse")  # pyright: ignore[reportArgumentType]
+    task, s = one("reach")
+    success = bound(families=["reach"], reward="success")
+    a = blocks(s)[0, task.combinations[int(s["combination"])].a]
+    rewards = []
+    for distance in (0.1, 0.05, 0.03):  # metres from the block; success is below 4 cm
+        qpos = s["qpos"].clone()
+        qpos[0, :3] = a + torch.tensor([0, 0, distance])
+        rewards.append(float(success.reward(s, s | {"qpos": qpos}, torch.zeros(1, 4))))
+    assert rewards == [0, 0, 1]
+
+
 def test_push_reward_is_largest_behind_the_block() -> None:
     """By hand: near(gap, lateral, height) with the gap counted from the band PUSH_RANGE."""
     task, s = one("push")

@@ -1,0 +1,128 @@
+"""Group filtering: keep the groups in which some members succeed and others do not.
+
+Where all members of a group succeed, or none does, their success rewards are equal and the
+group-relative advantages are 0. Such a group costs a forward and backward pass and teaches nothing.
+A filtered rollout drops it and collects further groups until the batch is full.
+
+Source: Yu et al. 2025, DAPO, section 3.2 (dynamic sampling). The filter reads success and not the
+reward: a shaped reward differs between members that all fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_ppo.core import tree
+from embodied_ppo.core.types import Metrics, Trajectory
+
+
+def mixed_groups(success: Tensor, counted: Tensor, group_size: int) -> Tensor:
+    """Return the groups with a member that succeeds and a member that does not, bool [G].
+
+    Args:
+        success: bool [N], whether the episode or response of a column succeeds.
+        counted: bool [N], columns that the objective reads; others are no members.
+        group_size: Columns of a group, neighbours; N = G * group_size.
+    """
+    success, counted = (x.reshape(-1, group_size) for x in (success, counted))
+    return (success & counted).any(1) & (~success & counted).any(1)
+
+
+def select_groups(trajectory: Trajectory, groups: Tensor, group_size: int) -> Trajectory:
+    """Return the columns of some groups, in their order; ``groups``: int64 [K]."""
+    members = torch.arange(group_size, device=groups.device)
+    columns = (groups.unsqueeze(1) * group_size + members).flatten()
+    return tree.map(lambda x: x.index_select(1, columns.to(x.device)), trajectory)
+
+
+def concatenate(parts: list[Trajectory]) -> Trajectory:
+    """Return one trajectory with the columns of all parts."""
+    return tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:])
+
+
+class GroupFilter:
+    """Mixed groups of one batch, collected in rounds.
+
+    Groups beyond the batch are kept for the next one, so that no simulated step of a mixed group is
+    lost. They are one version of the weights older; ``rollout/version_lag`` includes them.
+    """
+
+    def __init__(self, groups: int, group_size: int, rounds: int) -> None:
+        """Create an empty filter.
+
+        Args:
+            groups: Groups of a batch.
+            group_size: Columns of a group.
+            rounds: Largest number of rounds of a batch.
+        """
+        self.groups, self.group_size, self.rounds = groups, group_size, rounds
+        self.parts: list[Trajectory] = []
+        self.count = 0  # groups in ``parts``
+        self.round = self.dropped = self.cost = 0
+
+    @property
+    def missing(self) -> int:
+        """Groups that the batch lacks; 0 where it is full or no round is left."""
+        return 0 if self.round >= self.rounds else max(0, self.groups - self.count)
+
+    def add(self, trajectory: Trajectory, success: Tensor, cost: int) -> None:
+        """Add the mixed groups of one round.
+
+        Args:
+            trajectory: [T, n * group_size, ..], of n groups.
+            success: bool [n * group_size].
+            cost: Environment steps or tokens of the round.
+        """
+        mask = trajectory.mask if trajectory.mask.ndim == 2 else trajectory.mask.any(-1)  # [T, N]
+        mixed = mixed_groups(success.to(mask.device), mask.any(0), self.group_size)
+        kept = mixed.nonzero().flatten()
+        self.parts.append(select_groups(trajectory, kept, self.group_size))
+        self.round, self.cost = self.round + 1, self.cost + cost
+        self.dropped += len(mixed) - len(kept)
+        self.count += len(kept)
+        if self.count < self.groups and self.round >= self.rounds:
+            # The batch has a fixed size, so that masked groups of the last round fill it up.
+            filler = torch.arange(self.groups - self.count, device=mixed.device) % len(mixed)
+            rest = select_groups(trajectory, filler, self.group_size)
+            self.parts.append(replace(rest, mask=torch.zeros_like(rest.mask)))
+
+    def take(self) -> tuple[Trajectory, Metrics]:
+        """Return a full batch and the metrics of its rounds; keep the groups beyond it."""
+        trajectory = concatenate(self.parts)
+        order = torch.arange(
+            trajectory.mask.shape[1] // self.group_size, device=trajectory.mask.device
+        )
+        batch = select_groups(trajectory, order[: self.groups], self.group_size)
+        collected = torch.zeros(batch.mask.shape[:2], dtype=torch.int64, device=batch.mask.device)
+        collected[0, 0] = self.cost
+        metrics: Metrics = {
+            "rollout/filter_rounds": float(self.round),
+            "rollout/groups_dropped": float(self.dropped),
+            "rollout/groups_missing": float(max(0, self.groups - self.count)),
+        }
+        surplus = order[self.groups :]
+        self.parts = []
+        if len(surplus):
+            self.parts.append(select_groups(trajectory, surplus, self.group_size))
+        self.count, self.round, self.dropped, self.cost = len(surplus), 0, 0, 0
+        return replace(batch, collected=collected), metrics
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the groups that are kept for the next batch, as nested tensors."""
+        if not self.parts:
+            return None
+        (part,) = self.parts
+        return {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+
+    def load_state(self, state: Mapping[str, Any] | None, device: torch.device) -> None:
+        """Continue from ``state()``."""
+        self.parts, self.count = [], 0
+        if state is not None:
+            part = Trajectory(**tree.map(lambda x: x.to(device), dict(state)))
+            self.parts, self.count = [part], part.mask.shape[1] // self.group_size

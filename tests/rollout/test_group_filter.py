@@ -1,0 +1,255 @@
+"""Group filtering: which groups stay, rounds, surplus, cost, state; in both modes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_helpers
+import torch
+from torch import Tensor
+
+from embodied_ppo import run
+from embodied_ppo.core import compile, tree
+from embodied_ppo.core.random import env_seeds
+from embodied_ppo.core.types import ConfigError, Trajectory
+from embodied_ppo.data.prompts import Sampler
+from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.modes.registry import mode
+from embodied_ppo.rewards.graders import Grade
+from embodied_ppo.rollout.group_filter import GroupFilter, mixed_groups
+from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.training.logging import numbers
+from tests.rollout.test_language import ANSWERS, ScriptedGenerator
+from tests.rollout.test_language import rollout as language_rollout
+
+YES, NO = True, False
+POINT: dict[str, Any] = {
+    "env.id": "toy_envs:toy_envs/Point-v0",
+    "env.num_threads": 0,
+    "env.num_envs": 8,
+    "env.restart_each_rollout": True,
+    "algorithm.adv_type": "grpo",
+    "algorithm.group_size": 2,
+    "algorithm.horizon": 8,
+    "algorithm.global_batch_size": 32,
+    "algorithm.group_filter": "success",
+    "updates": 3,
+}
+
+
+def trajectory(first: int, columns: int, rows: int = 2) -> Trajectory:
+    """Return rows [T, N] whose reward is 10 * (number of the column) + (number of the row)."""
+    number = 10.0 * torch.arange(first, first + columns) + torch.arange(rows).unsqueeze(1)
+    flag = torch.zeros_like(number, dtype=torch.bool)
+    return Trajectory(
+        obs={"x": number.unsqueeze(-1)},
+        action=number,
+        log_prob=number,
+        value=number,
+        replay={},
+        next_value=number,
+        reward=number,
+        terminated=flag,
+        truncated=flag,
+        mask=~flag,
+        version=torch.full(number.shape, first),
+    )
+
+
+def flags(*values: bool) -> Tensor:
+    return torch.tensor(values)
+
+
+# --------------------------------------------------------------------------------------- the filter
+def test_a_mixed_group_has_a_success_and_a_failure() -> None:
+    success = flags(YES, YES, YES, NO, NO, NO, NO, YES)
+    assert mixed_groups(success, torch.ones(8).bool(), 2).tolist() == [NO, YES, NO, YES]
+    assert mixed_groups(success, torch.ones(8).bool(), 4).tolist() == [YES, YES]
+    # A member outside the objective does not count: only the failure of the last group is left.
+    counted = flags(YES, YES, YES, YES, YES, YES, YES, NO)
+    assert mixed_groups(success, counted, 2).tolist() == [NO, YES, NO, NO]
+
+
+def test_rounds_fill_the_batch_and_the_surplus_begins_the_next_one() -> None:
+    f = GroupFilter(groups=2, group_size=2, rounds=5)
+    assert f.missing == 2
+    f.add(trajectory(0, 4), flags(YES, YES, YES, NO), cost=100)  # columns 2 and 3
+    assert f.missing == 1
+    f.add(trajectory(4, 4), flags(NO, YES, NO, YES), cost=100)  # 4 to 7; 6 and 7 are too many
+    assert f.missing == 0
+    batch, metrics = f.take()
+    assert batch.reward.tolist() == [[20, 30, 40, 50], [21, 31, 41, 51]]
+    assert batch.obs["x"].shape == (2, 4, 1) and batch.mask.all()  # pyright: ignore
+    assert metrics == {
+        "rollout/filter_rounds": 2,
+        "rollout/groups_dropped": 1,
+        "rollout/groups_missing": 0,
+    }
+    assert batch.collected is not None and int(batch.collected.sum()) == 200
+    # The surplus survives a checkpoint, and is a version older than the next groups.
+    restored = GroupFilter(2, 2, 5)
+    restored.load_state(f.state(), torch.device("cpu"))
+    for x in (f, restored):
+        assert x.missing == 1
+        x.add(trajectory(8, 2), flags(YES, NO), cost=50)
+        batch, metrics = x.take()
+        assert batch.reward[0].tolist() == [60, 70, 80, 90]
+        assert batch.version[0].tolist() == [4, 4, 8, 8]
+        assert metrics["rollout/filter_rounds"] == 1 and x.state() is None and x.missing == 2
+        assert batch.collected is not None and int(batch.collected.sum()) == 50
+
+
+def test_after_the_last_round_masked_groups_fill_the_batch() -> None:
+    f = GroupFilter(groups=3, group_size=2, rounds=2)
+    f.add(trajectory(0, 4), flags(NO, NO, YES, NO), cost=1)
+    f.add(trajectory(4, 4), flags(NO, NO, YES, YES), cost=1)
+    assert f.missing == 0
+    batch, metrics = f.take()
+    assert batch.reward[0, :2].tolist() == [20, 30] and batch.reward.shape == (2, 6)
+    assert batch.mask[0].tolist() == [YES, YES, NO, NO, NO, NO]
+    assert metrics["rollout/groups_dropped"] == 3 and metrics["rollout/groups_missing"] == 2
+    f.add(trajectory(0, 4), flags(NO, NO, NO, NO), cost=1)
+    f.add(trajectory(0, 2), flags(NO, NO), cost=1)  # fewer columns than the batch lacks
+    batch, metrics = f.take()
+    assert batch.mask.shape == (2, 6) and not batch.mask.any()
+
+
+# ------------------------------------------------------------------------------------------- robots
+def point_rollout(stack: ExitStack, **options: Any) -> Rollout:
+    c = run_helpers.tiny_config({**POINT, **options})
+    seeds = env_seeds(0, 0, 8, 2)
+    env = embodied.make_env(seeds, config=c.env, device=torch.device("cpu"))
+    stack.callback(env.close)
+    torch.manual_seed(0)
+    policy = embodied.make_policy(c, env)
+    return embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
+
+
+def test_robots_train_on_groups_of_unequal_success() -> None:
+    with ExitStack() as stack:
+        x, again = point_rollout(stack), point_rollout(stack)
+        rounds = 0
+        for update in range(3):
+            t, metrics = x.collect(8, update=update, version=update)
+            own = numbers(metrics)
+            # An episode ends at success, so that a column that succeeded has a terminated row.
+            success = (t.terminated & t.mask).any(0).view(4, 2)
+            assert t.mask.shape == (8, 8) and own["rollout/groups_missing"] == 0
+            assert (success.any(1) & ~success.all(1)).all()
+            assert isinstance(t.obs, Tensor)
+            starts = t.obs[0].view(4, 2, -1)
+            assert torch.equal(starts[:, 0], starts[:, 1]) and len(starts[:, 0].unique(dim=0)) == 4
+            assert t.collected is not None
+            assert int(t.collected.sum()) == own["rollout/filter_rounds"] * 8 * 8
+            assert own["rollout/groups_dropped"] > 0
+            rounds += int(own["rollout/filter_rounds"])
+            # A resumed rollout continues bit for bit.
+            if update == 1:
+                again.load_state(x.state())
+            if update == 2:
+                other, _ = again.collect(8, update=2, version=2)
+                assert all(map(torch.equal, tree.leaves(t), tree.leaves(other)))
+        assert rounds > 3
+
+
+def test_updates_without_a_mixed_group_change_nothing() -> None:
+    """Check a task in which every episode succeeds in its first step."""
+    near = {"env.kwargs": {"far": 0.0}, "model.init_log_std": -3.0}
+    near |= {"algorithm.group_filter_rounds": 2}
+    rows = run_helpers.tiny_training(run_helpers.tiny_config({**POINT, **near}))
+    for row in rows:
+        assert row["rollout/groups_missing"] == 4 and row["rollout/filter_rounds"] == 2
+    assert len({row["weights"] for row in rows}) == 1
+
+
+def test_shaped_rewards_do_not_keep_a_group() -> None:
+    """Check that groups of failures with different rewards are dropped."""
+    far = {"env.kwargs": {"far": 9.0}, "algorithm.group_filter_rounds": 1}
+    rows = run_helpers.tiny_training(run_helpers.tiny_config({**POINT, **far}))
+    assert all(row["rollout/groups_dropped"] == 4 for row in rows)
+
+
+def test_action_chunks_are_filtered() -> None:
+    chunks = {"env.action_chunk": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 16}
+    for level in ("chunk_level", "action_level"):
+        options = {**POINT, **chunks, "algorithm.reward_type": level}
+        rows = run_helpers.tiny_training(run_helpers.tiny_config(options))
+        assert all(row["rollout/groups_missing"] == 0 for row in rows)
+        assert len({row["weights"] for row in rows}) == 3
+
+
+def test_env_steps_of_a_run_include_dropped_groups(tmp_path: Path) -> None:
+    options = {**POINT, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 2}
+    run.train(run_helpers.tiny_config(options), quiet=True)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    steps = 0
+    for row in map(json.loads, text.splitlines()):
+        if "rollout/filter_rounds" in row:
+            steps += int(row["rollout/filter_rounds"]) * 8 * 8
+            assert row["env_steps"] == steps
+    assert steps > 3 * 8 * 8
+
+
+def test_a_task_without_success_is_refused() -> None:
+    options = {**POINT, "env.id": "HalfCheetah-v4", "env.num_threads": 1}
+    with pytest.raises(ConfigError, match=r"HalfCheetah-v4 reports no success; write .*=null"):
+        run_helpers.tiny_training(run_helpers.tiny_config(options))
+
+
+# ---------------------------------------------------------------------------------- language models
+class Graders:
+    """Grades responses right by their numbers, in the order of generation."""
+
+    failures, last_failure = 0, ""
+
+    def __init__(self, right: list[bool | None]) -> None:
+        self.right = right
+
+    def grade(self, samples: Any, prompts: Any) -> list[Grade]:
+        own, self.right = self.right[: len(samples)], self.right[len(samples) :]
+        return [Grade(1.0 + i, correct=x) for i, x in enumerate(own)]
+
+    def close(self) -> None: ...
+
+
+def test_prompts_are_drawn_until_the_batch_is_full() -> None:
+    generator = ScriptedGenerator(ANSWERS, 4)
+    x = language_rollout(group_size=2, batch=2, generator=generator, filter_rounds=3)
+    # Round 1: two prompts, both right; round 2: one of two mixed; round 3: the one that lacks.
+    x.graders = Graders([YES, YES, YES, YES, NO, NO, YES, NO, NO, YES])
+    t, metrics = x.collect(4, update=0, version=5)
+    drawn = Sampler(4, 2, 3)
+    order = [*drawn.next(), *drawn.next(), *drawn.next(1)]
+    kept = [x.prompts[i].ids for i in (order[3], order[4])]
+    assert isinstance(t.obs, dict)
+    rows = t.obs["row"].T.tolist()  # [N, L]
+    assert t.mask.shape == (4, 4)
+    for i, ids in enumerate((kept[0], kept[0], kept[1], kept[1])):
+        assert rows[i][: len(ids)] == list(ids)
+    # No two responses of an update have the same random numbers.
+    numbers_of_samples = torch.cat([samples for _, _, samples in generator.calls])
+    assert numbers_of_samples.tolist() == list(range(10)) and len(generator.calls) == 3
+    assert len({seed for _, seed, _ in generator.calls}) == 1
+    lengths = [len(ANSWERS[i % 4]) for n in (4, 4, 2) for i in range(n)]
+    assert t.collected is not None and int(t.collected.sum()) == sum(lengths)
+    own = numbers(metrics)
+    assert own["rollout/filter_rounds"] == 3 and own["rollout/groups_dropped"] == 3
+    assert own["rollout/success"] == 6 / 10 and own["rollout/epoch"] == 5 / 4
+
+
+def test_graders_must_return_correctness() -> None:
+    x = language_rollout(group_size=2, batch=2, filter_rounds=3)
+    x.graders = Graders([YES, None, YES, YES])
+    with pytest.raises(ConfigError, match=r"grader of data source 'source \d' returns no corr"):
+        x.collect(4, update=0, version=0)
+
+
+# ------------------------------------------------------------------------------------------ options
+def test_one_rollout_fills_the_batch() -> None:
+    c = run_helpers.tiny_config({**POINT, "placement": "disaggregated", "cluster.stages": 2})
+    with pytest.raises(Exception, match=r"one rollout fills the batch, but .* 2 stages; place"):
+        mode(c).plan(c, torch.device("cpu"))
