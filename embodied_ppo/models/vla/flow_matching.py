@@ -81,7 +81,10 @@ class Flow(VLAPolicy):
         return torch.zeros(rows, self.horizon, self.padded, device=self.device)
 
     def denormalize_actions(self, x: Tensor, context: Any) -> Tensor:
-        """Convert latent actions [B, C, A] to the units of the simulator."""
+        """Convert latent actions [B, C, A] to the units of the simulator.
+
+        ``context`` is the result of ``encode_context`` for the same rows.
+        """
         return x
 
     def normalize_actions(self, action: Tensor, context: Any) -> Tensor:
@@ -103,7 +106,7 @@ class Flow(VLAPolicy):
             P].
         """
         delta = 1 / self.steps
-        tau = (1 - k.double() * delta).float()  # exactly the published times, as 0.7
+        tau = (1 - k.double() * delta).float()  # the published times: rounded only once
         v, log_std = field(x, tau)
         ahead = x - delta * v
         if log_std is not None:

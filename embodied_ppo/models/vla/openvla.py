@@ -253,12 +253,12 @@ class Cache:
 
 
 def center_crop(images: Tensor, side: int) -> Tensor:
-    """Crop the centre of an image and resize it, as the publishers' evaluations do.
+    """Crop the centre of images and resize it, as the publishers' evaluations do.
 
     Models that were trained with random crops are evaluated with the central one. The sides of the
-    crop are those of the image times sqrt(0.9). Its corner pixels become those of the result
-    (TensorFlow's crop_and_resize), by linear interpolation without a filter; levels are floor(255.5
-    x), x in [0, 1] (its convert_image_dtype).
+    crop are those of the image times sqrt(0.9). It is resized by linear interpolation without a
+    filter, and its corner pixels become those of the result (TensorFlow's crop_and_resize). A value
+    x in [0, 1] becomes the level floor(255.5 x) (TensorFlow's convert_image_dtype).
 
     Args:
         images: uint8 [N, 3, H, W].

@@ -100,16 +100,16 @@ def read_preprocessor(raw: Mapping[str, Any], config: OpenVLAConfig) -> OpenVLAC
     openvla-7b's are rounded to bfloat16, so that they differ from ImageNet's.
 
     Raises:
-        ConfigError: A field is damaged, or describes an image that the model does not process.
+        ConfigError: A field is damaged, or its image processing is not the one of ``OpenVLABody``.
     """
     label, side = "preprocessor_config.json", config.image_size
-    for name, value, computed in (
+    for name, value, supported in (
         ("image_resize_strategy", raw.get("image_resize_strategy"), "resize-naive"),
         *(("interpolations", x, "bicubic") for x in raw.get("interpolations") or ()),
         *(("input_sizes", x, [3, side, side]) for x in raw.get("input_sizes") or ()),
     ):
-        if value is not None and value != computed:
-            raise ConfigError(f"{label}: {name} has {show(value)}; computed is {show(computed)}")
+        if value is not None and value != supported:
+            raise ConfigError(f"{label}: {name} has {show(value)}; supported is {show(supported)}")
     moments: dict[str, tuple[float, ...]] = {}
     for name in ("means", "stds"):
         rows = raw.get(name)
@@ -121,8 +121,8 @@ def read_preprocessor(raw: Mapping[str, Any], config: OpenVLAConfig) -> OpenVLAC
             raise ConfigError(f"{label}: {name} must be numbers ({error})") from error
         if len(numbers) != len(MEANS) or (name == "stds" and min(numbers) <= 0):
             raise ConfigError(
-                f"{label}: {name} must have three numbers for each of both towers, deviations above"
-                f" 0, but is {show(rows)}; download it again"
+                f"{label}: {name} must have three numbers for each of both towers (stds above 0),"
+                f" but is {show(rows)}; download it again"
             )
         moments[name] = numbers
     return replace(config, **moments)

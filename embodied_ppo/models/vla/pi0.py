@@ -100,18 +100,19 @@ def block(
     """Run one Gemma layer.
 
     Args:
-        layer: Layer of transformers' Gemma. With ``condition`` its norms are ``pi05.AdaptiveNorm``.
+        layer: Layer of transformers' Gemma. With ``condition`` its norms are
+            ``pi05_model.AdaptiveNorm``.
         x: [B, Q, D'].
         rotation: cos and sin of the rotary positions.
         visible: bool [B, 1, 1 or n Q, P + Q], keys that each query attends to, see ``grouped``.
         past: Keys and values of earlier tokens, see ``_append``.
-        condition: [B, D'] of the adaptive norms of π0.5; None: the layer has usual norms.
+        condition: [B, D'], input of π0.5's adaptive norms; None: the norms have no condition.
 
     Returns:
         Outputs [B, Q, D'], and the layer's own keys and values [B, G, Q, d].
     """
     a = layer.self_attn
-    h, gate = normalized(layer.input_layernorm, x, condition)
+    h, gate = apply_norm(layer.input_layernorm, x, condition)
     q, k, v = (
         x.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
         for x in lora.project((a.q_proj, a.k_proj, a.v_proj), h)
@@ -125,20 +126,29 @@ def block(
         grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
     )
     h = h.reshape(q.shape)
-    x = x + _gated(gate, a.o_proj(h.transpose(1, 2).flatten(2)))
-    h, gate = normalized(layer.post_attention_layernorm, x, condition)
-    return x + _gated(gate, gated_mlp(layer.mlp, h)), k, v
+    x = x + _apply_gate(gate, a.o_proj(h.transpose(1, 2).flatten(2)))
+    h, gate = apply_norm(layer.post_attention_layernorm, x, condition)
+    return x + _apply_gate(gate, gated_mlp(layer.mlp, h)), k, v
 
 
-def normalized(
+def apply_norm(
     norm: nn.Module, x: Tensor, condition: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return x [B, Q, D'] normalised, and the factor of the branch that reads it, None: 1."""
+    """Return the normalised x [B, Q, D'], and the gate of its residual branch (None: 1).
+
+    Args:
+        norm: Layer norm, with ``condition`` a ``pi05_model.AdaptiveNorm``.
+        x: [B, Q, D'].
+        condition: [B, D'], see ``block``.
+
+    Returns:
+        [B, Q, D'], and the gate [B, 1, D'] or None.
+    """
     return (norm(x), None) if condition is None else norm(x, condition)
 
 
-def _gated(gate: Tensor | None, x: Tensor) -> Tensor:
-    """Return gate x, the part of a residual branch."""
+def _apply_gate(gate: Tensor | None, x: Tensor) -> Tensor:
+    """Return gate · x, the output of a residual branch; None: x."""
     return x if gate is None else gate * x
 
 
@@ -158,10 +168,10 @@ def _append(past: Tensor, new: Tensor, length: int) -> Tensor:
 
 
 def append_room(keys: Tensor, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, G, P, d], followed by ``size`` free places without gradient.
+    """Extend keys and values [B, G, P, d] to [B, G, P + size, d], unless a gradient is needed.
 
-    All steps of a chain then write their keys into the same tensors. With gradient, each step
-    needs its own ones in the backward pass.
+    All steps of a chain then write their keys and values into the same tensors. With gradient they
+    are returned unchanged, because the backward pass needs those of each step.
     """
     if torch.is_grad_enabled():
         return keys, values
@@ -192,12 +202,12 @@ def _positions(model: Any, place: Tensor) -> tuple[Tensor, Tensor]:
 class TimeEncoding(nn.Module):
     """Sines and cosines of the time of the flow, as openpi and lerobot compute them.
 
-    2 π τ / period reaches 1570, so that float32, which transformers computes with, is exact to 1e-4
-    only.
+    The angle 2 π τ / period reaches 1570. In float32, which transformers uses, its error is 1e-4;
+    it is therefore computed in float64.
     """
 
     def __init__(self, width: int, periods: tuple[float, float]) -> None:
-        """Take the width of the result, and the shortest and longest period."""
+        """Store the width of the result, and the shortest and the longest period."""
         super().__init__()
         self.width, self.periods = width, periods
 
@@ -296,11 +306,11 @@ class Trunk(ObservationEncoder):
         return F.pad(x, (left, self.side - w - left, top, self.side - h - top), value=-1.0)
 
     def offsets(self, width: int, height: int) -> tuple[int, int]:
-        """Return the columns and rows of padding before an image of width x height."""
+        """Return the columns on the left and the rows above an image of width x height."""
         return (self.side - width) // 2, (self.side - height) // 2
 
     def image_tokens(self) -> int:
-        """Return the tokens of one image."""
+        """Return the number of tokens of one image."""
         return (self.side // self.vlm.config.vision_config.patch_size) ** 2
 
     def forward(self, inputs: dict[str, Tensor]) -> Prefix:
@@ -315,6 +325,26 @@ class Trunk(ObservationEncoder):
         x = torch.cat((images.to(words.dtype), words), dim=1)
         valid = torch.cat((ids.new_ones(images.shape[:2], dtype=torch.bool), ids != PAD), dim=1)
         rotation, visible = _positions(language, valid.cumsum(1) - 1), valid[:, None, None]
+        return self.run_layers(x, rotation, visible, valid, inputs)
+
+    def run_layers(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        visible: Tensor,
+        valid: Tensor,
+        inputs: dict[str, Tensor],
+    ) -> Prefix:
+        """Return the prefix of embedded tokens.
+
+        Args:
+            x: [B, P, D].
+            rotation: See ``block``.
+            visible: bool, see ``block``.
+            valid: bool [B, P], tokens that are not padding.
+            inputs: Encoded observations.
+        """
+        language = self.vlm.language_model
         keys, values = [], []
         for layer in language.layers:
             x, k, v = run_layer(self.checkpointing, layer, x, rotation, visible)
@@ -337,9 +367,15 @@ class PI0(Flow, lora.Adapted):
 
     trunk_class: type[Trunk] = Trunk
     read = staticmethod(read)
+    """Function that reads a checkpoint directory."""
     weight_patterns = PARAMETERS
+    """Published name of a weight -> name of the parameter, see ``pi0_files.PARAMETERS``."""
     state_tokens = 1
-    """Tokens of the state before the noisy actions, which do not attend to the actions."""
+    """Number of the expert's tokens of the state. They precede the noisy actions and do not attend
+    to them.
+    """
+    state_in_prefix = False
+    """Whether the prefix contains the normalised state."""
 
     def __init__(
         self,
@@ -444,10 +480,14 @@ class PI0(Flow, lora.Adapted):
             self.set_base_weights(folder)
 
     def check_sizes(self, config: Any, label: str) -> None:
-        """Check that layers and heads of expert and PaliGemma agree, whose keys the expert reads.
+        """Check that the expert can attend to PaliGemma's keys: layers and heads must be equal.
+
+        Args:
+            config: Sizes of the published model.
+            label: Beginning of the message.
 
         Raises:
-            ConfigError: They differ.
+            ConfigError: They differ, or are not Gemma's.
         """
         text, expert = config.vlm_config.text_config, config.dit_config
         if text.model_type != "gemma" or expert.model_type != "gemma":
@@ -466,6 +506,13 @@ class PI0(Flow, lora.Adapted):
 
         Adapters are merged; the value head and the head of model.flow_noise=learned are left out.
         The policy cannot be used afterwards.
+
+        Args:
+            source: The directory that the policy was built from.
+            out: Directory to write.
+
+        Raises:
+            ConfigError, OSError: See ``pi0_files.save``.
         """
         lora.merge(self.trunk.vlm.language_model)
         parts = ("trunk.vlm.", "expert.", "embed.", "velocity.")
@@ -520,7 +567,7 @@ class PI0(Flow, lora.Adapted):
         return tokens * (each + 1) + 4 * text.hidden_size + 4 * self.trunk.state_size
 
     def prompt_tokens(self) -> int:
-        """Return the words of the longest prompt."""
+        """Return the number of tokens of the longest prompt, without images."""
         return self.trunk.table.shape[1]
 
     def max_kept_rows(self) -> int:
@@ -537,13 +584,17 @@ class PI0(Flow, lora.Adapted):
         """Return the inputs that acting keeps for a learner in the same process.
 
         On a CPU they are kept only where both would compute them in the same batches. Runs are
-        then equal bit for bit in all placements.
+        then equal bit for bit in all placements. Nothing is kept where the prefix contains the
+        state and the normaliser of the state changes during the run.
 
         Args:
             steps: Steps of a rollout.
             *batches: Environments, and limits of the rows that acting and the learner encode at a
                 time; None: no limit.
         """
+        encoder = self.trunk.encoder
+        if self.state_in_prefix and encoder.vector_size and encoder.moments is not None:
+            return ()
         rows = steps * (batches[0] or 0)
         even = all(rows is None or rows % FROZEN_ROWS == 0 for rows in batches)
         fits = self.frozen and rows <= self.max_kept_rows()
@@ -626,7 +677,7 @@ class PI0(Flow, lora.Adapted):
                 h, condition = self.embed_actions(context, x, tau)
                 for layer, kv in zip(model.layers, past, strict=True):
                     h, _, _ = run_layer(self.checkpointing, layer, h, rotation, mask, kv, condition)
-                h, _ = normalized(model.norm, h[:, states:], condition)
+                h, _ = apply_norm(model.norm, h[:, states:], condition)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
 
@@ -635,8 +686,16 @@ class PI0(Flow, lora.Adapted):
     def embed_actions(
         self, context: Prefix, x: Tensor, tau: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the expert's inputs [B, tokens, D'] of latents x [B, H, N] at times tau [B], and
-        the condition of its norms.
+        """Return the inputs of the expert.
+
+        Args:
+            context: The prefix.
+            x: Latents [B, H, N].
+            tau: Times [B].
+
+        Returns:
+            Tokens [B, state_tokens + H, D'], and the condition [B, D'] of the norms (None: they
+            have no condition).
         """
         return self.embed(context.state, x, tau), None
 
@@ -654,8 +713,8 @@ class PI0(Flow, lora.Adapted):
         return self.initial_noise.expand(rows, -1, -1)
 
     def denormalize_actions(self, x: Tensor, context: Prefix) -> Tensor:
-        """Convert to the units of the dataset if the checkpoint has its statistics; then add the
-        state to relative actions.
+        """Convert latent actions [B, C, A] to the units of the dataset, if the checkpoint has its
+        statistics, and add the state to relative actions.
         """
         x = x if self.statistics is None else self.statistics.denormalize(x)
         return x if context.origin is None else x + context.origin.unsqueeze(1)
@@ -668,15 +727,15 @@ class PI0(Flow, lora.Adapted):
 
 
 def _relative_dimensions(dimensions: Sequence[int], size: int, numbers: int) -> Tensor:
-    """Return whether each of ``size`` dimensions of an action is relative to the state.
+    """Return which dimensions of an action are relative to the state, bool [A].
 
     Args:
-        dimensions: Those that are.
-        size: A.
+        dimensions: Their indices.
+        size: Dimensions of an action, A.
         numbers: Numbers of a state.
 
     Raises:
-        ConfigError: The action or the state has fewer dimensions.
+        ConfigError: An index is not one of an action and of a state.
     """
     limit = min(size, numbers)
     if max(dimensions) >= limit:

@@ -51,8 +51,8 @@ class PromptTrunk(Trunk):
         edges = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64)[:-1]
         for name, x in (
             ("edges", edges),
-            ("numbers", _padded(numbers)),
-            ("end", _padded([self.prompt_tokenizer.ids(END)])),
+            ("numbers", _pad_rows(numbers)),
+            ("end", _pad_rows([self.prompt_tokenizer.ids(END)])),
         ):
             self.register_buffer(name, x, persistent=False)
 
@@ -66,11 +66,13 @@ class PromptTrunk(Trunk):
     def _check_tokenizer(self, numbers: Sequence[Sequence[int]]) -> None:
         """Compare the ids of a complete prompt with those of its parts."""
         values = (-1, 0, 7, 10, 99, 127, 255)
-        whole = self.prompt_tokenizer.ids(f"Task: go, State: {' '.join(map(str, values))}{END}")
+        prompt_ids = self.prompt_tokenizer.ids(
+            f"Task: go, State: {' '.join(map(str, values))}{END}"
+        )
         parts = [*self.prompt_tokenizer.ids("Task: go, State:")]
         for n in values:
             parts += numbers[n + 1]
-        if whole != [*parts, *self.prompt_tokenizer.ids(END)]:
+        if prompt_ids != [*parts, *self.prompt_tokenizer.ids(END)]:
             raise ConfigError(
                 "model.checkpoint: its tokenizer combines numbers of the state with the characters"
                 " beside them; copy tokenizer.json of google/paligemma-3b-pt-224 into the directory"
@@ -78,13 +80,16 @@ class PromptTrunk(Trunk):
 
     def sentence_table(self, sentences: Sequence[str]) -> Tensor:
         """See ``Trunk.sentence_table``: the words before the state."""
-        return _padded([self.prompt_tokenizer.prompt(sentence) for sentence in sentences or ("",)])
+        return _pad_rows(
+            [self.prompt_tokenizer.prompt(sentence) for sentence in sentences or ("",)]
+        )
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
-        """See ``Trunk.encode``. Padding may be between words; positions do not count it."""
+        """See ``Trunk.encode``. Padding may be between words; it has no position."""
         inputs = super().encode(obs)
         state = inputs[VECTOR][:, : self.state_numbers].double()
-        # -1 below the first interval, as numpy.digitize(state, edges) - 1 in openpi
+        # Row n + 1 of ``numbers`` holds the number n, which is -1 below the first interval and
+        # numpy.digitize(state, edges) - 1 in openpi.
         bins = torch.bucketize(state.contiguous(), self.edges, right=True)
         rows = len(state)
         numbers = self.numbers[bins].flatten(1)
@@ -98,6 +103,7 @@ class PI05(PI0):
     trunk: PromptTrunk
     trunk_class = PromptTrunk
     state_tokens = 0
+    state_in_prefix = True
 
     def prompt_tokens(self) -> int:
         """See ``PI0.prompt_tokens``."""
@@ -105,22 +111,12 @@ class PI05(PI0):
         numbers = trunk.state_numbers * trunk.numbers.shape[1]
         return super().prompt_tokens() + numbers + trunk.end.shape[1]
 
-    def kept_inputs(self, steps: int, *batches: int | None) -> tuple[str, ...]:
-        """See ``PI0.kept_inputs``.
-
-        Nothing is kept where the state's normaliser changes during the run, because the prefix
-        contains the normalised state.
-        """
-        if self.trunk.state_numbers and self.trunk.encoder.moments is not None:
-            return ()
-        return super().kept_inputs(steps, *batches)
-
     def embed_actions(self, context: Prefix, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """See ``PI0.embed_actions``."""
         return self.embed(x, tau)
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+def _pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
     """Return rows of ids as int64 [n, width], padded with PAD."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])

@@ -1,4 +1,4 @@
-"""Modules of π0.5 that π0 has not: layer norms that depend on the time of the flow.
+"""Modules of π0.5 that π0 lacks: layer norms that depend on the time of the flow.
 
 The names of the weights are those of lerobot's files. Source: Physical Intelligence 2025, arXiv
 2504.16054; adaptive norms as in Peebles and Xie 2022, arXiv 2212.09748.
@@ -17,7 +17,12 @@ class AdaptiveNorm(nn.Module):
     """Root mean square norm whose scale, shift and gate are linear functions of a condition."""
 
     def __init__(self, width: int, epsilon: float) -> None:
-        """Build the norm of D = ``width`` numbers; the condition has as many."""
+        """Build the norm.
+
+        Args:
+            width: D, numbers of a token and of the condition.
+            epsilon: Added to the mean square.
+        """
         super().__init__()
         self.epsilon = epsilon
         self.dense = nn.Linear(width, 3 * width)
@@ -32,6 +37,7 @@ class AdaptiveNorm(nn.Module):
         Returns:
             x / rms(x) (1 + scale) + shift, [B, Q, D], and the gate [B, 1, D]; both of x's dtype.
         """
+        # [B, 1, D] each
         scale, shift, gate = self.dense(condition).unsqueeze(1).float().chunk(3, dim=-1)
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.epsilon)

@@ -2,10 +2,9 @@
 
 ``read`` accepts the directories of transformers, of lerobot, and those that openpi's conversion to
 torch writes. transformers renames weights with lerobot's keys (``model.paligemma_with_expert...``);
-openpi's lack the first part.
-Published weights were not available: everything is tested
-with synthetic directories of the published layout, and against lerobot with random weights
-(``make test-lerobot``).
+openpi's keys lack ``model.``. Published weights were not available: everything is tested with
+synthetic directories of the published layout, and against lerobot with random weights (``make
+test-lerobot``).
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ SHARED_FIELDS = (
 )
 """Fields that the config.json of lerobot and of transformers have in common."""
 UNUSED_HEAD = "unused_head"
+"""Key to which an ``lm_head`` that no layer reads is renamed, so that it is ignored."""
 OLD_KEYS = {
     r"paligemma\.language_model\.model\.": "paligemma.model.language_model.",
     r"paligemma\.language_model\.lm_head": "paligemma.lm_head",
@@ -79,10 +79,11 @@ OLD_KEYS = {
 """Keys of lerobot before 0.4 -> later keys, which transformers converts."""
 LANGUAGE_HEAD = r"paligemma\.(language_model\.)?lm_head"
 WORD_EMBEDDINGS = r"paligemma\.(model\.language_model|language_model\.model)\.embed_tokens"
-"""Keys of lerobot. Its first checkpoints hold the tied weights as lm_head, those that lerobot 0.5
-and later wrote hold both, of which only embed_tokens is trained and used."""
+"""Patterns of lerobot's keys. Its first checkpoints hold the tied weights as lm_head. Those of
+lerobot 0.5 and later hold both, of which only embed_tokens is trained and used.
+"""
 ADAPTIVE_KEYS = {r"^(model\.)?time_mlp_": "embed_action_time.time_mlp_"}
-"""Keys of π0.5 that π0 has not."""
+"""Keys that only π0.5 has -> keys of transformers' π0 with the modules of ``pi05_model``."""
 SMOLVLA = "smolvla"
 """Type in the config.json that ``smolvla_files`` reads."""
 KINDS = ("pi0", "pi05")
@@ -114,8 +115,8 @@ class Statistics(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     @classmethod
-    def of_openpi(cls, mean: Any, std: Any) -> Statistics:
-        """Return openpi's: it adds 1e-6 to the deviation in both directions."""
+    def from_openpi(cls, mean: Any, std: Any) -> Statistics:
+        """Return the statistics of openpi, which adds 1e-6 to std, also when it denormalises."""
         return cls(mean, torch.as_tensor(std, dtype=torch.float64) + 1e-6)
 
     def normalize(self, x: Tensor) -> Tensor:
@@ -128,15 +129,13 @@ class Statistics(nn.Module):
 
     @classmethod
     def from_quantiles(cls, low: Any, high: Any) -> Statistics:
-        """Return the statistics with which ``normalize`` maps the quantiles low and high to -1 and
-        1.
-        """
+        """Return the statistics that map the quantiles low [n] to -1 and high [n] to 1."""
         low, high = (torch.as_tensor(x, dtype=torch.float64) for x in (low, high))
         return cls((low + high) / 2, (high - low) / 2)
 
     @classmethod
-    def of_openpi_quantiles(cls, low: Any, high: Any) -> Statistics:
-        """Return openpi's: it adds 1e-6 to the distance of the quantiles."""
+    def from_openpi_quantiles(cls, low: Any, high: Any) -> Statistics:
+        """Return the statistics of openpi, which adds 1e-6 to the distance of the quantiles."""
         return cls.from_quantiles(low, torch.as_tensor(high, dtype=torch.float64) + 1e-6)
 
     def first(self, n: int, name: str) -> Statistics:
@@ -164,9 +163,9 @@ class Published:
             PromptTokenizer.
         state: Statistics of the state, None: the model uses the robot's units.
         action: Statistics of the actions, None: the model uses the robot's units.
-        antialias: Whether images that are larger than the model's are filtered before they are
-            sampled. lerobot does not.
-        relative: Dimensions of an action that are relative to the state.
+        antialias: Whether images are filtered before they are reduced to the size of the model's;
+            lerobot omits this.
+        relative: Indices of the dimensions of an action that are relative to the state.
     """
 
     model: Any
@@ -198,28 +197,29 @@ def read(folder: str | Path) -> Published:
 
 # ------------------------------------------------------------------------------------ configuration
 def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
-    """Return transformers' PI0Config for either kind of config.json.
+    """Return transformers' PI0Config for the config.json of transformers, lerobot or openpi.
 
     Raises:
         ConfigError: It describes another kind of model or is damaged.
     """
     transformers = _transformers()
-    kind = str(raw.get("model_type") or raw.get("type") or "missing")
+    declared = str(raw.get("model_type") or raw.get("type") or "missing")
     try:
         if raw.get("model_type") == "pi0":
             return transformers.PI0Config.from_dict(dict(raw))
         if raw.get("type") in KINDS:
             return transformers.PI0Config(**lerobot_fields(raw))
-        if kind == "missing" and "action_horizon" in raw:
+        if declared == "missing" and "action_horizon" in raw:
             return transformers.PI0Config(**openpi_fields(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"model.checkpoint={folder}: config.json is refused: {one_line(error)}"
         ) from error
-    name = UNSUPPORTED.get(kind, kind)
+    name = UNSUPPORTED.get(declared, declared)
     raise ConfigError(
-        f"model.checkpoint={folder}: is a directory of {name}, not of π0 or π0.5; name one of these"
-        " (lerobot's or openpi's; π0 also transformers'), or another model.policy"
+        f"model.checkpoint={folder}: is a directory of {name}, not of π0 or π0.5; name one of"
+        " these (lerobot's or openpi's; π0 also transformers') or of SmolVLA, or another"
+        " model.policy"
     )
 
 
@@ -261,7 +261,7 @@ def kind(folder: str | Path) -> str:
 
 
 def _kind(folder: Path, raw: Mapping[str, Any]) -> str:
-    """Return which of KINDS a directory holds; openpi's config.json does not say it."""
+    """Return which of KINDS a directory holds; openpi's config.json does not name it."""
     declared = raw.get("type") or raw.get("model_type")
     if declared is None:
         declared = "pi05" if _adaptive(_keys(folder)) else "pi0"
@@ -274,9 +274,7 @@ def _adaptive(keys: Iterable[str]) -> bool:
 
 
 def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of transformers for the config.json of openpi's
-    convert_jax_model_to_pytorch.
-    """
+    """Return the fields of transformers for the config.json that openpi's conversion writes."""
     names = ("paligemma_variant", "action_expert_variant")
     fields = lerobot_fields({name: raw[name] for name in names if name in raw})
     size = int(raw.get("action_dim", 32))
@@ -303,12 +301,12 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
             f"model.checkpoint={folder}: holds no weights (model.safetensors); download it"
             " completely"
         )
-    keys, kind = _keys(folder), _kind(folder, raw)
+    keys, declared = _keys(folder), _kind(folder, raw)
     adaptive = _adaptive(keys)
-    if adaptive != (kind == "pi05"):
+    if adaptive != (declared == "pi05"):
         held = "pi05" if adaptive else "pi0"
         raise ConfigError(
-            f"model.checkpoint={folder}: config.json has type {kind}, the weights are those of"
+            f"model.checkpoint={folder}: config.json has type {declared}, the weights are those of"
             f" {held}; use the config.json of these weights"
         )
     transformers = _transformers()
@@ -329,7 +327,7 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
         for name in loading_info["unexpected_keys"]
         if "normalize_" not in name and UNUSED_HEAD not in name
     ]
-    # The expert has no words; some files lack its embeddings.
+    # The expert embeds no words; some files lack its unused embeddings.
     missing = [name for name in loading_info["missing_keys"] if "dit.embed_tokens" not in name]
     for problem, names in (("lack", missing), ("have an unknown", unknown)):
         if names:
@@ -341,7 +339,10 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
 
 
 def _keys(folder: Path) -> set[str]:
-    """Return the keys of all weights; none if a file is damaged, which transformers reports."""
+    """Return the keys of all weights.
+
+    The set is empty if a file is damaged; transformers then reports the file.
+    """
     from safetensors import SafetensorError, safe_open
 
     keys: set[str] = set()
@@ -355,7 +356,7 @@ def _keys(folder: Path) -> set[str]:
 
 
 def _renamed_keys(keys: set[str]) -> dict[str, str]:
-    """Return patterns of keys -> new keys, which transformers converts."""
+    """Return patterns of keys -> keys that transformers converts."""
     if any(re.search(WORD_EMBEDDINGS, key) for key in keys):
         return {LANGUAGE_HEAD: UNUSED_HEAD} | OLD_KEYS
     return OLD_KEYS
@@ -369,7 +370,7 @@ def _transformers() -> Any:
 class PromptTokenizer:
     """Tokenizer in π0's format: begin of sequence, sentence, end of line.
 
-    ``prompt`` is the beginning of π0.5's format, which is continued with ``ids`` of the state.
+    ``prompt`` is the beginning of π0.5's format. The ids of the state follow it.
     """
 
     def __init__(self, tokenizer: Any, words: int, *, clean: bool) -> None:
@@ -377,7 +378,7 @@ class PromptTokenizer:
 
         Args:
             tokenizer: PaliGemma's.
-            words: Length after which a prompt is cut off.
+            words: Number of tokens after which a prompt of π0 is cut off.
             clean: Replace underscores and ends of lines in the sentence, as openpi; lerobot does
                 not.
         """
@@ -385,21 +386,21 @@ class PromptTokenizer:
 
     def __call__(self, sentence: str) -> list[int]:
         if self.clean:
-            sentence = _cleaned(sentence)
+            sentence = _clean(sentence)
         ids = self.ids(sentence.removesuffix("\n") + "\n")
         return [self.tokenizer.bos_token_id, *ids][: self.words]
 
     def prompt(self, sentence: str) -> list[int]:
         """Return begin of sequence and the words before the state."""
-        return [self.tokenizer.bos_token_id, *self.ids(f"Task: {_cleaned(sentence)}, State:")]
+        return [self.tokenizer.bos_token_id, *self.ids(f"Task: {_clean(sentence)}, State:")]
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text, without begin of sequence."""
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
-def _cleaned(sentence: str) -> str:
-    """Return a sentence without underscores and line breaks, as openpi."""
+def _clean(sentence: str) -> str:
+    """Replace underscores and line breaks of a sentence by spaces, as openpi."""
     return sentence.strip().replace("_", " ").replace("\n", " ")
 
 
@@ -441,12 +442,12 @@ def statistics(folder: Path, raw: Mapping[str, Any]) -> tuple[Statistics | None,
                 f"model.checkpoint={folder}: normalization_mapping.{feature}={mode}; supported are "
                 f"{', '.join(MODES)}"
             )
-    out = []
-    for name, feature in (("state", "STATE"), ("action", "ACTION")):
-        usual = "QUANTILES" if _kind(folder, raw) == "pi05" else "MEAN_STD"
-        mode = modes.get(feature, usual)
-        out.append(None if mode == "IDENTITY" else _statistics(folder, name, mode))
-    return out[0], out[1]
+    default = "QUANTILES" if _kind(folder, raw) == "pi05" else "MEAN_STD"
+    state, action = (
+        _statistics(folder, name, modes.get(feature, default))
+        for name, feature in (("state", "STATE"), ("action", "ACTION"))
+    )
+    return state, action
 
 
 def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
@@ -455,10 +456,12 @@ def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
     Args:
         folder: Checkpoint directory.
         name: state or action.
-        mode: MEAN_STD or QUANTILES.
+        mode: One of MODES.
     """
+    if mode == "IDENTITY":
+        return None
     quantiles = mode == "QUANTILES"
-    make = Statistics.from_quantiles if quantiles else Statistics
+    build = Statistics.from_quantiles if quantiles else Statistics
     ends = ("q01", "q99") if quantiles else ("mean", "std")
     key, label = _STATISTICS_KEYS[name], f"model.checkpoint={folder}"
     processor = folder / "processor_config.json"
@@ -466,48 +469,50 @@ def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
         options = read_json(processor, label, CURE)
         pair = [options.get(f"{key}_{end}") for end in ends]
         if None not in pair:
-            return make(*pair)
+            return build(*pair)
     files = sorted(folder.rglob("norm_stats.json"))
     if len(files) > 1:
         raise ConfigError(
             f"model.checkpoint={folder}: holds statistics of {len(files)} robots"
             f" ({', '.join(file.parent.name for file in files)}); keep one norm_stats.json"
         )
-    for file in files:
-        stats = read_json(file, label, CURE)
+    if files:
+        stats = read_json(files[0], label, CURE)
         stats = stats.get("norm_stats", stats).get(key)
-        make = Statistics.of_openpi_quantiles if quantiles else Statistics.of_openpi
-        return None if stats is None else make(*(stats[end] for end in ends))
+        build = Statistics.from_openpi_quantiles if quantiles else Statistics.from_openpi
+        return None if stats is None else build(*(stats[end] for end in ends))
     files = sorted(folder.glob("*normalizer_processor.safetensors"))
     for file in files + sorted(folder.glob("model*.safetensors")):
         for pair in _pairs(file, _LEROBOT_FEATURES[name], ends):
             # lerobot's buffers are infinite until filled.
             if all(bool(x.isfinite().all()) for x in pair):
-                return make(*pair)
+                return build(*pair)
     return None
 
 
 MODES = ("MEAN_STD", "QUANTILES", "IDENTITY")
-"""lerobot's normalizations that are read here. QUANTILES maps q01 to -1 and q99 to 1."""
+"""Values of lerobot's normalization_mapping that are read here. QUANTILES maps q01 to -1 and q99
+to 1.
+"""
 _STATISTICS_KEYS = {"state": "state", "action": "actions"}
 _LEROBOT_FEATURES = {"state": "observation.state", "action": "action"}
 
 
 def _pairs(file: Path, feature: str, ends: tuple[str, str]) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of statistics in a safetensors file, as means and deviations.
+    """Return the pairs of statistics of a feature in a safetensors file.
 
-    Their keys are action.mean, or normalize_targets.buffer_action.mean and the like; ``ends`` are
-    their last parts.
+    ``ends`` are the last parts of their keys, as (mean, std) of action.mean, action.std or
+    normalize_targets.buffer_action.mean, normalize_targets.buffer_action.std.
     """
-    first, second = ends
     from safetensors import SafetensorError, safe_open
 
+    first, second = ends
     tail = f"buffer_{feature.replace('.', '_')}.{first}"
     try:
         with safe_open(file, framework="pt") as f:
             keys = set(f.keys())
-            found = sorted(k for k in keys if k == f"{feature}.{first}" or k.endswith(tail))
-            pairs = [(key, key.removesuffix(first) + second) for key in found]
+            firsts = sorted(k for k in keys if k == f"{feature}.{first}" or k.endswith(tail))
+            pairs = [(key, key.removesuffix(first) + second) for key in firsts]
             return [(f.get_tensor(a), f.get_tensor(b)) for a, b in pairs if b in keys]
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model.checkpoint: {file} cannot be read: {one_line(error)}") from error
@@ -540,7 +545,7 @@ Patterns: TypeAlias = "Sequence[tuple[str, str]]"
 
 
 def parameter_name(key: str, patterns: Patterns) -> str:
-    """Return the name in a policy of a published weight; see PARAMETERS."""
+    """Return the name of the policy's parameter for a published weight; see PARAMETERS."""
     for pattern, replacement in patterns:
         key = re.sub(pattern, replacement, key)
     return key

@@ -243,7 +243,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                 if getattr(config, name) != getattr(ModelConfig(), name):
                     raise ConfigError(
                         f"model.{name}={show(getattr(config, name))}: {folder} holds a {kind};"
-                        " only OpenVLA has this option, leave it out"
+                        " only OpenVLA has this option; leave it out"
                     )
             vlm = VisionLanguage.from_directory(
                 folder,

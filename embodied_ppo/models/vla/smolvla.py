@@ -26,7 +26,6 @@ from embodied_ppo.models.causal_lm import gated_mlp, rotate
 from embodied_ppo.models.vla import smolvla_files
 from embodied_ppo.models.vla.flow_matching import Field, learned_log_std
 from embodied_ppo.models.vla.pi0 import (
-    ORIGIN,
     PAD,
     PI0,
     Prefix,
@@ -76,19 +75,12 @@ class SmolTrunk(Trunk):
         ones = ids.new_ones(rows, 1, dtype=torch.bool)
         valid = torch.cat((ones.expand(-1, images.shape[1]), ids != PAD, ones), dim=1)
         attention = language.layers[0].self_attn
-        place = rotation(valid.cumsum(1) - 1, attention.head_dim)
+        rotary = rotation(valid.cumsum(1) - 1, attention.head_dim)
+        # The state is the last token: it attends to all, and only itself attends to it.
         last = torch.zeros_like(valid)
         last[:, -1] = True
         visible = valid.unsqueeze(1) & (last.unsqueeze(2) | ~last.unsqueeze(1))
-        visible = _repeated(visible, attention)
-        keys, values = [], []
-        for layer in language.layers:
-            x, k, v = run_layer(self.checkpointing, layer, x, place, visible)
-            keys.append(k)
-            values.append(v)
-        out = language.norm(x).float() * valid.unsqueeze(-1)
-        pooled = out.sum(1) / valid.sum(1, keepdim=True)
-        return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR], inputs.get(ORIGIN))
+        return self.run_layers(x, rotary, _repeat_mask(visible, attention), valid, inputs)
 
 
 class SmolVLA(PI0):
@@ -97,22 +89,12 @@ class SmolVLA(PI0):
     trunk: SmolTrunk
     trunk_class = SmolTrunk
     state_tokens = 0
+    state_in_prefix = True
     read = staticmethod(smolvla_files.read)
     weight_patterns = smolvla_files.PARAMETERS
 
     def check_sizes(self, config: Any, label: str) -> None:
-        """See ``PI0.check_sizes``."""
-        self.self_attention_every = config.self_attention_every
-
-    def kept_inputs(self, steps: int, *batches: int | None) -> tuple[str, ...]:
-        """See ``PI0.kept_inputs``.
-
-        Nothing is kept where the state's normaliser changes during the run, because the prefix
-        contains the normalised state.
-        """
-        if self.trunk.encoder.moments is not None and self.trunk.encoder.vector_size:
-            return ()
-        return super().kept_inputs(steps, *batches)
+        """Do nothing: ``smolvla_files.Model`` derives the expert's sizes from the model's."""
 
     def prompt_tokens(self) -> int:
         """See ``PI0.prompt_tokens``; the state is one of them."""
@@ -125,19 +107,19 @@ class SmolVLA(PI0):
         rows = len(valid)
         attention = model.layers[0].self_attn
         order = torch.arange(size, device=valid.device)
-        behind = rotation(valid.sum(1, keepdim=True) + order, attention.head_dim)
-        alone = rotation(order.expand(rows, -1), attention.head_dim)
+        self_rotation = rotation(valid.sum(1, keepdim=True) + order, attention.head_dim)
+        cross_rotation = rotation(order.expand(rows, -1), attention.head_dim)
         prefix = valid[:, None].expand(rows, size, -1)
         causal = (order[:, None] >= order).expand(rows, -1, -1)
-        mask = _repeated(torch.cat((prefix, causal), dim=2), attention)
-        cross_mask = _repeated(prefix, attention)
+        mask = _repeat_mask(torch.cat((prefix, causal), dim=2), attention)
+        cross_mask = _repeat_mask(prefix, attention)
         past: list[tuple[Tensor, Tensor]] = []
         with lora.autocast(self.device, self.dtype):
             keys_and_values = zip(context.keys, context.values, strict=True)
             for i, (layer, (key, value)) in enumerate(
                 zip(model.layers, keys_and_values, strict=True)
             ):
-                if i % self.self_attention_every:
+                if smolvla_files.is_cross_layer(i):
                     past.append(_cross_keys(layer.self_attn, key, value))
                 else:
                     past.append(append_room(key, value, size))
@@ -146,10 +128,10 @@ class SmolVLA(PI0):
             with lora.autocast(self.device, self.dtype):
                 h = self.embed(x, tau)
                 for i, (layer, kv) in enumerate(zip(model.layers, past, strict=True)):
-                    if i % self.self_attention_every:
-                        h = _cross_attention(layer, h, alone, cross_mask, kv)
+                    if smolvla_files.is_cross_layer(i):
+                        h = _cross_attention(layer, h, cross_rotation, cross_mask, kv)
                     else:
-                        h, _, _ = run_layer(self.checkpointing, layer, h, behind, mask, kv)
+                        h, _, _ = run_layer(self.checkpointing, layer, h, self_rotation, mask, kv)
                 h = model.norm(h)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
@@ -157,7 +139,7 @@ class SmolVLA(PI0):
         return flow
 
 
-def _repeated(visible: Tensor, attention: Any) -> Tensor:
+def _repeat_mask(visible: Tensor, attention: Any) -> Tensor:
     """Repeat a mask bool [B, Q, P] for the queries that share keys, [B, 1, n Q, P]."""
     return visible.repeat(1, attention.num_key_value_groups, 1).unsqueeze(1)
 
@@ -174,15 +156,26 @@ def _cross_keys(attention: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, T
 def _cross_attention(
     layer: Any,
     x: Tensor,
-    place: tuple[Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor],
     visible: Tensor,
     kv: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Run a layer whose queries attend to the keys and values ``kv`` only, [B, H, D]."""
+    """Run a layer of the expert whose queries attend to the prefix only.
+
+    Args:
+        layer: Layer of transformers' Llama.
+        x: [B, H, D].
+        rotary: cos and sin of the rotary positions of the actions, counted from 0.
+        visible: bool [B, 1, n H, P], see ``pi0.block``.
+        kv: Results of ``_cross_keys``, [B, G, P, d] each.
+
+    Returns:
+        Outputs [B, H, D].
+    """
     a = layer.self_attn
     q = a.q_proj(layer.input_layernorm(x)).unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
     keys, values = kv
-    q = rotate(q, *place).to(values.dtype)
+    q = rotate(q, *rotary).to(values.dtype)
     h = F.scaled_dot_product_attention(
         grouped(q, keys.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
     ).reshape(q.shape)

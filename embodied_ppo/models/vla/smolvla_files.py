@@ -7,7 +7,7 @@ lerobot with random weights (``make test-lerobot``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,14 @@ from embodied_ppo.models.checkpoint_files import (
     import_transformers,
     read_json,
 )
-from embodied_ppo.models.vla.pi0_files import Published, statistics
+from embodied_ppo.models.vla.pi0_files import MAX_WORDS, Published, statistics
 
 CURE = "name one of SmolVLA (hf download lerobot/smolvla_base --local-dir DIR)"
 PREFIX = "model."
 VLM_PREFIX = "vlm_with_expert.vlm.model."
 EXPERT_PREFIX = "vlm_with_expert.lm_expert."
-MAX_WORDS = 48
-"""Tokens of a prompt after which lerobot cuts it off."""
+SELF_ATTENTION_EVERY = 2
+"""Layer i of the expert has self-attention if i is a multiple of it, else cross-attention."""
 
 _TEXT = {"num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64}
 VLM_SIZES: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapt_to_pi_aloha": (False,),
     "num_expert_layers": (-1, 0),
     "prefix_length": (-1, 0),
-    "self_attn_every_n_layers": (2,),
+    "self_attn_every_n_layers": (SELF_ATTENTION_EVERY,),
 }
 """Values of lerobot's options that are read here; the first one is its default."""
 
@@ -105,10 +105,19 @@ class SmolVLM(nn.Module):
 
 
 class ActionTime(nn.Module):
-    """Embeds noisy actions and the time of the flow, as π0."""
+    """Embeds noisy actions and the time of the flow, as π0.
+
+    Attributes:
+        sinusoid_embeds: Maps times [B] to [B, D]; ``pi0.PI0`` sets it.
+    """
 
     def __init__(self, actions: int, width: int) -> None:
-        """Build the layers; ``sinusoid_embeds`` maps times [B] to [B, width] and is set later."""
+        """Build the layers.
+
+        Args:
+            actions: N, numbers of a padded action.
+            width: D of the action expert.
+        """
         super().__init__()
         self.sinusoid_embeds: nn.Module = nn.Identity()
         self.action_in_proj = nn.Linear(actions, width)
@@ -148,30 +157,33 @@ class Model(nn.Module):
             max_period=raw.get("max_period", 4.0),
             vlm_config=config,
             dit_config=expert,
-            self_attention_every=raw.get("self_attn_every_n_layers", 2),
         )
         self.model = nn.Module()
         self.model.vlm = SmolVLM(config, states)
         body: Any = LlamaModel(expert)
         self.model.dit = body
         keys = text.num_key_value_heads * text.head_dim
-        for layer in cross_layers(body.layers, self.config.self_attention_every):
-            layer.self_attn.k_proj = nn.Linear(keys, keys, bias=False)
-            layer.self_attn.v_proj = nn.Linear(keys, keys, bias=False)
+        for i, layer in enumerate(body.layers):
+            if is_cross_layer(i):
+                layer.self_attn.k_proj = nn.Linear(keys, keys, bias=False)
+                layer.self_attn.v_proj = nn.Linear(keys, keys, bias=False)
         body.embed_tokens = None
         self.embed_action_time = ActionTime(actions, width)
         self.action_out_proj = nn.Linear(width, actions)
 
 
 def expert_sizes(width: int) -> dict[str, int]:
-    """Return the sizes of the expert that differ from the language model's, as in lerobot."""
+    """Return the sizes of the expert that differ from the language model's, as in lerobot.
+
+    The inner width is 8/3 of ``width``, rounded up to a multiple of 256.
+    """
     inner = int(4 * int(2 * width / 3))
     return {"hidden_size": width, "intermediate_size": 256 * math.ceil(inner / 256)}
 
 
-def cross_layers(layers: Iterable[Any], every: int) -> list[Any]:
-    """Return the layers that attend to the prefix only."""
-    return [layer for i, layer in enumerate(layers) if every <= 0 or i % every]
+def is_cross_layer(i: int) -> bool:
+    """Return whether layer i of the expert attends to the prefix only."""
+    return i % SELF_ATTENTION_EVERY != 0
 
 
 def read(folder: str | Path) -> Published:
@@ -199,8 +211,12 @@ def read(folder: str | Path) -> Published:
 def vlm_config(raw: Mapping[str, Any], label: str) -> Any:
     """Return transformers' SmolVLMConfig.
 
+    Args:
+        raw: lerobot's config.json.
+        label: Beginning of the message.
+
     Raises:
-        ConfigError: The model is not known.
+        ConfigError: The sizes of ``vlm_model_name`` are not known.
     """
     transformers = import_transformers("model.checkpoint", "SmolVLMConfig", version="5.23")
     name = raw.get("vlm_model_name")

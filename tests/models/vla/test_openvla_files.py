@@ -519,10 +519,10 @@ def test_preprocessor_means_override_those_of_imagenet(tmp_path: Path) -> None:
     torch.testing.assert_close(white, torch.tensor(expected))
     for change, message in (
         ({"means": [means]}, r"means must have three numbers for each of both towers"),
-        ({"stds": [stds, (0.5, 0.0, 0.5)]}, r"stds must have .* above 0"),
+        ({"stds": [stds, (0.5, 0.0, 0.5)]}, r"stds must have .*stds above 0"),
         ({"means": 3}, r"means must be numbers"),
-        ({"input_sizes": [[3, 8, 8]]}, r"input_sizes has \[3, 8, 8\]; computed is"),
-        ({"interpolations": ["bilinear"]}, r"interpolations has bilinear; computed is bicubic"),
+        ({"input_sizes": [[3, 8, 8]]}, r"input_sizes has \[3, 8, 8\]; supported is"),
+        ({"interpolations": ["bilinear"]}, r"interpolations has bilinear; supported is bicubic"),
         ({"image_resize_strategy": "letterbox"}, r"image_resize_strategy has letterbox"),
     ):
         file.write_text(json.dumps(fields | change))
