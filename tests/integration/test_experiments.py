@@ -42,6 +42,8 @@ NEEDS_FILES = {
     "gsm8k_qwen2_5_0_5b",
     "pi0_tabletop",
     "pi0_libero",
+    "pi05_libero",
+    "smolvla_libero",
     "libero_vla",
     "openvla_7b",
     "openvla_oft",

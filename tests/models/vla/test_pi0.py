@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_smolvla_checkpoint
 import torch
 from run_helpers import run_command
 from safetensors.torch import load_file, save_file
@@ -786,7 +787,7 @@ def test_train_and_evaluate(
     assert ("kept through the epochs of an update" in log) == (trunk == "frozen")
 
 
-@pytest.mark.parametrize("name", ["pi0_libero", "libero_vla"])
+@pytest.mark.parametrize("name", ["pi0_libero", "pi05_libero", "smolvla_libero", "libero_vla"])
 def test_libero_experiments_on_another_simulator(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -799,8 +800,14 @@ def test_libero_experiments_on_another_simulator(
         "updates=1",
         "algorithm.horizon=4",
     ]
-    if name == "pi0_libero":
-        folder = write_checkpoint(tmp_path / "tiny", max_state_dim=32)
+    if name != "libero_vla":
+        sizes = {"max_state_dim": 32, "chunk_size": 10}
+        if name == "smolvla_libero":
+            folder = tiny_smolvla_checkpoint.write_checkpoint(
+                tmp_path / "tiny", statistics=False, **sizes
+            )
+        else:
+            folder = write_checkpoint(tmp_path / "tiny", kind=name.removesuffix("_libero"), **sizes)
         options += [
             f"model.checkpoint={folder}",
             "algorithm.micro_batch_size=4",

@@ -1,0 +1,55 @@
+"""Tiny checkpoints of SmolVLA with random weights in lerobot's layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tiny_pi0_checkpoint import write_tokenizer
+
+from embodied_ppo.models.vla import smolvla_files
+
+STATISTICS = {
+    f"{name}.{kind}": torch.full((size,), value)
+    for name, size in (("observation.state", 3), ("action", 2))
+    for kind, value in (("mean", 0.25), ("std", 0.5))
+}
+TEXT = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6}
+TEXT |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+CONFIG = {
+    "type": "smolvla",
+    "chunk_size": 6,
+    "max_state_dim": 8,
+    "max_action_dim": 8,
+    "num_vlm_layers": 4,
+    "vlm_config": {"text": TEXT, "vision": VISION, "scale_factor": 2},
+}
+
+
+def write_checkpoint(folder: Path, *, statistics: bool = True, **fields: Any) -> Path:
+    """Write a directory of random weights in lerobot's layout."""
+    folder.mkdir(parents=True)
+    raw = CONFIG | fields
+    torch.manual_seed(0)
+    model = smolvla_files.Model(raw, smolvla_files.vlm_config(raw, "test"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    state = model.state_dict()
+    names = smolvla_files.weight_names(model)
+    tensors = {key: state[name].contiguous() for key, name in names.items()}
+    save_file(
+        tensors | {"model.vlm_with_expert.vlm.lm_head.weight": torch.zeros(300, 48)},
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(raw))
+    write_tokenizer(folder)
+    if statistics:
+        name = "policy_preprocessor_step_5_normalizer_processor.safetensors"
+        save_file(STATISTICS, folder / name)
+    return folder
