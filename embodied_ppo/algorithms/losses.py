@@ -158,12 +158,12 @@ def policy_loss(
     ratio_level: str = "token",
     batch_dims: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate loss per element, or that of CISPO.
+    """Return the loss of each element: PPO's clipped surrogate, or that of CISPO.
 
     r = exp(lp − lp_old), or s of ``mean_log_ratio``
-    l = max(−A·r, −A·clip(r, 1 − low, 1 + high))
-    l = min(l, −A·c) where A < 0, if the dual clip c is set
-    l = −A·sg[clip(r, 1 − low, 1 + high)]·lp                  (kind "cispo", which has no dual clip)
+    kind "clip":   l = max(−A·r, −A·clip(r, 1 − low, 1 + high))
+                   l = min(l, −A·c) where A < 0, if the dual clip c is set
+    kind "cispo":  l = −A·sg[clip(r, 1 − low, 1 + high)]·lp, without dual clip
 
     Source: Schulman et al. 2017, eq. 7; dual clip: Ye et al. 2020, eq. 5; low < high: Yu et al.
     2025, DAPO, section 3.1 (clip-higher); CISPO: MiniMax 2025, MiniMax-M1, eq. 4 and 5.
@@ -179,8 +179,9 @@ def policy_loss(
         weight: Off-policy correction, shaped as ``advantage`` or finer. Multiplies the loss,
             without gradient.
         kind: "clip" or "cispo".
-        ratio_level: "token": a ratio of each element. "chunk", "sequence": see ``mean_log_ratio``.
-        batch_dims: See ``mean_log_ratio``.
+        ratio_level: "token": each element has its own ratio. "chunk", "sequence": see
+            ``mean_log_ratio``.
+        batch_dims: Number of leading dimensions, see ``mean_log_ratio``.
 
     Returns:
         The loss [.., *trailing], 0 where masked, and statistics without gradient. All but
@@ -188,14 +189,16 @@ def policy_loss(
         by ``count``.
 
         clip_fraction: elements whose clipped term is the larger one, which have no gradient. With
-            "cispo" those whose weight is clipped, which keep theirs.
+            "cispo": elements whose weight is clipped; they have a gradient.
         dual_clip_fraction: elements at the dual bound, which have no gradient.
-        approx_kl: k3 estimate of KL(old || new), (r − 1) − log r of the elements, nats.
+        approx_kl: k3 estimate of KL(old || new), (r − 1) − log r, nats. r is that of the element
+            for every ``ratio_level``.
         ratio_max: largest r, 0 without unmasked elements.
         count: unmasked elements.
 
     Raises:
-        ConfigError: ``clip_ratio_c`` is not above 1; unknown ``kind``.
+        ConfigError: ``clip_ratio_c`` is not above 1; ``kind`` or ``ratio_level`` is unknown; a
+            sequence without columns.
     """
     if kind not in ("clip", "cispo"):
         raise ConfigError(f"algorithm.policy_loss = {kind}: must be one of clip, cispo")

@@ -445,16 +445,17 @@ def _allowed(hint: Any) -> str:
 
 
 def _alternatives(hints: Sequence[Any]) -> list[str]:
-    """Return the allowed values of each type of a union that another one does not include.
+    """Return the allowed values of each type of a union, without repetitions.
 
-    Numbers include whole numbers of the same bounds, and a list of an alternative is short.
+    Whole numbers are omitted where finite numbers of the same bounds are allowed. A list of numbers
+    that are themselves allowed is "a list of such numbers".
     """
     texts = ["null" if a is types.NoneType else _allowed(a) for a in hints]
-    whole, finite = "a whole number", "a finite number"
-    included = {t for t in texts if whole in t and t.replace(whole, finite) in texts}
-    kept = [t for t in texts if t not in included]
-    short = {f"a list, each {t}": "a list of such numbers" for t in kept if "number" in t}
-    return [short.get(t, t) for t in kept]
+    integer, finite = "a whole number", "a finite number"
+    redundant = {t for t in texts if integer in t and t.replace(integer, finite) in texts}
+    texts = [t for t in texts if t not in redundant]
+    shorter = {f"a list, each {t}": "a list of such numbers" for t in texts if "number" in t}
+    return [shorter.get(t, t) for t in texts]
 
 
 # --------------------------------------------------------------------------------------- suggestion

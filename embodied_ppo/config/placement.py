@@ -423,7 +423,7 @@ def _check_weights(p: Plan) -> None:
 def check_group_filter(p: Plan, group_filter: str | None) -> None:
     """Refuse to filter groups in several parts of a rollout.
 
-    Each part would fill its own share of the batch, so that results depended on the placement.
+    Each part would fill its own share of the batch, so that results would depend on the placement.
 
     Args:
         p: The plan.

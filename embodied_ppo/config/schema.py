@@ -412,16 +412,17 @@ class ModelConfig:
     """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
     that it contains."""
     delta_actions: tuple[Natural, ...] | None = option(None, read_if=PRETRAINED_FLOW)
-    """pi0: dimensions of an action, from 0, that the checkpoint predicts relative to the same
-    numbers of the state, which are then added (openpi's DeltaActions; the gripper is usually
-    absolute); []: none; null: those that lerobot's config.json names, none for other layouts."""
+    """Dimensions of an action, counted from 0, that the checkpoint predicts relative to the number
+    of the state with the same index, which is then added (openpi's DeltaActions; the gripper is
+    usually absolute). []: none; null: those that lerobot's config.json declares for pi0 or pi0.5,
+    else none."""
     center_crop: bool = option(False, read_if=PRETRAINED_TOKEN)
-    """OpenVLA: crop the centre of images, 90 % of their area, and resize it. Models that were
-    fine-tuned with random crops (image_aug) are evaluated like this."""
+    """OpenVLA: crop the centre of images, 90 % of their area, and resize it, as the publishers do
+    to evaluate models that were fine-tuned with random crops (image_aug)."""
     omit_stop_token: bool = option(
         False, read_if=PRETRAINED_TOKEN & equals("model.decode", "parallel")
     )
-    """OpenVLA-OFT: omit the token "end of sequence" after the placeholders of the actions, as in
+    """OpenVLA-OFT: omit the token "end of sequence" after the placeholders of the actions, as for
     the models that RLinf trained; false: it follows them, as in moojink/openvla-oft."""
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=PRETRAINED_VLA)
     """Rank of low-rank adapters on the language model of a checkpoint, whose own weights stay
@@ -584,13 +585,14 @@ class AlgorithmConfig:
     share a prompt)."""
     group_filter: Literal["success"] | None = None
     """Groups to train on. success: those with a member that succeeds and one that does not; others
-    are dropped, and further groups are collected until the batch is full. It looks at success, not
-    at the reward. null: all groups."""
+    are dropped, and further groups are collected until the batch is full. The filter reads success,
+    not the reward. null: all groups."""
     group_filter_rounds: Annotated[int, Limit(ge=1, le=1000)] = option(
         8, read_if=is_set("algorithm.group_filter")
     )
-    """Maximum number of rounds of collection of an update; then the batch is trained on as it is. A
-    round runs all environments (in reasoning: as many prompts as the batch lacks)."""
+    """Maximum number of rounds of collection of an update. If the batch is not full after the last
+    one, the update trains on the groups collected. A round runs all environments (in reasoning: as
+    many prompts as the batch lacks)."""
     bootstrap_type: Literal["standard", "always"] = option("standard", mode="embodied")
     """Where the value of the next state is added: standard where the time limit ended the episode;
     always also where the task ended."""
@@ -600,8 +602,8 @@ class AlgorithmConfig:
     (mode=reasoning)."""
     policy_loss: Literal["clip", "cispo"] = "clip"
     """clip: PPO's clipped surrogate, whose gradient is 0 where the ratio is clipped. cispo: the
-    log-probability times the advantage times the clipped ratio as a constant weight, so that every
-    entry keeps a gradient."""
+    log-probability times the advantage times the clipped ratio, which is a weight without gradient,
+    so that clipped entries have a gradient, too."""
     clip_ratio_low: Positive = 0.2
     """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low; with
     policy_loss=cispo, 1 or more means no lower bound."""
@@ -609,10 +611,10 @@ class AlgorithmConfig:
     """Upper clip range of the probability ratio, which is clipped at 1 + clip_ratio_high."""
     ratio_level: Literal["token", "chunk", "sequence"] = "token"
     """Probability ratio of the policy loss. token: of each entry of logprob_type (in reasoning:
-    of each token). The others are geometric means of these: chunk of the entries of one decision
-    (mode=embodied), sequence of a whole episode or response (GSPO), for which a robot's columns
-    must be episodes. The clip ranges then apply to the mean, which varies far less: GSPO uses 3e-4
-    and 4e-4 for long responses."""
+    of each token). chunk: the geometric mean of the ratios of one decision (mode=embodied).
+    sequence: that of an episode or response (GSPO); robots need minibatch_unit=column and
+    env.restart_each_rollout=true. The clip ranges apply to the mean, which varies less than a
+    single ratio: GSPO uses 3e-4 and 4e-4 for long responses."""
     clip_ratio_c: Annotated[float, Limit(gt=1)] | None = option(
         None, read_if=equals("algorithm.policy_loss", "clip")
     )

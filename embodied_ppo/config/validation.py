@@ -278,7 +278,7 @@ def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str
 
 
 def check_changed_env(config: Config, changes: Collection[str]) -> None:
-    """Refuse changes of the environment of an evaluation that are not read, as ``train`` does.
+    """Refuse changed options of an evaluation's environment that are not read, as ``train`` does.
 
     Args:
         config: The run's options with the changed section env.
@@ -345,7 +345,7 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_dr_grpo(config: Config) -> None:
-    """Refuse what Dr. GRPO leaves out of GRPO. Raises ConfigError."""
+    """Refuse the divisions of GRPO that Dr. GRPO omits. Raises ConfigError."""
     a = config.algorithm
     if a.normalize_advantages:
         raise ConfigError(

@@ -184,8 +184,8 @@ class Trajectory:
         steps: int64 [T, N], simulator steps that a_t lasted. None: one each.
         kept: [T, N, ..], those inputs of the policy that acting has computed and that no update
             changes, see ``PI0.encode``. The learner empties the dictionary. None: nothing is kept.
-        collected: int64 [T, N], whose sum is the number of environment steps or tokens that the
-            rollout cost with the groups that a filter dropped. None: those of the trajectory.
+        collected: int64 [T, N], whose sum is the number of collected environment steps or tokens,
+            including those of groups that were dropped. None: those of the trajectory.
 
     Where each action of a chunk has a value (reward_type=action_level), ``value``, ``next_value``,
     ``reward``, ``terminated``, ``truncated`` and ``mask`` are [T, N, C]. The mask then ends with

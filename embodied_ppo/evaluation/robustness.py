@@ -486,7 +486,7 @@ def _interval(bounds: Sequence[float] | None) -> str:
 def collapse_text(f: Mapping[str, Any]) -> str:
     """Return where a factor's performance collapses: < 0.6, > 2.4 · warp · -.
 
-    "> not determined" where the measured performance does not differ from the nominal one.
+    "> not determined": the 95 % interval at that value contains the nominal performance.
     """
     if f["nominal"] is None:
         return ", ".join(f["collapse"]["fails"]) or "-"

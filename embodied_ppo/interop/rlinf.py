@@ -309,7 +309,7 @@ def _schedule(section: str) -> dict[str, Entry]:
 
 
 def _filter(value: Any, source: Source) -> Answer:
-    """Map the filter of groups, which collects no others in place of those it drops."""
+    """Map RLinf's filter of groups, which does not replace the groups that it drops: one round."""
     if not value:
         return "off, as here"
     return {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 1}

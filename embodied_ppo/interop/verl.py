@@ -49,14 +49,15 @@ def _updates(source: Source) -> int | None:
 
 
 def _estimator(value: Any, source: Source) -> Answer:
-    name = theirs = str(value).removesuffix("_vectorized")
+    """Map the advantage estimator; without the division by the deviation GRPO is another one."""
+    name = verl_name = str(value).removesuffix("_vectorized")
     if name == "grpo" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
-        # Their code, like ours, then leaves the division by the length to loss_agg_mode.
+        # In verl, too, loss_agg_mode then decides whether the loss is divided by the length.
         divides = source.get(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-mean"
         name = "reinforce_plus_plus_baseline" if divides else "dr_grpo"
     answer = {
         "algorithm.adv_type": name,
-        "algorithm.normalize_advantages": theirs not in ("grpo", "rloo"),
+        "algorithm.normalize_advantages": verl_name not in ("grpo", "rloo"),
     }
     return answer | ({} if name == "gae" else {"critic.use_critic_model": False})
 
@@ -64,7 +65,7 @@ def _estimator(value: Any, source: Source) -> Answer:
 def _aggregation(value: Any, source: Source) -> Answer:
     """Map the aggregation of the loss; the critic has the actor's unless the file sets another."""
     if source.get(f"{ACTOR}.policy_loss.loss_mode") == "gspo":
-        return "policy_loss.loss_mode=gspo takes seq-mean-token-mean there, too"
+        return "not read by verl, either: policy_loss.loss_mode=gspo uses seq-mean-token-mean"
     both = value != "token-mean" and source.get("critic.loss_agg_mode") is None
     both = both and source.get("algorithm.adv_estimator", "gae") == "gae"
     return {"algorithm.loss_agg_func": value} | ({"critic.loss_agg_func": value} if both else {})
@@ -85,7 +86,7 @@ def _differences(source: Source) -> dict[str, str]:
 
 
 def _filter(value: Any, source: Source) -> Answer:
-    """Map the filter of groups. Theirs compares a metric, ours compares success."""
+    """Map the filter of groups. verl's compares a metric, ours compares success."""
     if not value:
         return "off, as here"
     metric = source.get("algorithm.filter_groups.metric", "acc")
@@ -98,6 +99,7 @@ def _filter(value: Any, source: Source) -> Answer:
 
 
 def _filter_rounds(value: Any, source: Source) -> Answer:
+    """Map the maximum number of rounds of the filter."""
     if isinstance(_filter(True, source), str):
         return "read with filter_groups.metric=acc only"
     if not value or value < 1:
@@ -109,7 +111,7 @@ def _loss_mode(value: Any, source: Source) -> Answer:
     """Map the kind of the policy loss."""
     if value == "vanilla":
         return "PPO's clipped surrogate, as here"
-    if value == "gspo":  # their code aggregates its loss by this mode, whatever the file says
+    if value == "gspo":  # verl aggregates its loss by this mode, whatever the file says
         return {
             "algorithm.ratio_level": "sequence",
             "algorithm.loss_agg_func": "seq-mean-token-mean",

@@ -1,7 +1,7 @@
 """Group filtering: keep the groups in which some members succeed and others do not.
 
 Where all members of a group succeed, or none does, their success rewards are equal and the
-group-relative advantages are 0. Such a group costs a forward and backward pass and teaches nothing.
+group-relative advantages are 0. Such a group costs a forward and backward pass and has no gradient.
 A filtered rollout drops it and collects further groups until the batch is full.
 
 Source: Yu et al. 2025, DAPO, section 3.2 (dynamic sampling). The filter reads success and not the
@@ -27,7 +27,7 @@ def mixed_groups(success: Tensor, counted: Tensor, group_size: int) -> Tensor:
 
     Args:
         success: bool [N], whether the episode or response of a column succeeds.
-        counted: bool [N], columns that the objective reads; others are no members.
+        counted: bool [N], columns with an unmasked row; others are ignored.
         group_size: Columns of a group, neighbours; N = G * group_size.
     """
     success, counted = (x.reshape(-1, group_size) for x in (success, counted))
@@ -42,15 +42,15 @@ def select_groups(trajectory: Trajectory, groups: Tensor, group_size: int) -> Tr
 
 
 def concatenate(parts: list[Trajectory]) -> Trajectory:
-    """Return one trajectory with the columns of all parts."""
+    """Return one trajectory with the columns of all parts, each [T, N_i, ..]."""
     return tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:])
 
 
 class GroupFilter:
     """Mixed groups of one batch, collected in rounds.
 
-    Groups beyond the batch are kept for the next one, so that no simulated step of a mixed group is
-    lost. They are one version of the weights older; ``rollout/version_lag`` includes them.
+    Groups that do not fit into the batch begin the next one. Their version of the weights is older
+    by one; ``rollout/version_lag`` includes them.
     """
 
     def __init__(self, groups: int, group_size: int, rounds: int) -> None:
@@ -68,7 +68,7 @@ class GroupFilter:
 
     @property
     def missing(self) -> int:
-        """Groups that the batch lacks; 0 where it is full or no round is left."""
+        """Number of groups that the batch lacks; 0 if it is full or no round is left."""
         return 0 if self.round >= self.rounds else max(0, self.groups - self.count)
 
     def add(self, trajectory: Trajectory, success: Tensor, cost: int) -> None:
@@ -89,15 +89,17 @@ class GroupFilter:
         if self.count < self.groups and self.round >= self.rounds:
             # The batch has a fixed size, so that masked groups of the last round fill it up.
             filler = torch.arange(self.groups - self.count, device=mixed.device) % len(mixed)
-            rest = select_groups(trajectory, filler, self.group_size)
-            self.parts.append(replace(rest, mask=torch.zeros_like(rest.mask)))
+            padding = select_groups(trajectory, filler, self.group_size)
+            self.parts.append(replace(padding, mask=torch.zeros_like(padding.mask)))
 
     def take(self) -> tuple[Trajectory, Metrics]:
-        """Return a full batch and the metrics of its rounds; keep the groups beyond it."""
+        """Return a batch of ``groups`` groups and the metrics of its rounds.
+
+        Groups that do not fit into it begin the next batch.
+        """
         trajectory = concatenate(self.parts)
-        order = torch.arange(
-            trajectory.mask.shape[1] // self.group_size, device=trajectory.mask.device
-        )
+        count = trajectory.mask.shape[1] // self.group_size
+        order = torch.arange(count, device=trajectory.mask.device)
         batch = select_groups(trajectory, order[: self.groups], self.group_size)
         collected = torch.zeros(batch.mask.shape[:2], dtype=torch.int64, device=batch.mask.device)
         collected[0, 0] = self.cost

@@ -170,10 +170,9 @@ class ReasoningRollout:
             self.filter.add(trajectory, self._success(rows, grades), tokens)
             rounds.append(metrics)
             first += missing * self.group_size
-        trajectory, more = self.filter.take()
-        return trajectory, add_metrics(rounds) | {
-            "rollout/epoch": rounds[-1]["rollout/epoch"]
-        } | more
+        trajectory, filter_metrics = self.filter.take()
+        epoch = {"rollout/epoch": rounds[-1]["rollout/epoch"]}
+        return trajectory, add_metrics(rounds) | epoch | filter_metrics
 
     def _success(self, rows: Sequence[int], grades: Sequence[Grade]) -> Tensor:
         """Return whether each response is right, bool [N]; a failed grading counts as wrong."""

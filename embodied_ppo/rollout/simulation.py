@@ -259,7 +259,8 @@ class Rollout:
         if filter_rounds:
             assert one_episode and stages == 1
             self.filter = GroupFilter(env.num_envs // group_size, group_size, filter_rounds)
-        # Of the newest round of ``filter``: success of each first episode, bool [N], and the steps.
+        # Of the newest round of ``filter``: success of each first episode, bool [N], and the number
+        # of simulated steps.
         self.outcome = (torch.zeros(env.num_envs, dtype=torch.bool), 0)
         self.restart_every = restart_every
         limit = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
@@ -289,7 +290,8 @@ class Rollout:
     def restart(self, round_: int, repeat: int = 0) -> None:
         """Start new episodes in all environments, from seeds derived from (seed, round_).
 
-        ``repeat`` counts the restarts of a filtered rollout, whose environments are numbered on.
+        ``repeat`` is the round of a filtered rollout. Each round numbers its environments after
+        those of the round before, so that their seeds differ.
         """
         first = repeat * self.total + self.first
         seeds = env_seeds(self.seed, round_, first + self.env.num_envs, self.group_size)
@@ -343,15 +345,15 @@ class Rollout:
             trajectory, metrics = interleave([run])[0]
             episodes += float(metrics["rollout/episodes"])  # pyright: ignore[reportArgumentType]
             self.filter.add(trajectory, *self.outcome)
-        trajectory, more = self.filter.take()
-        return trajectory, metrics | {"rollout/episodes": episodes} | more
+        trajectory, filter_metrics = self.filter.take()
+        return trajectory, metrics | {"rollout/episodes": episodes} | filter_metrics
 
     def collecting(
         self, horizon: int, *, update: int, version: int, repeat: int = 0
     ) -> Generator[None, None, Experience]:
         """Collect as ``collect`` does, but yield while the simulator runs.
 
-        ``repeat`` counts the earlier rounds of a filtered rollout.
+        ``repeat`` is the round of a filtered rollout, from 0.
         """
         env, policy = self.env, self.policy
         watchdog.describe(env_id=env.id, during=f"update {update}")

@@ -60,7 +60,7 @@ def import_model(clone: Path) -> tuple[Any, Any]:
     return model.OpenVLAForActionPrediction, config.OpenVLAConfig
 
 
-def bidirectional_mask(self: Any, mask: Tensor, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+def bidirectional_mask(self: Any, mask: Tensor, x: Tensor, *args: Any, **options: Any) -> Tensor:
     """Attend to all positions, as in the transformers that OpenVLA-OFT names."""
     return torch.zeros(1, 1, x.shape[1], x.shape[1])
 

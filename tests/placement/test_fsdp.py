@@ -21,6 +21,7 @@ import tiny_vlm_checkpoints
 import torch
 import torch.distributed as dist
 from torch import nn
+from vla_policy_checks import random_observations
 
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.algorithms.learner import Learner
@@ -38,7 +39,7 @@ from tests.algorithms import test_separate_critic_learner as test_split
 from tests.algorithms.test_learner_ranks import merged
 from tests.imitation.test_behavior_cloning import demonstrations
 from tests.models import test_causal_lm as test_language
-from tests.models.vla import test_pi0
+from tests.models.vla import test_pi0, test_smolvla
 from tests.models.vla import test_pretrained as test_vla_checkpoints
 from tests.models.vla import test_trunk as test_vla
 
@@ -111,6 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("openvla", "paligemma", "qwen3_vl", "smolvlm"):
         tiny_vlm_checkpoints.write_checkpoint(kind, root / kind)
     tiny_pi0_checkpoint.write_checkpoint(root / "pi0")
+    test_smolvla.write_checkpoint(root / "smolvla")
     return root
 
 
@@ -124,6 +126,9 @@ def policy_of(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any, An
         return test_vla.make(**test_vla.FAMILIES[kind], **options), test_vla.observations(T * N)
     if kind == "pi0":
         return test_pi0.make(folder / kind, **options), test_pi0.observations(T * N)
+    if kind == "smolvla":
+        obs = random_observations(test_smolvla.SPEC, T * N, 0)
+        return test_smolvla.make(folder / kind, **options), obs
     return test_vla_checkpoints.policy_of(
         folder / kind, **options
     ), test_vla_checkpoints.observations(T * N)
@@ -264,6 +269,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "pi0, frozen trunk": ("pi0", {"freeze_trunk": True, "gradient_checkpointing": True}, {}),
     "pi0, adapters": ("pi0", {"lora_rank": 4, "dtype": "bfloat16"}, {}),
+    "smolvla": ("smolvla", {"gradient_checkpointing": True}, {}),
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from embodied_ppo import run
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.random import env_seeds
-from embodied_ppo.core.types import ConfigError, Trajectory
+from embodied_ppo.core.types import ConfigError, PlacementError, Trajectory
 from embodied_ppo.data.prompts import Sampler
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.modes.registry import mode
@@ -251,5 +251,7 @@ def test_graders_must_return_correctness() -> None:
 # ------------------------------------------------------------------------------------------ options
 def test_one_rollout_fills_the_batch() -> None:
     c = run_helpers.tiny_config({**POINT, "placement": "disaggregated", "cluster.stages": 2})
-    with pytest.raises(Exception, match=r"one rollout fills the batch, but .* 2 stages; place"):
+    with pytest.raises(
+        PlacementError, match=r"one rollout fills the batch, but .* 2 stages; place"
+    ):
         mode(c).plan(c, torch.device("cpu"))

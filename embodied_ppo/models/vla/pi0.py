@@ -20,9 +20,9 @@ Source: Black et al. 2024, arXiv 2410.24164.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,8 @@ from embodied_ppo.models.vla.trunk import (
     check_units,
     device_memory_gb,
 )
+
+T = TypeVar("T")
 
 PAD = -1
 """Id of padding words."""
@@ -179,11 +181,14 @@ def append_room(keys: Tensor, values: Tensor, size: int) -> tuple[Tensor, Tensor
     return F.pad(keys, room), F.pad(values, room)
 
 
-def run_layer(recompute: bool, layer: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``block``; with ``recompute`` its activations are computed again in the backward pass."""
+def run_layer(recompute: bool, layer: Any, function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(layer, *args)``, such as ``block``, called with gathered weights.
+
+    With ``recompute`` its activations are computed again in the backward pass.
+    """
     if recompute and torch.is_grad_enabled():
-        return cast(Any, checkpoint(gathered, layer, block, *args, use_reentrant=False))
-    return gathered(layer, block, *args)
+        return cast(Any, checkpoint(gathered, layer, function, *args, use_reentrant=False))
+    return gathered(layer, function, *args)
 
 
 def grouped(q: Tensor, groups: int) -> Tensor:
@@ -347,7 +352,7 @@ class Trunk(ObservationEncoder):
         language = self.vlm.language_model
         keys, values = [], []
         for layer in language.layers:
-            x, k, v = run_layer(self.checkpointing, layer, x, rotation, visible)
+            x, k, v = run_layer(self.checkpointing, layer, block, x, rotation, visible)
             keys.append(k)
             values.append(v)
         out = language.norm(x).float() * valid.unsqueeze(-1)
@@ -676,7 +681,8 @@ class PI0(Flow, lora.Adapted):
             with lora.autocast(self.device, self.dtype):
                 h, condition = self.embed_actions(context, x, tau)
                 for layer, kv in zip(model.layers, past, strict=True):
-                    h, _, _ = run_layer(self.checkpointing, layer, h, rotation, mask, kv, condition)
+                    args = (h, rotation, mask, kv, condition)
+                    h, _, _ = run_layer(self.checkpointing, layer, block, *args)
                 h, _ = apply_norm(model.norm, h[:, states:], condition)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embodied_ppo.core.collectives import gathered
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.models.causal_lm import gated_mlp, rotate
@@ -31,6 +32,7 @@ from embodied_ppo.models.vla.pi0 import (
     Prefix,
     Trunk,
     append_room,
+    block,
     grouped,
     run_layer,
 )
@@ -120,7 +122,7 @@ class SmolVLA(PI0):
                 zip(model.layers, keys_and_values, strict=True)
             ):
                 if smolvla_files.is_cross_layer(i):
-                    past.append(_cross_keys(layer.self_attn, key, value))
+                    past.append(gathered(layer, _cross_keys, key, value))
                 else:
                     past.append(append_room(key, value, size))
 
@@ -129,9 +131,11 @@ class SmolVLA(PI0):
                 h = self.embed(x, tau)
                 for i, (layer, kv) in enumerate(zip(model.layers, past, strict=True)):
                     if smolvla_files.is_cross_layer(i):
-                        h = _cross_attention(layer, h, cross_rotation, cross_mask, kv)
+                        args = (h, cross_rotation, cross_mask, kv)
+                        h = run_layer(self.checkpointing, layer, _cross_attention, *args)
                     else:
-                        h, _, _ = run_layer(self.checkpointing, layer, h, self_rotation, mask, kv)
+                        args = (h, self_rotation, mask, kv)
+                        h, _, _ = run_layer(self.checkpointing, layer, block, *args)
                 h = model.norm(h)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
@@ -144,11 +148,11 @@ def _repeat_mask(visible: Tensor, attention: Any) -> Tensor:
     return visible.repeat(1, attention.num_key_value_groups, 1).unsqueeze(1)
 
 
-def _cross_keys(attention: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Map keys and values of the prefix, [B, G, P, d] each, to those of the expert."""
+def _cross_keys(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Map keys and values of the prefix, [B, G, P, d] each, to those of a layer of the expert."""
     out = []
-    for layer, x in ((attention.k_proj, keys), (attention.v_proj, values)):
-        y = layer(x.transpose(1, 2).flatten(2).to(layer.weight.dtype))
+    for linear, x in ((layer.self_attn.k_proj, keys), (layer.self_attn.v_proj, values)):
+        y = linear(x.transpose(1, 2).flatten(2).to(linear.weight.dtype))
         out.append(y.unflatten(-1, (x.shape[1], -1)).transpose(1, 2))
     return out[0], out[1]
 

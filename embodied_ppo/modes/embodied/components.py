@@ -405,7 +405,8 @@ def make_rollout(
         stage: Which of the ``stages`` parts of the environments this rollout steps.
     """
     a = config.algorithm
-    # ``distill`` compares no groups. Kept inputs are of a whole rollout, which filtering splits.
+    # ``distill`` compares no groups. A filtered batch has groups of several rounds, but kept inputs
+    # are those of one round.
     filtered = a.group_filter is not None and config.teacher is None
     kept_inputs: Sequence[str] = ()
     if keep_inputs and not filtered and isinstance(policy, PI0):

@@ -64,8 +64,8 @@ RANGES: dict[str, Range] = {
   the gear would be wrong: it also changes the length of a position servo, hence the meaning of its
   target.
 * joint_offset x (rad) shifts what the encoders of hinge joints measure. The bias of a position
-  servo then is that of the angle plus x; ``joint_offsets`` shifts the angles that the policy reads.
-  To shift ctrl would be wrong: ctrlrange limits the command, not the resulting angle.
+  servo is computed for the angle plus x, and ``joint_offsets`` shifts the angles that the policy
+  reads. To shift ctrl would be wrong: ctrlrange limits the command, not the resulting angle.
 * gravity scales its strength.
 * camera_position moves each camera along x, y and z (m); camera_angle turns it about its own x, y
   and z (rad).
@@ -102,9 +102,9 @@ class Randomization:
         if "motor_strength" in ranges:
             _check_motor_strength(model, self.ranges)
         self.encoders = Encoders(model)
-        without = () if self.encoders.servos else ("joint_offset",)
+        unused = () if self.encoders.servos else ("joint_offset",)  # no servo's bias changes
         self.base: dict[str, Tensor] = {}
-        for name in dict.fromkeys(f for r in ranges if r not in without for f in RANGES[r].fields):
+        for name in dict.fromkeys(f for r in ranges if r not in unused for f in RANGES[r].fields):
             x = torch.from_numpy(np.array(model_field(model, name), dtype=np.float64))
             if x.numel() and not (name == "jnt_actfrcrange" and not model.jnt_actfrclimited.any()):
                 self.base[name] = x
@@ -122,8 +122,13 @@ class Randomization:
         self._driver = self._driver.to(device)
         self.encoders.to(device, dtype)
 
-    def drawn(self, name: str, u: Tensor) -> Tensor:
-        """Return the numbers of range ``name``, [N, n] within its bounds, from u [N, size]."""
+    def draw(self, name: str, u: Tensor) -> Tensor:
+        """Return the numbers [N, n] of range ``name``, within its bounds.
+
+        Args:
+            name: One of ``ranges``.
+            u: Uniform numbers of all ranges, [N, size] in [0, 1).
+        """
         (low, high), first = self.ranges[name], self._first[name]
         return low + (high - low) * u[:, first : first + self._sizes[name]]
 
@@ -143,7 +148,7 @@ class Randomization:
         """Map uniform numbers [N, size] in [0, 1) to field -> values [N, ..]."""
         sampled = {f: x.to(u).expand(len(u), *x.shape).clone() for f, x in self.base.items()}
         for name in self.ranges:
-            r, x, column = RANGES[name], self.drawn(name, u), 0
+            r, x, column = RANGES[name], self.draw(name, u), 0
             if name == "joint_offset":
                 if "actuator_biasprm" in sampled:
                     self.encoders.shift_bias(sampled["actuator_biasprm"], x)
@@ -200,19 +205,19 @@ class Encoders:
         self.servo_index = self.servo_index.to(device)
         self.joint_of_servo = self.joint_of_servo.to(device)
 
-    def of_servos(self, offset: Tensor) -> Tensor:
-        """Return the offsets [N, joints], rad, in the unit of the servos' ctrl, [N, servos]."""
+    def to_servo_units(self, offset: Tensor) -> Tensor:
+        """Convert offsets [N, joints], rad, to the unit of the servos' ctrl, [N, servos]."""
         return offset.index_select(1, self.joint_of_servo) * self.gears.to(offset)
 
     def shift_bias(self, biasprm: Tensor, offset: Tensor) -> None:
-        """Let servos measure the angle plus the offset [N, joints]; changes biasprm [N, nu, 10].
+        """Change biasprm [N, nu, 10] so that servos measure the angle plus the offset [N, joints].
 
         The force is gain · ctrl + b0 + b1 · gear · angle + ..; an angle that is larger by x adds
         b1 · gear · x to b0. Factors of gains and motors scale b0 and b1 alike, hence the order of
         the ranges does not matter.
         """
         servos = biasprm.index_select(1, self.servo_index)
-        servos[..., 0] += servos[..., 1] * self.of_servos(offset)
+        servos[..., 0] += servos[..., 1] * self.to_servo_units(offset)
         biasprm.index_copy_(1, self.servo_index, servos)
 
 

@@ -58,14 +58,14 @@ class JointOffsets:
             where: bool [N], whether an episode starts.
             u: The random numbers of the worlds' models, see ``Physics.reset``.
         """
-        drawn = self._randomization.drawn("joint_offset", u.to(self.offset))
+        drawn = self._randomization.draw("joint_offset", u.to(self.offset))
         self.load(torch.where(where[:, None], drawn, self.offset))
 
     def load(self, offset: Tensor) -> None:
         """Set the offsets [N, joints], rad."""
         self.offset.copy_(offset)
         self._qpos.index_copy_(1, self._qpos_index, self.offset)
-        self._ctrl.index_copy_(1, self._encoders.servo_index, self._encoders.of_servos(offset))
+        self._ctrl.index_copy_(1, self._encoders.servo_index, self._encoders.to_servo_units(offset))
 
     def measured(self, s: State) -> dict[str, Tensor]:
         """Return the state with qpos as the robot measures it."""
