@@ -253,9 +253,10 @@ class Policy:
             scale, an offset, a delay, normalised observations, another control rate.
 
         Raises:
-            BundleError: The recording has none of these arrays, or other shapes.
+            BundleError: The file cannot be read, or the recording has none of these arrays, or
+                other shapes.
         """
-        given = dict(recording) if isinstance(recording, dict) else dict(np.load(recording))
+        given = dict(recording) if isinstance(recording, dict) else read_recording(recording)
         keys = {f"observation/{name}": spec for name, spec in self.inputs.items()}
         unknown = [k for k in given if k not in keys and k not in ("action", "time_s")]
         unknown = [k for k in unknown if k not in self.golden]
@@ -581,6 +582,16 @@ def describe_image(key, expected, actual, layout):
         if np.abs(np.flip(actual, axis) - expected).mean() <= 2:
             return [f"{key}: {text}"]
     return [f"{key}: differs by {difference:.1f} of 255 on average"]
+
+
+def read_recording(path):
+    """Return the arrays of an npz file."""
+    try:
+        return dict(np.load(path))
+    except FileNotFoundError:
+        raise BundleError(f"{path}: does not exist") from None
+    except (OSError, TypeError, ValueError):  # no archive, or a .npy file
+        raise BundleError(f"{path}: is not a file of numpy.savez") from None
 
 
 def main(arguments=None):

@@ -347,6 +347,23 @@ def test_comparison_names_normalisation_that_is_twice_or_missing(policy: Policy)
     assert line.startswith("action: is that of the network without its normaliser")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.npz", "does not exist"),
+        ("array.npy", "is not a file of numpy.savez"),
+        ("text.npz", "is not a file of numpy.savez"),
+    ],
+)
+def test_a_recording_that_cannot_be_read_is_refused(
+    name: str, message: str, policy: Policy, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "array.npy", np.zeros((3, 17), np.float32))
+    (tmp_path / "text.npz").write_text("time,x\n0,1\n")
+    with pytest.raises(BundleError, match=f"{name}: {message}"):
+        policy.compare(tmp_path / name)
+
+
 def test_images_are_compared_as_a_whole() -> None:
     image = np.random.default_rng(0).integers(0, 255, (3, 8, 9, 3), dtype=np.uint8)
     for flipped, text in (
