@@ -256,9 +256,12 @@ class Trunk(ObservationEncoder):
                 f" reads max_state_dim = {state_size}; use fewer"
             )
         self.state_size, self.tokenize = state_size, published.tokenize
+        self.checkpoint = config.checkpoint
         self.statistics: Statistics | None = None
         if published.state is not None and size:
-            self.statistics = published.state.first(size, "states")
+            self.statistics = published.state.first(
+                size, "states", f"model.checkpoint={config.checkpoint}"
+            )
             self.encoder.moments = None
         self.relative: Tensor | None = None
         """Dimensions of an action that are relative to the state, bool [A]; None: none."""
@@ -277,6 +280,25 @@ class Trunk(ObservationEncoder):
         rows = [list(self.tokenize(sentence)) for sentence in sentences or ("",)]
         width = max(map(len, rows))
         return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.int64)
+
+    def check_words(self) -> None:
+        """Check that the ids of the tokenizer have embeddings.
+
+        Raises:
+            ConfigError: The tokenizer is another model's.
+        """
+        # A model of sizes only (meta tensors) has no ids.
+        largest = max((int(ids.max()) for ids in self.word_ids() if not ids.is_meta), default=0)
+        count = self.vlm.language_model.embed_tokens.num_embeddings
+        if largest >= count:
+            raise ConfigError(
+                f"model.checkpoint={self.checkpoint}: its tokenizer has the id {largest}, but the"
+                f" model has embeddings of {count} words; copy the model's tokenizer into it"
+            )
+
+    def word_ids(self) -> tuple[Tensor, ...]:
+        """Return the tensors of ids that prompts consist of."""
+        return (self.table,)
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """Return images uint8 [B, 3, h, w], VECTOR float32 [B, N] and WORDS int64 [B, words]."""
@@ -459,7 +481,7 @@ class PI0(Flow, lora.Adapted):
         )
         self.statistics: Statistics | None = None
         if published.action is not None:
-            self.statistics = published.action.first(self.size, "actions")
+            self.statistics = published.action.first(self.size, "actions", label)
             check_units(action_spec, config, mapping)
         relative = published.relative if config.delta_actions is None else config.delta_actions
         if relative:
@@ -558,6 +580,7 @@ class PI0(Flow, lora.Adapted):
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
         self.trunk.table = self.trunk.sentence_table(self.sentences).to(self.device)
+        self.trunk.check_words()
 
     # --------------------------------------------------------------------------------------- memory
     def prefix_bytes(self) -> int:

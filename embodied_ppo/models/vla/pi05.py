@@ -78,6 +78,10 @@ class PromptTrunk(Trunk):
                 " beside them; copy tokenizer.json of google/paligemma-3b-pt-224 into the directory"
             )
 
+    def word_ids(self) -> tuple[Tensor, ...]:
+        """See ``Trunk.word_ids``."""
+        return self.table, self.numbers, self.end
+
     def sentence_table(self, sentences: Sequence[str]) -> Tensor:
         """See ``Trunk.sentence_table``: the words before the state."""
         return _pad_rows(

@@ -9,6 +9,7 @@ test-lerobot``).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo.core.errors import one_line
+from embodied_ppo.core.errors import one_line, show
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.checkpoint_files import (
     LOCAL,
@@ -68,6 +69,28 @@ SHARED_FIELDS = (
     "max_period",
 )
 """Fields that the config.json of lerobot and of transformers have in common."""
+PERIODS = ("min_period", "max_period")
+LARGEST = {
+    "chunk_size": 10**4,
+    "action_horizon": 10**4,
+    "max_state_dim": 10**4,
+    "max_action_dim": 10**4,
+    "action_dim": 10**4,
+    "tokenizer_max_length": 10**5,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 1000,
+    "num_key_value_heads": 1000,
+    "head_dim": 10**5,
+    "hidden_size": 10**6,
+    "intermediate_size": 10**6,
+    "vocab_size": 10**7,
+    "image_size": 10**4,
+    "patch_size": 10**4,
+    "scale_factor": 100,
+}
+"""Largest accepted values of fields of config.json that are positive whole numbers."""
+SECTIONS = ("vlm_config", "dit_config", "text_config", "vision_config", "text", "vision")
+"""Fields of config.json that contain more of them."""
 UNUSED_HEAD = "unused_head"
 """Key to which an ``lm_head`` that no layer reads is renamed, so that it is ignored."""
 OLD_KEYS = {
@@ -138,15 +161,20 @@ class Statistics(nn.Module):
         """Return the statistics of openpi, which adds 1e-6 to the distance of the quantiles."""
         return cls.from_quantiles(low, torch.as_tensor(high, dtype=torch.float64) + 1e-6)
 
-    def first(self, n: int, name: str) -> Statistics:
+    def first(self, n: int, name: str, label: str) -> Statistics:
         """Return the statistics of the first n numbers; the others are padding.
+
+        Args:
+            n: Numbers of the task.
+            name: states or actions.
+            label: Option and value, for messages.
 
         Raises:
             ConfigError: There are fewer numbers.
         """
         if len(self.mean) < n:
             raise ConfigError(
-                f"model.checkpoint: its statistics of {name} have {len(self.mean)} numbers, the"
+                f"{label}: its statistics of {name} have {len(self.mean)} numbers, the"
                 f" task's {name} {n}; use a checkpoint of this robot, or a directory without"
                 " statistics (model.normalize_obs then computes them)"
             )
@@ -184,14 +212,15 @@ def read(folder: str | Path) -> Published:
     """
     folder = Path(folder)
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}", CURE)
+    read_config(raw, folder)
     lerobot = raw.get("type") in KINDS
-    words = int(raw.get("tokenizer_max_length") or MAX_WORDS)
+    words = raw.get("tokenizer_max_length") or MAX_WORDS
     return Published(
         _model(folder, raw),
         _tokenizer(folder, words, clean=not lerobot),
         *statistics(folder, raw),
         antialias=not lerobot,
-        relative=_relative(raw) if lerobot else (),
+        relative=_relative(raw, folder) if lerobot else (),
     )
 
 
@@ -203,24 +232,65 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         ConfigError: It describes another kind of model or is damaged.
     """
     transformers = _transformers()
-    declared = str(raw.get("model_type") or raw.get("type") or "missing")
-    try:
-        if raw.get("model_type") == "pi0":
-            return transformers.PI0Config.from_dict(dict(raw))
-        if raw.get("type") in KINDS:
-            return transformers.PI0Config(**lerobot_fields(raw))
-        if declared == "missing" and "action_horizon" in raw:
-            return transformers.PI0Config(**openpi_fields(raw))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"model.checkpoint={folder}: config.json is refused: {one_line(error)}"
-        ) from error
-    name = UNSUPPORTED.get(declared, declared)
+    label = f"model.checkpoint={folder}"
+    declared = raw.get("model_type") or raw.get("type")
+    if declared is None and "action_horizon" not in raw:
+        raise ConfigError(f"{label}: config.json names no type of model; {CURE}")
+    if declared is None or raw.get("type") in KINDS or raw.get("model_type") == "pi0":
+        check_numbers(raw, label)
+        raw = dict(raw) | {name: float(raw[name]) for name in PERIODS if name in raw}
+        with config_errors(f"{label}: config.json is refused: "):
+            if raw.get("model_type") == "pi0":
+                return transformers.PI0Config.from_dict(raw)
+            fields = openpi_fields(raw) if declared is None else lerobot_fields(raw)
+            return transformers.PI0Config(**fields)
+    name = UNSUPPORTED.get(str(declared), declared)
     raise ConfigError(
-        f"model.checkpoint={folder}: is a directory of {name}, not of π0 or π0.5; name one of"
-        " these (lerobot's or openpi's; π0 also transformers') or of SmolVLA, or another"
-        " model.policy"
+        f"{label}: is a directory of {name}, not of π0 or π0.5; name one of these"
+        " (lerobot's or openpi's; π0 also transformers') or of SmolVLA, or another model.policy"
     )
+
+
+def check_numbers(raw: Mapping[str, Any], label: str) -> None:
+    """Check the fields of a config.json that all layouts have in common, and the sizes below them.
+
+    Args:
+        raw: The config.json.
+        label: Option and value, for messages.
+
+    Raises:
+        ConfigError: A field has another type, or is out of range.
+    """
+    for name in PERIODS:
+        x = raw.get(name, 1.0)
+        if not _is_number(x) or not 0 < x < math.inf:
+            raise ConfigError(
+                f"{label}: config.json has {name}={show(x)}; it must be a finite number > 0,"
+                " download it again"
+            )
+    for name in ("vlm_config", "dit_config", "normalization_mapping"):
+        if name in raw and not isinstance(raw[name], dict | None if "map" in name else dict):
+            raise ConfigError(
+                f"{label}: config.json has {name}={show(raw[name])}; it must be an object,"
+                " download it again"
+            )
+    parts: list[tuple[str, Mapping[str, Any]]] = [("", raw)]
+    while parts:
+        path, part = parts.pop()
+        for name, x in part.items():
+            limit = LARGEST.get(name)
+            optional = name == "tokenizer_max_length" and x is None
+            if limit is not None and not optional and (type(x) is not int or not 1 <= x <= limit):
+                raise ConfigError(
+                    f"{label}: config.json has {path}{name}={show(x)}; it must be a whole number >="
+                    f" 1 and <= {limit}, download it again"
+                )
+            if isinstance(x, dict) and name in SECTIONS:
+                parts.append((f"{path}{name}.", x))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,14 +352,19 @@ def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields | sizes | {"max_state_dim": size, "max_action_dim": size}
 
 
-def _relative(raw: Mapping[str, Any]) -> tuple[int, ...]:
+def _relative(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
     """Return the dimensions of actions that lerobot's config.json declares relative."""
     if not raw.get("use_relative_actions"):
         return ()
-    size = int((raw.get("output_features") or {})["action"]["shape"][0])
-    names = raw.get("action_feature_names") or []
-    excluded = [str(token).lower() for token in raw.get("relative_exclude_joints") or () if token]
-    absolute = {i for i, name in enumerate(names) if any(t in str(name).lower() for t in excluded)}
+    with config_errors(f"model.checkpoint={folder}: use_relative_actions: ", kind=True):
+        size = int((raw.get("output_features") or {})["action"]["shape"][0])
+        names = raw.get("action_feature_names") or []
+        excluded = [
+            str(token).lower() for token in raw.get("relative_exclude_joints") or () if token
+        ]
+        absolute = {
+            i for i, name in enumerate(names) if any(t in str(name).lower() for t in excluded)
+        }
     return tuple(i for i in range(size) if i not in absolute)
 
 
@@ -313,6 +388,15 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     model_class = transformers.PI0ForConditionalGeneration
     if adaptive:
         model_class = pi05_model.model_class()
+    with (
+        config_errors(f"model.checkpoint={folder}: config.json is refused: "),
+        torch.device("meta"),
+    ):
+        sizes = {
+            parameter_name(key, PARAMETERS): tuple(x.shape)
+            for key, x in model_class(config).state_dict().items()
+        }
+    check_shapes(folder, sizes, lambda key: parameter_name(key, PARAMETERS))
     with config_errors(f"model.checkpoint={folder}: transformers refuses: "):
         model, loading_info = model_class.from_pretrained(
             folder,
@@ -338,21 +422,53 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
     return model
 
 
-def _keys(folder: Path) -> set[str]:
-    """Return the keys of all weights.
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in the safetensors files of a directory, by their keys.
 
-    The set is empty if a file is damaged; transformers then reports the file.
+    Raises:
+        ConfigError: A file is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
-    keys: set[str] = set()
-    for file in folder.glob("*.safetensors"):
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as f:
-                keys |= set(f.keys())
-        except (SafetensorError, OSError):
-            return set()
-    return keys
+                for key in f.keys():  # noqa: SIM118
+                    shapes[key] = tuple(f.get_slice(key).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"model.checkpoint={folder}: {file.name} cannot be read: {one_line(error)};"
+                " download it again"
+            ) from error
+    return shapes
+
+
+def _keys(folder: Path) -> set[str]:
+    """Return the keys of all weights."""
+    return set(weight_shapes(folder))
+
+
+def check_shapes(
+    folder: Path, sizes: Mapping[str, tuple[int, ...]], rename: Callable[[str], str | None]
+) -> None:
+    """Check that the weights of a directory have the sizes that its config.json describes.
+
+    Args:
+        folder: The directory.
+        sizes: Shapes of the model's parameters by name.
+        rename: Maps the published name of a weight to that of the parameter.
+
+    Raises:
+        ConfigError: A weight has another shape, or a file is damaged.
+    """
+    for key, shape in weight_shapes(folder).items():
+        size = sizes.get(rename(key) or "")
+        if size is not None and size != shape:
+            raise ConfigError(
+                f"model.checkpoint={folder}: the weight {key} has the shape {list(shape)}, but"
+                f" config.json describes {list(size)}; use the config.json of these weights"
+            )
 
 
 def _renamed_keys(keys: set[str]) -> dict[str, str]:
@@ -412,12 +528,8 @@ def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
             f"model.checkpoint={folder}: holds no tokenizer; copy tokenizer.json and"
             " tokenizer_config.json of google/paligemma-3b-pt-224 into it"
         )
-    try:
+    with config_errors(f"model.checkpoint={folder}: its tokenizer cannot be read: "):
         tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, **LOCAL)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"model.checkpoint={folder}: its tokenizer cannot be read: {one_line(error)}"
-        ) from error
     if tokenizer.bos_token_id is None:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"
@@ -469,7 +581,7 @@ def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
         options = read_json(processor, label, CURE)
         pair = [options.get(f"{key}_{end}") for end in ends]
         if None not in pair:
-            return build(*pair)
+            return build(*_checked(pair, processor, name, ends))
     files = sorted(folder.rglob("norm_stats.json"))
     if len(files) > 1:
         raise ConfigError(
@@ -478,16 +590,53 @@ def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
         )
     if files:
         stats = read_json(files[0], label, CURE)
-        stats = stats.get("norm_stats", stats).get(key)
+        stats = stats.get("norm_stats", stats)
+        stats = stats.get(key) if isinstance(stats, dict) else stats
         build = Statistics.from_openpi_quantiles if quantiles else Statistics.from_openpi
-        return None if stats is None else build(*(stats[end] for end in ends))
+        if stats is None:
+            return None
+        pair = [stats.get(end) if isinstance(stats, dict) else None for end in ends]
+        return build(*_checked(pair, files[0], name, ends))
+    feature = _LEROBOT_FEATURES[name]
     files = sorted(folder.glob("*normalizer_processor.safetensors"))
     for file in files + sorted(folder.glob("model*.safetensors")):
-        for pair in _pairs(file, _LEROBOT_FEATURES[name], ends):
+        for pair in _pairs(file, feature, ends):
             # lerobot's buffers are infinite until filled.
-            if all(bool(x.isfinite().all()) for x in pair):
-                return build(*pair)
+            if not all(bool(x.isinf().all()) for x in pair):
+                return build(*_checked(pair, file, name, ends))
+    held = {key for key in weight_shapes(folder) if key.startswith(f"{feature}.")}
+    if held and not all(f"{feature}.{end}" in held for end in ends):
+        raise ConfigError(
+            f"{label}: its statistics of {name}s are {', '.join(sorted(held))}, but"
+            f" normalization_mapping.{name.upper()}={mode} needs {' and '.join(ends)}; download the"
+            " files of one model"
+        )
     return None
+
+
+def _checked(
+    pair: Sequence[Any], file: Path, name: str, ends: tuple[str, str]
+) -> tuple[Tensor, Tensor]:
+    """Return two lists of statistics as float64 tensors of one length.
+
+    Raises:
+        ConfigError: They are damaged.
+    """
+    label = f"model.checkpoint={file.parent}: statistics of {name}s in {file.name}"
+    with config_errors(f"{label} cannot be read: ", "; download it again", kind=True):
+        a, b = (torch.as_tensor(x, dtype=torch.float64).flatten() for x in pair)
+    problem = None
+    if not len(a) or len(a) != len(b):
+        problem = f"have {len(a)} numbers {ends[0]} and {len(b)} {ends[1]}"
+    elif not (a.isfinite().all() and b.isfinite().all()):
+        problem = "are not finite"
+    elif ends[1] == "std" and (b < 0).any():
+        problem = "have a negative std"
+    elif ends[1] == "q99" and (b < a).any():
+        problem = "have a q99 below q01"
+    if problem is not None:
+        raise ConfigError(f"{label} {problem}; download it again")
+    return a, b
 
 
 MODES = ("MEAN_STD", "QUANTILES", "IDENTITY")

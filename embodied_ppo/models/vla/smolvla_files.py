@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo.core.errors import one_line
+from embodied_ppo.core.errors import one_line, show
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.checkpoint_files import (
     LOCAL,
@@ -23,7 +23,14 @@ from embodied_ppo.models.checkpoint_files import (
     import_transformers,
     read_json,
 )
-from embodied_ppo.models.vla.pi0_files import MAX_WORDS, Published, statistics
+from embodied_ppo.models.vla.pi0_files import (
+    LARGEST,
+    MAX_WORDS,
+    Published,
+    check_numbers,
+    check_shapes,
+    statistics,
+)
 
 CURE = "name one of SmolVLA (hf download lerobot/smolvla_base --local-dir DIR)"
 PREFIX = "model."
@@ -198,13 +205,19 @@ def read(folder: str | Path) -> Published:
     for name, values in SUPPORTED.items():
         if raw.get(name, values[0]) not in values:
             raise ConfigError(
-                f"{label}: config.json has {name}={raw[name]}; supported is {name}={values[0]}"
+                f"{label}: config.json has {name}={show(raw[name])}; supported is"
+                f" {name}={show(values[0])}"
             )
-    config = vlm_config(raw, label)
+    check_numbers(raw, label)
     with config_errors(f"{label}: config.json is refused: "):
-        model = Model(raw, config)
+        config = vlm_config(raw, label)
+        with torch.device("meta"):
+            empty = Model(raw, config)
+    sizes = {name: tuple(x.shape) for name, x in empty.state_dict().items()}
+    check_shapes(folder, sizes, weight_names(empty).get)
+    model = Model(raw, config)
     _load(model, folder, label)
-    words = int(raw.get("tokenizer_max_length") or MAX_WORDS)
+    words = raw.get("tokenizer_max_length") or MAX_WORDS
     return Published(model, _tokenizer(folder, words), *statistics(folder, raw), antialias=False)
 
 
@@ -226,8 +239,14 @@ def vlm_config(raw: Mapping[str, Any], label: str) -> Any:
             f"{label}: vlm_model_name={name} is not known; supported is {', '.join(VLM_SIZES)}"
         )
     text = {"model_type": "llama", "attention_bias": False, "num_hidden_layers": 16} | sizes["text"]
-    if raw.get("num_vlm_layers", 16) > 0:
-        text["num_hidden_layers"] = raw.get("num_vlm_layers", 16)
+    layers = raw.get("num_vlm_layers", 16)
+    if type(layers) is not int or layers > LARGEST["num_hidden_layers"]:
+        raise ConfigError(
+            f"{label}: config.json has num_vlm_layers={show(layers)}; it must be a whole number <="
+            f" {LARGEST['num_hidden_layers']}, download it again"
+        )
+    if layers > 0:
+        text["num_hidden_layers"] = layers
     return transformers.SmolVLMConfig(
         text_config=text, vision_config=sizes["vision"], scale_factor=sizes["scale_factor"]
     )
@@ -258,6 +277,8 @@ def _load(model: Model, folder: Path, label: str) -> None:
 
     names, state = weight_names(model), model.state_dict()
     files = [f for f in sorted(folder.glob("*.safetensors")) if "processor" not in f.name]
+    if not files:
+        raise ConfigError(f"{label}: holds no weights (model.safetensors); download it completely")
     missing, unknown = set(names), []
     try:
         for file in files:

@@ -219,6 +219,13 @@ class EmbodiedMode(Mode):
     def write_model(self, run: TrainedRun, out: Path) -> dict[str, Any]:
         if run.config.model.policy == "actor_critic":
             return bundle.write(run, out)
+        assert run.config.model.checkpoint is not None
+        source = Path(run.config.model.checkpoint).resolve()
+        if out.resolve().is_relative_to(source):
+            raise ConfigError(
+                f"out={out}: is inside model.checkpoint={source}, which stays as it is; name a"
+                " directory outside of it"
+            )
         config = replace(run.config, env=replace(run.config.env, num_envs=2))
         task = components.evaluated_task(run, config.env, allow=False)
         env = components.make_env(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +24,12 @@ from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
 import embodied_envs
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
-from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
+from embodied_ppo.config.schema import AlgorithmConfig, Config, ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete, ObsSpec
 from embodied_ppo.models.vla import pi0_files
 from embodied_ppo.models.vla.pi0 import FROZEN_ROWS, KEPT, KEYS, PI0, TimeEncoding
+from embodied_ppo.modes.embodied.mode import EmbodiedMode
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
 
@@ -615,11 +618,11 @@ def test_relative_actions_become_absolute(folder: Path, trunk: str) -> None:
 
 def test_lerobot_names_relative_actions() -> None:
     raw = {"use_relative_actions": True, "output_features": {"action": {"shape": [4]}}}
-    assert pi0_files._relative(raw) == (0, 1, 2, 3)
+    assert pi0_files._relative(raw, Path("x")) == (0, 1, 2, 3)
     raw |= {"relative_exclude_joints": ["gripper"]}
     raw |= {"action_feature_names": ["pan.pos", "Gripper.pos", "roll.pos"]}
-    assert pi0_files._relative(raw) == (0, 2, 3)
-    assert pi0_files._relative(raw | {"use_relative_actions": False}) == ()
+    assert pi0_files._relative(raw, Path("x")) == (0, 2, 3)
+    assert pi0_files._relative(raw | {"use_relative_actions": False}, Path("x")) == ()
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
@@ -883,3 +886,85 @@ def test_refused_checkpoints_and_options(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the task's actions are discrete"):
         config = ModelConfig(policy="flow", checkpoint=str(folder))
         PI0(SPEC, Discrete(4), config, chunk=1, sentences=())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("chunk_size", "12", "config.json has chunk_size=12; it must be a whole number >= 1"),
+        ("chunk_size", -1, "config.json has chunk_size=-1; it must be a whole number >= 1"),
+        ("chunk_size", 10**9, "chunk_size=1000000000; it must be a whole number >= 1 and <= 10000"),
+        ("min_period", "a", "min_period=a; it must be a finite number > 0"),
+        ("tokenizer_max_length", -4, "tokenizer_max_length=-4; it must be a whole number"),
+        ("dit_config", [], "dit_config=[]; it must be an object"),
+        ("vlm_config", {}, "has the shape [300, 64], but config.json describes [257152, 2048]"),
+        ("normalization_mapping", "x", "normalization_mapping=x; it must be an object"),
+        ("model_type", None, "config.json names no type of model"),
+    ],
+)
+def test_damaged_configurations_are_refused(
+    key: str, value: Any, message: str, folder: Path, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    raw = json.loads((folder / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(raw | {key: value}))
+    with pytest.raises(ConfigError) as e:
+        pi0_files.read(damaged)
+    assert str(e.value).startswith(f"model.checkpoint={damaged}: ") and message in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("stats", "message"),
+    [
+        (None, None),
+        ([1], "cannot be read|have 0 numbers"),
+        ({"mean": [1, 2]}, "cannot be read"),
+        ({"mean": "a", "std": "b"}, "cannot be read"),
+        ({"mean": [1, [2]], "std": [1, 1]}, "cannot be read"),
+        ({"mean": [1, 2], "std": [1]}, "have 2 numbers mean and 1 std"),
+        ({"mean": [1, 2], "std": [1, -1]}, "have a negative std"),
+        ({"mean": [1, math.nan], "std": [1, 1]}, "are not finite"),
+    ],
+)
+def test_damaged_statistics_are_refused(
+    stats: Any, message: str | None, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": stats}}))
+    raw = json.loads((folder / "config.json").read_text())
+    if message is None:
+        assert pi0_files.statistics(tmp_path, raw) == (None, None)
+        return
+    with pytest.raises(ConfigError, match=f"statistics of states in norm_stats.json ({message})"):
+        pi0_files.statistics(tmp_path, raw)
+
+
+def test_statistics_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> None:
+    save_file({"action.min": torch.zeros(2)}, tmp_path / "a_normalizer_processor.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match="ACTION=MEAN_STD needs mean and std"):
+        pi0_files.statistics(tmp_path, raw)
+
+
+def test_damaged_weights_and_tokenizers_are_refused(folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    weights = (folder / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(weights[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+        pi0_files.read(damaged)
+    (damaged / "model.safetensors").write_bytes(weights)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {k: i + (i > 2) * 900 for k, i in vocabulary.items()}
+    (damaged / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="model has embeddings of 300 words"):
+        make(damaged)
+    (damaged / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="its tokenizer cannot be read"):
+        make(damaged)
+
+
+def test_export_into_the_source_directory_is_refused(tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(policy="flow", checkpoint=str(tmp_path)))
+    run: Any = SimpleNamespace(config=config)
+    with pytest.raises(ConfigError, match=r"out=.*inside: is inside model\.checkpoint="):
+        EmbodiedMode().write_model(run, tmp_path / "inside")

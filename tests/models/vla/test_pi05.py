@@ -167,7 +167,8 @@ def test_files_are_read_completely(folder: Path) -> None:
 @pytest.mark.parametrize("trunk", [{}, {"freeze_trunk": True}, {"lora_rank": 4}], ids=str)
 def test_export_and_read_again(trunk: Any, kind: str, tmp_path: Path) -> None:
     """The written directory has the files and keys of its source and gives the same actions."""
-    source = write_checkpoint(tmp_path / "source", kind=kind, statistics=STATISTICS)
+    statistics = STATISTICS if kind == "pi05" else None
+    source = write_checkpoint(tmp_path / "source", kind=kind, statistics=statistics)
     policy_class = components.FLOW_FAMILIES[kind]
     policy = make(source, policy_class, **trunk)
     with torch.no_grad():

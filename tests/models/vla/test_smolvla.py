@@ -6,17 +6,19 @@ Agreement with lerobot is tested in tests/extras/test_lerobot.py.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_smolvla_checkpoint import CONFIG, write_checkpoint
 from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, ObsSpec
+from embodied_ppo.models.vla import smolvla_files
 from embodied_ppo.models.vla.pi0 import KEPT, KEYS
 from embodied_ppo.models.vla.smolvla import SmolVLA
 
@@ -123,14 +125,46 @@ def test_refusals(tmp_path: Path) -> None:
         (
             ({"attention_mode": "self_attn"}, "attention_mode=self_attn; supported is"),
             ({"self_attn_every_n_layers": 3}, "self_attn_every_n_layers=3; supported"),
-            ({"vlm_config": None, "vlm_model_name": "some/other"}, "vlm_model_name=some/other is"),
+            ({"vlm_model_name": "some/other"}, "vlm_model_name=some/other is"),
         )
     ):
         path = tmp_path / str(number)
         write_checkpoint(path)
-        (path / "config.json").write_text(json.dumps(CONFIG | fields))
+        raw = CONFIG | fields
+        if "vlm_model_name" in fields:
+            del raw["vlm_config"]
+        (path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ConfigError, match=message):
             make(path)
     (path / "config.json").write_text(json.dumps(CONFIG | {"num_vlm_layers": 6}))
     with pytest.raises(ConfigError, match="the weights lack"):
         make(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("chunk_size", "12", "config.json has chunk_size=12; it must be a whole number >= 1"),
+        ("num_vlm_layers", None, "num_vlm_layers=null; it must be a whole number"),
+        ("max_period", 0, "max_period=0; it must be a finite number > 0"),
+        ("max_action_dim", 9, "but config.json describes ["),
+        ("vlm_config", [], "vlm_config=[]; it must be an object"),
+    ],
+)
+def test_damaged_configurations_are_refused(
+    key: str, value: Any, message: str, folder: Path, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    (damaged / "config.json").write_text(json.dumps(CONFIG | {key: value}))
+    with pytest.raises(ConfigError) as e:
+        smolvla_files.read(damaged)
+    assert str(e.value).startswith(f"model.checkpoint={damaged}: ") and message in str(e.value)
+
+
+def test_weights_of_another_shape_are_not_broadcast(folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.action_out_proj.bias"] = weights["model.action_out_proj.bias"][:1].clone()
+    save_file(weights, damaged / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model.action_out_proj.bias has the shape \[1\]"):
+        smolvla_files.read(damaged)
