@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -181,3 +183,18 @@ def assert_states_close(actual: Any, expected: Any, path: str = "") -> None:
         assert_states_close(dict(enumerate(actual)), dict(enumerate(expected)), path)
     else:
         assert actual == expected, path
+
+
+def page_commands(folder: Path, root: Path) -> dict[str, str]:
+    """Write ``embodied-ppo`` and ``python`` of the checkout ``root`` into ``folder``/bin.
+
+    Returns:
+        The environment in which blocks of a page of the documentation find them.
+    """
+    for name, arguments in {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}.items():
+        file = folder / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        file.chmod(0o755)
+    path = os.pathsep.join([str(root), str(root / "envs")])
+    return os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": path}

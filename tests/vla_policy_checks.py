@@ -75,3 +75,11 @@ def check_evaluate_reproduces_act(
         torch.testing.assert_close(value, decision.value, rtol=0, atol=1e-5)
         assert entropy.shape == shape and bool(entropy.isfinite().all())
     torch.testing.assert_close(policy.value(inputs), decision.value, rtol=0, atol=1e-5)
+
+
+def perturb_new_parameters(policy: torch.nn.Module) -> None:
+    """Add noise to new heads and adapters, whose last layers are 0 at first."""
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if name.startswith(("value_head", "scale")) or "lora_" in name:
+                p.add_(0.2 * torch.randn_like(p))

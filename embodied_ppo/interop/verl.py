@@ -111,7 +111,7 @@ def _loss_mode(value: Any, source: Source) -> Answer:
     """Map the kind of the policy loss."""
     if value == "vanilla":
         return "PPO's clipped surrogate, as here"
-    if value == "gspo":  # verl aggregates its loss by this mode, whatever the file says
+    if value == "gspo":  # verl then ignores the file's loss_agg_mode and uses this one
         return {
             "algorithm.ratio_level": "sequence",
             "algorithm.loss_agg_func": "seq-mean-token-mean",

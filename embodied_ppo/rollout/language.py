@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -166,7 +166,7 @@ class ReasoningRollout:
         while missing := self.filter.missing:
             rows = self.sampler.next(missing)
             trajectory, metrics, grades = self._respond(rows, first, update, version)
-            tokens = int(metrics["rollout/length"].sum)  # pyright: ignore[reportAttributeAccessIssue]
+            tokens = int(cast(Any, metrics["rollout/length"]).sum)
             self.filter.add(trajectory, self._success(rows, grades), tokens)
             rounds.append(metrics)
             first += missing * self.group_size

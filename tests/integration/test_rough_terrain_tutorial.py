@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from run_helpers import page_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "rough_terrain.md").read_text()
@@ -31,14 +30,7 @@ ADDED = {
 @pytest.mark.slow
 def test_blocks_run(tmp_path: Path) -> None:
     """Run ``sh`` with the commands of this checkout, and save ``python FILE``."""
-    commands = {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}
-    for name, arguments in commands.items():
-        file = tmp_path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-        file.chmod(0o755)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "envs")])
-    env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": path}
+    env = page_commands(tmp_path, ROOT)
     output = ""
     blocks = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", TEXT, re.M | re.S)
     kinds = [language for language, *_ in blocks]

@@ -20,7 +20,11 @@ from safetensors.torch import load_file, save_file
 from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from vla_policy_checks import check_evaluate_reproduces_act, random_observations
+from vla_policy_checks import (
+    check_evaluate_reproduces_act,
+    perturb_new_parameters,
+    random_observations,
+)
 
 import embodied_envs
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
@@ -67,10 +71,7 @@ def make(
     config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
     box = Box((-1.0,) * (chunk * size), (1.0,) * (chunk * size))
     policy = PI0(spec, box, config, chunk=chunk, sentences=SENTENCES)
-    with torch.no_grad():  # new heads and adapters are zero
-        for name, p in policy.named_parameters():
-            if name.startswith(("value_head", "scale")) or "lora_" in name:
-                p.add_(0.2 * torch.randn_like(p))
+    perturb_new_parameters(policy)
     return policy
 
 

@@ -13,7 +13,11 @@ import torch
 from safetensors.torch import load_file
 from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
-from vla_policy_checks import check_evaluate_reproduces_act, random_observations
+from vla_policy_checks import (
+    check_evaluate_reproduces_act,
+    perturb_new_parameters,
+    random_observations,
+)
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, ObsSpec
@@ -50,10 +54,7 @@ def make(folder: Path, policy_class: type[PI0] = PI05, **options: Any) -> Any:
     config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = policy_class(SPEC, box, config, chunk=C, sentences=SENTENCES)
-    with torch.no_grad():  # new heads and adapters are zero
-        for name, p in policy.named_parameters():
-            if name.startswith(("value_head", "scale")) or "lora_" in name:
-                p.add_(0.2 * torch.randn_like(p))
+    perturb_new_parameters(policy)
     return policy
 
 
