@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -123,7 +124,7 @@ class Log:
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir, self.total_updates, self.quiet = run_dir, total_updates, quiet
-        threading.excepthook = _thread_failed
+        _hide_writer_failures()
         self.unit = unit
         self.speed = f"speed/{unit}_per_s"
         """Tag that the rows of all updates have, and no other rows."""
@@ -310,7 +311,6 @@ class Log:
     def close(self, status: Status = "finished") -> None:
         """Close the trackers, the files and the progress bar; ``status``: how the run ended."""
         self.trackers.close(status)
-        threading.excepthook = threading.__excepthook__
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -331,10 +331,20 @@ def _summary_class() -> tuple[Any, str]:
     return vars(summary_pb2)["Summary"], ""  # protobuf creates its classes at import
 
 
-def _thread_failed(args: threading.ExceptHookArgs) -> None:
-    """Ignore OSError of TensorBoard's writer thread: ``metrics`` raises the same error."""
-    if not isinstance(args.exc_value, OSError):
-        threading.__excepthook__(args)
+@functools.cache
+def _hide_writer_failures() -> None:
+    """Print no traceback for an OSError of TensorBoard's writer thread: ``metrics`` raises it, too.
+
+    The hook stays in place, because the thread may end after the error has closed the log.
+    """
+    previous = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        is_writer = type(args.thread).__module__.startswith("tensorboard.")
+        if not (is_writer and isinstance(args.exc_value, OSError)):
+            previous(args)
+
+    threading.excepthook = hook
 
 
 def _cell(value: Any) -> str:

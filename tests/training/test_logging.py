@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import html
 import io
 import json
@@ -324,6 +325,32 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- measurements
+def test_writer_that_fails_after_the_log_is_closed_prints_nothing(tmp_path, capfd):
+    # A full disk: the next metric raises the writer's error and closes the log, while the
+    # thread has not yet returned from its own exception.
+    log = Log(tmp_path / "run", total_updates=2, quiet=True)
+    assert log.board is not None and log.board.file_writer is not None
+    writer: Any = log.board.file_writer.event_writer._async_writer
+    closed = threading.Event()
+
+    def fail(data: bytes) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            closed.wait(10)
+
+    writer._writer.write = fail
+    log.metrics({"rollout/return": 1.0}, update=0, steps=8)
+    writer._worker.exception = OSError(errno.ENOSPC, "No space left on device")
+    log.close()
+    closed.set()
+    writer._worker.join(10)
+    assert not writer._worker.is_alive()
+    out, err = capfd.readouterr()
+    assert out == "" and "not written to the end (No space left on device)" in err
+    assert "Traceback" not in err
+
+
 def test_timer():
     timer = Timer()
     for _ in range(2):
