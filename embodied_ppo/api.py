@@ -1,4 +1,4 @@
-"""Python API, on which the commands ``train``, ``distill``, ``evaluate`` and ``config`` are built.
+"""Python API, on which the commands train, distill, evaluate, compare and config are built.
 
 Nothing here loads torch before the options are checked.
 
@@ -14,7 +14,7 @@ import argparse
 import functools
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,7 +213,55 @@ def load(
     )
 
 
+def compare(
+    *runs: str | Path | Run, metric: str = "auto", progress: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Compare trained policies on the same initial states.
+
+    Args:
+        runs: At least two: runs, checkpoints, or folders of runs that differ in their seed.
+        metric: Score of an episode: "return", "success", or "auto".
+        progress: Show progress on stderr.
+        options: Options of ``embodied-ppo evaluate``: episodes, seed, env, ..; ``out`` is the
+            directory of the comparison.
+
+    Returns:
+        "arms", "differences" (mean, 95 % interval, probability, verdict), "options" that differ,
+        and the paths of "page" and "json", see ``analysis.compare``.
+
+    Raises:
+        ConfigError, EnvError, CheckpointError: The runs cannot be compared; nothing was written.
+    """
+    paths = [_path(each) for each in runs]
+    return compare_paths(
+        paths, metric, override_lines("evaluate", options), label=CALL, quiet=not progress
+    )
+
+
 # --------------------------------------------------------------------- shared with the command line
+def compare_paths(
+    paths: Sequence[str],
+    metric: Any,
+    lines: Sequence[str],
+    *,
+    quiet: bool,
+    label: str | None = None,
+) -> dict[str, Any]:
+    """Compare runs, with lines option=value; see ``analysis.compare``."""
+    if not paths:
+        raise ConfigError("no runs; name at least two runs, or a folder of runs")
+    for line in lines:
+        if line.partition("=")[0].lstrip("+~") == "checkpoint":
+            raise ConfigError("checkpoint: is not read by compare; write the run without it")
+    args = argparse.Namespace(command="evaluate", config_name=None, config_dir=None)
+    given = [*override_lines("evaluate", {"checkpoint": paths[0]}), *lines]
+    loaded = prepare(args, given) if label is None else prepare(args, given, label=label)
+    from embodied_ppo.analysis import compare
+
+    explicit = {*_explicit(loaded)} - {"checkpoint"}
+    return compare.compare(paths, loaded.config, metric=metric, explicit=explicit, quiet=quiet)
+
+
 def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[str, Any]:
     """Train with resolved options; return the summary. See ``run.train``."""
     from embodied_ppo.config import readers

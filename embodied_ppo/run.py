@@ -727,18 +727,7 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     device = select_device(config.device, config.threads, notice=progress.say)
     run = TrainedRun(trained, source, run_dir, progress.say)
     evaluator = mode(trained).evaluator(run, config, device)
-    # The folder's name has a digest of the options that change the result, so that reports do not
-    # overwrite each other.
-    default = loader.dump(EvaluateConfig())
-    free = ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads")
-    changed = {
-        option: value
-        for option, value in loader.dump(config).items()
-        if value != default[option] and option not in free and "video" not in option
-    }
-    suffix = f"-{digest(changed)[:6]}" if changed else ""
-    name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
-    out = Path(config.out) if config.out else run_dir / "reports" / name
+    out = report_dir(config, source, run_dir)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -748,6 +737,26 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     with progress:
         results = evaluator(out, progress.advance)
     return {"checkpoint": str(source.path), "episodes": config.episodes, **results}
+
+
+def report_dir(config: EvaluateConfig, source: checkpoint.Checkpoint, run_dir: Path) -> Path:
+    """Return the directory of an evaluation's report.
+
+    Its name has a digest of the options that change the result, so that reports do not overwrite
+    each other.
+    """
+    if config.out:
+        return Path(config.out)
+    default = loader.dump(EvaluateConfig())
+    free = ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads")
+    changed = {
+        option: value
+        for option, value in loader.dump(config).items()
+        if value != default[option] and option not in free and "video" not in option
+    }
+    suffix = f"-{digest(changed)[:6]}" if changed else ""
+    name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
+    return run_dir / "reports" / name
 
 
 def export(path: str, out: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from embodied_ppo.core.errors import (
     shorten,
 )
 
-LOADING_TORCH = (*PRIMARY, "tune")
+LOADING_TORCH = (*PRIMARY, "compare", "tune")
 """Commands that load torch and simulators to run them."""
 MIN_ADDRESS_SPACE = 1_500_000 * 1024
 """Smallest allowed address space in bytes.
@@ -102,6 +102,11 @@ COMMANDS = {
         "evaluate checkpoint=runs/NAME/DATE-SEED episodes=100",
         supervised=True,
     ),
+    "compare": Entry(
+        "compare trained policies on the same initial states",
+        "compare runs/A runs/B episodes=100",
+        supervised=True,
+    ),
     "plan": Entry(
         "show the devices of a run's roles and the memory they need",
         "plan placement=hybrid cluster.num_nodes=2",
@@ -151,6 +156,8 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import distill as command
         case "evaluate":
             from embodied_ppo.commands import evaluate as command
+        case "compare":
+            from embodied_ppo.commands import compare as command
         case "plan":
             from embodied_ppo.commands import plan as command
         case "tune":

@@ -29,14 +29,9 @@ from embodied_ppo.commands import arguments, output
 from embodied_ppo.config import loader
 from embodied_ppo.core.errors import UsageError, one_line, show
 from embodied_ppo.training import health
+from embodied_ppo.training.run_directory import METRICS, find_runs
 
 HOST = "127.0.0.1"
-METRICS = "metrics.jsonl"
-"""A directory with this file is a run."""
-
-DEPTH = 4
-"""Depth of the search for runs below a given folder."""
-
 BLOCK_SIZE = 4 << 20
 """Bytes of metrics.jsonl in one response; a longer line is skipped."""
 
@@ -73,22 +68,6 @@ REPORT_POLICY = (
 
 
 # ----------------------------------------------------------------------------------------- runs
-def find_runs(roots: Sequence[Path]) -> dict[str, Path]:
-    """Return absolute path -> directory of every run that ``roots`` are or contain."""
-    runs: dict[str, Path] = {}
-    for root in roots:
-        for name, subfolders, files in os.walk(root):
-            folder = Path(name)
-            if METRICS in files:
-                # A browser cannot send bytes that are not UTF-8.
-                runs[os.fsencode(folder.absolute()).decode(errors="replace")] = folder
-            if METRICS in files or len(folder.relative_to(root).parts) >= DEPTH:
-                subfolders.clear()
-            else:
-                subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
-    return runs
-
-
 def labels(runs: Sequence[str]) -> dict[str, str]:
     """Return run -> label: its path without the common parent folders."""
     common = os.path.commonpath([str(Path(run).parent.parent) for run in runs]) if runs else ""

@@ -438,6 +438,11 @@ def t_quantile(p: float, freedom: int) -> float:
     return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 
+def t_within(t: float, freedom: int) -> float:
+    """Return P(|T| <= t) of Student's t for t >= 0 and an integer ν = ``freedom``."""
+    return _t_two_sided(math.atan(t / math.sqrt(freedom)), freedom)
+
+
 def _t_two_sided(theta: float, freedom: int) -> float:
     """Return P(|T| <= √ν tan θ), see ``t_quantile``."""
     sin, cos = math.sin(theta), math.cos(theta)

@@ -330,8 +330,8 @@ def _summary(values: list[float], independent: list[float]) -> dict[str, Any]:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
-    """Return the page's template, which is compiled once per process."""
+def template(name: str) -> jinja2.Template:
+    """Return the template of a page, which is compiled once per process."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodied_ppo.evaluation", "templates"),
         autoescape=True,
@@ -340,7 +340,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 def _render_page(
@@ -360,7 +360,7 @@ def _render_page(
     if video is not None and video.path is not None:
         video_data = base64.b64encode(video.path.read_bytes()).decode()
         poster = base64.b64encode(video.poster).decode()
-    return _template().render(
+    return template("report.html.j2").render(
         report=content,
         terms=TERMS[unit],
         steps=content[unit],
@@ -442,6 +442,8 @@ class Line:
     """SVG path data."""
     dots: list[tuple[float, float]]
     """Points, if there are few."""
+    band: str = ""
+    """SVG path data of the area between the ends of its intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,7 +537,7 @@ def learning_curves(
                 lowest = -math.inf if floor is None else floor
                 series[tag] = _thin([(x, max(lowest, y)) for x, y in values], points)
         if series:
-            charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
+            charts.append(line_chart(title, key.replace("env_steps", "environment steps"), series))
     return charts
 
 
@@ -579,10 +581,23 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
     return lambda x: round(start + (x - low) / (high - low) * (end - start), 1)
 
 
-def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]]) -> Chart:
-    """Return a line chart of label -> points."""
+def line_chart(
+    title: str,
+    x_label: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    bands: Mapping[str, Sequence[tuple[float, float, float]]] = MappingProxyType({}),
+) -> Chart:
+    """Return a line chart.
+
+    Args:
+        title: Title.
+        x_label: Label of the x axis.
+        series: Label -> points (x, y).
+        bands: Label -> (x, low, high), intervals that are shaded.
+    """
     xs = [x for values in series.values() for x, _ in values]
     ys = [y for values in series.values() for _, y in values]
+    ys += [y for band in bands.values() for _, *ends in band for y in ends]
     x_ticks = [x for x in ticks(min(0.0, *xs), max(xs)) if x <= max(xs) or max(xs) <= 0]
     y_ticks = ticks(min(ys), max(ys))
     x_of = _scale(min(0.0, *xs), max(max(xs), x_ticks[-1], 1e-9), LEFT, RIGHT)
@@ -591,7 +606,11 @@ def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]
     for label, values in series.items():
         dots = [(x_of(x), y_of(y)) for x, y in values]
         path = "M" + " L".join(f"{x:g} {y:g}" for x, y in dots)
-        lines.append(Line(label, path, dots if len(dots) <= 20 else []))
+        band = bands.get(label, ())
+        edge = [(x_of(x), y_of(high)) for x, _, high in band]
+        edge += [(x_of(x), y_of(low)) for x, low, _ in reversed(band)]
+        area = "M" + " L".join(f"{x:g} {y:g}" for x, y in edge) + " Z" if edge else ""
+        lines.append(Line(label, path, dots if len(dots) <= 20 else [], area))
     return Chart(
         title,
         x_label,

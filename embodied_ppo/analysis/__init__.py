@@ -1,0 +1,10 @@
+"""Questions about finished runs.
+
+Belongs here: what reads several runs or re-executes parts of one: comparison of runs.
+
+Does not belong here: training (``run``), the measurement of one checkpoint (``evaluation``), the
+page of running trainings (``commands.watch``).
+
+To add an analysis: write a module with a function that returns plain results and writes files
+only into a directory that the user names, add a command (``commands``) and a function of ``api``.
+"""

@@ -1,0 +1,469 @@
+"""Compare trained policies: the same initial states for all, differences with intervals, a page.
+
+An arm is a method: one run, or runs that differ in nothing but their seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from embodied_ppo import run
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import Config, EvaluateConfig
+from embodied_ppo.core.errors import ConfigError, show
+from embodied_ppo.evaluation import comparison, report
+from embodied_ppo.evaluation.comparison import Scores
+from embodied_ppo.modes.base import report_write_errors
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.run_directory import find_runs, replace_text, versions
+
+Metric: TypeAlias = Literal["auto", "return", "success"]
+METRICS: tuple[str, ...] = get_args(Metric)
+
+MOST_ARMS = 6
+"""Largest number of arms; the page has as many colours."""
+
+MOST_RUNS = 200
+"""Largest number of runs of all arms."""
+
+FORMAT = 1
+"""Version of comparison.json; it changes when a field changes its meaning."""
+
+NOT_OF_METHOD = ("seed", "run_dir", "resume", "name", "description", "evaluation.", "tracker")
+"""Beginnings of options that do not distinguish methods."""
+
+SAME_TASK = (
+    *("env.id", "env.simulator", "env.max_episode_steps", "env.randomize", "env.ranges"),
+    *("env.kwargs", "env.realism", "data.eval"),
+)
+"""Options that define what is measured; ``compare`` names those that differ."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run of an arm: its newest checkpoint, or the one that was named.
+
+    Attributes:
+        path: As the user named it, or found below a folder that the user named.
+        options: Dotted path -> value of the options that the run read.
+    """
+
+    path: Path
+    source: checkpoint.Checkpoint
+    run_dir: Path
+    config: Config
+    options: Mapping[str, Any]
+
+    @property
+    def seed(self) -> int:
+        """Seed of the training."""
+        return self.config.seed
+
+    def method(self) -> dict[str, str]:
+        """Return the options that distinguish methods."""
+        return {
+            path: show(value)
+            for path, value in self.options.items()
+            if not path.startswith(NOT_OF_METHOD)
+        }
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ in nothing but their seed, and their scores."""
+
+    label: str
+    runs: Sequence[TrainedRun]
+    scores: Scores
+    """[S, E], see ``evaluation.comparison``."""
+
+
+def compare(
+    paths: Sequence[str],
+    options: EvaluateConfig,
+    *,
+    metric: Metric = "auto",
+    explicit: Any = (),
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Evaluate runs on the same initial states; write and return the comparison.
+
+    Args:
+        paths: Runs, checkpoints, or folders of runs. The runs of a folder are one arm for each
+            method, whose runs differ in their seed only.
+        options: Options of the evaluation; ``out`` is the directory of comparison.json and
+            comparison.html, by default comparisons/DATE. The reports of the evaluations are
+            written into the runs' directories, and found there the next time.
+        metric: Score of an episode; "auto" is success if the task reports it.
+        explicit: Options that the user set.
+        quiet: Whether no progress is shown.
+
+    Returns:
+        Content of comparison.json, and the paths of both files.
+
+    Raises:
+        ConfigError, CheckpointError, EnvError: The runs cannot be compared; no file was written.
+    """
+    if metric not in METRICS:
+        raise ConfigError(f"metric={show(metric)}: unknown; use one of {', '.join(METRICS)}")
+    if options.episodes < 2:
+        raise ConfigError("episodes=1: an interval needs at least 2 episodes; write episodes=100")
+    options = replace(options, video=False)
+    methods = _methods(paths)
+    notes = _check_same_task([runs[0] for _, runs in methods], options)
+    out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    with report_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    progress = Progress(quiet)
+    reports: list[list[dict[str, Any]]] = []
+    chosen: Literal["return", "success"] = "return"
+    total, done = sum(len(runs) for _, runs in methods), 0
+    for _, runs in methods:
+        reports.append([])
+        for each in runs:
+            progress.say(f"{done + 1} of {total}: {each.source.path}")
+            reports[-1].append(_report(each, options, explicit, quiet))
+            chosen = _metric(metric, reports[-1][-1])
+            done += 1
+    arms = [
+        Arm(label, runs, np.array([_scores(r, chosen) for r in found]))
+        for (label, runs), found in zip(methods, reports, strict=True)
+    ]
+    notes += _state_notes(reports)
+    content = _content(arms, chosen, options, notes, unit=methods[0][1][0])
+    files = _write(out, content, arms)
+    return content | {"page": str(files[1]), "json": str(files[0])}
+
+
+# --------------------------------------------------------------------------------------------- arms
+def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
+    """Return label and runs of each arm."""
+    groups: list[tuple[str, list[TrainedRun]]] = []
+    for path in paths:
+        folder = Path(path)
+        if not folder.exists():
+            raise ConfigError(f"{path}: does not exist; name a run, a checkpoint or a folder")
+        found = list(find_runs([folder]).values()) if folder.is_dir() else []
+        nested = [each for each in found if each.resolve() != folder.resolve()]
+        if not nested:
+            groups.append((path, [_open(folder)]))
+            continue
+        arms: dict[tuple[tuple[str, str], ...], list[TrainedRun]] = {}
+        for each in map(_open, nested):
+            arms.setdefault(tuple(sorted(each.method().items())), []).append(each)
+        for runs in arms.values():
+            groups.append((path, sorted(runs, key=lambda each: each.seed)))
+    if len(groups) < 2:
+        raise ConfigError(
+            f"{' '.join(paths)}: one method, and a comparison needs two; name runs, or folders of"
+            " runs with different options"
+        )
+    if len(groups) > MOST_ARMS:
+        raise ConfigError(
+            f"{len(groups)} methods: at most {MOST_ARMS} are compared; name fewer folders"
+        )
+    if (count := sum(len(runs) for _, runs in groups)) > MOST_RUNS:
+        raise ConfigError(f"{count} runs: at most {MOST_RUNS} are compared; name fewer folders")
+    return _labelled(groups)
+
+
+def _open(path: Path) -> TrainedRun:
+    """Open the checkpoint of a run."""
+    source, run_dir, config = run.open_run(str(path), "compare")
+    return TrainedRun(path, source, run_dir, config, loader.flat(loader.relevant(config)))
+
+
+def _labelled(
+    groups: Sequence[tuple[str, list[TrainedRun]]],
+) -> list[tuple[str, list[TrainedRun]]]:
+    """Return the arms with short, different labels: their folders, or the options that differ."""
+    folders = [path for path, _ in groups]
+    common = os.path.commonpath([Path(p).absolute().parent for p in folders])
+    labels = [os.path.relpath(Path(p).absolute(), common) for p in folders]
+    rows = option_differences([runs[0] for _, runs in groups])
+    repeated = {label for label in labels if labels.count(label) > 1}
+    for i, label in enumerate(labels):
+        if label in repeated and rows:
+            labels[i] = ", ".join(f"{row['option']}={row['values'][i]}" for row in rows)
+    numbered = [
+        f"{label} ({labels[: i + 1].count(label)})" if labels.count(label) > 1 else label
+        for i, label in enumerate(labels)
+    ]
+    return [(label, runs) for label, (_, runs) in zip(numbered, groups, strict=True)]
+
+
+def option_differences(runs: Sequence[TrainedRun]) -> list[dict[str, Any]]:
+    """Return every option of a method that differs between runs, with its value in each run.
+
+    A value is None if a run does not read the option.
+    """
+    options = [each.method() for each in runs]
+    names = dict.fromkeys(name for values in options for name in values)
+    return [
+        {"option": name, "values": [values.get(name) for values in options]}
+        for name in names
+        if len({values.get(name) for values in options}) > 1
+    ]
+
+
+def _check_same_task(runs: Sequence[TrainedRun], options: EvaluateConfig) -> list[str]:
+    """Return notes about differences of the environments.
+
+    Raises:
+        ConfigError: The modes or the tasks differ.
+    """
+    first = runs[0]
+    for each in runs[1:]:
+        for path in ("mode", "env.id"):
+            values = [show(x.options.get(path)) for x in (first, each)]
+            if values[0] != values[1]:
+                raise ConfigError(
+                    f"{each.path}: {path} is {values[1]}, and {values[0]} in {first.path}; compare"
+                    " runs of the same task"
+                )
+    changed = tuple(f"env.{path}" for path in loader.flat(options.env))
+    notes = []
+    for row in option_differences(runs):
+        path = row["option"]
+        if path.startswith(SAME_TASK) and not path.startswith(changed or ("\0",)):
+            values = ", ".join(str(value) for value in dict.fromkeys(row["values"]))
+            notes.append(
+                f"the environments differ: {path} is {values}; with {path}=VALUE all are evaluated"
+                " in the same"
+            )
+    return notes
+
+
+# ------------------------------------------------------------------------------------------- scores
+def _report(
+    each: TrainedRun, options: EvaluateConfig, explicit: Any, quiet: bool
+) -> dict[str, Any]:
+    """Return the report.json of a run; evaluate it unless that report exists already."""
+    own = replace(options, checkpoint=str(each.source.path), out=None)
+    file = run.report_dir(own, each.source, each.run_dir) / "report.json"
+    try:
+        content = json.loads(file.read_text())
+        if (
+            content["format"] == report.FORMAT
+            and content["versions"] == dict(sorted(versions().items()))
+            and content["config_hash"] == each.source.manifest["config_hash"]
+            and file.stat().st_mtime_ns
+            >= (each.source.path / checkpoint.MANIFEST).stat().st_mtime_ns
+        ):
+            return content
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is none, or it is of another version
+    written = run.evaluate(own, explicit=explicit, quiet=quiet)
+    return json.loads(Path(written["report_json"]).read_text())
+
+
+def _metric(metric: Metric, content: Mapping[str, Any]) -> Literal["return", "success"]:
+    """Return the score of an episode.
+
+    Raises:
+        ConfigError: The task does not report success.
+    """
+    has_success = content["overall"]["success"] is not None
+    if metric == "auto":
+        return "success" if has_success else "return"
+    if metric == "success" and not has_success:
+        raise ConfigError("metric=success: the task does not report success; use metric=return")
+    return metric
+
+
+def _scores(content: Mapping[str, Any], metric: str) -> list[float]:
+    """Return the score of each episode; of a language model the mean over a prompt's responses."""
+    if "seeds" in content:
+        return [float(episode[metric]) for episode in content["episodes"]]
+    prompts: dict[str, list[float]] = {}
+    for episode in content["episodes"]:
+        prompts.setdefault(episode["initial_state"], []).append(float(episode[metric]))
+    return [float(np.mean(scores)) for scores in prompts.values()]
+
+
+def _state_notes(reports: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return a note where the first observations of paired episodes differ."""
+    first = [e["initial_state"] for e in reports[0][0]["episodes"]]
+    others = [[e["initial_state"] for e in r["episodes"]] for arm in reports for r in arm]
+    if all(states == first for states in others):
+        return []
+    return [
+        "the first observations of paired episodes differ, because the observations do; the"
+        " simulator's seeds are the same"
+    ]
+
+
+# ---------------------------------------------------------------------------------------- results
+def _content(
+    arms: Sequence[Arm],
+    metric: Literal["return", "success"],
+    options: EvaluateConfig,
+    notes: list[str],
+    *,
+    unit: TrainedRun,
+) -> dict[str, Any]:
+    """Return the content of comparison.json."""
+    binary = metric == "success" and all(set(np.unique(a.scores)) <= {0.0, 1.0} for a in arms)
+    rows = []
+    for arm in arms:
+        low, high = comparison.bootstrap(
+            arm.scores, lambda x: comparison.interquartile_mean(x.mean(1))
+        )
+        rows.append(
+            {
+                "label": arm.label,
+                "mean": float(arm.scores.mean()),
+                "ci95": list(comparison.mean_interval(arm.scores, binary=binary)),
+                "interquartile_mean": comparison.interquartile_mean(arm.scores.mean(1)),
+                "interquartile_mean_ci95": [float(low), float(high)],
+                "runs": [
+                    {
+                        "run": str(each.run_dir),
+                        "checkpoint": each.source.path.name,
+                        "seed": each.seed,
+                        "update": each.source.update,
+                        "mean": float(scores.mean()),
+                    }
+                    for each, scores in zip(arm.runs, arm.scores, strict=True)
+                ],
+            }
+        )
+    differences = [_difference(arms[0], arm, binary=binary) for arm in arms[1:]]
+    return {
+        "format": FORMAT,
+        "mode": unit.config.mode,
+        "task": str(unit.options.get("env.id") or unit.config.name),
+        "metric": metric,
+        "episodes": arms[0].scores.shape[1],
+        "seed": options.seed,
+        "deterministic": options.deterministic,
+        "arms": rows,
+        "differences": differences,
+        "options": option_differences([arm.runs[0] for arm in arms]),
+        "notes": notes,
+        "versions": dict(sorted(versions().items())),
+    }
+
+
+def _difference(a: Arm, b: Arm, *, binary: bool) -> dict[str, Any]:
+    """Return the entry of a pair of arms."""
+    result = comparison.difference(a.scores, b.scores, binary=binary)
+    needed = None if result.is_decided else comparison.seeds_needed(a.scores, b.scores)
+    return {
+        "a": a.label,
+        "b": b.label,
+        "mean": result.mean,
+        "ci95": [result.low, result.high],
+        "ci95_unpaired": list(result.unpaired),
+        "probability_b_better": result.probability,
+        "win_rate": comparison.win_rate(a.scores, b.scores),
+        "decided": result.is_decided,
+        "runs_needed": needed,
+        "verdict": _verdict(a, b, result, needed),
+    }
+
+
+def _verdict(a: Arm, b: Arm, result: comparison.Difference, needed: int | None) -> str:
+    """Return the result in words."""
+    numbers = f"{result.mean:+.4g} (95 %: {result.low:+.4g} to {result.high:+.4g})"
+    if a.scores.shape == b.scores.shape and bool((a.scores == b.scores).all()):
+        return f"{b.label} and {a.label} are equal in every episode of every run"
+    single = min(len(a.runs), len(b.runs)) == 1
+    caution = (
+        "; measured on these checkpoints, other seeds of training may differ: compare several runs"
+        " of each method"
+        if single
+        else ""
+    )
+    if result.is_decided:
+        better, worse = (b, a) if result.mean > 0 else (a, b)
+        return f"{better.label} is better than {worse.label}: {numbers}{caution}"
+    if single:
+        advice = caution
+    elif needed is None:
+        advice = f"; not even {comparison.MOST_SEEDS} runs of each would decide it"
+    elif needed == max(len(a.runs), len(b.runs)):
+        advice = "; the same number of runs would decide it in most cases: repeat it with others"
+    else:
+        more = needed - min(len(a.runs), len(b.runs))
+        advice = (
+            f"; {needed} runs of each ({more} more) would decide it with probability"
+            f" {comparison.POWER:g}, if the difference stays"
+        )
+    return f"{b.label} against {a.label} is undecided: {numbers}{advice}"
+
+
+# -------------------------------------------------------------------------------------------- files
+def _write(out: Path, content: Mapping[str, Any], arms: Sequence[Arm]) -> tuple[Path, Path]:
+    """Write comparison.json and comparison.html; return their paths."""
+    files = out / "comparison.json", out / "comparison.html"
+    page = report.template("comparison.html.j2").render(
+        content=content, charts=[*_curves(arms, content["mode"]), _profile(arms, content["metric"])]
+    )
+    with report_write_errors(out):
+        replace_text(files[0], json.dumps(content, indent=1) + "\n")
+        replace_text(files[1], page)
+    return files
+
+
+def _curves(arms: Sequence[Arm], mode: str) -> list[report.Chart]:
+    """Return the learning curves: median over the runs of each arm, with its interval."""
+    unit = "tokens" if mode == "reasoning" else "env_steps"
+    charts = []
+    for title, tags in (
+        ("Return in training", ("rollout/return",)),
+        ("Success rate in training", ("rollout/success",)),
+        ("Return of evaluations", ("eval/return",)),
+        ("Success rate of evaluations", ("eval/success", "eval/accuracy")),
+    ):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        bands: dict[str, list[tuple[float, float, float]]] = {}
+        for arm in arms:
+            curve = comparison.median_curve([_curve(each, unit, tags) for each in arm.runs])
+            if len(curve) > 1:
+                lines[arm.label] = [(x, y) for x, y, _, _ in curve]
+                if len(arm.runs) > 1:
+                    bands[arm.label] = [(x, low, high) for x, _, low, high in curve]
+        if lines:
+            label = "tokens" if unit == "tokens" else "environment steps"
+            charts.append(report.line_chart(title, label, lines, bands))
+    return charts
+
+
+def _curve(each: TrainedRun, unit: str, tags: Sequence[str]) -> list[tuple[float, float]]:
+    """Return the points of a tag in a run's metrics."""
+    return [
+        (float(row[unit]), float(row[tag]))
+        for row in report.rows(each.run_dir)
+        for tag in tags
+        if isinstance(row.get(unit), (int, float)) and isinstance(row.get(tag), (int, float))
+    ]
+
+
+def _profile(arms: Sequence[Arm], metric: str) -> report.Chart:
+    """Return the performance profiles: share of episodes above each score, or of runs."""
+    scores = [
+        arm.scores.mean(1, keepdims=True) if metric == "success" else arm.scores for arm in arms
+    ]
+    low, high = min(x.min() for x in scores), max(x.max() for x in scores)
+    margin = 0.02 * (high - low) or 1.0
+    thresholds = np.linspace(low - margin, high + margin, 60)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    bands: dict[str, list[tuple[float, float, float]]] = {}
+    for arm, values in zip(arms, scores, strict=True):
+        share: Callable[[Scores], Any] = lambda x: comparison.profile(x, thresholds)
+        lines[arm.label] = [*zip(thresholds.tolist(), share(values).tolist(), strict=True)]
+        if len(arm.runs) > 1:
+            ends = comparison.bootstrap(values, share, replicates=300)
+            bands[arm.label] = [*zip(thresholds.tolist(), *(x.tolist() for x in ends), strict=True)]
+    what = "Runs" if metric == "success" else "Episodes"
+    return report.line_chart(f"{what} with a {metric} above x", metric, lines, bands)

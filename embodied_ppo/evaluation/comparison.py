@@ -1,0 +1,316 @@
+"""Statistics of comparisons: seeds and episodes, paired differences, intervals, seeds needed.
+
+An arm is a method: one or more runs that differ in their seed only. Its scores are an array
+[S, E]: S runs (seeds), E episodes; episode e has the same initial state in all runs of all arms.
+
+The score of an episode is modelled as x_se = μ + a_s + b_e + ε_se: the seed, the initial state and
+the rest. The difference d of the means of two arms then has the variance
+
+    V = Σ over arms σ²_a / S  +  Var(b^B - b^A) / E  +  Σ over arms σ²_ε / (S E)
+
+The variance of the run means over S contains σ²_ε / (S E), and so does the variance of the
+episodes' differences over E. A bootstrap that resamples seeds and episodes counts it twice (Owen
+2007, "The pigeonhole bootstrap"), so its intervals are too wide where seeds matter little; and with
+few seeds its percentiles are too narrow. Therefore V is computed from the same two variances, the
+residual of the two-way table is subtracted once, and the interval is d ± t(ν) √V with the degrees
+of freedom of Welch and Satterthwaite. Statistics without such a formula (interquartile mean,
+profiles, medians of curves) are resampled.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodied_ppo.evaluation import episodes
+from embodied_ppo.evaluation.episodes import Z95
+
+Scores = NDArray[np.float64]
+"""Scores of an arm, [S, E]."""
+
+REPLICATES = 2000
+"""Replicates of a bootstrap."""
+
+POWER = 0.8
+"""Probability with which the number of seeds of ``seeds_needed`` decides."""
+
+Z_POWER = 0.841621
+"""Quantile POWER of the normal distribution."""
+
+MOST_SEEDS = 200
+"""Largest number of seeds that ``seeds_needed`` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Difference of the mean scores of two arms, B minus A.
+
+    Attributes:
+        mean: The difference.
+        low, high: 95 % interval.
+        unpaired: 95 % interval of the same means if the initial states were not the same.
+        probability: Probability that the mean of B is larger, by Student's t distribution around
+            ``mean``.
+        freedom: Degrees of freedom of the interval.
+    """
+
+    mean: float
+    low: float
+    high: float
+    unpaired: tuple[float, float]
+    probability: float
+    freedom: float
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the interval does not contain 0."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Variance:
+    """Parts of the variance of a difference, each with its degrees of freedom."""
+
+    seeds: tuple[float, ...]
+    """Variance of the mean of each arm's run means; 0 for an arm with one run."""
+    seed_freedom: tuple[int, ...]
+    episodes: float
+    """Part of the initial states, without the residual that ``seeds`` contain."""
+    episode_freedom: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.seeds) + self.episodes
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of the total: ν = V² / Σ (V_i² / (ν_i + 1)) - 1.
+
+        Between Satterthwaite's formula (1946, V² / Σ (V_i² / ν_i)), with which the intervals of
+        few runs are too wide, and Welch's (1947, with ν_i + 2 and -2), with which they are too
+        narrow; docs/experiments.md has the measured coverage.
+        """
+        parts = [*zip(self.seeds, self.seed_freedom), (self.episodes, self.episode_freedom)]
+        squares = sum(part**2 / (freedom + 1) for part, freedom in parts if freedom > 0)
+        return max(1.0, self.total**2 / squares - 1) if squares > 0 else math.inf
+
+
+def difference(a: Scores, b: Scores, *, binary: bool = False) -> Difference:
+    """Return the difference of the means of two arms, with intervals.
+
+    Args:
+        a: Scores of arm A, [S_A, E].
+        b: Scores of arm B, [S_B, E], with the same initial states.
+        binary: Whether the scores are 0 and 1. Two single runs then have the interval of Bonett
+            and Price (2012) for paired proportions, whose width is not 0 if all episodes agree.
+
+    Raises:
+        ValueError: The number of episodes differs, or is less than 2.
+    """
+    if a.shape[1] != b.shape[1] or a.shape[1] < 2:
+        raise ValueError(f"{a.shape[1]} and {b.shape[1]} episodes; at least 2, the same number")
+    of_a, of_b = a.mean(0), b.mean(0)
+    paired, unpaired = _variance((a, b), [of_b - of_a]), _variance((a, b), [of_a, of_b])
+    mean = float(b.mean() - a.mean())
+    low, high = _interval(mean, paired)
+    if binary and len(a) == len(b) == 1:
+        low, high = _paired_proportions(a[0], b[0])
+    if paired.total > 0:
+        probability = student_probability(mean / math.sqrt(paired.total), paired.freedom)
+    else:
+        probability = 0.5 if mean == 0 else float(mean > 0)
+    return Difference(
+        mean, low, high, _interval(mean, unpaired), probability, min(paired.freedom, 1e6)
+    )
+
+
+def seeds_needed(a: Scores, b: Scores) -> int | None:
+    """Return the number of runs of each arm that would decide the comparison.
+
+    With the difference and the variances observed so far, the 95 % interval would exclude 0 with
+    probability POWER.
+
+    Returns:
+        The number, at least that of the arm with more runs; None if an arm has one run (their
+        variance is unknown), or if MOST_SEEDS runs were not enough.
+    """
+    if min(len(a), len(b)) < 2:
+        return None
+    now, mean = _variance((a, b), [b.mean(0) - a.mean(0)]), abs(float(b.mean() - a.mean()))
+    for n in range(max(len(a), len(b)), MOST_SEEDS + 1):
+        seeds = tuple(part * len(x) / n for part, x in zip(now.seeds, (a, b)))
+        future = _Variance(seeds, (n - 1, n - 1), now.episodes, now.episode_freedom)
+        if mean > (student_quantile(0.975, future.freedom) + Z_POWER) * math.sqrt(future.total):
+            return n
+    return None
+
+
+def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of an arm; of one run Student's, or if binary Wilson's.
+
+    Args:
+        scores: [S, E], E at least 2.
+        binary: Whether the scores are 0 and 1.
+    """
+    if binary and len(scores) == 1:
+        return episodes.wilson_interval(int(scores.sum()), scores.size)
+    return _interval(float(scores.mean()), _variance((scores,), [scores.mean(0)]))
+
+
+def _variance(arms: Sequence[Scores], of_states: Sequence[NDArray[np.float64]]) -> _Variance:
+    """Return the variance of a sum or difference of the means of arms, see the module.
+
+    Args:
+        arms: Scores of each arm.
+        of_states: Independent parts of the sum by initial state, each [E].
+    """
+    count = arms[0].shape[1]
+    states = sum(float(part.var(ddof=1)) for part in of_states) / count
+    residual = sum(_residual(x) / x.size for x in arms if len(x) > 1)
+    return _Variance(
+        tuple(float(x.mean(1).var(ddof=1)) / len(x) if len(x) > 1 else 0.0 for x in arms),
+        tuple(len(x) - 1 for x in arms),
+        max(0.0, states - residual),
+        len(of_states) * (count - 1),
+    )
+
+
+def _residual(x: Scores) -> float:
+    """Return the mean square of the residuals of a two-way table [S, E]."""
+    rest = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
+    return float((rest**2).sum()) / ((x.shape[0] - 1) * (x.shape[1] - 1))
+
+
+def _interval(mean: float, variance: _Variance) -> tuple[float, float]:
+    """Return mean ± t √V."""
+    if variance.total == 0:
+        return mean, mean
+    half = student_quantile(0.975, variance.freedom) * math.sqrt(variance.total)
+    return mean - half, mean + half
+
+
+def _paired_proportions(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the 95 % interval of Bonett and Price (2012) for the difference of two proportions.
+
+    With n pairs, n_b of which only B solves and n_a only A, and p = (n_b + 1) / (n + 2),
+    q = (n_a + 1) / (n + 2):  p - q ± z √((p + q - (p - q)²) / (n + 2)).
+    """
+    n = len(a)
+    p, q = (float((b > a).sum()) + 1) / (n + 2), (float((a > b).sum()) + 1) / (n + 2)
+    half = Z95 * math.sqrt((p + q - (p - q) ** 2) / (n + 2))
+    return max(-1.0, p - q - half), min(1.0, p - q + half)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _quantile(p: float, freedom: int) -> float:
+    return episodes.t_quantile(p, freedom)
+
+
+def student_quantile(p: float, freedom: float) -> float:
+    """Return the quantile of Student's t for 0.5 <= p < 1 and a real ν >= 1.
+
+    Between two integers ν it is interpolated linearly in 1/ν, which is exact to 1 % from ν = 2.
+    """
+    low, high, weight = _neighbours(freedom)
+    return (1 - weight) * _quantile(p, low) + weight * _quantile(p, high)
+
+
+def student_probability(t: float, freedom: float) -> float:
+    """Return P(T <= t) of Student's t, interpolated as ``student_quantile``."""
+    low, high, weight = _neighbours(freedom)
+    inside = [episodes.t_within(abs(t), nu) for nu in (low, high)]
+    return 0.5 + math.copysign(0.5, t) * ((1 - weight) * inside[0] + weight * inside[1])
+
+
+def _neighbours(freedom: float) -> tuple[int, int, float]:
+    """Return the integers around ν, and the weight of the upper one."""
+    freedom = min(max(freedom, 1.0), 10_000.0)
+    low, high = math.floor(freedom), math.ceil(freedom)
+    weight = 0.0 if low == high else (1 / low - 1 / freedom) / (1 / low - 1 / high)
+    return low, high, weight
+
+
+# ------------------------------------------------------------------------------- statistics of runs
+def interquartile_mean(values: NDArray[np.float64]) -> float:
+    """Return the mean of the middle half of the values (Agarwal et al. 2021).
+
+    A quarter of the total weight is cut at each end; a value on the border counts in part.
+    """
+    ordered, n = np.sort(values), len(values)
+    upper = np.minimum(np.arange(1, n + 1), 0.75 * n)
+    weights = np.maximum(0.0, upper - np.maximum(np.arange(n), 0.25 * n))
+    return float((ordered * weights).sum() / weights.sum())
+
+
+def win_rate(a: Scores, b: Scores) -> float:
+    """Return the share of pairs of runs in which B's mean is larger; equal means count half."""
+    of_a, of_b = a.mean(1)[:, None], b.mean(1)[None]
+    return float(((of_b > of_a) + 0.5 * (of_b == of_a)).mean())
+
+
+def profile(scores: Scores, thresholds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the share of episodes with a score above each threshold (a performance profile)."""
+    return (scores.reshape(-1, 1) > thresholds).mean(0)
+
+
+def bootstrap(
+    scores: Scores,
+    statistic: Callable[[Scores], float | NDArray[np.float64]],
+    *,
+    seed: int = 0,
+    replicates: int = REPLICATES,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the 95 % percentile interval of a statistic of an arm.
+
+    Runs are resampled, and within them the episodes, the same for all runs.
+
+    Args:
+        scores: [S, E].
+        statistic: Maps scores to a number, or to an array.
+        seed: Seed of the resampling.
+        replicates: Number of resamplings.
+
+    Returns:
+        Lower and upper ends, in the shape of the statistic.
+    """
+    generator = np.random.default_rng(seed)
+    runs, count = scores.shape
+    values = []
+    for _ in range(replicates):
+        rows = generator.integers(runs, size=runs)
+        columns = generator.integers(count, size=count)
+        values.append(statistic(scores[np.ix_(rows, columns)]))
+    low, high = np.quantile(np.array(values), (0.025, 0.975), axis=0)
+    return low, high
+
+
+def median_curve(
+    curves: Sequence[Sequence[tuple[float, float]]], points: int = 60, *, seed: int = 0
+) -> list[tuple[float, float, float, float]]:
+    """Return x, median over runs, and the ends of its 95 % interval.
+
+    Each curve is interpolated linearly at ``points`` places of the range that all curves have. The
+    interval is that of a bootstrap over the runs; with few runs it is their range.
+
+    Args:
+        curves: Points (x, y) of each run, x ascending.
+        points: Number of places.
+        seed: Seed of the bootstrap.
+    """
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    start, end = max(c[0][0] for c in curves), min(c[-1][0] for c in curves)
+    if end < start:
+        return []
+    x = np.linspace(start, end, points) if end > start else np.array([start])
+    y = np.stack([np.interp(x, *np.array(curve).T) for curve in curves])  # [S, points]
+    rows = np.random.default_rng(seed).integers(len(y), size=(REPLICATES // 4, len(y)))
+    low, high = np.quantile(np.median(y[rows], axis=1), (0.025, 0.975), axis=0)
+    columns = (x.tolist(), np.median(y, axis=0).tolist(), low.tolist(), high.tolist())
+    return list(zip(*columns, strict=True))
