@@ -51,8 +51,8 @@ def test_import_does_not_load_torch() -> None:
 def test_names_are_those_of_the_modules() -> None:
     assert ep.train is api.train and ep.load is api.load
     assert ep.ConfigError is errors.ConfigError
-    with pytest.raises(AttributeError, match="compare"):
-        _ = ep.compare  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match="comparison"):
+        _ = ep.comparison  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_options_become_overrides() -> None:

@@ -24,7 +24,8 @@ from embodied_ppo.evaluation.comparison import Scores
 from embodied_ppo.modes.base import report_write_errors
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Progress
-from embodied_ppo.training.run_directory import find_runs, replace_text, versions
+from embodied_ppo.training.run_directory import replace_text, versions
+from embodied_ppo.training.run_files import find_runs
 
 Metric: TypeAlias = Literal["auto", "return", "success"]
 METRICS: tuple[str, ...] = get_args(Metric)

@@ -29,7 +29,7 @@ from embodied_ppo.commands import arguments, output
 from embodied_ppo.config import loader
 from embodied_ppo.core.errors import UsageError, one_line, show
 from embodied_ppo.training import health
-from embodied_ppo.training.run_directory import METRICS, find_runs
+from embodied_ppo.training.run_files import METRICS, find_runs
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4 << 20

@@ -50,30 +50,10 @@ FIXED_ON_RESUME = (
 """Options that must not change on resume."""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
 """Files that a run writes into its directory."""
-METRICS = "metrics.jsonl"
-"""A directory with this file is a run."""
-DEPTH = 4
-"""Depth of the search for runs below a folder."""
 FOLDERS = ("checkpoints", "tensorboard", "reports", "videos")
 """Folders that a run writes into its directory."""
 LOCK = ".lock"
 """Name of the file in a run directory that the training process locks."""
-
-
-def find_runs(roots: Sequence[Path]) -> dict[str, Path]:
-    """Return absolute path -> directory of every run that ``roots`` are or contain."""
-    runs: dict[str, Path] = {}
-    for root in roots:
-        for name, subfolders, files in os.walk(root):
-            folder = Path(name)
-            if METRICS in files:
-                # A browser cannot send bytes that are not UTF-8.
-                runs[os.fsencode(folder.absolute()).decode(errors="replace")] = folder
-            if METRICS in files or len(folder.relative_to(root).parts) >= DEPTH:
-                subfolders.clear()
-            else:
-                subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
-    return runs
 
 
 def absolute(config: Config) -> Config:

@@ -402,7 +402,7 @@ REFUSALS = [
     (
         "",
         (
-            "no command; commands: train, demos, clone, distill, evaluate, plan, tune, watch, fit,"
+            "no command; commands: train, demos, clone, distill, evaluate, compare, plan, tune,"
             " .. new-task"
         ),
     ),

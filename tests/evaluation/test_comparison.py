@@ -26,7 +26,7 @@ def test_difference_of_two_runs_is_students_paired_interval():
 
 
 def test_variance_counts_the_residual_once():
-    # Two runs per arm, three episodes. Run means of A: 2, 4 (variance 2, of the mean 1); of B: 3, 3.
+    # Two runs per arm, three episodes. Run means of A: 2, 4 (variance 2, of the mean 1); B: 3, 3.
     a = np.array([[1.0, 2.0, 3.0], [3.0, 5.0, 4.0]])
     b = np.array([[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]])
     # By state: A 2, 3.5, 3.5 and B 3, 3, 3; differences 1, -.5, -.5: variance .75, of the mean .25.
@@ -94,7 +94,7 @@ def test_seeds_needed():
     def decides(n: int) -> bool:
         freedom = 2 * n - 1  # of two equal variances: (2v)² / (2 v² / n) - 1
         error = deviation * math.sqrt(2 / n)
-        return 1.0 > (comparison.student_quantile(0.975, freedom) + 0.841621) * error
+        return (comparison.student_quantile(0.975, freedom) + 0.841621) * error < 1.0
 
     assert decides(needed) and not decides(needed - 1)
     assert comparison.seeds_needed(a[:1], b) is None, "one run has no variance"

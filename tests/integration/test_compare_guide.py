@@ -1,0 +1,44 @@
+"""Test of docs/compare.md: its commands run in their order, and print what the page describes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from run_helpers import page_commands
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "compare.md").read_text()
+
+
+@pytest.mark.slow
+def test_blocks_run(tmp_path: Path) -> None:
+    env = page_commands(tmp_path, ROOT)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", TEXT, re.M | re.S)
+    assert len(blocks) == 2
+    output = ""
+    for script in blocks:
+        script = script.replace("env_steps=16384", "env_steps=2048 evaluation.episodes=2")
+        script = script.replace("seed=0,1,2", "seed=0,1").replace("seed=3,4,5", "seed=3")
+        script = script.replace("compare runs/sweeps/rate", "compare runs/sweeps/rate episodes=5")
+        done = subprocess.run(
+            ["bash", "-ec", script],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+        output += done.stdout
+    for head in re.findall(r"^(?:method|difference) .*$", TEXT, re.M):
+        assert re.search(
+            r"^" + r" +".join(re.split(r" {2,}", re.escape(head).replace(r"\ ", " "))), output, re.M
+        )
+    content = json.loads((tmp_path / "lr_1e-3/comparison.json").read_text())
+    assert [len(arm["runs"]) for arm in content["arms"]] == [3, 3]
+    assert content["differences"][0]["verdict"] in output
+    assert "page: lr_1e-3/comparison.html" in output
