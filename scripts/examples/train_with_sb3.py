@@ -1,6 +1,6 @@
 """Train Tabletop with Stable-Baselines3: a Gymnasium vector environment as its ``VecEnv``.
 
-    pip install stable-baselines3 embodied-envs
+    pip install stable-baselines3 ./envs
     python scripts/examples/train_with_sb3.py 100000
 
 ``SB3VecEnv`` works for every ``embodied/NAME-v0``, for observations that are one array
