@@ -18,7 +18,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 
 help: ## print this list
 	@awk -F ' *## ' \
-		'/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' \
+		'/^[a-z0-9-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' \
 		$(MAKEFILE_LIST)
 	@echo "  ARGS='...' goes to train, test and bench:  make train ARGS='seed=1 updates=10'"
 	@echo "  PYTHON=... chooses the interpreter of .venv"

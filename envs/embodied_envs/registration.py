@@ -40,6 +40,6 @@ def register() -> None:
                 gymnasium_id(name),
                 entry_point="embodied_envs.gymnasium_api:TaskEnv",
                 vector_entry_point="embodied_envs.gymnasium_api:TaskVectorEnv",
-                max_episode_steps=MAX_EPISODE_STEPS[name],
+                max_episode_steps=MAX_EPISODE_STEPS.get(name),
                 kwargs={"task": name},
             )
