@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers check bench docs build clean
+.PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers test-sb3 check bench docs build clean
 
 ARGS ?=
 JOBS ?= 2
@@ -18,7 +18,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 
 help: ## print this list
 	@awk -F ' *## ' \
-		'/^[a-z-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' \
+		'/^[a-z0-9-]+:.* ## / { sub(/:.*/, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' \
 		$(MAKEFILE_LIST)
 	@echo "  ARGS='...' goes to train, test and bench:  make train ARGS='seed=1 updates=10'"
 	@echo "  PYTHON=... chooses the interpreter of .venv"
@@ -50,6 +50,9 @@ test-vllm: ## run the tests with vLLM in your environment: VLLM_PYTHON=/path/to/
 test-trackers: .venv-trackers/ready ## run the tests with wandb and MLflow in .venv and 0.2 GB more
 	$(TEST_ENV) .venv-trackers/bin/python -m pytest -q tests/extras/test_trackers.py $(ARGS)
 
+test-sb3: .venv-sb3/ready ## train with Stable-Baselines3 and embodied-envs, in their own environment (1 GB)
+	$(TEST_ENV) SB3_PYTHON=.venv-sb3/bin/python $(BIN)/python -m pytest -q tests/extras/test_sb3.py $(ARGS)
+
 check: .venv/dev ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -63,13 +66,15 @@ docs: .venv/dev ## build the documentation site, site/index.html; a broken link 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "to read it with the search: python3 -m http.server -d site"
 
-build: .venv/dev ## build source distribution and wheel into dist/ and test them
-	rm -rf build dist *.egg-info/SOURCES.txt
+build: .venv/dev ## build source distribution and wheels into dist/ and test them
+	rm -rf build dist envs/build *.egg-info/SOURCES.txt
 	$(BIN)/python -m build
-	EMBODIED_PPO_DIST=dist $(BIN)/python -m pytest -q tests/integration/test_wheel.py
+	$(BIN)/python -m build --wheel --outdir dist envs
+	EMBODIED_PPO_DIST=dist $(BIN)/python -m pytest -q \
+		tests/integration/test_wheel.py tests/integration/test_envs_wheel.py
 
 clean: ## remove .venv, .venv-*, builds and caches, but not runs/
-	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build envs/build dist site *.egg-info envs/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find embodied_ppo envs configs tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Create an environment in folder $(1), unless it has one with a supported Python.
@@ -125,6 +130,14 @@ LEROBOT_BASE ?= $(shell for python in python3.12 python3.13; do \
 	"$(LEROBOT_BASE)" -m venv --clear .venv-lerobot
 	.venv-lerobot/bin/python -m pip --disable-pip-version-check install \
 		-c scripts/constraints-lerobot.txt 'lerobot[pi,smolvla]'
+	@touch $@
+
+# The trainer is not installed there.
+.venv-sb3/ready: .venv/dev envs/pyproject.toml $(shell find envs/embodied_envs -name '*.py')
+	$(BIN)/python -m venv --clear .venv-sb3
+	rm -rf envs/build
+	.venv-sb3/bin/python -m pip --disable-pip-version-check install \
+		-c scripts/constraints.txt ./envs stable-baselines3==2.9.2
 	@touch $@
 
 # torchvision is installed as a dependency; its wheel does not match torch, and no code here needs

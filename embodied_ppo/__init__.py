@@ -33,7 +33,16 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "core.errors" if name.endswith("Error") else "api"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{home}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.api":
+            raise
+        raise ImportError(
+            f"{__name__}.{name} belongs to the trainer, and embodied-envs installs the simulators"
+            " only: pip uninstall embodied-envs, then pip install embodied-ppo"
+        ) from error
+    return getattr(module, name)
 
 
 class _CallableModule(ModuleType):
@@ -47,7 +56,8 @@ class _CallableModule(ModuleType):
         return importlib.import_module(f"{__name__}.api").config(*args, **options)
 
 
-importlib.import_module(f"{__name__}.config").__class__ = _CallableModule
+if importlib.util.find_spec(f"{__name__}.config") is not None:  # not in embodied-envs
+    importlib.import_module(f"{__name__}.config").__class__ = _CallableModule
 
 
 def _add_checkout_folders(root: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 
 collect_ignore = [
     "extras"
-]  # packages of their own: make test-mjlab, make test-libero, make test-trackers
+]  # packages of their own: make test-mjlab, make test-libero, make test-trackers, .. (Makefile)
 
 torch.set_num_threads(1)
 

@@ -26,12 +26,15 @@ from embodied_envs.adapters.history_env import HistoryEnv
 from embodied_envs.adapters.spaces import is_privileged
 from embodied_envs.checks import check_env
 from embodied_envs.observation_reader import ObservationReader
+from embodied_envs.registration import own_name, register
 from embodied_ppo.core.types import EnvError, VectorEnv
 
 __all__ = ["SIMULATORS", "HistoryEnv", "ObservationReader", "check_env", "engines", "make"]
 __all__ += ["is_privileged", "mapper", "nearest", "recorder", "task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
+register()  # gym.make_vec("embodied/Tabletop-v0", num_envs=64), see gymnasium_api
+
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}
 """Family of tasks -> simulators that run them."""
 
@@ -168,6 +171,10 @@ def _make_env(
     ranges: Mapping[str, Sequence[float]] | None,
 ) -> VectorEnv:
     """Create the environments with the first simulator that has the task."""
+    if (name := own_name(id)) is not None:
+        raise EnvError(
+            f"env.id={id} is the name of a task of ours at Gymnasium; write env.id={name}"
+        )
     if simulator in ("auto", "mujoco", "warp") and tasks.find(id) is not None:
         if options.success_key is not None:
             raise EnvError(
@@ -210,7 +217,12 @@ def _make_env(
     }
     hints = [f"nearest in {family}: {', '.join(ids) or 'none'}" for family, ids in similar.items()]
     searched = " and ".join(similar) or f"simulator {simulator}"
-    raise EnvError(f"env.id={id} is unknown to {'; '.join([searched, *hints])}{tasks.hint(id)}")
+    missing = ""
+    if simulator in ("auto", "envpool") and not envpool_env.is_installed():
+        missing = "; EnvPool is not installed: pip install envpool"
+    raise EnvError(
+        f"env.id={id} is unknown to {'; '.join([searched, *hints])}{tasks.hint(id)}{missing}"
+    )
 
 
 def nearest(id: str, n: int = 3) -> dict[str, list[str]]:

@@ -48,6 +48,14 @@ def test_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert -100 < summary["final_return"] < 0
 
 
+def test_gymnasium_ppo(capsys: pytest.CaptureFixture[str]) -> None:
+    train = example("gymnasium_ppo")["train"]
+    options = {"num_envs": 8, "max_episode_steps": 12, "families": ["reach"]}
+    success = train("embodied/Tabletop-v0", updates=10, **options)
+    assert 0 < success < 1
+    assert f"2560 steps, success {success:.2f}" in capsys.readouterr().out
+
+
 def test_own_reward() -> None:
     grade = example("own_reward")["close_enough"]
     scores = [grade("example", response, "42") for response in ("42", " 41\n", "forty-two")]

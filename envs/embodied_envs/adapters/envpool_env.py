@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ def ids() -> list[str]:
         return load().list_all_envs()
     except ImportError:
         return []
+
+
+def is_installed() -> bool:
+    """Return whether EnvPool is installed, without importing it."""
+    return find_spec("envpool") is not None
 
 
 def has_task(id: str) -> bool:

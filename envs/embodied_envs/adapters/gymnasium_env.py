@@ -18,6 +18,7 @@ from torch import Tensor
 from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter, AdapterOptions, use_egl_without_display
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
+from embodied_envs.registration import NAMESPACE
 from embodied_ppo.core.types import EnvError, Obs, Step
 
 _AUTORESET = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
@@ -25,8 +26,8 @@ _VECTORIZATION = ("sync", "async", "vector_entry_point")
 
 
 def ids() -> list[str]:
-    """Return the ids of all tasks registered with Gymnasium in this process."""
-    return list(gymnasium.registry)
+    """Return the ids of all tasks registered with Gymnasium in this process, except our own."""
+    return [id for id in gymnasium.registry if not id.startswith(NAMESPACE)]
 
 
 def has_task(id: str) -> bool:

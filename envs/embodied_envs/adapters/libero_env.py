@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -21,7 +22,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-import yaml
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
@@ -330,7 +330,8 @@ def _benchmark(id: str, assets: Path) -> Any:
         paths = {"bddl_files": "bddl_files", "init_states": "init_files", "datasets": "../datasets"}
         config = {"benchmark_root": str(package), "assets": str(assets)}
         config |= {name: str(package / folder) for name, folder in paths.items()}
-        Path(_config_folder.name, "config.yaml").write_text(yaml.safe_dump(config))
+        # JSON is YAML, too; PyYAML is no dependency of embodied-envs.
+        Path(_config_folder.name, "config.yaml").write_text(json.dumps(config))
         os.environ["LIBERO_CONFIG_PATH"] = _config_folder.name
     cure = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
     prefix = f"env.id={id}: hf-libero cannot be imported ("

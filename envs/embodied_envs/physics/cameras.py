@@ -138,14 +138,14 @@ class Cameras:
                 array[i] = canvas.draw(self._model, self._data, camera).transpose(2, 0, 1)
         return images
 
-    def render(self, worlds: Mapping[str, np.ndarray]) -> Tensor:
-        """Return uint8 [H, W, 3] of world 0 from the model's first camera.
+    def render(self, worlds: Mapping[str, np.ndarray], world: int = 0) -> Tensor:
+        """Return uint8 [H, W, 3] of one world from the model's first camera.
 
         A model without cameras is framed as a whole.
         """
         if self.render_size is None:
             raise EnvError("made without pictures; make it with render=True")
-        canvas = self._pose(worlds, 0, self.render_size)
+        canvas = self._pose(worlds, world, self.render_size)
         return torch.from_numpy(canvas.draw(self._model, self._data, self._render_camera).copy())
 
     def _pose(self, worlds: Mapping[str, np.ndarray], i: int, size: tuple[int, int]) -> _Canvas:

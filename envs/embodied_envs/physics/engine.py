@@ -57,8 +57,8 @@ class Physics(Protocol):
         """
         ...
 
-    def render(self) -> Tensor:
-        """Return an image of world 0, uint8 [H, W, 3], for videos."""
+    def render(self, world: int = 0) -> Tensor:
+        """Return an image of one world, uint8 [H, W, 3], for videos."""
         ...
 
     def state(self) -> dict[str, Tensor]:

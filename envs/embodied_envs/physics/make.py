@@ -138,7 +138,7 @@ def make(
         try:  # imported here, because warp takes two seconds to load
             from embodied_envs.physics.mujoco_warp import WarpPhysics
         except ImportError as error:
-            cure = "pip install 'embodied-ppo[warp]', or use simulator=mujoco"
+            cure = "pip install mujoco-warp warp-lang, or use simulator=mujoco"
             raise EnvError(
                 f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}"
             ) from error

@@ -105,9 +105,9 @@ class BatchPhysics:
         """See ``Physics``."""
         return self.cameras.images(self._image_inputs(), mask) if self.cameras.names else {}
 
-    def render(self) -> Tensor:
+    def render(self, world: int = 0) -> Tensor:
         """See ``Physics``."""
-        return self.cameras.render(self._image_inputs())
+        return self.cameras.render(self._image_inputs(), world)
 
     def _image_inputs(self) -> dict[str, np.ndarray]:
         """Return the arrays [N, ..] that the images depend on."""

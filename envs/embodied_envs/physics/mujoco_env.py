@@ -93,6 +93,9 @@ class MujocoEnv:
         """First physics step and number of physics steps between changes of ctrl."""
         self.cameras_enabled = True
         """Whether cameras render; if not, the images of running episodes are stale."""
+        self.autoreset = True
+        """Whether a step resets the worlds that end in it. If not, their state stays the last one
+        of the episode until the caller resets them; set it before the first step."""
         zeros = torch.zeros(self.num_envs, dtype=torch.int64, device=physics.device)
         self.unstable = zeros.sum()
         """int64 []: number of unstable worlds that were reset since construction."""
@@ -346,7 +349,7 @@ class MujocoEnv:
         if any_unstable:
             obs = _select(unstable, self._last_obs, obs)
         final_obs = None
-        if not physics.host_readable or bool(ended.any()):
+        if self.autoreset and (not physics.host_readable or bool(ended.any())):
             final_obs = obs
             self._begin(ended)
             obs = self._with_first_obs(obs, ended)

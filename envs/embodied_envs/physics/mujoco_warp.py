@@ -349,10 +349,12 @@ class WarpPhysics:
         mjw.refit_bvh(m, d, self._render_context)
         mjw.render(m, d, self._render_context)
 
-    def render(self) -> Tensor:
+    def render(self, world: int = 0) -> Tensor:
         """See ``Physics``; OpenGL renders on the CPU."""
         inputs = {k: self.fields[k] for k in POSE_FIELDS} | self.varied
-        return self.cameras.render({k: x[:1].cpu().numpy() for k, x in inputs.items()})
+        return self.cameras.render(
+            {k: x[world : world + 1].cpu().numpy() for k, x in inputs.items()}
+        )
 
     # ---------------------------------------------------------------------------------------- state
     def state(self) -> dict[str, Tensor]:

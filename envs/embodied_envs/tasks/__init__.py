@@ -5,7 +5,8 @@ the scripted expert of Tabletop.
 
 Does not belong here: stepping and rendering (``physics``).
 
-To add a task, write a subclass of ``Task`` in a module of this folder and add it to ``OWN``.
+To add a task, write a subclass of ``Task`` in a module of this folder, add it to ``OWN``, and add
+its time limit to ``registration.MAX_EPISODE_STEPS``.
 """
 
 from __future__ import annotations

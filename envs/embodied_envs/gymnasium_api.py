@@ -1,0 +1,490 @@
+"""Our tasks in Gymnasium's interface, for trainers of other packages.
+
+``gym.make_vec("embodied/Tabletop-v0", num_envs=64)`` returns a ``TaskVectorEnv``, and
+``gym.make("embodied/Tabletop-v0")`` a ``TaskEnv``. Both take and return numpy arrays.
+``adapters.gymnasium_env`` is the opposite direction.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from torch import Tensor
+
+import embodied_envs
+from embodied_envs import tasks
+from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_envs.tasks.task import Task
+from embodied_ppo.core.errors import EnvError, choose
+from embodied_ppo.core.types import ArraySpec, Box, Obs, Step
+
+SIMULATORS = ("auto", "mujoco", "warp")
+RENDER_MODES = ("rgb_array",)
+AUTORESET = {"same_step": AutoresetMode.SAME_STEP, "next_step": AutoresetMode.NEXT_STEP}
+INSTRUCTION = "instruction"
+"""Observation that is an index into ``instructions``."""
+NO_LIMIT = 2**31 - 1
+"""``max_episode_steps`` without a time limit."""
+
+
+def _check_options(task: str, options: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise EnvError if an option is unknown to ``embodied_envs.make`` and to the task."""
+    task_class = tasks.find(task)
+    if task_class is None:
+        raise EnvError(
+            f"task={task!r} is none of ours; choose one of {', '.join(tasks.OWN)}, or"
+            " package.module:Class"
+        )
+    parameters = inspect.signature(task_class).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    names = [*own, *parameters, "nconmax", "njmax"]
+    for name in options:
+        if name not in names:
+            raise EnvError(f"{task}: option {name} is unknown; {choose(name, names, 'there are ')}")
+
+
+class _Simulator:
+    """A ``VectorEnv`` of one of our tasks with numpy arrays and Gymnasium's spaces."""
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int,
+        *,
+        render_mode: str | None = None,
+        simulator: str = "auto",
+        num_threads: int | None = None,
+        max_episode_steps: int | None = None,
+        action_mapping: str = "rescale",
+        obs_keys: Sequence[str] | None = None,
+        action_chunk: int = 1,
+        cameras: Sequence[str] = (),
+        image_size: int | tuple[int, int] = (64, 64),
+        randomize: bool = False,
+        ranges: Mapping[str, Sequence[float]] | None = None,
+        realism: Mapping[str, Any] | None = None,
+        render_size: tuple[int, int] = (240, 320),
+        device: torch.device | str = "cpu",
+        **task_options: Any,
+    ) -> None:
+        """Create the simulator; ``embodied_envs.make`` documents the options."""
+        own = dict(inspect.signature(_Simulator.__init__).parameters)
+        for name in ("self", "task", "task_options"):
+            del own[name]
+        _check_options(task, task_options, own)
+        for name, value, choices in (
+            ("render_mode", render_mode, (None, *RENDER_MODES)),
+            ("simulator", simulator, SIMULATORS),
+        ):
+            if value not in choices:
+                raise EnvError(
+                    f"{task}: {name}={value!r} is unknown; choose one of"
+                    f" {', '.join(map(str, choices))}"
+                )
+        self.env: Any = embodied_envs.make(
+            task,
+            num_envs=num_envs,
+            seeds=_random_seeds(num_envs),
+            simulator=simulator,
+            num_threads=num_threads,
+            max_episode_steps=max_episode_steps,
+            action_mapping=action_mapping,
+            obs_keys=obs_keys,
+            action_chunk=action_chunk,
+            cameras=cameras,
+            image_size=(image_size, image_size) if isinstance(image_size, int) else image_size,
+            randomize=randomize,
+            ranges=ranges,
+            realism=realism,
+            render=render_mode is not None,
+            render_size=render_size,
+            kwargs=task_options,
+            device=device,
+        )
+        self.wraps = hasattr(self.env, "env")
+        """Whether wrappers for chunks or realism surround the MujocoEnv."""
+        worlds = self.env
+        while hasattr(worlds, "env"):
+            worlds = worlds.env
+        self.worlds: MujocoEnv = worlds
+        self.instructions: tuple[str, ...] = getattr(self.env, "instructions", ())
+        self.task_names: tuple[str, ...] = getattr(self.env, "task_names", ())
+        self._sentences = np.array([*self.instructions, None], dtype=object)[:-1]
+        self._names = np.array([*self.task_names, None], dtype=object)[:-1]
+        self.observation_space = _observation_space(self.env.obs_spec, len(self.instructions))
+        self.action_space = _action_space(self.env.action_spec, action_mapping)
+        self.metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES)}
+        if self.env.step_s:
+            self.metadata["render_fps"] = max(1, round(1 / self.env.step_s))
+
+    def reset(self, seeds: list[int] | None) -> Any:
+        """Start new episodes in all environments, the first ones of ``seeds`` if given."""
+        if seeds is not None:
+            self.env.restart(seeds)
+        return _to_numpy(self.env.reset())
+
+    def step(self, action: Any) -> Step:
+        """Execute ``action`` [N, A]."""
+        array = np.asarray(action, dtype=np.float32)
+        return self.env.step(torch.tensor(array, device=self.env.device))
+
+    def obs_info(self, obs: Any) -> dict[str, np.ndarray]:
+        """Return the info [N] that belongs to observations: the sentence of ``instruction``."""
+        if isinstance(obs, dict) and INSTRUCTION in obs and self.instructions:
+            return {INSTRUCTION: self._sentences[obs[INSTRUCTION]]}
+        return {}
+
+    def step_info(self, step: Step) -> dict[str, np.ndarray]:
+        """Return the info [N] that belongs to the executed action."""
+        info = {} if step.success is None else {"success": _to_numpy(step.success)}
+        if step.task is not None:
+            info["task"] = self._names[_to_numpy(step.task)]
+        if step.executed is not None:
+            info["executed"] = _to_numpy(step.executed.sum(1))
+        return info
+
+
+def _random_seeds(num_envs: int) -> list[int]:
+    """Return seeds from the operating system's entropy, for episodes without a seed."""
+    return np.random.default_rng().integers(0, 2**31, max(0, num_envs)).tolist()
+
+
+def _observation_space(spec: ArraySpec | dict[str, ArraySpec], instructions: int) -> spaces.Space:
+    """Return the space of one observation."""
+    if isinstance(spec, dict):
+        return spaces.Dict(
+            {
+                name: spaces.Discrete(instructions)
+                if name == INSTRUCTION and instructions and not leaf.shape
+                else _array_space(leaf)
+                for name, leaf in spec.items()
+            }
+        )
+    return _array_space(spec)
+
+
+def _array_space(spec: ArraySpec) -> spaces.Space:
+    """Return the space of one array: its dtype, with the dtype's bounds."""
+    dtype: Any = torch.empty(0, dtype=spec.dtype).numpy().dtype
+    if dtype == np.bool_:
+        return spaces.MultiBinary(spec.shape)
+    low, high = -np.inf, np.inf
+    if dtype.kind in "iu":
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return spaces.Box(low, high, spec.shape, dtype)
+
+
+def _action_space(box: Box, mapping: str) -> spaces.Box:
+    """Return the space of the policy's actions; ``rescale`` maps [-1, 1] to finite bounds."""
+    low, high = np.array(box.low, np.float32), np.array(box.high, np.float32)
+    if mapping == "rescale":
+        finite = np.isfinite(low) & np.isfinite(high)
+        low, high = np.where(finite, -1, low), np.where(finite, 1, high)
+    return spaces.Box(low.astype(np.float32), high.astype(np.float32))
+
+
+def _to_numpy(x: Any) -> Any:
+    """Convert a tensor or a dictionary of tensors."""
+    if isinstance(x, dict):
+        return {name: _to_numpy(leaf) for name, leaf in x.items()}
+    return x.detach().cpu().numpy()
+
+
+def _row(batch: Any, i: int) -> Any:
+    """Return a copy of row ``i`` of an array or of a dictionary of arrays."""
+    if isinstance(batch, dict):
+        return {name: _row(leaf, i) for name, leaf in batch.items()}
+    return batch[i].copy()
+
+
+def _reward(step: Step) -> Tensor:
+    """Return the reward [N], of a chunk the sum of its actions' rewards."""
+    return step.reward.sum(1) if step.reward.ndim == 2 else step.reward
+
+
+class TaskVectorEnv(gymnasium.vector.VectorEnv):
+    """N environments of one of our tasks: ``gym.make_vec("embodied/Tabletop-v0", num_envs=N)``.
+
+    With ``autoreset_mode="same_step"``, the default, an ended episode is reset in the same step:
+    ``obs`` is the first observation of the next episode, and info has "final_obs" (an object array
+    with the last observation of the episode in the rows that ended), "final_info" and their masks
+    "_final_obs" and "_final_info". With "next_step", which Gymnasium's vector wrappers of
+    observations require, ``obs`` is the last observation of the episode, and the next step ignores
+    the action of that environment and resets it, with reward 0. The episodes are the same in both
+    modes. No episode is terminated and truncated in one step.
+
+    Entries of info, each with a mask of its name with "_" in front:
+
+    success      bool [N], whether the task succeeded in this step; for tasks that define success
+    task         str [N], kind of the episode of this step; for tasks with several kinds
+    executed     int64 [N], executed actions of the chunk; with ``action_chunk``
+    instruction  str [N], sentence of the returned observation (in final_info: of the episode that
+                 ended); where observations have the key "instruction", its index in
+                 ``instructions``
+
+    Attributes:
+        instructions: All sentences that an episode can have.
+        task_names: All kinds of episode.
+        simulator: The ``VectorEnv`` of ``embodied_envs.make``, which exchanges tensors.
+    """
+
+    metadata: dict[str, Any] = {  # noqa: RUF012  as Gymnasium declares it
+        "render_modes": list(RENDER_MODES),
+        "autoreset_mode": AutoresetMode.SAME_STEP,
+    }
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int = 1,
+        *,
+        render_mode: str | None = None,
+        autoreset_mode: str | AutoresetMode = "same_step",
+        **options: Any,
+    ) -> None:
+        """Create the environments.
+
+        Args:
+            task: A task of ``tasks.OWN``, or "package.module:Class" for a task of your own.
+            num_envs: Number of environments, N.
+            render_mode: "rgb_array", or None: ``render`` is not available.
+            autoreset_mode: "same_step" or "next_step". The latter is not available with
+                ``action_chunk`` or ``realism``, and for tasks whose episodes depend on the one
+                before (``Task.carry_over``).
+            options: Options of ``embodied_envs.make`` (``cameras``, ``action_chunk``, ..) and of
+                the task (of Tabletop ``families``, ``split``, ``obs``, ``reward``). An integer
+                ``image_size`` is height and width. The action space is [-1, 1] with the default
+                ``action_mapping="rescale"``, else the task's bounds; a chunk of C actions is a
+                vector of C·A numbers, whose reward is the sum.
+
+        Raises:
+            EnvError: The task or an option is unknown or invalid.
+        """
+        modes: dict[Any, AutoresetMode] = AUTORESET | {mode: mode for mode in AUTORESET.values()}
+        if (mode := modes.get(autoreset_mode)) is None:
+            raise EnvError(
+                f"{task}: autoreset_mode={autoreset_mode!r} is unknown; choose one of"
+                f" {', '.join(AUTORESET)}"
+            )
+        self._simulator = simulator = _Simulator(task, num_envs, render_mode=render_mode, **options)
+        self.simulator = simulator.env
+        self._next_step = mode == AutoresetMode.NEXT_STEP
+        if self._next_step:
+            if simulator.wraps or type(simulator.worlds.task).carry_over is not Task.carry_over:
+                self.simulator.close()
+                raise EnvError(
+                    f"{task}: autoreset_mode=next_step is not available with action_chunk or"
+                    " realism, and for tasks with carry_over; use same_step"
+                )
+            simulator.worlds.autoreset = False
+        self._ended = np.zeros(num_envs, dtype=bool)
+        """bool [N], with next_step: episodes that the next step resets."""
+        self.num_envs, self.render_mode = num_envs, render_mode
+        self.metadata = simulator.metadata | {"autoreset_mode": mode}
+        self.single_observation_space = self._simulator.observation_space
+        self.single_action_space = self._simulator.action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.instructions = self._simulator.instructions
+        self.task_names = self._simulator.task_names
+        self._last_obs_info: dict[str, np.ndarray] | None = None  # None before the first reset
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Start new episodes.
+
+        Args:
+            seed: s gives environment i the seed s + i; a list has one seed for each environment,
+                None for a random one. Equal seeds give equal sequences of episodes. Without a seed,
+                the next episodes of the present seeds start.
+            options: {"reset_mask": bool [N]} resets the environments where it is True.
+
+        Returns:
+            Observations [N, ..] (rows that are not reset keep their last one) and info.
+
+        Raises:
+            EnvError: A seed or an option is invalid.
+        """
+        simulator = self._simulator
+        mask = self._reset_mask(options)
+        if mask is None:
+            obs = simulator.reset(self._seeds(seed))
+        elif seed is not None or self._last_obs_info is None:
+            raise self._error(
+                "options reset_mask is for later resets without a seed; call reset() first"
+            )
+        else:
+            obs = _to_numpy(self.simulator.reset_where(torch.from_numpy(mask)))
+        self._ended &= False if mask is None else ~mask
+        self._last_obs_info = simulator.obs_info(obs)
+        return obs, self._with_masks(self._last_obs_info)
+
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Execute ``actions`` [N, A].
+
+        Returns:
+            Observations [N, ..], reward float32 [N], terminated bool [N], truncated bool [N] and
+            info, see the class.
+        """
+        step = self._simulator.step(actions)
+        obs, reward = _to_numpy(step.obs), _to_numpy(_reward(step))
+        terminated, truncated = _to_numpy(step.terminated), _to_numpy(step.truncated)
+        acted = ~self._ended
+        if self._ended.any():
+            obs = _to_numpy(self.simulator.reset_where(torch.from_numpy(self._ended)))
+            reward, terminated, truncated = reward * acted, terminated & acted, truncated & acted
+        obs_info, step_info = self._simulator.obs_info(obs), self._simulator.step_info(step)
+        infos = self._with_masks(obs_info) | self._with_masks(step_info, acted)
+        ended = terminated | truncated
+        if self._next_step:
+            self._ended = ended
+        elif ended.any():
+            final_batch = obs if step.final_obs is None else _to_numpy(step.final_obs)
+            final_obs = np.full(self.num_envs, None, dtype=object)
+            for i in np.flatnonzero(ended):
+                final_obs[i] = _row(final_batch, int(i))
+            final_info = self._with_masks((self._last_obs_info or {}) | step_info, ended)
+            infos |= self._with_masks({"final_obs": final_obs, "final_info": final_info}, ended)
+        self._last_obs_info = obs_info
+        return obs, reward, terminated, truncated, infos
+
+    def render(self) -> tuple[np.ndarray, ...]:
+        """Return an image uint8 [H, W, 3] of each environment."""
+        if self.render_mode is None:
+            raise self._error('render() needs render_mode="rgb_array"')
+        physics = self._simulator.worlds.physics
+        return tuple(_to_numpy(physics.render(i)) for i in range(self.num_envs))
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Free the simulation."""
+        self.simulator.close()
+
+    def _with_masks(
+        self, info: Mapping[str, Any], mask: np.ndarray | None = None
+    ) -> dict[str, Any]:
+        """Return ``info`` with an entry "_name" for each name, as Gymnasium's vectors have it."""
+        rows = np.ones(self.num_envs, dtype=bool) if mask is None else mask
+        return {**info, **{f"_{name}": rows.copy() for name in info}}
+
+    def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int] | None:
+        """Return one seed for each environment, None if there is none."""
+        if seed is None:
+            return None
+        if isinstance(seed, int | np.integer):
+            seeds = [int(seed) + i for i in range(self.num_envs)]
+        else:
+            random = _random_seeds(len(seed))
+            seeds = [r if s is None else int(s) for r, s in zip(random, seed)]
+        self._np_random, self._np_random_seed = seeding.np_random(seeds[0])
+        return seeds
+
+    def _reset_mask(self, options: dict[str, Any] | None) -> np.ndarray | None:
+        """Return the entry reset_mask of the options; raise EnvError for others."""
+        if unknown := sorted(set(options or {}) - {"reset_mask"}):
+            raise self._error(f"reset(options={unknown}): unknown; there is reset_mask")
+        if not options:
+            return None
+        mask = np.asarray(options["reset_mask"])
+        if mask.dtype != np.bool_ or mask.shape != (self.num_envs,):
+            raise self._error(
+                f"options reset_mask is {mask.dtype} {list(mask.shape)}; it must be bool"
+                f" [{self.num_envs}]"
+            )
+        return mask
+
+    def _error(self, message: str) -> EnvError:
+        return EnvError(f"{self.simulator.id}: {message}")
+
+
+class TaskEnv(gymnasium.Env):
+    """One environment of one of our tasks: ``gym.make("embodied/Tabletop-v0")``.
+
+    Observations, actions and info are those of ``TaskVectorEnv`` without the dimension N. For
+    training, ``gym.make_vec`` is faster: it steps all environments in one call.
+
+    Like Gymnasium's own, the environment has no time limit: ``gym.make`` adds the wrapper
+    TimeLimit with ``max_episode_steps``, which counts calls of ``step``. With ``action_chunk`` or
+    ``realism`` the task's limit, in primitive steps, applies as well.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES)}  # noqa: RUF012
+
+    def __init__(self, task: str, *, render_mode: str | None = None, **options: Any) -> None:
+        """Create the environment.
+
+        Args:
+            task: As in ``TaskVectorEnv``.
+            render_mode: "rgb_array", or None: ``render`` is not available.
+            options: As in ``TaskVectorEnv``.
+
+        Raises:
+            EnvError: The task or an option is unknown or invalid.
+        """
+        if options.get("action_chunk", 1) == 1 and not options.get("realism"):
+            options = {"max_episode_steps": NO_LIMIT} | options
+        self._simulator = _Simulator(task, 1, render_mode=render_mode, **options)
+        # An ended episode stays at its last state until reset(), so that render() can show it.
+        # The wrappers rely on the simulator's reset in the same step.
+        self._simulator.worlds.autoreset = self._simulator.wraps
+        self.simulator = self._simulator.env
+        self.render_mode = render_mode
+        self.metadata = type(self).metadata | self._simulator.metadata
+        self.observation_space = self._simulator.observation_space
+        self.action_space = self._simulator.action_space
+        self.instructions = self._simulator.instructions
+        self.task_names = self._simulator.task_names
+        self._next: Any = None  # first observation of an episode that the simulator has begun
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Start a new episode, the first one of ``seed`` if given; there are no options."""
+        super().reset(seed=seed)
+        if options:
+            raise EnvError(f"{self.simulator.id}: reset(options={options}): there are none")
+        obs = self._next
+        if seed is not None or obs is None:
+            obs = self._simulator.reset(None if seed is None else [int(seed)])
+        self._next = None
+        return _row(obs, 0), self._first(self._simulator.obs_info(obs))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute ``action`` [A] and return observation, reward, terminated, truncated, info."""
+        if self._next is not None:
+            raise EnvError(f"{self.simulator.id}: the episode has ended; call reset() first")
+        step = self._simulator.step(np.asarray(action)[None])
+        terminated, truncated = bool(step.terminated[0]), bool(step.truncated[0])
+        obs: Obs = step.obs
+        if step.final_obs is not None and (terminated or truncated):
+            obs, self._next = step.final_obs, _to_numpy(step.obs)
+        arrays = _to_numpy(obs)
+        info = self._simulator.obs_info(arrays) | self._simulator.step_info(step)
+        reward = float(_reward(step)[0])
+        return _row(arrays, 0), reward, terminated, truncated, self._first(info)
+
+    def render(self) -> np.ndarray | None:
+        """Return an image, uint8 [H, W, 3]; None without a render mode."""
+        return None if self.render_mode is None else _to_numpy(self.simulator.render())
+
+    def close(self) -> None:
+        """Free the simulation. A second call has no effect."""
+        self.simulator.close()
+
+    @staticmethod
+    def _first(info: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Return the info of environment 0, as Python's bool, int and str."""
+        return {name: x.tolist()[0] for name, x in info.items()}
