@@ -110,7 +110,7 @@ def policy_of_sizes(
     }
     policy: PI0 | CheckpointVLA
     if kind in _FLOW:
-        published = _flow_sizes(raw, config.checkpoint, env, chunk)
+        published = flow_sizes(raw, config.checkpoint, env, chunk)
         policy = _FLOW[kind](env.obs_spec, env.action_spec, config, published, **options)
     else:
         closes = getattr(env, "gripper_closes", None)
@@ -119,21 +119,31 @@ def policy_of_sizes(
     return policy
 
 
-def _flow_sizes(raw: Mapping[str, Any], checkpoint: str, env: Any, chunk: int) -> Published:
-    """Return the contents of a directory without weights: the model is on the meta device."""
+def flow_sizes(
+    raw: Mapping[str, Any], checkpoint: str, env: Any, chunk: int, *, device: str = "meta"
+) -> Published:
+    """Return the contents of a directory of a flow model without its weights.
+
+    Args:
+        raw: Fields of config.json.
+        checkpoint: The directory, for messages.
+        env: Spaces of the environment.
+        chunk: Actions of a chunk.
+        device: Device of the model's new weights; meta: without memory.
+    """
     label, folder = f"model.checkpoint={checkpoint}", Path(checkpoint)
     words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS
     with config_errors(f"{label}: config.json is refused: "):
         if raw.get("type") == pi0_files.SMOLVLA:
             sizes = smolvla_files.vlm_config(raw, label)
-            with torch.device("meta"):
+            with torch.device(device):
                 model: Any = smolvla_files.Model(raw, sizes)
         else:
             sizes = pi0_files.read_config(raw, folder)
             model_class = pi05_model.model_class() if raw.get("type") == "pi05" else None
             if model_class is None:
                 from transformers import PI0ForConditionalGeneration as model_class
-            with torch.device("meta"):
+            with torch.device(device):
                 model = model_class(sizes)
     tokenize: Any = PromptTokenizer(_WordCounter(), words, clean=False)
     if raw.get("type") == pi0_files.SMOLVLA:
