@@ -24,7 +24,7 @@ from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config.compose import prepare
 from embodied_ppo.config.schema import AlgorithmConfig, Config, ModelConfig
 from embodied_ppo.core.errors import PlacementError
-from embodied_ppo.core.types import ArraySpec, Box, ObsSpec
+from embodied_ppo.core.types import ArraySpec, Box
 from embodied_ppo.models.vla import pi0_files, published
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pi05 import PI05
@@ -129,7 +129,7 @@ class Spaces:
     """One camera of 64 x 64 pixels, a state of eight numbers, and chunks of five actions."""
 
     instructions = ("pick up the bowl",)
-    obs_spec: ObsSpec = {  # noqa: RUF012
+    obs_spec: dict[str, ArraySpec] = {  # noqa: RUF012
         "state": ArraySpec((8,)),
         "front": ArraySpec((3, 64, 64), torch.uint8),
     }

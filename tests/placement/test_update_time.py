@@ -52,7 +52,8 @@ def test_several_devices_by_hand() -> None:
     With shards, 40 micro-batches gather twice 3/4 · 7 GB, and each has a quarter of the moments.
     """
     one, s = (update_time.predict(plan(n), WORK, GPU, "libero") for n in (1, 4))
-    assert s.simulate == one.simulate / 4 and s.act == one.act / 4
+    assert one.simulate is not None and s.simulate == one.simulate / 4
+    assert s.act == one.act / 4
     assert s.exchange == pytest.approx(10 * (0.006 + 6 * 20e-6))
     shards = replace(WORK, sharded_bytes=WORK.weight_bytes)
     sharded = update_time.predict(plan(4), shards, GPU, "libero")

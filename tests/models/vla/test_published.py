@@ -28,9 +28,9 @@ class Spaces:
     instructions = ("pick up the bowl", "put it down")
     gripper_closes = 1.0
 
-    def __init__(self, side: int = 224, chunk: int = 1, size: int = 7) -> None:
+    def __init__(self, side: int = 224, chunk: int = 1, size: int = 7, state: int = 8) -> None:
         image = ArraySpec((3, side, side), torch.uint8)
-        self.obs_spec: ObsSpec = {"state": ArraySpec((8,)), "front": image, "wrist": image}
+        self.obs_spec: ObsSpec = {"state": ArraySpec((state,)), "front": image, "wrist": image}
         self.action_spec = Box((-1.0,) * size * chunk, (1.0,) * size * chunk)
 
 
@@ -133,8 +133,7 @@ def test_sizes_equal_those_of_weights(kind: str, tmp_path: Path) -> None:
         tiny_smolvla_checkpoint.write_checkpoint(folder)
     else:
         tiny_pi0_checkpoint.write_checkpoint(folder, kind=kind)
-    env = Spaces(16, 2, 2)
-    env.obs_spec = {**dict(env.obs_spec), "state": ArraySpec((3,))}
+    env = Spaces(16, 2, 2, 3)
     classes: dict[str, Any] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
     for rank in (0, 4):
         policy = "token" if kind == "openvla" else "flow"

@@ -45,6 +45,11 @@ def observations(rows: int) -> dict[str, Tensor]:
     return {name: torch.zeros(rows, *s.shape, dtype=s.dtype) for name, s in SPEC.items()}
 
 
+def cut(decision: Any) -> Any:
+    """Return the decisions of two steps."""
+    return tree.map(lambda x: x.unflatten(0, (2, ROWS)), decision)
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("kind", ["pi05", "smolvla"])
 def test_estimate_without_weights_equals_a_micro_batch(
@@ -79,8 +84,8 @@ def test_estimate_without_weights_equals_a_micro_batch(
         p.planned_memory_gb = 8.0 if keeps else 0.0
     algorithm = AlgorithmConfig(horizon=2, global_batch_size=2 * ROWS, micro_batch_size=ROWS)
     obs = observations(2 * ROWS)
-    d = policy.act(policy.encode(obs), noise=policy.noise(2 * ROWS))
-    obs, d = (tree.map(lambda x: x.unflatten(0, (2, ROWS)), x) for x in (obs, d))
+    d: Any = policy.act(policy.encode(obs), noise=policy.noise(2 * ROWS))
+    obs, d = tree.map(lambda x: x.unflatten(0, (2, ROWS)), obs), cut(d)
     zero, no = torch.zeros(2, ROWS), torch.zeros(2, ROWS, dtype=torch.bool)
     t = Trajectory(
         obs=obs,
@@ -161,7 +166,7 @@ def test_group_filter_holds_what_is_predicted(rounds: int, groups: int) -> None:
 
     mixed = torch.tensor([True, False]).repeat(groups)
     group_filter = GroupFilter(groups, size, rounds)
-    each = batch().obs.nbytes
+    each = nbytes(batch().obs)
     with AllocationCounter() as counter:
         for round in range(rounds):
             success = mixed.clone()
@@ -173,9 +178,8 @@ def test_group_filter_holds_what_is_predicted(rounds: int, groups: int) -> None:
         taken, _ = group_filter.take()
         peak, held = peak_copies(groups, rounds)
         assert counter.peak == pytest.approx(peak * each, rel=0.08)
-        del trajectory, success
-        surplus = sum(x.nbytes for part in group_filter.parts for x in (part.obs,))  # pyright: ignore
-        assert surplus == held * each and taken.obs.nbytes == each  # pyright: ignore
+        surplus = nbytes([part.obs for part in group_filter.parts])
+        assert surplus == held * each and nbytes(taken.obs) == each
 
 
 def test_group_filter_is_counted() -> None:
