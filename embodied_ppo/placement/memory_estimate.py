@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from embodied_ppo.algorithms import losses
 from embodied_ppo.algorithms.learner import Learner
@@ -24,6 +26,7 @@ from embodied_ppo.core import tree
 from embodied_ppo.core.memory import EpisodeMemory
 from embodied_ppo.core.types import Batch, Decision, ObsSpec, Policy, Trajectory
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
+from embodied_ppo.models.vla.trunk import VLAPolicy
 
 TOKEN = 64
 """Bytes per response token of experience: a ``Trajectory``, and what the learner adds to it."""
@@ -78,7 +81,8 @@ class Memory:
         weights: Parameters and buffers.
         gradients: Gradients of trained parameters.
         optimiser: State of AdamW.
-        experience: Trajectory, its encoding by the policy, and a minibatch's copy of the encoding.
+        experience: Trajectory, its encoding by the policy where it is no view of the observations,
+            and a minibatch's copy.
         activations: Peak of the forward and backward pass of one micro-batch.
     """
 
@@ -139,10 +143,33 @@ def fake_tensors(policy: nn.Module) -> Iterator[list[Tensor]]:
     """Context in which operations create fake tensors (shapes without memory).
 
     Yields:
-        The policy's parameters and buffers as fake tensors.
+        The policy's parameters and buffers as fake tensors. Some may be fake already, see
+        ``models.vla.published``.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield [mode.from_tensor(x) for x in (*policy.parameters(), *policy.buffers())]
+    tensors = [*policy.parameters(), *policy.buffers()]
+    modes = [x.fake_mode for x in tensors if isinstance(x, FakeTensor)]
+    with modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield [x if isinstance(x, FakeTensor) else mode.from_tensor(x) for x in tensors]
+
+
+@contextmanager
+def encoding_of(policy: Policy, rows: int) -> Iterator[None]:
+    """Context in which ``encode`` of a few observations returns what it does for ``rows`` of them.
+
+    A trunk that is not trained returns features only where those of all observations fit.
+    """
+    if not isinstance(policy, VLAPolicy) or policy.keeps_features(rows):
+        yield
+        return
+    names = [name for name in ("planned_memory_gb", "memory_gb") if hasattr(policy, name)]
+    before = {name: getattr(policy, name) for name in names}
+    for name in names:
+        setattr(policy, name, 0.0)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(policy, name, value)
 
 
 @contextmanager
@@ -189,6 +216,68 @@ def micro_batch(
     if c.minibatch_unit == "column":
         return tree.map(lambda x: x.unflatten(0, (t.mask.shape[0], -1)), batch)
     return batch
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations of one decision; a multiplication and an addition are two.
+
+    Attributes:
+        act: Encoding and acting.
+        encode: Encoding once per update; 0 where acting keeps the features, or minibatches
+            compute them.
+        learn: Forward and backward pass, recomputation included.
+    """
+
+    act: float
+    encode: float
+    learn: float
+
+
+def operations(
+    policy: Policy,
+    learner: Learner,
+    obs: Any,
+    decision: Decision,
+    rows: int,
+    *,
+    kept: bool = False,
+) -> Operations:
+    """Count the operations of matrix products, convolutions and attention.
+
+    Args:
+        policy: The policy.
+        learner: Learner of the policy.
+        obs: Observations of one step, see ``acting``.
+        decision: Decision of one step.
+        rows: Observations of an update in this process.
+        kept: Whether the features of acting are kept for the update.
+    """
+    assert isinstance(policy, nn.Module)
+    keeps = isinstance(policy, VLAPolicy) and policy.keeps_features(rows) and not kept
+    config, device = learner.config, decision.value.device
+    totals: list[float] = []
+    # The other kernels of attention are not counted on a CPU.
+    with fake_tensors(policy):
+        obs, decision = tree.map(lambda x: x[:2], (obs, decision))
+        count = len(decision.value)
+        trajectory = experience(obs, decision, 1)
+    with _freed_gradients(policy), sdpa_kernel(SDPBackend.MATH), fake_tensors(policy):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            policy.act(policy.encode(obs), noise=policy.noise(count))
+        totals.append(counter.get_total_flops())
+        with encoding_of(policy, rows):
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                policy.encode(obs)
+            totals.append(counter.get_total_flops() if keeps else 0)
+            batch = micro_batch(policy, device, trajectory, count, config)
+        denominator = losses.denominator(batch.mask)
+        with FlopCounterMode(display=False) as counter:
+            loss, _ = learner.optimizer.loss(batch, denominator, denominator, entropy_coef=0.0)
+            loss.backward()
+            del loss
+        totals.append(counter.get_total_flops())
+    return Operations(*(total / count for total in totals))
 
 
 @torch.no_grad()
@@ -286,7 +375,9 @@ def language_step(
     return counter.peak
 
 
-def predicted(policy: Policy, learner: Learner, device: torch.device, t: Trajectory) -> Memory:
+def predicted(
+    policy: Policy, learner: Learner, device: torch.device, t: Trajectory, *, surplus: float = 0.0
+) -> Memory:
     """Estimate the memory of an update after its first step; existing gradients are freed.
 
     Args:
@@ -294,6 +385,7 @@ def predicted(policy: Policy, learner: Learner, device: torch.device, t: Traject
         learner: Learner of the policy.
         device: Device of the learner.
         t: Trajectory of this process, [T, N, ..], possibly fake.
+        surplus: Further trajectories that the rollout holds, in multiples of ``t``.
     """
     assert isinstance(policy, nn.Module)
     policy.zero_grad(set_to_none=True)
@@ -301,9 +393,17 @@ def predicted(policy: Policy, learner: Learner, device: torch.device, t: Traject
     c, t = learner.config, replace(t, kept=None)
     share = c.global_batch_size // learner.ranks.world
     size = min(c.micro_batch_size or share, share)
+    rows = t.version.numel()
     with _freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:
-        batch = micro_batch(policy, device, t, size, c)
-        bytes_per_row = nbytes(batch.inputs) / size
+        with encoding_of(policy, rows):
+            batch = micro_batch(policy, device, t, size, c)
+            sample = tree.map(lambda x: x.new_empty(size, *x.shape[2:]), t.obs)
+            inputs = policy.encode(sample)
+        # Inputs that are observations themselves take no memory, unless they are encoded in parts.
+        parts = (c.logprob_forward_micro_batch_size or rows) < rows
+        shared = set() if parts else {x.untyped_storage()._cdata for x in tree.leaves(sample)}
+        new = [x for x in tree.leaves(inputs) if x.untyped_storage()._cdata not in shared]
+        encoded, copied = nbytes(new) / size, nbytes(batch) / size
         denominator = losses.denominator(batch.mask)
         with AllocationCounter([*known, *tree.leaves(batch)]) as counter:
             loss, _ = learner.optimizer.loss(batch, denominator, denominator, entropy_coef=0.0)
@@ -311,7 +411,6 @@ def predicted(policy: Policy, learner: Learner, device: torch.device, t: Traject
             del loss
         activations = counter.peak
     gradients = nbytes(list(with_gradient))
-    rows = t.version.numel()
-    experience_bytes = nbytes(t) + (rows + share) * bytes_per_row
+    experience_bytes = nbytes(t) * (1 + surplus) + rows * encoded + share * copied
     weights = nbytes([*policy.parameters(), *policy.buffers()])
     return Memory(weights, gradients, 2 * gradients, round(experience_bytes), activations)

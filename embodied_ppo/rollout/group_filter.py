@@ -46,6 +46,26 @@ def concatenate(parts: list[Trajectory]) -> Trajectory:
     return tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:])
 
 
+def peak_copies(groups: int, rounds: int) -> tuple[float, float]:
+    """Return the largest memory of a filtered rollout, in multiples of one batch.
+
+    G groups of a batch. Before its last round G - 1 groups are kept at most. ``take`` then holds
+    the round (G), the kept groups (2 G - 1), their concatenation (2 G - 1) and the batch (G). One
+    round alone keeps G groups and leaves none for the next batch.
+
+    Args:
+        groups: G.
+        rounds: Largest number of rounds of a batch.
+
+    Returns:
+        The peak while collecting, the batch included, and what is held for the next batch while
+        this one is trained on.
+    """
+    if rounds == 1:
+        return 4.0, 0.0
+    return (6 * groups - 2) / groups, (groups - 1) / groups
+
+
 class GroupFilter:
     """Mixed groups of one batch, collected in rounds.
 

@@ -30,7 +30,8 @@ from embodied_envs.registration import own_name, register
 from embodied_ppo.core.types import EnvError, VectorEnv
 
 __all__ = ["SIMULATORS", "HistoryEnv", "ObservationReader", "check_env", "engines", "make"]
-__all__ += ["is_privileged", "mapper", "nearest", "recorder", "task_files"]
+__all__ += ["is_privileged", "mapper", "nearest", "recorder", "spaces_without_simulator"]
+__all__ += ["task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 register()  # gym.make_vec("embodied/Tabletop-v0", num_envs=64), see gymnasium_api
@@ -159,6 +160,36 @@ def _with_realism(
     if checked.is_off:
         return env
     return realistic_env.RealisticEnv(env, checked, seeds=seeds, action_mapping=action_mapping)
+
+
+def spaces_without_simulator(
+    id: str,
+    *,
+    simulator: str = "auto",
+    obs_keys: Sequence[str] | None = None,
+    cameras: Sequence[str] = (),
+    image_size: tuple[int, int] = (64, 64),
+    action_chunk: int = 1,
+    max_episode_steps: int | None = None,
+) -> dict[str, Any] | None:
+    """Return spaces and sentences of a task that are known without its packages.
+
+    The arguments are those of ``make``.
+
+    Returns:
+        A dictionary as ``embodied_ppo.placement.remote_envs.describe_env`` returns it; None: the
+        simulator has to be built.
+    """
+    if simulator not in ("auto", "libero") or not libero_env.has_task(id):
+        return None
+    return libero_env.describe(
+        id,
+        obs_keys=obs_keys,
+        cameras=cameras,
+        image_size=image_size,
+        action_chunk=action_chunk,
+        max_episode_steps=max_episode_steps,
+    )
 
 
 def _make_env(

@@ -158,10 +158,13 @@ def test_predicted_memory_equals_that_of_a_micro_batch(part: str) -> None:
         if key != "step"
     ]
     assert memory.optimiser == sum(x.numel() * x.element_size() for x in moments)
-    inputs = policy.encode(tree.flatten_time(t.obs))
-    each = sum(x.numel() * x.element_size() for x in tree.leaves(inputs)) / (2 * ROWS)
-    held = sum(x.numel() * x.element_size() for x in tree.leaves(t))
-    assert memory.experience == round(held + each * (2 * ROWS + CONFIG.global_batch_size))
+    prepared, _ = learner._prepare(t)
+    observed = {x.untyped_storage()._cdata for x in tree.leaves(t.obs)}
+    inputs = tree.leaves(prepared.inputs)
+    encoded = [x for x in inputs if x.untyped_storage()._cdata not in observed]
+    minibatch = tree.index(prepared, slice(0, CONFIG.global_batch_size))
+    parts = (t, encoded, minibatch)
+    assert memory.experience == sum(x.nbytes for x in tree.leaves(parts))
     assert memory.total == sum(vars(memory).values())
 
 

@@ -45,7 +45,6 @@ from embodied_ppo.models.vla.trunk import (
     ValueHead,
     action_size,
     check_units,
-    device_memory_gb,
 )
 
 T = TypeVar("T")
@@ -602,11 +601,15 @@ class PI0(Flow, lora.Adapted):
         """Return the number of prefixes that fit into their share of the device's memory."""
         return int(self._memory_limit_gb() * 1e9) // self.prefix_bytes()
 
+    def keeps_features(self, rows: int) -> bool:
+        """See ``VLAPolicy.keeps_features``."""
+        return self.frozen and rows <= self.max_kept_rows()
+
     def _memory_limit_gb(self) -> float:
         """Return the memory that prefixes may use, in GB."""
         if self.memory_gb is not None:
             return self.memory_gb
-        return MEMORY_SHARE * device_memory_gb(self.device)
+        return MEMORY_SHARE * self.device_memory_gb()
 
     def kept_inputs(self, steps: int, *batches: int | None) -> tuple[str, ...]:
         """Return the inputs that acting keeps for a learner in the same process.

@@ -49,7 +49,6 @@ from embodied_ppo.models.vla.trunk import (
     ValueHead,
     action_size,
     check_units,
-    device_memory_gb,
 )
 
 UNSUPPORTED = {
@@ -324,9 +323,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         inputs = {f"/{name}": getattr(table, name)[rows] for name in ("ids", "mask", "position")}
         if self.vision_learns:
             return inputs | {"/images": images}
-        limit = float("inf")
-        if not self.frozen:
-            limit = self.FEATURE_SHARE * device_memory_gb(self.device) * 1e9
+        limit = self._feature_limit()
         features: dict[str, Tensor] = {}
         first = 0
         for part in images.split(self.FROZEN_ROWS):
@@ -340,6 +337,21 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                 features[name][first : first + len(part)] = x
             first += len(part)
         return inputs | features
+
+    def _feature_limit(self) -> float:
+        """Return the bytes that features may take."""
+        return float("inf") if self.frozen else self.FEATURE_SHARE * self.device_memory_gb() * 1e9
+
+    def keeps_features(self, rows: int) -> bool:
+        """See ``VLAPolicy.keeps_features``."""
+        if self.vision_learns:
+            return False
+        height, width = self.trunk.image_size
+        shape = (1, len(self.trunk.names), 3, height, width)
+        one = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        with torch.no_grad():
+            size = sum(x.nbytes for x in self._encode_images(one).values())
+        return size * rows <= self._feature_limit()
 
     def _encode_images(self, images: Tensor) -> dict[str, Tensor]:
         learns = torch.is_grad_enabled() and self.vision_learns

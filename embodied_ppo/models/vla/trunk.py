@@ -538,11 +538,29 @@ class VLAPolicy(nn.Module):
     """Sentences that the instruction observation indexes."""
     frozen = False
     """Whether model.freeze_trunk excludes the trunk from training."""
+    planned_memory_gb: float | None = None
+    """Memory in GB of the device that a run is planned for; None: the policy's device."""
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(self.value_head.parameters()).device
+
+    def device_memory_gb(self) -> float:
+        """Return the memory of the device, or the one that a run is planned for, in GB."""
+        if self.planned_memory_gb is not None:
+            return self.planned_memory_gb
+        return device_memory_gb(self.device)
+
+    def keeps_features(self, rows: int) -> bool:
+        """Return whether ``encode`` returns features of a trunk that is not trained.
+
+        Otherwise it returns observations, and each minibatch computes the features.
+
+        Args:
+            rows: Observations of an update in this process.
+        """
+        return False
 
     @abstractmethod
     def encode_context(self, inputs: dict[str, Tensor]) -> Any:

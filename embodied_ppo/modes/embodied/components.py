@@ -31,7 +31,7 @@ from embodied_ppo.config.schema import (
 from embodied_ppo.core import compile, watchdog
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.observation_names import names_observation
-from embodied_ppo.core.random import sampling_key
+from embodied_ppo.core.random import env_seeds, sampling_key
 from embodied_ppo.core.types import (
     Box,
     ConfigError,
@@ -49,7 +49,7 @@ from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models import own_network
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import is_image
-from embodied_ppo.models.vla import pi0_files
+from embodied_ppo.models.vla import pi0_files, published
 from embodied_ppo.models.vla.action_tokens import TokenVLA
 from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
@@ -59,7 +59,7 @@ from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.models.vla.smolvla import SmolVLA
 from embodied_ppo.modes import base
 from embodied_ppo.modes.base import ReportFiles, RunRequest, TaskFiles, TrainedRun
-from embodied_ppo.placement.remote_envs import EnvDescription
+from embodied_ppo.placement.remote_envs import EnvDescription, describe_env
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
 
@@ -119,6 +119,36 @@ def make_env(
         spec, keys = env.obs_spec, model.actor_obs
         names = [n for n in spec if any(names_observation(key, n) for key in keys)]
     return importlib.import_module("embodied_envs").HistoryEnv(env, model.history, names)
+
+
+def describe_spaces(config: Config) -> dict[str, Any]:
+    """Return spaces and sentences of the environments, see ``remote_envs.describe_env``.
+
+    LIBERO's are known without its package; otherwise one simulator is built and closed.
+
+    Raises:
+        EnvError: The task is unknown, or refuses its options.
+    """
+    options = training_env(config)
+    package = importlib.import_module("embodied_envs")
+    spaces = package.spaces_without_simulator(
+        options.id,
+        simulator=options.simulator,
+        obs_keys=options.obs_keys,
+        cameras=options.cameras,
+        image_size=(options.image_size, options.image_size),
+        action_chunk=options.action_chunk,
+        max_episode_steps=options.max_episode_steps,
+    )
+    if spaces is not None and config.model.history == 1:
+        return spaces
+    env = make_env(
+        env_seeds(0, 0, 1), config=options, device=torch.device("cpu"), model=config.model
+    )
+    try:
+        return describe_env(env)
+    finally:
+        env.close()
 
 
 def task_files() -> Any:
@@ -243,8 +273,16 @@ AnyPolicy: TypeAlias = "ActorCritic | behavior_cloning.Family"
 
 
 # --------------------------------------------------------------------------- policy and compilation
-def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
+def make_policy(
+    config: Config, env: VectorEnv | EnvDescription, *, weights: bool = True
+) -> AnyPolicy:
     """Return the policy of ``config.model`` for the spaces of ``env``; the seed sets its weights.
+
+    Args:
+        config: Options of the run.
+        env: Spaces of the environment.
+        weights: Whether the weights of model.checkpoint are read; otherwise its config.json is
+            enough, and the parameters have no values (``models.vla.published``).
 
     Raises:
         ConfigError: The policy family lacks what an option needs, or a directory of weights does
@@ -257,6 +295,8 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
         "values": chunk if a.reward_type == "action_level" else 1,
     }
     sentences, mapping = getattr(env, "instructions", ()), config.env.action_mapping
+    if m.checkpoint is not None and not weights and published.can_build(m.checkpoint):
+        return published.policy_of_sizes(env, m, mapping=mapping, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if m.policy == "actor_critic":

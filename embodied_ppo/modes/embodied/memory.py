@@ -11,61 +11,106 @@ from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import AlgorithmConfig, Config
 from embodied_ppo.core import tree
-from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import Trajectory
+from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.models.vla.trunk import VLAPolicy
 from embodied_ppo.modes.base import MemoryNeeds
 from embodied_ppo.modes.embodied import components
 from embodied_ppo.modes.embodied.components import share_of
-from embodied_ppo.placement import memory_estimate
-from embodied_ppo.placement.remote_envs import EnvDescription, describe_env
+from embodied_ppo.placement import memory_estimate, update_time
+from embodied_ppo.placement.remote_envs import EnvDescription
+from embodied_ppo.rollout import group_filter
 
 
 class EmbodiedMemoryEstimator:
     """See ``MemoryEstimator``. The memory of simulators is not counted."""
 
     def __init__(self, config: Config) -> None:
-        """Build the policy on the CPU, and one simulator for its spaces.
+        """Build the policy on the CPU without weights of a checkpoint, and read the spaces.
 
         Raises:
             ConfigError, EnvError: An option is refused by what it configures.
         """
         self.config, self.cpu = config, torch.device("cpu")
-        env = components.make_env(
-            env_seeds(0, 0, 1),
-            config=components.training_env(config),
-            device=self.cpu,
-            model=config.model,
-        )
-        try:
-            self.spaces = EnvDescription(describe_env(env), self.cpu)
-        finally:
-            env.close()
-        self.policy = components.make_policy(config, self.spaces)
-        self._acting_by_parts: dict[int, tuple[int, Any, Any]] = {}
-        self._updating_by_learners: dict[tuple[int, int | None], memory_estimate.Memory] = {}
+        self.spaces = EnvDescription(components.describe_spaces(config), self.cpu)
+        self.policy: Any = components.make_policy(config, self.spaces, weights=False)
+        self._acting_by_rows: dict[int, tuple[int, Any, Any]] = {}
+        self._updating_by_learners: dict[
+            tuple[int, int | None, float | None], memory_estimate.Memory
+        ] = {}
+
+    def use_config(self, config: Config) -> None:
+        """Continue with options that do not change the policy or the spaces."""
+
+        def sizes(c: Config) -> tuple[Any, ...]:
+            a = replace(c.algorithm, micro_batch_size=None, rollout_micro_batch_size=None)
+            return c.env.num_envs, a
+
+        if sizes(config) != sizes(self.config):
+            self._updating_by_learners.clear()
+        self.config = config
 
     def needs(
         self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
     ) -> MemoryNeeds:
         """See ``MemoryEstimator.needs``."""
         peak, trajectory = self._acting(placed.processes("rollout") * placed.stages)
+        copies, _ = self._filter_copies()
         learners = placed.processes("actor")
-        update = self._updating(learners, micro)
+        update = self._updating(learners, micro, self._device_gb(placed))
         if self.config.cluster.shard if shard is None else shard:
             acts = placed.fused("rollout", "actor")
             update = replace(update, **memory_estimate.sharded(self.policy, learners, acts=acts))
         weights = memory_estimate.nbytes([*self.policy.parameters(), *self.policy.buffers()])
-        experience = memory_estimate.nbytes(trajectory) * placed.stages
+        # The steps are stacked after the last one, when nothing acts: each tensor is then there
+        # twice, or as often as the group filter holds it.
+        collected = memory_estimate.nbytes(trajectory) * placed.stages
+        experience = round(max(2.0, copies) * collected)
+        acting = max(0, peak - (experience - collected))
         needs: MemoryNeeds = {}
         for group in placed.groups:
             need: dict[str, int] = dict.fromkeys(vars(update), 0)
-            if "rollout" in group.roles:
-                need.update(weights=weights, experience=experience, activations=peak)
-            # Rollout and update follow one another, so the larger one counts.
+            rolls = "rollout" in group.roles
+            if rolls:
+                need.update(weights=weights, experience=experience, activations=acting)
             if "actor" in group.roles:
-                need = {purpose: max(need[purpose], size) for purpose, size in vars(update).items()}
+                learns = vars(update)
+                # Rollout and update follow one another, so the larger one counts.
+                if learns["experience"] + learns["activations"] < experience + acting and rolls:
+                    learns = learns | {"experience": experience, "activations": acting}
+                need = learns | {"weights": max(need["weights"], learns["weights"])}
             needs[group.name] = need
         return needs
+
+    def work(self, placed: placement.Plan) -> update_time.Work:
+        """Return what an update of a plan computes. The plan's devices are GPUs."""
+        a, policy, learners = self.config.algorithm, self.policy, placed.processes("actor")
+        _set_memory(policy, self._device_gb(placed))
+        num_envs, decisions = self.config.env.num_envs, a.horizon * self.config.env.num_envs
+        learner = actor_critic_learner(
+            policy, share_of(a, learners), num_envs=num_envs, updates=1, seed=0
+        )
+        rows = decisions // learners
+        kept = placed.fused("rollout", "actor") and a.group_filter is None
+        kept = kept and _keeps(policy, a.horizon, num_envs // learners)
+        _, obs, decision = self._act(num_envs // placed.processes("rollout"))
+        operations = memory_estimate.operations(policy, learner, obs, decision, rows, kept=kept)
+        share = a.global_batch_size // learners
+        steps = a.update_epoch * decisions // a.global_batch_size
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        weights = memory_estimate.nbytes(list(policy.parameters()))
+        return update_time.Work(
+            decisions=decisions,
+            horizon=a.horizon,
+            chunk=self.config.env.action_chunk,
+            epochs=a.update_epoch,
+            steps=steps,
+            micro_batches=steps * -(-share // min(share, a.micro_batch_size or share)),
+            operations=operations,
+            weight_bytes=weights,
+            trained=sum(p.numel() for p in trained),
+            sharded_bytes=weights if self.config.cluster.shard else 0,
+        )
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -78,20 +123,47 @@ class EmbodiedMemoryEstimator:
 
     def _acting(self, parts: int) -> tuple[int, Trajectory]:
         """Return the peak bytes and the trajectory of one of ``parts`` equal rollouts."""
-        if parts not in self._acting_by_parts:
-            rows = self.config.env.num_envs // parts
-            spec = self.spaces.obs_spec
-            peak, obs, decision = memory_estimate.acting(self.policy, spec, self.cpu, rows)
-            limit = self.config.algorithm.rollout_micro_batch_size
-            if limit is not None and limit < rows:
-                peak = memory_estimate.acting(self.policy, spec, self.cpu, limit)[0]
-            self._acting_by_parts[parts] = peak, obs, decision
-        peak, obs, decision = self._acting_by_parts[parts]
+        rows = self.config.env.num_envs // parts
+        peak, obs, decision = self._act(rows)
+        limit = self.config.algorithm.rollout_micro_batch_size
+        if limit is not None and limit < rows:
+            peak = self._act(limit)[0]
         return peak, memory_estimate.experience(obs, decision, self.config.algorithm.horizon)
 
-    def _updating(self, learners: int, micro: int | None) -> memory_estimate.Memory:
-        """Return the memory of an update in one of ``learners`` processes."""
-        key = (learners, micro)
+    def _act(self, rows: int) -> tuple[int, Any, Any]:
+        """Return ``memory_estimate.acting`` of ``rows`` environments."""
+        if rows not in self._acting_by_rows:
+            spec = self.spaces.obs_spec
+            acting = memory_estimate.acting(self.policy, spec, self.cpu, rows)
+            self._acting_by_rows[rows] = acting
+        return self._acting_by_rows[rows]
+
+    def _filter_copies(self) -> tuple[float, float]:
+        """Return ``group_filter.peak_copies``; (1, 0) without a filter."""
+        a = self.config.algorithm
+        if a.group_filter is None or self.config.teacher is not None:
+            return 1.0, 0.0
+        groups = self.config.env.num_envs // a.group_size
+        return group_filter.peak_copies(groups, a.group_filter_rounds)
+
+    @staticmethod
+    def _device_gb(placed: placement.Plan) -> float | None:
+        """Return the memory of a device of the plan in GB; None: unknown, or a CPU's."""
+        memory = placed.hardware.memory
+        return None if memory is None or placed.hardware.kind == "cpu" else memory / 1e9
+
+    def _updating(
+        self, learners: int, micro: int | None, device_gb: float | None
+    ) -> memory_estimate.Memory:
+        """Return the memory of an update in one of ``learners`` processes.
+
+        Args:
+            learners: Number of learners.
+            micro: Samples of a micro-batch; None: as the options say.
+            device_gb: Memory of the device, which limits the features of a frozen trunk.
+        """
+        _set_memory(self.policy, device_gb)
+        key = (learners, micro or self.config.algorithm.micro_batch_size, device_gb)
         if key not in self._updating_by_learners:
             a, num_envs = self.config.algorithm, self.config.env.num_envs
             share = share_of(replace(a, micro_batch_size=micro or a.micro_batch_size), learners)
@@ -99,6 +171,20 @@ class EmbodiedMemoryEstimator:
             columns = num_envs // learners
             local = tree.map(lambda x: x.new_empty(x.shape[0], columns, *x.shape[2:]), trajectory)
             learner = actor_critic_learner(self.policy, share, num_envs=num_envs, updates=1, seed=0)
-            memory = memory_estimate.predicted(self.policy, learner, self.cpu, local)
+            surplus = self._filter_copies()[1]
+            memory = memory_estimate.predicted(
+                self.policy, learner, self.cpu, local, surplus=surplus
+            )
             self._updating_by_learners[key] = memory
         return self._updating_by_learners[key]
+
+
+def _set_memory(policy: Any, device_gb: float | None) -> None:
+    """Set the memory of the device that a policy of a published model is planned for, in GB."""
+    if isinstance(policy, VLAPolicy):
+        policy.planned_memory_gb = device_gb
+
+
+def _keeps(policy: Any, steps: int, num_envs: int) -> bool:
+    """Return whether a learner uses the features that acting has computed."""
+    return isinstance(policy, PI0) and bool(policy.kept_inputs(steps, num_envs))

@@ -13,6 +13,7 @@ from embodied_ppo.models import causal_lm
 from embodied_ppo.modes.base import MemoryNeeds
 from embodied_ppo.modes.reasoning import components
 from embodied_ppo.placement import memory_estimate
+from embodied_ppo.rollout import group_filter
 from embodied_ppo.rollout.generation import decode_model
 
 PURPOSES: tuple[str, ...] = (
@@ -84,7 +85,11 @@ class ReasoningMemoryEstimator:
                 need["weights"] += full_weights if sharded is None else sharded
             if learns or rolls_out:
                 row = 8 * longest + memory_estimate.TOKEN * a.response_length
-                need["experience"] = sequences // min(acts, learners) * row
+                copies = 1.0
+                if a.group_filter is not None:
+                    rounds = a.group_filter_rounds
+                    copies = group_filter.peak_copies(a.rollout_batch_size, rounds)[0]
+                need["experience"] = round(sequences // min(acts, learners) * row * copies)
             needs[group.name] = need
         return needs
 

@@ -44,6 +44,8 @@ The values are those of OpenVLA (run_libero_eval.py) and openpi (examples/libero
 longest demonstrations have 193, 254, 270, 505 and 373 steps.
 """
 CAMERAS = ("agentview", "robot0_eye_in_hand")
+SENTENCE = "pick up the black bowl between the plate and the ramekin and place it on the plate"
+"""Stand-in for the sentences of a suite where LIBERO's package is missing."""
 STATES = 50
 """Number of fixed initial states of every task."""
 _ASSETS = (
@@ -63,6 +65,40 @@ _config_folder: Any = None  # temporary folder of config.yaml, deleted when the 
 def has_task(id: str) -> bool:
     """Return whether the id is "libero/<suite>"."""
     return id.removeprefix("libero/") in TIME_LIMITS and id.startswith("libero/")
+
+
+def describe(
+    id: str,
+    *,
+    obs_keys: Sequence[str] | None,
+    cameras: Sequence[str],
+    image_size: tuple[int, int],
+    action_chunk: int,
+    max_episode_steps: int | None,
+) -> dict[str, Any]:
+    """Return the spaces of ``LiberoEnv`` without LIBERO's package.
+
+    Its sentences are not known then. ``SENTENCE`` is as long as the longest of libero_spatial.
+
+    Args:
+        id: "libero/<suite>".
+        obs_keys: Vector observations to return; None: all.
+        cameras: See ``LiberoEnv``.
+        image_size: (H, W) in pixels.
+        action_chunk: Actions of a decision.
+        max_episode_steps: Control steps of an episode; None: those of the suite.
+    """
+    limit = max_episode_steps or TIME_LIMITS[id.removeprefix("libero/")]
+    state = {} if obs_keys is not None and "state" not in obs_keys else {"state": [[8], "float32"]}
+    images = {name: [[3, *image_size], "uint8"] for name in tuple(cameras) or CAMERAS}
+    return {
+        "id": id,
+        "max_episode_steps": -(-limit // action_chunk),
+        "obs": {**state, **images},
+        "actions": [[-1.0] * 7 * action_chunk, [1.0] * 7 * action_chunk],
+        "instructions": [SENTENCE],
+        "gripper_closes": LiberoEnv.gripper_closes,
+    }
 
 
 class LiberoEnv(GymnasiumEnv):
