@@ -275,7 +275,7 @@ def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[s
     cloning = config.cloning
     clones = config.mode == readers.mode_of("cloning") and (cloning.steps or cloning.coef)
     if clones and cloning.dataset is not None and config.resume is None:
-        dataset_folder.check(cloning.dataset)
+        dataset_folder.check(cloning.dataset, cloning.captions)
     if readers.mode_of("reward.grader") == config.mode and config.reward.path is None:
         graders.check_exists(config.reward.grader)
     from embodied_ppo import run

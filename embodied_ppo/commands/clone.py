@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     # Before torch is loaded:
     trackers.check(loaded.config)
     if loaded.config.cloning.dataset is not None:
-        dataset_folder.check(loaded.config.cloning.dataset)
+        dataset_folder.check(loaded.config.cloning.dataset, loaded.config.cloning.captions)
     from embodied_ppo import run
 
     explicit = loaded.deliberate({FLAGS})

@@ -990,6 +990,13 @@ class CloningConfig:
     """Number of auxiliary optimiser steps before cloning that predict the robot's future state and
     the final image of a demonstration, which trains the instruction embedding
     (``imitation/behavior_cloning``)."""
+    captions: Natural = option(0, read_if=CLONING)
+    """Number of caption steps before all others: from an image and an expression ("the red block"),
+    predict where the object is in the image. Demonstrations recorded with captions have both. The
+    caption loss is then added to the auxiliary and the cloning loss, multiplied by caption_coef;
+    0: no captions."""
+    caption_coef: NonNegative = option(1.0, read_if=positive("cloning.captions"))
+    """Coefficient of the caption loss during the auxiliary steps and cloning."""
     batch_size: Count = option(64, read_if=DEMONSTRATIONS)
     """Number of frames of one optimiser step."""
     lr: Positive = option(4e-3, read_if=CLONING)
@@ -1293,6 +1300,8 @@ class DemosConfig:
     noise: Annotated[float, Limit(ge=0, lt=1)] = 0.05
     """Probability with which a step executes a random action instead of the expert's. The expert's
     action is recorded in any case, so that a clone learns to recover. 0: no random actions."""
+    captions: bool = False
+    """Record where the objects of the task's captions are in the images, for cloning.captions."""
     env: EnvConfig = section(EnvConfig)
     """Environment of the experiment; read are id, kwargs, cameras, image_size, randomize and
     num_threads."""

@@ -14,7 +14,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError, one_line
 from embodied_ppo.core.host_memory import free_memory
+from embodied_ppo.data.dataset_folder import CAPTIONS
 from embodied_ppo.data.parquet import read_rows, read_table
 from embodied_ppo.data.video_encoder import import_ffmpeg
 
@@ -35,6 +36,9 @@ READABLE = (VERSION, "v2.1", "v2.0")
 """Versions that are read."""
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
 """Names of features; CAMERA is followed by the name of a camera."""
+POINTS = "points."
+"""With the name of a camera: feature of the places of the captions' objects in its images, x and y
+of each in the order of CAPTIONS."""
 MAX_FPS = 100_000
 """Largest accepted number of frames per second."""
 CHUNK = 1000
@@ -68,6 +72,9 @@ class Demonstrations:
         instruction: int64 [F], index into ``instructions``.
         instructions: Sentences.
         fps: Frames, and therefore actions, per second.
+        captions: Object -> expressions that refer to it; empty without captions.
+        points: Camera -> float32 [F, O, 2], the places of the captions' objects in the images: x to
+            the right and y down, as fractions of the image; -1 where it does not show the object.
     """
 
     images: dict[str, Tensor]
@@ -77,6 +84,8 @@ class Demonstrations:
     instruction: Tensor
     instructions: tuple[str, ...]
     fps: float
+    captions: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    points: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def chunk(self, frames: Tensor, C: int) -> tuple[Tensor, Tensor]:
         """Return the actions of ``frames`` and of the C - 1 frames after each of them.
@@ -154,6 +163,9 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
     version, features = info["codebase_version"], info["features"]
     keys = {name: _vector_key(folder, features, name) for name in (STATE, ACTION)}
     dims = {name: features[key]["shape"][0] for name, key in keys.items()}
+    captions = _read_captions(folder)
+    keys |= {key: key for key in features if captions and key.startswith(POINTS)}
+    dims |= {key: _point_count(folder, features, key, captions) for key in keys if key not in dims}
     cameras = {
         key: _image_size(folder, key, f)
         for key, f in features.items()
@@ -201,7 +213,47 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
         instruction=torch.from_numpy(np.searchsorted(order, task)),
         instructions=tuple(instructions[i] for i in order),
         fps=float(info["fps"]),
+        captions=captions,
+        points={
+            key.removeprefix(POINTS): torch.from_numpy(x).unflatten(1, (-1, 2))
+            for key, x in numbers.items()
+            if key.startswith(POINTS)
+        },
     )
+
+
+def _read_captions(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return object -> expressions of CAPTIONS, empty without the file.
+
+    Raises:
+        ConfigError: The file is malformed.
+    """
+    path = folder / CAPTIONS
+    if not path.exists():
+        return {}
+    try:
+        captions = {name: tuple(texts) for name, texts in json.loads(path.read_text()).items()}
+    except (OSError, *MALFORMED, RecursionError) as error:
+        raise _damaged(f"{path}: is no JSON that can be read ({one_line(error)})") from error
+    if not all(texts and all(isinstance(x, str) for x in texts) for texts in captions.values()):
+        raise _damaged(f"{path}: must map each object to its expressions, a list of texts")
+    return captions
+
+
+def _point_count(
+    folder: Path, features: Mapping[str, Any], key: str, captions: Mapping[str, Any]
+) -> int:
+    """Return the numbers of a feature of points, 2 for each object.
+
+    Raises:
+        ConfigError: The feature has another shape.
+    """
+    if features[key].get("shape") != [2 * len(captions)]:
+        raise _damaged(
+            f"{folder}/meta/info.json: {key} has shape {features[key].get('shape')}; it must be"
+            f" [{2 * len(captions)}], x and y of each object of {CAPTIONS}"
+        )
+    return 2 * len(captions)
 
 
 def _grouped(

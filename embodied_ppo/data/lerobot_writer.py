@@ -22,6 +22,7 @@ from embodied_ppo.data.lerobot_reader import (
     ACTION,
     CAMERA,
     CHUNK,
+    POINTS,
     STATE,
     VERSION,
     check_finite,
@@ -68,6 +69,7 @@ class Writer:
         state: Sequence[str],
         action: Sequence[str],
         cameras: Mapping[str, tuple[int, int]],
+        captions: Mapping[str, Sequence[str]] | None = None,
         episodes_per_file: int = 64,
     ) -> None:
         """Open or create the data set.
@@ -78,6 +80,8 @@ class Writer:
             state: Names of the D state dimensions.
             action: Names of the A action dimensions.
             cameras: Name -> (H, W) in pixels.
+            captions: Object -> expressions that refer to it, stored in CAPTIONS. Each frame then
+                has the places of the O objects in the images of every camera.
             episodes_per_file: Episodes of a file.
 
         Raises:
@@ -88,7 +92,10 @@ class Writer:
         """Number of episodes and frames, including those of the incomplete file."""
         self._fps, self._cameras, self._per_file = fps, dict(cameras), episodes_per_file
         self._dims = {STATE: len(state), ACTION: len(action)}
-        self._features = _features(fps, state, action, self._cameras)
+        self._captions = {name: list(texts) for name, texts in (captions or {}).items()}
+        if self._captions:
+            self._dims |= {POINTS + name: 2 * len(self._captions) for name in cameras}
+        self._features = _features(fps, state, action, self._cameras, list(self._captions))
         sizes = {"fps": fps, "episodes_per_file": episodes_per_file, **self._dims}
         for name, number in sizes.items():
             if number < 1:
@@ -118,6 +125,7 @@ class Writer:
         state: np.ndarray,
         action: np.ndarray,
         instruction: str,
+        points: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Add one complete episode.
 
@@ -126,16 +134,20 @@ class Writer:
             state: float32 [L, D].
             action: float32 [L, A].
             instruction: Sentence.
+            points: Camera -> float32 [L, O, 2], places of the captions' objects (x to the right
+                and y down, as fractions of the image; -1 where it does not show the object).
 
         Raises:
             ConfigError: A shape or type is wrong, a number is not finite, or encoding failed.
         """
         if self._lock < 0:
             raise ConfigError(f"{self.folder}: was closed; create a new Writer to continue")
-        length = self._check(images, state, action, instruction)
+        numbers = {STATE: state, ACTION: action}
+        numbers |= {POINTS + name: x.reshape(len(x), -1) for name, x in (points or {}).items()}
+        length = self._check(images, numbers, instruction)
         try:
             self._encode(images)
-            self._append(images, length, state, action, instruction)
+            self._append(images, length, numbers, instruction)
         except BaseException as error:
             # The video now holds a part of an episode and cannot be completed.
             self._discard()
@@ -204,7 +216,7 @@ class Writer:
                 self._add_stats(
                     {
                         key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS}
-                        for key in (STATE, ACTION, *(CAMERA + name for name in self._cameras))
+                        for key in (*self._dims, *(CAMERA + name for name in self._cameras))
                     }
                 )
             except KeyError as error:
@@ -225,11 +237,7 @@ class Writer:
 
     # --------------------------------------------------------------------------------------- adding
     def _check(
-        self,
-        images: Mapping[str, np.ndarray],
-        state: np.ndarray,
-        action: np.ndarray,
-        instruction: str,
+        self, images: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray], instruction: str
     ) -> int:
         """Check an episode and return its length L.
 
@@ -241,7 +249,9 @@ class Writer:
             raise ConfigError(
                 f"{label} has images of {sorted(images)}; they must be of {sorted(self._cameras)}"
             )
-        length = len(state)
+        if set(numbers) != set(self._dims):
+            raise ConfigError(f"{label} has {sorted(numbers)}; it must have {sorted(self._dims)}")
+        length = len(numbers[STATE])
         if length == 0 or not instruction:
             raise ConfigError(
                 f"{label} has {length} frames and instruction={instruction!r}; leave it out"
@@ -253,7 +263,7 @@ class Writer:
                     f"{label}: camera {name} has {x.dtype} {list(x.shape)}; it must be uint8"
                     f" {[length, *size, 3]}"
                 )
-        for name, x in ((STATE, state), (ACTION, action)):
+        for name, x in numbers.items():
             if x.shape != (length, self._dims[name]):
                 raise ConfigError(
                     f"{label}: {name} is {list(x.shape)}; it must be {[length, self._dims[name]]}"
@@ -281,16 +291,15 @@ class Writer:
         self,
         images: Mapping[str, np.ndarray],
         length: int,
-        state: np.ndarray,
-        action: np.ndarray,
+        numbers: Mapping[str, np.ndarray],
         instruction: str,
     ) -> None:
         """Keep the numbers of an episode until the file is complete."""
         task = self._tasks.setdefault(instruction, len(self._tasks))
         frame = np.arange(length)
-        columns = {
-            STATE: np.asarray(state, dtype=np.float32),
-            ACTION: np.asarray(action, dtype=np.float32),
+        columns = {name: np.asarray(x, dtype=np.float32) for name, x in numbers.items()}
+        stats = {name: _stats(x) for name, x in columns.items()}
+        columns |= {
             "timestamp": (frame / self._fps).astype(np.float32),
             "frame_index": frame,
             "episode_index": np.full(length, self.episodes),
@@ -299,7 +308,6 @@ class Writer:
         }
         for name, column in columns.items():
             self._columns[name].append(column)
-        stats = {STATE: _stats(columns[STATE]), ACTION: _stats(columns[ACTION])}
         stats |= {CAMERA + name: _image_stats(frames) for name, frames in images.items()}
         self._add_stats(stats)
         self._episode_rows.append(self._episode_row(length, instruction, stats))
@@ -400,13 +408,19 @@ class Writer:
             key: {x: array.tolist() for x, array in values.items()}
             for key, values in self._stats.items()
         }
-        for name, value in (("stats", stats), ("info", info)):
+        texts = {"captions": self._captions} if self._captions else {}
+        # info.json is written last, because it makes the folder a data set.
+        for name, value in (texts | {"stats": stats, "info": info}).items():
             text = json.dumps(value, indent=4, ensure_ascii=False)
             _write(self.folder / f"meta/{name}.json", lambda part, text=text: part.write_text(text))
 
 
 def _features(
-    fps: int, state: Sequence[str], action: Sequence[str], cameras: Mapping[str, tuple[int, int]]
+    fps: int,
+    state: Sequence[str],
+    action: Sequence[str],
+    cameras: Mapping[str, tuple[int, int]],
+    objects: Sequence[str],
 ) -> dict[str, Any]:
     """Return the description of columns and videos for meta/info.json."""
     features: dict[str, Any] = {}
@@ -428,7 +442,11 @@ def _features(
             "names": names,
             "info": video,
         }
-    for name, dims in ((STATE, state), (ACTION, action)):
+    vectors = {STATE: state, ACTION: action}
+    if objects:
+        points = [f"{name} {axis}" for name in objects for axis in "xy"]
+        vectors |= dict.fromkeys((POINTS + name for name in cameras), points)
+    for name, dims in vectors.items():
         features[name] = {"dtype": "float32", "shape": [len(dims)], "names": list(dims)}
     features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
     return features | {name: {"dtype": "int64", "shape": [1], "names": None} for name in INDICES}

@@ -5,7 +5,8 @@ because an action has little information on the object that the instruction name
 loss therefore predicts, from the features that the sentence attends to (``Grounding``), future
 states of the robot, and for each image cell the change of its colour until the end of the
 demonstration. If it is trained first, the attention finds the named object within a few hundred
-steps. Its heads are dropped afterwards.
+steps. Its heads are dropped afterwards. Captions (``captions``) train the same features on objects
+and words that no instruction of the demonstrations has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,23 @@ from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.errors import ConfigError, TrainingError
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data.lerobot_reader import Demonstrations
+from embodied_ppo.imitation import captions
+from embodied_ppo.imitation.captions import CaptionLoss
 from embodied_ppo.models.backbone import channels_last
 from embodied_ppo.models.vla.action_tokens import TokenVLA
 from embodied_ppo.models.vla.flow_matching import FlowVLA
 from embodied_ppo.models.vla.gaussian import GaussianVLA
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
-from embodied_ppo.models.vla.trunk import CELL, INSTRUCTION, MASKED_WORD, VLA, WORDS, Grounding
+from embodied_ppo.models.vla.trunk import (
+    CELL,
+    INSTRUCTION,
+    MASKED_WORD,
+    VLA,
+    WORDS,
+    Grounding,
+    Stem,
+)
 
 Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA"
 BETAS = (0.9, 0.99)
@@ -45,6 +56,8 @@ MASKED_WORDS = 0.2
 
 Words unseen in training are masked at test time, so the model must rely on the other words.
 """
+CAPTION_PHASE = "captions"
+"""Name of the phase that minimises the caption loss alone."""
 AUXILIARY_PHASE = "auxiliary loss"
 """Name of the phase that minimises the auxiliary loss alone, in the log and in progress bars."""
 MIN_STD = 1e-3
@@ -79,9 +92,10 @@ def clone(
 ) -> CloningResult:
     """Train a policy on demonstrations.
 
-    AdamW minimises the auxiliary loss alone for ``config.foresight_steps``, then the sum of cloning
-    and auxiliary loss for ``config.steps``; with foresight_steps=0 the cloning loss alone. The
-    policy's normaliser is updated with every state once.
+    AdamW minimises the caption loss alone for ``config.captions``, the auxiliary loss alone for
+    ``config.foresight_steps``, then the sum of cloning and auxiliary loss for ``config.steps``;
+    with foresight_steps=0 the cloning loss alone. With captions, the caption loss is added in all
+    steps. The policy's normaliser is updated with every state once.
 
     Args:
         policy: The policy, trained in place.
@@ -102,17 +116,20 @@ def clone(
     start = time.process_time()
     device = policy.device
     sentences, frozen = policy.sentences, policy.frozen
-    policy.set_sentences(demos.instructions)
+    known = demos.instructions + (captions.texts(demos) if config.captions else ())
+    policy.set_sentences(known)
     policy.freeze(False)
     try:
         if isinstance(policy, VLA):
-            policy.trunk.initialize_words(demos.instructions, torch.Generator().manual_seed(seed))
+            policy.trunk.initialize_words(known, torch.Generator().manual_seed(seed))
         if len(vectors := policy.trunk.encoder.vectors) > 1:
             notice(f"cloning: the dataset's observation.state is read as {', then '.join(vectors)}")
         train, held_out = demos.split(HELD_OUT, seed)
         mask = torch.ones(len(demos.state), dtype=torch.bool, device=device)
         policy.observe(_vectors(policy, demos.state.to(device)), mask)
-        run = _CloningRun(policy, demos, config, seed, notice, advance)
+        run = _CloningRun(policy, demos, train, config, seed, notice, advance)
+        if config.captions:
+            run.train(train, config.captions, CAPTION_PHASE, seed + 2)
         if config.foresight_steps:
             run.train(train, config.foresight_steps, AUXILIARY_PHASE, seed)
         loss = run.train(train, config.steps, "cloning", seed + 1)
@@ -130,6 +147,7 @@ class _CloningRun:
         self,
         policy: Family,
         demos: Demonstrations,
+        frames: Tensor,
         config: CloningConfig,
         seed: int,
         notice: Callable[[str], None],
@@ -158,6 +176,12 @@ class _CloningRun:
                 generator = torch.Generator().manual_seed(seed)
                 sample = torch.randperm(len(self.last), generator=generator)[:2048]
                 self.change_std = self._change(sample).std().clamp_min(MIN_STD)
+        self.captions: CaptionLoss | None = None
+        if config.captions:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                loss = CaptionLoss(demos, _grids(policy), policy.width, frames)
+            self.captions = loss.to(self.device)
 
     def train(self, frames: Tensor, steps: int, phase: str, seed: int) -> float:
         """Run ``steps`` of a phase and return the mean loss of the last tenth of the steps.
@@ -167,7 +191,7 @@ class _CloningRun:
         lr, batch_size = self.config.lr, self.config.batch_size
         generator = torch.Generator().manual_seed(seed)
         noise = torch.Generator(self.device).manual_seed(seed)
-        modules = (self.policy, self.state_head, self.cell_head)
+        modules = (self.policy, self.state_head, self.cell_head, self.captions)
         parameters = [p for module in modules if module is not None for p in module.parameters()]
         optimizer = AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
         recent: list[float] = []
@@ -175,7 +199,12 @@ class _CloningRun:
             warmup, decay = min(1.0, (step + 1) / 50), 1 - 0.9 * step / steps
             optimizer.param_groups[0]["lr"] = lr * warmup * decay
             batch = frames[torch.randint(len(frames), (batch_size,), generator=generator)]
-            reported, loss = self._loss(batch, phase, noise)
+            if phase == CAPTION_PHASE:
+                reported = loss = self._caption_loss(generator)
+            else:
+                reported, loss = self._loss(batch, phase, noise)
+                if self.captions is not None and self.config.caption_coef:
+                    loss = loss + self.config.caption_coef * self._caption_loss(generator)
             recent.append(float(reported.detach()))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -207,6 +236,16 @@ class _CloningRun:
         if self.state_head is None:
             return loss, loss
         return loss, loss + self._auxiliary_loss(grounding, frames)
+
+    def _caption_loss(self, generator: torch.Generator) -> Tensor:
+        """Return the caption loss of a new batch of frames, drawn by ``generator``."""
+        assert self.captions is not None
+        batch = self.captions.sample(self.config.batch_size, generator)
+        sentence = len(self.demos.instructions) + batch.sentence
+        inputs = _inputs(self.policy, self.demos, batch.frames, sentence)
+        grounding = _grounding(self.policy, inputs)
+        assert grounding is not None  # cloning unfreezes the trunk
+        return self.captions(grounding, batch.points.to(self.device))
 
     def _auxiliary_loss(self, grounding: Grounding | None, frames: Tensor) -> Tensor:
         """Return the error of the predicted future states and colour changes."""
@@ -305,14 +344,28 @@ def _vectors(policy: Family, state: Tensor) -> dict[str, Tensor]:
     return dict(zip(vectors, parts, strict=True))
 
 
-def _inputs(policy: Family, demos: Demonstrations, frames: Tensor) -> dict[str, Tensor]:
-    """Return the encoded observations of frames int64 [B]."""
+def _grids(policy: Family) -> dict[str, tuple[int, int] | None]:
+    """Return camera -> rows and columns of its image cells, None for published models."""
+    if not isinstance(policy, VLA):
+        return dict.fromkeys(policy.trunk.names)
+    stems = cast("list[Stem]", list(policy.trunk.stems))
+    return {name: stem.grid for name, stem in zip(policy.trunk.names, stems, strict=True)}
+
+
+def _inputs(
+    policy: Family, demos: Demonstrations, frames: Tensor, sentence: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the encoded observations of frames int64 [B].
+
+    ``sentence`` int64 [B] replaces the frames' instructions.
+    """
+    instruction = demos.instruction[frames] if sentence is None else sentence
     device = policy.device
     obs = _vectors(policy, demos.state[frames].to(device))
     for name, spec in policy.trunk.encoder.images.items():
         images = demos.images[name][frames].to(device)  # [B, H, W, 3]
         obs[name] = images if channels_last(spec) else images.permute(0, 3, 1, 2)
-    return policy.encode(obs | {INSTRUCTION: demos.instruction[frames].to(device)})
+    return policy.encode(obs | {INSTRUCTION: instruction.to(device)})
 
 
 def _frames_at(episode: Tensor, fractions: Sequence[float]) -> Tensor:

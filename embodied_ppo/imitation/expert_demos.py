@@ -25,7 +25,7 @@ from embodied_ppo.core.types import ConfigError, ProgressCallback
 from embodied_ppo.data import dataset_folder
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.data.lerobot_writer import SAFE, Writer
-from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
+from embodied_ppo.imitation import behavior_cloning, captions, supervised_finetuning
 
 RECORDERS = 64
 """Number of environments that record in parallel."""
@@ -85,6 +85,8 @@ def demonstrations(
         # A continued recording has other episodes than one recorded without interruption.
         "episodes": c.episodes,
     }
+    if c.captions:  # recordings without captions keep their names
+        request["captions"] = _recorder().captions(env.kwargs)
     name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:20]
     folder = compile.cache_folder() / "demonstrations" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def demonstrations(
         # The second of two equal runs waits here and then uses the recording of the first.
         fcntl.flock(lock, fcntl.LOCK_EX)
         record(
-            DemosConfig(out=str(folder), episodes=c.episodes, env=env),
+            DemosConfig(out=str(folder), episodes=c.episodes, captions=c.captions > 0, env=env),
             lambda line: notice(f"cloning: {line}"),
             lambda done, total: advance("recording", done, total),
         )
@@ -166,7 +168,7 @@ def record(
         TrainingError: Recording failed after the first episode.
     """
     env, folder = config.env, Path(config.out)
-    recorder: Any = importlib.import_module("embodied_envs").recorder()
+    recorder = _recorder()
     outcomes, families = Counter[bool](), Counter[str]()
     try:
         with Writer(
@@ -175,6 +177,7 @@ def record(
             state=recorder.STATE,
             action=recorder.ACTION,
             cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
+            captions=recorder.captions(env.kwargs) if config.captions else None,
         ) as writer:
             existing = writer.episodes
             _check_request(config, exists=existing > 0)
@@ -199,9 +202,12 @@ def record(
                     start=existing,
                     randomize=env.randomize,
                     num_threads=env.num_threads or None,
+                    captions=config.captions,
                 ):
                     with atomic():
-                        writer.add(demo.images, demo.state, demo.action, demo.instruction)
+                        writer.add(
+                            demo.images, demo.state, demo.action, demo.instruction, demo.points
+                        )
                     families[demo.family] += 1
                     advance(writer.episodes, config.episodes)
     except OSError as error:
@@ -224,6 +230,11 @@ def record(
         successes=outcomes[True],
         families=dict(sorted(families.items())),
     )
+
+
+def _recorder() -> Any:
+    """Return the module of the task's expert."""
+    return importlib.import_module("embodied_envs").recorder()
 
 
 def count_recorded(folder: str) -> int:
@@ -289,7 +300,7 @@ def clone(
     """
     c = config.cloning
     folder = demonstrations(config, notice, advance)
-    dataset_folder.check(folder)
+    dataset_folder.check(folder, c.captions)
     weights = policy.state_dict()
     path = compile.cache_folder() / "cloned" / f"{_clone_name(policy, config, folder)}.safetensors"
     losses_file = path.with_suffix(".json")
@@ -336,7 +347,8 @@ def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -
     # The folder meta includes statistics of all data.
     for file in sorted(path for path in (folder / "meta").rglob("*") if path.is_file()):
         digest.update(file.read_bytes())
-    modules = {type(m).__module__ for m in policy.modules()} | {behavior_cloning.__name__}
+    modules = {type(m).__module__ for m in policy.modules()}
+    modules |= {behavior_cloning.__name__, captions.__name__}
     for module in sorted(name for name in modules if name.startswith("embodied_ppo.")):
         digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
     return digest.hexdigest()[:20]

@@ -113,6 +113,20 @@ def test_recordings_depend_on_seed_and_noise(capsys: pytest.CaptureFixture[str])
     assert a.shape != d.shape or not torch.equal(a, d)
 
 
+def test_captions_are_recorded_and_cloned(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["experiment=tabletop_captions", "env.image_size=16"]
+    run(capsys, "demos", "out=plain", "episodes=2", *options)
+    clone = ["clone", *options, *SMALL, "cloning.captions=3"]
+    _, err = run(capsys, *clone, "cloning.dataset=plain", code=2)
+    assert err.startswith("error: cloning.captions=3: plain holds no captions") and "\n" in err
+    run(capsys, "demos", "out=d", "captions=true", "episodes=2", *options)
+    data = read("d")
+    assert torch.equal(data.state, read("plain").state) and len(data.captions) == 8
+    assert data.points["front"].shape == (len(data.state), 8, 2)
+    _, err = run(capsys, *clone, "run_dir=r")
+    assert "captions: step 3 of 3" in err
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -444,6 +444,8 @@ UNREAD = {
     "cloning.dataset": ("x", CLONING),
     "cloning.episodes": (3, CLONING),
     "cloning.foresight_steps": (3, CLONING),
+    "cloning.captions": (3, CLONING),
+    "cloning.caption_coef": (0.5, {**CLONING, "cloning.captions": 3}),
     "cloning.batch_size": (3, CLONING),
     "cloning.lr": (0.1, CLONING),
 }

@@ -74,6 +74,50 @@ def check(data: Demonstrations, episodes: int = 5) -> None:
 
 
 # --------------------------------------------------------------------------------------- round trip
+CAPTIONS = {"cup": ("the cup", "a cup"), "plate": ("the plate",)}
+
+
+def captioned(folder: Path, episodes: int) -> Path:
+    """Record episodes whose points are 100 i + t and its fractions for two objects."""
+    with Writer(folder, **OPTIONS, captions=CAPTIONS, episodes_per_file=2) as writer:
+        for i in range(writer.episodes, episodes):
+            t = np.arange(LENGTHS[i], dtype=np.float32)[:, None, None]
+            points = (100 * i + t) / np.array([[1, 2], [3, 4]], dtype=np.float32)  # [L, 2, 2]
+            writer.add(**episode(i), points={"front": points})
+    return folder
+
+
+def test_captions_and_places_are_read_after_a_continued_recording(tmp_path: Path) -> None:
+    captioned(tmp_path / "d", 3)
+    data = read(captioned(tmp_path / "d", 5))
+    check(data)
+    assert data.captions == CAPTIONS and data.points["front"].shape == (FRAMES, 2, 2)
+    first = torch.tensor([100.0 * i + t for i, n in enumerate(LENGTHS) for t in range(n)])
+    divisors = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert torch.equal(data.points["front"], first[:, None, None] / divisors)
+    assert not read(record(tmp_path / "e")).captions
+
+
+def test_damaged_or_missing_captions_are_refused(tmp_path: Path) -> None:
+    message = r"has \['action', 'observation.state'\]; it must have"
+    with (
+        Writer(tmp_path / "f", **OPTIONS, captions=CAPTIONS) as writer,
+        pytest.raises(ConfigError, match=message),
+    ):
+        writer.add(**episode(0))
+    with pytest.raises(ConfigError, match=r"holds demonstrations with points.front=None"):
+        captioned(record(tmp_path / "d"), 6)
+    path = captioned(tmp_path / "e", 2) / "meta/captions.json"
+    for text, message in (
+        ("{", "captions.json: is no JSON"),
+        ('{"cup": []}', "must map each object to its expressions"),
+        ('{"cup": ["a cup"]}', r"points.front has shape \[4\]; it must be \[2\]"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read(tmp_path / "e")
+
+
 def test_recorded_episodes_are_read(tmp_path: Path) -> None:
     folder = record(tmp_path)
     data = read(folder)

@@ -49,7 +49,9 @@ NEEDS_FILES = {
     "openvla_oft",
 }
 """Experiments without shipped weights and data; other tests use small ones."""
-INSTRUCTED = {f"tabletop_{x}" for x in ("token", "flow", "gaussian", "token_push", "token_put")}
+INSTRUCTED = {
+    f"tabletop_{x}" for x in ("token", "captions", "flow", "gaussian", "token_push", "token_put")
+}
 """Experiments of policies with instructions, which clone first."""
 SUCCESS = INSTRUCTED | {
     "metaworld",
@@ -100,6 +102,7 @@ def test_experiment_trains_and_evaluates(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = SMALL + (SMALL_CLONING if name in INSTRUCTED else [])
+    small += ["cloning.captions=2"] if name == "tabletop_captions" else []
     code = main.main(["train", "--quiet", "--json", f"experiment={name}", *small])
     assert code == 0, capsys.readouterr().err
     summary = json.loads(capsys.readouterr().out)

@@ -405,6 +405,7 @@ DEMOS_UNREAD = {
     "obs_keys": ["x"],
     "step_timeout_s": 5.0,
 }
+CAPTIONS = "imitation/test_captions.py::test_cloning_depends_on_captions_and_their_coefficient"
 CLONING = (
     "imitation/test_behavior_cloning.py::test_cloning_is_deterministic_and_depends_on_its_options"
 )
@@ -598,6 +599,8 @@ PAIRS: dict[str, Pair] = {
         test="imitation/test_behavior_cloning.py::test_command_records_and_clones_and_reuses_both",
     ),
     "cloning.foresight_steps": Pair(0, 5, "weights of the clone", test=CLONING),
+    "cloning.captions": Pair(0, 3, "weights of the clone", test=CAPTIONS),
+    "cloning.caption_coef": Pair(1.0, 0.0, "weights of the clone", test=CAPTIONS),
     "cloning.batch_size": Pair(8, 64, "weights of the clone", test=CLONING),
     "cloning.lr": Pair(1e-3, 4e-3, "weights of the clone", test=CLONING),
     "cloning.coef": Pair(
@@ -791,6 +794,12 @@ PAIRS: dict[str, Pair] = {
         0.3,
         "recorded states",
         test="commands/test_demos.py::test_recordings_depend_on_seed_and_noise",
+    ),
+    "demos captions": Pair(
+        False,
+        True,
+        "columns of the recording",
+        test="commands/test_demos.py::test_captions_are_recorded_and_cloned",
     ),
     "demos env.id": Pair(
         "Tabletop", "Hopper-v4", "refused without an expert", partial(recorded_env, "id")

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from embodied_envs.physics.domain_randomization import model_field
-from embodied_ppo.core.types import EnvError
+from embodied_ppo.core.errors import EnvError, one_line
 
 MAX_GEOMS = 2000
 """Largest number of shapes in one image."""
 POSE_FIELDS = ("qpos", "mocap_pos", "mocap_quat")
 """MjData fields that determine an image."""
+HIDDEN = -1.0
+"""Coordinate of a body that an image does not show."""
 
 
 def gl_context(width: int, height: int) -> Any:
@@ -138,6 +140,51 @@ class Cameras:
                 array[i] = canvas.draw(self._model, self._data, camera).transpose(2, 0, 1)
         return images
 
+    def locate(
+        self, worlds: Mapping[str, np.ndarray], bodies: Sequence[str]
+    ) -> dict[str, np.ndarray]:
+        """Return where the centres of O bodies are in the images.
+
+        Args:
+            worlds: As for ``images``.
+            bodies: Names of the bodies.
+
+        Returns:
+            Camera -> float32 [N, O, 2]: x to the right and y down, in [0, 1] from edge to edge of
+            the image; HIDDEN where the centre is outside the image, or another body covers it.
+
+        Raises:
+            EnvError: The model has no such body.
+        """
+        if not self._canvases:
+            self._prepare()
+        model, data = self._model, self._data
+        try:
+            ids = [model.body(name).id for name in bodies]
+        except KeyError as error:
+            raise EnvError(f"captions: {one_line(error)}") from error
+        count = len(worlds["qpos"])
+        points = {
+            name: np.full((count, len(ids), 2), HIDDEN, dtype=np.float32) for name in self.names
+        }
+        hit = np.zeros(1, dtype=np.int32)
+        for i in range(count):
+            self._set_pose(worlds, i)
+            for name, camera in zip(self.names, self._ids, strict=True):
+                start = data.cam_xpos[camera].copy()
+                ray = data.xpos[ids] - start  # [O, 3]
+                # The camera looks along its -z axis, with x to the right and y up.
+                x, y, z = (ray @ data.cam_xmat[camera].reshape(3, 3)).T
+                scale = 2 * np.tan(np.radians(model.cam_fovy[camera]) / 2) * np.maximum(-z, 1e-9)
+                u = 0.5 + x / scale * self.size[0] / self.size[1]
+                v = 0.5 - y / scale
+                inside = (z < 0) & (u >= 0) & (u <= 1) & (v >= 0) & (v <= 1)
+                for k in inside.nonzero()[0]:
+                    mujoco.mj_ray(model, data, start, ray[k], None, 1, -1, hit)
+                    if hit[0] >= 0 and model.geom_bodyid[hit[0]] == ids[k]:
+                        points[name][i, k] = u[k], v[k]
+        return points
+
     def render(self, worlds: Mapping[str, np.ndarray], world: int = 0) -> Tensor:
         """Return uint8 [H, W, 3] of one world from the model's first camera.
 
@@ -158,15 +205,20 @@ class Cameras:
                 # atexit runs the last registration first: our contexts are freed before the
                 # library's own handler, registered by the line above, ends OpenGL.
                 atexit.register(self._finalizer)
-        canvas, model, data = self._canvases[size], self._model, self._data
+        canvas = self._canvases[size]
+        self._set_pose(worlds, i)
+        if new:  # the first image of a context differs from all later ones
+            canvas.draw(self._model, self._data, self._render_camera)
+        return canvas
+
+    def _set_pose(self, worlds: Mapping[str, np.ndarray], i: int) -> None:
+        """Set the model to the pose of world ``i``."""
+        model, data = self._model, self._data
         for name, x in worlds.items():
             model_field(data if name in POSE_FIELDS else model, name)[...] = x[i]
         mujoco.mj_kinematics(model, data)
         mujoco.mj_comPos(model, data)
         mujoco.mj_camlight(model, data)
-        if new:  # the first image of a context differs from all later ones
-            canvas.draw(model, data, self._render_camera)
-        return canvas
 
     def _prepare(self) -> None:
         """Copy the model without shadows and multisampling."""

@@ -105,6 +105,10 @@ class BatchPhysics:
         """See ``Physics``."""
         return self.cameras.images(self._image_inputs(), mask) if self.cameras.names else {}
 
+    def locate(self, bodies: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return where bodies are in the images, see ``Cameras.locate``."""
+        return self.cameras.locate(self._image_inputs(), bodies)
+
     def render(self, world: int = 0) -> Tensor:
         """See ``Physics``."""
         return self.cameras.render(self._image_inputs(), world)

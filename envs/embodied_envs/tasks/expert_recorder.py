@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import embodied_envs
+from embodied_envs.physics.mujoco_cpu import BatchPhysics
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.tabletop import Tabletop
 from embodied_envs.tasks.tabletop_expert import Expert
@@ -43,6 +44,8 @@ class Episode:
         family: Name of the kind of episode.
         attempt: Number among all episodes, failures included: episode attempt // N of environment
             attempt % N.
+        points: Camera -> float32 [L, O, 2], where the objects of the captions are in the images
+            (``Cameras.locate``); empty without captions.
     """
 
     images: dict[str, np.ndarray]
@@ -51,6 +54,13 @@ class Episode:
     instruction: str
     family: str
     attempt: int
+    points: dict[str, np.ndarray]
+
+
+def captions(task_kwargs: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the expressions that refer to the O objects of the task: object -> texts."""
+    texts = Tabletop(**{**task_kwargs, "obs": "language"}).captions()
+    return {name: tuple(expressions) for name, expressions in texts.items()}
 
 
 def seeds(seed: int, num_envs: int, start: int = 0) -> list[int]:
@@ -71,6 +81,7 @@ def record(
     start: int = 0,
     randomize: bool = False,
     num_threads: int | None = None,
+    captions: bool = False,
 ) -> Iterator[Episode]:
     """Yield the first ``episodes`` successes of the scripted expert.
 
@@ -95,6 +106,7 @@ def record(
         start: Selects other episodes; a continued recording passes the number it has.
         randomize: Whether to randomise the domain within the task's ranges.
         num_threads: Threads of the simulator; None: the cores this process may use.
+        captions: Record where the objects of the task's captions are in the images.
 
     Raises:
         EnvError: An option is invalid, or the expert succeeds in fewer than 10 % of the episodes.
@@ -121,7 +133,8 @@ def record(
     try:
         generator = torch.Generator().manual_seed(seeds(seed, 1, start)[0])
         done = 0
-        ended = _run_episodes(env, tuple(cameras), noise, generator, on_episode)
+        objects = tuple(env.task.captions()) if captions else ()
+        ended = _run_episodes(env, tuple(cameras), objects, noise, generator, on_episode)
         for attempts, episode in enumerate(_in_order(ended), start=1):
             if episode is not None:
                 yield episode
@@ -151,24 +164,30 @@ def _in_order(ended: Iterator[tuple[int, Episode | None]]) -> Iterator[Episode |
 def _run_episodes(
     env: MujocoEnv,
     cameras: Sequence[str],
+    objects: Sequence[str],
     noise: float,
     generator: torch.Generator,
     on_episode: Callable[[str, bool], None] | None,
 ) -> Iterator[tuple[int, Episode | None]]:
     """Yield (attempt, episode) for every episode that ends; the episode of a failure is None."""
     task = env.task
-    assert isinstance(task, Tabletop)
+    physics = env.physics
+    assert isinstance(task, Tabletop) and isinstance(physics, BatchPhysics)
     expert, n = Expert(task, env.device), env.num_envs
     obs = env.reset()
     # Observations and actions of the running episodes.
     frames: list[list[tuple[dict[str, Tensor], Tensor]]] = [[] for _ in range(n)]
+    # Places of the captions' objects, camera -> [O, 2].
+    places: list[list[dict[str, np.ndarray]]] = [[] for _ in range(n)]
     count = [0] * n
     while True:
         assert isinstance(obs, dict)
         action = expert(env.s).float()
         # Read before the step: a world that ends starts the next episode in the same step.
         instruction, kind = env.s["instruction"].tolist(), env.s["kind"].tolist()
+        points = physics.locate(objects) if objects else {}
         for i in range(n):
+            places[i].append({name: x[i] for name, x in points.items()})
             frames[i].append(({name: obs[name][i] for name in ("state", *cameras)}, action[i]))
         is_noisy = torch.rand(n, 1, generator=generator) < noise
         noisy_action = 2 * torch.rand(n, 4, generator=generator) - 1
@@ -188,8 +207,9 @@ def _run_episodes(
                     instruction=task.instructions[instruction[i]],
                     family=family,
                     attempt=attempt,
+                    points={name: np.stack([x[name] for x in places[i]]) for name in points},
                 )
-            frames[i] = []
+            frames[i], places[i] = [], []
             yield attempt, episode
             count[i] += 1
         obs = step.obs

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embodied_envs.tasks import tabletop_captions
 from embodied_envs.tasks.tabletop_language import COLOURS, Combination, Split, episodes
 from embodied_envs.tasks.task import State, Task
 from embodied_ppo.core.errors import EnvError, choose
@@ -367,6 +368,10 @@ class Tabletop(Task):
             ),
             dim=1,
         )
+
+    def captions(self) -> Mapping[str, Sequence[str]]:
+        """Return the expressions that refer to blocks and zones, of all colours in every split."""
+        return tabletop_captions.captions()
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         """Return phi(s') - phi(s) + [success], in [-1, 2]; a state that does not change gives 0.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -121,6 +121,14 @@ class Task(ABC):
         ``model.critic_obs`` (or another list of observations) names it. None: the task has none.
         """
         return None
+
+    def captions(self) -> Mapping[str, Sequence[str]]:
+        """Return the expressions that refer to bodies of the model: name of the body -> texts.
+
+        Demonstrations recorded with captions have them, with the bodies' places in the images
+        (``cloning.captions``). By default there are none.
+        """
+        return {}
 
     def groups(self) -> Mapping[str, Callable[[State], Tensor]]:
         """Return further observations: name -> function of the state that returns [N, ..].

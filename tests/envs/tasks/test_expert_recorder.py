@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks import expert_recorder
+from embodied_envs.tasks.tabletop import COLOUR_VALUES
+from embodied_envs.tasks.tabletop_captions import captions
+from embodied_envs.tasks.tabletop_language import FAMILIES
 from embodied_ppo.core.types import EnvError
 from embodied_ppo.data.lerobot_reader import read
 from embodied_ppo.data.lerobot_writer import Writer
@@ -33,12 +38,14 @@ def recorded(
         "cameras": {"front": size},
     }
     episodes = []
-    with Writer(folder, **names) as writer:
-        families = {"families": ["reach", "push", "put"]}
+    families = {"families": ["reach", "push", "put"]}
+    captions = expert_recorder.captions(families)
+    options = {"noise": 0, "num_threads": 1, "captions": True}
+    with Writer(folder, **names, captions=captions) as writer:
         for e in expert_recorder.record(
-            families, episodes=12, seed=3, num_envs=N, image_size=size, noise=0, num_threads=1
+            families, episodes=12, seed=3, num_envs=N, image_size=size, **options
         ):
-            writer.add(e.images, e.state, e.action, e.instruction)
+            writer.add(e.images, e.state, e.action, e.instruction, e.points)
             episodes.append(e)
     return folder, episodes
 
@@ -82,6 +89,31 @@ def test_replayed_actions_repeat_the_recording(
             done[n] += ends
     assert done == dict.fromkeys(first, 1)
     env.close()
+
+
+def test_places_of_captions_are_on_the_objects(
+    recorded: tuple[Path, list[expert_recorder.Episode]],
+) -> None:
+    """The pixel at the place of a visible object has the colour of the object."""
+    data = read(recorded[0])
+    assert list(data.captions)[:4] == [f"{colour} block" for colour in COLOUR_VALUES]
+    assert data.captions["red zone"][0] == "the red zone"
+    points, images = data.points["front"], data.images["front"].float()
+    visible = (points >= 0).all(-1)  # [F, 8]
+    assert 0.5 < float(visible.float().mean()) < 1  # the gripper or a block covers some
+    colours = torch.tensor([[float(x) for x in v.split()] for v in COLOUR_VALUES.values()])
+    frames, objects = visible.nonzero().unbind(1)
+    x, y = (points[frames, objects] * 32).long().clamp_max(31).unbind(1)
+    # The colour with the largest cosine similarity to the pixel.
+    similarity = F.normalize(images[frames, y, x], dim=1) @ F.normalize(colours, dim=1).T
+    assert float((similarity.argmax(1) == objects % 4).float().mean()) > 0.97
+
+
+def test_captions_have_no_word_of_held_out_wordings_alone() -> None:
+    words = {x for text in chain(*captions().values()) for x in text.split()}
+    train = {x for f in FAMILIES.values() for x in " ".join(f.train).split()}
+    held_out = {x for f in FAMILIES.values() for x in " ".join(f.held_out).split()}
+    assert "red" in words and not words & (held_out - train)
 
 
 def test_another_start_gives_other_episodes(
