@@ -26,6 +26,7 @@ from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.checkpoint_files import (
     LOCAL,
     LOCAL_WEIGHTS,
+    check_finite,
     config_errors,
     import_transformers,
     read_json,
@@ -419,6 +420,11 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
                 f"model.checkpoint={folder}: the weights {problem} {min(names)} ({len(names)}"
                 " in all); they are of another model"
             )
+    published = {parameter_name(key, PARAMETERS): key for key in keys}
+    named = ((parameter_name(name, PARAMETERS), p) for name, p in model.named_parameters())
+    # The expert's unused embeddings may be in no file.
+    weights = ((published[name], p) for name, p in named if name in published)
+    check_finite(weights, f"model.checkpoint={folder}")
     return model
 
 

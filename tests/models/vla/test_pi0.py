@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 import sys
 from collections import Counter
@@ -962,6 +963,16 @@ def test_damaged_weights_and_tokenizers_are_refused(folder: Path, tmp_path: Path
     (damaged / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="its tokenizer cannot be read"):
         make(damaged)
+
+
+def test_weights_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    weights = load_file(folder / "model.safetensors")
+    name = "model.paligemma_with_expert.gemma_expert.model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 4] = math.inf
+    save_file(weights, damaged / "model.safetensors")
+    with pytest.raises(ConfigError, match=re.escape(f"the weight {name} contains NaN or")):
+        pi0_files.read(damaged)
 
 
 def test_export_into_the_source_directory_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,17 @@ def test_exported_directory_gives_equal_log_probabilities(
     out = again.evaluate(again.encode(observations()), d.action, d.replay)
     # PaliGemma's embedding is its head, so its rows are those of the head.
     assert (out.log_prob - d.log_prob).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
+def test_weights_that_are_not_finite_are_refused(folders: Any, kind: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders(kind), tmp_path / kind))
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in weights if n.endswith("layers.1.mlp.up_proj.weight"))
+    weights[name][3, 4] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight contains NaN or inf"):
+        policy_of(folder)
 
 
 def test_merged_weights_by_hand(folders: Any) -> None:
