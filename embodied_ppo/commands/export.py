@@ -22,5 +22,5 @@ def run(args: argparse.Namespace) -> None:
     from embodied_ppo import run
 
     with output.stdout_to_stderr():
-        summary = run.export(loaded.config.checkpoint, loaded.config.out)
+        summary = run.export(loaded.config)
     output.print_result(summary, args)

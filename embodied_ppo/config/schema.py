@@ -1276,6 +1276,10 @@ class ExportConfig:
     out: str = ""
     """New directory: weights, configuration and tokenizer of a language model, the deployment
     bundle of a robot policy; required."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """Policies with model.lora_rank. merged: write the whole model with the adapters added to its
+    weights. adapter: write only what was trained, in the layout of the package peft, beside which
+    the directory of model.checkpoint is needed."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ FOLDER holds
 * ``options.json``, fields of lerobot's configuration,
 * ``tokenizer/``.
 
-* perhaps ``exported/``, a directory of the policy that is run instead of writing one.
+* perhaps ``exported/``, a directory of the policy that is run instead of writing one,
+* perhaps ``adapter/``, a directory of an adapter in peft's layout: peft adds it to the policy that
+  the adapter's configuration names.
 
 The policy is written to ``FOLDER/policy`` by lerobot's own ``save_pretrained`` and read by its
 ``from_pretrained``; its actions are in ``FOLDER/actions.safetensors``.
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lerobot.configs.policies import PreTrainedConfig  # pyright: ignore
 from lerobot.configs.types import FeatureType, PolicyFeature  # pyright: ignore
 from lerobot.policies.factory import make_pre_post_processors  # pyright: ignore
 from lerobot.policies.pi0 import configuration_pi0, modeling_pi0  # pyright: ignore
@@ -36,6 +39,7 @@ from lerobot.policies.smolvla import (  # pyright: ignore
     smolvlm_with_expert,
 )
 from lerobot.processor import tokenizer_processor  # pyright: ignore
+from peft import PeftConfig, PeftModel  # pyright: ignore
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -124,7 +128,6 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         unused: Part of the name of weights to remove from the file before it is read.
     """
     inputs = load_file(folder / "inputs.safetensors")
-    tasks = json.loads((folder / "tasks.json").read_text())
     # The processors name a tokenizer of the hub.
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer_processor.AutoTokenizer = type(
@@ -135,7 +138,10 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         for feature, name in (("observation.state", "state"), ("action", "action"))
     }
     preprocess, postprocess = make_pre_post_processors(config, dataset_stats=statistics)
-    out = folder / "exported"
+    out, adapter = folder / "exported", folder / "adapter"
+    if adapter.is_dir():
+        write_actions(folder, read_adapter(adapter, policy_class), preprocess, postprocess)
+        return
     if not out.is_dir():
         policy = policy_class(config)
         randomize(policy, seed=1)
@@ -148,7 +154,21 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         remaining = {name: x for name, x in weights.items() if unused not in name}
         assert len(remaining) == len(weights) - 1, sorted(weights)
         save_file(remaining, out / "model.safetensors")
-    policy = policy_class.from_pretrained(out)
+    write_actions(folder, policy_class.from_pretrained(out), preprocess, postprocess)
+
+
+def read_adapter(folder: Path, policy_class: Any) -> Any:
+    """Return the policy of an adapter, read as lerobot's ``make_policy`` does with use_peft."""
+    assert PreTrainedConfig.from_pretrained(folder).use_peft
+    config = PeftConfig.from_pretrained(folder)
+    policy = policy_class.from_pretrained(config.base_model_name_or_path)
+    return PeftModel.from_pretrained(policy, folder, config=config).eval()
+
+
+def write_actions(folder: Path, policy: Any, preprocess: Any, postprocess: Any) -> None:
+    """Write the actions of a policy for the observations of ``folder``."""
+    inputs = load_file(folder / "inputs.safetensors")
+    tasks = json.loads((folder / "tasks.json").read_text())
     batch: dict[str, Any] = {
         f"observation.images.{name}": x.float() / 255
         for name, x in inputs.items()

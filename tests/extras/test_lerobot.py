@@ -16,13 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_pi0_checkpoint import write_tokenizer
+from tiny_vlm_checkpoints import write_checkpoint as write_openvla
 from torch import Tensor
 from vla_policy_checks import random_observations
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec, Box, ObsSpec
-from embodied_ppo.models.vla import pi0_files, smolvla_files
+from embodied_ppo.models import peft_files
+from embodied_ppo.models.vla import pi0_files, pretrained, smolvla_files
 from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.modes.embodied.components import FLOW_FAMILIES
 
 PYTHON = os.environ.get("LEROBOT_PYTHON", "")
@@ -65,18 +68,18 @@ def write_inputs(folder: Path, **options: Any) -> dict[str, Tensor]:
     return obs | {"noise": noise}
 
 
+def run_program(command: list[str]) -> None:
+    """Run a program of another environment, which must succeed."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def run_lerobot(family: str, folder: Path) -> Tensor:
     """Let lerobot write the policy's directory and return its actions [B, H, A]."""
     program = Path(__file__).with_name("lerobot_policies.py")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [PYTHON, str(program), family, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program([PYTHON, str(program), family, str(folder)])
     return load_file(folder / "actions.safetensors")["action"]
 
 
@@ -169,3 +172,69 @@ def test_lerobot_reads_what_was_exported(
     difference = float((actions - expected).abs().max() / expected.abs().max())
     print(f"{family}, exported: largest difference {difference:.2g}")
     assert (before - expected).abs().max() > 0.01 and difference < 1e-5
+
+
+@pytest.mark.parametrize("family", FLOW_FAMILIES)
+def test_peft_reads_an_exported_adapter(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lerobot's policy with the adapter that peft reads acts as ours."""
+    run = tmp_path / "run"
+    sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
+    obs = write_inputs(run, **sizes)
+    before = run_lerobot(family, run)
+    small_sizes(monkeypatch)
+    options = {"lora_rank": 4, "lora_alpha": 6.0}
+    policy = our_policy(run / "policy", obs, FLOW_FAMILIES[family], **options)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.05 * torch.randn_like(p))
+    expected = act(policy, obs)
+    adapter = peft_files.Adapter(4, 6.0, policy.published_parameters(run / "policy"))
+    peft_files.save(adapter, run / "policy", run / "adapter")
+    actions = run_lerobot(family, run)
+    difference = float((actions - expected).abs().max() / expected.abs().max())
+    print(f"{family}, adapter: largest difference {difference:.2g}")
+    assert (before - expected).abs().max() > 0.01 and difference < 1e-5
+    trained = [name for name in adapter.parameters if ".lora_B." in name]
+    with torch.no_grad():  # the adapters have an effect of their own
+        for name in trained:
+            adapter.parameters[name].zero_()
+    assert (act(policy, obs) - expected).abs().max() > 0.001
+
+
+@pytest.mark.parametrize("decode", ["autoregressive", "parallel"])
+def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path) -> None:
+    """peft's ``merge_and_unload`` gives the weights that our export with lora=merged writes."""
+    base = write_openvla("openvla", tmp_path / "openvla")
+    config = ModelConfig(
+        policy="token",
+        checkpoint=str(base),
+        bins=16,
+        unnorm_key="bridge_orig",
+        lora_rank=4,
+        lora_alpha=6.0,
+        **{"decode": decode},
+    )
+    spec: ObsSpec = {"front": ArraySpec((3, 32, 32), torch.uint8)}
+    box = Box((-1.0,) * 4, (1.0,) * 4)
+    policy = CheckpointVLA(spec, box, config, chunk=2, sentences=TASKS)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.05 * torch.randn_like(p))
+    adapter = peft_files.Adapter(4, 6.0, policy.published_parameters(base))
+    peft_files.save(adapter, base, tmp_path / "adapter")
+    pretrained.export(policy, base, tmp_path / "merged")
+    program = Path(__file__).with_name("peft_merge.py")
+    arguments = [str(tmp_path / "adapter"), str(tmp_path / "theirs.safetensors")]
+    run_program([PYTHON, str(program), *arguments])
+    theirs = load_file(tmp_path / "theirs.safetensors")
+    ours = load_file(tmp_path / "merged/model.safetensors")
+    before = load_file(base / "model.safetensors")
+    assert theirs.keys() == {name for name in ours if name.startswith("language_model.")}
+    difference = max(float((x - ours[name]).abs().max()) for name, x in theirs.items())
+    print(f"openvla, {decode}, adapter: largest difference of a weight {difference:.2g}")
+    assert max(float((x - before[name]).abs().max()) for name, x in theirs.items()) > 0.01
+    assert difference < 1e-6

@@ -37,7 +37,16 @@ from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.models.causal_lm import gated_mlp, rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
-from embodied_ppo.models.vla.pi0_files import PARAMETERS, Published, Statistics, read, save
+from embodied_ppo.models.vla.pi0_files import (
+    PARAMETERS,
+    Patterns,
+    Published,
+    Statistics,
+    module_names,
+    parameter_name,
+    read,
+    save,
+)
 from embodied_ppo.models.vla.trunk import (
     WORDS,
     Grounding,
@@ -56,6 +65,8 @@ FROZEN_ROWS = 32
 """Observations that a frozen trunk processes at a time."""
 MEMORY_SHARE = 0.5
 """Share of the device's memory that prefixes of a frozen trunk may use."""
+PUBLISHED_PARTS = ("trunk.vlm.", "expert.", "embed.", "velocity.")
+"""Beginnings of the names of parameters that the published model has, too."""
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"
 """Names of the inputs that hold a prefix."""
 ORIGIN = "/origin"
@@ -397,6 +408,10 @@ class PI0(Flow, lora.Adapted):
     """Function that reads a checkpoint directory."""
     weight_patterns = PARAMETERS
     """Published name of a weight -> name of the parameter, see ``pi0_files.PARAMETERS``."""
+    module_names: Callable[[str | Path], Patterns] = staticmethod(module_names)
+    """Function from a checkpoint directory to substitutions of a parameter's name by that in the
+    publisher's model.
+    """
     state_tokens = 1
     """Number of the expert's tokens of the state. They precede the noisy actions and do not attend
     to them.
@@ -542,19 +557,34 @@ class PI0(Flow, lora.Adapted):
             ConfigError, OSError: See ``pi0_files.save``.
         """
         lora.merge(self.trunk.vlm.language_model)
-        parts = ("trunk.vlm.", "expert.", "embed.", "velocity.")
         merged = "trunk.vlm.language_model." if self.rank else ""
         save(
             {
                 name: p
                 for name, p in self.named_parameters()
-                if name.startswith(parts)
+                if name.startswith(PUBLISHED_PARTS)
                 and (p.requires_grad or (merged and name.startswith(merged)))
             },
             source,
             out,
             self.weight_patterns,
         )
+
+    def published_parameters(self, source: str | Path) -> dict[str, Tensor]:
+        """Return the trained parameters of the published model by their names there.
+
+        Args:
+            source: The directory that the policy was built from.
+
+        Raises:
+            ConfigError: Its config.json cannot be read.
+        """
+        patterns = self.module_names(source)
+        return {
+            parameter_name(name, patterns).replace(".default.", "."): p
+            for name, p in self.named_parameters()
+            if p.requires_grad and name.startswith(PUBLISHED_PARTS)
+        }
 
     # --------------------------------------------------------------------------- trained parameters
     def freeze(self, frozen: bool) -> None:

@@ -697,6 +697,34 @@ to the name of the parameter of ``pi0.PI0``.
 
 
 Patterns: TypeAlias = "Sequence[tuple[str, str]]"
+_LEROBOT_MODULES = (
+    (r"^trunk\.vlm\.", "model.paligemma_with_expert.paligemma.model."),
+    (r"^expert\.", "model.paligemma_with_expert.gemma_expert.model."),
+    (r"^embed\.", "model."),
+    (r"^velocity\.", "model.action_out_proj."),
+)
+_TRANSFORMERS_MODULES = (
+    (r"^trunk\.vlm\.", "model.vlm."),
+    (r"^expert\.", "model.dit."),
+    (r"^embed\.", "embed_action_time."),
+    (r"^velocity\.", "action_out_proj."),
+)
+
+
+def module_names(folder: str | Path) -> Patterns:
+    """Return substitutions that map names of ``pi0.PI0`` to those of the publisher's model.
+
+    Keys of a file may differ from these, because the publisher's code renames keys of old files.
+
+    Raises:
+        ConfigError: config.json cannot be read.
+    """
+    raw = read_json(Path(folder) / "config.json", f"model.checkpoint={folder}", CURE)
+    if "type" in raw:
+        return _LEROBOT_MODULES
+    if "model_type" in raw:
+        return _TRANSFORMERS_MODULES
+    return (*_LEROBOT_MODULES, (r"^model\.", ""))  # openpi
 
 
 def parameter_name(key: str, patterns: Patterns) -> str:

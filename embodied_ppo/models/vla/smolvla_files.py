@@ -91,6 +91,13 @@ PARAMETERS = (
 """Substitutions that map lerobot's name of a weight to that of the parameter of
 ``smolvla.SmolVLA``.
 """
+MODULES = (
+    (r"^trunk\.vlm\.language_model\.", "model.vlm_with_expert.vlm.model.text_model."),
+    (r"^expert\.", "model.vlm_with_expert.lm_expert."),
+    (r"^embed\.", "model."),
+    (r"^velocity\.", "model.action_out_proj."),
+)
+"""Substitutions that map names of ``smolvla.SmolVLA`` to those of lerobot's modules."""
 
 
 class SmolVLM(nn.Module):

@@ -46,7 +46,7 @@ from embodied_ppo.evaluation import video
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.evaluation.report import RobustnessSection
 from embodied_ppo.imitation import behavior_cloning, expert_demos
-from embodied_ppo.models import own_network
+from embodied_ppo.models import own_network, peft_files
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import is_image
 from embodied_ppo.models.vla import pi0_files
@@ -257,6 +257,8 @@ def make_policy(config: Config, env: VectorEnv | EnvDescription) -> AnyPolicy:
         "values": chunk if a.reward_type == "action_level" else 1,
     }
     sentences, mapping = getattr(env, "instructions", ()), config.env.action_mapping
+    if m.checkpoint is not None:
+        peft_files.check_no_adapter(m.checkpoint)
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if m.policy == "actor_critic":

@@ -29,6 +29,7 @@ from vla_policy_checks import (
 
 import embodied_envs
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.commands import main
 from embodied_ppo.config.schema import AlgorithmConfig, Config, ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete, ObsSpec
@@ -788,6 +789,14 @@ def test_train_and_evaluate(
     assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (
         trunk == "trained"
     )
+    if "lora_rank" in TRUNKS[trunk]:
+        export = ("export", f"checkpoint={summary['checkpoint']}", "lora=adapter", "out=adapter")
+        assert run_command(capsys, *export)["action_difference"] == 0
+    else:
+        export = ("export", f"checkpoint={summary['checkpoint']}", "out=merged")
+        assert run_command(capsys, *export)["action_difference"] == 0
+        assert main.main([*export[:-1], "lora=adapter", "out=adapter"]) == 2
+        assert "has no adapters (model.lora_rank=0)" in capsys.readouterr().err
     log = next(tmp_path.rglob("log.txt")).read_text()
     assert ("kept through the epochs of an update" in log) == (trunk == "frozen")
 
