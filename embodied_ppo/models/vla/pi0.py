@@ -280,8 +280,12 @@ class Trunk(ObservationEncoder):
         self.side = int(vlm.config.vision_config.image_size)
         self.checkpointing = config.gradient_checkpointing
         if self.checkpointing:
-            vlm.vision_tower.activation_checkpointing_enable({"use_reentrant": False})
+            self.checkpointed_module().activation_checkpointing_enable({"use_reentrant": False})
         self.register_buffer("table", torch.zeros(1, 1, dtype=torch.int64), persistent=False)
+
+    def checkpointed_module(self) -> Any:
+        """Return the module of transformers that recomputes its own activations."""
+        return self.vlm.vision_tower
 
     def sentence_table(self, sentences: Sequence[str]) -> Tensor:
         """Return word ids int64 [S, words], padded with PAD.
@@ -408,6 +412,8 @@ class PI0(Flow, lora.Adapted):
     """Function that reads a checkpoint directory."""
     weight_patterns = PARAMETERS
     """Published name of a weight -> name of the parameter, see ``pi0_files.PARAMETERS``."""
+    is_transposed: Callable[[str], bool] = staticmethod(lambda key: False)
+    """Whether a published weight is the transpose of the parameter."""
     module_names: Callable[[str | Path], Patterns] = staticmethod(module_names)
     """Function from a checkpoint directory to substitutions of a parameter's name by that in the
     publisher's model.
@@ -568,6 +574,7 @@ class PI0(Flow, lora.Adapted):
             source,
             out,
             self.weight_patterns,
+            self.is_transposed,
         )
 
     def published_parameters(self, source: str | Path) -> dict[str, Tensor]:

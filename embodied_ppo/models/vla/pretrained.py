@@ -56,6 +56,7 @@ UNSUPPORTED = {
     "pi0": "write model.policy=flow",
     "pi05": "write model.policy=flow",
     "smolvla": "write model.policy=flow",
+    "xvla": "write model.policy=flow",
     "act": "it was not made for sentences",
     "diffusion": "it was not made for sentences",
 }

@@ -57,6 +57,7 @@ from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pi05 import PI05
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.models.vla.smolvla import SmolVLA
+from embodied_ppo.models.vla.xvla import XVLA
 from embodied_ppo.modes import base
 from embodied_ppo.modes.base import ReportFiles, RunRequest, TaskFiles, TrainedRun
 from embodied_ppo.placement.remote_envs import EnvDescription
@@ -235,7 +236,7 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
     "flow": FlowVLA,
     "gaussian": GaussianVLA,
 }
-FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
+FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA, "xvla": XVLA}
 """Policies of published flow models by the result of ``pi0_files.kind``."""
 
 
