@@ -17,7 +17,7 @@ import yaml
 from embodied_ppo.config import batch_sizes, loader, placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.rules.embodied import optimization_config
-from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.errors import show
 from embodied_ppo.core.types import (
@@ -750,16 +750,21 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     return {"checkpoint": str(source.path), "episodes": config.episodes, **results}
 
 
-def export(config: ExportConfig) -> dict[str, Any]:
+def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
     """Write a checkpoint for other programs.
 
     An actor-critic policy becomes a deployment bundle (``modes.embodied.bundle``); a language
     model, or a published vision-language-action model, is written in its published layout.
 
+    Args:
+        path: A checkpoint or a run directory.
+        out: Directory to write.
+        adapter: Write the adapters of a policy with model.lora_rank only.
+
     Raises:
         CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
     """
-    source, run_dir, trained = open_run(config.checkpoint)
+    source, run_dir, trained = open_run(path)
     say = Progress(quiet=False).say
     run = TrainedRun(trained, source, run_dir, say)
-    return mode(trained).export(run, Path(config.out), adapter=config.lora == "adapter")
+    return mode(trained).export(run, Path(out), adapter=adapter)
