@@ -129,7 +129,7 @@ LEROBOT_BASE ?= $(shell for python in python3.12 python3.13; do \
 	}
 	"$(LEROBOT_BASE)" -m venv --clear .venv-lerobot
 	.venv-lerobot/bin/python -m pip --disable-pip-version-check install \
-		-c scripts/constraints-lerobot.txt 'lerobot[pi,smolvla]'
+		-c scripts/constraints-lerobot.txt 'lerobot[pi,smolvla,peft]'
 	@touch $@
 
 # The trainer is not installed there.

@@ -759,15 +759,21 @@ def report_dir(config: EvaluateConfig, source: checkpoint.Checkpoint, run_dir: P
     return run_dir / "reports" / name
 
 
-def export(path: str, out: str) -> dict[str, Any]:
+def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
     """Write a checkpoint for other programs.
 
     An actor-critic policy becomes a deployment bundle (``modes.embodied.bundle``); a language
-    model, or a model of action tokens, is written in its published layout.
+    model, or a published vision-language-action model, is written in its published layout.
+
+    Args:
+        path: A checkpoint or a run directory.
+        out: Directory to write.
+        adapter: Write the adapters of a policy with model.lora_rank only.
 
     Raises:
         CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
     """
     source, run_dir, trained = open_run(path)
     say = Progress(quiet=False).say
-    return mode(trained).export(TrainedRun(trained, source, run_dir, say), Path(out))
+    run = TrainedRun(trained, source, run_dir, say)
+    return mode(trained).export(run, Path(out), adapter=adapter)

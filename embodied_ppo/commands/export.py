@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Export a checkpoint and print the summary."""
     arguments.reject_paths(args)
-    loaded = prepare(args, args.overrides)
+    config = prepare(args, args.overrides).config
     from embodied_ppo import run
 
     with output.stdout_to_stderr():
-        summary = run.export(loaded.config.checkpoint, loaded.config.out)
+        summary = run.export(config.checkpoint, config.out, adapter=config.lora == "adapter")
     output.print_result(summary, args)

@@ -406,8 +406,8 @@ class ModelConfig:
     PaliGemma, whose keys and values are cached as long as they fit in half of the memory."""
     checkpoint: str | None = option(None, read_if=equals("model.policy", "token", "flow"))
     """Directory of a published model to start from: OpenVLA, OpenVLA-OFT or a vision-language model
-    of transformers (policy=token), pi0, pi0.5 or SmolVLA (policy=flow); null: a small new model.
-    Needs the extra [vla]."""
+    of transformers (policy=token), pi0, pi0.5, SmolVLA or X-VLA (policy=flow); null: a small new
+    model. Needs the extra [vla]."""
     unnorm_key: Text | None = option(None, read_if=PRETRAINED_VLA)
     """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
     that it contains."""
@@ -1283,6 +1283,10 @@ class ExportConfig:
     out: str = ""
     """New directory: weights, configuration and tokenizer of a language model, the deployment
     bundle of a robot policy; required."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """Policies with model.lora_rank. merged: write the whole model with the adapters added to its
+    weights. adapter: write only what was trained, in the layout of the package peft, beside which
+    the directory of model.checkpoint is needed."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,19 @@ def _model(value: Any, source: Source) -> Answer:
             "and "
             "gaussian (docs/vla.md)"
         )
-    return {"model.policy": policies[value]}
+    answer: dict[str, Any] = {"model.policy": policies[value]}
+    if value == "openvla":
+        answer["model.decode"] = "autoregressive"
+    if value == "openvla_oft" and source.get("actor.model.implement_version") is None:
+        answer["model.omit_stop_token"] = True  # their only implementation before this option
+    return answer
+
+
+def _center_crop(value: Any, source: Source) -> Answer:
+    """Map the crop of OpenVLA-OFT's published evaluation; their own models ignore the option."""
+    if source.get("actor.model.implement_version") == "official":
+        return {"model.center_crop": bool(value)}
+    return "not read there either: their models see whole images, as here"
 
 
 def _checkpoint(value: Any, source: Source) -> Answer:
@@ -418,6 +430,12 @@ _ACTOR: dict[str, Entry] = {
     "model.model_path": _checkpoint,
     "model.num_action_chunks": "env.action_chunk",
     "model.unnorm_key": "model.unnorm_key",
+    "model.implement_version": read_if(
+        "actor.model.model_type",
+        option("model.omit_stop_token", values={"rlinf": True, "official": False}),
+        "openvla_oft",
+    ),
+    "model.center_crop": _center_crop,
     "model.lora_rank": read_if("actor.model.is_lora", "model.lora_rank"),
     "model.lora_path": read_if(
         "actor.model.is_lora",

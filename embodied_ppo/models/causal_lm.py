@@ -29,6 +29,7 @@ from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.backbone import InferenceModule
 from embodied_ppo.models.checkpoint_files import (
     LOCAL_WEIGHTS,
+    check_finite,
     config_errors,
     forward_mismatch,
     import_transformers,
@@ -669,6 +670,7 @@ def load(
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, **LOCAL_WEIGHTS
             )
+            check_finite(model.named_parameters(), f"{section}.path={path}")
         else:
             fields = dict(architecture)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,28 @@ def forward_mismatch(difference: Callable[[], float], dtype: torch.dtype) -> str
 def relative_difference(logits: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest expected logit."""
     return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
+    """Check that weights contain neither NaN nor infinity.
+
+    Args:
+        tensors: Published names and weights; tensors on the device meta are not read.
+        label: Option and value, for messages; "" if the caller adds it.
+
+    Raises:
+        ConfigError: A weight is not finite.
+    """
+    for name, x in tensors:
+        if not x.is_floating_point() or x.is_meta or not x.numel():
+            continue
+        # Unlike ``isfinite().all()`` this allocates no mask; NaN is the result of both extremes.
+        if not all(math.isfinite(float(extreme)) for extreme in x.detach().aminmax()):
+            before = f"{label}: " if label else ""
+            raise ConfigError(
+                f"{before}the weight {name} contains NaN or infinity; download it again, or use a"
+                " checkpoint of a run that has not diverged"
+            )
 
 
 def copy_permissions(folder: str | Path) -> None:

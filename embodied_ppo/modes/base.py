@@ -461,8 +461,13 @@ class Mode(ABC):
             f" checkpoint={run.run_dir} out=DIR, and load DIR with transformers"
         )
 
-    def export(self, run: TrainedRun, out: Path) -> dict[str, Any]:
+    def export(self, run: TrainedRun, out: Path, *, adapter: bool = False) -> dict[str, Any]:
         """Write the model of a checkpoint for other programs, read it back and compare.
+
+        Args:
+            run: The checkpoint and its run.
+            out: Directory to write.
+            adapter: Write the adapters only.
 
         Returns:
             Paths, size and the largest difference when read back, for the output of the command.
@@ -470,10 +475,10 @@ class Mode(ABC):
         Raises:
             CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
         """
-        self.check_export(run)
+        self.check_export(run, adapter=adapter)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"out={out}: is not an empty directory; name a new one")
-        measurements = self.write_model(run, out)
+        measurements = self.write_model(run, out, adapter=adapter)
         size = sum(file.stat().st_size for file in out.iterdir())
         return {
             "checkpoint": str(run.source.path),
@@ -482,13 +487,17 @@ class Mode(ABC):
             **measurements,
         }
 
-    def check_export(self, run: TrainedRun) -> None:
-        """Raise ConfigError where the model cannot be exported."""
-        return
+    def check_export(self, run: TrainedRun, *, adapter: bool) -> None:
+        """Raise ConfigError where the model cannot be exported; see ``export``."""
+        if adapter and not run.config.model.lora_rank:
+            raise ConfigError(
+                f"lora=adapter: {run.source.path.name} has no adapters (model.lora_rank=0); write"
+                " lora=merged"
+            )
 
     @abstractmethod
-    def write_model(self, run: TrainedRun, out: Path) -> dict[str, Any]:
-        """Write a model for ``export`` and read it back.
+    def write_model(self, run: TrainedRun, out: Path, *, adapter: bool = False) -> dict[str, Any]:
+        """Write a model, or its adapters, for ``export`` and read it back.
 
         Returns:
             ``logit_difference`` or ``action_difference``, the largest one, and further facts.

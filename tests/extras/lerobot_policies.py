@@ -1,6 +1,6 @@
 """Program for the Python of ``make test-lerobot``: write small policies of lerobot and run them.
 
-    python lerobot_policies.py pi0|pi05|smolvla FOLDER
+    python lerobot_policies.py pi0|pi05|smolvla|xvla FOLDER
 
 FOLDER holds
 
@@ -10,7 +10,9 @@ FOLDER holds
 * ``options.json``, fields of lerobot's configuration,
 * ``tokenizer/``.
 
-* perhaps ``exported/``, a directory of the policy that is run instead of writing one.
+* perhaps ``exported/``, a directory of the policy that is run instead of writing one,
+* perhaps ``adapter/``, a directory of an adapter in peft's layout: peft adds it to the policy that
+  the adapter's configuration names.
 
 The policy is written to ``FOLDER/policy`` by lerobot's own ``save_pretrained`` and read by its
 ``from_pretrained``; its actions are in ``FOLDER/actions.safetensors``.
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lerobot.configs.policies import PreTrainedConfig  # pyright: ignore
 from lerobot.configs.types import FeatureType, PolicyFeature  # pyright: ignore
 from lerobot.policies.factory import make_pre_post_processors  # pyright: ignore
 from lerobot.policies.pi0 import configuration_pi0, modeling_pi0  # pyright: ignore
@@ -35,7 +38,9 @@ from lerobot.policies.smolvla import (  # pyright: ignore
     modeling_smolvla,
     smolvlm_with_expert,
 )
+from lerobot.policies.xvla import configuration_xvla, modeling_xvla  # pyright: ignore
 from lerobot.processor import tokenizer_processor  # pyright: ignore
+from peft import PeftConfig, PeftModel  # pyright: ignore
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -102,6 +107,49 @@ def shrink_smolvla() -> None:
     smolvlm_with_expert.AutoProcessor = local(processor)
 
 
+FLORENCE: dict[str, Any] = {
+    "vision_config": {
+        "depths": [1, 1],
+        "patch_size": [7, 3],
+        "patch_stride": [4, 2],
+        "patch_padding": [3, 1],
+        "patch_prenorm": [False, True],
+        "embed_dim": [16, 32],
+        "num_heads": [2, 4],
+        "num_groups": [2, 4],
+        "window_size": 4,
+        "projection_dim": 32,
+    },
+    "text_config": {
+        "d_model": 32,
+        "vocab_size": VOCABULARY,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+    },
+}
+"""Small Florence-2; lerobot's config.json of X-VLA holds the sizes."""
+XVLA = {"hidden_size": 24, "depth": 2, "num_heads": 4, "num_domains": 4, "len_soft_prompts": 3}
+XVLA |= {"dim_time": 8, "max_len_seq": 96, "tokenizer_max_length": 40, "num_denoising_steps": 10}
+
+
+def fix_noise(modeling: Any, noise: Tensor) -> None:
+    """Let a module of lerobot start from ``noise``, which its functions do not accept."""
+
+    class Torch:
+        randn = staticmethod(lambda *_, dtype, **__: noise.to(dtype))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    modeling.torch = Torch()
+
+
 def features(inputs: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return lerobot's input and output features of the observations."""
     observed = {
@@ -124,7 +172,6 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         unused: Part of the name of weights to remove from the file before it is read.
     """
     inputs = load_file(folder / "inputs.safetensors")
-    tasks = json.loads((folder / "tasks.json").read_text())
     # The processors name a tokenizer of the hub.
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer_processor.AutoTokenizer = type(
@@ -135,7 +182,10 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         for feature, name in (("observation.state", "state"), ("action", "action"))
     }
     preprocess, postprocess = make_pre_post_processors(config, dataset_stats=statistics)
-    out = folder / "exported"
+    out, adapter = folder / "exported", folder / "adapter"
+    if adapter.is_dir():
+        write_actions(folder, read_adapter(adapter, policy_class), preprocess, postprocess)
+        return
     if not out.is_dir():
         policy = policy_class(config)
         randomize(policy, seed=1)
@@ -148,7 +198,21 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         remaining = {name: x for name, x in weights.items() if unused not in name}
         assert len(remaining) == len(weights) - 1, sorted(weights)
         save_file(remaining, out / "model.safetensors")
-    policy = policy_class.from_pretrained(out)
+    write_actions(folder, policy_class.from_pretrained(out), preprocess, postprocess)
+
+
+def read_adapter(folder: Path, policy_class: Any) -> Any:
+    """Return the policy of an adapter, read as lerobot's ``make_policy`` does with use_peft."""
+    assert PreTrainedConfig.from_pretrained(folder).use_peft
+    config = PeftConfig.from_pretrained(folder)
+    policy = policy_class.from_pretrained(config.base_model_name_or_path)
+    return PeftModel.from_pretrained(policy, folder, config=config).eval()
+
+
+def write_actions(folder: Path, policy: Any, preprocess: Any, postprocess: Any) -> None:
+    """Write the actions of a policy for the observations of ``folder``."""
+    inputs = load_file(folder / "inputs.safetensors")
+    tasks = json.loads((folder / "tasks.json").read_text())
     batch: dict[str, Any] = {
         f"observation.images.{name}": x.float() / 255
         for name, x in inputs.items()
@@ -184,6 +248,13 @@ def main() -> None:
             resize_imgs_with_padding=(16, 16), num_vlm_layers=4, **common
         )
         run(folder, config, modeling_smolvla.SmolVLAPolicy, unused)
+    elif sys.argv[1] == "xvla":
+        fix_noise(modeling_xvla, load_file(folder / "inputs.safetensors")["noise"])
+        options = {"action_mode": "auto", "empty_cameras": 1} | XVLA | common
+        config = configuration_xvla.XVLAConfig(
+            florence_config=FLORENCE, resize_imgs_with_padding=(16, 16), **options
+        )
+        run(folder, config, modeling_xvla.XVLAPolicy, unused)
     else:
         raise SystemExit(f"unknown family {sys.argv[1]}")
 

@@ -16,13 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_pi0_checkpoint import write_tokenizer
+from tiny_vlm_checkpoints import write_checkpoint as write_openvla
 from torch import Tensor
 from vla_policy_checks import random_observations
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec, Box, ObsSpec
-from embodied_ppo.models.vla import pi0_files, smolvla_files
+from embodied_ppo.models import peft_files
+from embodied_ppo.models.vla import pi0_files, pretrained, smolvla_files
 from embodied_ppo.models.vla.pi0 import PI0
+from embodied_ppo.models.vla.pretrained import CheckpointVLA
+from embodied_ppo.models.vla.xvla import XVLA
 from embodied_ppo.modes.embodied.components import FLOW_FAMILIES
 
 PYTHON = os.environ.get("LEROBOT_PYTHON", "")
@@ -43,11 +47,17 @@ SPEC: ObsSpec = {
 TASKS = ("push the red_block", "reach the blue block, please", "lift it " + 9 * "very very ")
 
 
-def write_inputs(folder: Path, **options: Any) -> dict[str, Tensor]:
-    """Write observations of the tasks and return them in our layout."""
+def write_inputs(folder: Path, width: int = N, **options: Any) -> dict[str, Tensor]:
+    """Write observations of the tasks and return them in our layout.
+
+    Args:
+        folder: Created.
+        width: Numbers of a latent action.
+        **options: Fields of lerobot's configuration.
+    """
     obs = random_observations(SPEC, B, seed=0) | {"instruction": torch.arange(B)}
     generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(H, N, generator=generator).expand(B, H, N)
+    noise = torch.randn(H, width, generator=generator).expand(B, H, width)
     statistics = {
         f"{name}.{kind}": torch.rand(size, generator=generator) + (0.2 if kind == "std" else -0.5)
         for name, size in (("state", STATE), ("action", A))
@@ -65,18 +75,18 @@ def write_inputs(folder: Path, **options: Any) -> dict[str, Tensor]:
     return obs | {"noise": noise}
 
 
+def run_program(command: list[str]) -> None:
+    """Run a program of another environment, which must succeed."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def run_lerobot(family: str, folder: Path) -> Tensor:
     """Let lerobot write the policy's directory and return its actions [B, H, A]."""
     program = Path(__file__).with_name("lerobot_policies.py")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [PYTHON, str(program), family, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program([PYTHON, str(program), family, str(folder)])
     return load_file(folder / "actions.safetensors")["action"]
 
 
@@ -107,7 +117,7 @@ def our_policy(
     config = ModelConfig(policy="flow", checkpoint=str(folder), flow_steps=10, **options)
     box = Box((-1.0,) * (H * A), (1.0,) * (H * A))
     policy = policy_class(SPEC, box, config, chunk=H, sentences=TASKS, mapping="clip")
-    policy.initial_noise.copy_(obs["noise"][0])
+    policy.initial_noise[:, : obs["noise"].shape[-1]] = obs["noise"][0]
     return policy
 
 
@@ -117,6 +127,7 @@ def act(policy: PI0, obs: dict[str, Tensor]) -> Tensor:
     return policy.act(inputs).action.view(B, H, A)
 
 
+MEAN_STD = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "both embed_tokens and lm_head": ({}, {}, 1e-5),
     "lm_head only": ({"unused": "paligemma.model.language_model.embed_tokens"}, {}, 1e-5),
@@ -149,6 +160,30 @@ def test_flow_policy(
     assert expected.std() > 0.1 and difference < tolerance
 
 
+XVLA_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "statistics": ({"normalization_mapping": MEAN_STD}, {}, 1e-5),
+    "robot's units": ({}, {}, 1e-5),
+    "end effector, grippers": ({"action_mode": "ee6d", "max_state_dim": 20}, {}, 1e-5),
+    "bfloat16": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, 5e-2),
+}
+"""As CASES. lerobot stores the latents of X-VLA in bfloat16, too: its actions differ from those of
+float32 by 2e-2.
+"""
+
+
+@pytest.mark.parametrize("case", XVLA_CASES)
+def test_xvla(case: str, tmp_path: Path) -> None:
+    theirs, ours, tolerance = XVLA_CASES[case]
+    sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
+    width = 20 if theirs.get("action_mode") == "ee6d" else N
+    obs = write_inputs(tmp_path / "run", width, **sizes | theirs)
+    expected = run_lerobot("xvla", tmp_path / "run")[..., :A]
+    actions = act(our_policy(tmp_path / "run/policy", obs, XVLA, **ours), obs)
+    difference = float((actions - expected).abs().max() / expected.abs().max())
+    print(f"xvla, {case}: largest difference {difference:.2g}")
+    assert expected.std() > 0.1 and difference < tolerance
+
+
 @pytest.mark.parametrize("family", FLOW_FAMILIES)
 def test_lerobot_reads_what_was_exported(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,3 +204,69 @@ def test_lerobot_reads_what_was_exported(
     difference = float((actions - expected).abs().max() / expected.abs().max())
     print(f"{family}, exported: largest difference {difference:.2g}")
     assert (before - expected).abs().max() > 0.01 and difference < 1e-5
+
+
+@pytest.mark.parametrize("family", FLOW_FAMILIES)
+def test_peft_reads_an_exported_adapter(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lerobot's policy with the adapter that peft reads acts as ours."""
+    run = tmp_path / "run"
+    sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
+    obs = write_inputs(run, **sizes)
+    before = run_lerobot(family, run)
+    small_sizes(monkeypatch)
+    options = {"lora_rank": 4, "lora_alpha": 6.0}
+    policy = our_policy(run / "policy", obs, FLOW_FAMILIES[family], **options)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.05 * torch.randn_like(p))
+    expected = act(policy, obs)
+    adapter = peft_files.Adapter(4, 6.0, policy.published_parameters(run / "policy"))
+    peft_files.save(adapter, run / "policy", run / "adapter")
+    actions = run_lerobot(family, run)
+    difference = float((actions - expected).abs().max() / expected.abs().max())
+    print(f"{family}, adapter: largest difference {difference:.2g}")
+    assert (before - expected).abs().max() > 0.01 and difference < 1e-5
+    trained = [name for name in adapter.parameters if ".lora_B." in name]
+    with torch.no_grad():  # the adapters have an effect of their own
+        for name in trained:
+            adapter.parameters[name].zero_()
+    assert (act(policy, obs) - expected).abs().max() > 0.001
+
+
+@pytest.mark.parametrize("decode", ["autoregressive", "parallel"])
+def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path) -> None:
+    """peft's ``merge_and_unload`` gives the weights that our export with lora=merged writes."""
+    base = write_openvla("openvla", tmp_path / "openvla")
+    config = ModelConfig(
+        policy="token",
+        checkpoint=str(base),
+        bins=16,
+        unnorm_key="bridge_orig",
+        lora_rank=4,
+        lora_alpha=6.0,
+        **{"decode": decode},
+    )
+    spec: ObsSpec = {"front": ArraySpec((3, 32, 32), torch.uint8)}
+    box = Box((-1.0,) * 4, (1.0,) * 4)
+    policy = CheckpointVLA(spec, box, config, chunk=2, sentences=TASKS)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.05 * torch.randn_like(p))
+    adapter = peft_files.Adapter(4, 6.0, policy.published_parameters(base))
+    peft_files.save(adapter, base, tmp_path / "adapter")
+    pretrained.export(policy, base, tmp_path / "merged")
+    program = Path(__file__).with_name("peft_merge.py")
+    arguments = [str(tmp_path / "adapter"), str(tmp_path / "theirs.safetensors")]
+    run_program([PYTHON, str(program), *arguments])
+    theirs = load_file(tmp_path / "theirs.safetensors")
+    ours = load_file(tmp_path / "merged/model.safetensors")
+    before = load_file(base / "model.safetensors")
+    assert theirs.keys() == {name for name in ours if name.startswith("language_model.")}
+    difference = max(float((x - ours[name]).abs().max()) for name, x in theirs.items())
+    print(f"openvla, {decode}, adapter: largest difference of a weight {difference:.2g}")
+    assert max(float((x - before[name]).abs().max()) for name, x in theirs.items()) > 0.01
+    assert difference < 1e-6

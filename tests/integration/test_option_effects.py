@@ -837,6 +837,12 @@ PAIRS: dict[str, Pair] = {
     "export out": Pair(
         "", "DIR", "refused when empty", lambda v: validation.check(ExportConfig("x", v)) or ""
     ),
+    "export lora": Pair(
+        "merged",
+        "adapter",
+        "written files",
+        test="models/vla/test_pretrained.py::test_train_evaluate_and_export",
+    ),
 }
 
 

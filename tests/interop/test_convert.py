@@ -86,6 +86,8 @@ RLINF_ROBOT_MORE = {  # the pages on configuration: section algorithm, and what 
     "actor.enable_offload": True,
     "actor.model.model_type": "openvla_oft",
     "actor.model.model_path": "models/oft",
+    "actor.model.implement_version": "rlinf",
+    "actor.model.center_crop": True,
     "actor.model.num_action_chunks": 8,
     "actor.model.precision": "bf16",
     "actor.model.is_lora": True,
@@ -256,9 +258,33 @@ def test_missing_required_options_are_reported(
 
 
 # ------------------------------------------------------------------------------------------- values
+OFT = {"actor.model.model_type": "openvla_oft", "actor.model.model_path": "models/oft"}
 ROBOT = {"runner.task_type": "embodied", "actor.model.num_action_chunks": 8}
 WORKERS = {"rollout_batch_size": 64, "num_return_sequences_in_group": 8, "num_gpus_per_node": 8}
 VALUES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # RLinf's OpenVLA-OFT: one of two implementations, of which theirs crops no image
+    (
+        "rlinf",
+        ROBOT | OFT | {"actor.model.center_crop": True},
+        {"model.policy": "token", "model.omit_stop_token": True, "model.center_crop": "absent"},
+    ),
+    (
+        "rlinf",
+        ROBOT | OFT | {"actor.model.implement_version": "rlinf", "actor.model.center_crop": True},
+        {"model.omit_stop_token": True, "model.center_crop": "absent"},
+    ),
+    (
+        "rlinf",
+        ROBOT
+        | OFT
+        | {"actor.model.implement_version": "official", "actor.model.center_crop": True},
+        {"model.omit_stop_token": False, "model.center_crop": True},
+    ),
+    (
+        "rlinf",
+        ROBOT | OFT | {"actor.model.model_type": "openvla", "actor.model.center_crop": True},
+        {"model.decode": "autoregressive", "model.omit_stop_token": "absent"},
+    ),
     # verl: prompts before n; one clip range or two; names of KL estimators; warm-up in updates
     (
         "verl",

@@ -127,6 +127,17 @@ def test_load_a_directory(tmp_path: Any) -> None:
     assert torch.equal(policy.hidden(ids, place), again.hidden(ids, place))
 
 
+def test_weights_that_are_not_finite_are_refused(tmp_path: Any) -> None:
+    model = make("qwen3").model
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[2, 3] = torch.inf
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight contains"
+    ):
+        causal_lm.load(str(tmp_path), {}, section="actor.model")
+
+
 def test_later_tokens_have_no_effect() -> None:
     """Neither right padding nor the token after a place has an effect."""
     policy = make()

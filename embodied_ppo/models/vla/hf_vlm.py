@@ -39,6 +39,7 @@ from embodied_ppo.models.causal_lm import ModuleReference
 from embodied_ppo.models.checkpoint_files import (
     LOCAL,
     LOCAL_WEIGHTS,
+    check_finite,
     config_errors,
     forward_mismatch,
     import_transformers,
@@ -537,6 +538,7 @@ class VisionLanguage(InferenceModule):
                 raise ConfigError(
                     f"the weights lack {missing[0]}, {len(missing)} in all; download them again"
                 )
+            check_finite(model.named_parameters(), "")
             template_file = Path(folder) / "chat_template.json"
             if tokenizer.chat_template is None and template_file.is_file():
                 template = read_json(template_file, "", CURE).get("chat_template")

@@ -20,6 +20,7 @@ from torch import Tensor
 from embodied_ppo.core.errors import choose, one_line, show
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.checkpoint_files import (
+    check_finite,
     config_errors,
     import_transformers,
     pad_left,
@@ -556,14 +557,20 @@ def _check(files: Sequence[Path], expected: Mapping[str, Entry]) -> dict[str, tu
 
 @torch.no_grad()
 def _copy(locations: Mapping[str, tuple[Path, str]], expected: Mapping[str, Entry]) -> None:
-    """Copy all tensors from the files into the parameters."""
+    """Copy all tensors from the files into the parameters.
+
+    Raises:
+        ConfigError: A tensor contains NaN or infinity.
+    """
     from safetensors import safe_open
 
     for file in dict.fromkeys(file for file, _ in locations.values()):
         with safe_open(file, framework="pt") as tensors:
             for key, (holder, name) in locations.items():
                 if holder == file:
-                    expected[key].read(tensors.get_tensor(name))
+                    tensor = tensors.get_tensor(name)
+                    check_finite([(name, tensor)], "")
+                    expected[key].read(tensor)
 
 
 def _first_keys(keys: Sequence[str]) -> str:

@@ -37,7 +37,16 @@ from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.models.causal_lm import gated_mlp, rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
-from embodied_ppo.models.vla.pi0_files import PARAMETERS, Published, Statistics, read, save
+from embodied_ppo.models.vla.pi0_files import (
+    PARAMETERS,
+    Patterns,
+    Published,
+    Statistics,
+    module_names,
+    parameter_name,
+    read,
+    save,
+)
 from embodied_ppo.models.vla.trunk import (
     WORDS,
     Grounding,
@@ -55,6 +64,8 @@ FROZEN_ROWS = 32
 """Observations that a frozen trunk processes at a time."""
 MEMORY_SHARE = 0.5
 """Share of the device's memory that prefixes of a frozen trunk may use."""
+PUBLISHED_PARTS = ("trunk.vlm.", "expert.", "embed.", "velocity.")
+"""Beginnings of the names of parameters that the published model has, too."""
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"
 """Names of the inputs that hold a prefix."""
 ORIGIN = "/origin"
@@ -268,8 +279,12 @@ class Trunk(ObservationEncoder):
         self.side = int(vlm.config.vision_config.image_size)
         self.checkpointing = config.gradient_checkpointing
         if self.checkpointing:
-            vlm.vision_tower.activation_checkpointing_enable({"use_reentrant": False})
+            self.checkpointed_module().activation_checkpointing_enable({"use_reentrant": False})
         self.register_buffer("table", torch.zeros(1, 1, dtype=torch.int64), persistent=False)
+
+    def checkpointed_module(self) -> Any:
+        """Return the module of transformers that recomputes its own activations."""
+        return self.vlm.vision_tower
 
     def sentence_table(self, sentences: Sequence[str]) -> Tensor:
         """Return word ids int64 [S, words], padded with PAD.
@@ -396,6 +411,12 @@ class PI0(Flow, lora.Adapted):
     """Function that reads a checkpoint directory."""
     weight_patterns = PARAMETERS
     """Published name of a weight -> name of the parameter, see ``pi0_files.PARAMETERS``."""
+    is_transposed: Callable[[str], bool] = staticmethod(lambda key: False)
+    """Whether a published weight is the transpose of the parameter."""
+    module_names: Callable[[str | Path], Patterns] = staticmethod(module_names)
+    """Function from a checkpoint directory to substitutions of a parameter's name by that in the
+    publisher's model.
+    """
     state_tokens = 1
     """Number of the expert's tokens of the state. They precede the noisy actions and do not attend
     to them.
@@ -541,19 +562,35 @@ class PI0(Flow, lora.Adapted):
             ConfigError, OSError: See ``pi0_files.save``.
         """
         lora.merge(self.trunk.vlm.language_model)
-        parts = ("trunk.vlm.", "expert.", "embed.", "velocity.")
         merged = "trunk.vlm.language_model." if self.rank else ""
         save(
             {
                 name: p
                 for name, p in self.named_parameters()
-                if name.startswith(parts)
+                if name.startswith(PUBLISHED_PARTS)
                 and (p.requires_grad or (merged and name.startswith(merged)))
             },
             source,
             out,
             self.weight_patterns,
+            self.is_transposed,
         )
+
+    def published_parameters(self, source: str | Path) -> dict[str, Tensor]:
+        """Return the trained parameters of the published model by their names there.
+
+        Args:
+            source: The directory that the policy was built from.
+
+        Raises:
+            ConfigError: Its config.json cannot be read.
+        """
+        patterns = self.module_names(source)
+        return {
+            parameter_name(name, patterns).replace(".default.", "."): p
+            for name, p in self.named_parameters()
+            if p.requires_grad and name.startswith(PUBLISHED_PARTS)
+        }
 
     # --------------------------------------------------------------------------- trained parameters
     def freeze(self, frozen: bool) -> None:

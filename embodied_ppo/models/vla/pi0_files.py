@@ -26,6 +26,7 @@ from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.checkpoint_files import (
     LOCAL,
     LOCAL_WEIGHTS,
+    check_finite,
     config_errors,
     import_transformers,
     read_json,
@@ -107,13 +108,14 @@ lerobot 0.5 and later hold both, of which only embed_tokens is trained and used.
 """
 ADAPTIVE_KEYS = {r"^(model\.)?time_mlp_": "embed_action_time.time_mlp_"}
 """Keys that only π0.5 has -> keys of transformers' π0 with the modules of ``pi05_model``."""
-SMOLVLA = "smolvla"
-"""Type in the config.json that ``smolvla_files`` reads."""
+OTHER_KINDS = ("smolvla", "xvla")
+"""Types in the config.json that ``smolvla_files`` and ``xvla_files`` read."""
 KINDS = ("pi0", "pi05")
 """Types in lerobot's config.json that are read here."""
 UNSUPPORTED = {
     "pi0_fast": "π0-FAST, whose actions are tokens",
     "smolvla": "SmolVLA",
+    "xvla": "X-VLA",
     "act": "ACT",
     "diffusion": "a diffusion policy",
     "openvla": "OpenVLA, read with model.policy=token",
@@ -247,7 +249,8 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
     name = UNSUPPORTED.get(str(declared), declared)
     raise ConfigError(
         f"{label}: is a directory of {name}, not of π0 or π0.5; name one of these"
-        " (lerobot's or openpi's; π0 also transformers') or of SmolVLA, or another model.policy"
+        " (lerobot's or openpi's; π0 also transformers'), of SmolVLA or X-VLA, or another"
+        " model.policy"
     )
 
 
@@ -317,15 +320,15 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kind(folder: str | Path) -> str:
-    """Return which of KINDS a checkpoint directory holds, or SMOLVLA.
+    """Return which of KINDS or OTHER_KINDS a checkpoint directory holds.
 
     Raises:
         ConfigError: It holds another kind of model, or config.json cannot be read.
     """
     folder = Path(folder)
     raw = read_json(folder / "config.json", f"model.checkpoint={folder}", CURE)
-    if raw.get("type") == SMOLVLA:
-        return SMOLVLA
+    if raw.get("type") in OTHER_KINDS:
+        return raw["type"]
     read_config(raw, folder)
     return _kind(folder, raw)
 
@@ -419,6 +422,11 @@ def _model(folder: Path, raw: Mapping[str, Any]) -> Any:
                 f"model.checkpoint={folder}: the weights {problem} {min(names)} ({len(names)}"
                 " in all); they are of another model"
             )
+    published = {parameter_name(key, PARAMETERS): key for key in keys}
+    named = ((parameter_name(name, PARAMETERS), p) for name, p in model.named_parameters())
+    # The expert's unused embeddings may be in no file.
+    weights = ((published[name], p) for name, p in named if name in published)
+    check_finite(weights, f"model.checkpoint={folder}")
     return model
 
 
@@ -691,6 +699,34 @@ to the name of the parameter of ``pi0.PI0``.
 
 
 Patterns: TypeAlias = "Sequence[tuple[str, str]]"
+_LEROBOT_MODULES = (
+    (r"^trunk\.vlm\.", "model.paligemma_with_expert.paligemma.model."),
+    (r"^expert\.", "model.paligemma_with_expert.gemma_expert.model."),
+    (r"^embed\.", "model."),
+    (r"^velocity\.", "model.action_out_proj."),
+)
+_TRANSFORMERS_MODULES = (
+    (r"^trunk\.vlm\.", "model.vlm."),
+    (r"^expert\.", "model.dit."),
+    (r"^embed\.", "embed_action_time."),
+    (r"^velocity\.", "action_out_proj."),
+)
+
+
+def module_names(folder: str | Path) -> Patterns:
+    """Return substitutions that map names of ``pi0.PI0`` to those of the publisher's model.
+
+    Keys of a file may differ from these, because the publisher's code renames keys of old files.
+
+    Raises:
+        ConfigError: config.json cannot be read.
+    """
+    raw = read_json(Path(folder) / "config.json", f"model.checkpoint={folder}", CURE)
+    if "type" in raw:
+        return _LEROBOT_MODULES
+    if "model_type" in raw:
+        return _TRANSFORMERS_MODULES
+    return (*_LEROBOT_MODULES, (r"^model\.", ""))  # openpi
 
 
 def parameter_name(key: str, patterns: Patterns) -> str:
@@ -705,6 +741,7 @@ def save(
     source: str | Path,
     out: str | Path,
     patterns: Patterns = PARAMETERS,
+    transposed: Callable[[str], bool] = lambda key: False,
 ) -> None:
     """Write trained parameters in the layout of the directory that they were read from.
 
@@ -716,6 +753,7 @@ def save(
         source: The directory that the policy was built from.
         out: Directory to write.
         patterns: Substitutions of published names, see PARAMETERS.
+        transposed: Returns whether a published weight is the transpose of the parameter.
 
     Raises:
         ConfigError: The directory has no weight for a parameter.
@@ -739,6 +777,8 @@ def save(
                 name = parameter_name(key, patterns)
                 missing.discard(name)
                 value = parameters.get(name)
+                if value is not None and transposed(key):
+                    value = value.T
                 tensors[key] = (
                     published.get_tensor(key) if value is None else value.detach().contiguous()
                 )

@@ -55,6 +55,7 @@ UNSUPPORTED = {
     "pi0": "write model.policy=flow",
     "pi05": "write model.policy=flow",
     "smolvla": "write model.policy=flow",
+    "xvla": "write model.policy=flow",
     "act": "it was not made for sentences",
     "diffusion": "it was not made for sentences",
 }
@@ -305,6 +306,22 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """Do nothing: dropout would make log-probabilities random."""
         return self
 
+    def published_parameters(self, source: str | Path) -> dict[str, Tensor]:
+        """Return the trained parameters of OpenVLA by their names there.
+
+        Args:
+            source: The directory that the policy was built from.
+
+        Raises:
+            ConfigError: See ``check_adapter_export``.
+        """
+        check_adapter_export(str(source))
+        return {
+            name.replace(".default.", "."): p
+            for name, p in self.body.body.named_parameters()
+            if p.requires_grad
+        }
+
     # ------------------------------------------------------------------------------------- encoding
     @property
     def vision_learns(self) -> bool:
@@ -413,6 +430,19 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         if self.closes is not None:
             action = torch.where(self.actions.mask, action, (1 - action / self.closes) / 2)
         return self.actions.bins(action)
+
+
+def check_adapter_export(folder: str) -> None:
+    """Check that all that was trained in a model with adapters is in its modules.
+
+    Raises:
+        ConfigError: The model has trained rows of the vocabulary.
+    """
+    if (kind := _kind(folder)) != "openvla":
+        raise ConfigError(
+            f"lora=adapter: model.checkpoint={folder} holds a {kind}, whose words for actions are"
+            " trained rows of the vocabulary and in no adapter; write lora=merged"
+        )
 
 
 def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:

@@ -94,6 +94,7 @@ class SmolVLA(PI0):
     state_in_prefix = True
     read = staticmethod(smolvla_files.read)
     weight_patterns = smolvla_files.PARAMETERS
+    module_names = staticmethod(lambda folder: smolvla_files.MODULES)
 
     def check_sizes(self, config: Any, label: str) -> None:
         """Do nothing: ``smolvla_files.Model`` derives the expert's sizes from the model's."""

@@ -19,6 +19,7 @@ from embodied_ppo.core.errors import one_line, show
 from embodied_ppo.core.types import ConfigError
 from embodied_ppo.models.checkpoint_files import (
     LOCAL,
+    check_finite,
     config_errors,
     import_transformers,
     read_json,
@@ -39,7 +40,12 @@ EXPERT_PREFIX = "vlm_with_expert.lm_expert."
 SELF_ATTENTION_EVERY = 2
 """Layer i of the expert has self-attention if i is a multiple of it, else cross-attention."""
 
-_TEXT = {"num_attention_heads": 15, "num_key_value_heads": 5, "head_dim": 64}
+_TEXT = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 5,
+    "head_dim": 64,
+}
 VLM_SIZES: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": {
         "text": _TEXT
@@ -85,6 +91,13 @@ PARAMETERS = (
 """Substitutions that map lerobot's name of a weight to that of the parameter of
 ``smolvla.SmolVLA``.
 """
+MODULES = (
+    (r"^trunk\.vlm\.language_model\.", "model.vlm_with_expert.vlm.model.text_model."),
+    (r"^expert\.", "model.vlm_with_expert.lm_expert."),
+    (r"^embed\.", "model."),
+    (r"^velocity\.", "model.action_out_proj."),
+)
+"""Substitutions that map names of ``smolvla.SmolVLA`` to those of lerobot's modules."""
 
 
 class SmolVLM(nn.Module):
@@ -238,15 +251,15 @@ def vlm_config(raw: Mapping[str, Any], label: str) -> Any:
         raise ConfigError(
             f"{label}: vlm_model_name={name} is not known; supported is {', '.join(VLM_SIZES)}"
         )
-    text = {"model_type": "llama", "attention_bias": False, "num_hidden_layers": 16} | sizes["text"]
+    text = {"model_type": "llama", "attention_bias": False, "num_hidden_layers": 32} | sizes["text"]
     layers = raw.get("num_vlm_layers", 16)
     if type(layers) is not int or layers > LARGEST["num_hidden_layers"]:
         raise ConfigError(
             f"{label}: config.json has num_vlm_layers={show(layers)}; it must be a whole number <="
             f" {LARGEST['num_hidden_layers']}, download it again"
         )
-    if layers > 0:
-        text["num_hidden_layers"] = layers
+    if layers > 0:  # otherwise lerobot uses all layers of the vision-language model
+        text["num_hidden_layers"] = min(layers, text["num_hidden_layers"])
     return transformers.SmolVLMConfig(
         text_config=text, vision_config=sizes["vision"], scale_factor=sizes["scale_factor"]
     )
@@ -299,6 +312,7 @@ def _load(model: Model, folder: Path, label: str) -> None:
                 f"{label}: the weights {problem} {min(keys)} ({len(keys)} in all); they are of"
                 " another model, or incomplete"
             )
+    check_finite(((key, state[name]) for key, name in names.items()), label)
 
 
 def _tokenizer(folder: Path, words: int) -> Callable[[str], Sequence[int]]:

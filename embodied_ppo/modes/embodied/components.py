@@ -46,7 +46,7 @@ from embodied_ppo.evaluation import video
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.evaluation.report import RobustnessSection
 from embodied_ppo.imitation import behavior_cloning, expert_demos
-from embodied_ppo.models import own_network
+from embodied_ppo.models import own_network, peft_files
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import is_image
 from embodied_ppo.models.vla import pi0_files, published
@@ -57,6 +57,7 @@ from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pi05 import PI05
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.models.vla.smolvla import SmolVLA
+from embodied_ppo.models.vla.xvla import XVLA
 from embodied_ppo.modes import base
 from embodied_ppo.modes.base import ReportFiles, RunRequest, TaskFiles, TrainedRun
 from embodied_ppo.placement.remote_envs import EnvDescription, describe_env
@@ -265,7 +266,7 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
     "flow": FlowVLA,
     "gaussian": GaussianVLA,
 }
-FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
+FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA, "xvla": XVLA}
 """Policies of published flow models by the result of ``pi0_files.kind``."""
 
 
@@ -297,6 +298,8 @@ def make_policy(
     sentences, mapping = getattr(env, "instructions", ()), config.env.action_mapping
     if m.checkpoint is not None and not weights and published.can_build(m.checkpoint):
         return published.policy_of_sizes(env, m, mapping=mapping, **sizes)
+    if m.checkpoint is not None:
+        peft_files.check_no_adapter(m.checkpoint)
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if m.policy == "actor_critic":

@@ -19,6 +19,7 @@ from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import ConfigError, ProgressCallback, VectorEnv
 from embodied_ppo.evaluation import robustness as evaluation_robustness
 from embodied_ppo.evaluation.episodes import evaluation_seeds
+from embodied_ppo.models import peft_files
 from embodied_ppo.models.vla import pretrained
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
@@ -205,7 +206,8 @@ class EmbodiedMode(Mode):
             seed=seed,
         )
 
-    def check_export(self, run: TrainedRun) -> None:
+    def check_export(self, run: TrainedRun, *, adapter: bool) -> None:
+        super().check_export(run, adapter=adapter)
         model, path = run.config.model, run.source.path
         if model.policy == "actor_critic":
             bundle.check_packages()
@@ -215,8 +217,10 @@ class EmbodiedMode(Mode):
                 " writes language models, model.policy=actor_critic, and policies with"
                 " model.checkpoint"
             )
+        elif adapter and model.policy == "token":
+            pretrained.check_adapter_export(model.checkpoint)
 
-    def write_model(self, run: TrainedRun, out: Path) -> dict[str, Any]:
+    def write_model(self, run: TrainedRun, out: Path, *, adapter: bool = False) -> dict[str, Any]:
         if run.config.model.policy == "actor_critic":
             return bundle.write(run, out)
         assert run.config.model.checkpoint is not None
@@ -237,13 +241,19 @@ class EmbodiedMode(Mode):
             run.load_weights(policy)
             obs = env.reset()
             before = policy.act(policy.encode(obs))
+            # Acting with a cache of keys rounds differently than ``evaluate``, so that log-
+            # probabilities are compared between two calls of ``evaluate``.
+            expected = policy.evaluate(policy.encode(obs), before.action, before.replay)
             with report_write_errors(out):
-                if isinstance(policy, PI0):
+                if adapter:
+                    trained = policy.published_parameters(source)
+                    rank, alpha = config.model.lora_rank, config.model.lora_alpha
+                    peft_files.save(peft_files.Adapter(rank, alpha, trained), source, out)
+                elif isinstance(policy, PI0):
                     policy.export(config.model.checkpoint, out)
                 else:
                     pretrained.export(policy, config.model.checkpoint, out)
-            merged = replace(config.model, checkpoint=str(out), lora_rank=0)
-            exported = components.make_policy(replace(config, model=merged), env)
+            exported = _read_exported(config, env, out, adapter=adapter)
             if isinstance(policy, PI0):
                 assert isinstance(exported, PI0)
                 # The directory has no normaliser of states where the run computed its own.
@@ -254,7 +264,7 @@ class EmbodiedMode(Mode):
             after = exported.evaluate(exported.encode(obs), before.action, before.replay)
         finally:
             env.close()
-        difference = (after.log_prob - before.log_prob).detach().abs().max()
+        difference = (after.log_prob - expected.log_prob).detach().abs().max()
         return {"logit_difference": float(difference)}
 
     # ------------------------------------------------------------------------------------ profiling
@@ -267,6 +277,28 @@ class EmbodiedMode(Mode):
         self, request: RunRequest, update: int, plans: Sequence[placement.Plan | None]
     ) -> cost_model.Machine:
         return profile(request, update, plans)
+
+
+def _read_exported(
+    config: Config, env: VectorEnv, out: Path, *, adapter: bool
+) -> components.AnyPolicy:
+    """Return the policy that ``write_model`` has written.
+
+    Args:
+        config: Options of the run.
+        env: The run's environment.
+        out: The written directory.
+        adapter: Whether it holds adapters only.
+    """
+    model = replace(config.model, checkpoint=str(out), lora_rank=0)
+    if not adapter:
+        return components.make_policy(replace(config, model=model), env)
+    adapters = peft_files.load(out)
+    model = replace(config.model, lora_rank=adapters.rank, lora_alpha=adapters.alpha)
+    policy = components.make_policy(replace(config, model=model), env)
+    assert isinstance(policy, CheckpointVLA | PI0)
+    peft_files.apply(adapters, policy.published_parameters(str(model.checkpoint)))
+    return policy
 
 
 def _restore(

@@ -196,7 +196,7 @@ class ReasoningMode(Mode):
 
         return evaluate
 
-    def write_model(self, run: TrainedRun, out: Path) -> dict[str, Any]:
+    def write_model(self, run: TrainedRun, out: Path, *, adapter: bool = False) -> dict[str, Any]:
         policy, tokenizer = self._restore(run, torch.device("cpu"))
         with report_write_errors(out):
             policy.model.save_pretrained(out)

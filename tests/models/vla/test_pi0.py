@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 import sys
 from collections import Counter
@@ -28,6 +29,7 @@ from vla_policy_checks import (
 
 import embodied_envs
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_ppo.commands import main
 from embodied_ppo.config.schema import AlgorithmConfig, Config, ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete, ObsSpec
@@ -787,6 +789,14 @@ def test_train_and_evaluate(
     assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (
         trunk == "trained"
     )
+    if "lora_rank" in TRUNKS[trunk]:
+        export = ("export", f"checkpoint={summary['checkpoint']}", "lora=adapter", "out=adapter")
+        assert run_command(capsys, *export)["action_difference"] == 0
+    else:
+        export = ("export", f"checkpoint={summary['checkpoint']}", "out=merged")
+        assert run_command(capsys, *export)["action_difference"] == 0
+        assert main.main([*export[:-1], "lora=adapter", "out=adapter"]) == 2
+        assert "has no adapters (model.lora_rank=0)" in capsys.readouterr().err
     log = next(tmp_path.rglob("log.txt")).read_text()
     assert ("kept through the epochs of an update" in log) == (trunk == "frozen")
 
@@ -962,6 +972,16 @@ def test_damaged_weights_and_tokenizers_are_refused(folder: Path, tmp_path: Path
     (damaged / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="its tokenizer cannot be read"):
         make(damaged)
+
+
+def test_weights_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    weights = load_file(folder / "model.safetensors")
+    name = "model.paligemma_with_expert.gemma_expert.model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 4] = math.inf
+    save_file(weights, damaged / "model.safetensors")
+    with pytest.raises(ConfigError, match=re.escape(f"the weight {name} contains NaN or")):
+        pi0_files.read(damaged)
 
 
 def test_export_into_the_source_directory_is_refused(tmp_path: Path) -> None:

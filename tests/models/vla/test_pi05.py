@@ -20,7 +20,8 @@ from vla_policy_checks import (
 )
 
 from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core.types import ArraySpec, Box, ConfigError, ObsSpec
+from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, ObsSpec
+from embodied_ppo.models import peft_files
 from embodied_ppo.models.vla import pi0_files
 from embodied_ppo.models.vla.pi0 import KEPT, KEYS, PI0
 from embodied_ppo.models.vla.pi05 import PI05
@@ -195,6 +196,57 @@ def test_export_and_read_again(trunk: Any, kind: str, tmp_path: Path) -> None:
     vision = {name for name in before if "vision_tower" in name}
     assert "model.action_out_proj.weight" in changed
     assert (vision <= changed) if not trunk else not (vision & changed)
+
+
+def test_adapter_is_read_with_the_names_of_lerobot(folder: Path, tmp_path: Path) -> None:
+    """Adapters are written as LoRA, completely trained layers as modules_to_save."""
+    policy = make(folder, lora_rank=4, lora_alpha=6.0)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    adapter = peft_files.Adapter(4, 6.0, policy.published_parameters(folder))
+    peft_files.save(adapter, folder, tmp_path / "out")
+    raw = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (raw["peft_type"], raw["r"], raw["lora_alpha"]) == ("LORA", 4, 6)
+    assert raw["base_model_name_or_path"] == str(folder.resolve())
+    layer = "model.paligemma_with_expert.paligemma.model.language_model.layers.0.self_attn.q_proj"
+    expert = "model.paligemma_with_expert.gemma_expert.model"
+    assert layer in raw["target_modules"] and len(raw["target_modules"]) == 2 * 7
+    assert {"model.time_mlp_in", "model.action_out_proj", f"{expert}.norm.dense"} <= set(
+        raw["modules_to_save"]
+    )
+    assert json.loads((tmp_path / "out/config.json").read_text())["use_peft"] is True
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    trained = [n for n, p in policy.named_parameters() if p.requires_grad and "value" not in n]
+    assert len(written) == len(trained)
+    prefix = f"base_model.model.{layer}"
+    q = policy.trunk.vlm.language_model.layers[0].self_attn.q_proj
+    assert torch.equal(written[f"{prefix}.lora_A.weight"], q.lora_A["default"].weight)
+    assert torch.equal(written[f"{prefix}.lora_B.weight"], q.lora_B["default"].weight)
+    again = make(folder, lora_rank=4, lora_alpha=6.0)
+    peft_files.apply(peft_files.load(tmp_path / "out"), again.published_parameters(folder))
+    obs = random_observations(SPEC, B, 0)
+    expected = policy.act(policy.encode(obs)).action
+    assert torch.equal(again.act(again.encode(obs)).action, expected)
+    other = make(folder)
+    with pytest.raises(CheckpointError, match="missing or unexpected in the adapter"):
+        peft_files.apply(adapter, other.published_parameters(folder))
+    with pytest.raises(ConfigError, match=r"holds an adapter of .*tiny, not a model; export with"):
+        peft_files.check_no_adapter(tmp_path / "out")
+
+
+def test_names_of_modules_follow_the_layout(tmp_path: Path) -> None:
+    """lerobot's config.json has a type, transformers' a model_type, openpi's neither."""
+    expert = "expert.layers.0.mlp.up_proj.weight"
+    for raw, expected in (
+        ({"type": "pi0"}, "model.paligemma_with_expert.gemma_expert.model.layers.0"),
+        ({"model_type": "pi0"}, "model.dit.layers.0"),
+        ({"action_horizon": 10}, "paligemma_with_expert.gemma_expert.model.layers.0"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        name = pi0_files.parameter_name(expert, pi0_files.module_names(tmp_path))
+        assert name == f"{expected}.mlp.up_proj.weight"
 
 
 def test_units_are_those_of_the_quantiles(folder: Path) -> None:

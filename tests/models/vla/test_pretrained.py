@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny_vlm_checkpoints import KINDS, SIDE, write_checkpoint
 from torch import Tensor
 from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
+from embodied_ppo.commands import main
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, CheckpointError, ConfigError, Discrete
@@ -349,6 +351,41 @@ def test_exported_directory_gives_equal_log_probabilities(
     assert (out.log_prob - d.log_prob).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("options", [{}, {"freeze_trunk": True}, ADAPTED], ids=str)
+def test_openvla_is_written_in_its_own_layout(
+    folders: Any, decode: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """OpenVLA (autoregressive) and OFT (parallel): the same keys, shapes and log-probabilities."""
+    source = folders("openvla")
+    policy = policy_of(source, decode=decode, **options)
+    inputs = policy.encode(observations())
+    d = sample(policy, inputs)
+    expected = policy.evaluate(inputs, d.action, d.replay).log_prob
+    pretrained.export(policy, source, tmp_path / "openvla")
+    again = policy_of(tmp_path / "openvla", decode=decode, perturbed=False)
+    out = again.evaluate(again.encode(observations()), d.action, d.replay).log_prob
+    assert (out - expected).abs().max() < 1e-4 if options == ADAPTED else torch.equal(out, expected)
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "openvla"))
+    assert {n: x.shape for n, x in before.items()} == {n: x.shape for n, x in after.items()}
+    configs = [json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "openvla")]
+    assert configs[0] == configs[1]
+    changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
+    vision = {name for name in before if name.startswith(("vision", "projector"))}
+    assert changed and not (vision & changed if options else set())
+
+
+@pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
+def test_weights_that_are_not_finite_are_refused(folders: Any, kind: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders(kind), tmp_path / kind))
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in weights if n.endswith("layers.1.mlp.up_proj.weight"))
+    weights[name][3, 4] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight contains NaN or inf"):
+        policy_of(folder)
+
+
 def test_merged_weights_by_hand(folders: Any) -> None:
     """The merged weight is W + (alpha / rank) B A."""
     policy = policy_of(folders("smolvlm"), lora_rank=4, lora_alpha=6.0)
@@ -631,6 +668,17 @@ def test_train_evaluate_and_export(
     assert evaluation["eval/return"] == pytest.approx(summary["final_return"])
     written = run_command(capsys, "export", "checkpoint=run", "out=exported")
     assert written["logit_difference"] < 1e-4
+    adapter = ("export", "checkpoint=run", "lora=adapter", "out=adapter")
+    if kind == "openvla":
+        assert run_command(capsys, *adapter)["logit_difference"] == 0
+        written = load_file("adapter/adapter_model.safetensors")
+        assert len(written) == 2 * 2 * 7  # A and B of two layers
+        layer = "base_model.model.language_model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        assert written[layer].shape == (2, 16)
+        assert not Path("adapter/model.safetensors").exists()
+    else:
+        assert main.main(list(adapter)) == 2
+        assert "lora=adapter: model.checkpoint=" in capsys.readouterr().err
     Path("new").touch()
     assert {file.stat().st_mode for file in Path("exported").iterdir()} == {
         Path("new").stat().st_mode

@@ -137,9 +137,38 @@ def test_refusals(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ConfigError, match=message):
             make(path)
-    (path / "config.json").write_text(json.dumps(CONFIG | {"num_vlm_layers": 6}))
-    with pytest.raises(ConfigError, match="the weights lack"):
-        make(path)
+    for layers in (6, 0, -1):  # the weights have 4; 0 and -1: all 32 layers of the model
+        (path / "config.json").write_text(json.dumps(CONFIG | {"num_vlm_layers": layers}))
+        with pytest.raises(ConfigError, match="the weights lack"):
+            make(path)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(16, 16), (0, 32), (-1, 32), (40, 32)])
+def test_number_of_layers(layers: int, expected: int) -> None:
+    """Zero or less: all layers of SmolVLM2, as in lerobot, which has no more than these."""
+    name = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
+    raw = {"vlm_model_name": name, "num_vlm_layers": layers}
+    assert smolvla_files.vlm_config(raw, "x").text_config.num_hidden_layers == expected
+
+
+def test_all_layers_of_the_model_are_read(tmp_path: Path) -> None:
+    sizes = CONFIG["vlm_config"]
+    sizes = sizes | {"text": sizes["text"] | {"num_hidden_layers": 6}}
+    folder = write_checkpoint(tmp_path / "all", num_vlm_layers=0, vlm_config=sizes)
+    policy = make(folder)
+    assert len(policy.trunk.vlm.language_model.layers) == len(policy.expert.layers) == 6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(
+    value: float, folder: Path, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.action_out_proj.bias"][2] = value
+    save_file(weights, damaged / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"weight model\.action_out_proj\.bias contains NaN"):
+        smolvla_files.read(damaged)
 
 
 @pytest.mark.parametrize(
