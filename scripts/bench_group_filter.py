@@ -1,10 +1,11 @@
 """Environment steps to 90 % success with and without ``algorithm.group_filter``, from success only.
 
-    python scripts/bench_group_filter.py OUT [--seeds 3] [--settings "3e-4, 10 epochs"]
+    python scripts/bench_group_filter.py OUT [--task "10 steps"] [--settings "1e-3, 4 epochs"]
 
-A weak policy for Tabletop's family reach is trained with the shaped reward. GRPO with
-``env.kwargs.reward=success`` continues from it. The steps include those of dropped groups. Prints
-one line of each run, and writes OUT/results.json.
+A policy for Tabletop's family reach is trained with the shaped reward and 32 steps an episode. GRPO
+with ``env.kwargs.reward=success`` continues from it. Task "10 steps" then allows 10 steps an
+episode; "32 steps" continues with 32 steps from a weaker policy. The steps include those of dropped
+groups. Prints one line of each run and the median over seeds, and writes results.json.
 """
 
 from __future__ import annotations
@@ -13,40 +14,98 @@ import argparse
 import contextlib
 import itertools
 import json
+import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from embodied_ppo.commands import main
 
-GOAL = 0.9
+GOALS = 0.9, 0.95
 TASK = [
     "experiment=tabletop_reach",
-    "env.max_episode_steps=32",
     "algorithm.lr_schedule=constant",
-    "evaluation.episodes=128",
-    "evaluation.num_envs=64",
     "evaluation.video_episodes=0",
     "compile=never",
 ]
-START = ["env_steps=12000", "eval_every=0", "seed=7"]
+START = [
+    "env.max_episode_steps=32",
+    "eval_every=0",
+    "seed=7",
+    "evaluation.episodes=128",
+    "evaluation.num_envs=64",
+]
 SPARSE = [
     "env.kwargs.reward=success",
     "env.restart_each_rollout=true",
     "env.num_envs=32",
-    "algorithm.horizon=32",
-    "algorithm.global_batch_size=256",
     "algorithm.adv_type=grpo",
     "algorithm.group_size=4",
     "algorithm.reward_norm=null",
-    "eval_every=4",
 ]
-SETTINGS = {
-    "3e-4, 10 epochs": (["algorithm.lr=3e-4", "algorithm.update_epoch=10"], 44, 28),
-    "1e-3, 10 epochs": (["algorithm.lr=1e-3", "algorithm.update_epoch=10"], 66, 42),
-    "3e-3, 4 epochs": (["algorithm.lr=3e-3", "algorithm.update_epoch=4"], 40, 28),
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Optimisation of one run: learning rate, epochs, and updates without and with the filter."""
+
+    lr: float
+    epochs: int
+    updates: int
+    filtered_updates: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task for success only.
+
+    Attributes:
+        start_steps: Environment steps of the policy that training starts from.
+        options: Options of both arms.
+        eval_every: Updates between evaluations, without and with the filter.
+        settings: Name -> setting.
+    """
+
+    start_steps: int
+    options: list[str]
+    eval_every: tuple[int, int]
+    settings: dict[str, Setting]
+
+
+TASKS = {
+    "32 steps": Task(
+        12_000,
+        [
+            "env.max_episode_steps=32",
+            "algorithm.horizon=32",
+            "algorithm.global_batch_size=256",
+            "evaluation.episodes=128",
+            "evaluation.num_envs=64",
+        ],
+        (4, 4),
+        {
+            "3e-4, 10 epochs": Setting(3e-4, 10, 44, 28),
+            "1e-3, 10 epochs": Setting(1e-3, 10, 66, 42),
+            "3e-3, 4 epochs": Setting(3e-3, 4, 40, 28),
+        },
+    ),
+    "10 steps": Task(
+        30_000,
+        [
+            "env.max_episode_steps=10",
+            "algorithm.horizon=10",
+            "algorithm.global_batch_size=80",
+            "evaluation.episodes=256",
+            "evaluation.num_envs=128",
+        ],
+        (6, 4),
+        {
+            "1e-3, 4 epochs": Setting(1e-3, 4, 60, 36),
+            "3e-4, 10 epochs": Setting(3e-4, 10, 60, 36),
+        },
+    ),
 }
-"""Name -> (options, updates without the filter, updates with it)."""
 
 
 def train(run_dir: Path, *options: str) -> list[dict[str, Any]]:
@@ -59,50 +118,68 @@ def train(run_dir: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def steps_to_goal(rows: list[dict[str, Any]]) -> int | None:
-    """Return the steps at the first of two evaluations in a row that reach the goal."""
+def steps_to(goal: float, rows: list[dict[str, Any]]) -> int | None:
+    """Return the steps at the first of two evaluations in a row of at least ``goal``."""
     scores = [(row["env_steps"], row["eval/success"]) for row in rows if "eval/success" in row]
     pairs = itertools.pairwise(scores)
-    return next((steps for (steps, x), (_, y) in pairs if min(x, y) >= GOAL), None)
+    return next((steps for (steps, x), (_, y) in pairs if min(x, y) >= goal), None)
 
 
 def compare() -> None:
     """Train all runs and write their curves."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--task", choices=TASKS, default="10 steps")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--settings", nargs="+", help="default: all of the task")
     arguments = parser.parse_args()
-    out: Path = arguments.out.absolute()
-    train(out / "start", *START)
+    task = TASKS[arguments.task]
+    unknown = set(arguments.settings or ()) - set(task.settings)
+    if unknown:
+        parser.error(f"--settings {sorted(unknown)}: the task has {list(task.settings)}")
+    out: Path = arguments.out.absolute() / arguments.task.replace(" ", "-")
+    train(out / "start", *START, f"env_steps={task.start_steps}")
     results: list[dict[str, Any]] = []
-    for setting in arguments.settings:
-        options, without, filtered = SETTINGS[setting]
-        for seed in range(arguments.seeds):
-            for value, updates in (("null", without), ("success", filtered)):
-                chosen = [
+    for name in arguments.settings or task.settings:
+        setting = task.settings[name]
+        reached: dict[str, list[dict[float, int | None]]] = {"null": [], "success": []}
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+            for value, updates, eval_every in (
+                ("null", setting.updates, task.eval_every[0]),
+                ("success", setting.filtered_updates, task.eval_every[1]),
+            ):
+                rows = train(
+                    out / f"{name.replace(', ', '-').replace(' ', '-')}-{value}-{seed}",
                     *SPARSE,
-                    *options,
+                    *task.options,
+                    f"algorithm.lr={setting.lr}",
+                    f"algorithm.update_epoch={setting.epochs}",
                     f"initial_policy={out / 'start'}",
                     f"algorithm.group_filter={value}",
                     f"updates={updates}",
+                    f"eval_every={eval_every}",
                     f"seed={seed}",
-                ]
-                run_name = f"{setting.replace(', ', '-').replace(' ', '-')}-{value}-{seed}"
-                rows = train(out / run_name, *chosen)
+                )
                 curve = {
                     row["env_steps"]: row["eval/success"] for row in rows if "eval/success" in row
                 }
+                steps = {goal: steps_to(goal, rows) for goal in GOALS}
+                reached[value].append(steps)
                 result = {
-                    "setting": setting,
+                    "setting": name,
                     "group_filter": value,
                     "seed": seed,
-                    "steps": steps_to_goal(rows),
+                    "steps": steps,
                     "curve": curve,
                 }
                 print(json.dumps(result), flush=True)
                 results.append(result)
                 (out / "results.json").write_text(json.dumps(results, indent=1))
+        for value, goal in itertools.product(reached, GOALS):
+            steps_of_seeds = [x[goal] or float("inf") for x in reached[value]]
+            median = statistics.median(steps_of_seeds)
+            print(f"{name}, {value}: {goal} after {median:,.0f} steps (median)")
 
 
 if __name__ == "__main__":
