@@ -18,15 +18,9 @@ from typing import Any, Literal, TypeAlias
 import jinja2
 
 from embodied_ppo.core import tree
+from embodied_ppo.core.intervals import Z95, wilson_interval
 from embodied_ppo.core.random import TRAINING_SEEDS
-from embodied_ppo.evaluation.episodes import (
-    Z95,
-    Episode,
-    EvaluationResult,
-    deviation,
-    mean_interval,
-    wilson_interval,
-)
+from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
 from embodied_ppo.evaluation.video import Video
 
 FORMAT = 1
@@ -330,8 +324,8 @@ def _summary(values: list[float], independent: list[float]) -> dict[str, Any]:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
-    """Return the page's template, which is compiled once per process."""
+def template(name: str = "report.html.j2") -> jinja2.Template:
+    """Return a page's template, which is compiled once per process."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodied_ppo.evaluation", "templates"),
         autoescape=True,
@@ -340,7 +334,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 def _render_page(
@@ -360,7 +354,7 @@ def _render_page(
     if video is not None and video.path is not None:
         video_data = base64.b64encode(video.path.read_bytes()).decode()
         poster = base64.b64encode(video.poster).decode()
-    return _template().render(
+    return template().render(
         report=content,
         terms=TERMS[unit],
         steps=content[unit],
@@ -535,7 +529,7 @@ def learning_curves(
                 lowest = -math.inf if floor is None else floor
                 series[tag] = _thin([(x, max(lowest, y)) for x, y in values], points)
         if series:
-            charts.append(_lines(title, key.replace("env_steps", "environment steps"), series))
+            charts.append(line_chart(title, key.replace("env_steps", "environment steps"), series))
     return charts
 
 
@@ -579,7 +573,7 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
     return lambda x: round(start + (x - low) / (high - low) * (end - start), 1)
 
 
-def _lines(title: str, x_label: str, series: dict[str, list[tuple[float, float]]]) -> Chart:
+def line_chart(title: str, x_label: str, series: dict[str, list[tuple[float, float]]]) -> Chart:
     """Return a line chart of label -> points."""
     xs = [x for values in series.values() for x, _ in values]
     ys = [y for values in series.values() for _, y in values]

@@ -147,6 +147,7 @@ def record(
     advance: Callable[[int, int], None] = lambda done, total: None,
     atomic: Callable[[], AbstractContextManager[object]] = nullcontext,
     on_complete: Callable[[str], None] = lambda line: None,
+    policy: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
 ) -> Recording:
     """Record the task's expert into ``config.out`` until it holds ``config.episodes``.
 
@@ -156,6 +157,7 @@ def record(
         advance: Progress callback ``(completed, total)``.
         atomic: Context in which an episode is written; it may delay an interrupt.
         on_complete: Receives a line if all demonstrations existed before.
+        policy: Acts instead of the scripted expert, from the observations "state" and "privileged".
 
     Returns:
         Counts of the folder and of the new episodes.
@@ -199,6 +201,7 @@ def record(
                     start=existing,
                     randomize=env.randomize,
                     num_threads=env.num_threads or None,
+                    policy=policy,
                 ):
                     with atomic():
                         writer.add(demo.images, demo.state, demo.action, demo.instruction)

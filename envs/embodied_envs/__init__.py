@@ -29,7 +29,7 @@ from embodied_envs.observation_reader import ObservationReader
 from embodied_ppo.core.types import EnvError, VectorEnv
 
 __all__ = ["SIMULATORS", "HistoryEnv", "ObservationReader", "check_env", "engines", "make"]
-__all__ += ["is_privileged", "mapper", "nearest", "recorder", "task_files"]
+__all__ += ["benchmark_protocol", "is_privileged", "mapper", "nearest", "recorder", "task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium": ("gymnasium",)}
@@ -39,6 +39,11 @@ FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium
 def recorder() -> ModuleType:
     """Return the module of Tabletop's expert and of the format of its demonstrations."""
     return importlib.import_module("embodied_envs.tasks.expert_recorder")
+
+
+def benchmark_protocol() -> ModuleType:
+    """Return the module of the protocol of tabletop-bench."""
+    return importlib.import_module("embodied_envs.tabletop_bench")
 
 
 def make(
