@@ -86,7 +86,7 @@ METHODS: dict[str, Method] = {
             "algorithm.group_size": 8,
             "algorithm.normalize_advantages": False,
             "algorithm.horizon": 25,
-            "algorithm.global_batch_size": 320,
+            "algorithm.global_batch_size": 400,
             "algorithm.critic_warmup": 0,
         },
     ),
@@ -117,29 +117,33 @@ class Sizes:
         demonstrations: Demonstrations of the expert, and of the teacher.
         teacher_steps: Steps of the simulator that train the teacher, without images.
         episodes: Episodes of each measurement.
-        options: Options of cloning and PPO that differ from EXPERIMENT.
+        options: Options of cloning and of PPO that differ from EXPERIMENT.
+        cloning: The same of cloning alone.
+        ppo: The same of PPO alone.
     """
 
     demonstrations: int
     teacher_steps: int
     episodes: int
     options: Mapping[str, Any]
+    cloning: Mapping[str, Any]
+    ppo: Mapping[str, Any]
 
 
-FULL = Sizes(demonstrations=3000, teacher_steps=500_000, episodes=256, options={})
+FULL = Sizes(
+    demonstrations=2000, teacher_steps=600_000, episodes=256, options={}, cloning={}, ppo={}
+)
 TRIAL = Sizes(
     demonstrations=24,
     teacher_steps=4096,
     episodes=2,
     options={
         "env.num_envs": 16,
-        "env_steps": 2048,
-        "eval_every": 0,
         "evaluation.episodes": 2,
-        "cloning.foresight_steps": 2,
-        "cloning.steps": 2,
         "model.width": 16,
     },
+    cloning={"cloning.foresight_steps": 2, "cloning.steps": 2},
+    ppo={"env_steps": 2048, "eval_every": 0},
 )
 
 
@@ -222,7 +226,6 @@ class Stage:
             "seed": self.seed,
             **HEADS[head],
             **self.sizes.options,
-            "cloning.episodes": self.sizes.demonstrations,
         }
 
     def _teacher_options(self) -> dict[str, Any]:
@@ -252,6 +255,8 @@ class Stage:
         demos = self.other(requirements(self.name)[0])
         options = {
             **self._options(self.name),
+            **self.sizes.cloning,
+            "cloning.episodes": self.sizes.demonstrations,
             "cloning.dataset": str(demos.dir),
             "run_dir": str(self.dir),
             "evaluation.episodes": min(64, self.sizes.episodes),
@@ -261,7 +266,8 @@ class Stage:
     def _record(self) -> None:
         """Record demonstrations of the expert or of the teacher."""
         env = _config("train", {"experiment": EXPERIMENT}).env
-        is_teacher = self.name == "teacher_demos"
+        # The teacher of a trial does not succeed; the expert's demonstrations replace its own.
+        is_teacher = self.name == "teacher_demos" and not self.trial
         act = api.load(self.other("teacher").dir).act if is_teacher else None
         config = DemosConfig(out=str(self.dir), episodes=self.sizes.demonstrations, env=env)
         config = replace(config, env=expert_demos.recording_env(config))
@@ -277,6 +283,7 @@ class Stage:
             options = {
                 **self._options(method.clone),
                 **method.options,
+                **self.sizes.ppo,
                 "cloning.steps": 0,
                 "initial_policy": str(clone.dir),
                 "save_every": 10,
