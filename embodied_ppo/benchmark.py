@@ -371,7 +371,8 @@ def benchmark(config: BenchmarkConfig, *, quiet: bool = False) -> dict[str, Any]
     results = [bench.read_result(stage.result, episodes=episodes) for stage in wanted]
     own = [dict(content) for content in results]
     results += [bench.read_result(path, episodes=episodes) for path in config.results]
-    videos = _videos(out, own, progress) if own else {}
+    families = bench.FAMILIES[:1] if config.trial else bench.FAMILIES
+    videos = _videos(out, own, families, progress) if own else {}
     summary = benchmark_page.summarize(results, bench)
     page = out / "index.html"
     replace_text(page, benchmark_page.render(results, summary, bench, videos, config.trial))
@@ -464,7 +465,7 @@ def _check_finished(stage: Stage, code: int) -> None:
 
 
 def _videos(
-    out: Path, results: Sequence[Mapping[str, Any]], progress: Progress
+    out: Path, results: Sequence[Mapping[str, Any]], families: Sequence[str], progress: Progress
 ) -> dict[str, benchmark_page.FamilyVideo]:
     """Return family -> video of the best method's first measured episodes."""
     bench = _bench()
@@ -473,7 +474,7 @@ def _videos(
     content = next(r for r in results if r["method"] == best and r["seed"] == 0)
     policy = api.load(out / content["notes"]["run_dir"])
     chunk, videos = policy.config.env.action_chunk, {}
-    for family in bench.FAMILIES:
+    for family in families:
         path, name = out / "videos" / f"{best}-{family}.mp4", f"train/{family}"
         seeds = bench.seeds(name, VIDEO_EPISODES)
         facts = path.with_suffix(".json")
