@@ -134,7 +134,7 @@ FULL = Sizes(
     demonstrations=2000, teacher_steps=600_000, episodes=256, options={}, cloning={}, ppo={}
 )
 TRIAL = Sizes(
-    demonstrations=24,
+    demonstrations=8,
     teacher_steps=4096,
     episodes=2,
     options={

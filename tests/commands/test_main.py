@@ -402,8 +402,8 @@ REFUSALS = [
     (
         "",
         (
-            "no command; commands: train, demos, clone, distill, evaluate, plan, tune, watch, fit,"
-            " .. new-task"
+            "no command; commands: train, demos, clone, distill, evaluate, benchmark, plan, tune,"
+            " watch, fit, .. new-task"
         ),
     ),
     ("trian", "trian: no such command; did you mean train?"),
@@ -417,7 +417,7 @@ REFUSALS = [
     ("experiments hopper", "hopper is not read by experiments"),
     (
         "train --config-name mine",
-        "--config-name mine: no such config; .. there are: clone, demos, distill, .. train",
+        "--config-name mine: no such config; .. there are: benchmark, clone, demos, .. train",
     ),
     (
         "train resume=true",
