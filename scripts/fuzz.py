@@ -44,6 +44,7 @@ from embodied_ppo.config import loader as strict
 from embodied_ppo.config import placement as plan
 from embodied_ppo.config.schema import (
     OWN_OPTIONS,
+    BenchmarkConfig,
     Config,
     DemosConfig,
     EvaluateConfig,
@@ -238,7 +239,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 # ------------------------------------------------------------------------------------------- config
-CONFIGS = (Config, EvaluateConfig, DemosConfig, ExportConfig)
+CONFIGS = (Config, EvaluateConfig, DemosConfig, ExportConfig, BenchmarkConfig)
 
 
 @cache
@@ -447,6 +448,7 @@ BASES = {
     "evaluate": ("evaluate", ["checkpoint=x"]),
     "demos": ("demos", ["out=x", "experiment=tabletop_token"]),
     "export": ("export", ["checkpoint=x", "out=x"]),
+    "benchmark": ("benchmark", ["out=x"]),
 }
 """Name -> the command and the arguments that an option is added to."""
 
@@ -455,7 +457,7 @@ BASES = {
 def every_option() -> list[tuple[str, str, str]]:
     """(base, option, value) for every option of every command: types, bounds and interpolations."""
     cases: list[tuple[str, str, str]] = []
-    for cls, command in zip(CONFIGS, ("", "evaluate", "demos", "export"), strict=True):
+    for cls, command in zip(CONFIGS, ("", "evaluate", "demos", "export", "benchmark"), strict=True):
         for path, option in strict.describe(cls).items():
             values = [*TYPES, *INTERPOLATIONS, f"${{{path}}}", *_bounds(option.hint)]
             base = command or readers.mode_of(path) or "embodied"

@@ -107,6 +107,11 @@ COMMANDS = {
         "compare runs/A runs/B episodes=100",
         supervised=True,
     ),
+    "benchmark": Entry(
+        "train and measure methods on tabletop-bench; a table and a page",
+        "benchmark out=runs/benchmark methods=[clone,ppo_token]",
+        supervised=True,
+    ),
     "plan": Entry(
         "show the devices of a run's roles and the memory they need",
         "plan placement=hybrid cluster.num_nodes=2",
@@ -158,6 +163,8 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import evaluate as command
         case "compare":
             from embodied_ppo.commands import compare as command
+        case "benchmark":
+            from embodied_ppo.commands import benchmark as command
         case "plan":
             from embodied_ppo.commands import plan as command
         case "tune":

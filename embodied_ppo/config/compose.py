@@ -38,7 +38,7 @@ CALL = "Python call"
 """The same of options that were given to a function of the Python API."""
 GIVEN = (FLAGS, CALL)
 """Labels of the options that were given to a command or function, and not in a file."""
-PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export")
+PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export", "benchmark")
 """Commands with a primary config of their name; the others read train's."""
 RESUMABLE = ("train", "distill")
 """Commands that continue a run of theirs with the run's options (resume=RUN)."""

@@ -37,7 +37,13 @@ import yaml
 
 from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
 from embodied_ppo.config.readers import mode_of
-from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.config.schema import (
+    BenchmarkConfig,
+    Config,
+    DemosConfig,
+    EvaluateConfig,
+    ExportConfig,
+)
 from embodied_ppo.config.validation import check
 from embodied_ppo.core.errors import ConfigError, PlacementError, join_names, nearest, show
 
@@ -168,7 +174,7 @@ def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None)
         PlacementError: The same, of a placement.
     """
     loaded = read(cls, [(source or "", mapping)])
-    if isinstance(loaded.config, (Config, EvaluateConfig, ExportConfig)):
+    if isinstance(loaded.config, (Config, EvaluateConfig, ExportConfig, BenchmarkConfig)):
         check(loaded.config, explicit=loaded.deliberate())
     return loaded.config
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import get_args
 
 from embodied_ppo.config import placement
@@ -22,6 +23,7 @@ from embodied_ppo.config.readers import mode_of, unread
 from embodied_ppo.config.rules.base import GROUP_ESTIMATORS, group_comparison
 from embodied_ppo.config.rules.select import rules_of
 from embodied_ppo.config.schema import (
+    BenchmarkConfig,
     ClusterConfig,
     Config,
     EvaluateConfig,
@@ -47,7 +49,10 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 """Values of option device."""
 
 
-def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[str] = ()) -> None:
+def check(
+    config: Config | EvaluateConfig | ExportConfig | BenchmarkConfig,
+    explicit: Collection[str] = (),
+) -> None:
     """Compare the options with each other.
 
     Args:
@@ -58,6 +63,8 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         ConfigError: Options exclude each other, or a set option is not read.
         PlacementError: The same, of placement or section cluster.
     """
+    if isinstance(config, BenchmarkConfig):
+        return _check_benchmark(config)
     if isinstance(config, ExportConfig):
         for path, example in (("checkpoint", "runs/NAME/DATE-SEED"), ("out", "my-model")):
             if not getattr(config, path):
@@ -95,6 +102,23 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
     _check_algorithm(config)
     rules_of(config.mode).check(config)
     _check_unread(config, explicit, config.mode)
+
+
+def _check_benchmark(config: BenchmarkConfig) -> None:
+    """Refuse a benchmark without a folder, or without anything to show. Raises ConfigError."""
+    if not config.out:
+        raise ConfigError("out = '' must name a directory; write out=runs/benchmark")
+    if Path(config.out).exists() and not Path(config.out).is_dir():
+        raise ConfigError(f"out = {config.out}: is a file; name a directory")
+    if len({*config.methods}) < len(config.methods):
+        raise ConfigError(
+            f"methods = {show(config.methods)} must not name a method twice; write"
+            f" methods={show(list(dict.fromkeys(config.methods))).replace(' ', '')}"
+        )
+    if not config.methods and not config.results:
+        raise ConfigError(
+            "methods = []: nothing would be shown; write methods=[clone], or results=[FILE]"
+        )
 
 
 def check_command(config: Config, command: str, arguments: Collection[str] = ()) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from embodied_ppo.core import tree, watchdog
+from embodied_ppo.core.intervals import wilson_interval
 from embodied_ppo.core.memory import EpisodeMemory, starts
 from embodied_ppo.core.random import TRAINING_SEEDS, sampling_key
 from embodied_ppo.core.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
@@ -35,9 +36,6 @@ rows, and num_envs changes no result.
 
 MAX_STEPS = 20_000
 """Limit of steps for a task without max_episode_steps; a longer episode is an error."""
-
-Z95 = 1.959964
-"""97.5% quantile of the normal distribution."""
 
 
 # ------------------------------------------------------------------------------------------- result
@@ -381,25 +379,6 @@ def fingerprint(obs: Obs) -> str:
 
 
 # --------------------------------------------------------------------------------------- statistics
-def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion p = successes / n (Wilson 1927).
-
-        (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
-
-    Unlike p ± z √(p(1-p)/n), it has a positive width at 0 and n successes and stays within [0, 1].
-    It is [0, 1] for n = 0.
-    """
-    if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n}")
-    if n == 0:
-        return 0.0, 1.0
-    p = successes / n
-    scale = 1 + z * z / n
-    centre = (p + z * z / (2 * n)) / scale
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / scale
-    return (0.0 if successes == 0 else centre - half), (1.0 if successes == n else centre + half)
-
-
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Return Student's interval of the mean, mean ± t(n-1) s/√n; None for n < 2 values."""
     n = len(values)

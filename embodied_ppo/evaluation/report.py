@@ -18,15 +18,9 @@ from typing import Any, Literal, TypeAlias
 import jinja2
 
 from embodied_ppo.core import tree
+from embodied_ppo.core.intervals import Z95, wilson_interval
 from embodied_ppo.core.random import TRAINING_SEEDS
-from embodied_ppo.evaluation.episodes import (
-    Z95,
-    Episode,
-    EvaluationResult,
-    deviation,
-    mean_interval,
-    wilson_interval,
-)
+from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
 from embodied_ppo.evaluation.video import Video
 
 FORMAT = 1

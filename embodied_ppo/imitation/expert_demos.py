@@ -149,6 +149,7 @@ def record(
     advance: Callable[[int, int], None] = lambda done, total: None,
     atomic: Callable[[], AbstractContextManager[object]] = nullcontext,
     on_complete: Callable[[str], None] = lambda line: None,
+    policy: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
 ) -> Recording:
     """Record the task's expert into ``config.out`` until it holds ``config.episodes``.
 
@@ -158,6 +159,7 @@ def record(
         advance: Progress callback ``(completed, total)``.
         atomic: Context in which an episode is written; it may delay an interrupt.
         on_complete: Receives a line if all demonstrations existed before.
+        policy: Acts instead of the scripted expert, from the observations "state" and "privileged".
 
     Returns:
         Counts of the folder and of the new episodes.
@@ -203,6 +205,7 @@ def record(
                     randomize=env.randomize,
                     num_threads=env.num_threads or None,
                     captions=config.captions,
+                    policy=policy,
                 ):
                     with atomic():
                         writer.add(

@@ -30,8 +30,8 @@ from embodied_envs.registration import own_name, register
 from embodied_ppo.core.types import EnvError, VectorEnv
 
 __all__ = ["SIMULATORS", "HistoryEnv", "ObservationReader", "check_env", "engines", "make"]
-__all__ += ["is_privileged", "mapper", "nearest", "recorder", "spaces_without_simulator"]
-__all__ += ["task_files"]
+__all__ += ["benchmark_protocol", "is_privileged", "mapper", "nearest", "recorder"]
+__all__ += ["spaces_without_simulator", "task_files"]
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
 register()  # gym.make_vec("embodied/Tabletop-v0", num_envs=64), see gymnasium_api
@@ -43,6 +43,11 @@ FAMILIES = {"our tasks": ("mujoco", "warp"), "envpool": ("envpool",), "gymnasium
 def recorder() -> ModuleType:
     """Return the module of Tabletop's expert and of the format of its demonstrations."""
     return importlib.import_module("embodied_envs.tasks.expert_recorder")
+
+
+def benchmark_protocol() -> ModuleType:
+    """Return the module of the protocol of tabletop-bench."""
+    return importlib.import_module("embodied_envs.tabletop_bench")
 
 
 def make(

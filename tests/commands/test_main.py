@@ -402,7 +402,7 @@ REFUSALS = [
     (
         "",
         (
-            "no command; commands: train, demos, clone, distill, evaluate, compare, plan, tune,"
+            "no command; commands: train, demos, clone, distill, evaluate, compare, benchmark, plan,"
             " .. new-task"
         ),
     ),
@@ -417,7 +417,7 @@ REFUSALS = [
     ("experiments hopper", "hopper is not read by experiments"),
     (
         "train --config-name mine",
-        "--config-name mine: no such config; .. there are: clone, demos, distill, .. train",
+        "--config-name mine: no such config; .. there are: benchmark, clone, demos, .. train",
     ),
     (
         "train resume=true",

@@ -32,7 +32,13 @@ from embodied_ppo import run as build
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.commands import main
 from embodied_ppo.config import batch_sizes, loader, validation
-from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.config.schema import (
+    BenchmarkConfig,
+    Config,
+    DemosConfig,
+    EvaluateConfig,
+    ExportConfig,
+)
 from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, PlacementError
 from embodied_ppo.evaluation import video as video_module
 from embodied_ppo.imitation import expert_demos
@@ -831,6 +837,17 @@ PAIRS: dict[str, Pair] = {
         )
         for name, value in DEMOS_UNREAD.items()
     },
+    **{
+        f"benchmark {name}": Pair(a, b, effect, test=f"test_benchmark.py::{test}")
+        for name, a, b, effect, test in (
+            ("out", "", "DIR", "folder of all files", "test_trial_writes_table_and_page"),
+            ("methods", ["clone"], ["clone", "grpo"], "rows", "test_trial_writes_table_and_page"),
+            ("results", [], ["FILE"], "rows of the table", "test_trial_writes_table_and_page"),
+            ("trial", False, True, "sizes", "test_trial_writes_table_and_page"),
+            ("seeds", 1, 2, "stages", "test_stages_run_in_order"),
+            ("jobs", 1, 2, "processes at the same time", "test_stages_run_in_order"),
+        )
+    },
     "export checkpoint": Pair(
         "", "DIR", "refused when empty", lambda v: validation.check(ExportConfig(v, "x")) or ""
     ),
@@ -847,7 +864,13 @@ PAIRS: dict[str, Pair] = {
 
 
 # -------------------------------------------------------------------------------------------- tests
-CLASSES = {"": Config, "evaluate ": EvaluateConfig, "demos ": DemosConfig, "export ": ExportConfig}
+CLASSES = {
+    "": Config,
+    "evaluate ": EvaluateConfig,
+    "demos ": DemosConfig,
+    "export ": ExportConfig,
+    "benchmark ": BenchmarkConfig,
+}
 TRAININGS = (robot_option_cases.CASES, language_option_cases.CASES)
 
 

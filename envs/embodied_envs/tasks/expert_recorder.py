@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ STATE = (
 """Names of the 12 numbers of obs=language (m, m/s)."""
 ACTION = ("x", "y", "z", "finger")
 """Names of an action's dimensions, each in [-1, 1]; see ``Tabletop``."""
+Actor: TypeAlias = Callable[[dict[str, Tensor]], Tensor]
+"""Policy that reads "state" and "privileged" of N worlds and returns actions [N, 4]."""
 FPS = 20
 """Actions per second: 3 physics steps of 1/60 s."""
 
@@ -82,8 +84,9 @@ def record(
     randomize: bool = False,
     num_threads: int | None = None,
     captions: bool = False,
+    policy: Actor | None = None,
 ) -> Iterator[Episode]:
-    """Yield the first ``episodes`` successes of the scripted expert.
+    """Yield the first ``episodes`` successes of the scripted expert, or of another policy.
 
     Episodes are yielded in the order in which they started. In the order in which they ended, short
     ones would be overrepresented.
@@ -107,6 +110,7 @@ def record(
         randomize: Whether to randomise the domain within the task's ranges.
         num_threads: Threads of the simulator; None: the cores this process may use.
         captions: Record where the objects of the task's captions are in the images.
+        policy: Acts instead of the scripted expert.
 
     Raises:
         EnvError: An option is invalid, or the expert succeeds in fewer than 10 % of the episodes.
@@ -128,13 +132,14 @@ def record(
         image_size=image_size,
         randomize=randomize,
         kwargs={**task_kwargs, "obs": "language"},
+        obs_keys=None if policy is None else ("state", "privileged"),
     )
     assert isinstance(env, MujocoEnv)
     try:
         generator = torch.Generator().manual_seed(seeds(seed, 1, start)[0])
         done = 0
         objects = tuple(env.task.captions()) if captions else ()
-        ended = _run_episodes(env, tuple(cameras), objects, noise, generator, on_episode)
+        ended = _run_episodes(env, tuple(cameras), objects, noise, generator, on_episode, policy)
         for attempts, episode in enumerate(_in_order(ended), start=1):
             if episode is not None:
                 yield episode
@@ -168,6 +173,7 @@ def _run_episodes(
     noise: float,
     generator: torch.Generator,
     on_episode: Callable[[str, bool], None] | None,
+    policy: Actor | None,
 ) -> Iterator[tuple[int, Episode | None]]:
     """Yield (attempt, episode) for every episode that ends; the episode of a failure is None."""
     task = env.task
@@ -182,7 +188,7 @@ def _run_episodes(
     count = [0] * n
     while True:
         assert isinstance(obs, dict)
-        action = expert(env.s).float()
+        action = expert(env.s).float() if policy is None else policy(obs).clamp(-1.0, 1.0)
         # Read before the step: a world that ends starts the next episode in the same step.
         instruction, kind = env.s["instruction"].tolist(), env.s["kind"].tolist()
         points = physics.locate(objects) if objects else {}

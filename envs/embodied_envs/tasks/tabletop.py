@@ -181,18 +181,21 @@ class Tabletop(Task):
         split: Split = "train",
         obs: ObsKind = "state",
         reward: RewardKind = "shaped",
+        unseen_colour: str | None = None,
     ) -> None:
         """Select the episodes.
 
         Args:
             families: Names of FAMILIES; None: all.
-            split: "train", "unseen_combination" or "unseen_wording"; see
+            split: "train", "unseen_combination", "unseen_wording" or "unseen_colour"; see
                 ``tabletop_language.episodes``.
             obs: "state": the full state as one vector. "language": the gripper's state only, for a
                 policy that has the camera "front" and the sentence. "goal": the same, with one-hot
                 encodings instead of the sentence, for a policy that reads no instructions.
             reward: "shaped": see ``reward``. "success": 1 in the step that ends with success, else
                 0.
+            unseen_colour: A colour that only the sentences of split "unseen_colour" name; None:
+                training names all colours.
 
         Raises:
             EnvError: An argument is unknown.
@@ -207,7 +210,7 @@ class Tabletop(Task):
                 f" {choose(str(reward), REWARDS, 'there are ')}"
             )
         self.sparse = reward == "success"
-        chosen = episodes(families, split)
+        chosen = episodes(families, split, unseen_colour)
         self.obs: str = obs
         self.combinations: tuple[Combination, ...] = tuple(chosen)
         self.names = tuple(dict.fromkeys(c.family for c in chosen))

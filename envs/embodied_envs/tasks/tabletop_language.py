@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from embodied_ppo.core.errors import EnvError, choose
 
-Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording"]
+Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording", "unseen_colour"]
 SPLITS: tuple[str, ...] = get_args(Split)
 
 COLOURS = ("red", "green", "blue", "yellow")
@@ -253,21 +253,35 @@ def held_out(c: Combination) -> bool:
     return (max(c.a, c.z) - k) % 4 == 0
 
 
-def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tuple[str, ...]]:
+def episodes(
+    families: Sequence[str] | None, split: str, unseen_colour: str | None = None
+) -> dict[Combination, tuple[str, ...]]:
     """Return combination -> sentences of a split, family by family.
 
     Args:
         families: Names of FAMILIES in the order of the result; None: all in their order.
         split: "train": combinations and wordings that are not held out. "unseen_combination":
             held-out combinations in training's wordings. "unseen_wording": training's combinations
-            in held-out wordings.
+            in held-out wordings. "unseen_colour": combinations with ``unseen_colour`` in training's
+            wordings.
+        unseen_colour: One of COLOURS, which the sentences of the other splits then never name,
+            neither as a block nor as a zone. Families with one argument then hold out no other
+            combination. None: no colour.
 
     Raises:
-        EnvError: The split or a family is unknown, or a family is named twice.
+        EnvError: The split, the colour or a family is unknown, a family is named twice, or a family
+            has no episode in the split.
     """
     if split not in SPLITS:
         choices = choose(str(split), SPLITS, "there are ")
         raise EnvError(f"env.id=Tabletop: split={split!r} is unknown; {choices}")
+    if unseen_colour is not None and unseen_colour not in COLOURS:
+        choices = choose(str(unseen_colour), COLOURS, "there are ")
+        raise EnvError(f"env.id=Tabletop: unseen_colour={unseen_colour!r} is unknown; {choices}")
+    if split == "unseen_colour" and unseen_colour is None:
+        raise EnvError(
+            "env.id=Tabletop: split='unseen_colour' needs the colour; write unseen_colour=yellow"
+        )
     if isinstance(families, str) or (families is not None and not families):
         raise EnvError(
             f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of"
@@ -283,7 +297,27 @@ def episodes(families: Sequence[str] | None, split: str) -> dict[Combination, tu
     chosen: dict[Combination, tuple[str, ...]] = {}
     for name in names:
         wordings = FAMILIES[name].held_out if split == "unseen_wording" else FAMILIES[name].train
-        for c in combinations(name):
-            if held_out(c) == (split == "unseen_combination"):
-                chosen[c] = tuple(wording.format(**c.words()) for wording in wordings)
+        held = [c for c in combinations(name) if _group(c, unseen_colour) == _GROUPS[split]]
+        if not held:
+            raise EnvError(
+                f"env.id=Tabletop: family {name!r} has no episode of split={split!r} with"
+                f" unseen_colour={unseen_colour!r}, because its sentences have one argument; leave"
+                " it out of families"
+            )
+        for c in held:
+            chosen[c] = tuple(wording.format(**c.words()) for wording in wordings)
     return chosen
+
+
+_GROUPS = {name: "train" if name == "unseen_wording" else name for name in SPLITS}
+"""Split -> the group of its combinations."""
+
+
+def _group(c: Combination, unseen_colour: str | None) -> str:
+    """Return the group of a combination: train, unseen_combination or unseen_colour."""
+    if unseen_colour is None:
+        return "unseen_combination" if held_out(c) else "train"
+    if COLOURS.index(unseen_colour) in (c.a, c.b, c.z):
+        return "unseen_colour"
+    is_pair = len(FAMILIES[c.family].arguments) > 1
+    return "unseen_combination" if is_pair and held_out(c) else "train"

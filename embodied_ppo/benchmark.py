@@ -1,0 +1,510 @@
+"""tabletop-bench with our own methods: train, measure, and write the table and the page.
+
+The protocol is in ``embodied_envs.tabletop_bench``; this module trains by ``run.clone`` and
+``run.train``. Each stage of a method is a process: ``python -m embodied_ppo.benchmark``.
+
+    demos, clone_token              -> clone, ppo_token, grpo
+    demos, clone_flow               -> ppo_flow
+    demos, clone_gaussian           -> ppo_gaussian
+    teacher, teacher_demos, clone_teacher -> ppo_from_teacher
+
+Demonstrations of the scripted expert are recorded once; all other stages run once per seed. The
+teacher of ``ppo_from_teacher`` is trained by PPO on the simulator's state, and the successes that
+it then records are cloned instead of the expert's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_ppo import api, run
+from embodied_ppo.config.compose import CALL, override_lines, prepare
+from embodied_ppo.config.schema import BenchmarkConfig, Config, DemosConfig
+from embodied_ppo.core.errors import ConfigError, EnvError, TrainingError
+from embodied_ppo.evaluation import benchmark_page, report, video
+from embodied_ppo.imitation import expert_demos
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.progress import Interrupts, Progress
+from embodied_ppo.training.run_directory import replace_text
+
+EXPERIMENT = "tabletop_bench"
+POLL_S = 0.2
+VIDEO_EPISODES = 2
+
+
+# ------------------------------------------------------------------------------------------ methods
+@dataclass(frozen=True)
+class Method:
+    """A method of the table.
+
+    Attributes:
+        clone: Stage whose policy it measures or starts PPO from.
+        options: Options of PPO that differ from EXPERIMENT and from the head; None: no PPO.
+    """
+
+    clone: str
+    options: Mapping[str, Any] | None
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "clone_token": {},
+    "clone_flow": {"model.policy": "flow", "model.flow_eta": 1.2, "algorithm.lr": 2e-4},
+    "clone_gaussian": {
+        "model.policy": "gaussian",
+        "model.init_log_std": -1.0,
+        "model.min_log_std": -3.0,
+        "algorithm.logprob_type": "action_level",
+    },
+    "clone_teacher": {},
+}
+"""Stage of a cloned policy -> options of its action head and of its PPO."""
+METHODS: dict[str, Method] = {
+    "clone": Method("clone_token", None),
+    "ppo_token": Method("clone_token", {}),
+    "ppo_flow": Method("clone_flow", {}),
+    "ppo_gaussian": Method("clone_gaussian", {}),
+    "grpo": Method(
+        "clone_token",
+        {
+            "env.restart_each_rollout": True,
+            "env.kwargs.reward": "success",
+            "algorithm.adv_type": "grpo",
+            "algorithm.group_size": 8,
+            "algorithm.normalize_advantages": False,
+            "algorithm.horizon": 25,
+            "algorithm.global_batch_size": 400,
+            "algorithm.critic_warmup": 0,
+        },
+    ),
+    "ppo_from_teacher": Method("clone_teacher", {}),
+}
+"""Methods in the order of the table."""
+TEACHER: dict[str, Any] = {
+    "env.num_envs": 128,
+    "env.num_threads": 1,
+    "model.hidden": [128, 128],
+    "algorithm.horizon": 32,
+    "algorithm.update_epoch": 5,
+    "algorithm.global_batch_size": 1024,
+    "algorithm.normalize_advantages": True,
+    "algorithm.gamma": 0.98,
+    "algorithm.lr": 5e-4,
+    "evaluation.num_envs": 64,
+    "evaluation.video_episodes": 0,
+}
+"""Options of the teacher that differ from experiment tabletop_privileged."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths of all stages.
+
+    Attributes:
+        demonstrations: Demonstrations of the expert, and of the teacher.
+        teacher_steps: Steps of the simulator that train the teacher, without images.
+        episodes: Episodes of each measurement.
+        options: Options of cloning and of PPO that differ from EXPERIMENT.
+        cloning: The same of cloning alone.
+        ppo: The same of PPO alone.
+    """
+
+    demonstrations: int
+    teacher_steps: int
+    episodes: int
+    options: Mapping[str, Any]
+    cloning: Mapping[str, Any]
+    ppo: Mapping[str, Any]
+
+
+FULL = Sizes(
+    demonstrations=2000, teacher_steps=600_000, episodes=256, options={}, cloning={}, ppo={}
+)
+TRIAL = Sizes(
+    demonstrations=8,
+    teacher_steps=4096,
+    episodes=2,
+    options={
+        "env.num_envs": 16,
+        "evaluation.episodes": 2,
+        "model.width": 16,
+    },
+    cloning={"cloning.foresight_steps": 2, "cloning.steps": 2},
+    ppo={"env_steps": 2048, "eval_every": 0},
+)
+
+
+def requirements(stage: str) -> tuple[str, ...]:
+    """Return the stages that must be finished before ``stage``."""
+    if stage in METHODS:
+        return (METHODS[stage].clone,)
+    return {
+        "demos": (),
+        "teacher": (),
+        "teacher_demos": ("teacher",),
+        "clone_teacher": ("teacher_demos",),
+    }.get(stage, ("demos",))
+
+
+def stages_of(method: str) -> list[str]:
+    """Return all stages of a method, each after those that it requires."""
+    stages = [method]
+    for stage in stages:
+        stages += requirements(stage)
+    return stages[::-1]
+
+
+# ------------------------------------------------------------------------------------------- stages
+class Stage:
+    """One stage of one seed: its files, and what it runs."""
+
+    def __init__(self, out: Path, name: str, seed: int, *, trial: bool) -> None:
+        """Name a stage; nothing is read or written."""
+        self.out, self.name, self.seed, self.trial = out, name, seed, trial
+        self.sizes = TRIAL if trial else FULL
+        parent = out if name == "demos" else out / f"seed-{seed}"
+        self.dir = parent / name
+        self.marker, self.log = parent / f"{name}.json", parent / f"{name}.log"
+
+    def other(self, name: str) -> Stage:
+        """Return another stage of the same seed."""
+        return Stage(self.out, name, self.seed, trial=self.trial)
+
+    @property
+    def result(self) -> Path:
+        """File of the result of a method."""
+        return self.out / "results" / f"{self.name}-{self.seed}.json"
+
+    def state(self) -> dict[str, Any]:
+        """Return "done" and "cpu_s", the CPU seconds until now, interrupted processes included."""
+        try:
+            return json.loads(self.marker.read_text())
+        except (OSError, ValueError):
+            return {"done": False, "cpu_s": 0.0}
+
+    def command(self) -> list[str]:
+        """Return the command line of the process."""
+        mode = "trial" if self.trial else "full"
+        module = [sys.executable, "-m", "embodied_ppo.benchmark"]
+        return [*module, str(self.out), self.name, str(self.seed), mode]
+
+    def run(self) -> None:
+        """Run the stage in this process, and continue what an earlier process has left."""
+        before, done = float(self.state()["cpu_s"]), False
+        try:
+            if self.name in ("demos", "teacher_demos"):
+                self._record()
+            elif self.name == "teacher":
+                self._train(self._teacher_options())
+            elif self.name in HEADS:
+                self._clone()
+            else:
+                self._run_method(before)
+            done = True
+        finally:
+            cpu_s = round(before + time.process_time(), 1)
+            replace_text(self.marker, json.dumps({"done": done, "cpu_s": cpu_s}) + "\n")
+
+    # ------------------------------------------------------------------------------------ training
+    def _options(self, head: str) -> dict[str, Any]:
+        """Return the options of cloning and PPO of a head."""
+        return {
+            "experiment": EXPERIMENT,
+            "seed": self.seed,
+            **HEADS[head],
+            **self.sizes.options,
+        }
+
+    def _teacher_options(self) -> dict[str, Any]:
+        """Return the options of the teacher's training."""
+        kwargs = _bench().task_kwargs(obs="goal")
+        options = {f"env.kwargs.{name}": value for name, value in kwargs.items()}
+        return {
+            "experiment": "tabletop_privileged",
+            "seed": self.seed,
+            **TEACHER,
+            **options,
+            "env_steps": self.sizes.teacher_steps,
+            "evaluation.episodes": min(64, self.sizes.episodes),
+        }
+
+    def _train(self, options: Mapping[str, Any]) -> None:
+        """Train, or continue, the run of this stage."""
+        if checkpoint.steps(self.dir / "checkpoints"):
+            options = {"resume": str(self.dir)}
+        options = {**options, "run_dir": str(self.dir)}
+        run.train(_config("train", options), quiet=True)
+
+    def _clone(self) -> None:
+        """Clone the demonstrations of the expert or of the teacher."""
+        if checkpoint.steps(self.dir / "checkpoints"):
+            return  # only the evaluation is missing, which nothing reads
+        demos = self.other(requirements(self.name)[0])
+        options = {
+            **self._options(self.name),
+            **self.sizes.cloning,
+            "cloning.episodes": self.sizes.demonstrations,
+            "cloning.dataset": str(demos.dir),
+            "run_dir": str(self.dir),
+            "evaluation.episodes": min(64, self.sizes.episodes),
+        }
+        run.clone(_config("clone", options), quiet=True)
+
+    def _record(self) -> None:
+        """Record demonstrations of the expert or of the teacher."""
+        env = _config("train", {"experiment": EXPERIMENT}).env
+        # The teacher of a trial does not succeed; the expert's demonstrations replace its own.
+        is_teacher = self.name == "teacher_demos" and not self.trial
+        act = api.load(self.other("teacher").dir).act if is_teacher else None
+        config = DemosConfig(out=str(self.dir), episodes=self.sizes.demonstrations, env=env)
+        config = replace(config, env=expert_demos.recording_env(config))
+        with Progress(quiet=True) as bar, Interrupts() as interrupts:
+            expert_demos.record(config, bar.say, atomic=interrupts.uninterrupted, policy=act)
+
+    # --------------------------------------------------------------------------------- measurement
+    def _run_method(self, before: float) -> None:
+        """Train a method, measure it by the protocol, and write its result."""
+        method, clone = METHODS[self.name], self.other(METHODS[self.name].clone)
+        trained = clone.dir
+        if method.options is not None:
+            options = {
+                **self._options(method.clone),
+                **method.options,
+                **self.sizes.ppo,
+                "cloning.steps": 0,
+                "initial_policy": str(clone.dir),
+                "save_every": 10,
+                "keep_last": 1,
+            }
+            self._train(options)
+            trained = self.dir
+        bench, policy = _bench(), api.load(trained)
+        chunk = policy.config.env.action_chunk
+        act = sentence_reader(policy)
+        measured = bench.evaluate(act, action_chunk=chunk, episodes=self.sizes.episodes)
+        rows = [row for row in report.rows(trained) if row.get("eval/success") is not None]
+        stages = [stage for stage in stages_of(self.name) if stage != self.name]
+        cpu_s = before + time.process_time()
+        cpu_s += sum(float(self.other(stage).state()["cpu_s"]) for stage in stages)
+        content = bench.result(
+            self.name,
+            measured,
+            seed=self.seed,
+            env_steps=int(rows[-1]["env_steps"]) if rows else 0,
+            cpu_s=round(cpu_s, 1),
+            curve=[(int(row["env_steps"]), float(row["eval/success"])) for row in rows],
+            notes={
+                "demonstrations": 0 if "teacher" in stages else self.sizes.demonstrations,
+                "teacher_steps": self.sizes.teacher_steps if "teacher" in stages else 0,
+                "trial": self.trial,
+                "run_dir": str(trained.relative_to(self.out)),
+            },
+        )
+        bench.write_result(self.result, content)
+
+
+def _bench() -> Any:
+    """Return the module of the protocol."""
+    return importlib.import_module("embodied_envs").benchmark_protocol()
+
+
+def _config(command: str, options: Mapping[str, Any]) -> Config:
+    """Return the resolved options of a command."""
+    args = argparse.Namespace(command=command, config_name=None, config_dir=None)
+    return prepare(args, override_lines(command, options), label=CALL).config
+
+
+def sentence_reader(policy: Any) -> Callable[[Mapping[str, Any]], Tensor]:
+    """Return a policy of the protocol from a trained vision-language-action policy."""
+    known: dict[str, int] = {}
+
+    def act(obs: Mapping[str, Any]) -> Tensor:
+        count = len(known)
+        for sentence in obs["instruction"]:
+            known.setdefault(sentence, len(known))
+        if len(known) > count:
+            policy.network.set_sentences(tuple(known))
+        index = torch.tensor([known[sentence] for sentence in obs["instruction"]])
+        return policy.act({"front": obs["image"], "state": obs["state"], "instruction": index})
+
+    return act
+
+
+# --------------------------------------------------------------------------------------- all stages
+def benchmark(config: BenchmarkConfig, *, quiet: bool = False) -> dict[str, Any]:
+    """Train and measure the methods, and write the table and the page; continue earlier work.
+
+    Args:
+        config: Checked options.
+        quiet: Whether progress is not shown.
+
+    Returns:
+        "page", "table" (rows of text), "scores" (method -> mean score) and "rank_correlation".
+
+    Raises:
+        ConfigError, EnvError: Before anything is trained.
+        TrainingError: A stage fails.
+        KeyboardInterrupt: After an interrupt; the same command continues.
+    """
+    out, progress = Path(config.out).absolute(), Progress(quiet)
+    episodes = (TRIAL if config.trial else FULL).episodes
+    bench = _bench()
+    for path in config.results:
+        bench.read_result(path, episodes=episodes)
+    _claim(out, config.trial)
+    seeds = range(config.seeds)
+    wanted = [Stage(out, m, seed, trial=config.trial) for seed in seeds for m in config.methods]
+    _run_all(_in_order(wanted), config.jobs, progress)
+    results = [bench.read_result(stage.result, episodes=episodes) for stage in wanted]
+    own = [dict(content) for content in results]
+    results += [bench.read_result(path, episodes=episodes) for path in config.results]
+    families = bench.FAMILIES[:1] if config.trial else bench.FAMILIES
+    videos = _videos(out, own, families, progress) if own else {}
+    summary = benchmark_page.summarize(results, bench)
+    page = out / "index.html"
+    replace_text(page, benchmark_page.render(results, summary, bench, videos, config.trial))
+    return {"page": str(page), "results": str(out / "results"), **summary}
+
+
+def _claim(out: Path, trial: bool) -> None:
+    """Write what kind of benchmark a folder holds, or compare it. Raises ConfigError."""
+    facts = {"benchmark": _bench().NAME, "protocol": _bench().PROTOCOL, "trial": trial}
+    file = out / "benchmark.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        stored = json.loads(file.read_text()) if file.exists() else None
+        if stored is None:
+            replace_text(file, json.dumps(facts) + "\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "benchmark.json is damaged"
+        raise ConfigError(f"out={out}: cannot be used ({reason}); name another folder") from error
+    if stored is not None and stored != facts:
+        raise ConfigError(
+            f"out={out}: holds a benchmark with {json.dumps(stored)}, not {json.dumps(facts)}; name"
+            " another folder"
+        )
+
+
+def _in_order(methods: Sequence[Stage]) -> list[Stage]:
+    """Return the unfinished stages of methods, each after those that it requires."""
+    stages: dict[Path, Stage] = {}
+    for method in methods:
+        for name in stages_of(method.name):
+            stage = method.other(name)
+            stages.setdefault(stage.marker, stage)
+    return [stage for stage in stages.values() if not stage.state()["done"]]
+
+
+def _run_all(stages: Sequence[Stage], jobs: int, progress: Progress) -> None:
+    """Run stages in processes, at most ``jobs`` at the same time."""
+    waiting, running = list(stages), dict[Path, tuple[Stage, subprocess.Popen[bytes]]]()
+    with Interrupts():
+        try:
+            while waiting or running:
+                for key, (stage, process) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[key]
+                        _check_finished(stage, process.returncode)
+                        cpu_s = stage.state()["cpu_s"]
+                        name = f"{stage.name}, seed {stage.seed}"
+                        progress.say(f"{name}: {cpu_s:.0f} CPU s; {len(waiting)} stages to start")
+                open_stages = {s.marker for s in waiting} | set(running)
+                ready = [
+                    s
+                    for s in waiting
+                    if not any(s.other(r).marker in open_stages for r in requirements(s.name))
+                ]
+                for stage in ready[: jobs - len(running)]:
+                    waiting.remove(stage)
+                    running[stage.marker] = (stage, _start(stage))
+                time.sleep(POLL_S)
+        finally:
+            # One signal each: a training run saves at the first one. A process group of its own
+            # keeps Ctrl-C of the terminal, which would be a second one, from the processes.
+            for _, process in running.values():
+                process.send_signal(signal.SIGTERM)
+            for _, process in running.values():
+                process.wait()
+
+
+def _start(stage: Stage) -> subprocess.Popen[bytes]:
+    """Start the process of a stage, with one thread."""
+    stage.log.parent.mkdir(parents=True, exist_ok=True)
+    single = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "LP_NUM_THREADS": "1"}
+    with stage.log.open("ab") as log:
+        return subprocess.Popen(
+            stage.command(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | single,
+            start_new_session=True,
+        )
+
+
+def _check_finished(stage: Stage, code: int) -> None:
+    """Raise TrainingError if the process of a stage failed."""
+    if code == 0 and stage.state()["done"]:
+        return
+    lines = stage.log.read_text(errors="replace").strip().splitlines()
+    cause = lines[-1] if lines else f"exit status {code}"
+    raise TrainingError(f"{stage.name}, seed {stage.seed} failed ({cause}); see {stage.log}")
+
+
+def _videos(
+    out: Path, results: Sequence[Mapping[str, Any]], families: Sequence[str], progress: Progress
+) -> dict[str, benchmark_page.FamilyVideo]:
+    """Return family -> video of the best method's first measured episodes."""
+    bench = _bench()
+    scores = {r["method"]: bench.rates(r)["score"] for r in results if r["seed"] == 0}
+    best = max(scores, key=lambda name: scores[name])
+    content = next(r for r in results if r["method"] == best and r["seed"] == 0)
+    policy = api.load(out / content["notes"]["run_dir"])
+    chunk, videos = policy.config.env.action_chunk, {}
+    for family in families:
+        path, name = out / "videos" / f"{best}-{family}.mp4", f"train/{family}"
+        seeds = bench.seeds(name, VIDEO_EPISODES)
+        facts = path.with_suffix(".json")
+        if not (path.exists() and facts.exists()):
+            progress.say(f"video of {family}")
+            recorded = video.record_video(
+                policy.network,
+                bench.video_env(name, chunk),
+                path=path,
+                seed=bench.evaluation_seed(name),
+                episodes=VIDEO_EPISODES,
+                budget_s=4.0,
+                notice=progress.say,
+            )
+            if recorded.path is None:
+                continue
+            replace_text(facts, json.dumps(bench.sentences(name, seeds)) + "\n")
+        videos[family] = benchmark_page.FamilyVideo(best, path, json.loads(facts.read_text()))
+    return videos
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run one stage: OUT STAGE SEED trial|full."""
+    out, name, seed, mode = argv
+    torch.set_num_threads(1)
+    try:
+        Stage(Path(out), name, int(seed), trial=mode == "trial").run()
+    except (ConfigError, EnvError, TrainingError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,398 @@
+"""tabletop-bench: a fixed protocol that measures policies which read images and instructions.
+
+A policy reads a 64 x 64 image, the gripper's state and a sentence. Six families of Tabletop are
+measured in six conditions, ``CONDITIONS``; no sentence of the training names the colour
+UNSEEN_COLOUR. The episodes have fixed seeds, which training never uses. ``evaluate`` measures a
+policy and returns a result, ``read_result`` checks a result that another program wrote.
+
+    from embodied_envs import tabletop_bench as bench
+
+    measured = bench.evaluate(lambda obs: my_policy(obs["image"], obs["state"], obs["instruction"]))
+    bench.write_result("mine.json", bench.result("my method", measured, seed=0, env_steps=250_000))
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+import embodied_envs
+from embodied_envs.physics.domain_randomization import RANGES
+from embodied_envs.tasks.tabletop import Tabletop
+from embodied_ppo.core.errors import EnvError, choose
+from embodied_ppo.core.intervals import wilson_interval
+from embodied_ppo.core.random import TRAINING_SEEDS
+from embodied_ppo.core.types import VectorEnv
+
+PROTOCOL = 1
+"""Version of the protocol; results of different versions cannot be compared."""
+NAME = "tabletop-bench"
+FAMILIES = ("reach", "touch", "lift", "push", "put", "stack")
+PAIRS = ("push", "put", "stack")
+"""Families whose sentences have two arguments; the others have no unseen combination."""
+UNSEEN_COLOUR = "yellow"
+CAMERA, IMAGE_SIZE = "front", 64
+EPISODES = 256
+"""Episodes of each measurement."""
+NUM_ENVS = 64
+"""Worlds that are simulated together."""
+FIRST_SEED = TRAINING_SEEDS + 0x3F000000
+"""Simulator seed of the first episode; training has smaller ones than TRAINING_SEEDS, and
+``embodied-ppo evaluate`` reaches this one with evaluation seed 16128."""
+SEEDS_PER_MEASUREMENT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What differs from the training in the episodes of a condition.
+
+    Attributes:
+        meaning: One line for tables.
+        split: Split of the sentences, see ``tabletop_language.episodes``.
+        families: Families whose episodes are mixed.
+        ranges: Ranges of ``domain_randomization.RANGES`` in which every episode draws its world;
+            empty: the world of the training.
+    """
+
+    meaning: str
+    split: str = "train"
+    families: tuple[str, ...] = FAMILIES
+    ranges: Mapping[str, tuple[float, float]] | None = None
+
+
+CONDITIONS: dict[str, Condition] = {
+    "train": Condition("sentences of the training"),
+    "unseen_wording": Condition("other words for the same tasks", "unseen_wording"),
+    "unseen_combination": Condition(
+        "pairs of objects that no training sentence names together", "unseen_combination", PAIRS
+    ),
+    "unseen_colour": Condition(
+        f"sentences that name {UNSEEN_COLOUR}, which no training sentence does", "unseen_colour"
+    ),
+    "camera": Condition(
+        "the camera is moved by up to 3 cm along each axis and turned by up to 0.03 rad about each",
+        ranges={"camera_position": (-0.03, 0.03), "camera_angle": (-0.03, 0.03)},
+    ),
+    "light": Condition(
+        "light scaled by 0.5 to 1.5, red, green and blue of all objects shifted by up to 0.1",
+        ranges={"light": (0.5, 1.5), "colour": (-0.1, 0.1)},
+    ),
+}
+"""Conditions by name. Each but "train" is one measurement over its families; in "train" each family
+is a measurement of its own, ``MEASUREMENTS``."""
+
+MEASUREMENTS: dict[str, Condition] = {
+    **{f"train/{name}": Condition(f"{name}, training", families=(name,)) for name in FAMILIES},
+    **{name: c for name, c in CONDITIONS.items() if name != "train"},
+}
+"""Name of each measurement -> its episodes."""
+
+Observation: TypeAlias = "dict[str, Any]"
+"""One observation of N worlds: "image" uint8 [N, 3, 64, 64], "state" float32 [N, 12] (tool, fingers
+and their targets in m, velocity of the tool in m/s), "instruction" a list of N sentences."""
+BenchPolicy: TypeAlias = Callable[[Observation], Any]
+"""Function of an observation that returns actions in [-1, 1], [N, 4], or [N, C, 4] with chunks."""
+
+
+# ---------------------------------------------------------------------------------------- simulator
+def task_kwargs(measurement: str = "train", obs: str = "language") -> dict[str, Any]:
+    """Return the arguments of Tabletop: of the training, or of one of MEASUREMENTS."""
+    c = CONDITIONS["train"] if measurement == "train" else MEASUREMENTS[measurement]
+    return {
+        "families": list(c.families),
+        "split": c.split,
+        "obs": obs,
+        "unseen_colour": UNSEEN_COLOUR,
+    }
+
+
+def make_env(
+    measurement: str,
+    seeds: list[int],
+    *,
+    action_chunk: int = 1,
+    num_threads: int = 1,
+    render: bool = False,
+) -> VectorEnv:
+    """Return worlds of a measurement with images, state and sentences, one per seed."""
+    ranges = MEASUREMENTS[measurement].ranges
+    neutral = {
+        name: (1.0, 1.0) if RANGES[name].operation == "scale" else (0.0, 0.0)
+        for name in Tabletop.ranges
+    }
+    return embodied_envs.make(
+        Tabletop.id,
+        num_envs=len(seeds),
+        seeds=seeds,
+        simulator="mujoco",
+        num_threads=num_threads,
+        action_chunk=action_chunk,
+        cameras=(CAMERA,),
+        image_size=(IMAGE_SIZE, IMAGE_SIZE),
+        randomize=bool(ranges),
+        ranges={**neutral, **ranges} if ranges else None,
+        render=render,
+        render_size=(256, 256),
+        kwargs=task_kwargs(measurement),
+    )
+
+
+def seeds(measurement: str, episodes: int = EPISODES) -> list[int]:
+    """Return the simulator seeds of a measurement; measurements have no seed in common."""
+    first = FIRST_SEED + list(MEASUREMENTS).index(measurement) * SEEDS_PER_MEASUREMENT
+    return list(range(first, first + episodes))
+
+
+def evaluation_seed(measurement: str) -> int:
+    """Return the seed of ``embodied-ppo evaluate`` whose episodes are those of a measurement."""
+    return (seeds(measurement, 1)[0] - TRAINING_SEEDS) // SEEDS_PER_MEASUREMENT
+
+
+def video_env(measurement: str, action_chunk: int = 1) -> Callable[[list[int]], VectorEnv]:
+    """Return a function that creates worlds with rendering from seeds; it can be pickled."""
+    return partial(make_env, measurement, action_chunk=action_chunk, render=True)
+
+
+def sentences(measurement: str, seeds: list[int]) -> list[str]:
+    """Return the sentence of each episode."""
+    env = make_env(measurement, seeds)
+    try:
+        return observation(env, env.reset())["instruction"]
+    finally:
+        env.close()
+
+
+def observation(env: VectorEnv, obs: Any) -> Observation:
+    """Return a simulator's observation as a policy reads it."""
+    sentences: tuple[str, ...] = env.instructions  # pyright: ignore[reportAttributeAccessIssue]
+    return {
+        "image": obs[CAMERA],
+        "state": obs["state"],
+        "instruction": [sentences[i] for i in obs["instruction"].tolist()],
+    }
+
+
+# -------------------------------------------------------------------------------------- measurement
+@torch.no_grad()
+def evaluate(
+    policy: BenchPolicy,
+    *,
+    action_chunk: int = 1,
+    episodes: int = EPISODES,
+    measurements: Iterable[str] = tuple(MEASUREMENTS),
+    num_threads: int = 1,
+    on_measured: Callable[[str, int, int], None] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Measure a policy; return measurement -> episodes, successes, rate and interval.
+
+    An episode succeeds if the task reports success within its 100 steps. The result of a
+    deterministic policy is a function of its actions alone.
+
+    Args:
+        policy: See ``BenchPolicy``. It must be a function of the observation: episodes start and
+            end without notice.
+        action_chunk: Actions C that the policy returns at once, executed one after the other.
+        episodes: Episodes of each measurement; ``check_result`` refuses fewer than EPISODES.
+        measurements: Names of MEASUREMENTS.
+        num_threads: Threads of the simulator.
+        on_measured: Callback (measurement, successes, episodes).
+
+    Raises:
+        EnvError: A measurement is unknown, or the actions have another shape.
+    """
+    measured: dict[str, dict[str, Any]] = {}
+    for name in measurements:
+        if name not in MEASUREMENTS:
+            choices = choose(str(name), list(MEASUREMENTS), "there are ")
+            raise EnvError(f"{NAME}: measurement {name!r} is unknown; {choices}")
+        all_seeds, successes = seeds(name, episodes), 0
+        for first in range(0, episodes, NUM_ENVS):
+            block = all_seeds[first : first + NUM_ENVS]
+            env = make_env(name, block, action_chunk=action_chunk, num_threads=num_threads)
+            try:
+                successes += int(_run_block(env, policy, action_chunk).sum())
+            finally:
+                env.close()
+        measured[name] = _rate(successes, episodes)
+        if on_measured is not None:
+            on_measured(name, successes, episodes)
+    return measured
+
+
+def _run_block(env: VectorEnv, policy: BenchPolicy, action_chunk: int) -> Tensor:
+    """Return whether the first episode of each world succeeds, bool [N]."""
+    obs = env.reset()
+    shape = (env.num_envs, *([action_chunk] if action_chunk > 1 else []), 4)
+    success = torch.zeros(env.num_envs, dtype=torch.bool)
+    running = ~success
+    while bool(running.any()):
+        action = torch.as_tensor(policy(observation(env, obs)), dtype=torch.float32)
+        if tuple(action.shape) != shape:
+            raise EnvError(
+                f"{NAME}: the policy returned actions of shape {list(action.shape)}, expected"
+                f" {list(shape)}"
+            )
+        step = env.step(action)
+        assert step.success is not None
+        success |= step.success & running
+        running &= ~(step.terminated | step.truncated)
+        obs = step.obs
+    return success
+
+
+def _rate(successes: int, episodes: int) -> dict[str, Any]:
+    return {
+        "episodes": episodes,
+        "successes": successes,
+        "rate": successes / episodes,
+        "ci95": list(wilson_interval(successes, episodes)),
+    }
+
+
+# ------------------------------------------------------------------------------------------ results
+FIELDS: dict[str, tuple[type, ...]] = {
+    "benchmark": (str,),  # NAME
+    "protocol": (int,),  # PROTOCOL
+    "method": (str,),  # name in the table
+    "seed": (int,),  # seed of the training
+    "env_steps": (int,),  # steps of the simulator in training, after the demonstrations
+    "measurements": (dict,),  # name -> {"episodes", "successes", "rate", "ci95"}
+    "versions": (dict,),  # package -> version
+    "cpu_s": (int, float, type(None)),  # CPU seconds of training and evaluation; null: not measured
+    "curve": (list,),  # [env_steps, success rate] of evaluations in training; may be empty
+    "notes": (dict,),  # further facts, for example {"demonstrations": 3000}
+}
+"""Field of a result -> its types. Other fields are kept and not read."""
+
+
+def result(
+    method: str,
+    measured: Mapping[str, Mapping[str, Any]],
+    *,
+    seed: int,
+    env_steps: int,
+    cpu_s: float | None = None,
+    curve: Iterable[tuple[int, float]] = (),
+    notes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the content of a result file, see FIELDS.
+
+    Args:
+        method: Name in the table.
+        measured: Result of ``evaluate``.
+        seed: Seed of the training.
+        env_steps: Steps of the simulator in training, after the demonstrations.
+        cpu_s: CPU seconds; None: not measured.
+        curve: (env_steps, success rate) of evaluations during training.
+        notes: Further facts.
+    """
+    packages = ("torch", "mujoco", "numpy", "embodied-ppo")
+    versions = {"python": platform.python_version(), **dict(_versions(packages))}
+    return {
+        "benchmark": NAME,
+        "protocol": PROTOCOL,
+        "method": method,
+        "seed": seed,
+        "env_steps": env_steps,
+        "measurements": {name: dict(m) for name, m in measured.items()},
+        "versions": versions,
+        "cpu_s": cpu_s,
+        "curve": [list(point) for point in curve],
+        "notes": dict(notes or {}),
+    }
+
+
+def _versions(packages: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Yield (package, version) of the installed ones."""
+    for name in packages:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def write_result(path: Path | str, content: Mapping[str, Any]) -> None:
+    """Write a result through a temporary file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    temporary.replace(path)
+
+
+def read_result(path: Path | str, *, episodes: int = EPISODES) -> dict[str, Any]:
+    """Return a result file after ``check_result``.
+
+    Raises:
+        EnvError: The file cannot be read, or the result is refused.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no JSON"
+        raise EnvError(f"{path}: cannot be read ({reason}); name a result of {NAME}") from error
+    check_result(content, str(path), episodes=episodes)
+    return content
+
+
+def check_result(content: Any, label: str = "result", *, episodes: int = EPISODES) -> None:
+    """Refuse what cannot stand in a table beside other results.
+
+    Args:
+        content: Content of a result file.
+        label: Name of the result in messages.
+        episodes: Required episodes of each measurement.
+
+    Raises:
+        EnvError: A field is missing or of another type, the protocol is another one, a measurement
+            is missing, or has fewer episodes or impossible counts.
+    """
+    if not isinstance(content, dict) or content.get("benchmark") != NAME:
+        raise EnvError(f"{label}: is no result of {NAME}; write one with tabletop_bench.result")
+    for name, types in FIELDS.items():
+        if name not in content:
+            raise EnvError(f"{label}: has no field {name!r}; write it with tabletop_bench.result")
+        value = content[name]
+        if not isinstance(value, types) or isinstance(value, bool):
+            expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
+            raise EnvError(f"{label}: {name}={value!r} must be of type {expected}")
+    if content["protocol"] != PROTOCOL:
+        raise EnvError(
+            f"{label}: was measured with protocol {content['protocol']}, this is protocol"
+            f" {PROTOCOL}; measure the policy again"
+        )
+    for name in MEASUREMENTS:
+        m = content["measurements"].get(name)
+        if not isinstance(m, dict) or not all(
+            isinstance(m.get(k), int) for k in ("episodes", "successes")
+        ):
+            raise EnvError(f"{label}: measurements has no {name!r} with episodes and successes")
+        if m["episodes"] < episodes:
+            raise EnvError(
+                f"{label}: {name} has {m['episodes']} episodes; the protocol needs at least"
+                f" {episodes}"
+            )
+        if not 0 <= m["successes"] <= m["episodes"]:
+            raise EnvError(f"{label}: {name} has {m['successes']} successes of {m['episodes']}")
+
+
+def rates(content: Mapping[str, Any]) -> dict[str, float]:
+    """Return the success rate of each measurement, of "train" over its families, and the "score".
+
+    The score is the mean over the six conditions.
+    """
+    counts = content["measurements"]
+    shown = {name: counts[name]["successes"] / counts[name]["episodes"] for name in MEASUREMENTS}
+    shown["train"] = fmean(shown[f"train/{name}"] for name in FAMILIES)
+    return {**shown, "score": fmean(shown[name] for name in CONDITIONS)}

@@ -1,0 +1,158 @@
+"""`embodied-ppo benchmark`: stages, the table, ranks, the page, and results of other trainers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from embodied_envs import tabletop_bench as protocol
+from embodied_ppo import benchmark
+from embodied_ppo.commands import main
+from embodied_ppo.config.schema import BenchmarkConfig, BenchmarkMethod
+from embodied_ppo.core.errors import TrainingError
+from embodied_ppo.evaluation import benchmark_page
+from embodied_ppo.training.progress import Progress
+
+
+def result(method: str, seed: int, successes: int, episodes: int = 256) -> dict[str, Any]:
+    counts = {"episodes": episodes, "successes": successes}
+    measured = {name: dict(counts) for name in protocol.MEASUREMENTS}
+    curve = [(0, 0.1), (1000, 0.5)]
+    return protocol.result(method, measured, seed=seed, env_steps=1000, curve=curve)
+
+
+def test_every_method_has_its_stages() -> None:
+    assert tuple(benchmark.METHODS) == get_args(BenchmarkMethod)
+    assert benchmark.stages_of("grpo") == ["demos", "clone_token", "grpo"]
+    assert benchmark.stages_of("ppo_from_teacher") == [
+        *("teacher", "teacher_demos", "clone_teacher", "ppo_from_teacher"),
+    ]
+
+
+class Recorded(benchmark.Stage):
+    """A stage whose process notes when it starts and ends."""
+
+    def other(self, name: str) -> Recorded:
+        return Recorded(self.out, name, self.seed, trial=self.trial)
+
+    def command(self) -> list[str]:
+        code = (
+            "import sys, time, pathlib\n"
+            "marker, name, notes = sys.argv[1:]\n"
+            "note = lambda x: open(notes, 'a').write(f'{x} {name}\\n')\n"
+            "note('start'); time.sleep(0.3); note('end')\n"
+            "if 'flow' in name: sys.exit('error: no flow')\n"
+            'pathlib.Path(marker).write_text(\'{"done": true, "cpu_s": 0.1}\')\n'
+        )
+        name = f"{self.name}-{self.seed}"
+        return [sys.executable, "-c", code, str(self.marker), name, str(self.out / "notes")]
+
+
+def test_stages_run_in_order(tmp_path: Path) -> None:
+    """Two jobs: no stage starts before those it requires; seeds share the demonstrations."""
+    seeds, jobs = 2, 2
+    wanted = [
+        Recorded(tmp_path, method, seed, trial=True)
+        for seed in range(seeds)
+        for method in ("clone", "grpo")
+    ]
+    order = benchmark._in_order(wanted)
+    assert [s.name for s in order].count("demos") == 1 and len(order) == 1 + 2 * 3
+    benchmark._run_all(order, jobs, Progress(quiet=True))
+    events = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    position = {(event, name): i for i, (event, name) in enumerate(events)}
+    assert position["end", "demos-0"] < position["start", "clone_token-1"]
+    for seed in range(seeds):
+        assert position["end", f"clone_token-{seed}"] < position["start", f"grpo-{seed}"]
+    running, most = 0, 0
+    for event, _ in events:
+        running += 1 if event == "start" else -1
+        most = max(most, running)
+    assert most == jobs
+    assert benchmark._in_order(wanted) == []  # the same command has nothing left to do
+    with pytest.raises(TrainingError, match=r"clone_flow, seed 0 failed \(error: no flow\); see"):
+        benchmark._run_all(
+            benchmark._in_order([Recorded(tmp_path, "ppo_flow", 0, trial=True)]),
+            jobs,
+            Progress(quiet=True),
+        )
+
+
+def test_ranks_and_their_correlation() -> None:
+    # Order a b c, then a c b. Deviations of the ranks from 2: (-1 0 1) and (-1 1 0): 1 / 2.
+    assert benchmark_page.rank_correlation([[1, 2, 3], [1, 3, 2]]) == pytest.approx(0.5)
+    assert benchmark_page.rank_correlation([[1, 2, 3], [3, 2, 1]]) == pytest.approx(-1)
+    assert benchmark_page.rank_correlation([[1, 2, 3]]) is None
+    results = [result(m, s, n) for s in (0, 1) for m, n in (("a", 200), ("b", 64), ("c", 64))]
+    summary = benchmark_page.summarize(results, protocol)
+    assert summary["ranks"][0] == {"a": 1, "b": 2.5, "c": 2.5}
+    assert summary["rank_correlation"] == pytest.approx(1.0)
+    assert summary["scores"]["b"] == 0.25
+    assert summary["table"][2][:4] == ["b", "2", ".250 (.250 to .250)", ".250 (.250 to .250)"]
+
+
+def test_page_shows_methods_curves_and_ranks() -> None:
+    results = [result(m, s, n) for s in (0, 1) for m, n in (("a", 200), ("b<", 64), ("c", 32))]
+    summary = benchmark_page.summarize(results, protocol)
+    page = benchmark_page.render(results, summary, protocol, {}, False)
+    assert "b&lt;" in page and "Ranks by seed" in page and "<svg" in page and "Spearman" in page
+    assert page.count("<script") == 0 and ".781" in page and "k3" in page
+
+
+@pytest.mark.slow
+def test_trial_writes_table_and_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two methods of our own and the result of another trainer; the second call trains nothing.
+
+    The stages run in this process, which saves the start of four others.
+    """
+    ran: list[str] = []
+
+    def run_all(stages: list[benchmark.Stage], jobs: int, progress: Progress) -> None:
+        ran.extend(stage.name for stage in stages)
+        for stage in stages:
+            stage.marker.parent.mkdir(parents=True, exist_ok=True)
+            stage.run()
+
+    monkeypatch.setattr(benchmark, "_run_all", run_all)
+    other = tmp_path / "other.json"
+    protocol.write_result(other, result("other trainer", 0, 1, episodes=2))
+    out = tmp_path / "bench"
+    arguments = [f"out={out}", "methods=[clone,grpo]", f"results=[{other}]", "trial=true"]
+    assert main.main(["benchmark", "--quiet", "--json", *arguments]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    rows = {row[0]: row for row in summary["table"]}
+    assert list(rows) == ["method", "clone", "grpo", "other trainer"]
+    assert rows["other trainer"][2] == ".500"
+    content = protocol.read_result(out / "results" / "grpo-0.json", episodes=2)
+    assert content["env_steps"] > 0 and content["notes"]["trial"] and content["cpu_s"] > 0
+    page = Path(summary["page"]).read_text()
+    assert page.count("data:video/mp4;base64,") == 1 and "other trainer" in page
+    assert main.main(["benchmark", "--quiet", "--json", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out) == summary
+    assert ran == ["demos", "clone_token", "clone", "grpo"]
+    # Neither a complete benchmark in this folder nor a result of a trial is accepted.
+    assert main.main(["benchmark", f"out={out}", "methods=[clone]"]) == 2
+    assert "holds a benchmark with" in capsys.readouterr().err
+    assert main.main(["benchmark", f"out={tmp_path}", f"results=[{other}]", "methods=[]"]) == 2
+    assert "the protocol needs at least 256" in capsys.readouterr().err
+
+
+def test_options_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        (["methods=[clone]"], "out = '' must name a directory"),
+        ([f"out={tmp_path}/file"], "is a file; name a directory"),
+        (["out=x", "methods=[ppo]"], "methods"),
+        (["out=x", "methods=[clone,clone]"], "must not name a method twice"),
+        (["out=x", "methods=[]"], "nothing would be shown"),
+        (["out=x", "jobs=0"], "jobs = 0"),
+    ):
+        assert main.main(["benchmark", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert BenchmarkConfig().methods == get_args(BenchmarkMethod)
