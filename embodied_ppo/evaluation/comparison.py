@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from embodied_ppo.core.intervals import Z95, wilson_interval
 from embodied_ppo.evaluation import episodes
-from embodied_ppo.evaluation.episodes import Z95
 
 Scores = NDArray[np.float64]
 """Scores of an arm, [S, E]."""
@@ -158,7 +158,7 @@ def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float
         binary: Whether the scores are 0 and 1.
     """
     if binary and len(scores) == 1:
-        return episodes.wilson_interval(int(scores.sum()), scores.size)
+        return wilson_interval(int(scores.sum()), scores.size)
     return _interval(float(scores.mean()), _variance((scores,), [scores.mean(0)]))
 
 

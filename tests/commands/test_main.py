@@ -402,7 +402,7 @@ REFUSALS = [
     (
         "",
         (
-            "no command; commands: train, demos, clone, distill, evaluate, compare, benchmark, plan,"
+            "no command; commands: train, demos, clone, distill, evaluate, compare, benchmark,"
             " .. new-task"
         ),
     ),

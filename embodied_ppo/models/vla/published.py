@@ -134,7 +134,7 @@ def flow_sizes(
     label, folder = f"model.checkpoint={checkpoint}", Path(checkpoint)
     words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS
     with config_errors(f"{label}: config.json is refused: "):
-        if raw.get("type") == pi0_files.SMOLVLA:
+        if raw.get("type") == "smolvla":
             sizes = smolvla_files.vlm_config(raw, label)
             with torch.device(device):
                 model: Any = smolvla_files.Model(raw, sizes)
@@ -146,7 +146,7 @@ def flow_sizes(
             with torch.device(device):
                 model = model_class(sizes)
     tokenize: Any = PromptTokenizer(_WordCounter(), words, clean=False)
-    if raw.get("type") == pi0_files.SMOLVLA:
+    if raw.get("type") == "smolvla":
         tokenize = _smolvla_words(words)
     # Published statistics normalise the state: nothing of the prefix changes during a run.
     vectors = [s for s in dict(env.obs_spec).values() if len(s.shape) == 1]
