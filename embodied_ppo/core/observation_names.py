@@ -1,6 +1,9 @@
-"""Which observations a name in an option means. This module loads no torch."""
+"""Names of observations, and what a name in an option means. This module loads no torch."""
 
 from __future__ import annotations
+
+INSTRUCTION = "instruction"
+"""Name of the observation that is an index into the simulator's sentences."""
 
 
 def names_observation(key: str, name: str) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from embodied_ppo.config.schema import CloningConfig
 from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.errors import ConfigError, TrainingError
+from embodied_ppo.core.observation_names import INSTRUCTION
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data.lerobot_reader import Demonstrations
 from embodied_ppo.imitation import captions
@@ -36,7 +37,6 @@ from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA
 from embodied_ppo.models.vla.trunk import (
     CELL,
-    INSTRUCTION,
     MASKED_WORD,
     VLA,
     WORDS,

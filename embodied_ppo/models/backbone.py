@@ -113,7 +113,8 @@ class Encoder(nn.Module):
         """Concatenate all vectors, [B, D], in their own units."""
         if isinstance(obs, Tensor):
             return obs.flatten(1) if obs.dim() != 2 else obs
-        return torch.cat([obs[name].flatten(1).float() for name in self.vectors], dim=1)
+        # A number per environment, such as the index of a sentence, is [B].
+        return torch.cat([obs[x].reshape(len(obs[x]), -1).float() for x in self.vectors], dim=1)
 
     @torch.no_grad()
     def forward(self, obs: Obs) -> dict[str, Tensor]:

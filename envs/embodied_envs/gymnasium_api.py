@@ -25,13 +25,12 @@ from embodied_envs import tasks
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.task import Task
 from embodied_ppo.core.errors import EnvError, choose
+from embodied_ppo.core.observation_names import INSTRUCTION
 from embodied_ppo.core.types import ArraySpec, Box, Obs, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
 AUTORESET = {"same_step": AutoresetMode.SAME_STEP, "next_step": AutoresetMode.NEXT_STEP}
-INSTRUCTION = "instruction"
-"""Observation that is an index into ``instructions``."""
 NO_LIMIT = 2**31 - 1
 """``max_episode_steps`` without a time limit."""
 

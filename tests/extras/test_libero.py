@@ -14,7 +14,7 @@ import torch
 
 from embodied_envs.adapters import libero_env
 from embodied_envs.adapters.base import AdapterOptions
-from embodied_envs.adapters.libero_env import TIME_LIMITS, LiberoEnv
+from embodied_envs.adapters.libero_env import TIME_LIMITS, LiberoEnv, LiberoTask
 from embodied_envs.checks import check_env
 from embodied_ppo.core.types import ArraySpec, Box, EnvError
 
@@ -65,6 +65,7 @@ def test_tasks_and_their_instructions(
         "state": ArraySpec((8,)),
         "agentview": image,
         "robot0_eye_in_hand": image,
+        "instruction": ArraySpec((), torch.int64),
     }
     states = (
         libero_env._benchmark("libero/", Path(empty))
@@ -88,6 +89,33 @@ def test_tasks_are_assigned_in_blocks(empty: str) -> None:
     assert env.obs_spec["agentview"] == ArraySpec((3, 32, 48), torch.uint8)
     with pytest.raises(EnvError, match=r"tasks=\[10\] must be indices from 0 to 9"):
         make("libero_goal", empty, kwargs={"tasks": [10]})
+
+
+def test_each_environment_has_the_instruction_of_its_task(
+    empty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without the index of its sentence, a policy would read the first one in every environment.
+    observed = {
+        "state": np.zeros(8, np.float32),
+        "agentview": np.zeros((3, 16, 16), np.uint8),
+    }
+    monkeypatch.setattr(LiberoTask, "reset", lambda self, **_: (observed, {"success": False}))
+    monkeypatch.setattr(
+        LiberoTask, "step", lambda self, action: (observed, 0.0, False, False, {"success": False})
+    )
+    options: dict[str, Any] = {"cameras": ("agentview",), "image_size": (16, 16)}
+    kwargs = {"tasks": [3, 7], "processes": False}
+    env = make("libero_goal", empty, 4, kwargs=kwargs, **options)
+    expected = [0, 0, 1, 1]
+    obs = env.reset()
+    assert isinstance(obs, dict) and obs["instruction"].tolist() == expected
+    step = env.step(torch.zeros(4, 7))
+    assert isinstance(step.obs, dict) and step.obs["instruction"].tolist() == expected
+    obs = env.reset_where(torch.tensor([True, False, False, True]))
+    assert obs is None or (isinstance(obs, dict) and obs["instruction"].tolist() == expected)
+    one = make("libero_goal", empty, 2, kwargs={"tasks": [3], "processes": False}, **options)
+    assert isinstance(one.obs_spec, dict) and "instruction" not in one.obs_spec
+    assert "instruction" not in dict(one.reset())  # pyright: ignore
 
 
 def test_missing_meshes_error_names_the_download_command(tmp_path: Path) -> None:

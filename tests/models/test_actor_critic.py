@@ -24,7 +24,7 @@ from embodied_ppo.core.types import (
     ObsSpec,
 )
 from embodied_ppo.models.actor_critic import CRITIC, ActorCritic
-from embodied_ppo.models.backbone import VECTOR, SpatialSoftmaxCNN
+from embodied_ppo.models.backbone import VECTOR, Encoder, SpatialSoftmaxCNN
 from embodied_ppo.training import checkpoint
 
 VECTOR_SPEC = ArraySpec((5,))
@@ -168,6 +168,14 @@ def test_mlp_scales_images():
     policy.trunk.layers[0].register_forward_hook(lambda module, args, out: outputs.append(out))
     policy.value({"obs": torch.full_like(inputs["obs"][:1], 255)})
     torch.testing.assert_close(outputs[0], white)
+
+
+def test_numbers_without_a_dimension_are_inputs():
+    spec = {"state": ArraySpec((2,)), "instruction": ArraySpec((), torch.int64)}
+    config = ModelConfig(normalize_obs=False)
+    encoder = Encoder(spec, config)
+    obs = {"state": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "instruction": torch.tensor([5, 6])}
+    assert encoder(obs)[VECTOR].tolist() == [[1, 2, 5], [3, 4, 6]]
 
 
 def test_channel_order_of_images_has_no_effect():

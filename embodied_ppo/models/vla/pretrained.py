@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import layers
 from embodied_ppo.core.errors import show
+from embodied_ppo.core.observation_names import INSTRUCTION
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import channels_first_shape, is_image
@@ -43,7 +44,6 @@ from embodied_ppo.models.vla.hf_vlm import Prompts, VisionLanguage
 from embodied_ppo.models.vla.openvla import Cache, Embedded, OpenVLABody
 from embodied_ppo.models.vla.openvla_files import ActionTokens
 from embodied_ppo.models.vla.trunk import (
-    INSTRUCTION,
     Grounding,
     ObservationEncoder,
     ValueHead,

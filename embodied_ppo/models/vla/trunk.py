@@ -27,11 +27,10 @@ from torch import Generator, Tensor, nn
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.collectives import gathered
+from embodied_ppo.core.observation_names import INSTRUCTION
 from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, ConfigError, Obs, ObsSpec
 from embodied_ppo.models.backbone import VECTOR, Encoder, channels_first_shape, split_parameters
 
-INSTRUCTION = "instruction"
-"""Name of the observation that is an index into the simulator's sentences."""
 WORDS = "/words"
 """Name of the input that holds a sentence's word ids. No image has a name with a slash."""
 CELL = 4

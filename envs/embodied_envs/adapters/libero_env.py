@@ -29,7 +29,8 @@ from torch import Tensor
 from embodied_envs.adapters.base import AdapterOptions, discard_output, use_egl_without_display
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
 from embodied_envs.adapters.user_code import wrap_errors
-from embodied_ppo.core.types import EnvError, Step
+from embodied_ppo.core.observation_names import INSTRUCTION
+from embodied_ppo.core.types import ArraySpec, EnvError, Obs, Step
 
 TIME_LIMITS = {
     "libero_spatial": 220,
@@ -107,7 +108,8 @@ class LiberoEnv(GymnasiumEnv):
     Each environment has one fixed task.
 
     observation   "state" [8]: end effector position (m), orientation (axis times angle, rad), two
-                  finger positions (m); camera name: uint8 [3, H, W]
+                  finger positions (m); camera name: uint8 [3, H, W]; with several tasks
+                  "instruction" int64 [], the environment's index in ``instructions``
     action        [7] in [-1, 1]: change of position and orientation, gripper (1 closes)
     reward        1 when the task succeeds, which ends the episode and sets ``success``
 
@@ -173,10 +175,32 @@ class LiberoEnv(GymnasiumEnv):
         self.task_names = tuple(names[i] for i in selected)
         self.instructions = tuple(instructions[i] for i in selected)
         self.task = torch.tensor(task, device=self.device)
+        if len(selected) > 1:
+            assert isinstance(self.obs_spec, dict)
+            self.obs_spec = {**self.obs_spec, INSTRUCTION: ArraySpec((), torch.int64)}
+
+    def reset(self) -> Obs:
+        """Start new episodes in all environments."""
+        return self._with_instruction(super().reset())
 
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, 7]."""
-        return replace(super().step(action), task=self.task.clone())
+        step = super().step(action)
+        final_obs = None if step.final_obs is None else self._with_instruction(step.final_obs)
+        obs = self._with_instruction(step.obs)
+        return replace(step, obs=obs, final_obs=final_obs, task=self.task.clone())
+
+    def reset_where(self, where: Tensor) -> Obs | None:
+        """Start new episodes where bool [N] is True."""
+        obs = super().reset_where(where)
+        return None if obs is None else self._with_instruction(obs)
+
+    def _with_instruction(self, obs: Obs) -> Obs:
+        """Add the index of each environment's sentence, if there are several."""
+        if len(self.instructions) < 2:
+            return obs
+        assert isinstance(obs, dict)
+        return {**obs, INSTRUCTION: self.task.clone()}
 
     def restart(self, seeds: list[int]) -> None:
         """Store new seeds. The ``reset`` that must follow applies them."""
