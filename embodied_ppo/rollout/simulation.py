@@ -31,7 +31,8 @@ from embodied_ppo.core.types import (
 from embodied_ppo.rollout.group_filter import GroupFilter
 
 WINDOW = 100
-"""Finished episodes over which rollout/return, length and success are averaged."""
+"""Smallest number of episodes over which rollout/return, length and success are averaged, once so
+many have finished."""
 Experience: TypeAlias = "tuple[Trajectory, Metrics]"
 
 
@@ -529,7 +530,9 @@ class Rollout:
         success: list[Tensor | None],
         cuts: Mapping[int, Tensor],
     ) -> Metrics:
-        """Add the episodes that ended to the window; return their number and the window's means.
+        """Count the episodes that ended; return their number, and means of the newest episodes.
+
+        These are all that ended in this rollout, and at least the newest WINDOW.
 
         ``length`` [T, N] counts simulator steps. ``cuts`` maps a row to the environments whose
         episode was truncated for staggering; these episodes do not count.
@@ -548,21 +551,23 @@ class Rollout:
                 finished = finished & ~cuts[t]
             episodes.append(self.running[:, finished])
             self.running.masked_fill_(finished, 0.0)
-        window = torch.cat(episodes, 1)
-        count = window.shape[1]
-        self.finished.extend(zip(*window[:, -WINDOW:].tolist(), strict=True))
-        metrics: Metrics = {"rollout/episodes": float(count)}
+        new = list(zip(*torch.cat(episodes, 1).tolist(), strict=True))
+        self.finished.extend(new)
+        # In the order of ending, failures that last until the time limit come last: a part of a
+        # rollout would contain mostly these.
+        window = new if len(new) > WINDOW else self.finished
+        metrics: Metrics = {"rollout/episodes": float(len(new))}
         unstable = getattr(self.env, "unstable", None)
         if unstable is not None:
             metrics["rollout/unstable"] = float(unstable)
         level = getattr(self.env, "terrain_level", None)
         if level is not None:
             metrics["rollout/terrain_level"] = Mean(float(level.sum()), float(level.numel()))
-        if self.finished:
-            metrics["rollout/return"] = Mean.of(e[0] for e in self.finished)
-            metrics["rollout/length"] = Mean.of(e[1] for e in self.finished)
+        if window:
+            metrics["rollout/return"] = Mean.of(e[0] for e in window)
+            metrics["rollout/length"] = Mean.of(e[1] for e in window)
             if self.has_success:
-                metrics["rollout/success"] = Mean.of(e[2] for e in self.finished)
+                metrics["rollout/success"] = Mean.of(e[2] for e in window)
         return metrics
 
     def close(self) -> None:

@@ -167,12 +167,15 @@ def test_episode_metrics():
     assert isinstance(metrics["rollout/return"], Mean)
 
 
-def test_metrics_average_the_last_hundred_episodes():
+def test_metrics_average_all_episodes_of_a_rollout_and_at_least_a_hundred():
     _, r = rollout([1], [False], same_step=True)
     _, metrics = r.collect(WINDOW + 50, update=0, version=0)
     assert number(metrics["rollout/episodes"]) == WINDOW + 50
-    # Episode e returns 10 e + 1; the last hundred are 50 .. 149.
-    assert number(metrics["rollout/return"]) == pytest.approx(10 * (50 + 149) / 2 + 1)
+    # Episode e returns 10 e + 1.
+    assert number(metrics["rollout/return"]) == pytest.approx(10 * 149 / 2 + 1)
+    _, metrics = r.collect(20, update=1, version=0)
+    # The newest hundred are 70 .. 169.
+    assert number(metrics["rollout/return"]) == pytest.approx(10 * (70 + 169) / 2 + 1)
 
 
 def test_finished_episodes_are_ordered_by_row_then_environment() -> None:
