@@ -50,6 +50,8 @@ HEADER = (
     " activations | total, GB | simulate | act | train | exchange | update, s (range) |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
+BEGIN, END = "<!-- plans -->\n", "\n<!-- /plans -->"
+"""Lines of the page around the table."""
 Estimators = dict[bool, EmbodiedMemoryEstimator]
 
 
@@ -100,9 +102,9 @@ def _rounded(seconds: float, digits: int) -> str:
 
 
 def rows_of_page(text: str) -> dict[tuple[str, str], str]:
-    """Return (model, machine) -> row of the table in the page."""
+    """Return (model, machine) -> row of the table between BEGIN and END in the page."""
     rows = {}
-    for line in text.splitlines():
+    for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) > 3 and cells[1] in MODELS.values():
             rows[cells[1], cells[2]] = line
@@ -120,9 +122,8 @@ def write(names: Sequence[str]) -> None:
             rows = rows_of_page(text) | {(MODELS[name], f"{devices} x {memory}"): line}
             order = [(m, f"{n} x {gb}") for m in MODELS.values() for n, gb in MACHINES]
             table = "\n".join([*HEADER, *(rows[key] for key in order if key in rows)])
-            begin, end = "<!-- plans -->\n", "\n<!-- /plans -->"
-            before, _, after = text.partition(begin)
-            PAGE.write_text(before + begin + table + end + after.partition(end)[2], "utf-8")
+            before, _, after = text.partition(BEGIN)
+            PAGE.write_text(before + BEGIN + table + END + after.partition(END)[2], "utf-8")
 
 
 # ---------------------------------------------------------------------------------------- measure
@@ -171,7 +172,7 @@ def measure() -> None:
     torch.set_num_threads(1)
     spaces, rows = Spaces(), 8
     x = torch.randn(1024, 1024)
-    print("model    phase  GFLOP per decision  ms     GFLOP/s  relative to a 1024 x 1024 matrix product")
+    print("model    phase  GFLOP per decision  ms     GFLOP/s  relative to a matrix product")
     for kind, policy_class in (("pi0", PI0), ("pi05", PI05), ("smolvla", SmolVLA)):
         contents = published.flow_sizes(small_sizes(kind), kind, spaces, 5, device="cpu")
         config = ModelConfig(policy="flow", freeze_trunk=True, flow_steps=4)
