@@ -1,7 +1,8 @@
-"""tabletop-bench with our own methods: train, measure, and write the table and the page.
+"""Train our own methods on tabletop-bench, measure them, and write the table and the page.
 
-The protocol is in ``embodied_envs.tabletop_bench``; this module trains by ``run.clone`` and
-``run.train``. Each stage of a method is a process: ``python -m embodied_ppo.benchmark``.
+The protocol is in ``embodied_envs.tabletop_bench``; this module trains with ``run.clone`` and
+``run.train``. Each stage runs in its own process, ``python -m embodied_ppo.benchmark``. Stages on
+the left must be finished before the methods on the right start::
 
     demos, clone_token              -> clone, ppo_token, grpo
     demos, clone_flow               -> ppo_flow
@@ -9,8 +10,8 @@ The protocol is in ``embodied_envs.tabletop_bench``; this module trains by ``run
     teacher, teacher_demos, clone_teacher -> ppo_from_teacher
 
 Demonstrations of the scripted expert are recorded once; all other stages run once per seed. The
-teacher of ``ppo_from_teacher`` is trained by PPO on the simulator's state, and the successes that
-it then records are cloned instead of the expert's.
+teacher of ``ppo_from_teacher`` is trained by PPO on the simulator's state. Its successful episodes
+are recorded and cloned instead of the expert's demonstrations.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from embodied_ppo.training.run_directory import replace_text
 
 EXPERIMENT = "tabletop_bench"
 POLL_S = 0.2
+"""Seconds between two checks whether a stage has ended."""
 VIDEO_EPISODES = 2
 
 
@@ -52,8 +54,9 @@ class Method:
     """A method of the table.
 
     Attributes:
-        clone: Stage whose policy it measures or starts PPO from.
-        options: Options of PPO that differ from EXPERIMENT and from the head; None: no PPO.
+        clone: Stage whose cloned policy is measured, or is the initial policy of PPO.
+        options: Options of PPO in addition to those of EXPERIMENT and of the action head; None: the
+            cloned policy is measured without PPO.
     """
 
     clone: str
@@ -71,7 +74,7 @@ HEADS: dict[str, dict[str, Any]] = {
     },
     "clone_teacher": {},
 }
-"""Stage of a cloned policy -> options of its action head and of its PPO."""
+"""Cloning stage -> options of its action head, for cloning and PPO, that differ from EXPERIMENT."""
 METHODS: dict[str, Method] = {
     "clone": Method("clone_token", None),
     "ppo_token": Method("clone_token", {}),
@@ -106,20 +109,20 @@ TEACHER: dict[str, Any] = {
     "evaluation.num_envs": 64,
     "evaluation.video_episodes": 0,
 }
-"""Options of the teacher that differ from experiment tabletop_privileged."""
+"""Options of the teacher that differ from those of experiment tabletop_privileged."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths of all stages.
+    """Sizes of all stages.
 
     Attributes:
-        demonstrations: Demonstrations of the expert, and of the teacher.
-        teacher_steps: Steps of the simulator that train the teacher, without images.
+        demonstrations: Number of demonstrations of the expert; also that of the teacher.
+        teacher_steps: Environment steps without images that train the teacher.
         episodes: Episodes of each measurement.
         options: Options of cloning and of PPO that differ from EXPERIMENT.
-        cloning: The same of cloning alone.
-        ppo: The same of PPO alone.
+        cloning: Options of cloning only.
+        ppo: Options of PPO only.
     """
 
     demonstrations: int
@@ -148,7 +151,7 @@ TRIAL = Sizes(
 
 
 def requirements(stage: str) -> tuple[str, ...]:
-    """Return the stages that must be finished before ``stage``."""
+    """Return the stages that must be finished before ``stage`` starts."""
     if stage in METHODS:
         return (METHODS[stage].clone,)
     return {
@@ -169,10 +172,17 @@ def stages_of(method: str) -> list[str]:
 
 # ------------------------------------------------------------------------------------------- stages
 class Stage:
-    """One stage of one seed: its files, and what it runs."""
+    """One stage of one seed: its files and its computation."""
 
     def __init__(self, out: Path, name: str, seed: int, *, trial: bool) -> None:
-        """Name a stage; nothing is read or written."""
+        """Set the paths of the stage; no file is read or written.
+
+        Args:
+            out: Directory of the benchmark.
+            name: Key of METHODS or HEADS, "demos", "teacher" or "teacher_demos".
+            seed: Seed of the training.
+            trial: Whether the sizes are TRIAL instead of FULL.
+        """
         self.out, self.name, self.seed, self.trial = out, name, seed, trial
         self.sizes = TRIAL if trial else FULL
         parent = out if name == "demos" else out / f"seed-{seed}"
@@ -185,11 +195,11 @@ class Stage:
 
     @property
     def result(self) -> Path:
-        """File of the result of a method."""
+        """Result file of a method."""
         return self.out / "results" / f"{self.name}-{self.seed}.json"
 
     def state(self) -> dict[str, Any]:
-        """Return "done" and "cpu_s", the CPU seconds until now, interrupted processes included."""
+        """Return "done" and "cpu_s", the CPU seconds so far, including interrupted processes."""
         try:
             return json.loads(self.marker.read_text())
         except (OSError, ValueError):
@@ -202,8 +212,8 @@ class Stage:
         return [*module, str(self.out), self.name, str(self.seed), mode]
 
     def run(self) -> None:
-        """Run the stage in this process, and continue what an earlier process has left."""
-        before, done = float(self.state()["cpu_s"]), False
+        """Run the stage in this process; continue it if an earlier process was interrupted."""
+        earlier_cpu_s, done = float(self.state()["cpu_s"]), False
         try:
             if self.name in ("demos", "teacher_demos"):
                 self._record()
@@ -212,15 +222,15 @@ class Stage:
             elif self.name in HEADS:
                 self._clone()
             else:
-                self._run_method(before)
+                self._run_method(earlier_cpu_s)
             done = True
         finally:
-            cpu_s = round(before + time.process_time(), 1)
+            cpu_s = round(earlier_cpu_s + time.process_time(), 1)
             replace_text(self.marker, json.dumps({"done": done, "cpu_s": cpu_s}) + "\n")
 
     # ------------------------------------------------------------------------------------ training
     def _options(self, head: str) -> dict[str, Any]:
-        """Return the options of cloning and PPO of a head."""
+        """Return the options of cloning and PPO for a cloning stage of HEADS."""
         return {
             "experiment": EXPERIMENT,
             "seed": self.seed,
@@ -242,7 +252,7 @@ class Stage:
         }
 
     def _train(self, options: Mapping[str, Any]) -> None:
-        """Train, or continue, the run of this stage."""
+        """Train the run of this stage, or continue it."""
         if checkpoint.steps(self.dir / "checkpoints"):
             options = {"resume": str(self.dir)}
         options = {**options, "run_dir": str(self.dir)}
@@ -251,7 +261,7 @@ class Stage:
     def _clone(self) -> None:
         """Clone the demonstrations of the expert or of the teacher."""
         if checkpoint.steps(self.dir / "checkpoints"):
-            return  # only the evaluation is missing, which nothing reads
+            return  # only the evaluation is missing, and no other stage uses it
         demos = self.other(requirements(self.name)[0])
         options = {
             **self._options(self.name),
@@ -266,7 +276,7 @@ class Stage:
     def _record(self) -> None:
         """Record demonstrations of the expert or of the teacher."""
         env = _config("train", {"experiment": EXPERIMENT}).env
-        # The teacher of a trial does not succeed; the expert's demonstrations replace its own.
+        # The teacher of a trial does not succeed, so a trial records the expert instead.
         is_teacher = self.name == "teacher_demos" and not self.trial
         act = api.load(self.other("teacher").dir).act if is_teacher else None
         config = DemosConfig(out=str(self.dir), episodes=self.sizes.demonstrations, env=env)
@@ -275,10 +285,13 @@ class Stage:
             expert_demos.record(config, bar.say, atomic=interrupts.uninterrupted, policy=act)
 
     # --------------------------------------------------------------------------------- measurement
-    def _run_method(self, before: float) -> None:
-        """Train a method, measure it by the protocol, and write its result."""
+    def _run_method(self, earlier_cpu_s: float) -> None:
+        """Train a method, measure it by the protocol, and write its result.
+
+        ``earlier_cpu_s`` is the CPU time of interrupted processes of this stage.
+        """
         method, clone = METHODS[self.name], self.other(METHODS[self.name].clone)
-        trained = clone.dir
+        policy_dir = clone.dir
         if method.options is not None:
             options = {
                 **self._options(method.clone),
@@ -290,14 +303,14 @@ class Stage:
                 "keep_last": 1,
             }
             self._train(options)
-            trained = self.dir
-        bench, policy = _bench(), api.load(trained)
+            policy_dir = self.dir
+        bench, policy = _bench(), api.load(policy_dir)
         chunk = policy.config.env.action_chunk
         act = sentence_reader(policy)
         measured = bench.evaluate(act, action_chunk=chunk, episodes=self.sizes.episodes)
-        rows = [row for row in report.rows(trained) if row.get("eval/success") is not None]
+        rows = [row for row in report.rows(policy_dir) if row.get("eval/success") is not None]
         stages = [stage for stage in stages_of(self.name) if stage != self.name]
-        cpu_s = before + time.process_time()
+        cpu_s = earlier_cpu_s + time.process_time()
         cpu_s += sum(float(self.other(stage).state()["cpu_s"]) for stage in stages)
         content = bench.result(
             self.name,
@@ -310,7 +323,7 @@ class Stage:
                 "demonstrations": 0 if "teacher" in stages else self.sizes.demonstrations,
                 "teacher_steps": self.sizes.teacher_steps if "teacher" in stages else 0,
                 "trial": self.trial,
-                "run_dir": str(trained.relative_to(self.out)),
+                "run_dir": str(policy_dir.relative_to(self.out)),
             },
         )
         bench.write_result(self.result, content)
@@ -322,22 +335,22 @@ def _bench() -> Any:
 
 
 def _config(command: str, options: Mapping[str, Any]) -> Config:
-    """Return the resolved options of a command."""
+    """Return the complete configuration of a command with these options."""
     args = argparse.Namespace(command=command, config_name=None, config_dir=None)
     return prepare(args, override_lines(command, options), label=CALL).config
 
 
 def sentence_reader(policy: Any) -> Callable[[Mapping[str, Any]], Tensor]:
-    """Return a policy of the protocol from a trained vision-language-action policy."""
-    known: dict[str, int] = {}
+    """Return a function with the interface ``BenchPolicy`` that calls a trained VLA policy."""
+    indices: dict[str, int] = {}
 
     def act(obs: Mapping[str, Any]) -> Tensor:
-        count = len(known)
+        count = len(indices)
         for sentence in obs["instruction"]:
-            known.setdefault(sentence, len(known))
-        if len(known) > count:
-            policy.network.set_sentences(tuple(known))
-        index = torch.tensor([known[sentence] for sentence in obs["instruction"]])
+            indices.setdefault(sentence, len(indices))
+        if len(indices) > count:
+            policy.network.set_sentences(tuple(indices))
+        index = torch.tensor([indices[sentence] for sentence in obs["instruction"]])
         return policy.act({"front": obs["image"], "state": obs["state"], "instruction": index})
 
     return act
@@ -345,56 +358,62 @@ def sentence_reader(policy: Any) -> Callable[[Mapping[str, Any]], Tensor]:
 
 # --------------------------------------------------------------------------------------- all stages
 def benchmark(config: BenchmarkConfig, *, quiet: bool = False) -> dict[str, Any]:
-    """Train and measure the methods, and write the table and the page; continue earlier work.
+    """Train and measure the methods, and write the table and the page.
+
+    Finished stages are kept, and interrupted ones are continued.
 
     Args:
         config: Checked options.
-        quiet: Whether progress is not shown.
+        quiet: Whether progress is hidden.
 
     Returns:
-        "page", "table" (rows of text), "scores" (method -> mean score) and "rank_correlation".
+        Paths "page" and "results", and the entries of ``benchmark_page.summarize``.
 
     Raises:
-        ConfigError, EnvError: Before anything is trained.
-        TrainingError: A stage fails.
-        KeyboardInterrupt: After an interrupt; the same command continues.
+        ConfigError, EnvError: The folder or a result file cannot be used; nothing has been trained.
+        TrainingError: A stage failed.
+        KeyboardInterrupt: The benchmark was interrupted; the same command continues it.
     """
     out, progress = Path(config.out).absolute(), Progress(quiet)
     episodes = (TRIAL if config.trial else FULL).episodes
     bench = _bench()
     for path in config.results:
         bench.read_result(path, episodes=episodes)
-    _claim(out, config.trial)
+    _check_folder(out, config.trial)
     seeds = range(config.seeds)
-    wanted = [Stage(out, m, seed, trial=config.trial) for seed in seeds for m in config.methods]
-    _run_all(_in_order(wanted), config.jobs, progress)
-    results = [bench.read_result(stage.result, episodes=episodes) for stage in wanted]
-    own = [dict(content) for content in results]
+    methods = [Stage(out, m, seed, trial=config.trial) for seed in seeds for m in config.methods]
+    _run_all(_in_order(methods), config.jobs, progress)
+    results = [bench.read_result(stage.result, episodes=episodes) for stage in methods]
+    own_results = [dict(content) for content in results]
     results += [bench.read_result(path, episodes=episodes) for path in config.results]
     families = bench.FAMILIES[:1] if config.trial else bench.FAMILIES
-    videos = _videos(out, own, families, progress) if own else {}
+    videos = _videos(out, own_results, families, progress) if own_results else {}
     summary = benchmark_page.summarize(results, bench)
     page = out / "index.html"
     replace_text(page, benchmark_page.render(results, summary, bench, videos, config.trial))
     return {"page": str(page), "results": str(out / "results"), **summary}
 
 
-def _claim(out: Path, trial: bool) -> None:
-    """Write what kind of benchmark a folder holds, or compare it. Raises ConfigError."""
-    facts = {"benchmark": _bench().NAME, "protocol": _bench().PROTOCOL, "trial": trial}
+def _check_folder(out: Path, trial: bool) -> None:
+    """Write benchmark.json, which identifies the benchmark of a folder, or check the existing one.
+
+    Raises:
+        ConfigError: The folder holds another benchmark or cannot be used.
+    """
+    identity = {"benchmark": _bench().NAME, "protocol": _bench().PROTOCOL, "trial": trial}
     file = out / "benchmark.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
         stored = json.loads(file.read_text()) if file.exists() else None
         if stored is None:
-            replace_text(file, json.dumps(facts) + "\n")
+            replace_text(file, json.dumps(identity) + "\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "benchmark.json is damaged"
         raise ConfigError(f"out={out}: cannot be used ({reason}); name another folder") from error
-    if stored is not None and stored != facts:
+    if stored is not None and stored != identity:
         raise ConfigError(
-            f"out={out}: holds a benchmark with {json.dumps(stored)}, not {json.dumps(facts)}; name"
-            " another folder"
+            f"out={out}: holds a benchmark with {json.dumps(stored)}, not {json.dumps(identity)};"
+            " name another folder"
         )
 
 
@@ -421,19 +440,20 @@ def _run_all(stages: Sequence[Stage], jobs: int, progress: Progress) -> None:
                         cpu_s = stage.state()["cpu_s"]
                         name = f"{stage.name}, seed {stage.seed}"
                         progress.say(f"{name}: {cpu_s:.0f} CPU s; {len(waiting)} stages to start")
-                open_stages = {s.marker for s in waiting} | set(running)
+                unfinished = {s.marker for s in waiting} | set(running)
                 ready = [
                     s
                     for s in waiting
-                    if not any(s.other(r).marker in open_stages for r in requirements(s.name))
+                    if not any(s.other(r).marker in unfinished for r in requirements(s.name))
                 ]
                 for stage in ready[: jobs - len(running)]:
                     waiting.remove(stage)
                     running[stage.marker] = (stage, _start(stage))
                 time.sleep(POLL_S)
         finally:
-            # One signal each: a training run saves at the first one. A process group of its own
-            # keeps Ctrl-C of the terminal, which would be a second one, from the processes.
+            # Send one signal to each process: a training run saves a checkpoint at the first signal
+            # and stops at once at a second one. Ctrl-C in the terminal would be a second signal, so
+            # each process was started in its own session (``start_new_session``).
             for _, process in running.values():
                 process.send_signal(signal.SIGTERM)
             for _, process in running.values():
@@ -467,7 +487,7 @@ def _check_finished(stage: Stage, code: int) -> None:
 def _videos(
     out: Path, results: Sequence[Mapping[str, Any]], families: Sequence[str], progress: Progress
 ) -> dict[str, benchmark_page.FamilyVideo]:
-    """Return family -> video of the best method's first measured episodes."""
+    """Return family -> video of the first measured episodes of the best method."""
     bench = _bench()
     scores = {r["method"]: bench.rates(r)["score"] for r in results if r["seed"] == 0}
     best = max(scores, key=lambda name: scores[name])
@@ -477,8 +497,8 @@ def _videos(
     for family in families:
         path, name = out / "videos" / f"{best}-{family}.mp4", f"train/{family}"
         seeds = bench.seeds(name, VIDEO_EPISODES)
-        facts = path.with_suffix(".json")
-        if not (path.exists() and facts.exists()):
+        sentences_file = path.with_suffix(".json")
+        if not (path.exists() and sentences_file.exists()):
             progress.say(f"video of {family}")
             recorded = video.record_video(
                 policy.network,
@@ -491,13 +511,15 @@ def _videos(
             )
             if recorded.path is None:
                 continue
-            replace_text(facts, json.dumps(bench.sentences(name, seeds)) + "\n")
-        videos[family] = benchmark_page.FamilyVideo(best, path, json.loads(facts.read_text()))
+            replace_text(sentences_file, json.dumps(bench.sentences(name, seeds)) + "\n")
+        videos[family] = benchmark_page.FamilyVideo(
+            best, path, json.loads(sentences_file.read_text())
+        )
     return videos
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one stage: OUT STAGE SEED trial|full."""
+    """Run one stage; ``argv`` is OUT STAGE SEED trial|full."""
     out, name, seed, mode = argv
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,11 @@
-"""Write the table of docs/scaling.md: four VLA models on nine machines, planned without weights.
+"""Write the table of docs/scaling.md: plans of four VLA models for nine machines.
 
 python scripts/plan_table.py                       # all models, about ten minutes of CPU time
 python scripts/plan_table.py openvla_oft           # the rows of one recipe
-python scripts/plan_table.py --measure             # share of the peak that small models reach here
+python scripts/plan_table.py --measure             # speed of small models on this CPU
 
-It calls what ``embodied-ppo plan experiment=NAME --devices N --device-gb GB`` calls.
+It calls the same function as ``embodied-ppo plan experiment=NAME --devices N --device-gb GB``. It
+needs no weights and no GPU.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ MODELS = {
 }
 """Recipe -> name of its model."""
 MACHINES = [(devices, memory) for memory in (24, 80, 141) for devices in (1, 2, 8)]
-"""(GPUs, GB of each)."""
+"""(Number of GPUs, memory of each in GB)."""
 HEADER = (
     "| model | GPUs | placement | micro-batch | weights | gradients | AdamW | experience |"
-    " activations | total, GB | simulate | act | train | exchange | an update, s (range) |",
+    " activations | total, GB | simulate | act | train | exchange | update, s (range) |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
+BEGIN, END = "<!-- plans -->\n", "\n<!-- /plans -->"
+"""Lines of the page around the table."""
 Estimators = dict[bool, EmbodiedMemoryEstimator]
 
 
@@ -65,20 +68,20 @@ def row(name: str, devices: int, memory: int, estimators: Estimators) -> str:
     Args:
         name: Recipe.
         devices: Number of GPUs.
-        memory: GB of each.
-        estimators: Models of earlier rows of the same recipe.
+        memory: Memory of each GPU, GB.
+        estimators: Estimators of earlier rows of the same recipe, see ``machine_plan.plan_for``.
     """
     start = f"| {MODELS[name]} | {devices} x {memory} |"
     try:
         planned = machine_plan.plan_for(recipe(name), devices, memory, estimators)
     except PlacementError as error:
         needed = re.search(r"= ([\d.]+ GB) to", str(error))
-        cure = str(error).rpartition("the smallest change that fits: ")[2].partition(", which")[0]
+        change = str(error).rpartition("the smallest change that fits: ")[2].partition(", which")[0]
         size = needed[1] if needed else "more"
-        return f"{start} does not fit ({size}); `{cure}` does |" + " |" * 12
+        return f"{start} does not fit (needs {size}); fits with `{change}` |" + " |" * 12
     options = [planned.config.placement]
     for path, text in (
-        ("model.gradient_checkpointing", "gradients recomputed"),
+        ("model.gradient_checkpointing", "activations recomputed"),
         ("algorithm.rollout_micro_batch_size", "acting in parts"),
         ("cluster.shard", "shards"),
     ):
@@ -87,21 +90,21 @@ def row(name: str, devices: int, memory: int, estimators: Estimators) -> str:
     sizes = [f"{size / 1e9:.1f}" for size in (*need.values(), sum(need.values()))]
     s = planned.seconds
     assert s is not None and s.simulate is not None
-    phases = [f"{x:.3g}" for x in (s.simulate, s.act, s.learn, s.exchange)]
-    total = f"{_round(s.total)} ({_round(s.low)} to {_round(s.high)})"
+    phases = [_rounded(x, 3) for x in (s.simulate, s.act, s.learn, s.exchange)]
+    total = f"{_rounded(s.total, 2)} ({_rounded(s.low, 2)} to {_rounded(s.high, 2)})"
     cells = [", ".join(options), str(planned.micro_batch), *sizes, *phases, total]
     return f"{start} {' | '.join(cells)} |"
 
 
-def _round(seconds: float) -> str:
-    """Return two significant digits without an exponent."""
-    return f"{float(f'{seconds:.2g}'):g}"
+def _rounded(seconds: float, digits: int) -> str:
+    """Return a number with ``digits`` significant digits and without an exponent, such as 1,790."""
+    return f"{float(f'{seconds:.{digits}g}'):,g}"
 
 
 def rows_of_page(text: str) -> dict[tuple[str, str], str]:
-    """Return (model, machine) -> row of the table in the page."""
+    """Return (model, machine) -> row of the table between BEGIN and END in the page."""
     rows = {}
-    for line in text.splitlines():
+    for line in text.partition(BEGIN)[2].partition(END)[0].splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) > 3 and cells[1] in MODELS.values():
             rows[cells[1], cells[2]] = line
@@ -109,7 +112,7 @@ def rows_of_page(text: str) -> dict[tuple[str, str], str]:
 
 
 def write(names: Sequence[str]) -> None:
-    """Compute the rows of recipes and write the table into the page after each recipe."""
+    """Compute the rows of recipes, and write the table into the page after each row."""
     for name in names:
         estimators: Estimators = {}
         for devices, memory in MACHINES:
@@ -119,9 +122,8 @@ def write(names: Sequence[str]) -> None:
             rows = rows_of_page(text) | {(MODELS[name], f"{devices} x {memory}"): line}
             order = [(m, f"{n} x {gb}") for m in MODELS.values() for n, gb in MACHINES]
             table = "\n".join([*HEADER, *(rows[key] for key in order if key in rows)])
-            begin, end = "<!-- plans -->\n", "\n<!-- /plans -->"
-            before, _, after = text.partition(begin)
-            PAGE.write_text(before + begin + table + end + after.partition(end)[2], "utf-8")
+            before, _, after = text.partition(BEGIN)
+            PAGE.write_text(before + BEGIN + table + END + after.partition(END)[2], "utf-8")
 
 
 # ---------------------------------------------------------------------------------------- measure
@@ -137,7 +139,7 @@ class Spaces:
 
 
 def small_sizes(kind: str) -> dict[str, Any]:
-    """Return config.json of a model of a third to a half of the published widths, four layers."""
+    """Return config.json of a model: a third to a half of the published widths, four layers."""
     text = {"hidden_size": 768, "intermediate_size": 3072}
     if kind == "smolvla":
         text = {"hidden_size": 480, "intermediate_size": 1280, "vocab_size": 1000}
@@ -166,11 +168,11 @@ def cpu_seconds(function: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def measure() -> None:
-    """Print counted operations, CPU seconds, and the share of a matrix product's speed."""
+    """Print counted operations, CPU time, and the speed relative to a matrix product."""
     torch.set_num_threads(1)
     spaces, rows = Spaces(), 8
     x = torch.randn(1024, 1024)
-    print("model    phase  GFLOP per decision  ms     GFLOP/s  share of a product of 1024 x 1024")
+    print("model    phase  GFLOP per decision  ms     GFLOP/s  relative to a matrix product")
     for kind, policy_class in (("pi0", PI0), ("pi05", PI05), ("smolvla", SmolVLA)):
         contents = published.flow_sizes(small_sizes(kind), kind, spaces, 5, device="cpu")
         config = ModelConfig(policy="flow", freeze_trunk=True, flow_steps=4)

@@ -1,6 +1,6 @@
-"""Compare trained policies: the same initial states for all, differences with intervals, a page.
+"""Compare trained policies on the same initial states; write differences, intervals and a page.
 
-An arm is a method: one run, or runs that differ in nothing but their seed.
+An arm is a method: one run, or several runs that differ only in their seed.
 """
 
 from __future__ import annotations
@@ -31,31 +31,34 @@ Metric: TypeAlias = Literal["auto", "return", "success"]
 METRICS: tuple[str, ...] = get_args(Metric)
 
 MOST_ARMS = 6
-"""Largest number of arms; the page has as many colours."""
+"""Largest number of arms, which is the number of colours of the page."""
 
 MOST_RUNS = 200
-"""Largest number of runs of all arms."""
+"""Largest number of runs in all arms together."""
 
 FORMAT = 1
-"""Version of comparison.json; it changes when a field changes its meaning."""
+"""Version of comparison.json. Increase it when the meaning of a field changes."""
 
 NOT_OF_METHOD = ("seed", "run_dir", "resume", "name", "description", "evaluation.", "tracker")
-"""Beginnings of options that do not distinguish methods."""
+"""Prefixes of the options that may differ between runs of one method."""
 
 SAME_TASK = (
     *("env.id", "env.simulator", "env.max_episode_steps", "env.randomize", "env.ranges"),
     *("env.kwargs", "env.realism", "data.eval"),
 )
-"""Options that define what is measured; ``compare`` names those that differ."""
+"""Prefixes of the options that define the evaluated task; ``compare`` reports those that differ."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run of an arm: its newest checkpoint, or the one that was named.
+    """A run of an arm, with its newest checkpoint or the checkpoint that the user named.
 
     Attributes:
-        path: As the user named it, or found below a folder that the user named.
-        options: Dotted path -> value of the options that the run read.
+        path: Path that the user named, or a run in a folder that the user named.
+        source: The checkpoint.
+        run_dir: Run directory that contains the checkpoint.
+        config: Options of the run.
+        options: Dotted path -> value of the options that the run reads.
     """
 
     path: Path
@@ -70,7 +73,7 @@ class TrainedRun:
         return self.config.seed
 
     def method(self) -> dict[str, str]:
-        """Return the options that distinguish methods."""
+        """Return the options that distinguish methods: dotted path -> value as text."""
         return {
             path: show(value)
             for path, value in self.options.items()
@@ -80,7 +83,7 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in nothing but their seed, and their scores."""
+    """Runs that differ only in their seed, and their scores."""
 
     label: str
     runs: Sequence[TrainedRun]
@@ -99,20 +102,21 @@ def compare(
     """Evaluate runs on the same initial states; write and return the comparison.
 
     Args:
-        paths: Runs, checkpoints, or folders of runs. The runs of a folder are one arm for each
-            method, whose runs differ in their seed only.
+        paths: Runs, checkpoints, or folders of runs. Runs of a folder that differ only in their
+            seed form one arm.
         options: Options of the evaluation; ``out`` is the directory of comparison.json and
-            comparison.html, by default comparisons/DATE. The reports of the evaluations are
-            written into the runs' directories, and found there the next time.
-        metric: Score of an episode; "auto" is success if the task reports it.
+            comparison.html, by default comparisons/DATE. The report of each evaluation is written
+            into the directory of its run and reused by later comparisons.
+        metric: Score of an episode; "auto" is success if the task reports it, otherwise the return.
         explicit: Options that the user set.
-        quiet: Whether no progress is shown.
+        quiet: Whether progress is hidden.
 
     Returns:
-        Content of comparison.json, and the paths of both files.
+        Content of comparison.json, and the paths of both files ("page", "json").
 
     Raises:
-        ConfigError, CheckpointError, EnvError: The runs cannot be compared; no file was written.
+        ConfigError, CheckpointError, EnvError: The runs cannot be compared; no comparison is
+            written.
     """
     if metric not in METRICS:
         raise ConfigError(f"metric={show(metric)}: unknown; use one of {', '.join(METRICS)}")
@@ -127,17 +131,17 @@ def compare(
     progress = Progress(quiet)
     reports: list[list[dict[str, Any]]] = []
     chosen: Literal["return", "success"] = "return"
-    total, done = sum(len(runs) for _, runs in methods), 0
+    total, evaluated = sum(len(runs) for _, runs in methods), 0
     for _, runs in methods:
         reports.append([])
-        for each in runs:
-            progress.say(f"{done + 1} of {total}: {each.source.path}")
-            reports[-1].append(_report(each, options, explicit, quiet))
+        for trained_run in runs:
+            progress.say(f"{evaluated + 1} of {total}: {trained_run.source.path}")
+            reports[-1].append(_report(trained_run, options, explicit, quiet))
             chosen = _metric(metric, reports[-1][-1])
-            done += 1
+            evaluated += 1
     arms = [
-        Arm(label, runs, np.array([_scores(r, chosen) for r in found]))
-        for (label, runs), found in zip(methods, reports, strict=True)
+        Arm(label, runs, np.array([_scores(r, chosen) for r in arm_reports]))
+        for (label, runs), arm_reports in zip(methods, reports, strict=True)
     ]
     notes += _state_notes(reports)
     content = _content(arms, chosen, options, notes, unit=methods[0][1][0])
@@ -147,22 +151,22 @@ def compare(
 
 # --------------------------------------------------------------------------------------------- arms
 def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
-    """Return label and runs of each arm."""
+    """Return the label and the runs of each arm."""
     groups: list[tuple[str, list[TrainedRun]]] = []
     for path in paths:
         folder = Path(path)
         if not folder.exists():
             raise ConfigError(f"{path}: does not exist; name a run, a checkpoint or a folder")
-        found = list(find_runs([folder]).values()) if folder.is_dir() else []
-        nested = [each for each in found if each.resolve() != folder.resolve()]
+        run_dirs = list(find_runs([folder]).values()) if folder.is_dir() else []
+        nested = [run_dir for run_dir in run_dirs if run_dir.resolve() != folder.resolve()]
         if not nested:
             groups.append((path, [_open(folder)]))
             continue
         arms: dict[tuple[tuple[str, str], ...], list[TrainedRun]] = {}
-        for each in map(_open, nested):
-            arms.setdefault(tuple(sorted(each.method().items())), []).append(each)
+        for trained_run in map(_open, nested):
+            arms.setdefault(tuple(sorted(trained_run.method().items())), []).append(trained_run)
         for runs in arms.values():
-            groups.append((path, sorted(runs, key=lambda each: each.seed)))
+            groups.append((path, sorted(runs, key=lambda x: x.seed)))
     if len(groups) < 2:
         raise ConfigError(
             f"{' '.join(paths)}: one method, and a comparison needs two; name runs, or folders of"
@@ -174,7 +178,7 @@ def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
         )
     if (count := sum(len(runs) for _, runs in groups)) > MOST_RUNS:
         raise ConfigError(f"{count} runs: at most {MOST_RUNS} are compared; name fewer folders")
-    return _labelled(groups)
+    return _add_labels(groups)
 
 
 def _open(path: Path) -> TrainedRun:
@@ -183,10 +187,10 @@ def _open(path: Path) -> TrainedRun:
     return TrainedRun(path, source, run_dir, config, loader.flat(loader.relevant(config)))
 
 
-def _labelled(
+def _add_labels(
     groups: Sequence[tuple[str, list[TrainedRun]]],
 ) -> list[tuple[str, list[TrainedRun]]]:
-    """Return the arms with short, different labels: their folders, or the options that differ."""
+    """Return the arms with short, unique labels: their paths, or the options that differ."""
     folders = [path for path, _ in groups]
     common = os.path.commonpath([Path(p).absolute().parent for p in folders])
     labels = [os.path.relpath(Path(p).absolute(), common) for p in folders]
@@ -203,11 +207,12 @@ def _labelled(
 
 
 def option_differences(runs: Sequence[TrainedRun]) -> list[dict[str, Any]]:
-    """Return every option of a method that differs between runs, with its value in each run.
+    """Return the options that differ between runs, with the value in each run.
 
-    A value is None if a run does not read the option.
+    Options that do not distinguish methods are left out. A value is None if the run does not read
+    the option.
     """
-    options = [each.method() for each in runs]
+    options = [trained_run.method() for trained_run in runs]
     names = dict.fromkeys(name for values in options for name in values)
     return [
         {"option": name, "values": [values.get(name) for values in options]}
@@ -217,19 +222,19 @@ def option_differences(runs: Sequence[TrainedRun]) -> list[dict[str, Any]]:
 
 
 def _check_same_task(runs: Sequence[TrainedRun], options: EvaluateConfig) -> list[str]:
-    """Return notes about differences of the environments.
+    """Return notes about options of the environment that differ.
 
     Raises:
         ConfigError: The modes or the tasks differ.
     """
     first = runs[0]
-    for each in runs[1:]:
+    for trained_run in runs[1:]:
         for path in ("mode", "env.id"):
-            values = [show(x.options.get(path)) for x in (first, each)]
+            values = [show(x.options.get(path)) for x in (first, trained_run)]
             if values[0] != values[1]:
                 raise ConfigError(
-                    f"{each.path}: {path} is {values[1]}, and {values[0]} in {first.path}; compare"
-                    " runs of the same task"
+                    f"{trained_run.path}: {path} is {values[1]}, and {values[0]} in {first.path};"
+                    " compare runs of the same task"
                 )
     changed = tuple(f"env.{path}" for path in loader.flat(options.env))
     notes = []
@@ -238,40 +243,40 @@ def _check_same_task(runs: Sequence[TrainedRun], options: EvaluateConfig) -> lis
         if path.startswith(SAME_TASK) and not path.startswith(changed or ("\0",)):
             values = ", ".join(str(value) for value in dict.fromkeys(row["values"]))
             notes.append(
-                f"the environments differ: {path} is {values}; with {path}=VALUE all are evaluated"
-                " in the same"
+                f"the environments differ: {path} is {values}; with {path}=VALUE all runs are"
+                " evaluated in the same environment"
             )
     return notes
 
 
 # ------------------------------------------------------------------------------------------- scores
 def _report(
-    each: TrainedRun, options: EvaluateConfig, explicit: Any, quiet: bool
+    trained_run: TrainedRun, options: EvaluateConfig, explicit: Any, quiet: bool
 ) -> dict[str, Any]:
-    """Return the report.json of a run; evaluate it unless that report exists already."""
-    own = replace(options, checkpoint=str(each.source.path), out=None)
-    file = run.report_dir(own, each.source, each.run_dir) / "report.json"
+    """Return report.json of a run; evaluate the run if no current report exists."""
+    run_options = replace(options, checkpoint=str(trained_run.source.path), out=None)
+    file = run.report_dir(run_options, trained_run.source, trained_run.run_dir) / "report.json"
     try:
         content = json.loads(file.read_text())
         if (
             content["format"] == report.FORMAT
             and content["versions"] == dict(sorted(versions().items()))
-            and content["config_hash"] == each.source.manifest["config_hash"]
+            and content["config_hash"] == trained_run.source.manifest["config_hash"]
             and file.stat().st_mtime_ns
-            >= (each.source.path / checkpoint.MANIFEST).stat().st_mtime_ns
+            >= (trained_run.source.path / checkpoint.MANIFEST).stat().st_mtime_ns
         ):
             return content
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # there is none, or it is of another version
-    written = run.evaluate(own, explicit=explicit, quiet=quiet)
+        pass  # no report, or a report of another format
+    written = run.evaluate(run_options, explicit=explicit, quiet=quiet)
     return json.loads(Path(written["report_json"]).read_text())
 
 
 def _metric(metric: Metric, content: Mapping[str, Any]) -> Literal["return", "success"]:
-    """Return the score of an episode.
+    """Return which score of an episode is compared.
 
     Raises:
-        ConfigError: The task does not report success.
+        ConfigError: The metric is "success" and the task does not report success.
     """
     has_success = content["overall"]["success"] is not None
     if metric == "auto":
@@ -282,7 +287,7 @@ def _metric(metric: Metric, content: Mapping[str, Any]) -> Literal["return", "su
 
 
 def _scores(content: Mapping[str, Any], metric: str) -> list[float]:
-    """Return the score of each episode; of a language model the mean over a prompt's responses."""
+    """Return the score of each episode; for language models, the mean score of each prompt."""
     if "seeds" in content:
         return [float(episode[metric]) for episode in content["episodes"]]
     prompts: dict[str, list[float]] = {}
@@ -292,14 +297,14 @@ def _scores(content: Mapping[str, Any], metric: str) -> list[float]:
 
 
 def _state_notes(reports: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return a note where the first observations of paired episodes differ."""
+    """Return a note if the first observations of paired episodes differ, otherwise nothing."""
     first = [e["initial_state"] for e in reports[0][0]["episodes"]]
     others = [[e["initial_state"] for e in r["episodes"]] for arm in reports for r in arm]
     if all(states == first for states in others):
         return []
     return [
-        "the first observations of paired episodes differ, because the observations do; the"
-        " simulator's seeds are the same"
+        "the first observations of paired episodes differ, because the runs read different"
+        " observations; the simulator's seeds are the same"
     ]
 
 
@@ -328,13 +333,13 @@ def _content(
                 "interquartile_mean_ci95": [float(low), float(high)],
                 "runs": [
                     {
-                        "run": str(each.run_dir),
-                        "checkpoint": each.source.path.name,
-                        "seed": each.seed,
-                        "update": each.source.update,
+                        "run": str(trained_run.run_dir),
+                        "checkpoint": trained_run.source.path.name,
+                        "seed": trained_run.seed,
+                        "update": trained_run.source.update,
                         "mean": float(scores.mean()),
                     }
-                    for each, scores in zip(arm.runs, arm.scores, strict=True)
+                    for trained_run, scores in zip(arm.runs, arm.scores, strict=True)
                 ],
             }
         )
@@ -356,7 +361,7 @@ def _content(
 
 
 def _difference(a: Arm, b: Arm, *, binary: bool) -> dict[str, Any]:
-    """Return the entry of a pair of arms."""
+    """Return the difference of two arms, an entry of comparison.json."""
     result = comparison.difference(a.scores, b.scores, binary=binary)
     needed = None if result.is_decided else comparison.seeds_needed(a.scores, b.scores)
     return {
@@ -374,7 +379,7 @@ def _difference(a: Arm, b: Arm, *, binary: bool) -> dict[str, Any]:
 
 
 def _verdict(a: Arm, b: Arm, result: comparison.Difference, needed: int | None) -> str:
-    """Return the result in words."""
+    """Return the result as a sentence."""
     numbers = f"{result.mean:+.4g} (95 %: {result.low:+.4g} to {result.high:+.4g})"
     if a.scores.shape == b.scores.shape and bool((a.scores == b.scores).all()):
         return f"{b.label} and {a.label} are equal in every episode of every run"
@@ -393,12 +398,14 @@ def _verdict(a: Arm, b: Arm, result: comparison.Difference, needed: int | None) 
     elif needed is None:
         advice = f"; not even {comparison.MOST_SEEDS} runs of each would decide it"
     elif needed == max(len(a.runs), len(b.runs)):
-        advice = "; the same number of runs would decide it in most cases: repeat it with others"
+        advice = (
+            "; the same number of runs would decide it in most cases: repeat it with other seeds"
+        )
     else:
         more = needed - min(len(a.runs), len(b.runs))
         advice = (
             f"; {needed} runs of each ({more} more) would decide it with probability"
-            f" {comparison.POWER:g}, if the difference stays"
+            f" {comparison.POWER:g}, if the difference stays the same"
         )
     return f"{b.label} against {a.label} is undecided: {numbers}{advice}"
 
@@ -417,7 +424,7 @@ def _write(out: Path, content: Mapping[str, Any], arms: Sequence[Arm]) -> tuple[
 
 
 def _curves(arms: Sequence[Arm], mode: str) -> list[report.Chart]:
-    """Return the learning curves: median over the runs of each arm, with its interval."""
+    """Return charts of the learning curves: median over the runs of each arm, and its interval."""
     unit = "tokens" if mode == "reasoning" else "env_steps"
     charts = []
     for title, tags in (
@@ -429,7 +436,9 @@ def _curves(arms: Sequence[Arm], mode: str) -> list[report.Chart]:
         lines: dict[str, list[tuple[float, float]]] = {}
         bands: dict[str, list[tuple[float, float, float]]] = {}
         for arm in arms:
-            curve = comparison.median_curve([_curve(each, unit, tags) for each in arm.runs])
+            curve = comparison.median_curve(
+                [_curve(trained_run, unit, tags) for trained_run in arm.runs]
+            )
             if len(curve) > 1:
                 lines[arm.label] = [(x, y) for x, y, _, _ in curve]
                 if len(arm.runs) > 1:
@@ -440,18 +449,18 @@ def _curves(arms: Sequence[Arm], mode: str) -> list[report.Chart]:
     return charts
 
 
-def _curve(each: TrainedRun, unit: str, tags: Sequence[str]) -> list[tuple[float, float]]:
-    """Return the points of a tag in a run's metrics."""
+def _curve(trained_run: TrainedRun, unit: str, tags: Sequence[str]) -> list[tuple[float, float]]:
+    """Return the points (steps or tokens, value) of tags in the metrics of a run."""
     return [
         (float(row[unit]), float(row[tag]))
-        for row in report.rows(each.run_dir)
+        for row in report.rows(trained_run.run_dir)
         for tag in tags
         if isinstance(row.get(unit), (int, float)) and isinstance(row.get(tag), (int, float))
     ]
 
 
 def _profile(arms: Sequence[Arm], metric: str) -> report.Chart:
-    """Return the performance profiles: share of episodes above each score, or of runs."""
+    """Return the performance profiles: share of episodes, or of runs, with a score above x."""
     scores = [
         arm.scores.mean(1, keepdims=True) if metric == "success" else arm.scores for arm in arms
     ]
@@ -466,5 +475,5 @@ def _profile(arms: Sequence[Arm], metric: str) -> report.Chart:
         if len(arm.runs) > 1:
             ends = comparison.bootstrap(values, share, replicates=300)
             bands[arm.label] = [*zip(thresholds.tolist(), *(x.tolist() for x in ends), strict=True)]
-    what = "Runs" if metric == "success" else "Episodes"
-    return report.line_chart(f"{what} with a {metric} above x", metric, lines, bands)
+    subject = "Runs" if metric == "success" else "Episodes"
+    return report.line_chart(f"{subject} with a {metric} above x", metric, lines, bands)

@@ -1,4 +1,4 @@
-"""Table, ranks and page of tabletop-bench from result files (``embodied_envs.tabletop_bench``)."""
+"""Compute the table, the ranks and the page of tabletop-bench from result files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADERS = {
     "unseen_combination": "pairs",
     "unseen_colour": "colour",
 }
-"""Short names of conditions in the table."""
+"""Condition -> its short name in the table."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FamilyVideo:
     """Video of one family.
 
     Attributes:
-        method: The policy that acts.
+        method: Name of the method whose policy acts.
         path: The mp4 file.
         sentences: Instruction of each episode.
     """
@@ -50,13 +50,15 @@ def summarize(results: Results, protocol: Any) -> dict[str, Any]:
     """Return the table of the conditions and the agreement of the ranks.
 
     Args:
-        results: Contents of result files that have been checked.
+        results: Contents of result files that ``check_result`` accepted.
         protocol: The module ``embodied_envs.tabletop_bench``.
 
     Returns:
-        "table": rows of text, the first is the header. "scores": method -> score, mean over seeds.
-        "ranks": seed -> method -> rank, of seeds that all methods have. "rank_correlation": mean of
-        Spearman's correlation over pairs of seeds; None for one seed or fewer than three methods.
+        "table": rows of text; the first row is the header.
+        "scores": method -> score, mean over seeds.
+        "ranks": seed -> method -> rank, for the seeds that all methods have.
+        "rank_correlation": mean of Spearman's correlation over pairs of seeds; None for one seed or
+            fewer than three methods.
     """
     groups, columns = by_method(results), [*protocol.CONDITIONS]
     header = ["method", "seeds", "score", *(HEADERS.get(c, c) for c in columns), "CPU s"]
@@ -64,7 +66,7 @@ def summarize(results: Results, protocol: Any) -> dict[str, Any]:
     for method, contents in groups.items():
         rates = [protocol.rates(content) for content in contents]
         cells = [_cell([r[name] for r in rates], None) for name in ("score", *columns)]
-        table.append([method, str(len(contents)), *cells, _mean_cpu(contents)])
+        table.append([method, str(len(contents)), *cells, _mean_cpu_s(contents)])
     scores = {
         method: {c["seed"]: protocol.rates(c)["score"] for c in contents}
         for method, contents in groups.items()
@@ -79,13 +81,14 @@ def summarize(results: Results, protocol: Any) -> dict[str, Any]:
     }
 
 
-def _mean_cpu(contents: Results) -> str:
+def _mean_cpu_s(contents: Results) -> str:
+    """Return the mean CPU seconds of the results that have them, as text."""
     seconds = [c["cpu_s"] for c in contents if c["cpu_s"] is not None]
     return f"{fmean(seconds):.0f}" if seconds else "-"
 
 
 def _cell(rates: Sequence[float], interval: tuple[float, float] | None) -> str:
-    """Format a rate: .812; with its interval, or the range over several seeds."""
+    """Return a rate as text: .812, with its interval or, for several seeds, with its range."""
     text = _rate(fmean(rates))
     if len(rates) > 1:
         return f"{text} ({_rate(min(rates))} to {_rate(max(rates))})"
@@ -93,6 +96,7 @@ def _cell(rates: Sequence[float], interval: tuple[float, float] | None) -> str:
 
 
 def _rate(x: float) -> str:
+    """Return a rate as text without the leading zero, such as .812."""
     return f"{x:.3f}".removeprefix("0")
 
 
@@ -108,8 +112,8 @@ def _ranks(scores: Mapping[str, float]) -> dict[str, float]:
 def rank_correlation(ranks: Sequence[Sequence[float]]) -> float | None:
     """Return the mean of Spearman's correlation over all pairs of rankings.
 
-    It is Pearson's correlation of the ranks, 1 for equal orders and -1 for opposite ones. Two
-    rankings without a difference between their methods are left out.
+    Spearman's correlation is Pearson's correlation of the ranks: 1 for equal orders and -1 for
+    opposite orders. A pair is left out if all methods of one ranking have the same rank.
 
     Args:
         ranks: One ranking for each seed, of the same methods in the same order.
@@ -136,7 +140,7 @@ def render(
     videos: Mapping[str, FamilyVideo],
     trial: bool,
 ) -> str:
-    """Return the page, which has no script and loads no other file.
+    """Return the HTML page, which has no script and loads no other file.
 
     Args:
         results: As in ``summarize``.

@@ -1,20 +1,22 @@
-"""Statistics of comparisons: seeds and episodes, paired differences, intervals, seeds needed.
+"""Statistics of comparisons: paired differences, their intervals, and the number of runs needed.
 
-An arm is a method: one or more runs that differ in their seed only. Its scores are an array
+An arm is a method: one or more runs that differ only in their seed. Its scores are an array
 [S, E]: S runs (seeds), E episodes; episode e has the same initial state in all runs of all arms.
 
-The score of an episode is modelled as x_se = μ + a_s + b_e + ε_se: the seed, the initial state and
-the rest. The difference d of the means of two arms then has the variance
+The score of episode e of run s is modelled as x_se = μ + a_s + b_e + ε_se with the effects of the
+seed and of the initial state, and a residual. The difference d of the means of two arms then has
+the variance
 
     V = Σ over arms σ²_a / S  +  Var(b^B - b^A) / E  +  Σ over arms σ²_ε / (S E)
 
-The variance of the run means over S contains σ²_ε / (S E), and so does the variance of the
-episodes' differences over E. A bootstrap that resamples seeds and episodes counts it twice (Owen
-2007, "The pigeonhole bootstrap"), so its intervals are too wide where seeds matter little; and with
-few seeds its percentiles are too narrow. Therefore V is computed from the same two variances, the
-residual of the two-way table is subtracted once, and the interval is d ± t(ν) √V with the degrees
-of freedom of Welch and Satterthwaite. Statistics without such a formula (interquartile mean,
-profiles, medians of curves) are resampled.
+The variance of the run means, divided by S, contains σ²_ε / (S E). The variance of the differences
+of episodes, divided by E, contains the same term. A bootstrap that resamples seeds and episodes
+counts the term twice (Owen 2007, "The pigeonhole bootstrap"), so its intervals are too wide if the
+variance of the seeds is small. With few seeds its percentile intervals are too narrow. V is
+therefore the sum of the two variances, minus the residual of the two-way table, which is counted
+once. The interval is d ± t(ν) √V with degrees of freedom ν between those of Satterthwaite and
+those of Welch. Intervals of statistics without such a formula (interquartile mean, profiles,
+medians of curves) come from a bootstrap.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ REPLICATES = 2000
 """Replicates of a bootstrap."""
 
 POWER = 0.8
-"""Probability with which the number of seeds of ``seeds_needed`` decides."""
+"""Probability that a comparison with the number of runs of ``seeds_needed`` is decided."""
 
 Z_POWER = 0.841621
 """Quantile POWER of the normal distribution."""
@@ -53,9 +55,9 @@ class Difference:
     Attributes:
         mean: The difference.
         low, high: 95 % interval.
-        unpaired: 95 % interval of the same means if the initial states were not the same.
-        probability: Probability that the mean of B is larger, by Student's t distribution around
-            ``mean``.
+        unpaired: 95 % interval of the same difference if the arms had different initial states.
+        probability: Probability that the mean of B is larger, from Student's t distribution centred
+            at ``mean``.
         freedom: Degrees of freedom of the interval.
     """
 
@@ -80,7 +82,7 @@ class _Variance:
     """Variance of the mean of each arm's run means; 0 for an arm with one run."""
     seed_freedom: tuple[int, ...]
     episodes: float
-    """Part of the initial states, without the residual that ``seeds`` contain."""
+    """Variance due to the initial states, without the residual, which ``seeds`` contains."""
     episode_freedom: int
 
     @property
@@ -91,9 +93,9 @@ class _Variance:
     def freedom(self) -> float:
         """Degrees of freedom of the total: ν = V² / Σ (V_i² / (ν_i + 1)) - 1.
 
-        Between Satterthwaite's formula (1946, V² / Σ (V_i² / ν_i)), with which the intervals of
-        few runs are too wide, and Welch's (1947, with ν_i + 2 and -2), with which they are too
-        narrow; docs/experiments.md has the measured coverage.
+        The value lies between that of Satterthwaite's formula (1946, V² / Σ (V_i² / ν_i)), with
+        which the intervals of few runs are too wide, and that of Welch's (1947, with ν_i + 2 and
+        -2), with which they are too narrow. docs/experiments.md has the measured coverage.
         """
         parts = [*zip(self.seeds, self.seed_freedom), (self.episodes, self.episode_freedom)]
         squares = sum(part**2 / (freedom + 1) for part, freedom in parts if freedom > 0)
@@ -106,16 +108,18 @@ def difference(a: Scores, b: Scores, *, binary: bool = False) -> Difference:
     Args:
         a: Scores of arm A, [S_A, E].
         b: Scores of arm B, [S_B, E], with the same initial states.
-        binary: Whether the scores are 0 and 1. Two single runs then have the interval of Bonett
-            and Price (2012) for paired proportions, whose width is not 0 if all episodes agree.
+        binary: Whether the scores are 0 and 1. If each arm has one run, the interval is then that
+            of Bonett and Price (2012) for paired proportions, whose width is not 0 if all episodes
+            have equal scores.
 
     Raises:
         ValueError: The number of episodes differs, or is less than 2.
     """
     if a.shape[1] != b.shape[1] or a.shape[1] < 2:
         raise ValueError(f"{a.shape[1]} and {b.shape[1]} episodes; at least 2, the same number")
-    of_a, of_b = a.mean(0), b.mean(0)
-    paired, unpaired = _variance((a, b), [of_b - of_a]), _variance((a, b), [of_a, of_b])
+    state_means_a, state_means_b = a.mean(0), b.mean(0)  # [E]
+    paired = _variance((a, b), [state_means_b - state_means_a])
+    unpaired = _variance((a, b), [state_means_a, state_means_b])
     mean = float(b.mean() - a.mean())
     low, high = _interval(mean, paired)
     if binary and len(a) == len(b) == 1:
@@ -132,26 +136,31 @@ def difference(a: Scores, b: Scores, *, binary: bool = False) -> Difference:
 def seeds_needed(a: Scores, b: Scores) -> int | None:
     """Return the number of runs of each arm that would decide the comparison.
 
-    With the difference and the variances observed so far, the 95 % interval would exclude 0 with
-    probability POWER.
+    If the difference and the variances stay as observed, the 95 % interval with this number of runs
+    excludes 0 with probability POWER.
 
     Returns:
-        The number, at least that of the arm with more runs; None if an arm has one run (their
-        variance is unknown), or if MOST_SEEDS runs were not enough.
+        The number, at least that of the arm with more runs. None if an arm has one run (the
+        variance of its seeds is unknown), or if MOST_SEEDS runs are not enough.
     """
     if min(len(a), len(b)) < 2:
         return None
-    now, mean = _variance((a, b), [b.mean(0) - a.mean(0)]), abs(float(b.mean() - a.mean()))
+    observed = _variance((a, b), [b.mean(0) - a.mean(0)])
+    mean = abs(float(b.mean() - a.mean()))
     for n in range(max(len(a), len(b)), MOST_SEEDS + 1):
-        seeds = tuple(part * len(x) / n for part, x in zip(now.seeds, (a, b)))
-        future = _Variance(seeds, (n - 1, n - 1), now.episodes, now.episode_freedom)
-        if mean > (student_quantile(0.975, future.freedom) + Z_POWER) * math.sqrt(future.total):
+        seeds = tuple(part * len(x) / n for part, x in zip(observed.seeds, (a, b)))
+        freedom = (n - 1, n - 1)
+        predicted = _Variance(seeds, freedom, observed.episodes, observed.episode_freedom)
+        quantile = student_quantile(0.975, predicted.freedom)
+        if mean > (quantile + Z_POWER) * math.sqrt(predicted.total):
             return n
     return None
 
 
 def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of an arm; of one run Student's, or if binary Wilson's.
+    """Return the 95 % interval of the mean of an arm.
+
+    For one run with binary scores it is Wilson's interval, otherwise Student's.
 
     Args:
         scores: [S, E], E at least 2.
@@ -162,32 +171,32 @@ def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float
     return _interval(float(scores.mean()), _variance((scores,), [scores.mean(0)]))
 
 
-def _variance(arms: Sequence[Scores], of_states: Sequence[NDArray[np.float64]]) -> _Variance:
+def _variance(arms: Sequence[Scores], state_terms: Sequence[NDArray[np.float64]]) -> _Variance:
     """Return the variance of a sum or difference of the means of arms, see the module.
 
     Args:
         arms: Scores of each arm.
-        of_states: Independent parts of the sum by initial state, each [E].
+        state_terms: Independent terms of the sum for each initial state, [E] each.
     """
     count = arms[0].shape[1]
-    states = sum(float(part.var(ddof=1)) for part in of_states) / count
+    states = sum(float(term.var(ddof=1)) for term in state_terms) / count
     residual = sum(_residual(x) / x.size for x in arms if len(x) > 1)
     return _Variance(
         tuple(float(x.mean(1).var(ddof=1)) / len(x) if len(x) > 1 else 0.0 for x in arms),
         tuple(len(x) - 1 for x in arms),
         max(0.0, states - residual),
-        len(of_states) * (count - 1),
+        len(state_terms) * (count - 1),
     )
 
 
 def _residual(x: Scores) -> float:
     """Return the mean square of the residuals of a two-way table [S, E]."""
-    rest = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
-    return float((rest**2).sum()) / ((x.shape[0] - 1) * (x.shape[1] - 1))
+    residual = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
+    return float((residual**2).sum()) / ((x.shape[0] - 1) * (x.shape[1] - 1))
 
 
 def _interval(mean: float, variance: _Variance) -> tuple[float, float]:
-    """Return mean ± t √V."""
+    """Return the 95 % interval, mean ± t √V."""
     if variance.total == 0:
         return mean, mean
     half = student_quantile(0.975, variance.freedom) * math.sqrt(variance.total)
@@ -197,8 +206,8 @@ def _interval(mean: float, variance: _Variance) -> tuple[float, float]:
 def _paired_proportions(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[float, float]:
     """Return the 95 % interval of Bonett and Price (2012) for the difference of two proportions.
 
-    With n pairs, n_b of which only B solves and n_a only A, and p = (n_b + 1) / (n + 2),
-    q = (n_a + 1) / (n + 2):  p - q ± z √((p + q - (p - q)²) / (n + 2)).
+    Of n pairs of episodes, only B succeeds in n_b and only A in n_a. With p = (n_b + 1) / (n + 2)
+    and q = (n_a + 1) / (n + 2), the interval is p - q ± z √((p + q - (p - q)²) / (n + 2)).
     """
     n = len(a)
     p, q = (float((b > a).sum()) + 1) / (n + 2), (float((a > b).sum()) + 1) / (n + 2)
@@ -208,27 +217,29 @@ def _paired_proportions(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple
 
 @functools.lru_cache(maxsize=10_000)
 def _quantile(p: float, freedom: int) -> float:
+    """Return a cached quantile of Student's t for an integer ν."""
     return episodes.t_quantile(p, freedom)
 
 
 def student_quantile(p: float, freedom: float) -> float:
     """Return the quantile of Student's t for 0.5 <= p < 1 and a real ν >= 1.
 
-    Between two integers ν it is interpolated linearly in 1/ν, which is exact to 1 % from ν = 2.
+    Between two integers, the quantile is interpolated linearly in 1/ν. The error is below 1 % for
+    ν >= 2.
     """
-    low, high, weight = _neighbours(freedom)
+    low, high, weight = _neighbour_integers(freedom)
     return (1 - weight) * _quantile(p, low) + weight * _quantile(p, high)
 
 
 def student_probability(t: float, freedom: float) -> float:
     """Return P(T <= t) of Student's t, interpolated as ``student_quantile``."""
-    low, high, weight = _neighbours(freedom)
+    low, high, weight = _neighbour_integers(freedom)
     inside = [episodes.t_within(abs(t), nu) for nu in (low, high)]
     return 0.5 + math.copysign(0.5, t) * ((1 - weight) * inside[0] + weight * inside[1])
 
 
-def _neighbours(freedom: float) -> tuple[int, int, float]:
-    """Return the integers around ν, and the weight of the upper one."""
+def _neighbour_integers(freedom: float) -> tuple[int, int, float]:
+    """Return the integers below and above ν, and the interpolation weight of the upper one."""
     freedom = min(max(freedom, 1.0), 10_000.0)
     low, high = math.floor(freedom), math.ceil(freedom)
     weight = 0.0 if low == high else (1 / low - 1 / freedom) / (1 / low - 1 / high)
@@ -239,7 +250,8 @@ def _neighbours(freedom: float) -> tuple[int, int, float]:
 def interquartile_mean(values: NDArray[np.float64]) -> float:
     """Return the mean of the middle half of the values (Agarwal et al. 2021).
 
-    A quarter of the total weight is cut at each end; a value on the border counts in part.
+    A quarter of the total weight is removed at each end. A value at the border has a fractional
+    weight.
     """
     ordered, n = np.sort(values), len(values)
     upper = np.minimum(np.arange(1, n + 1), 0.75 * n)
@@ -249,8 +261,8 @@ def interquartile_mean(values: NDArray[np.float64]) -> float:
 
 def win_rate(a: Scores, b: Scores) -> float:
     """Return the share of pairs of runs in which B's mean is larger; equal means count half."""
-    of_a, of_b = a.mean(1)[:, None], b.mean(1)[None]
-    return float(((of_b > of_a) + 0.5 * (of_b == of_a)).mean())
+    means_a, means_b = a.mean(1)[:, None], b.mean(1)[None]  # [S_A, 1], [1, S_B]
+    return float(((means_b > means_a) + 0.5 * (means_b == means_a)).mean())
 
 
 def profile(scores: Scores, thresholds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -267,7 +279,8 @@ def bootstrap(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the 95 % percentile interval of a statistic of an arm.
 
-    Runs are resampled, and within them the episodes, the same for all runs.
+    Runs and episodes are resampled with replacement; the resampled episodes are the same for all
+    runs.
 
     Args:
         scores: [S, E].
@@ -292,14 +305,15 @@ def bootstrap(
 def median_curve(
     curves: Sequence[Sequence[tuple[float, float]]], points: int = 60, *, seed: int = 0
 ) -> list[tuple[float, float, float, float]]:
-    """Return x, median over runs, and the ends of its 95 % interval.
+    """Return points of the median curve: x, median over runs, lower and upper end of its interval.
 
-    Each curve is interpolated linearly at ``points`` places of the range that all curves have. The
-    interval is that of a bootstrap over the runs; with few runs it is their range.
+    Each curve is interpolated linearly at ``points`` values of x in the range that all curves have
+    in common. The 95 % interval is that of a bootstrap over the runs; with few runs it equals their
+    range.
 
     Args:
         curves: Points (x, y) of each run, x ascending.
-        points: Number of places.
+        points: Number of values of x.
         seed: Seed of the bootstrap.
     """
     curves = [curve for curve in curves if curve]

@@ -1,9 +1,10 @@
-"""Caption loss: from an image and an expression, predict where the named object is.
+"""Caption loss: predict the location of the named object from an image and an expression.
 
-Captions need no goal and no action, so they cover words that no demonstration has in its
-instruction. The loss trains the features that the instruction attends to (``Grounding``): the
-place of the named object, predicted from them, and for policies with image cells the cell that
-contains it. Its heads are dropped after cloning.
+Captions have no goal and no action, so they can contain words that no instruction of a
+demonstration contains. The loss trains the features that result from the attention of the
+expression to the image (``Grounding``). From these features it predicts the location of the object
+and, for policies with image cells, the cell that contains it. The prediction heads are removed
+after cloning.
 
 Shape letters: B samples, O objects of the captions, M cameras, K cells of all cameras, D width.
 """
@@ -22,16 +23,17 @@ from embodied_ppo.data.lerobot_reader import Demonstrations
 from embodied_ppo.models.vla.trunk import Grounding
 
 MIN_STD = 1e-3
-"""Lower bound of the standard deviation by which a place is divided."""
+"""Lower bound of the standard deviation by which locations are divided."""
 
 
 class CaptionBatch(NamedTuple):
-    """Samples of captions.
+    """A batch of captions.
 
     Attributes:
-        frames: int64 [B], frames of the demonstrations.
-        sentence: int64 [B], index into ``texts``.
-        points: [B, M, 2], places of the named objects in the images; -1 where it is not visible.
+        frames: int64 [B], indices of frames of the demonstrations.
+        sentence: int64 [B], index of the expression in ``texts``.
+        points: [B, M, 2], locations (x, y) of the named objects as fractions of the image size; -1
+            in images in which the object is not visible.
     """
 
     frames: Tensor
@@ -40,7 +42,7 @@ class CaptionBatch(NamedTuple):
 
 
 def texts(demos: Demonstrations) -> tuple[str, ...]:
-    """Return all expressions, those of one object after those of another."""
+    """Return the expressions of all objects, in the order of the objects."""
     return tuple(text for expressions in demos.captions.values() for text in expressions)
 
 
@@ -48,7 +50,7 @@ def check(demos: Demonstrations, cameras: Sequence[str]) -> None:
     """Check that the demonstrations have captions for the policy's cameras.
 
     Raises:
-        ConfigError: They have none.
+        ConfigError: There are no captions for a camera.
     """
     if missing := [name for name in cameras if name not in demos.points]:
         raise ConfigError(
@@ -58,7 +60,7 @@ def check(demos: Demonstrations, cameras: Sequence[str]) -> None:
 
 
 class CaptionLoss(nn.Module):
-    """Prediction heads of the caption loss, and the samples that train them."""
+    """Prediction heads of the caption loss, and the sampling of captions for their training."""
 
     def __init__(
         self,
@@ -71,12 +73,12 @@ class CaptionLoss(nn.Module):
 
         Args:
             demos: Demonstrations with captions.
-            grids: Camera -> rows and columns of its cells; None: the policy has no cells.
-            width: D.
-            frames: int64, the frames to draw from.
+            grids: Camera -> (rows, columns) of its image cells; None: the policy has no cells.
+            width: Width of the features, D.
+            frames: int64, indices of the frames from which samples are drawn.
 
         Raises:
-            ConfigError: The demonstrations have no captions for a camera.
+            ConfigError: The demonstrations have no captions for a camera, or show no object.
         """
         super().__init__()
         check(demos, list(grids))
@@ -91,33 +93,37 @@ class CaptionLoss(nn.Module):
             )
         counts = torch.tensor([len(x) for x in demos.captions.values()])
         self.counts, self.first = counts, counts.cumsum(0) - counts  # [O]
-        shown = self.points[self.frames]
-        shown = shown[(shown >= 0).all(-1)]  # [n, 2]
-        self.mean, self.std = shown.mean(0), shown.std(0).clamp_min(MIN_STD)
+        points = self.points[self.frames]
+        points = points[(points >= 0).all(-1)]  # visible ones, [n, 2]
+        self.mean, self.std = points.mean(0), points.std(0).clamp_min(MIN_STD)
         self.point_head = nn.Sequential(
             nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 2 * len(grids))
         )
         self.cell_head = nn.Linear(width // 2, 1) if all(grids.values()) else None
 
     def sample(self, count: int, generator: torch.Generator) -> CaptionBatch:
-        """Draw ``count`` frames, a visible object of each, and an expression for it."""
+        """Draw ``count`` frames, one visible object for each frame, and an expression for it."""
         draw = torch.randint(len(self.frames), (count,), generator=generator)
         frames = self.frames[draw]
-        named = torch.multinomial(self.visible[frames].float(), 1, generator=generator)[:, 0]
+        objects = torch.multinomial(self.visible[frames].float(), 1, generator=generator)[:, 0]
         u = torch.rand(count, generator=generator)
-        wording = (u * self.counts[named]).long().minimum(self.counts[named] - 1)
-        return CaptionBatch(frames, self.first[named] + wording, self.points[frames, named])
+        wording = (u * self.counts[objects]).long().minimum(self.counts[objects] - 1)
+        return CaptionBatch(frames, self.first[objects] + wording, self.points[frames, objects])
 
     def forward(self, grounding: Grounding, points: Tensor) -> Tensor:
-        """Return the loss of places [B, M, 2], a scalar.
+        """Return the loss of predicted locations, a scalar.
 
-        It is the squared error of the visible places in standard deviations, plus the mean
-        cross-entropy of the cell that contains the place, over the cells of its camera.
+        It is the squared error of the visible locations in units of their standard deviation, plus
+        the mean cross-entropy of the cell that contains the location, over the cells of its camera.
+
+        Args:
+            grounding: Features of B images and expressions.
+            points: Locations of the named objects, [B, M, 2]; see ``CaptionBatch``.
         """
-        shown = (points >= 0).all(-1)  # [B, M]
+        visible = (points >= 0).all(-1)  # [B, M]
         predicted = self.point_head(grounding.focus).unflatten(1, (-1, 2))
         target = (points - self.mean.to(points)) / self.std.to(points)
-        loss = F.mse_loss(predicted[shown], target[shown])
+        loss = F.mse_loss(predicted[visible], target[visible])
         if self.cell_head is None or grounding.cells is None:
             return loss
         logits = self.cell_head(grounding.cells)[..., 0]  # [B, K]
@@ -131,6 +137,6 @@ class CaptionLoss(nn.Module):
             error = F.cross_entropy(
                 logits[:, start : start + rows * columns], row * columns + column, reduction="none"
             )
-            loss = loss + (error * shown[:, camera]).sum() / shown.sum().clamp_min(1)
+            loss = loss + (error * visible[:, camera]).sum() / visible.sum().clamp_min(1)
             start += rows * columns
         return loss

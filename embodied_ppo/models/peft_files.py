@@ -1,13 +1,14 @@
-"""Adapters in the layout of the package peft, without the package.
+"""Read and write adapters in the layout of the package peft, without importing peft.
 
 A directory holds ``adapter_config.json`` and ``adapter_model.safetensors``. For each module M of
 the publisher's model, the second file contains
 
 * ``base_model.model.M.lora_A.weight`` [rank, D] and ``.lora_B.weight`` [O, rank], if M has an
   adapter (M is one of ``target_modules``),
-* its weights ``base_model.model.M.weight``, .., if M is trained completely (``modules_to_save``).
+* its weights ``base_model.model.M.weight``, .., if all parameters of M are trained
+  (``modules_to_save``).
 
-peft multiplies B A by ``lora_alpha / r``, as ``lora.LoRALinear``.
+peft multiplies B A by ``lora_alpha / r``, as ``lora.LoRALinear`` does.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from embodied_ppo.models.checkpoint_files import copy_permissions, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Path of the publisher's model in the one that peft wraps around it."""
+"""Path of the publisher's model in the ``PeftModel`` that wraps it."""
 ADAPTERS = (".lora_A.", ".lora_B.")
-"""Parts of the names of adapters; our names have the name of the adapter, "default", behind
-them.
+"""Parts of the parameter names of adapters. In our names, the name of the adapter, "default",
+follows them.
 """
 
 
@@ -51,14 +52,14 @@ class Adapter:
 
 
 def save(adapter: Adapter, source: str | Path, out: str | Path) -> None:
-    """Write an adapter of the model in ``source``, and copy the files there that hold no weights.
+    """Write an adapter of the model in ``source``, and copy the other files except weights.
 
-    lerobot's config.json gets ``use_peft``, with which lerobot reads the base model and the
+    ``use_peft`` is added to lerobot's config.json, so that lerobot reads the base model and the
     adapter.
 
     Args:
         adapter: The adapter.
-        source: The directory that the policy was built from; its absolute path is stored.
+        source: Directory of the base model; its absolute path is stored.
         out: Directory to write.
 
     Raises:
@@ -104,7 +105,7 @@ def save(adapter: Adapter, source: str | Path, out: str | Path) -> None:
 
 
 def load(folder: str | Path) -> Adapter:
-    """Read an adapter that ``save`` has written.
+    """Read an adapter that ``save`` wrote.
 
     Raises:
         ConfigError: adapter_config.json is missing or damaged.
@@ -120,14 +121,14 @@ def load(folder: str | Path) -> Adapter:
 
 @torch.no_grad()
 def apply(adapter: Adapter, parameters: Mapping[str, Tensor]) -> None:
-    """Copy an adapter into the parameters of a policy with adapters of the same rank.
+    """Copy an adapter into the parameters of a policy that has adapters of the same rank.
 
     Args:
         adapter: The adapter.
-        parameters: The policy's trained parameters by their names in the publisher's model.
+        parameters: Name in the publisher's model -> trained parameter of the policy.
 
     Raises:
-        CheckpointError: The adapter holds other parameters.
+        CheckpointError: The adapter has other parameter names.
     """
     if different := sorted(adapter.parameters.keys() ^ parameters.keys()):
         raise CheckpointError(
@@ -139,10 +140,10 @@ def apply(adapter: Adapter, parameters: Mapping[str, Tensor]) -> None:
 
 
 def check_no_adapter(folder: str | Path) -> None:
-    """Check that a directory of a model is not that of an adapter.
+    """Check that a directory contains a model, not an adapter.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: It contains an adapter.
     """
     folder = Path(folder)
     if (folder / CONFIG).is_file() and not any(folder.glob("model*.safetensors")):
@@ -155,7 +156,7 @@ def check_no_adapter(folder: str | Path) -> None:
 
 
 def _holds_weights(file: Path) -> bool:
-    """Return whether a file holds weights, or the index of such files."""
+    """Return whether a file contains weights, or is the index of weight files."""
     return ".safetensors" in file.name and "processor" not in file.name
 
 

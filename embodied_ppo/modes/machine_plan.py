@@ -1,8 +1,8 @@
-"""Plan a recipe for a machine that is not here: placement, micro-batches, memory, time.
+"""Plan a recipe for another machine: placement, micro-batches, memory and time.
 
-The numbers of an update (batch size, epochs, learning rates, environments) stay those of the
-recipe. Options that change speed and memory only are set until the run fits: devices,
-micro-batches, gradient checkpointing, parts of a rollout, shards.
+Options that affect learning (batch size, epochs, learning rates, environments) keep the values of
+the recipe. Options that change only speed and memory are varied until the run fits: devices,
+micro-batches, gradient checkpointing, the number of environments that act at a time, shards.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from embodied_ppo.modes.registry import mode
 from embodied_ppo.placement import update_time
 
 EFFICIENT_ROWS = 8
-"""Samples of a micro-batch below which other means of saving memory are tried first."""
+"""Smallest micro-batch, in samples, that is used before other ways to save memory are tried."""
 ACTING_ROWS = 8
-"""Environments that act at a time where acting needs too much memory."""
+"""Environments that act at a time if acting in one forward pass needs too much memory."""
 
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """A recipe on a machine.
+    """A recipe with the options for a machine.
 
     Attributes:
         config: The recipe with the options of the machine.
         plan: Where the roles run.
         needs: Memory of one process of each group.
-        changes: Option -> its value, where it differs from the recipe's.
-        device: Data sheet of the GPU; None: not known here.
-        seconds: Predicted update; None: not predicted.
-        operations: Operations of an update, all devices together; None: not counted.
+        changes: Option -> its value, for options that differ from the recipe.
+        device: Data sheet of the GPU; None: no device of ``update_time.DEVICES`` has this memory.
+        seconds: Predicted time of an update; None: not predicted.
+        operations: Operations of an update on all devices together; None: not counted.
     """
 
     config: Config
@@ -64,16 +64,16 @@ def plan_for(
     """Plan a recipe of a robot policy for ``devices`` GPUs of one machine.
 
     Args:
-        config: The recipe. Its placement is kept, unless it is ``local`` and there are several
-            devices: then each device gets all roles.
+        config: The recipe. Its placement is kept, except that ``local`` becomes ``fused`` (each
+            device has all roles) if there are several devices.
         devices: Number of GPUs.
-        device_gb: Memory of each, GB.
-        estimators: Models of earlier plans of this recipe, by gradient checkpointing; new ones are
-            added. None: there are none.
+        device_gb: Memory of each GPU, GB.
+        estimators: Value of model.gradient_checkpointing -> estimator of earlier plans of this
+            recipe; new ones are added. None: no earlier plans.
 
     Raises:
-        ConfigError, EnvError: An option is refused by what it configures.
-        PlacementError: It does not fit. The message names the smallest change that fits.
+        ConfigError, EnvError: An option is invalid.
+        PlacementError: The recipe does not fit. The message names the smallest change that fits.
     """
     if config.mode != "embodied":
         raise ConfigError(
@@ -85,8 +85,8 @@ def plan_for(
         fitted = _fit(config, devices, device_gb, estimators)
     except PlacementError as error:
         reason = str(error).rpartition("; ")[0]
-        cure = _cure(config, devices, device_gb, estimators)
-        raise PlacementError(f"{reason}; {cure}") from error
+        change = _smallest_change(config, devices, device_gb, estimators)
+        raise PlacementError(f"{reason}; {change}") from error
     device = update_time.device_with(device_gb)
     chosen, plan, needs, estimator = fitted
     seconds = operations = None
@@ -109,7 +109,7 @@ Fitted = tuple[Config, placement.Plan, MemoryNeeds, EmbodiedMemoryEstimator]
 
 
 def _variants(config: Config, devices: int) -> Iterator[Config]:
-    """Yield the recipe with means to save memory, those that cost least time first."""
+    """Yield the recipe with options that save memory, in ascending order of their cost in time."""
     m, a, c = config.model, config.algorithm, config.cluster
     vla = m.checkpoint is not None
     acting = [a.rollout_micro_batch_size]
@@ -136,7 +136,7 @@ def _fit(
     """Return the first variant of the recipe that fits, with its plan and memory.
 
     Raises:
-        PlacementError: None fits; the message is that of the recipe itself.
+        PlacementError: No variant fits; the error is that of the first variant.
     """
     hardware = placement.Hardware((devices,), "cuda", {}, round(device_gb * 1e9))
     placed = _placed(config, devices)
@@ -177,10 +177,10 @@ def _fit(
 def _fit_micro_batches(
     config: Config, plan: placement.Plan, estimator: EmbodiedMemoryEstimator
 ) -> tuple[Config, MemoryNeeds]:
-    """Return the recipe with its micro-batches halved until they fit, and their memory.
+    """Halve the micro-batches of the recipe until they fit; return it and the memory it needs.
 
     Raises:
-        PlacementError: A micro-batch of one unit does not fit.
+        PlacementError: The smallest micro-batch, one unit, does not fit.
     """
     unit = mode(config).micro_batch_unit(config)
     share = config.algorithm.global_batch_size // plan.processes("actor")
@@ -202,7 +202,7 @@ def _fit_micro_batches(
 
 
 def _placed(config: Config, devices: int) -> Config:
-    """Return the recipe with the devices of the machine."""
+    """Return the recipe with the placement and the cluster options of the machine."""
     if devices == 1:
         return replace(config, placement="local", cluster=ClusterConfig())
     cluster = replace(config.cluster, num_nodes=1, devices_per_node=devices, node_groups={})
@@ -212,7 +212,7 @@ def _placed(config: Config, devices: int) -> Config:
 
 
 def _plan(config: Config, hardware: placement.Hardware) -> placement.Plan:
-    """Return the checked plan on hardware that is not here."""
+    """Return the checked plan for the described hardware."""
     implementation, c = mode(config), config.cluster
     if config.placement == "local" and not c.component_placement:
         return placement.plan({",".join(implementation.roles(config)): 0}, hardware)
@@ -227,18 +227,18 @@ def _plan(config: Config, hardware: placement.Hardware) -> placement.Plan:
     return plan
 
 
-# ------------------------------------------------------------------------------------------- cures
+# --------------------------------------------------------------------------------- smaller recipes
 MEMORY_GB = (24, 40, 48, 80, 141)
-"""Memory of devices that a refusal proposes, GB."""
+"""Memory of the devices that an error message proposes, GB."""
 
 
-def _cure(
+def _smallest_change(
     config: Config,
     devices: int,
     device_gb: float,
     estimators: dict[bool, EmbodiedMemoryEstimator],
 ) -> str:
-    """Return the smallest change with which the recipe fits."""
+    """Return the smallest change that makes the recipe fit, as the end of an error message."""
     for num_envs in _fewer_environments(config, devices):
         smaller = replace(config, env=replace(config.env, num_envs=num_envs))
         if _fits(smaller, devices, device_gb, estimators):
@@ -258,7 +258,7 @@ def _fits(
     device_gb: float,
     estimators: dict[bool, EmbodiedMemoryEstimator],
 ) -> bool:
-    """Return whether the recipe fits with some means to save memory."""
+    """Return whether a variant of the recipe fits, see ``_variants``."""
     try:
         _fit(config, devices, device_gb, estimators)
     except PlacementError:
@@ -267,7 +267,7 @@ def _fits(
 
 
 def _fewer_environments(config: Config, devices: int) -> Sequence[int]:
-    """Return smaller numbers of environments that the batch sizes allow, largest first."""
+    """Return smaller numbers of environments that the batch sizes permit, largest first."""
     a, counts = config.algorithm, list[int]()
     num_envs = config.env.num_envs // 2
     while num_envs >= max(1, devices):

@@ -1,12 +1,12 @@
-"""Predict the seconds of an update on GPUs that are not here, from counted operations.
+"""Predict the seconds of an update on GPUs from counted operations; no GPU is needed.
 
-    act       decisions x operations / (peak x ACT_SHARE)         at least the weights' reads
-    learn     epochs x decisions x operations / (peak x LEARN_SHARE) + AdamW's memory traffic
-    exchange  all-reduce of gradients, gathering of shards
+    act       decisions x operations / (peak x ACT_SHARE), at least the time to read the weights
+    learn     epochs x decisions x operations / (peak x LEARN_SHARE) + memory traffic of AdamW
+    exchange  all-reduce of the gradients, all-gather of the shards
     simulate  environment steps / (steps per core and second x cores)
 
-Operations are counted (``memory_estimate.operations``). Peaks and bandwidths are those of data
-sheets. The shares of the peak are assumptions with a range, because no GPU was available.
+``memory_estimate.operations`` counts the operations. Peaks and bandwidths come from data sheets.
+The shares of the peak are assumptions with a range, because no GPU was available.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from embodied_ppo.config.placement import Plan
 from embodied_ppo.placement.memory_estimate import Operations
 
 ACT_SHARE, LEARN_SHARE = (0.25, 0.40, 0.55), (0.25, 0.45, 0.60)
-"""Share of the peak that acting and learning reach: low, assumed, high."""
+"""Share of the peak that acting and training reach: low, assumed, high."""
 READ_SHARE = 0.7
-"""Share of the memory bandwidth that AdamW and the reads of weights reach."""
+"""Share of the memory bandwidth that AdamW and reading the weights reach."""
 ADAMW_BYTES = 28
-"""Bytes that AdamW moves per trained float32 number: it reads weight, gradient and two moments, and
-writes three of them."""
+"""Bytes that AdamW moves per trained float32 parameter: it reads the weight, the gradient and two
+moments (16 bytes), and writes the weight and the moments (12 bytes)."""
 HOP_S = 20e-6
 """Latency of one step of a collective, seconds."""
 SIMULATORS: Mapping[str, tuple[float, float, float]] = {"libero": (5.0, 10.0, 40.0)}
 """Simulator -> steps per second of one CPU core with rendering: low, measured, high.
 
-LIBERO: about 10 with two images on a CPU core (``embodied_envs.adapters.libero_env``). A GPU that
-renders may be faster, which was not measured.
+LIBERO: about 10 with two images, rendered on a CPU core (``embodied_envs.adapters.libero_env``).
+Rendering on a GPU may be faster; this was not measured.
 """
 CORES = 16
 """CPU cores for each GPU."""
@@ -41,9 +41,9 @@ class Device:
     """A GPU.
 
     Attributes:
-        name: Its name.
+        name: Name of the product.
         memory_gb: Memory, GB.
-        tflops: Dense bfloat16 products with float32 sums, 10^12 operations per second.
+        tflops: Peak of dense bfloat16 matrix products with float32 accumulation, TFLOP/s.
         memory_gbs: Bandwidth of its memory, GB/s.
         link_gbs: Bandwidth to another GPU of the machine in one direction, GB/s.
     """
@@ -62,18 +62,19 @@ DEVICES = (
     Device("H100 SXM", 80, 989, 3350, 450),
     Device("H200 SXM", 141, 989, 4800, 450),
 )
-"""Data sheets of NVIDIA. RTX 4090 and L40S: PCIe 4.0 x16, of which 25 GB/s are usable."""
+"""Numbers of NVIDIA's data sheets. RTX 4090 and L40S have PCIe 4.0 x16, of which about 25 GB/s can
+be used."""
 
 
 def device_with(memory_gb: float) -> Device | None:
-    """Return the device with this memory (within 2 %); None: no data sheet is known here."""
-    found = [d for d in DEVICES if abs(d.memory_gb - memory_gb) <= 0.02 * d.memory_gb]
-    return found[0] if found else None
+    """Return the first of DEVICES with this memory (within 2 %); None if there is none."""
+    matches = [d for d in DEVICES if abs(d.memory_gb - memory_gb) <= 0.02 * d.memory_gb]
+    return matches[0] if matches else None
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an update computes.
+    """Amount of work in an update.
 
     Attributes:
         decisions: Decisions of all environments, T x N.
@@ -81,11 +82,11 @@ class Work:
         chunk: Environment steps of a decision.
         epochs: Passes over the decisions.
         steps: Optimiser steps.
-        micro_batches: Forward and backward passes of one learner.
-        operations: Of one decision.
-        weight_bytes: Weights that one batch of decisions reads.
+        micro_batches: Number of forward and backward passes of one learner.
+        operations: Operations of one decision.
+        weight_bytes: Bytes of the weights that one forward pass of acting reads.
         trained: Number of trained parameters.
-        sharded_bytes: Weights that a learner gathers for a pass; 0 without shards.
+        sharded_bytes: Bytes of the weights that a learner gathers for a pass; 0 without shards.
     """
 
     decisions: int
@@ -105,12 +106,12 @@ class Seconds:
     """Seconds of an update and its phases.
 
     Attributes:
-        simulate: Simulators; None: their speed is not known.
-        act: Sampling actions.
-        learn: Training.
-        exchange: Messages between devices.
-        low: Sum with the fast ends of the ranges, without ``simulate`` where that is None.
-        high: Sum with the slow ends.
+        simulate: Time of the simulators; None: their speed is not known.
+        act: Time to sample actions.
+        learn: Time of the training.
+        exchange: Time of the communication between devices.
+        low: Sum with the fast ends of the ranges, without ``simulate`` if that is None.
+        high: Sum with the slow ends of the ranges, likewise.
     """
 
     simulate: float | None
@@ -122,32 +123,34 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Sum of the phases, one after another."""
+        """Sum of the phases."""
         return (self.simulate or 0.0) + self.act + self.learn + self.exchange
 
 
 def predict(plan: Plan, work: Work, device: Device, simulator: str, cores: int = CORES) -> Seconds:
-    """Predict the phases of an update in which they follow one another.
+    """Predict the phases of an update whose phases run one after the other.
 
     Args:
         plan: Where the roles run.
-        work: What they compute.
+        work: Work of the update.
         device: The GPU.
-        simulator: Key of SIMULATORS; others have no known speed.
+        simulator: Name of the simulator; its speed is known if it is a key of SIMULATORS.
         cores: CPU cores for each GPU.
     """
     rollouts, learners = plan.processes("rollout"), plan.processes("actor")
     ops, peak = work.operations, device.tflops * 1e12
     bandwidth = READ_SHARE * device.memory_gbs * 1e9
-    acted, learned = work.decisions / rollouts, work.decisions / learners
+    acting_decisions, training_decisions = work.decisions / rollouts, work.decisions / learners
     reads_s = work.horizon * work.weight_bytes / bandwidth
-    optimiser_s = work.steps * work.trained * ADAMW_BYTES / bandwidth / _shards(work, learners)
+    shards = learners if work.sharded_bytes else 1  # parts of the optimiser's state
+    optimiser_s = work.steps * work.trained * ADAMW_BYTES / bandwidth / shards
 
     def act(share: float) -> float:
-        return max(reads_s, acted * ops.act / (peak * share))
+        return max(reads_s, acting_decisions * ops.act / (peak * share))
 
     def learn(share: float) -> float:
-        once, passes = learned * ops.encode, work.epochs * learned * ops.learn
+        once = training_decisions * ops.encode
+        passes = work.epochs * training_decisions * ops.learn
         return (once + passes) / (peak * share) + optimiser_s
 
     exchange = _exchange_s(work, learners, device.link_gbs * 1e9)
@@ -165,16 +168,11 @@ def predict(plan: Plan, work: Work, device: Device, simulator: str, cores: int =
     )
 
 
-def _shards(work: Work, learners: int) -> int:
-    """Return the number of parts of the optimiser's state."""
-    return learners if work.sharded_bytes else 1
-
-
 def _exchange_s(work: Work, learners: int, link: float) -> float:
-    """Return the seconds of all-reduces and of gathering shards (ring, W ranks).
+    """Return the seconds of all-reduces and of gathering shards with the ring algorithm, W ranks.
 
-    An all-reduce sends 2 (W - 1) / W of the data, gathering (W - 1) / W. Shards are gathered in
-    the forward and again in the backward pass.
+    In an all-reduce each rank sends 2 (W - 1) / W of the data, in an all-gather (W - 1) / W. Shards
+    are gathered in the forward pass and again in the backward pass.
     """
     if learners == 1:
         return 0.0

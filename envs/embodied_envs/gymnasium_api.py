@@ -1,8 +1,8 @@
-"""Our tasks in Gymnasium's interface, for trainers of other packages.
+"""Gymnasium environments of the tasks of this package, for trainers of other packages.
 
 ``gym.make_vec("embodied/Tabletop-v0", num_envs=64)`` returns a ``TaskVectorEnv``, and
 ``gym.make("embodied/Tabletop-v0")`` a ``TaskEnv``. Both take and return numpy arrays.
-``adapters.gymnasium_env`` is the opposite direction.
+``adapters.gymnasium_env`` does the opposite: it adapts Gymnasium environments to ``VectorEnv``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
 AUTORESET = {"same_step": AutoresetMode.SAME_STEP, "next_step": AutoresetMode.NEXT_STEP}
 NO_LIMIT = 2**31 - 1
-"""``max_episode_steps`` without a time limit."""
+"""Value of ``max_episode_steps`` for episodes without a time limit."""
 
 
 def _check_options(task: str, options: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ def _check_options(task: str, options: Mapping[str, Any], own: Mapping[str, Any]
 
 
 class _Simulator:
-    """A ``VectorEnv`` of one of our tasks with numpy arrays and Gymnasium's spaces."""
+    """A ``VectorEnv`` of a task of this package, with numpy arrays and Gymnasium's spaces."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Simulator:
             device=device,
         )
         self.wraps = hasattr(self.env, "env")
-        """Whether wrappers for chunks or realism surround the MujocoEnv."""
+        """Whether the MujocoEnv is inside wrappers for action chunks or realism."""
         worlds = self.env
         while hasattr(worlds, "env"):
             worlds = worlds.env
@@ -154,7 +154,7 @@ class _Simulator:
 
 
 def _random_seeds(num_envs: int) -> list[int]:
-    """Return seeds from the operating system's entropy, for episodes without a seed."""
+    """Return seeds from the operating system's entropy, for resets without a seed."""
     return np.random.default_rng().integers(0, 2**31, max(0, num_envs)).tolist()
 
 
@@ -207,33 +207,33 @@ def _row(batch: Any, i: int) -> Any:
 
 
 def _reward(step: Step) -> Tensor:
-    """Return the reward [N], of a chunk the sum of its actions' rewards."""
+    """Return the reward [N]; the reward of a chunk is the sum over its actions."""
     return step.reward.sum(1) if step.reward.ndim == 2 else step.reward
 
 
 class TaskVectorEnv(gymnasium.vector.VectorEnv):
-    """N environments of one of our tasks: ``gym.make_vec("embodied/Tabletop-v0", num_envs=N)``.
+    """N environments of one task: ``gym.make_vec("embodied/Tabletop-v0", num_envs=N)``.
 
-    With ``autoreset_mode="same_step"``, the default, an ended episode is reset in the same step:
-    ``obs`` is the first observation of the next episode, and info has "final_obs" (an object array
-    with the last observation of the episode in the rows that ended), "final_info" and their masks
-    "_final_obs" and "_final_info". With "next_step", which Gymnasium's vector wrappers of
-    observations require, ``obs`` is the last observation of the episode, and the next step ignores
-    the action of that environment and resets it, with reward 0. The episodes are the same in both
-    modes. No episode is terminated and truncated in one step.
+    With ``autoreset_mode="same_step"``, the default, an environment whose episode ends is reset in
+    the same step: ``obs`` is the first observation of the next episode, and info has "final_obs"
+    (an object array with the last observation of the episode in the rows that ended), "final_info"
+    and their masks "_final_obs" and "_final_info". With "next_step", which Gymnasium's vector
+    wrappers for observations require, ``obs`` is the last observation of the episode. The next step
+    then ignores the action for this environment, resets it and returns reward 0. The episodes are
+    the same in both modes. An episode is never both terminated and truncated in one step.
 
-    Entries of info, each with a mask of its name with "_" in front:
+    Entries of info; each has a mask whose name starts with "_", such as "_success":
 
     success      bool [N], whether the task succeeded in this step; for tasks that define success
     task         str [N], kind of the episode of this step; for tasks with several kinds
-    executed     int64 [N], executed actions of the chunk; with ``action_chunk``
-    instruction  str [N], sentence of the returned observation (in final_info: of the episode that
-                 ended); where observations have the key "instruction", its index in
-                 ``instructions``
+    executed     int64 [N], number of executed actions of the chunk; with ``action_chunk``
+    instruction  str [N], sentence that belongs to the returned observation (in final_info: to the
+                 episode that ended); only if observations have the key "instruction", which is the
+                 index of the sentence in ``instructions``
 
     Attributes:
-        instructions: All sentences that an episode can have.
-        task_names: All kinds of episode.
+        instructions: All sentences that can occur.
+        task_names: All kinds of episodes.
         simulator: The ``VectorEnv`` of ``embodied_envs.make``, which exchanges tensors.
     """
 
@@ -256,15 +256,15 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         Args:
             task: A task of ``tasks.OWN``, or "package.module:Class" for a task of your own.
             num_envs: Number of environments, N.
-            render_mode: "rgb_array", or None: ``render`` is not available.
+            render_mode: "rgb_array"; with None, ``render`` is not available.
             autoreset_mode: "same_step" or "next_step". The latter is not available with
-                ``action_chunk`` or ``realism``, and for tasks whose episodes depend on the one
-                before (``Task.carry_over``).
+                ``action_chunk`` or ``realism``, and for tasks whose episodes depend on the previous
+                episode (``Task.carry_over``).
             options: Options of ``embodied_envs.make`` (``cameras``, ``action_chunk``, ..) and of
                 the task (of Tabletop ``families``, ``split``, ``obs``, ``reward``). An integer
-                ``image_size`` is height and width. The action space is [-1, 1] with the default
-                ``action_mapping="rescale"``, else the task's bounds; a chunk of C actions is a
-                vector of C·A numbers, whose reward is the sum.
+                ``image_size`` is both height and width. The action space is [-1, 1] with the
+                default ``action_mapping="rescale"``, otherwise the bounds of the task. A chunk of C
+                actions is a vector of C·A numbers; its reward is the sum over the actions.
 
         Raises:
             EnvError: The task or an option is unknown or invalid.
@@ -287,7 +287,7 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
                 )
             simulator.worlds.autoreset = False
         self._ended = np.zeros(num_envs, dtype=bool)
-        """bool [N], with next_step: episodes that the next step resets."""
+        """bool [N], environments that the next step resets; used with next_step."""
         self.num_envs, self.render_mode = num_envs, render_mode
         self.metadata = simulator.metadata | {"autoreset_mode": mode}
         self.single_observation_space = self._simulator.observation_space
@@ -307,13 +307,14 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         """Start new episodes.
 
         Args:
-            seed: s gives environment i the seed s + i; a list has one seed for each environment,
-                None for a random one. Equal seeds give equal sequences of episodes. Without a seed,
-                the next episodes of the present seeds start.
-            options: {"reset_mask": bool [N]} resets the environments where it is True.
+            seed: An integer s gives environment i the seed s + i. A list has one seed for each
+                environment; an entry None means a random seed. Equal seeds give equal sequences of
+                episodes. Without a seed, each environment continues with the next episode of its
+                current sequence.
+            options: {"reset_mask": bool [N]} resets only the environments whose entry is True.
 
         Returns:
-            Observations [N, ..] (rows that are not reset keep their last one) and info.
+            Observations [N, ..] (environments that are not reset keep their last one) and info.
 
         Raises:
             EnvError: A seed or an option is invalid.
@@ -375,12 +376,12 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
     def _with_masks(
         self, info: Mapping[str, Any], mask: np.ndarray | None = None
     ) -> dict[str, Any]:
-        """Return ``info`` with an entry "_name" for each name, as Gymnasium's vectors have it."""
+        """Add a mask "_name" for each entry, as Gymnasium's vector environments do."""
         rows = np.ones(self.num_envs, dtype=bool) if mask is None else mask
         return {**info, **{f"_{name}": rows.copy() for name in info}}
 
     def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int] | None:
-        """Return one seed for each environment, None if there is none."""
+        """Return one seed for each environment; None if no seed is given."""
         if seed is None:
             return None
         if isinstance(seed, int | np.integer):
@@ -392,7 +393,7 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         return seeds
 
     def _reset_mask(self, options: dict[str, Any] | None) -> np.ndarray | None:
-        """Return the entry reset_mask of the options; raise EnvError for others."""
+        """Return the entry reset_mask of the options; raise EnvError if there are other entries."""
         if unknown := sorted(set(options or {}) - {"reset_mask"}):
             raise self._error(f"reset(options={unknown}): unknown; there is reset_mask")
         if not options:
@@ -410,14 +411,14 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
 
 
 class TaskEnv(gymnasium.Env):
-    """One environment of one of our tasks: ``gym.make("embodied/Tabletop-v0")``.
+    """One environment of a task: ``gym.make("embodied/Tabletop-v0")``.
 
     Observations, actions and info are those of ``TaskVectorEnv`` without the dimension N. For
     training, ``gym.make_vec`` is faster: it steps all environments in one call.
 
-    Like Gymnasium's own, the environment has no time limit: ``gym.make`` adds the wrapper
-    TimeLimit with ``max_episode_steps``, which counts calls of ``step``. With ``action_chunk`` or
-    ``realism`` the task's limit, in primitive steps, applies as well.
+    The class itself has no time limit, like the environments of Gymnasium: ``gym.make`` adds the
+    wrapper TimeLimit with ``max_episode_steps``, which counts calls of ``step``. With
+    ``action_chunk`` or ``realism``, the limit of the task, in primitive steps, also applies.
     """
 
     metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES)}  # noqa: RUF012
@@ -427,7 +428,7 @@ class TaskEnv(gymnasium.Env):
 
         Args:
             task: As in ``TaskVectorEnv``.
-            render_mode: "rgb_array", or None: ``render`` is not available.
+            render_mode: "rgb_array"; with None, ``render`` is not available.
             options: As in ``TaskVectorEnv``.
 
         Raises:
@@ -436,8 +437,8 @@ class TaskEnv(gymnasium.Env):
         if options.get("action_chunk", 1) == 1 and not options.get("realism"):
             options = {"max_episode_steps": NO_LIMIT} | options
         self._simulator = _Simulator(task, 1, render_mode=render_mode, **options)
-        # An ended episode stays at its last state until reset(), so that render() can show it.
-        # The wrappers rely on the simulator's reset in the same step.
+        # After the end of an episode, the simulator keeps its last state until reset(), so that
+        # render() can show it. Wrappers for chunks and realism need the reset in the same step.
         self._simulator.worlds.autoreset = self._simulator.wraps
         self.simulator = self._simulator.env
         self.render_mode = render_mode
@@ -446,37 +447,37 @@ class TaskEnv(gymnasium.Env):
         self.action_space = self._simulator.action_space
         self.instructions = self._simulator.instructions
         self.task_names = self._simulator.task_names
-        self._next: Any = None  # first observation of an episode that the simulator has begun
+        self._next_obs: Any = None  # first observation of an episode that has already started
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Start a new episode, the first one of ``seed`` if given; there are no options."""
+        """Start a new episode, the first one of ``seed`` if given; ``options`` must be empty."""
         super().reset(seed=seed)
         if options:
             raise EnvError(f"{self.simulator.id}: reset(options={options}): there are none")
-        obs = self._next
+        obs = self._next_obs
         if seed is not None or obs is None:
             obs = self._simulator.reset(None if seed is None else [int(seed)])
-        self._next = None
+        self._next_obs = None
         return _row(obs, 0), self._first(self._simulator.obs_info(obs))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute ``action`` [A] and return observation, reward, terminated, truncated, info."""
-        if self._next is not None:
+        if self._next_obs is not None:
             raise EnvError(f"{self.simulator.id}: the episode has ended; call reset() first")
         step = self._simulator.step(np.asarray(action)[None])
         terminated, truncated = bool(step.terminated[0]), bool(step.truncated[0])
         obs: Obs = step.obs
         if step.final_obs is not None and (terminated or truncated):
-            obs, self._next = step.final_obs, _to_numpy(step.obs)
+            obs, self._next_obs = step.final_obs, _to_numpy(step.obs)
         arrays = _to_numpy(obs)
         info = self._simulator.obs_info(arrays) | self._simulator.step_info(step)
         reward = float(_reward(step)[0])
         return _row(arrays, 0), reward, terminated, truncated, self._first(info)
 
     def render(self) -> np.ndarray | None:
-        """Return an image, uint8 [H, W, 3]; None without a render mode."""
+        """Return an image, uint8 [H, W, 3]; None if ``render_mode`` is None."""
         return None if self.render_mode is None else _to_numpy(self.simulator.render())
 
     def close(self) -> None:
@@ -485,5 +486,5 @@ class TaskEnv(gymnasium.Env):
 
     @staticmethod
     def _first(info: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Return the info of environment 0, as Python's bool, int and str."""
+        """Return the info of environment 0 with values of types bool, int and str."""
         return {name: x.tolist()[0] for name, x in info.items()}

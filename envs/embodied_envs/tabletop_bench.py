@@ -1,9 +1,9 @@
-"""tabletop-bench: a fixed protocol that measures policies which read images and instructions.
+"""tabletop-bench: a fixed protocol to measure policies that read images and instructions.
 
 A policy reads a 64 x 64 image, the gripper's state and a sentence. Six families of Tabletop are
-measured in six conditions, ``CONDITIONS``; no sentence of the training names the colour
-UNSEEN_COLOUR. The episodes have fixed seeds, which training never uses. ``evaluate`` measures a
-policy and returns a result, ``read_result`` checks a result that another program wrote.
+measured in six conditions, ``CONDITIONS``. No training sentence names the colour UNSEEN_COLOUR. The
+episodes have fixed seeds, which training never uses. ``evaluate`` measures a policy, ``result``
+returns the content of a result file, and ``read_result`` reads and checks a file of any trainer::
 
     from embodied_envs import tabletop_bench as bench
 
@@ -40,29 +40,30 @@ PROTOCOL = 1
 NAME = "tabletop-bench"
 FAMILIES = ("reach", "touch", "lift", "push", "put", "stack")
 PAIRS = ("push", "put", "stack")
-"""Families whose sentences have two arguments; the others have no unseen combination."""
+"""Families whose sentences name two objects; the others have no unseen combination."""
 UNSEEN_COLOUR = "yellow"
 CAMERA, IMAGE_SIZE = "front", 64
 EPISODES = 256
 """Episodes of each measurement."""
 NUM_ENVS = 64
-"""Worlds that are simulated together."""
+"""Environments that are simulated together."""
 FIRST_SEED = TRAINING_SEEDS + 0x3F000000
-"""Simulator seed of the first episode; training has smaller ones than TRAINING_SEEDS, and
-``embodied-ppo evaluate`` reaches this one with evaluation seed 16128."""
+"""Simulator seed of the first episode. Seeds of training are smaller than TRAINING_SEEDS. The same
+episodes are those of ``embodied-ppo evaluate`` with seed 16128."""
 SEEDS_PER_MEASUREMENT = 1 << 16
+"""Distance between the first seeds of two measurements."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What differs from the training in the episodes of a condition.
+    """Differences between the episodes of a condition and the training episodes.
 
     Attributes:
-        meaning: One line for tables.
+        meaning: One-line description for tables.
         split: Split of the sentences, see ``tabletop_language.episodes``.
         families: Families whose episodes are mixed.
-        ranges: Ranges of ``domain_randomization.RANGES`` in which every episode draws its world;
-            empty: the world of the training.
+        ranges: Name in ``domain_randomization.RANGES`` -> range from which each episode draws a
+            value; None: no randomization.
     """
 
     meaning: str
@@ -89,25 +90,26 @@ CONDITIONS: dict[str, Condition] = {
         ranges={"light": (0.5, 1.5), "colour": (-0.1, 0.1)},
     ),
 }
-"""Conditions by name. Each but "train" is one measurement over its families; in "train" each family
-is a measurement of its own, ``MEASUREMENTS``."""
+"""Name -> condition. Each condition is one measurement over its families, except "train", in which
+each family is a separate measurement; see ``MEASUREMENTS``."""
 
 MEASUREMENTS: dict[str, Condition] = {
     **{f"train/{name}": Condition(f"{name}, training", families=(name,)) for name in FAMILIES},
     **{name: c for name, c in CONDITIONS.items() if name != "train"},
 }
-"""Name of each measurement -> its episodes."""
+"""Name of a measurement -> condition of its episodes."""
 
 Observation: TypeAlias = "dict[str, Any]"
-"""One observation of N worlds: "image" uint8 [N, 3, 64, 64], "state" float32 [N, 12] (tool, fingers
-and their targets in m, velocity of the tool in m/s), "instruction" a list of N sentences."""
+"""Observation of N environments: "image" uint8 [N, 3, 64, 64]; "state" float32 [N, 12] (positions
+of the tool and the fingers and their targets in m, velocity of the tool in m/s); "instruction", a
+list of N sentences."""
 BenchPolicy: TypeAlias = Callable[[Observation], Any]
-"""Function of an observation that returns actions in [-1, 1], [N, 4], or [N, C, 4] with chunks."""
+"""Function that maps an observation to actions in [-1, 1]: [N, 4], or [N, C, 4] with chunks."""
 
 
 # ---------------------------------------------------------------------------------------- simulator
 def task_kwargs(measurement: str = "train", obs: str = "language") -> dict[str, Any]:
-    """Return the arguments of Tabletop: of the training, or of one of MEASUREMENTS."""
+    """Return the arguments of Tabletop for "train" or for one of MEASUREMENTS."""
     c = CONDITIONS["train"] if measurement == "train" else MEASUREMENTS[measurement]
     return {
         "families": list(c.families),
@@ -125,7 +127,7 @@ def make_env(
     num_threads: int = 1,
     render: bool = False,
 ) -> VectorEnv:
-    """Return worlds of a measurement with images, state and sentences, one per seed."""
+    """Return the environments of a measurement, one per seed, with images, state and sentences."""
     ranges = MEASUREMENTS[measurement].ranges
     neutral = {
         name: (1.0, 1.0) if RANGES[name].operation == "scale" else (0.0, 0.0)
@@ -149,18 +151,18 @@ def make_env(
 
 
 def seeds(measurement: str, episodes: int = EPISODES) -> list[int]:
-    """Return the simulator seeds of a measurement; measurements have no seed in common."""
+    """Return the simulator seeds of a measurement; no two measurements share a seed."""
     first = FIRST_SEED + list(MEASUREMENTS).index(measurement) * SEEDS_PER_MEASUREMENT
     return list(range(first, first + episodes))
 
 
 def evaluation_seed(measurement: str) -> int:
-    """Return the seed of ``embodied-ppo evaluate`` whose episodes are those of a measurement."""
+    """Return the seed of ``embodied-ppo evaluate`` that gives the episodes of a measurement."""
     return (seeds(measurement, 1)[0] - TRAINING_SEEDS) // SEEDS_PER_MEASUREMENT
 
 
 def video_env(measurement: str, action_chunk: int = 1) -> Callable[[list[int]], VectorEnv]:
-    """Return a function that creates worlds with rendering from seeds; it can be pickled."""
+    """Return a picklable function that creates environments with rendering from seeds."""
     return partial(make_env, measurement, action_chunk=action_chunk, render=True)
 
 
@@ -174,7 +176,7 @@ def sentences(measurement: str, seeds: list[int]) -> list[str]:
 
 
 def observation(env: VectorEnv, obs: Any) -> Observation:
-    """Return a simulator's observation as a policy reads it."""
+    """Convert the observation of a simulator to that of a ``BenchPolicy``."""
     sentences: tuple[str, ...] = env.instructions  # pyright: ignore[reportAttributeAccessIssue]
     return {
         "image": obs[CAMERA],
@@ -196,13 +198,14 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Measure a policy; return measurement -> episodes, successes, rate and interval.
 
-    An episode succeeds if the task reports success within its 100 steps. The result of a
-    deterministic policy is a function of its actions alone.
+    An episode succeeds if the task reports success within its 100 steps. Seeds are fixed, so a
+    deterministic policy has the same result in every call.
 
     Args:
-        policy: See ``BenchPolicy``. It must be a function of the observation: episodes start and
-            end without notice.
-        action_chunk: Actions C that the policy returns at once, executed one after the other.
+        policy: See ``BenchPolicy``. It must not depend on earlier observations, because it is not
+            informed when an episode starts or ends.
+        action_chunk: Number of actions C that the policy returns per call; they are executed one
+            after the other.
         episodes: Episodes of each measurement; ``check_result`` refuses fewer than EPISODES.
         measurements: Names of MEASUREMENTS.
         num_threads: Threads of the simulator.
@@ -252,6 +255,7 @@ def _run_block(env: VectorEnv, policy: BenchPolicy, action_chunk: int) -> Tensor
 
 
 def _rate(successes: int, episodes: int) -> dict[str, Any]:
+    """Return the entry of a measurement in a result."""
     return {
         "episodes": episodes,
         "successes": successes,
@@ -271,9 +275,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "versions": (dict,),  # package -> version
     "cpu_s": (int, float, type(None)),  # CPU seconds of training and evaluation; null: not measured
     "curve": (list,),  # [env_steps, success rate] of evaluations in training; may be empty
-    "notes": (dict,),  # further facts, for example {"demonstrations": 3000}
+    "notes": (dict,),  # additional information, for example {"demonstrations": 3000}
 }
-"""Field of a result -> its types. Other fields are kept and not read."""
+"""Field of a result -> its types. Other fields are accepted and ignored."""
 
 
 def result(
@@ -295,7 +299,7 @@ def result(
         env_steps: Steps of the simulator in training, after the demonstrations.
         cpu_s: CPU seconds; None: not measured.
         curve: (env_steps, success rate) of evaluations during training.
-        notes: Further facts.
+        notes: Additional information, written as a JSON object.
     """
     packages = ("torch", "mujoco", "numpy", "embodied-ppo")
     versions = {"python": platform.python_version(), **dict(_versions(packages))}
@@ -314,7 +318,7 @@ def result(
 
 
 def _versions(packages: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """Yield (package, version) of the installed ones."""
+    """Yield (package, version) for each package that is installed."""
     for name in packages:
         try:
             yield name, importlib.metadata.version(name)
@@ -323,7 +327,7 @@ def _versions(packages: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 
 def write_result(path: Path | str, content: Mapping[str, Any]) -> None:
-    """Write a result through a temporary file."""
+    """Write a result file under a temporary name and rename it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -332,10 +336,10 @@ def write_result(path: Path | str, content: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path | str, *, episodes: int = EPISODES) -> dict[str, Any]:
-    """Return a result file after ``check_result``.
+    """Read a result file and check it with ``check_result``.
 
     Raises:
-        EnvError: The file cannot be read, or the result is refused.
+        EnvError: The file cannot be read, or the result is invalid.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -347,7 +351,7 @@ def read_result(path: Path | str, *, episodes: int = EPISODES) -> dict[str, Any]
 
 
 def check_result(content: Any, label: str = "result", *, episodes: int = EPISODES) -> None:
-    """Refuse what cannot stand in a table beside other results.
+    """Check that a result can be compared with other results.
 
     Args:
         content: Content of a result file.
@@ -355,8 +359,8 @@ def check_result(content: Any, label: str = "result", *, episodes: int = EPISODE
         episodes: Required episodes of each measurement.
 
     Raises:
-        EnvError: A field is missing or of another type, the protocol is another one, a measurement
-            is missing, or has fewer episodes or impossible counts.
+        EnvError: A field is missing or has another type, the protocol version differs, or a
+            measurement is missing, has too few episodes or impossible counts.
     """
     if not isinstance(content, dict) or content.get("benchmark") != NAME:
         raise EnvError(f"{label}: is no result of {NAME}; write one with tabletop_bench.result")
@@ -388,11 +392,11 @@ def check_result(content: Any, label: str = "result", *, episodes: int = EPISODE
 
 
 def rates(content: Mapping[str, Any]) -> dict[str, float]:
-    """Return the success rate of each measurement, of "train" over its families, and the "score".
+    """Return the success rates of all measurements, their mean "train", and the "score".
 
-    The score is the mean over the six conditions.
+    "train" is the mean over the families, and the score is the mean over the six conditions.
     """
     counts = content["measurements"]
-    shown = {name: counts[name]["successes"] / counts[name]["episodes"] for name in MEASUREMENTS}
-    shown["train"] = fmean(shown[f"train/{name}"] for name in FAMILIES)
-    return {**shown, "score": fmean(shown[name] for name in CONDITIONS)}
+    success = {name: counts[name]["successes"] / counts[name]["episodes"] for name in MEASUREMENTS}
+    success["train"] = fmean(success[f"train/{name}"] for name in FAMILIES)
+    return {**success, "score": fmean(success[name] for name in CONDITIONS)}

@@ -1,8 +1,8 @@
-"""Sizes of published models: policies without weights, to plan a run before the download.
+"""Build policies with the sizes of published models and without weights, to plan runs.
 
-``policy_of_sizes`` builds the policy of a config.json. Its parameters are fake tensors: they have
-shapes and types, but no memory and no values. ``CONFIGS`` has the fields of config.json of the
-published models, so that ``model.checkpoint=published/pi0`` needs no file at all.
+``policy_of_sizes`` builds a policy from the fields of config.json. Its parameters are fake tensors:
+they have shapes and types, but no memory and no values. ``CONFIGS`` contains these fields for the
+published models, so that ``model.checkpoint=published/pi0`` needs no file.
 
 Source of the sizes: lerobot (pi0, pi05 and their Gemma variants, SmolVLA), openvla/openvla-7b.
 """
@@ -33,7 +33,7 @@ from embodied_ppo.models.vla.pretrained import CheckpointVLA, OpenVLA
 from embodied_ppo.models.vla.smolvla import SmolVLA
 
 PREFIX = "published/"
-"""Beginning of the values of model.checkpoint that name an entry of CONFIGS."""
+"""Prefix of the values of model.checkpoint that name an entry of CONFIGS."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "pi0": {"type": "pi0"},
     "pi05": {"type": "pi05"},
@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 32000},
     },
 }
-"""Name -> fields of its config.json; missing ones are those of the published model."""
+"""Name -> fields of its config.json; the defaults of missing fields are the published values."""
 RECIPES = {
     "pi0_libero": "pi0",
     "pi05_libero": "pi05",
@@ -55,7 +55,7 @@ RECIPES = {
     "openvla_7b": "openvla",
     "openvla_oft": "openvla",
 }
-"""Shipped recipe -> entry of CONFIGS that is planned with while its model.checkpoint is ``???``."""
+"""Shipped recipe -> entry of CONFIGS that planning uses if model.checkpoint is ``???``."""
 _FLOW: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -64,7 +64,7 @@ def fields(checkpoint: str) -> dict[str, Any]:
     """Return the fields of config.json of ``published/NAME`` or of a directory.
 
     Raises:
-        ConfigError: There is no such model or directory.
+        ConfigError: The model or the directory does not exist.
     """
     if not checkpoint.startswith(PREFIX):
         cure = f"plan with {PREFIX}NAME before the download: {', '.join(CONFIGS)}"
@@ -78,7 +78,7 @@ def fields(checkpoint: str) -> dict[str, Any]:
 
 
 def can_build(checkpoint: str) -> bool:
-    """Return whether ``policy_of_sizes`` knows the kind of model."""
+    """Return whether ``policy_of_sizes`` can build this kind of model."""
     raw = fields(checkpoint)
     return str(raw.get("type") or raw.get("model_type")) in (*_FLOW, "openvla")
 
@@ -96,7 +96,7 @@ def policy_of_sizes(
         mapping: Value of env.action_mapping.
 
     Raises:
-        ConfigError: Task, options and sizes do not fit together.
+        ConfigError: The task, the options and the sizes are not compatible.
     """
     assert config.checkpoint is not None
     raw = fields(config.checkpoint)
@@ -122,14 +122,14 @@ def policy_of_sizes(
 def flow_sizes(
     raw: Mapping[str, Any], checkpoint: str, env: Any, chunk: int, *, device: str = "meta"
 ) -> Published:
-    """Return the contents of a directory of a flow model without its weights.
+    """Return what is read from the directory of a flow model, with new instead of stored weights.
 
     Args:
         raw: Fields of config.json.
-        checkpoint: The directory, for messages.
+        checkpoint: The directory, for error messages.
         env: Spaces of the environment.
         chunk: Actions of a chunk.
-        device: Device of the model's new weights; meta: without memory.
+        device: Device of the model's new weights; "meta": they have no memory.
     """
     label, folder = f"model.checkpoint={checkpoint}", Path(checkpoint)
     words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS
@@ -147,8 +147,8 @@ def flow_sizes(
                 model = model_class(sizes)
     tokenize: Any = PromptTokenizer(_WordCounter(), words, clean=False)
     if raw.get("type") == "smolvla":
-        tokenize = _smolvla_words(words)
-    # Published statistics normalise the state: nothing of the prefix changes during a run.
+        tokenize = _smolvla_tokenizer(words)
+    # With statistics, as in published directories, no running normaliser changes the prefix.
     vectors = [s for s in dict(env.obs_spec).values() if len(s.shape) == 1]
     numbers = sum(s.shape[0] for s in vectors)
     action = Statistics([0.0] * (env.action_spec.size // chunk), [1.0])
@@ -158,9 +158,10 @@ def flow_sizes(
 
 
 class _WordCounter:
-    """Tokenizer with one id per word, digit, space before a digit, and punctuation mark.
+    """Tokenizer with one token per word, digit, space before a digit, and punctuation mark.
 
-    The ids are arbitrary. A published tokenizer splits some words into several parts.
+    The ids are arbitrary. A published tokenizer splits some words into several tokens, so it may
+    return longer sequences.
     """
 
     bos_token_id = 2
@@ -170,16 +171,17 @@ class _WordCounter:
         return SimpleNamespace(input_ids=[3 + zlib.crc32(part.encode()) % 200 for part in parts])
 
 
-def _smolvla_words(words: int) -> Any:
-    """Return the tokenizer of SmolVLA's prompts: words and the end of line."""
+def _smolvla_tokenizer(words: int) -> Any:
+    """Return a function that tokenizes a prompt of SmolVLA, at most ``words`` tokens."""
     counter = _WordCounter()
     return lambda sentence: counter(sentence.removesuffix("\n") + "\n").input_ids[:words]
 
 
 class _OpenVLASizes(CheckpointVLA):
-    """OpenVLA on the meta device."""
+    """OpenVLA with parameters on the meta device."""
 
     def _open(self, config: ModelConfig) -> Any:
+        """Return the model without reading weights."""
         assert config.checkpoint is not None
         raw = fields(config.checkpoint)
         key = config.unnorm_key or "any"
@@ -200,7 +202,7 @@ class _OpenVLASizes(CheckpointVLA):
         return OpenVLA(body, tokenize, actions=self.chunk * self.size)
 
     def set_base_weights(self, folder: str | Path) -> None:
-        """Do nothing: there are no weights to compare."""
+        """Do nothing, because there are no weights to compare."""
 
 
 def _replace_meta_tensors(module: nn.Module) -> None:

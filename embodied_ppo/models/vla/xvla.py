@@ -1,21 +1,22 @@
-"""X-VLA: Florence-2 encodes images and words, a transformer with soft prompts predicts the actions.
+"""X-VLA: Florence-2 encodes images and words, and an action transformer predicts the actions.
 
-B rows, K views, T tokens of a view, W words, H actions of the model's horizon, N numbers of each
-and of a state (padded), D width of Florence-2, D' width of the transformer. All tokens of the
-transformer attend to each other::
+Shape letters: B rows, K views (images), T tokens of a view, W words, H actions of the model's
+horizon, N numbers of an action and of a state (padded), P tokens of the prefix, D width of
+Florence-2. All tokens of the action transformer attend to each other::
 
     H noisy actions | first view and words, encoded by Florence-2 | other views | soft prompts
 
-The state and the time are inputs of each noisy action. Soft prompts, and the layers that read and
-write actions, belong to a domain (a robot), which lerobot's preprocessor names.
+The state and the flow time are part of the input of each noisy action. Each domain (a robot) has
+its own soft prompts and its own layers that read and write actions. lerobot's preprocessor stores
+the index of the domain.
 
-The model predicts the action a, not a velocity. Along the chain, with the initial noise e and
-x_τ = τ e + (1 - τ) a, lerobot computes the next latent from the predicted a and the same e. A
-latent of the chain therefore holds x_τ and e, which is constant, [B, H, 2 N]. The stochastic step
-is that of ``distributions.flow_step`` with the noise e in place of its estimate; its probability is
-exact.
+The model predicts the action a, not a velocity. A latent is x_τ = τ e + (1 - τ) a with the initial
+noise e. In each step of the chain, lerobot computes the next latent from the predicted a and the
+same e. A stored latent therefore contains x_τ and e, [B, H, 2 N]; e is constant along the chain.
+The stochastic step is that of ``distributions.flow_step``, which gets e instead of an estimate of
+the noise. The probability of a step is therefore exact.
 
-Source: Zheng et al. 2025, arXiv 2510.10274; lerobot for the details.
+Sources: Zheng et al. 2025, arXiv 2510.10274; details from lerobot's implementation.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from embodied_ppo.models.vla.pi0_files import Published
 from embodied_ppo.models.vla.trunk import WORDS, Grounding
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of the channels of an image."""
+"""Mean and standard deviation by which the channels of an image are normalised."""
 LONGEST_PERIOD = 100.0
-"""Of the encoding of the time."""
+"""Parameter of the encoding of the flow time, see ``XVLA.encode_time``."""
 
 
 class FlorenceTrunk(Trunk):
-    """Trunk on Florence-2. The prefix holds the features of views and words."""
+    """Trunk with Florence-2. The prefix contains the features of views and words."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class FlorenceTrunk(Trunk):
     std: Tensor
 
     def pixels(self, image: Tensor) -> Tensor:
-        """Normalise uint8 [B, 3, h, w]; resize it and pad it on the left and above with 0."""
+        """Normalise and resize uint8 [B, 3, h, w], and pad with 0 on the left and at the top."""
         x = (image.float() / 255 - self.mean) / self.std
         if self.size is None or tuple(x.shape[-2:]) == self.size:
             return x
@@ -90,7 +91,7 @@ class FlorenceTrunk(Trunk):
         return F.pad(x, (width - w, 0, height - h, 0))
 
     def checkpointed_module(self) -> Any:
-        """See ``Trunk.checkpointed_module``; transformers' vision encoder cannot do it."""
+        """See ``Trunk.checkpointed_module``; transformers' vision encoder has no checkpointing."""
         return self.vlm.language_model
 
     def encode_images(self, x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class FlorenceTrunk(Trunk):
         return height * width + 1
 
     def forward(self, inputs: dict[str, Tensor]) -> Prefix:
-        """See ``Trunk.forward``; keys and values are the halves of the features [B, 1, P, D]."""
+        """See ``Trunk.forward``; keys and values are halves of the features, [B, 1, P, D / 2]."""
         vlm, ids = self.vlm, inputs[WORDS]
         language = vlm.language_model
         pixels = torch.stack([self.pixels(inputs[name]) for name in self.names], dim=1)
@@ -136,7 +137,7 @@ class FlorenceTrunk(Trunk):
 
 
 class XVLA(PI0):
-    """Flow policy on X-VLA; see ``PI0``."""
+    """Flow policy with X-VLA; see ``PI0``."""
 
     trunk: FlorenceTrunk
     trunk_class = FlorenceTrunk
@@ -146,10 +147,10 @@ class XVLA(PI0):
     is_transposed = staticmethod(xvla_files.is_transposed)
     module_names = staticmethod(lambda folder: xvla_files.MODULES)
     grippers: tuple[int, ...]
-    """Numbers of an action that are logits of a gripper."""
+    """Indices of the numbers of an action that are logits of a gripper."""
 
     def check_sizes(self, config: Any, label: str) -> None:
-        """Store what ``PI0`` does not know of ``config``."""
+        """Store the fields of ``config`` that ``PI0`` does not read."""
         self.grippers, self.dim_time = config.grippers, config.dim_time
         self.words, self.numbers = config.words, config.max_action_dim
         domain = torch.tensor(config.domain)
@@ -161,17 +162,17 @@ class XVLA(PI0):
     domain: Tensor
     """Index of the domain, int64 []."""
     read_numbers: Tensor
-    """1 for numbers of an action that the model reads, 0 for others, float32 [N]."""
+    """1 for numbers of an action that are inputs of the model, 0 for grippers, float32 [N]."""
 
     def configure_chain(self, config: ModelConfig, *, horizon: int, padded: int) -> None:
-        """See ``Flow.configure_chain``; a latent has the initial noise beside it."""
+        """See ``Flow.configure_chain``; a stored latent also contains the initial noise."""
         super().configure_chain(config, horizon=horizon, padded=2 * padded)
 
     def freeze(self, frozen: bool) -> None:
-        """See ``PI0.freeze``; with adapters, positions stay as they are.
+        """See ``PI0.freeze``; with adapters, the position embeddings are not trained either.
 
-        They are the only parameter of the transformer that is in no module of its own, which peft
-        could not store.
+        They are a parameter of the transformer itself, not of a submodule, so an adapter in peft's
+        layout cannot contain them.
         """
         super().freeze(frozen)
         if self.rank:
@@ -187,14 +188,14 @@ class XVLA(PI0):
         return [*vision, *layers(language), *layers(self.expert), language.embed_tokens]
 
     def prefix_bytes(self) -> int:
-        """See ``PI0.prefix_bytes``; one layer of features."""
+        """See ``PI0.prefix_bytes``; the prefix has one layer of features."""
         tokens = self.trunk.views * self.trunk.image_tokens() + self.words
-        each = self.width * self.dtype.itemsize
-        return tokens * (each + 1) + 4 * self.width + 4 * self.trunk.state_size
+        feature_bytes = self.width * self.dtype.itemsize
+        return tokens * (feature_bytes + 1) + 4 * self.width + 4 * self.trunk.state_size
 
     # ------------------------------------------------------------------------------------ the chain
     def field(self, context: Prefix) -> Field:
-        """Return the function from x_τ [B, H, N] and τ to the predicted action; see ``Field``."""
+        """Return a function from x_τ [B, H, N] and τ to the predicted action; see ``Field``."""
         model: Any = self.expert
         rows, dtype = len(context.valid), self.embed.fc.weight.dtype
         split = self.trunk.image_tokens() + self.words
@@ -203,18 +204,19 @@ class XVLA(PI0):
         with lora.autocast(self.device, self.dtype):
             features = torch.cat((context.keys[0], context.values[0]), dim=-1).squeeze(1)
             encoded, others = features.to(dtype).tensor_split((split,), dim=1)
-            own = torch.cat((model.vlm_proj(encoded), model.aux_visual_proj(others)), dim=1)
-            length = self.horizon + own.shape[1]
+            tokens = torch.cat((model.vlm_proj(encoded), model.aux_visual_proj(others)), dim=1)
+            length = self.horizon + tokens.shape[1]
             if length > model.pos_emb.shape[1]:
                 raise ConfigError(
                     f"model.checkpoint: {self.trunk.views} views, words and actions are {length}"
                     f" tokens, the model has max_len_seq = {model.pos_emb.shape[1]}; use smaller"
                     " images or fewer cameras"
                 )
-            own = own + model.pos_emb[:, self.horizon : length]
+            tokens = tokens + model.pos_emb[:, self.horizon : length]
             if model.soft_prompt_hub is not None:
-                prompts = model.soft_prompt_hub(self.domain).view(1, -1, own.shape[-1])
-                own = torch.cat((own, prompts.expand(rows, -1, -1).to(own.dtype)), dim=1)
+                prompts = model.soft_prompt_hub(self.domain).view(1, -1, tokens.shape[-1])
+                prompts = prompts.expand(rows, -1, -1).to(tokens.dtype)
+                tokens = torch.cat((tokens, prompts), dim=1)
 
         def flow(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor | None]:
             with lora.autocast(self.device, self.dtype):
@@ -226,7 +228,7 @@ class XVLA(PI0):
                     ),
                 )
                 h = self.embed(torch.cat(inputs, dim=-1).to(dtype), self.domain)
-                h = torch.cat((h + model.pos_emb[:, : self.horizon], own), dim=1)
+                h = torch.cat((h + model.pos_emb[:, : self.horizon], tokens), dim=1)
                 for block in model.blocks:
                     h = run_layer(self.checkpointing, block, _run_block, h)
                 h = model.norm(h[:, : self.horizon])
@@ -238,7 +240,7 @@ class XVLA(PI0):
         return flow
 
     def encode_time(self, tau: Tensor) -> Tensor:
-        """Return cosines and sines of times [B], float32 [B, dim_time]."""
+        """Return cosines and sines of the flow times [B], float32 [B, dim_time]."""
         half = self.dim_time // 2
         ranks = torch.arange(half, dtype=torch.float32, device=tau.device)
         angle = tau.unsqueeze(1) * torch.exp(-math.log(LONGEST_PERIOD) * ranks / half)
@@ -252,7 +254,7 @@ class XVLA(PI0):
         x, noise = x.chunk(2, dim=-1)
         action, log_std = field(x, tau)
         tau = tau.view(-1, 1, 1)
-        # The latent and the velocity of this action and this noise.
+        # Latent and velocity that follow from the predicted action and the initial noise.
         x, v = tau * noise + (1 - tau) * action, noise - action
         ahead = x - delta * v
         if log_std is not None:
@@ -266,7 +268,7 @@ class XVLA(PI0):
         return ahead, mean, log_std
 
     def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
-        """See ``Policy.act``; the first latent is the initial noise twice."""
+        """See ``Policy.act``; both halves of the first latent are the initial noise."""
         if noise is not None:
             noise = noise.clone()
             noise[:, 0, :, self.numbers :] = noise[:, 0, :, : self.numbers]
@@ -279,6 +281,7 @@ class XVLA(PI0):
 
     # ---------------------------------------------------------------------------------- the actions
     def _executed_grippers(self) -> list[int]:
+        """Return the indices of grippers that the environment's actions have."""
         return [i for i in self.grippers if i < self.size]
 
     def denormalize_actions(self, x: Tensor, context: Prefix) -> Tensor:
@@ -291,9 +294,9 @@ class XVLA(PI0):
     def action_loss(
         self, context: Prefix, action: Tensor, generator: Generator | None
     ) -> tuple[Tensor, Grounding | None]:
-        """Return the error of the predicted action at a uniform random time.
+        """Return the error of the action that is predicted at a uniformly random flow time.
 
-        It is squared, for grippers the cross-entropy of their logit.
+        It is the squared error, and for grippers the binary cross-entropy of their logits.
         """
         target = self.normalize_actions(action, context)
         a = F.pad(target, (0, self.numbers - self.size, 0, self.horizon - self.chunk))
@@ -312,5 +315,5 @@ class XVLA(PI0):
 
 
 def _run_block(block: Any, x: Tensor) -> Tensor:
-    """Run a block; see ``run_layer``."""
+    """Run a block on tokens or features ``x``; see ``run_layer``."""
     return block(x)
