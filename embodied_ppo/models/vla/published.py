@@ -57,7 +57,6 @@ RECIPES = {
 }
 """Shipped recipe -> entry of CONFIGS that planning uses if model.checkpoint is ``???``."""
 _FLOW: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def fields(checkpoint: str) -> dict[str, Any]:
