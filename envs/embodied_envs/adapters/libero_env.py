@@ -30,7 +30,7 @@ from embodied_envs.adapters.base import AdapterOptions, discard_output, use_egl_
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_ppo.core.observation_names import INSTRUCTION
-from embodied_ppo.core.types import ArraySpec, EnvError, Obs, Step
+from embodied_ppo.core.types import ArraySpec, EnvError, Obs, ObsSpec, Step
 
 TIME_LIMITS = {
     "libero_spatial": 220,
@@ -176,8 +176,9 @@ class LiberoEnv(GymnasiumEnv):
         self.instructions = tuple(instructions[i] for i in selected)
         self.task = torch.tensor(task, device=self.device)
         if len(selected) > 1:
-            assert isinstance(self.obs_spec, dict)
-            self.obs_spec = {**self.obs_spec, INSTRUCTION: ArraySpec((), torch.int64)}
+            named = self.obs_spec
+            assert isinstance(named, dict)
+            self.obs_spec: ObsSpec = {**named, INSTRUCTION: ArraySpec((), torch.int64)}
 
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
