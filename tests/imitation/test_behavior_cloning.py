@@ -159,8 +159,10 @@ def test_colour_changes_are_predicted() -> None:
     )
     policy = make(word_buckets=256)  # with 64, red and blue share a bucket
     policy.set_sentences(demos.instructions)
+    frames = torch.arange(2 * episodes)
+    config = replace(STEPS, batch_size=64)
     run = behavior_cloning._CloningRun(
-        policy, demos, replace(STEPS, batch_size=64), 0, lambda text: None, lambda *a: None
+        policy, demos, frames, config, 0, lambda text: None, lambda *a: None
     )
     begun = torch.arange(0, 2 * episodes, 2)
     train, test = begun[:350], begun[350:]

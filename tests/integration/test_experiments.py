@@ -50,7 +50,8 @@ NEEDS_FILES = {
 }
 """Experiments without shipped weights and data; other tests use small ones."""
 INSTRUCTED = {
-    f"tabletop_{x}" for x in ("token", "captions", "flow", "gaussian", "token_push", "token_put")
+    f"tabletop_{x}"
+    for x in ("bench", "token", "captions", "flow", "gaussian", "token_push", "token_put")
 }
 """Experiments of policies with instructions, which clone first."""
 SUCCESS = INSTRUCTED | {

@@ -671,7 +671,7 @@ def test_missing_mujoco_warp_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "mujoco_warp", None)
     monkeypatch.delitem(sys.modules, "embodied_envs.physics.mujoco_warp")
     with pytest.raises(
-        EnvError, match=r"pip install 'embodied-ppo\[warp\]', or use simulator=mujoco"
+        EnvError, match="pip install mujoco-warp warp-lang, or use simulator=mujoco"
     ):
         make()
 
