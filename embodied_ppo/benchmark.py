@@ -38,7 +38,7 @@ from embodied_ppo.config.schema import BenchmarkConfig, Config, DemosConfig
 from embodied_ppo.core.errors import ConfigError, EnvError, TrainingError
 from embodied_ppo.evaluation import benchmark_page, report, video
 from embodied_ppo.imitation import expert_demos
-from embodied_ppo.training import checkpoint
+from embodied_ppo.training import checkpoint, run_directory
 from embodied_ppo.training.progress import Interrupts, Progress
 from embodied_ppo.training.run_directory import replace_text
 
@@ -201,8 +201,9 @@ class Stage:
     def state(self) -> dict[str, Any]:
         """Return "done" and "cpu_s", the CPU seconds so far, including interrupted processes."""
         try:
-            return json.loads(self.marker.read_text())
-        except (OSError, ValueError):
+            stored = json.loads(self.marker.read_text())
+            return {"done": bool(stored["done"]), "cpu_s": float(stored["cpu_s"])}
+        except (OSError, ValueError, KeyError, TypeError):
             return {"done": False, "cpu_s": 0.0}
 
     def command(self) -> list[str]:
@@ -377,15 +378,39 @@ def benchmark(config: BenchmarkConfig, *, quiet: bool = False) -> dict[str, Any]
     out, progress = Path(config.out).absolute(), Progress(quiet)
     episodes = (TRIAL if config.trial else FULL).episodes
     bench = _bench()
-    for path in config.results:
-        bench.read_result(path, episodes=episodes)
-    _check_folder(out, config.trial)
-    seeds = range(config.seeds)
-    methods = [Stage(out, m, seed, trial=config.trial) for seed in seeds for m in config.methods]
-    _run_all(_in_order(methods), config.jobs, progress)
-    results = [bench.read_result(stage.result, episodes=episodes) for stage in methods]
+    others = {path: bench.read_result(path, episodes=episodes) for path in config.results}
+    _check_distinct(config, others)
+    with run_directory.locked(out, "out"):
+        _check_folder(out, config.trial)
+        return _train_and_show(config, out, list(others.values()), progress)
+
+
+def _check_distinct(config: BenchmarkConfig, others: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError if two results have the same method and seed."""
+    known = {(m, seed): f"methods={m}" for m in config.methods for seed in range(config.seeds)}
+    if len(others) < len(config.results):
+        raise ConfigError(f"results={list(config.results)}: names a file twice; name it once")
+    for path, content in others.items():
+        key = (content["method"], content["seed"])
+        if key in known:
+            raise ConfigError(
+                f"results={path}: has method {key[0]!r} with seed {key[1]}, as {known[key]} has;"
+                " leave one out, or change its field method"
+            )
+        known[key] = path
+
+
+def _train_and_show(
+    config: BenchmarkConfig, out: Path, others: Sequence[Mapping[str, Any]], progress: Progress
+) -> dict[str, Any]:
+    """Train and measure, and write the table and the page, see ``benchmark``."""
+    episodes = (TRIAL if config.trial else FULL).episodes
+    bench, seeds = _bench(), range(config.seeds)
+    wanted = [Stage(out, m, seed, trial=config.trial) for seed in seeds for m in config.methods]
+    _run_all(_in_order(wanted), config.jobs, progress)
+    results = [bench.read_result(stage.result, episodes=episodes) for stage in wanted]
     own_results = [dict(content) for content in results]
-    results += [bench.read_result(path, episodes=episodes) for path in config.results]
+    results += others
     families = bench.FAMILIES[:1] if config.trial else bench.FAMILIES
     videos = _videos(out, own_results, families, progress) if own_results else {}
     summary = benchmark_page.summarize(results, bench)
@@ -420,11 +445,14 @@ def _check_folder(out: Path, trial: bool) -> None:
 def _in_order(methods: Sequence[Stage]) -> list[Stage]:
     """Return the unfinished stages of methods, each after those that it requires."""
     stages: dict[Path, Stage] = {}
+    lost: set[Path] = set()
     for method in methods:
         for name in stages_of(method.name):
             stage = method.other(name)
             stages.setdefault(stage.marker, stage)
-    return [stage for stage in stages.values() if not stage.state()["done"]]
+        if not method.result.exists():
+            lost.add(method.marker)
+    return [s for s in stages.values() if s.marker in lost or not s.state()["done"]]
 
 
 def _run_all(stages: Sequence[Stage], jobs: int, progress: Progress) -> None:

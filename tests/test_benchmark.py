@@ -15,6 +15,7 @@ from embodied_ppo.commands import main
 from embodied_ppo.config.schema import BenchmarkConfig, BenchmarkMethod
 from embodied_ppo.core.errors import TrainingError
 from embodied_ppo.evaluation import benchmark_page
+from embodied_ppo.training import run_directory
 from embodied_ppo.training.progress import Progress
 
 
@@ -73,6 +74,8 @@ def test_stages_run_in_order(tmp_path: Path) -> None:
         running += 1 if event == "start" else -1
         most = max(most, running)
     assert most == jobs
+    for stage in wanted:
+        protocol.write_result(stage.result, {})
     assert benchmark._in_order(wanted) == []  # the same command has nothing left to do
     with pytest.raises(TrainingError, match=r"clone_flow, seed 0 failed \(error: no flow\); see"):
         benchmark._run_all(
@@ -136,6 +139,16 @@ def test_trial_writes_table_and_page(
     assert main.main(["benchmark", "--quiet", "--json", *arguments]) == 0
     assert json.loads(capsys.readouterr().out) == summary
     assert ran == ["demos", "clone_token", "clone", "grpo"]
+    # Without its result a method is measured again; a damaged marker is as none.
+    stages = [benchmark.Stage(out, name, 0, trial=True) for name in ("clone", "grpo")]
+    assert benchmark._in_order(stages) == []
+    stages[0].result.unlink()
+    assert [s.name for s in benchmark._in_order(stages)] == ["clone"]
+    stages[1].marker.write_text("[]")
+    assert [s.name for s in benchmark._in_order(stages)] == ["clone", "grpo"]
+    with run_directory.locked(out):  # by another process
+        assert main.main(["benchmark", *arguments]) == 2
+    assert f"out={out}: pid" in capsys.readouterr().err
     # Neither a complete benchmark in this folder nor a result of a trial is accepted.
     assert main.main(["benchmark", f"out={out}", "methods=[clone]"]) == 2
     assert "holds a benchmark with" in capsys.readouterr().err
@@ -143,7 +156,10 @@ def test_trial_writes_table_and_page(
     assert "the protocol needs at least 256" in capsys.readouterr().err
 
 
-def test_options_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_options_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     for arguments, message in (
         (["methods=[clone]"], "out = '' must name a directory"),
@@ -155,4 +171,18 @@ def test_options_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     ):
         assert main.main(["benchmark", *arguments]) == 2
         assert message in capsys.readouterr().err
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    protocol.write_result(tmp_path / "mine.json", result("clone", 0, 9))
+    protocol.write_result(tmp_path / "same.json", result("clone", 0, 9))
+    for results, message in (
+        ("methods=[] results=[deep.json]", "cannot be read (no JSON)"),
+        ("methods=[] results=[mine.json,mine.json]", "names a file twice"),
+        ("methods=[] results=[mine.json,same.json]", "'clone' with seed 0, as mine.json has"),
+        ("methods=[clone] results=[mine.json]", "'clone' with seed 0, as methods=clone has"),
+    ):
+        assert main.main(["benchmark", "out=x", *results.split()]) == 2
+        assert message in capsys.readouterr().err
+    assert main.main(["benchmark", "x"]) == 2
+    assert "write out=x" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
     assert BenchmarkConfig().methods == get_args(BenchmarkMethod)

@@ -6,8 +6,10 @@ An arm is a method: one run, or several runs that differ only in their seed.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -126,27 +128,34 @@ def compare(
     methods = _methods(paths)
     notes = _check_same_task([runs[0] for _, runs in methods], options)
     out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    with report_write_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    progress = Progress(quiet)
-    reports: list[list[dict[str, Any]]] = []
-    chosen: Literal["return", "success"] = "return"
-    total, evaluated = sum(len(runs) for _, runs in methods), 0
-    for _, runs in methods:
-        reports.append([])
-        for trained_run in runs:
-            progress.say(f"{evaluated + 1} of {total}: {trained_run.source.path}")
-            reports[-1].append(_report(trained_run, options, explicit, quiet))
-            chosen = _metric(metric, reports[-1][-1])
-            evaluated += 1
-    arms = [
-        Arm(label, runs, np.array([_scores(r, chosen) for r in arm_reports]))
-        for (label, runs), arm_reports in zip(methods, reports, strict=True)
-    ]
-    notes += _state_notes(reports)
-    content = _content(arms, chosen, options, notes, unit=methods[0][1][0])
-    files = _write(out, content, arms)
+    with ExitStack() as cleanup:
+        cleanup.callback(_remove_empty, [p for p in (out, *out.parents) if not p.exists()])
+        with report_write_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+        progress = Progress(quiet)
+        reports: list[list[dict[str, Any]]] = []
+        total, done = sum(len(runs) for _, runs in methods), 0
+        for _, runs in methods:
+            reports.append([])
+            for each in runs:
+                progress.say(f"{done + 1} of {total}: {each.source.path}")
+                reports[-1].append(_report(each, options, explicit, quiet))
+                _check_metric(metric, reports[-1][-1])
+                done += 1
+        chosen = _metric(metric, reports)
+        scores = _paired_scores(methods, reports, chosen)
+        arms = [Arm(label, runs, s) for (label, runs), s in zip(methods, scores, strict=True)]
+        notes += _state_notes(reports)
+        content = _content(arms, chosen, options, notes, unit=methods[0][1][0])
+        files = _write(out, content, arms)
     return content | {"page": str(files[1]), "json": str(files[0])}
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove those folders that are empty; children come before their parents."""
+    for folder in folders:
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 # --------------------------------------------------------------------------------------------- arms
@@ -157,7 +166,7 @@ def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
         folder = Path(path)
         if not folder.exists():
             raise ConfigError(f"{path}: does not exist; name a run, a checkpoint or a folder")
-        run_dirs = list(find_runs([folder]).values()) if folder.is_dir() else []
+        run_dirs = list(find_runs([folder], links=True).values()) if folder.is_dir() else []
         nested = [run_dir for run_dir in run_dirs if run_dir.resolve() != folder.resolve()]
         if not nested:
             groups.append((path, [_open(folder)]))
@@ -264,26 +273,66 @@ def _report(
             and content["config_hash"] == trained_run.source.manifest["config_hash"]
             and file.stat().st_mtime_ns
             >= (trained_run.source.path / checkpoint.MANIFEST).stat().st_mtime_ns
+            and _is_complete(content)
         ):
             return content
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no report, or a report of another format
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # there is none, or it is damaged or of another version
     written = run.evaluate(run_options, explicit=explicit, quiet=quiet)
     return json.loads(Path(written["report_json"]).read_text())
 
 
-def _metric(metric: Metric, content: Mapping[str, Any]) -> Literal["return", "success"]:
-    """Return which score of an episode is compared.
+def _is_complete(content: Mapping[str, Any]) -> bool:
+    """Return whether a report has all scores. Raises as ``_report`` catches it."""
+    names = ("return", "success") if content["overall"]["success"] is not None else ("return",)
+    episodes = content["episodes"]
+    return len(episodes) == content["overall"]["episodes"] and all(
+        isinstance(e["initial_state"], str) and math.isfinite(e[name])
+        for e in episodes
+        for name in names
+    )
+
+
+def _check_metric(metric: Metric, content: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a report does not have the score."""
+    if metric == "success" and content["overall"]["success"] is None:
+        raise ConfigError("metric=success: the task does not report success; use metric=return")
+
+
+def _metric(
+    metric: Metric, reports: Sequence[Sequence[Mapping[str, Any]]]
+) -> Literal["return", "success"]:
+    """Return the score of an episode; with "auto" success if all runs report it."""
+    if metric != "auto":
+        return metric
+    every = all(r["overall"]["success"] is not None for found in reports for r in found)
+    return "success" if every else "return"
+
+
+def _paired_scores(
+    methods: Sequence[tuple[str, Sequence[TrainedRun]]],
+    reports: Sequence[Sequence[Mapping[str, Any]]],
+    metric: str,
+) -> list[Scores]:
+    """Return the scores of each arm, [S, E].
 
     Raises:
-        ConfigError: The metric is "success" and the task does not report success.
+        ConfigError: A score is not finite, or the number of episodes differs.
     """
-    has_success = content["overall"]["success"] is not None
-    if metric == "auto":
-        return "success" if has_success else "return"
-    if metric == "success" and not has_success:
-        raise ConfigError("metric=success: the task does not report success; use metric=return")
-    return metric
+    arms = [[_scores(report, metric) for report in found] for found in reports]
+    count, first = len(arms[0][0]), methods[0][1][0].path
+    for (_, runs), rows in zip(methods, arms, strict=True):
+        for each, row in zip(runs, rows, strict=True):
+            if len(row) != count:
+                raise ConfigError(
+                    f"{each.path}: has {len(row)} episodes or prompts, and {first} has {count};"
+                    " compare runs with the same data of evaluation"
+                )
+            if not all(map(math.isfinite, row)):
+                raise ConfigError(
+                    f"{each.path}: an episode has a {metric} that is not finite; leave this run out"
+                )
+    return [np.array(rows) for rows in arms]
 
 
 def _scores(content: Mapping[str, Any], metric: str) -> list[float]:

@@ -60,9 +60,10 @@ def reject_paths(args: argparse.Namespace) -> None:
     from embodied_ppo.config.schema import OWN_OPTIONS
 
     options = loader.describe(OWN_OPTIONS[args.command])
+    needed = "checkpoint" if "checkpoint" in options else "out"
     for text in args.overrides:
         if "=" not in text and not text.startswith("~") and text not in options:
-            raise UsageError(f"{text} is not of the form option=value; write checkpoint={text}")
+            raise UsageError(f"{text} is not of the form option=value; write {needed}={text}")
 
 
 def describe_own_options(command: str) -> str:

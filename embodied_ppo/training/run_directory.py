@@ -286,15 +286,19 @@ def _check_entries(run_dir: Path) -> None:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, option: str = "run_dir") -> Iterator[None]:
     """Create and lock a run directory; remove it at the end if it is new and empty.
+
+    Args:
+        run_dir: The directory.
+        option: The option that names it, for messages.
 
     Raises:
         ConfigError: Another process trains in it, or it cannot be written.
     """
     absent = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
-        file = _lock(run_dir)
+        file = _lock(run_dir, option)
     except (OSError, ConfigError):
         _remove_empty(absent)
         raise
@@ -318,7 +322,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _lock(run_dir: Path) -> FileIO:
+def _lock(run_dir: Path, option: str) -> FileIO:
     """Open and lock the lock file, which a refused process may remove in between."""
     path = run_dir / LOCK
     for _ in range(100):
@@ -328,9 +332,9 @@ def _lock(run_dir: Path) -> FileIO:
         except FileNotFoundError:
             continue
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
+            if error.errno == errno.ENAMETOOLONG and option == "run_dir":
                 raise
-            line = f"run_dir={run_dir}: cannot be written ({error.strerror}); name another"
+            line = f"{option}={run_dir}: cannot be written ({error.strerror}); name another"
             raise ConfigError(line) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -342,10 +346,10 @@ def _lock(run_dir: Path) -> FileIO:
             file.seek(0)
             owner = file.readall().decode(errors="replace").strip() or "another process"
             file.close()
-            line = f"run_dir={run_dir}: {owner} is training in it; wait, or name another"
+            line = f"{option}={run_dir}: {owner} is training in it; wait, or name another"
             raise ConfigError(line) from error
         file.close()
-    raise ConfigError(f"run_dir={run_dir}: is removed as soon as it is created; name another")
+    raise ConfigError(f"{option}={run_dir}: is removed as soon as it is created; name another")
 
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard")

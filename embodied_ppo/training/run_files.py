@@ -12,12 +12,24 @@ DEPTH = 4
 """Depth of the search for runs below a folder."""
 
 
-def find_runs(roots: Sequence[Path]) -> dict[str, Path]:
-    """Return absolute path -> directory of every run that ``roots`` are or contain."""
+def find_runs(roots: Sequence[Path], *, links: bool = False) -> dict[str, Path]:
+    """Return absolute path -> directory of every run that ``roots`` are or contain.
+
+    Args:
+        roots: Folders.
+        links: Whether symbolic links to folders are followed; each folder is visited once.
+    """
     runs: dict[str, Path] = {}
     for root in roots:
-        for name, subfolders, files in os.walk(root):
+        visited: set[str] = set()
+        for name, subfolders, files in os.walk(root, followlinks=links):
             folder = Path(name)
+            if links:
+                real = os.path.realpath(name)
+                if real in visited:
+                    subfolders.clear()
+                    continue
+                visited.add(real)
             if METRICS in files:
                 # A browser cannot send bytes that are not UTF-8.
                 runs[os.fsencode(folder.absolute()).decode(errors="replace")] = folder

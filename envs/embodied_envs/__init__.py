@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -118,12 +119,28 @@ def make(
         ("max_episode_steps", max_episode_steps),
         ("action_chunk", action_chunk),
     ):
-        if number is not None and number < 1:
+        if number is None:
+            continue
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise EnvError(f"env.id={id}: {name}={number!r} must be a whole number")
+        if number < 1:
             raise EnvError(f"env.id={id}: {name}={number} must be at least 1")
-    if min(render_size) < 1:
+    for name, size in (("render_size", render_size), ("image_size", image_size)):
+        if not _is_size(size):
+            raise EnvError(f"env.id={id}: {name}={size!r} must be (height, width), at least 1 each")
+    for name, names in (("cameras", cameras), ("obs_keys", obs_keys)):
+        if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
+            listed = [names] if isinstance(names, str) else ["state"]
+            raise EnvError(f"env.id={id}: {name}={names!r} must be a list; write {name}={listed}")
+    for name, mapping in (("realism", realism), ("ranges", ranges), ("kwargs", kwargs)):
+        if mapping is not None and not isinstance(mapping, Mapping):
+            raise EnvError(f"env.id={id}: {name}={mapping!r} must be a dictionary, or None")
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
         raise EnvError(
-            f"env.id={id}: render_size={render_size} must be (height, width), at least 1 each"
-        )
+            f"env.id={id}: device={device!r} is unknown; use cpu, cuda or cuda:N"
+        ) from error
     spaces.check_seeds(id, seeds, num_envs)
     if ranges and not randomize:
         raise EnvError(f"env.id={id}: ranges={dict(ranges)} have no effect without randomize=true")
@@ -148,6 +165,13 @@ def make(
     # Lazy, because the module imports MuJoCo, which takes half a second.
     action_chunking = importlib.import_module("embodied_envs.adapters.action_chunking")
     return action_chunking.ChunkedActions(env, action_chunk)
+
+
+def _is_size(size: Any) -> bool:
+    """Return whether ``size`` is two whole numbers of at least 1."""
+    if isinstance(size, str) or not isinstance(size, Sequence) or len(size) != 2:
+        return False
+    return all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in size)
 
 
 def _with_realism(

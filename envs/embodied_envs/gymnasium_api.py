@@ -22,6 +22,7 @@ from torch import Tensor
 
 import embodied_envs
 from embodied_envs import tasks
+from embodied_envs.adapters.spaces import check_seeds
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.task import Task
 from embodied_ppo.core.errors import EnvError, choose
@@ -81,6 +82,8 @@ class _Simulator:
         for name in ("self", "task", "task_options"):
             del own[name]
         _check_options(task, task_options, own)
+        if not isinstance(num_envs, int | np.integer):
+            raise EnvError(f"{task}: num_envs={num_envs!r} must be a whole number")
         for name, value, choices in (
             ("render_mode", render_mode, (None, *RENDER_MODES)),
             ("simulator", simulator, SIMULATORS),
@@ -270,7 +273,10 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
             EnvError: The task or an option is unknown or invalid.
         """
         modes: dict[Any, AutoresetMode] = AUTORESET | {mode: mode for mode in AUTORESET.values()}
-        if (mode := modes.get(autoreset_mode)) is None:
+        mode = (
+            modes.get(autoreset_mode) if isinstance(autoreset_mode, str | AutoresetMode) else None
+        )
+        if mode is None:
             raise EnvError(
                 f"{task}: autoreset_mode={autoreset_mode!r} is unknown; choose one of"
                 f" {', '.join(AUTORESET)}"
@@ -384,16 +390,28 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         """Return one seed for each environment; None if no seed is given."""
         if seed is None:
             return None
-        if isinstance(seed, int | np.integer):
-            seeds = [int(seed) + i for i in range(self.num_envs)]
-        else:
+        given: Sequence[Any] | np.ndarray = [seed]
+        if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
+            given = seed
+        for each in given:
+            if each is not None and not isinstance(each, int | np.integer):
+                raise self._error(
+                    f"seed={each!r} must be a whole number, None, or a list of these for"
+                    f" {self.num_envs} environments"
+                )
+        if isinstance(seed, Sequence | np.ndarray):
             random = _random_seeds(len(seed))
             seeds = [r if s is None else int(s) for r, s in zip(random, seed)]
+        else:
+            seeds = [int(seed) + i for i in range(self.num_envs)]
+        check_seeds(self.simulator.id, seeds, self.num_envs)
         self._np_random, self._np_random_seed = seeding.np_random(seeds[0])
         return seeds
 
     def _reset_mask(self, options: dict[str, Any] | None) -> np.ndarray | None:
         """Return the entry reset_mask of the options; raise EnvError if there are other entries."""
+        if not isinstance(options, dict | None):
+            raise self._error(f"reset(options={options!r}): must be a dictionary, or None")
         if unknown := sorted(set(options or {}) - {"reset_mask"}):
             raise self._error(f"reset(options={unknown}): unknown; there is reset_mask")
         if not options:
@@ -434,6 +452,11 @@ class TaskEnv(gymnasium.Env):
         Raises:
             EnvError: The task or an option is unknown or invalid.
         """
+        if "num_envs" in options:
+            raise EnvError(
+                f"{task}: num_envs={options['num_envs']!r}: gym.make makes one environment; use"
+                " gym.make_vec"
+            )
         if options.get("action_chunk", 1) == 1 and not options.get("realism"):
             options = {"max_episode_steps": NO_LIMIT} | options
         self._simulator = _Simulator(task, 1, render_mode=render_mode, **options)

@@ -52,6 +52,8 @@ FIRST_SEED = TRAINING_SEEDS + 0x3F000000
 episodes are those of ``embodied-ppo evaluate`` with seed 16128."""
 SEEDS_PER_MEASUREMENT = 1 << 16
 """Distance between the first seeds of two measurements."""
+LARGEST = 1e18
+"""Largest seed, number of steps or of seconds in a result."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +345,7 @@ def read_result(path: Path | str, *, episodes: int = EPISODES) -> dict[str, Any]
     """
     try:
         content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or "no JSON"
         raise EnvError(f"{path}: cannot be read ({reason}); name a result of {NAME}") from error
     check_result(content, str(path), episodes=episodes)
@@ -360,7 +362,8 @@ def check_result(content: Any, label: str = "result", *, episodes: int = EPISODE
 
     Raises:
         EnvError: A field is missing or has another type, the protocol version differs, or a
-            measurement is missing, has too few episodes or impossible counts.
+            measurement is missing, has too few episodes or impossible counts; or a number is
+            negative or not finite.
     """
     if not isinstance(content, dict) or content.get("benchmark") != NAME:
         raise EnvError(f"{label}: is no result of {NAME}; write one with tabletop_bench.result")
@@ -376,10 +379,22 @@ def check_result(content: Any, label: str = "result", *, episodes: int = EPISODE
             f"{label}: was measured with protocol {content['protocol']}, this is protocol"
             f" {PROTOCOL}; measure the policy again"
         )
+    if not content["method"].strip() or not content["method"].isprintable():
+        raise EnvError(f"{label}: method={content['method']!r} must be one line that is not empty")
+    for name in ("seed", "env_steps", "cpu_s"):
+        if content[name] is not None and not _is_number(content[name]):
+            shown = str(content[name])[:40]
+            raise EnvError(f"{label}: {name}={shown} must be a number from 0 to {LARGEST:.0e}")
+    for point in content["curve"]:
+        if not (isinstance(point, list) and len(point) == 2 and all(map(_is_number, point))):
+            raise EnvError(
+                f"{label}: curve has {str(point)[:40]}, which must be [env_steps, success rate]"
+            )
     for name in MEASUREMENTS:
         m = content["measurements"].get(name)
         if not isinstance(m, dict) or not all(
-            isinstance(m.get(k), int) for k in ("episodes", "successes")
+            isinstance(m.get(k), int) and not isinstance(m[k], bool)
+            for k in ("episodes", "successes")
         ):
             raise EnvError(f"{label}: measurements has no {name!r} with episodes and successes")
         if m["episodes"] < episodes:
@@ -389,6 +404,11 @@ def check_result(content: Any, label: str = "result", *, episodes: int = EPISODE
             )
         if not 0 <= m["successes"] <= m["episodes"]:
             raise EnvError(f"{label}: {name} has {m['successes']} successes of {m['episodes']}")
+
+
+def _is_number(x: Any) -> bool:
+    """Return whether ``x`` is a number from 0 to LARGEST; NaN is not."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= LARGEST
 
 
 def rates(content: Mapping[str, Any]) -> dict[str, float]:

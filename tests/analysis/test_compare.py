@@ -10,7 +10,9 @@ import pytest
 from run_helpers import run_command
 
 import embodied_ppo as ep
+from embodied_ppo.analysis import compare
 from embodied_ppo.commands import main
+from embodied_ppo.core.errors import ConfigError
 
 TINY = {
     "env__num_envs": 8,
@@ -137,3 +139,50 @@ def test_different_environments_are_named(runs, tmp_path):
     same = {"env": {"max_episode_steps": 20}, "progress": False}
     content = ep.compare(*paths, episodes=4, out=tmp_path / "b", **same)
     assert content["notes"] == [] and max(a["mean"] for a in content["arms"]) <= 20
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"episodes": []},
+        {"overall": {}},
+        {"episodes": [{"return": None, "initial_state": "a"}] * 4},
+        {"episodes": [{"return": float("nan"), "initial_state": "a"}] * 4},
+    ],
+)
+def test_damaged_report_is_written_again(runs, tmp_path, damage):
+    paths = runs / "lr=0.001/0", runs / "lr=0.0001/0"
+    content = ep.compare(*paths, episodes=4, out=tmp_path, progress=False)
+    file = next(paths[0].glob("reports/*-4x0/report.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    assert ep.compare(*paths, episodes=4, out=tmp_path, progress=False) == content
+
+
+def test_refusal_leaves_no_folder(runs, tmp_path, capsys):
+    out = tmp_path / "a/b"
+    assert main.main(["compare", str(runs), "--metric", "success", f"out={out}", "episodes=4"]) == 2
+    assert "does not report success" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_links_to_runs_are_followed_once(runs, tmp_path):
+    folder = tmp_path / "chosen"
+    folder.mkdir()
+    (folder / "a").symlink_to(runs / "lr=0.001/0")
+    (folder / "again").symlink_to(runs / "lr=0.001/0")
+    (folder / "b").symlink_to(runs / "lr=0.0001")
+    (folder / "self").symlink_to(folder)
+    content = ep.compare(folder, episodes=4, out=tmp_path / "out", progress=False)
+    assert [len(arm["runs"]) for arm in content["arms"]] == [1, 2]
+
+
+def test_success_is_the_score_only_if_all_runs_report_it():
+    with_success, without = ({"overall": {"success": s}} for s in ({"rate": 1.0}, None))
+    assert compare._metric("auto", [[with_success], [with_success]]) == "success"
+    assert compare._metric("auto", [[without], [with_success]]) == "return"
+
+
+def test_different_numbers_of_episodes_are_refused(runs):
+    methods = compare._methods([str(runs / f"lr={lr}/0") for lr in (0.001, 0.0001)])
+    rows = [{"seeds": {}, "episodes": [{"return": 1.0}] * n} for n in (3, 2)]
+    with pytest.raises(ConfigError, match=r"has 2 episodes or prompts, and .* has 3"):
+        compare._paired_scores(methods, [[rows[0]], [rows[1]]], "return")

@@ -326,6 +326,17 @@ def test_a_task_of_the_user_has_the_interface() -> None:
         ({"autoreset_mode": "next_step", "action_chunk": 2}, "not available with action_chunk"),
         ({"task": "Go1Rough", "autoreset_mode": "next_step"}, "for tasks with carry_over"),
         ({"split": "tests"}, "split='tests' is unknown; there are train"),
+        ({"cameras": "front"}, r"cameras='front' must be a list; write cameras=\['front'\]"),
+        ({"cameras": ["front"], "image_size": 0}, r"image_size=\(0, 0\) must be \(height, width"),
+        ({"cameras": ["front"], "image_size": (64,)}, r"image_size=\(64,\) must be"),
+        ({"cameras": ["front"], "image_size": "64"}, "image_size='64' must be"),
+        ({"render_mode": "rgb_array", "render_size": 5}, "render_size=5 must be"),
+        ({"obs_keys": "state"}, r"obs_keys='state' must be a list; write obs_keys=\['state'\]"),
+        ({"action_chunk": "2"}, "action_chunk='2' must be a whole number"),
+        ({"max_episode_steps": 1.5}, "max_episode_steps=1.5 must be a whole number"),
+        ({"realism": 3}, "realism=3 must be a dictionary"),
+        ({"device": "nope"}, "device='nope' is unknown; use cpu, cuda"),
+        ({"autoreset_mode": ["same_step"]}, "is unknown; choose one of same_step"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -345,11 +356,20 @@ def test_wrong_calls_are_refused() -> None:
         env.reset(options={"reset_mask": np.ones(N)})
     with pytest.raises(EnvError, match="unknown; there is reset_mask"):
         env.reset(options={"level": 1})
-    with pytest.raises(EnvError, match="seed"):
-        env.reset(seed=[1, 2])
+    seeds: Any
+    for seeds in ([1, 2], [], -1, [-1] * N, "a", 1.5, [1.5] * N, 2**70):
+        with pytest.raises(EnvError, match="seed"):
+            env.reset(seed=seeds)
+    options: Any = 3
+    with pytest.raises(EnvError, match="must be a dictionary"):
+        env.reset(options=options)
     with pytest.raises(EnvError, match="render_mode"):
         env.render()
     env.close()
+    with pytest.raises(EnvError, match=r"num_envs='a' must be a whole number"):
+        gym.make_vec(TABLETOP, num_envs="a")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(EnvError, match=r"num_envs=3.*use gym.make_vec"):
+        gym.make(TABLETOP, num_envs=3)
     single = gym.make(TABLETOP)
     with pytest.raises(EnvError, match="there are none"):
         single.reset(options={"level": 1})

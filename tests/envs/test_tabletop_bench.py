@@ -145,6 +145,15 @@ def with_counts(**counts: Any) -> dict[str, Any]:
         (with_counts(episodes=255), "light has 255 episodes; the protocol needs at least 256"),
         (with_counts(successes=257), "light has 257 successes of 256"),
         (with_counts(successes=None), "measurements has no 'light'"),
+        (with_counts(successes=True), "measurements has no 'light'"),
+        (complete(method=" "), "method=' ' must be one line"),
+        (complete(method="a\nb"), "must be one line"),
+        (complete(seed=-1), "seed=-1 must be a number from 0"),
+        (complete(cpu_s=float("nan")), "cpu_s=nan must be a number from 0"),
+        (complete(cpu_s=10**400), "must be a number from 0"),
+        (complete(curve=[1, 2]), "curve has 1, which must be"),
+        (complete(curve=[["a", "b"]]), r"curve has \['a', 'b'\], which must be"),
+        (complete(curve=[[1, float("inf")]]), "curve has"),
     ],
 )
 def test_results_that_cannot_be_compared_are_refused(content: Any, message: str) -> None:
