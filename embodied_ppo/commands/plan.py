@@ -35,19 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     """Parse an integer from 1 to 1024."""
-    if not (text.isdecimal() and 1 <= int(text) <= 1024):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= 1024):
         raise argparse.ArgumentTypeError(f"{text} is not an integer from 1 to 1024")
     return int(text)
 
 
 def _gigabytes(text: str) -> float:
-    """Parse a number above 0."""
+    """Parse a number from 0.1 to 10,000."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of GB above 0")
+    if not 0.1 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GB from 0.1 to 10,000")
     return value
 
 
@@ -119,7 +119,10 @@ def _train_command(planned: MachinePlan, args: argparse.Namespace) -> str:
         checkpoint = ["model.checkpoint=DIR"]
     config_name = ["--config-name", args.config_name] if args.config_name else []
     config_dir = ["--config-dir", args.config_dir] if args.config_dir else []
-    changes = override_lines("train", planned.changes)
+    changes = [
+        f"{path}={value}" if path == "placement" else override_lines("train", {path: value})[0]
+        for path, value in planned.changes.items()
+    ]
     return shlex.join(
         [PROGRAM, "train", *config_dir, *config_name, *overrides, *checkpoint, *changes]
     )

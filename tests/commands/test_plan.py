@@ -54,7 +54,7 @@ def test_devices_time_and_command(capsys: pytest.CaptureFixture[str], sizes: str
     changes = {"placement": "fused", "cluster.devices_per_node": 2}
     assert two["changes"] == changes and not one["changes"]
     command = shlex.split(two["command"])
-    assert command[-2:] == ["placement='fused'", "cluster.devices_per_node=2"]
+    assert command[-2:] == ["placement=fused", "cluster.devices_per_node=2"]
     assert sizes in command
     assert main.main(["plan", *SMALL, sizes, "--devices", "1", "--device-gb", "30"]) == 0
     out = capsys.readouterr().out
@@ -89,7 +89,10 @@ def test_refusal_names_the_smallest_change(capsys: pytest.CaptureFixture[str], s
         (["--devices", "2"], "--devices: needs --device-gb, too; add --device-gb 80"),
         (["--device-gb", "24"], "--device-gb: needs --devices, too; add --devices 1"),
         (["--devices", "0", "--device-gb", "24"], "0 is not an integer from 1 to 1024"),
-        (["--devices", "1", "--device-gb", "-3"], "-3 is not a number of GB above 0"),
+        (["--devices", "1", "--device-gb", "-3"], "-3 is not a number of GB from 0.1 to"),
+        (["--devices", "1", "--device-gb", "1e300"], "1e300 is not a number of GB from 0.1 to"),
+        (["--devices", "1", "--device-gb", "1e-9"], "1e-9 is not a number of GB from 0.1 to"),
+        (["--devices", "٣", "--device-gb", "80"], "is not an integer from 1 to 1024"),
         (
             ["--devices", "1", "--device-gb", "24", "model.checkpoint=published/pi1"],
             "model.checkpoint=published/pi1: did you mean pi0",
