@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -183,6 +184,15 @@ def assert_states_close(actual: Any, expected: Any, path: str = "") -> None:
         assert_states_close(dict(enumerate(actual)), dict(enumerate(expected)), path)
     else:
         assert actual == expected, path
+
+
+def run_block(script: str, folder: Path, env: Mapping[str, str]) -> str:
+    """Run a block of commands of a page in ``folder``; return what it prints to stdout."""
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def page_commands(folder: Path, root: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ import embodied_envs
 from embodied_envs import tasks
 from embodied_envs.adapters import envpool_env, gymnasium_env
 from embodied_envs.registration import MAX_EPISODE_STEPS, gymnasium_id
-from embodied_ppo.core.types import EnvError
+from embodied_ppo.core.types import Box, EnvError
 
 N = 3
 TABLETOP = "embodied/Tabletop-v0"
@@ -115,7 +115,8 @@ def test_vector_equals_the_simulator(options: dict[str, Any]) -> None:
     )
     assert_equal(obs, ours.reset())
     ended = 0
-    for action in actions(22, ours.action_spec.size):  # type: ignore[union-attr]
+    assert isinstance(ours.action_spec, Box)
+    for action in actions(22, ours.action_spec.size):
         sentences = info.get("instruction")
         obs, reward, terminated, truncated, info = env.step(action)
         step = ours.step(torch.from_numpy(action))
@@ -291,7 +292,8 @@ def test_images_of_every_environment() -> None:
 def test_a_single_environment_shows_the_end_of_its_episode() -> None:
     env = gym.make(TABLETOP, render_mode="rgb_array", render_size=(24, 32), families=["reach"])
     env.reset(seed=0)
-    simulator: Any = env.unwrapped.simulator  # type: ignore[attr-defined]
+    task_env: Any = env.unwrapped
+    simulator: Any = task_env.simulator
     action, terminated = np.zeros(4), False
     for _ in range(60):  # the tool moves to block A: displacement 3 of the observation
         obs, _, terminated, _, info = env.step(action)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from run_helpers import page_commands
+from run_helpers import page_commands, run_block
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "compare.md").read_text()
@@ -24,16 +23,7 @@ def test_blocks_run(tmp_path: Path) -> None:
         script = script.replace("env_steps=16384", "env_steps=2048 evaluation.episodes=2")
         script = script.replace("seed=0,1,2", "seed=0,1").replace("seed=3,4,5", "seed=3")
         script = script.replace("compare runs/sweeps/rate", "compare runs/sweeps/rate episodes=5")
-        done = subprocess.run(
-            ["bash", "-ec", script],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
-        output += done.stdout
+        output += run_block(script, tmp_path, env)
     for head in re.findall(r"^(?:method|difference) .*$", TEXT, re.M):
         assert re.search(
             r"^" + r" +".join(re.split(r" {2,}", re.escape(head).replace(r"\ ", " "))), output, re.M
