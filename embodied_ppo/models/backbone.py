@@ -113,8 +113,12 @@ class Encoder(nn.Module):
         """Concatenate all vectors, [B, D], in their own units."""
         if isinstance(obs, Tensor):
             return obs.flatten(1) if obs.dim() != 2 else obs
-        # A number per environment, such as the index of a sentence, is [B].
-        return torch.cat([obs[x].reshape(len(obs[x]), -1).float() for x in self.vectors], dim=1)
+        # A number per environment, such as the index of a sentence, is [B]. The exported graph needs
+        # flatten: with reshape, the number of rows would be a constant.
+        parts = [obs[name] for name in self.vectors]
+        return torch.cat(
+            [(x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)).float() for x in parts], dim=1
+        )
 
     @torch.no_grad()
     def forward(self, obs: Obs) -> dict[str, Tensor]:
