@@ -113,7 +113,7 @@ class Encoder(nn.Module):
         """Concatenate all vectors, [B, D], in their own units."""
         if isinstance(obs, Tensor):
             return obs.flatten(1) if obs.dim() != 2 else obs
-        # A number per environment, such as the index of a sentence, is [B]. The exported graph needs
+        # A number per environment, such as the index of a sentence, is [B]. An exported graph needs
         # flatten: with reshape, the number of rows would be a constant.
         parts = [obs[name] for name in self.vectors]
         return torch.cat(
