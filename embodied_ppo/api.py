@@ -262,7 +262,7 @@ def compare_paths(
     return compare.compare(paths, loaded.config, metric=metric, explicit=explicit, quiet=quiet)
 
 
-def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[str, Any]:
+def train_loaded(loaded: Loaded, *, quiet: bool) -> dict[str, Any]:
     """Train with resolved options; return the summary. See ``run.train``."""
     from embodied_ppo.config import readers
     from embodied_ppo.data import dataset_folder
@@ -280,7 +280,7 @@ def train_loaded(loaded: Loaded, *, quiet: bool, since_s: float = 0.0) -> dict[s
         graders.check_exists(config.reward.grader)
     from embodied_ppo import run
 
-    return run.train(config, explicit=_explicit(loaded), quiet=quiet, since_s=since_s)
+    return run.train(config, explicit=_explicit(loaded), quiet=quiet)
 
 
 def distill_loaded(loaded: Loaded, *, quiet: bool) -> dict[str, Any]:

@@ -19,9 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +36,11 @@ from embodied_ppo.core.errors import ConfigError, EnvError, TrainingError
 from embodied_ppo.evaluation import benchmark_page, report, video
 from embodied_ppo.imitation import expert_demos
 from embodied_ppo.training import checkpoint, run_directory
+from embodied_ppo.training.process_pool import ONE_THREAD, POLL_S, ProcessPool, last_line
 from embodied_ppo.training.progress import Interrupts, Progress
 from embodied_ppo.training.run_directory import replace_text
 
 EXPERIMENT = "tabletop_bench"
-POLL_S = 0.2
-"""Seconds between two checks whether a stage has ended."""
 VIDEO_EPISODES = 2
 
 
@@ -457,58 +453,33 @@ def _in_order(methods: Sequence[Stage]) -> list[Stage]:
 
 def _run_all(stages: Sequence[Stage], jobs: int, progress: Progress) -> None:
     """Run stages in processes, at most ``jobs`` at the same time."""
-    waiting, running = list(stages), dict[Path, tuple[Stage, subprocess.Popen[bytes]]]()
-    with Interrupts():
-        try:
-            while waiting or running:
-                for key, (stage, process) in list(running.items()):
-                    if process.poll() is not None:
-                        del running[key]
-                        _check_finished(stage, process.returncode)
-                        cpu_s = stage.state()["cpu_s"]
-                        name = f"{stage.name}, seed {stage.seed}"
-                        progress.say(f"{name}: {cpu_s:.0f} CPU s; {len(waiting)} stages to start")
-                unfinished = {s.marker for s in waiting} | set(running)
-                ready = [
-                    s
-                    for s in waiting
-                    if not any(s.other(r).marker in unfinished for r in requirements(s.name))
-                ]
-                for stage in ready[: jobs - len(running)]:
-                    waiting.remove(stage)
-                    running[stage.marker] = (stage, _start(stage))
-                time.sleep(POLL_S)
-        finally:
-            # Send one signal to each process: a training run saves a checkpoint at the first signal
-            # and stops at once at a second one. Ctrl-C in the terminal would be a second signal, so
-            # each process was started in its own session (``start_new_session``).
-            for _, process in running.values():
-                process.send_signal(signal.SIGTERM)
-            for _, process in running.values():
-                process.wait()
-
-
-def _start(stage: Stage) -> subprocess.Popen[bytes]:
-    """Start the process of a stage, with one thread."""
-    stage.log.parent.mkdir(parents=True, exist_ok=True)
-    single = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "LP_NUM_THREADS": "1"}
-    with stage.log.open("ab") as log:
-        return subprocess.Popen(
-            stage.command(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=os.environ | single,
-            start_new_session=True,
-        )
+    waiting, running = list(stages), dict[str, Stage]()
+    with Interrupts(), ProcessPool(jobs) as pool:
+        while waiting or running:
+            for key, code in pool.ended().items():
+                stage = running.pop(key)
+                _check_finished(stage, code)
+                cpu_s = stage.state()["cpu_s"]
+                name = f"{stage.name}, seed {stage.seed}"
+                progress.say(f"{name}: {cpu_s:.0f} CPU s; {len(waiting)} stages to start")
+            unfinished = {str(s.marker) for s in waiting} | set(running)
+            ready = [
+                s
+                for s in waiting
+                if not any(str(s.other(r).marker) in unfinished for r in requirements(s.name))
+            ]
+            for stage in ready[: pool.free]:
+                waiting.remove(stage)
+                running[str(stage.marker)] = stage
+                pool.start(str(stage.marker), stage.command(), stage.log, environment=ONE_THREAD)
+            time.sleep(POLL_S)
 
 
 def _check_finished(stage: Stage, code: int) -> None:
     """Raise TrainingError if the process of a stage failed."""
     if code == 0 and stage.state()["done"]:
         return
-    lines = stage.log.read_text(errors="replace").strip().splitlines()
-    cause = lines[-1] if lines else f"exit status {code}"
+    cause = last_line(stage.log, code)
     raise TrainingError(f"{stage.name}, seed {stage.seed} failed ({cause}); see {stage.log}")
 
 

@@ -63,18 +63,13 @@ DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
 # -------------------------------------------------------------------------------------------- train
-def train(
-    config: Config, *, explicit: Any = (), quiet: bool = False, since_s: float = 0.0
-) -> dict[str, Any]:
+def train(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
     """Train as configured; return the content of ``summary.json``.
 
     Args:
         config: Resolved options.
         explicit: Options that the user set, for messages about options without effect.
         quiet: Whether progress is not shown.
-        since_s: Age of this process, in seconds, at the beginning of the run, from which
-            ``startup_s`` is counted. Later runs of a process, as in a sweep, do not count the time
-            of earlier ones.
 
     Raises:
         ConfigError, EnvError, CheckpointError: Before anything is written.
@@ -82,7 +77,7 @@ def train(
         SystemExit: 130, after an interrupt has saved a checkpoint.
     """
     validation.check_command(config, "train")
-    return _train(config, explicit, quiet, since_s)
+    return _train(config, explicit, quiet)
 
 
 def distill(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
@@ -94,17 +89,17 @@ def distill(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[
     assert config.teacher is not None
     source = checkpoint.open_checkpoint(config.teacher, "teacher")
     # The checkpoint instead of the run: the teacher's training may continue.
-    return _train(replace(config, teacher=str(source.path)), explicit, quiet, 0.0)
+    return _train(replace(config, teacher=str(source.path)), explicit, quiet)
 
 
-def _train(config: Config, explicit: Any, quiet: bool, since_s: float) -> dict[str, Any]:
+def _train(config: Config, explicit: Any, quiet: bool) -> dict[str, Any]:
     """Run the training loop from the first update, or from that of a checkpoint, to the end."""
     with _opened(config, explicit, quiet) as run:
         if isinstance(run, dict):
             return run
         while True:
             try:
-                session = _Session(run, since_s)
+                session = _Session(run)
                 with _interruptible(run, session.timer, f"continue with resume={run.dir}") as stop:
                     session.evaluate_before()
                     outcome = loop.train(
@@ -517,7 +512,7 @@ class _Session:
     the simulators and loads compiled code.
     """
 
-    def __init__(self, run: _Run, since_s: float) -> None:
+    def __init__(self, run: _Run) -> None:
         """Write the first lines of the log and start the clocks."""
         config, updates, first = run.config, run.request.updates, run.first
         self.run, self.mode = run, mode(config)
@@ -527,7 +522,7 @@ class _Session:
             run.log.say(f"  {line}")
         run.system.on_evaluation = self._log_samples
         self.started, self.timer = time.perf_counter(), Timer()
-        self.startup_s = process_age_s() - since_s
+        self.startup_s = process_age_s()
         self.schedule = loop.Schedule(
             updates=updates,
             horizon=self.mode.horizon(config),

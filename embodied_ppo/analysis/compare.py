@@ -27,7 +27,7 @@ from embodied_ppo.modes.base import report_write_errors
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_directory import replace_text, versions
-from embodied_ppo.training.run_files import find_runs
+from embodied_ppo.training.run_files import find_runs, in_sweep_order
 
 Metric: TypeAlias = Literal["auto", "return", "success"]
 METRICS: tuple[str, ...] = get_args(Metric)
@@ -172,7 +172,7 @@ def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
             groups.append((path, [_open(folder)]))
             continue
         arms: dict[tuple[tuple[str, str], ...], list[TrainedRun]] = {}
-        for trained_run in map(_open, nested):
+        for trained_run in map(_open, in_sweep_order(nested)):
             arms.setdefault(tuple(sorted(trained_run.method().items())), []).append(trained_run)
         for runs in arms.values():
             groups.append((path, sorted(runs, key=lambda x: x.seed)))

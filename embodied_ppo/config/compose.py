@@ -7,12 +7,11 @@ import functools
 import importlib.util
 import os
 import re
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from embodied_ppo.core.errors import (
     CheckpointError,
@@ -42,8 +41,6 @@ PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export", "benchmar
 """Commands with a primary config of their name; the others read train's."""
 RESUMABLE = ("train", "distill")
 """Commands that continue a run of theirs with the run's options (resume=RUN)."""
-RunJob: TypeAlias = "Callable[[Loaded, argparse.Namespace, dict[str, Any]], object]"
-"""Function that runs one job of a sweep; the dictionary describes the job in its results."""
 SWEEPS = "runs/sweeps/"
 """Folder of the sweeps; a sweep whose jobs have the same name is in SWEEPS/NAME."""
 MAX_FOLDER_NAME = 120
@@ -622,10 +619,30 @@ def _forced(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------- sweeps
-def multirun(args: argparse.Namespace, run: RunJob) -> None:
-    """Run a sweep with Hydra's sweeper and launcher.
+@dataclass(frozen=True)
+class SweepJob:
+    """One run of a sweep.
 
-    The basic sweeper checks every job before the first starts.
+    Attributes:
+        number: Position in the sweep, from 0.
+        lines: Overrides of the run, ``option=value``.
+        options: Option -> value of those that differ between the runs; the seed is last.
+        folder: Run directory.
+        loaded: Options of the run.
+    """
+
+    number: int
+    lines: Sequence[str]
+    options: Mapping[str, str]
+    folder: Path
+    loaded: Loaded
+
+
+def sweep_jobs(args: argparse.Namespace) -> tuple[Path, list[SweepJob]]:
+    """Return the folder and the runs of a sweep, which Hydra's basic sweeper lists.
+
+    Raises:
+        ConfigError: A run is refused, or another sweeper or launcher is chosen.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra._internal.hydra import Hydra
@@ -637,28 +654,40 @@ def multirun(args: argparse.Namespace, run: RunJob) -> None:
     loader, name = loader_of(args)
     given = [_parse_line(line, loader) for line in args.overrides]
     lines = ["hydra/job_logging=none", "hydra/hydra_logging=none", *args.overrides]
+    jobs: list[SweepJob] = []
     GlobalHydra.instance().clear()
     try:
         hydra = Hydra(task_name=PROGRAM, config_loader=loader)
         GlobalHydra.instance().initialize(hydra)
         cfg = hydra.compose_config(name, lines, run_mode=RunMode.MULTIRUN).hydra
-        if cfg.sweeper._target_.endswith(".BasicSweeper"):
-            params = [f"{k}={v}" for k, v in _plain(cfg.sweeper.params or {}).items()]
-            parsed = [_parse_line(line, loader) for line in (*params, *_plain(cfg.overrides.task))]
-            batches = BasicSweeper.split_arguments(parsed, None)
-            names = _check_jobs([job for batch in batches for job in batch], args)
-            folder = str(_plain(cfg.sweep)["dir"])
-            if len(names) == 1 and folder.startswith(f"{SWEEPS}${{"):
-                below = f"{names.pop()}/{folder.removeprefix(SWEEPS)}".replace("'", "\\'")
-                lines.append(f"hydra.sweep.dir='{SWEEPS}{below}'")
+        for part, target in ("sweeper", "BasicSweeper"), ("launcher", "BasicLauncher"):
+            if not cfg[part]._target_.endswith(f".{target}"):
+                raise ConfigError(
+                    f"hydra/{part} = {cfg[part]._target_}: is not used; --multirun starts the runs"
+                    " itself, several at the same time (--jobs N); leave it out"
+                )
+        params = [f"{k}={v}" for k, v in _plain(cfg.sweeper.params or {}).items()]
+        parsed = [_parse_line(line, loader) for line in (*params, *_plain(cfg.overrides.task))]
+        batches = BasicSweeper.split_arguments(parsed, None)
+        names = _check_jobs([job for batch in batches for job in batch], args)
+        folder = str(_plain(cfg.sweep)["dir"])
+        if len(names) == 1 and folder.startswith(f"{SWEEPS}${{"):
+            below = f"{names.pop()}/{folder.removeprefix(SWEEPS)}".replace("'", "\\'")
+            lines.append(f"hydra.sweep.dir='{SWEEPS}{below}'")
         fixed = {o.key_or_group for o in given if not o.is_sweep_override()}
-        hydra.multirun(name, functools.partial(_job, args=args, run=run, fixed=fixed), lines)
+        folders: list[Path] = []
+        hydra.multirun(
+            name,
+            functools.partial(_add_job, args=args, fixed=fixed, jobs=jobs, folders=folders),
+            lines,
+        )
     except (HydraException, OmegaConfBaseException) as e:
         raise ConfigError(_hydra_message(e)) from e
     except UnicodeDecodeError as e:
         raise ConfigError(_not_utf8(args.config_dir)) from e
     finally:
         GlobalHydra.instance().clear()
+    return folders[0], jobs
 
 
 def _plain(node: Any) -> Any:
@@ -687,11 +716,21 @@ def _check_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> set[
     return names
 
 
-def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str]) -> None:
-    """Run one job of a sweep, in a folder of its own unless run_dir names one.
+def _add_job(
+    _: Any,
+    *,
+    args: argparse.Namespace,
+    fixed: Collection[str],
+    jobs: list[SweepJob],
+    folders: list[Path],
+) -> None:
+    """Append one job of a sweep, in a folder of its own unless run_dir names one.
 
     Args:
+        args: Arguments of the command.
         fixed: Options that are the same in all jobs.
+        jobs: The jobs before this one.
+        folders: Folder of the sweep, appended for each job.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -702,27 +741,27 @@ def _job(_: Any, *, args: argparse.Namespace, run: RunJob, fixed: Collection[str
     differing = [(key, value) for key, _, value in pairs if key not in fixed]
     # With the seed last, the folders of runs that differ in the seed only are next to each other.
     options = dict(sorted(differing, key=lambda pair: pair[0] == "seed"))
-    if loaded.config.run_dir is None:
+    sweep = Path(job.sweep.dir)
+    folders.append(sweep)
+    if loaded.config.run_dir is not None:
+        folder = Path(loaded.config.run_dir)
+    elif _plain(job.sweep)["subdir"] == ".":
+        folder = job_folder(sweep, options, job.job.num, {other.folder for other in jobs})
+    else:
         folder = Path(job.runtime.output_dir)
-        if _plain(job.sweep)["subdir"] == ".":
-            folder = job_folder(folder, options, job.job.num)
-        loaded = replace(loaded, config=replace(loaded.config, run_dir=str(folder)))
-    overrides = " ".join(line.lstrip("+") for line in lines)
-    extra = {"job": job.job.num, "overrides": overrides, "options": options}
-    try:
-        run(loaded, args, extra)
-    except Exception as error:  # any error: name the job, which Hydra does not do
-        print(f"job {extra['job']} ({extra['overrides']}) failed: {error}", file=sys.stderr)
-        raise
+    loaded = replace(loaded, config=replace(loaded.config, run_dir=str(folder)))
+    jobs.append(SweepJob(job.job.num, lines, options, folder, loaded))
 
 
-def job_folder(sweep: Path, options: Mapping[str, str], number: int) -> Path:
+def job_folder(
+    sweep: Path, options: Mapping[str, str], number: int, taken: Collection[Path] = ()
+) -> Path:
     """Return the folder of a job, such as ``lr-0.001_seed-0``.
 
     It is named after the options that differ between jobs. An option is named without its section
     where that is unambiguous. Characters that a command line would have to quote become ``-``. The
-    job's number is appended to a name that is too long or exists, and is the name where no option
-    differs.
+    job's number is appended to a name that is too long, exists or is ``taken``, and is the name
+    where no option differs.
     """
     leaves = [key.rpartition(".")[2] for key in options]
     parts = [
@@ -730,7 +769,7 @@ def job_folder(sweep: Path, options: Mapping[str, str], number: int) -> Path:
         for (key, value), leaf in zip(options.items(), leaves, strict=True)
     ]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts).replace("+", ""), flags=re.ASCII).strip(".-")
-    if len(name) > MAX_FOLDER_NAME or (sweep / name).exists():
+    if len(name) > MAX_FOLDER_NAME or (sweep / name).exists() or sweep / name in taken:
         name = f"{name[:MAX_FOLDER_NAME]}-{number}".lstrip("-")
     return sweep / (name or str(number))
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
 """A directory with this file is a run."""
+SWEEP = "sweep.json"
+"""File in the folder of a sweep that lists its runs."""
 DEPTH = 4
 """Depth of the search for runs below a folder."""
 
@@ -38,3 +42,20 @@ def find_runs(roots: Sequence[Path], *, links: bool = False) -> dict[str, Path]:
             else:
                 subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
     return runs
+
+
+def in_sweep_order(run_dirs: Sequence[Path]) -> list[Path]:
+    """Return run directories with those of a sweep in the order of its runs.
+
+    The first run of a sweep has the values that the user wrote first.
+    """
+
+    def key(run_dir: Path) -> tuple[str, int, str]:
+        folder, names = run_dir.parent, list[str]()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            runs = json.loads((folder / SWEEP).read_text())["runs"]
+            names = [str(row["folder"]) for row in runs]
+        position = names.index(run_dir.name) if run_dir.name in names else len(names)
+        return str(folder), position, run_dir.name
+
+    return sorted(run_dirs, key=key)

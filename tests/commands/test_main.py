@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,8 +20,8 @@ from run_helpers import run_command
 
 from embodied_ppo.commands import main, output, train
 from embodied_ppo.commands.experiments import experiments
-from embodied_ppo.config import compose, readers
 from embodied_ppo.config import loader as strict
+from embodied_ppo.config import readers
 from embodied_ppo.config.compose import shipped
 from embodied_ppo.config.schema import OWN_OPTIONS, Config, EvaluateConfig
 from embodied_ppo.core.errors import LONGEST_LINE, ProcessLost, show
@@ -544,6 +543,21 @@ REFUSALS = [
     ),
     ("train --multirun seed=range(0,", "seed=range(0, is not understood"),
     ("train --multirun hydra.nothing=1", "hydra.nothing"),
+    (
+        "train --multirun hydra.launcher._target_=a.B",
+        "hydra/launcher = a.B: is not used; --multirun starts the runs itself",
+    ),
+    (
+        "train --multirun resume=nowhere",
+        "resume=nowhere: is not the folder of a sweep (No such file or directory",
+    ),
+    (
+        "train --multirun resume=nowhere seed=0,1",
+        "seed=0,1: a sweep continues with its own options",
+    ),
+    ("train --multirun --jobs 0", "--jobs 0: must be 1 to 1024"),
+    ("train --jobs 2", "--jobs is read with --multirun only; leave it out"),
+    ("train --no-compare", "--no-compare is read with --multirun only; leave it out"),
 ]
 
 
@@ -1004,101 +1018,6 @@ def test_run_with_a_damaged_config_is_refused(
     err = capsys.readouterr().err
     assert err.startswith("error: resume = run: ") and "config.yaml" in err and err.count("\n") == 1
     assert files_in_cwd() == before
-
-
-def test_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*TINY, "seed=0,1", "algorithm.clip_ratio=0.3", "name=mine"]
-    assert main.main(["train", "--multirun", "--json", "--quiet", *options]) == 0
-    jobs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [job["job"] for job in jobs] == [0, 1] and jobs[1]["options"] == {"seed": "1"}
-    # The start of job 1 does not include job 0.
-    assert jobs[1]["startup_s"] < jobs[0]["startup_s"] + jobs[0]["wall_s"]
-    (folder,) = Path("runs/sweeps/mine").iterdir()
-    assert ["seed=0" in jobs[0]["overrides"], "seed=1" in jobs[1]["overrides"]] == [True, True]
-    for i in (0, 1):
-        stored = yaml.safe_load((folder / f"seed-{i}" / "config.yaml").read_text())
-        assert (stored["seed"], stored["algorithm"]["clip_ratio_low"]) == (i, 0.3)
-    assert sorted(p.name for p in folder.iterdir()) == ["multirun.yaml", "seed-0", "seed-1"]
-    assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
-    files = {p.name for p in (folder / "seed-0").iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "summary.json"} <= files
-    assert not {".hydra", "embodied-ppo.log"} & files
-
-
-def test_sweep_prints_a_table_by_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["-m", "--quiet", *TINY, "evaluation.video_episodes=0", "seed=0,1"]
-    assert main.main(["train", *flags, "hydra.sweep.dir=sweep"]) == 0
-    assert {p.name for p in Path("sweep").iterdir()} == {"seed-0", "seed-1", "multirun.yaml"}
-    head, row = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    columns = " +".join(f"final_return {name}" for name in ("mean", "std", "min", "max"))
-    assert re.match(rf"arm +runs +{columns}$", head)
-    files = [Path(f"sweep/seed-{i}/summary.json") for i in (0, 1)]
-    returns = [json.loads(file.read_text())["final_return"] for file in files]
-    mean, low, high = (f"{x:.4g}" for x in (sum(returns) / 2, min(returns), max(returns)))
-    cells = row.split()
-    assert cells[:3] == ["all", "2", mean] and cells[4:] == [low, high]
-
-
-def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    def result(value: float | None, **options: str) -> dict[str, Any]:
-        return {"options": options, "final_return": value, "final_success": None}
-
-    train.print_arms(
-        [result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")]
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[1:]] == [
-        ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the standard deviation of 1 and 3 is sqrt(2)
-        ["lr=0.2", "1", "nan", "-", "nan", "nan"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({}, "3"),
-        ({"algorithm.lr": "1e-3", "seed": "0"}, "lr-1e-3_seed-0"),
-        ({"actor.lr": "0.1", "critic.lr": "0.2"}, "actor.lr-0.1_critic.lr-0.2"),
-        (
-            {"model.hidden": "[64,64]", "env.id": "my_module:MyTask-v0"},
-            "hidden-64-64_id-my_module-MyTask-v0",
-        ),
-        ({"experiment": "../x/y"}, "experiment-..-x-y"),
-        ({"description": "a b, 'c' $HOME é"}, "description-a-b-c-HOME"),
-        ({"taken": "1"}, "taken-1-3"),
-        ({"description": "x" * 500}, f"description-{'x' * 108}-3"),
-    ],
-)
-def test_folder_of_a_job_is_named_after_the_options_that_differ(
-    options: dict[str, str], name: str
-) -> None:
-    Path("sweep/taken-1").mkdir(parents=True)
-    folder = compose.job_folder(Path("sweep"), options, 3)
-    assert folder == Path("sweep") / name
-    loader, _ = compose.loader_of(
-        argparse.Namespace(config_dir=None, config_name=None, command="train")
-    )
-    (override,) = compose.parse([f"resume={folder}"], loader)
-    assert override.value() == str(folder), "a command line needs no quotes"
-
-
-def test_sweep_continues_after_a_failed_job(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = ["env.id=Nowhere-v1,CartPole-v1", "run_dir=runs/${env.id}"]
-    assert main.main(["train", "-m", "--json", "--quiet", *TINY, *flags]) == 2
-    out = capsys.readouterr()
-    assert out.err.splitlines()[-1].startswith("error: ") and "Nowhere-v1" in out.err
-    failure = r"^job 0 \(.*env.id=Nowhere-v1.*\) failed: .*Nowhere-v1 is unknown"
-    assert re.search(failure, out.err, re.MULTILINE)
-    assert json.loads(out.out)["job"] == 1
-    assert Path("runs/CartPole-v1/summary.json").is_file() and not Path("runs/Nowhere-v1").exists()
-
-
-def test_sweep_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["train", "-m", "--json", "--quiet", *TINY]) == 0
-    assert json.loads(capsys.readouterr().out)["job"] == 0
-    assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
 
 
 def test_last_line_of_a_failed_run_states_the_cause(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,209 @@
+"""Tests of sweeps: folders, several runs at the same time, resuming, comparison of the arms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from embodied_ppo.commands import main, sweep
+from embodied_ppo.config import compose
+from embodied_ppo.config.schema import Config
+
+TINY = [
+    "experiment=cartpole",
+    "env.num_envs=4",
+    "algorithm.horizon=8",
+    "algorithm.global_batch_size=32",
+    "algorithm.update_epoch=1",
+    "updates=2",
+    "save_every=1",
+    "evaluation.episodes=2",
+    "evaluation.num_envs=2",
+    "evaluation.video_episodes=0",
+    "device=cpu",
+]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test in its own empty folder."""
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
+def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*TINY, "algorithm.lr=1e-2,1e-3", "name=mine"]
+    assert main.main(["train", "--multirun", "--json", "--quiet", "--no-compare", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    jobs = sorted((json.loads(line) for line in lines), key=lambda job: job["job"])
+    assert [job["options"] for job in jobs] == [{"algorithm.lr": v} for v in ("0.01", "0.001")]
+    (folder,) = Path("runs/sweeps/mine").iterdir()
+    names = ["lr-0.001", "lr-0.01"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".lock",
+        *names,
+        "multirun.yaml",
+        "sweep.json",
+    ]
+    for name in names:
+        stored = yaml.safe_load((folder / name / "config.yaml").read_text())
+        assert stored["algorithm"]["lr"] == float(name.removeprefix("lr-"))
+    assert [p.name for p in Path.cwd().iterdir()] == ["runs"]
+
+    # The first run is finished; the second was interrupted after its first update.
+    last = folder / "lr-0.001" / "checkpoints" / "step_000002"
+    weights = torch.load(last / "policy.pt")
+    shutil.rmtree(last)
+    (folder / "lr-0.001" / "summary.json").unlink()
+    finished = (folder / "lr-0.01" / "summary.json").stat()
+    moved = folder.rename("moved").absolute()
+    assert main.main(["train", "--multirun", f"resume={moved}"]) == 0
+    out = capsys.readouterr()
+    assert f"{moved}: 1 of 2 runs, 1 at a time" in out.err and "(2 of 2 runs)" in out.err
+    assert (moved / "lr-0.01" / "summary.json").stat() == finished
+    again = torch.load(moved / "lr-0.001" / "checkpoints" / "step_000002" / "policy.pt")
+    torch.testing.assert_close(again, weights, rtol=0, atol=0)
+    columns = " +".join(f"final_return {name}" for name in ("mean", "std", "min", "max"))
+    assert re.match(rf"arm +runs +{columns}$", out.out.splitlines()[0])
+    content = json.loads((moved / "comparison" / "comparison.json").read_text())
+    # The first value that the user wrote is the baseline.
+    assert [arm["label"] for arm in content["arms"]] == [
+        f"algorithm.lr={value}" for value in ("0.01", "0.001")
+    ]
+    assert content["differences"][0]["verdict"] in out.out
+    assert str(moved / "comparison" / "comparison.html") in out.out
+
+
+def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    def result(value: float | None, **options: str) -> dict[str, Any]:
+        return {"options": options, "final_return": value, "final_success": None}
+
+    sweep.print_arms(
+        [result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the standard deviation of 1 and 3 is sqrt(2)
+        ["lr=0.2", "1", "nan", "-", "nan", "nan"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "3"),
+        ({"algorithm.lr": "1e-3", "seed": "0"}, "lr-1e-3_seed-0"),
+        ({"actor.lr": "0.1", "critic.lr": "0.2"}, "actor.lr-0.1_critic.lr-0.2"),
+        (
+            {"model.hidden": "[64,64]", "env.id": "my_module:MyTask-v0"},
+            "hidden-64-64_id-my_module-MyTask-v0",
+        ),
+        ({"experiment": "../x/y"}, "experiment-..-x-y"),
+        ({"description": "a b, 'c' $HOME é"}, "description-a-b-c-HOME"),
+        ({"taken": "1"}, "taken-1-3"),
+        ({"description": "x" * 500}, f"description-{'x' * 108}-3"),
+    ],
+)
+def test_folder_of_a_job_is_named_after_the_options_that_differ(
+    options: dict[str, str], name: str
+) -> None:
+    Path("sweep/taken-1").mkdir(parents=True)
+    folder = compose.job_folder(Path("sweep"), options, 3)
+    assert folder == Path("sweep") / name
+    loader, _ = compose.loader_of(
+        argparse.Namespace(config_dir=None, config_name=None, command="train")
+    )
+    (override,) = compose.parse([f"resume={folder}"], loader)
+    assert override.value() == str(folder), "a command line needs no quotes"
+
+
+def test_sweep_continues_after_a_failed_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["env.id=Nowhere-v1,CartPole-v1", "run_dir=runs/${env.id}"]
+    assert main.main(["train", "-m", "--json", "--quiet", *TINY, *flags]) == 2
+    out = capsys.readouterr()
+    failure = r"^error: job 0 \(.*env.id=Nowhere-v1.*\) failed: .*Nowhere-v1 is unknown"
+    assert re.search(failure, out.err, re.MULTILINE)
+    assert json.loads(out.out)["job"] == 1
+    assert Path("runs/CartPole-v1/summary.json").is_file() and not Path("runs/Nowhere-v1").exists()
+
+
+def test_interrupted_sweep_saves_its_runs() -> None:
+    flags = [*TINY, "updates=100000", "save_every=0", "seed=0,1", "hydra.sweep.dir=sweep"]
+    arguments = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "-m", *flags]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    rows = [Path(f"sweep/seed-{seed}/metrics.jsonl") for seed in (0, 1)]
+    deadline = time.monotonic() + 240
+    while not all(file.exists() and file.stat().st_size for file in rows):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 130
+    cure = f"continue with embodied-ppo train --multirun resume={Path('sweep').absolute()}"
+    assert err.splitlines()[-1] == f"interrupted; {cure}"
+    for file in rows:
+        update = sweep.last_row(file)["update"]
+        assert (file.parent / "checkpoints" / f"step_{update:06d}").is_dir()
+
+
+def test_number_of_runs_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = Config(device="cpu")
+    most = [
+        sweep._most_jobs(replace(config, threads=threads, placement=placement))
+        for threads, placement in ((1, "local"), (3, "local"), (16, "local"), (1, "fused"))
+    ]
+    assert most == [8, 2, 1, 1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices = ("auto", "cuda", "cuda:2", "cpu")
+    assert [sweep._most_jobs(Config(device=name)) for name in devices] == [4, 4, 1, 8]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert sweep._cuda_devices(Config()) == ["3", "5"]
+
+
+def test_last_row_of_metrics(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert sweep.last_row(file) == {}
+    file.write_text('{"update": 1}')
+    assert sweep.last_row(file) == {}, "the row is not complete"
+    file.write_text('{"update": 1}\n{"update": 2}\n{"upd')
+    assert sweep.last_row(file) == {"update": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is not the folder of a sweep (No such file or directory"),
+        ("{", "is damaged"),
+        ('{"format": 1, "working_directory": ".", "flags": [], "runs": []}', "lists no run"),
+        ('{"format": 2}', "has format 2, and this version reads 1"),
+    ],
+)
+def test_sweep_that_cannot_be_resumed(
+    text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("old").mkdir()
+    if text is not None:
+        Path("old/sweep.json").write_text(text)
+    assert main.main(["train", "-m", "resume=old"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
