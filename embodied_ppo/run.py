@@ -26,6 +26,7 @@ from embodied_ppo.core.types import (
     EnvError,
     ProcessLost,
     TrainingError,
+    UpdateObserver,
 )
 from embodied_ppo.imitation import expert_demos
 from embodied_ppo.models import own_network
@@ -43,15 +44,18 @@ from embodied_ppo.modes.embodied.distillation import check_teacher
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
 from embodied_ppo.training import checkpoint, loop, trackers
+from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Log, Timer, numbers, peak_rss_mb, process_age_s
 from embodied_ppo.training.progress import Interrupts, Progress, stop_signals
 from embodied_ppo.training.run_directory import (
     SAME_FUNCTION,
+    Parent,
     absolute,
     arithmetic,
     changed_options,
     check_resume,
     claimed,
+    parent_of,
     replace_text,
     stored_options,
     versions,
@@ -80,6 +84,61 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
     return _train(config, explicit, quiet)
 
 
+def fork(
+    config: Config, parent: Parent, *, explicit: Any = (), quiet: bool = False
+) -> dict[str, Any]:
+    """Train a branch of another run from the checkpoint ``config.resume``.
+
+    Args:
+        config: Options of the branch.
+        parent: Where it leaves the other run, written into its directory.
+        explicit, quiet: As for ``train``.
+
+    Result and exceptions: as of ``train``.
+    """
+    return _train(config, explicit, quiet, parent=parent)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a run that is executed again.
+
+    Attributes:
+        stop_after: Update after which the execution saves and ends without an evaluation.
+        files_from: Checkpoint of the run, for the versions of the user's own files.
+        observer: Called with the experience and the minibatches. None: nothing is observed.
+    """
+
+    stop_after: int
+    files_from: checkpoint.Checkpoint | None = None
+    observer: UpdateObserver | None = None
+
+
+def reexecute(config: Config, section: Section, *, quiet: bool = False) -> None:
+    """Execute updates of another run again, see ``analysis.reexecution``.
+
+    Args:
+        config: Options of the run; ``resume`` names the checkpoint to start from, None for the
+            first update, and ``run_dir`` a new directory.
+        section: Which updates.
+        quiet: Whether progress is not shown.
+
+    Raises:
+        ConfigError, EnvError, CheckpointError: Before anything is written.
+        TrainingError: An update failed, as it did in the run.
+        SystemExit: 130, after an interrupt.
+    """
+    if section.observer is not None:
+        device = select_device(config.device, config.threads)
+        if mode(config).plan(config, device) is not None:
+            raise ConfigError(
+                f"placement = {config.placement}: the run has several processes, and only the"
+                " minibatches of runs in one process can be read; its updates can be executed"
+                " again (fork)"
+            )
+    _train(config, (), quiet, section=section)
+
+
 def distill(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
     """Train a student by the labels of ``config.teacher``, see ``imitation.distillation``.
 
@@ -92,14 +151,27 @@ def distill(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[
     return _train(replace(config, teacher=str(source.path)), explicit, quiet)
 
 
-def _train(config: Config, explicit: Any, quiet: bool) -> dict[str, Any]:
-    """Run the training loop from the first update, or from that of a checkpoint, to the end."""
-    with _opened(config, explicit, quiet) as run:
+def _train(
+    config: Config,
+    explicit: Any,
+    quiet: bool,
+    *,
+    parent: Parent | None = None,
+    section: Section | None = None,
+) -> dict[str, Any]:
+    """Run the training loop from the first update, or from that of a checkpoint, to the end.
+
+    With ``section`` it runs those updates only, and the result is empty.
+    """
+    with _opened(config, explicit, quiet, parent=parent, section=section) as run:
         if isinstance(run, dict):
             return run
         while True:
             try:
-                session = _Session(run)
+                if section is not None and section.observer is not None:
+                    assert isinstance(run.system, LocalSystem)
+                    run.system.set_observer(section.observer)
+                session = _Session(run, section)
                 with _interruptible(run, session.timer, f"continue with resume={run.dir}") as stop:
                     session.evaluate_before()
                     outcome = loop.train(
@@ -111,6 +183,8 @@ def _train(config: Config, explicit: Any, quiet: bool) -> dict[str, Any]:
                         timer=session.timer,
                         after_first=session.after_first_update,
                     )
+                    if section is not None and not outcome.interrupted:
+                        return {}
                     if run.system.result is None and not outcome.interrupted:
                         with session.timer("evaluate"):  # a finished run was resumed
                             run.system.evaluate(run.first)
@@ -287,8 +361,20 @@ class _Run:
 
 
 @contextmanager
-def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[str, Any]]:
+def _opened(
+    config: Config,
+    explicit: Any,
+    quiet: bool,
+    *,
+    parent: Parent | None = None,
+    section: Section | None = None,
+) -> Iterator[_Run | dict[str, Any]]:
     """Open the run directory, load the checkpoint to resume, build the system, open the log.
+
+    Args:
+        config, explicit, quiet: As for ``train``.
+        parent: Run that this one branches from; None: that of the checkpoint to resume, if any.
+        section: Part of another run that is executed again.
 
     Yields:
         The run, or the summary of a run that has no update left.
@@ -325,8 +411,11 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
         teacher = _teacher(config, messages.early_log_lines.append)
         if config.initial_policy is not None and source is None:
             _check_initial_policy(config)
-        task = mode(config).task_for_training(config, source, messages.early_log_lines.append)
-        network = _network(config, source, messages.early_log_lines.append)
+        files_from = source if section is None else source or section.files_from
+        task = mode(config).task_for_training(config, files_from, messages.early_log_lines.append)
+        network = _network(config, files_from, messages.early_log_lines.append)
+        if parent is None and section is None and source is not None:
+            parent = parent_of(config, source, run_dir)
         config = replace(
             absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False
         )
@@ -364,6 +453,8 @@ def _opened(config: Config, explicit: Any, quiet: bool) -> Iterator[_Run | dict[
         first = source.update if source is not None else 0
         try:
             replace_text(run_dir / "config.yaml", text)
+            if parent is not None:
+                parent.save(run_dir)
             if task is not None:
                 task.save(run_dir)
             log = Log(
@@ -512,13 +603,14 @@ class _Session:
     the simulators and loads compiled code.
     """
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _Run, section: Section | None = None) -> None:
         """Write the first lines of the log and start the clocks."""
         config, updates, first = run.config, run.request.updates, run.first
-        self.run, self.mode = run, mode(config)
-        span = f"updates {first + 1} to {updates}" if first < updates else "nothing left to train"
+        self.run, self.mode, self.section = run, mode(config), section
+        last = updates if section is None else section.stop_after
+        span = f"updates {first + 1} to {last}" if first < last else "nothing left to train"
         run.log.say(f"{config.name}: {run.components.title}, {span}, in {run.dir}")
-        for line in batch_sizes.lines(config) if first < updates else ():
+        for line in batch_sizes.lines(config) if first < last else ():
             run.log.say(f"  {line}")
         run.system.on_evaluation = self._log_samples
         self.started, self.timer = time.perf_counter(), Timer()
@@ -530,6 +622,10 @@ class _Session:
             eval_every=config.eval_every,
             max_lag=config.cluster.max_lag,
         )
+        if section is not None:
+            self.schedule = replace(
+                self.schedule, save_every=0, eval_every=0, stop_after=section.stop_after
+            )
         self.initial: Mapping[str, Any] = run.log.row(0)
         """Metrics of the evaluation before the first update."""
         self.steps_before, self.worker_cpu_s = run.system.steps, 0.0
@@ -545,7 +641,7 @@ class _Session:
         system, log, first = self.run.system, self.run.log, self.run.first
         if first and system.saved is None:  # resumed from the checkpoint of another run
             system.save(first)
-        if first == 0:
+        if first == 0 and self.section is None:
             with self.timer("evaluate"):
                 metrics = system.evaluate(0)
             log.metrics(metrics, update=0, steps=0)

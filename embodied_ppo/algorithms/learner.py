@@ -31,7 +31,15 @@ from embodied_ppo.core.running_stats import (
     masked_sum,
     read_numbers,
 )
-from embodied_ppo.core.types import Batch, ConfigError, Evaluation, Mean, Metrics, Trajectory
+from embodied_ppo.core.types import (
+    Batch,
+    ConfigError,
+    Evaluation,
+    Mean,
+    Metrics,
+    Trajectory,
+    UpdateObserver,
+)
 
 NO_STATS = OptimizationStats({}, 0.0, 0)
 """Statistics of a model that was not optimised."""
@@ -398,6 +406,10 @@ class Learner:
             self.kl.load_state_dict(state["kl"])
         if c.entropy_target is not None:
             self.entropy.load_state_dict(state["entropy"])
+
+    def set_observer(self, observer: UpdateObserver) -> None:
+        """Call ``observer`` with the batch and the minibatches of each update."""
+        self.optimizer.observer = observer
 
     def close(self) -> None:
         """Stop compilations in progress."""

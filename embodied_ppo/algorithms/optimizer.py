@@ -30,7 +30,7 @@ from embodied_ppo.core import compile, tree
 from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.random import sampling_key
-from embodied_ppo.core.types import Batch, TrainingError
+from embodied_ppo.core.types import Batch, TrainingError, UpdateObserver
 
 
 def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> float:
@@ -241,6 +241,8 @@ class MinibatchOptimizer:
         self.auxiliary_losses: list[float] = []
         """Values of ``auxiliary_loss`` in the newest update."""
         self._auxiliary_generator = torch.Generator()
+        self.observer: UpdateObserver | None = None
+        """Called with each batch and its minibatches."""
 
     @property
     def learning_rates(self) -> tuple[float, float]:
@@ -273,12 +275,17 @@ class MinibatchOptimizer:
             None if function is None else self._compiled_step(function, batch, entropy_coef)
         )
         statistics: list[Tensor] = []  # of each minibatch; on the device until the last one is done
-        epochs = 0
+        observer, epochs = self.observer, 0
+        if observer is not None:
+            observer.on_batch(batch, loss=self.loss)
         for epoch in range(c.update_epoch):
             location, first = f"update {update}, epoch {epoch}", len(statistics)
             for index in self._minibatches(batch, update, epoch):
+                if observer is not None:
+                    observer.before_minibatch(index, epoch=epoch)
                 if compiled_step is not None:
                     statistics.append(compiled_step(index, location))
+                    self._report(statistics[-1])
                     continue
                 minibatch = take(batch, index, c.minibatch_unit)
                 self.adamw.zero_grad(set_to_none=True)
@@ -302,6 +309,7 @@ class MinibatchOptimizer:
                         minibatch, total, critic_only=critic_only, location=location
                     )
                 )
+                self._report(statistics[-1])
             epochs = epoch + 1
             if c.target_kl_stop is not None and len(statistics) > first:
                 kl_sum, count = self._totals(statistics[first:], "approx_kl", "count")
@@ -312,6 +320,12 @@ class MinibatchOptimizer:
             for count in adam_state(self.adamw).steps:
                 count += sums["steps"]
         return OptimizationStats(sums, ratio_max, epochs)
+
+    def _report(self, statistics: Tensor) -> None:
+        """Call the observer with the statistics [K] of a minibatch."""
+        if self.observer is not None:
+            named = dict(zip(self.statistics, statistics.tolist(), strict=True))
+            self.observer.after_minibatch(named)
 
     def _key(self, update: int, stream: str, *parts: int) -> int:
         """Return the seed of this rank's random numbers; rank 0 draws like a single process."""

@@ -420,6 +420,39 @@ class Policy(Protocol):
         ...
 
 
+class UpdateObserver(Protocol):
+    """Receives what updates in this process read and compute; it changes nothing.
+
+    The methods are called in this order: ``on_experience``, ``on_batch``, for each minibatch
+    ``before_minibatch`` and ``after_minibatch``, then ``on_update``.
+    """
+
+    def on_experience(self, experience: Trajectory, *, update: int) -> None:
+        """Receive a rollout before the update that learns from it; ``update`` counts from 0."""
+        ...
+
+    def on_batch(self, batch: Batch, *, loss: Any) -> None:
+        """Receive the samples, with advantages and returns, and the loss of a minibatch."""
+        ...
+
+    def before_minibatch(self, index: Tensor, *, epoch: int) -> None:
+        """Receive the indices of a minibatch in the batch; the weights are those before its step.
+
+        Args:
+            index: int64 [B], samples or, with minibatch_unit=column, columns.
+            epoch: Number of the epoch, from 0.
+        """
+        ...
+
+    def after_minibatch(self, statistics: Mapping[str, float]) -> None:
+        """Receive the statistics of the minibatch, see ``ppo_loss.statistic_names``."""
+        ...
+
+    def on_update(self, metrics: Metrics) -> None:
+        """Receive the metrics of the completed update."""
+        ...
+
+
 class Learner(Protocol):
     """Updates the policy from trajectories."""
 
@@ -436,6 +469,9 @@ class Learner(Protocol):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the result of ``state``."""
+
+    def set_observer(self, observer: UpdateObserver) -> None:
+        """Call ``observer`` with the batch and the minibatches of each update."""
 
     def close(self) -> None:
         """Release processes and memory."""

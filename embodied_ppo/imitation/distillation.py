@@ -44,6 +44,7 @@ from embodied_ppo.core.types import (
     Obs,
     ObsSpec,
     Trajectory,
+    UpdateObserver,
 )
 from embodied_ppo.models import distributions as dist
 from embodied_ppo.models.actor_critic import ActorCritic
@@ -426,6 +427,10 @@ class DistillationLearner:
         """Restore the result of ``state``."""
         self.optimizer.load_state(state)
         self.policy.share.fill_(state["teacher_share"])
+
+    def set_observer(self, observer: UpdateObserver) -> None:
+        """Call ``observer`` with the batch and the minibatches of each update."""
+        self.optimizer.observer = observer
 
     def close(self) -> None:
         """Stop a compilation in progress."""

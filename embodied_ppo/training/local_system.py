@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from embodied_ppo.core.types import Learner, Metrics, Policy, Trajectory
+from embodied_ppo.core.types import Learner, Metrics, Policy, Trajectory, UpdateObserver
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.system import Collector, Records, Result, RunSystem, resume
 
@@ -42,13 +42,23 @@ class LocalSystem(RunSystem):
         assert isinstance(policy, nn.Module)
         self.module, self.rollout, self.learner = policy, rollout, learner
         self.count, self.measure, self._publish = count, measure, publish
+        self._observer: UpdateObserver | None = None
+
+    def set_observer(self, observer: UpdateObserver) -> None:
+        """Call ``observer`` with the experience and the minibatches of each update."""
+        self._observer = observer
+        self.learner.set_observer(observer)
 
     def collect(self, horizon: int, *, update: int) -> tuple[Trajectory, Metrics]:
         return self.rollout.collect(horizon, update=update, version=self.version)
 
     def update(self, experience: Trajectory, *, update: int) -> Metrics:
         lag = self.version - experience.version.double().mean().item()
+        if self._observer is not None:
+            self._observer.on_experience(experience, update=update)
         metrics = self.learner.update(experience, update=update) | {"rollout/version_lag": lag}
+        if self._observer is not None:
+            self._observer.on_update(metrics)
         self.steps += self.count(experience)
         return metrics
 

@@ -24,6 +24,8 @@ class Schedule:
         save_every: Updates between checkpoints; 0: only at the end.
         eval_every: Updates between evaluations; 0: only at the end.
         max_lag: Rollouts that may wait between acting and learning; 0: strictly on-policy.
+        stop_after: Update after which the loop saves and ends without an evaluation; None: the
+            last one, which is evaluated.
     """
 
     updates: int
@@ -31,6 +33,7 @@ class Schedule:
     save_every: int = 0
     eval_every: int = 0
     max_lag: int = 0
+    stop_after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def train(
 ) -> Outcome:
     """Train until ``schedule.updates``; evaluate, save and log when due, and after the last update.
 
+    ``schedule.stop_after`` ends the loop earlier.
+
     Args:
         system: Collects, learns and saves.
         log: Receives the metrics.
@@ -80,8 +85,9 @@ def train(
     pending: deque[tuple[Any, Metrics]] = deque()
     metrics: Metrics = {}
     done, saved, collected = first_update, first_update, first_update
-    while done < schedule.updates and not should_stop():
-        while len(pending) <= schedule.max_lag and collected < schedule.updates:
+    end = schedule.updates if schedule.stop_after is None else schedule.stop_after
+    while done < end and not should_stop():
+        while len(pending) <= schedule.max_lag and collected < end:
             with timer("collect"):
                 pending.append(system.collect(schedule.horizon, update=collected))
             collected += 1
@@ -94,7 +100,7 @@ def train(
             system.publish(done)
         seconds = timer.wall["collect"] + timer.wall["update"] + timer.wall["publish"]
         metrics |= {f"speed/{system.unit}_per_s": (system.steps - before) / seconds}
-        last = done == schedule.updates
+        last = done == schedule.updates and schedule.stop_after is None
         row = PendingRow(
             metrics, last or bool(schedule.eval_every and done % schedule.eval_every == 0)
         )
@@ -108,7 +114,7 @@ def train(
             after_first()
     if saved != done or done == 0:
         system.save(done)
-    return Outcome(done, done < schedule.updates, metrics)
+    return Outcome(done, done < end, metrics)
 
 
 def evaluate_and_log(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import json
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
@@ -49,9 +50,12 @@ FIXED_ON_RESUME = (
 )
 """Options that must not change on resume."""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
+FILES += ("parent.json",)
 """Files that a run writes into its directory."""
 FOLDERS = ("checkpoints", "tensorboard", "reports", "videos")
 """Folders that a run writes into its directory."""
+PARENT = "parent.json"
+"""Name of the file of a branch with the run from which it was started."""
 LOCK = ".lock"
 """Name of the file in a run directory that the training process locks."""
 
@@ -174,6 +178,89 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
             f" overwrite; start a branch with run_dir=NEW, or continue the run with resume={home}"
         )
     return run_dir, str(source)
+
+
+# ------------------------------------------------------------------------------- parent of a branch
+@dataclass(frozen=True)
+class Parent:
+    """Where a run branches from another one: content of parent.json.
+
+    Attributes:
+        run: Directory of the other run, absolute.
+        relative: The same, relative to the directory of the branch, for folders that are moved
+            together.
+        update: Completed updates of the other run at the branch.
+        policy_sha256: SHA-256 of the policy's file at the branch.
+        options: Option -> (value in the other run, value in the branch).
+    """
+
+    run: str
+    relative: str
+    update: int
+    policy_sha256: str
+    options: Mapping[str, tuple[Any, Any]]
+
+    def save(self, run_dir: Path) -> None:
+        """Write parent.json into the directory of the branch."""
+        replace_text(run_dir / PARENT, json.dumps(asdict(self), indent=1) + "\n")
+
+    def path(self, run_dir: Path) -> Path | None:
+        """Return the directory of the other run; None where it does not exist any more."""
+        for path in (run_dir.resolve() / self.relative, Path(self.run)):
+            if (path / "config.yaml").is_file():
+                return path.resolve()
+        return None
+
+
+def parent_of(
+    config: Config, source: checkpoint.Checkpoint, run_dir: Path, home: Path | None = None
+) -> Parent | None:
+    """Return where a run branches from another one; None where it continues itself.
+
+    Args:
+        config: Options of the branch.
+        source: The checkpoint to resume.
+        run_dir: Directory of the branch.
+        home: Directory of the other run; None: that of ``source``.
+    """
+    folder = source.path.parent
+    home = home or (folder.parent if folder.name == "checkpoints" else folder)
+    if home.resolve() == run_dir.resolve():
+        return None
+    old = loader.flat(stored_options(source))
+    changed = changed_options(config, source)
+    return Parent(
+        run=str(home.resolve()),
+        relative=os.path.relpath(home.resolve(), run_dir.resolve()),
+        update=source.update,
+        policy_sha256=str(source.manifest["files"][checkpoint.POLICY]["sha256"]),
+        options={path: (old[path], now) for path, now in changed.items()},
+    )
+
+
+def read_parent(run_dir: Path) -> Parent | None:
+    """Return the parent of a run; None for a run that began by itself.
+
+    Raises:
+        CheckpointError: parent.json is damaged.
+    """
+    path = run_dir / PARENT
+    try:
+        content = json.loads(path.read_text())
+        options = {str(name): (old, new) for name, (old, new) in content["options"].items()}
+        return Parent(
+            run=str(content["run"]),
+            relative=str(content["relative"]),
+            update=int(content["update"]),
+            policy_sha256=str(content["policy_sha256"]),
+            options=options,
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: is damaged ({error!r}); remove it if the parent of the run does not matter"
+        ) from error
 
 
 def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
