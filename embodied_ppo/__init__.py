@@ -1,8 +1,8 @@
 """PPO for robot policies in vectorised simulators, and for language models that reason.
 
-The Python API is ``train``, ``distill``, ``evaluate``, ``compare``, ``load`` and ``config`` of
-``api``, and the exceptions of ``core.errors``. They are imported on first use, because the command
-line must start at once.
+The Python API is ``train``, ``distill``, ``evaluate``, ``compare``, ``fork``, ``replay``,
+``bisect``, ``load`` and ``config`` of ``api``, and the exceptions of ``core.errors``. They are
+imported on first use, because the command line must start at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from embodied_ppo.api import Run, compare, config, distill, evaluate, load, train
+    from embodied_ppo.api import (
+        Run,
+        bisect,
+        compare,
+        config,
+        distill,
+        evaluate,
+        fork,
+        load,
+        replay,
+        train,
+    )
     from embodied_ppo.core.errors import (
         CheckpointError,
         ConfigError,
@@ -25,7 +36,8 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
-__all__ = ["Run", "compare", "config", "distill", "evaluate", "load", "train"]
+__all__ = ["Run", "bisect", "compare", "config", "distill", "evaluate", "fork", "load", "replay"]
+__all__ += ["train"]
 __all__ += ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "TrainingError"]
 
 

@@ -1,4 +1,4 @@
-"""Python API, on which the commands train, distill, evaluate, compare and config are built.
+"""Python API, on which commands (train, distill, evaluate, compare, fork, config, ..) are built.
 
 Nothing here loads torch before the options are checked.
 
@@ -23,6 +23,7 @@ from embodied_ppo.config.compose import CALL, GIVEN, override_lines, prepare
 from embodied_ppo.core.errors import ConfigError
 
 if TYPE_CHECKING:  # both load torch
+    from embodied_ppo.analysis.replay import Replay
     from embodied_ppo.config.loader import Loaded
     from embodied_ppo.config.schema import Config
     from embodied_ppo.modes.embodied.trained_policy import TrainedPolicy
@@ -238,7 +239,104 @@ def compare(
     )
 
 
+def fork(run: str | Path | Run, *, update: int, progress: bool = True, **options: Any) -> Run:
+    """Train a branch of a run that leaves it after an update, with changed options.
+
+    Without changed options the branch equals the run bit for bit.
+
+    Args:
+        run: Directory of a run, or a ``Run``.
+        update: Completed updates at the branch. Without a checkpoint there, the updates from the
+            nearest earlier one are executed again.
+        progress: See ``train``.
+        options: Changed options, see the module; ``run_dir`` is the directory of the branch
+            (default: RUN-fork-UPDATE).
+
+    Returns:
+        The finished branch; ``parent.json`` in its directory names the run, update and options.
+
+    Raises:
+        ConfigError, PlacementError, EnvError, CheckpointError: The input is refused; nothing was
+            written.
+        TrainingError: The branch failed.
+        KeyboardInterrupt: After an interrupt; the branch is saved, and ``train(resume=run_dir)``
+            continues it.
+    """
+    lines = override_lines("train", options)
+    return Run(
+        _interruptible(lambda: fork_path(_path(run), update, lines, quiet=not progress, label=CALL))
+    )
+
+
+def replay(
+    run: str | Path | Run, *, update: int, out: str | Path | None = None, progress: bool = True
+) -> Replay:
+    """Recreate the rollout and the minibatches of an update, for a notebook.
+
+    Args:
+        run: Directory of a run, or a ``Run``.
+        update: The update, from 1, as in ``metrics.jsonl``.
+        out: Directory for the result as a file; None: it is not written.
+        progress: Show messages on stderr.
+
+    Returns:
+        Tensors of the rollout and each minibatch, see ``analysis.replay.Replay``.
+
+    Raises:
+        ConfigError, EnvError, CheckpointError: The update cannot be executed again.
+        TrainingError: The update failed.
+    """
+    from embodied_ppo.analysis import replay
+
+    folder = None if out is None else Path(out)
+    return replay.replay(Path(_path(run)), update, out=folder, quiet=not progress)
+
+
+def bisect(run: str | Path | Run, condition: str, *, progress: bool = True) -> dict[str, Any]:
+    """Find the update, minibatch and samples in which a condition on a metric first held.
+
+    Args:
+        run: Directory of a run, or a ``Run``.
+        condition: A metric, one of > >= < <= == !=, and a number: ``"policy/approx_kl > 0.1"``; or
+            ``"policy/loss nonfinite"``.
+        progress: Show messages on stderr.
+
+    Returns:
+        "held", "update", "value", "minibatch", "samples", "rewards", ..; see ``analysis.bisect``.
+
+    Raises:
+        ConfigError, EnvError, CheckpointError: The condition or the run cannot be used.
+        TrainingError: The update failed.
+    """
+    from embodied_ppo.analysis import bisect
+
+    return bisect.bisect(Path(_path(run)), condition, quiet=not progress)
+
+
 # --------------------------------------------------------------------- shared with the command line
+def fork_path(
+    path: str, update: int, lines: Sequence[str], *, quiet: bool, label: str | None = None
+) -> dict[str, Any]:
+    """Train a branch of a run, with lines option=value; see ``analysis.fork``."""
+    from embodied_ppo.analysis import fork, reexecution
+
+    source = reexecution.run_directory(path)
+    reexecution.nearest_start(source, update)
+    for line in lines:
+        name = line.partition("=")[0].lstrip("+~")
+        if name in ("resume", "experiment", "mode"):
+            raise ConfigError(
+                f"{name}: is not read by fork, whose options are those of {path}; leave it out"
+            )
+    folder = reexecution.options_folder(source, update + 1)
+    command = "train" if reexecution.options(source, update + 1).teacher is None else "distill"
+    args = argparse.Namespace(command=command, config_name=None, config_dir=None)
+    given = [*override_lines(command, {"resume": str(folder)}), *lines]
+    loaded = prepare(args, given) if label is None else prepare(args, given, label=label)
+    explicit = {*_explicit(loaded)} - {"resume"}
+    return fork.fork(source, update, loaded.config, explicit=explicit, quiet=quiet)
+
+
 def compare_paths(
     paths: Sequence[str],
     metric: Any,

@@ -49,7 +49,6 @@ from embodied_ppo.training.logging import Log, Timer, numbers, peak_rss_mb, proc
 from embodied_ppo.training.progress import Interrupts, Progress, stop_signals
 from embodied_ppo.training.run_directory import (
     SAME_FUNCTION,
-    Parent,
     absolute,
     arithmetic,
     changed_options,
@@ -60,6 +59,7 @@ from embodied_ppo.training.run_directory import (
     stored_options,
     versions,
 )
+from embodied_ppo.training.run_files import PARENT, Parent
 from embodied_ppo.training.system import RunSystem
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -84,7 +84,7 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
     return _train(config, explicit, quiet)
 
 
-def fork(
+def train_branch(
     config: Config, parent: Parent, *, explicit: Any = (), quiet: bool = False
 ) -> dict[str, Any]:
     """Train a branch of another run from the checkpoint ``config.resume``.
@@ -454,7 +454,7 @@ def _opened(
         try:
             replace_text(run_dir / "config.yaml", text)
             if parent is not None:
-                parent.save(run_dir)
+                replace_text(run_dir / PARENT, parent.text())
             if task is not None:
                 task.save(run_dir)
             log = Log(

@@ -320,5 +320,31 @@ class Point(gymnasium.Env):
         return self.x.copy(), -distance, info["success"], False, info
 
 
+class Faulty(Point):
+    """A point one of whose rewards is wrong: that of call ``step`` of the environment ``seed``."""
+
+    def __init__(self, seed: int = -1, step: int = -1, reward: float = 1e6, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.fault, self.wrong_reward = (seed, step), reward
+        self.seed, self.calls = -1, 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict]:
+        if seed is None:
+            self.calls += 1  # the vector environment resets in a call of its own
+        else:
+            self.seed = seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        if (self.seed, self.calls) == self.fault:
+            reward = self.wrong_reward
+        self.calls += 1
+        return obs, reward, terminated, truncated, info
+
+
 if "toy_envs/Point-v0" not in gymnasium.registry:
     gymnasium.register("toy_envs/Point-v0", "toy_envs:Point", max_episode_steps=12)
+    gymnasium.register("toy_envs/Faulty-v0", "toy_envs:Faulty", max_episode_steps=12)

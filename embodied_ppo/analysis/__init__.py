@@ -1,6 +1,9 @@
 """Questions about finished runs.
 
-Belongs here: what reads several runs or re-executes parts of one: comparison of runs.
+Belongs here: what reads several runs or re-executes parts of one: comparison of runs (``compare``),
+branches (``fork``), the tensors of an update (``replay``), the search for the first minibatch in
+which a metric left its range (``bisect``), and the execution of updates again on which these three
+are built (``reexecution``).
 
 Does not belong here: training (``run``), the measurement of one checkpoint (``evaluation``), the
 page of running trainings (``commands.watch``).

@@ -24,7 +24,7 @@ from embodied_ppo.config.schema import Config
 from embodied_ppo.core.errors import CheckpointError, ConfigError
 from embodied_ppo.core.types import UpdateObserver
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.run_directory import read_parent
+from embodied_ppo.training.run_files import read_parent
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,18 @@ class Start:
 
 
 # ------------------------------------------------------------------------------ states of a run
-def run_directory(path: str | Path, option: str = "RUN") -> Path:
-    """Return the directory of a run.
-
-    Args:
-        path: The directory.
-        option: What names it, for messages.
-
-    Raises:
-        CheckpointError: It is no run.
-    """
+def run_directory(path: str | Path) -> Path:
+    """Return the directory of a run; raises CheckpointError if ``path`` is none."""
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"{option}={path}: does not exist; name the directory of a run")
+        raise CheckpointError(f"{path}: does not exist; name the directory of a run")
     if (path / checkpoint.MANIFEST).is_file():
         raise CheckpointError(
-            f"{option}={path}: is a checkpoint; name its run, {path.resolve().parent.parent}"
+            f"{path}: is a checkpoint; name its run, {path.resolve().parent.parent}"
         )
     if not (path / "config.yaml").is_file():
         raise CheckpointError(
-            f"{option}={path}: is no run (it has no config.yaml); name the directory of a run"
+            f"{path}: is no run (it has no config.yaml); name the directory of a run"
         )
     return path
 
@@ -147,8 +139,8 @@ def nearest_start(
     return earlier[-1]
 
 
-def options(run_dir: Path, update: int) -> Config:
-    """Return the options with which a run executed an update.
+def options_folder(run_dir: Path, update: int) -> Path:
+    """Return the folder whose config.yaml has the options with which a run executed an update.
 
     A run may have been resumed with other options. The checkpoints hold those of the process that
     wrote them, so the first checkpoint at or after the update decides.
@@ -156,15 +148,19 @@ def options(run_dir: Path, update: int) -> Config:
     Args:
         run_dir: Directory of the run.
         update: The update, at least 1.
+    """
+    stored = checkpoint.steps(run_dir / "checkpoints")
+    return next((path for u, path in stored.items() if u >= update), run_dir)
+
+
+def options(run_dir: Path, update: int) -> Config:
+    """Return the options with which a run executed an update, see ``options_folder``.
 
     Raises:
         CheckpointError: The options are damaged.
         ConfigError: They are not of this version.
     """
-    folder = next(
-        (p for u, p in checkpoint.steps(run_dir / "checkpoints").items() if u >= update), run_dir
-    )
-    file = folder / checkpoint.CONFIG
+    file = options_folder(run_dir, update) / checkpoint.CONFIG
     try:
         content = loader.plain_yaml(file.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

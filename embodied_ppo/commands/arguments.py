@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from embodied_ppo.config.compose import PRIMARY, PROGRAM, quoted
@@ -46,6 +48,39 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --json and --quiet."""
     parser.add_argument("--json", action="store_true", help="print results as JSON")
     parser.add_argument("--quiet", action="store_true", help="print no progress to stderr")
+
+
+def split_run(
+    texts: Sequence[str], command: str, own: Sequence[str] = ()
+) -> tuple[str, dict[str, str], list[str]]:
+    """Return the run, the command's own options, and the other lines option=value.
+
+    Args:
+        texts: Arguments of the command line.
+        command: Name of the command, for messages.
+        own: Names of its own options.
+
+    Raises:
+        UsageError: There is not exactly one run.
+    """
+    # The folder of a sweep's job has an equals sign in its name.
+    own_lines = [text for text in texts if text.partition("=")[0] in own and "=" in text]
+    rest = [text for text in texts if text not in own_lines]
+    runs = [text for text in rest if "=" not in text or Path(text).exists()]
+    if len(runs) != 1:
+        given = f"{len(runs)} runs ({', '.join(runs)})" if runs else "no run"
+        raise UsageError(f"{given}; write {PROGRAM} {command} RUN ..")
+    values = dict(text.split("=", 1) for text in own_lines)
+    return runs[0], values, [text for text in rest if text not in runs]
+
+
+def whole_number(values: Mapping[str, str], name: str, command: str) -> int:
+    """Return an option of ``split_run`` as a number. Raises UsageError."""
+    if name not in values:
+        raise UsageError(f"no {name}; write {PROGRAM} {command} RUN {name}=N")
+    if not values[name].isascii() or not values[name].isdigit():
+        raise UsageError(f"{name}={values[name]}: is not a whole number; write {name}=N")
+    return int(values[name])
 
 
 def reject_overrides(args: argparse.Namespace) -> None:

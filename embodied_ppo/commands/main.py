@@ -33,7 +33,7 @@ from embodied_ppo.core.errors import (
     shorten,
 )
 
-LOADING_TORCH = (*PRIMARY, "compare", "tune")
+LOADING_TORCH = (*PRIMARY, "compare", "fork", "replay", "bisect", "tune")
 """Commands that load torch and simulators to run them."""
 MIN_ADDRESS_SPACE = 1_500_000 * 1024
 """Smallest allowed address space in bytes.
@@ -107,6 +107,21 @@ COMMANDS = {
         "compare runs/A runs/B episodes=100",
         supervised=True,
     ),
+    "fork": Entry(
+        "train a branch of a run from one of its updates, with changed options",
+        "fork runs/NAME/DATE-SEED update=40 algorithm.lr=1e-4",
+        supervised=True,
+    ),
+    "replay": Entry(
+        "recreate the rollout and the minibatches of an update",
+        "replay runs/NAME/DATE-SEED update=40 out=DIR",
+        supervised=True,
+    ),
+    "bisect": Entry(
+        "find the update, minibatch and samples where a condition on a metric first held",
+        'bisect runs/NAME/DATE-SEED "policy/approx_kl > 0.1"',
+        supervised=True,
+    ),
     "benchmark": Entry(
         "train and measure methods on tabletop-bench; a table and a page",
         "benchmark out=runs/benchmark methods=[clone,ppo_token]",
@@ -163,6 +178,12 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import evaluate as command
         case "compare":
             from embodied_ppo.commands import compare as command
+        case "fork":
+            from embodied_ppo.commands import fork as command
+        case "replay":
+            from embodied_ppo.commands import replay as command
+        case "bisect":
+            from embodied_ppo.commands import bisect as command
         case "benchmark":
             from embodied_ppo.commands import benchmark as command
         case "plan":

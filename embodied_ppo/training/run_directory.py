@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import json
 import os
 import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
@@ -28,6 +27,7 @@ from embodied_ppo.config.schema import Config
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import CheckpointError, ConfigError
 from embodied_ppo.training import checkpoint
+from embodied_ppo.training.run_files import PARENT, Parent
 
 FREE_ON_RESUME = (
     *("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir"),
@@ -50,12 +50,10 @@ FIXED_ON_RESUME = (
 )
 """Options that must not change on resume."""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
-FILES += ("parent.json",)
+FILES += (PARENT,)
 """Files that a run writes into its directory."""
 FOLDERS = ("checkpoints", "tensorboard", "reports", "videos")
 """Folders that a run writes into its directory."""
-PARENT = "parent.json"
-"""Name of the file of a branch with the run from which it was started."""
 LOCK = ".lock"
 """Name of the file in a run directory that the training process locks."""
 
@@ -180,87 +178,49 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
     return run_dir, str(source)
 
 
-# ------------------------------------------------------------------------------- parent of a branch
-@dataclass(frozen=True)
-class Parent:
-    """Where a run branches from another one: content of parent.json.
-
-    Attributes:
-        run: Directory of the other run, absolute.
-        relative: The same, relative to the directory of the branch, for folders that are moved
-            together.
-        update: Completed updates of the other run at the branch.
-        policy_sha256: SHA-256 of the policy's file at the branch.
-        options: Option -> (value in the other run, value in the branch).
-    """
-
-    run: str
-    relative: str
-    update: int
-    policy_sha256: str
-    options: Mapping[str, tuple[Any, Any]]
-
-    def save(self, run_dir: Path) -> None:
-        """Write parent.json into the directory of the branch."""
-        replace_text(run_dir / PARENT, json.dumps(asdict(self), indent=1) + "\n")
-
-    def path(self, run_dir: Path) -> Path | None:
-        """Return the directory of the other run; None where it does not exist any more."""
-        for path in (run_dir.resolve() / self.relative, Path(self.run)):
-            if (path / "config.yaml").is_file():
-                return path.resolve()
-        return None
-
-
-def parent_of(
-    config: Config, source: checkpoint.Checkpoint, run_dir: Path, home: Path | None = None
-) -> Parent | None:
+def parent_of(config: Config, source: checkpoint.Checkpoint, run_dir: Path) -> Parent | None:
     """Return where a run branches from another one; None where it continues itself.
 
     Args:
         config: Options of the branch.
         source: The checkpoint to resume.
         run_dir: Directory of the branch.
-        home: Directory of the other run; None: that of ``source``.
     """
     folder = source.path.parent
-    home = home or (folder.parent if folder.name == "checkpoints" else folder)
+    home = folder.parent if folder.name == "checkpoints" else folder
     if home.resolve() == run_dir.resolve():
         return None
-    old = loader.flat(stored_options(source))
-    changed = changed_options(config, source)
+    return branch(home, source, run_dir, loader.flat(stored_options(source)), config)
+
+
+def branch(
+    home: Path,
+    source: checkpoint.Checkpoint,
+    run_dir: Path,
+    old: Mapping[str, Any],
+    config: Config,
+) -> Parent:
+    """Return the record of a branch.
+
+    Args:
+        home: Directory of the run that it leaves.
+        source: The state at the branch.
+        run_dir: Directory of the branch.
+        old: Options of the run, path -> value.
+        config: Options of the branch.
+    """
+    new = loader.flat(loader.relevant(absolute(config)))
     return Parent(
         run=str(home.resolve()),
         relative=os.path.relpath(home.resolve(), run_dir.resolve()),
         update=source.update,
         policy_sha256=str(source.manifest["files"][checkpoint.POLICY]["sha256"]),
-        options={path: (old[path], now) for path, now in changed.items()},
+        options={
+            path: (old[path], now)
+            for path, now in new.items()
+            if path in old and old[path] != now and path not in ("run_dir", "resume")
+        },
     )
-
-
-def read_parent(run_dir: Path) -> Parent | None:
-    """Return the parent of a run; None for a run that began by itself.
-
-    Raises:
-        CheckpointError: parent.json is damaged.
-    """
-    path = run_dir / PARENT
-    try:
-        content = json.loads(path.read_text())
-        options = {str(name): (old, new) for name, (old, new) in content["options"].items()}
-        return Parent(
-            run=str(content["run"]),
-            relative=str(content["relative"]),
-            update=int(content["update"]),
-            policy_sha256=str(content["policy_sha256"]),
-            options=options,
-        )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: is damaged ({error!r}); remove it if the parent of the run does not matter"
-        ) from error
 
 
 def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
@@ -287,6 +247,17 @@ def changed_options(config: Config, source: checkpoint.Checkpoint) -> dict[str, 
     }
 
 
+def check_fixed_options(config: Config, old: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an option in FIXED_ON_RESUME differs from ``old``, path -> value."""
+    for path, now in loader.flat(loader.relevant(config)).items():
+        if path in FIXED_ON_RESUME and old.get(path) != now:
+            raise ConfigError(
+                f"{path}={now}: the run to resume has {old.get(path)}, on which its weights,"
+                " counters or random numbers depend; leave it out (and experiment=: resume= alone"
+                " restores the run's options), or start a new run"
+            )
+
+
 def check_resume(
     config: Config,
     source: checkpoint.Checkpoint,
@@ -307,15 +278,10 @@ def check_resume(
         ConfigError: An option in FIXED_ON_RESUME differs, or the checkpoint has more updates.
     """
     old = loader.flat(stored_options(source))
+    check_fixed_options(config, old)
     for path, now in loader.flat(loader.relevant(config)).items():
         if path.split(".")[0] in (*FREE_ON_RESUME, *ROUNDING_OPTIONS) or old.get(path) == now:
             continue
-        if path in FIXED_ON_RESUME:
-            raise ConfigError(
-                f"{path}={now}: the run to resume has {old.get(path)}, on which its weights,"
-                " counters or random numbers depend; leave it out (and experiment=: resume= alone"
-                " restores the run's options), or start a new run"
-            )
         say(f"resume: {path} was {old.get(path)}, is {now}")
     now, then = arithmetic(config, device), source.arithmetic()
     if then.keys() <= {"torch"}:  # written by an older version: its options are what is known

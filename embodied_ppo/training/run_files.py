@@ -1,17 +1,23 @@
-"""Find the directories of runs. Does not import torch, as ``run_directory`` does."""
+"""Find the directories of runs, read where they branch. Does not import torch."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from embodied_ppo.core.errors import CheckpointError
 
 METRICS = "metrics.jsonl"
 """A directory with this file is a run."""
 SWEEP = "sweep.json"
 """File in the folder of a sweep that lists its runs."""
+PARENT = "parent.json"
+"""File of a branch that names the run from which it was started."""
 DEPTH = 4
 """Depth of the search for runs below a folder."""
 
@@ -59,3 +65,72 @@ def in_sweep_order(run_dirs: Sequence[Path]) -> list[Path]:
         return str(folder), position, run_dir.name
 
     return sorted(run_dirs, key=key)
+
+
+# ------------------------------------------------------------------------------------------ parents
+@dataclass(frozen=True)
+class Parent:
+    """Where a run branches from another one: content of parent.json.
+
+    Attributes:
+        run: Directory of the other run, absolute.
+        relative: The same relative to the directory of the branch, for folders that are moved
+            together.
+        update: Completed updates of the other run at the branch.
+        policy_sha256: SHA-256 of the policy's file at the branch.
+        options: Option -> (value in the other run, value in the branch).
+    """
+
+    run: str
+    relative: str
+    update: int
+    policy_sha256: str
+    options: Mapping[str, tuple[Any, Any]]
+
+    def text(self) -> str:
+        """Return the content of parent.json."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def path(self, run_dir: Path) -> Path | None:
+        """Return the directory of the other run; None where it does not exist any more.
+
+        Args:
+            run_dir: Directory of the branch.
+        """
+        for path in (run_dir.resolve() / self.relative, Path(self.run)):
+            if (path / "config.yaml").is_file():
+                return path.resolve()
+        return None
+
+
+def parse_parent(text: str) -> Parent:
+    """Parse parent.json.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: The text is damaged.
+    """
+    content = json.loads(text)
+    return Parent(
+        run=str(content["run"]),
+        relative=str(content["relative"]),
+        update=int(content["update"]),
+        policy_sha256=str(content["policy_sha256"]),
+        options={str(name): (old, new) for name, (old, new) in content["options"].items()},
+    )
+
+
+def read_parent(run_dir: Path) -> Parent | None:
+    """Return the parent of a run; None for a run that began by itself.
+
+    Raises:
+        CheckpointError: parent.json is damaged.
+    """
+    path = run_dir / PARENT
+    try:
+        return parse_parent(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: is damaged ({error!r}); remove it if the parent of the run does not matter"
+        ) from error

@@ -1,0 +1,245 @@
+"""The rollout and the minibatches of an update, recreated from the nearest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from embodied_ppo.algorithms.ppo_loss import PolicyLoss, take
+from embodied_ppo.analysis import reexecution
+from embodied_ppo.core.errors import ConfigError
+from embodied_ppo.core.types import Batch, Metrics, Trajectory
+from embodied_ppo.training.logging import numbers
+from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.run_directory import replace_text
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One step of the optimiser. B samples; with minibatch_unit=column, B columns of T samples.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        index: int64 [B], samples t·N + n of the rollout, or columns n.
+        statistics: Statistics of the loss, sums over the minibatch: see
+            ``ppo_loss.statistic_names``, and the norms of the gradients.
+        log_ratio: [B, ..] or [T, B, ..], log of the probability ratio of each sample before the
+            step. None where the loss has no ratio.
+        value: [B, ..] or [T, B, ..], output of the value head before the step. None where the
+            critic is a separate model.
+    """
+
+    epoch: int
+    index: Tensor
+    statistics: Mapping[str, float]
+    log_ratio: Tensor | None
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """An update that was executed again.
+
+    Attributes:
+        run: Directory of the run.
+        update: The update, from 1.
+        rollout: Name -> tensor [T, N, ..] for T steps of N environments (tokens of N sequences):
+            obs (or obs.NAME), action, log_prob, value, next_value, reward, terminated, truncated,
+            mask, version and replay.NAME of ``core.types.Trajectory``, and advantage and returns as
+            the loss reads them, shaped and normalised.
+        minibatches: The steps of the optimiser in order.
+        minibatch_unit: "step" or "column", what ``Minibatch.index`` counts.
+        metrics: Metrics of the update.
+        differences: Metrics in which the update differs from the run, as "update N: NAME"; empty
+            where it was repeated bit for bit.
+        notes: Lines on why numbers may differ: versions, threads, devices.
+    """
+
+    run: Path
+    update: int
+    rollout: Mapping[str, Tensor]
+    minibatches: list[Minibatch]
+    minibatch_unit: Literal["step", "column"]
+    metrics: Mapping[str, float]
+    differences: list[str]
+    notes: list[str]
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments (sequences), N."""
+        return self.rollout["reward"].shape[1]
+
+    def position(self, sample: int) -> tuple[int, int]:
+        """Return (step of the rollout, environment) of an entry of ``Minibatch.index``."""
+        return divmod(int(sample), self.num_envs)
+
+    def save(self, out: Path) -> Path:
+        """Write update_XXXXXX.pt, and .json with names and shapes; return the path of the former.
+
+        ``torch.load(path, weights_only=True)`` returns a dictionary with the attributes.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
+        path = out / f"update_{self.update:06d}.pt"
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        content |= {
+            "run": str(self.run),
+            "rollout": dict(self.rollout),
+            "minibatches": [asdict(m) for m in self.minibatches],
+            "metrics": dict(self.metrics),
+        }
+        shapes = {
+            name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+            for name, x in self.rollout.items()
+        }
+        description = {
+            "run": str(self.run),
+            "update": self.update,
+            "rollout": shapes,
+            "minibatches": len(self.minibatches),
+            "metrics": dict(self.metrics),
+            "differences": self.differences,
+            "notes": self.notes,
+        }
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            torch.save(content, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+            replace_text(path.with_suffix(".json"), json.dumps(description, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"out={out}: cannot be written ({error.strerror}); name another directory"
+            ) from error
+        return path
+
+
+def replay(
+    source_run: Path, update: int, *, out: Path | None = None, quiet: bool = False
+) -> Replay:
+    """Recreate the rollout and the minibatches of an update.
+
+    Args:
+        source_run: Directory of a run in one process; it is only read.
+        update: The update, from 1: row ``update`` of metrics.jsonl.
+        out: Folder for ``Replay.save``; None: nothing is written.
+        quiet: Whether no messages are shown.
+
+    Raises:
+        ConfigError, CheckpointError, EnvError: The update cannot be executed again.
+        TrainingError: The update failed.
+    """
+    bar = Progress(quiet)
+    source_run = reexecution.run_directory(source_run)
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out}: is a file; name a directory")
+    completed = reexecution.completed_updates(source_run)
+    if not 1 <= update <= completed:
+        raise ConfigError(
+            f"update={update}: {source_run} has completed {completed} updates; name one from 1 to"
+            f" {completed}"
+        )
+    start = reexecution.nearest_start(source_run, update - 1, bar.say)
+    recorder = _Recorder(update - 1)
+    with tempfile.TemporaryDirectory(prefix="embodied-ppo-replay-") as folder:
+        bar.say(f"executing updates {start.update + 1} to {update} of {source_run} again")
+        repeated = reexecution.reexecute(
+            source_run, Path(folder) / "run", start=start.update, stop=update, observe=recorder
+        )
+        differences = reexecution.differing_metrics(source_run, repeated)
+        notes = reexecution.rounding_notes(repeated)
+    result = Replay(
+        source_run.resolve(),
+        update,
+        recorder.rollout,
+        recorder.minibatches,
+        recorder.minibatch_unit,
+        recorder.metrics,
+        differences,
+        notes,
+    )
+    if differences:
+        for line in notes:
+            bar.say(line)
+        bar.say(f"{len(differences)} metrics differ from those of the run ({differences[0]})")
+    if out is not None:
+        result.save(out)
+    return result
+
+
+class _Recorder:
+    """Keeps the experience and the minibatches of one update; ``core.types.UpdateObserver``."""
+
+    def __init__(self, update: int) -> None:
+        """Create a recorder of an update, counted from 0."""
+        self.update, self.active = update, False
+        self.rollout: dict[str, Tensor] = {}
+        self.minibatches: list[Minibatch] = []
+        self.metrics: dict[str, float] = {}
+        self.minibatch_unit: Literal["step", "column"] = "step"
+
+    def on_experience(self, experience: Trajectory, *, update: int) -> None:
+        self.active = update == self.update
+        if not self.active:
+            return
+        for field in fields(experience):
+            if field.name != "kept":
+                self.rollout |= _named(field.name, getattr(experience, field.name))
+
+    def on_batch(self, batch: Batch, *, loss: Any) -> None:
+        if not self.active:
+            return
+        self._batch, self._loss = batch, loss
+        self.minibatch_unit = loss.config.minibatch_unit
+        shape = self.rollout["mask"].shape[:2]
+        for name in ("value", "advantage", "returns", "weight", "ref_log_prob"):
+            x = getattr(batch, name)
+            if x is not None:
+                x = x if self.minibatch_unit == "column" else x.unflatten(0, shape)
+                self.rollout[name] = x.detach().cpu().clone()
+
+    def before_minibatch(self, index: Tensor, *, epoch: int) -> None:
+        if self.active:
+            self._before = (epoch, index.cpu(), *self._evaluate(index))
+
+    def after_minibatch(self, statistics: Mapping[str, float]) -> None:
+        if self.active:
+            epoch, index, log_ratio, value = self._before
+            self.minibatches.append(Minibatch(epoch, index, dict(statistics), log_ratio, value))
+
+    def on_update(self, metrics: Metrics) -> None:
+        if self.active:
+            self.metrics = numbers(metrics)
+
+    @torch.no_grad()
+    def _evaluate(self, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return log-ratios and values of a minibatch, in parts of micro_batch_size samples."""
+        if not isinstance(self._loss, PolicyLoss):
+            return None, None
+        unit = self.minibatch_unit
+        dim, rows = (1, self._batch.mask.shape[0]) if unit == "column" else (0, 1)
+        limit = self._loss.config.micro_batch_size or len(index) * rows
+        ratios: list[Tensor] = []
+        values: list[Tensor | None] = []
+        for part in index.split(max(1, limit // rows)):
+            minibatch = take(self._batch, part, unit)
+            terms = self._loss.terms(minibatch)
+            ratios.append((terms.log_prob - minibatch.log_prob).cpu())
+            values.append(None if terms.value is None else terms.value.cpu())
+        value = [x for x in values if x is not None]
+        return torch.cat(ratios, dim=dim), torch.cat(value, dim=dim) if value else None
+
+
+def _named(name: str, value: Any) -> dict[str, Tensor]:
+    """Return the tensors of a field of a trajectory, copied; nested ones get names with dots."""
+    if isinstance(value, Mapping):
+        parts = [_named(f"{name}.{key}", entry) for key, entry in value.items()]
+        return {key: x for part in parts for key, x in part.items()}
+    return {name: value.detach().cpu().clone()} if isinstance(value, Tensor) else {}

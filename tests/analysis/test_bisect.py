@@ -1,0 +1,122 @@
+"""``embodied-ppo bisect``: a planted fault is found with its minibatch, environment and step."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from run_helpers import run_command
+
+import embodied_ppo as ep
+from embodied_ppo.analysis import bisect
+from embodied_ppo.commands import main
+from embodied_ppo.core.errors import ConfigError
+from embodied_ppo.core.random import env_seeds
+
+UPDATE, STEP, ENVIRONMENT, HORIZON = 37, 5, 3, 16
+"""Where the reward of 1e6 is planted."""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of 40 updates, one of whose 2560 rewards is 1e6."""
+    fault = {"seed": env_seeds(0, 0, 4)[ENVIRONMENT], "step": (UPDATE - 1) * HORIZON + STEP}
+    return ep.train(
+        run_dir=tmp_path_factory.mktemp("bisect") / "run",
+        env={
+            "id": "toy_envs:toy_envs/Faulty-v0",
+            "num_envs": 4,
+            "num_threads": 0,
+            "stagger": False,  # a shortened episode would shift the calls of the environment
+            "kwargs": fault,
+        },
+        model__hidden=[16],
+        updates=40,
+        save_every=10,
+        algorithm={
+            "horizon": HORIZON,
+            "global_batch_size": 32,
+            "update_epoch": 2,
+            "reward_norm": None,
+            "reward_clip": None,
+        },
+        evaluation={"episodes": 2, "num_envs": 2, "video_episodes": 0},
+        compile="never",
+        progress=False,
+    ).run_dir
+
+
+def test_planted_fault_is_found(run_dir, capsys):
+    result = run_command(capsys, "bisect", "--quiet", run_dir, "value/loss > 100")
+    assert result["held"] and result["update"] == UPDATE and result["value"] > 1e9
+    # 64 samples in minibatches of 32, twice. The first one may not contain the sample itself, but
+    # then an earlier step of the environment, whose return contains the reward.
+    minibatch = result["minibatch"]
+    assert minibatch["count"] == 4 and minibatch["samples"] == 32 and minibatch["value"] > 100
+    assert minibatch["epoch"] == 1 and minibatch["number"] == minibatch["position"]
+    assert result["ranked_by"] == "value_error"
+    sample = result["samples"][0]
+    assert sample["environment"] == ENVIRONMENT and sample["step"] <= STEP
+    assert abs(sample["value_error"]) > 1e5
+    reward = result["rewards"][0]
+    assert (reward["environment"], reward["step"]) == (ENVIRONMENT, STEP)
+    assert reward["env_step"] == (UPDATE - 1) * HORIZON + STEP and reward["reward"] == 1e6
+    assert all(abs(other["reward"]) < 10 for other in result["rewards"][1:])
+    assert len(result["notes"]) == 1 and "environment 3 at step 5 stands out" in result["notes"][0]
+
+
+def test_printed_answer_and_a_condition_on_the_rollout(run_dir, capsys):
+    assert main.main(["bisect", str(run_dir), "rollout/return", ">", "10"]) == 0
+    out, err = capsys.readouterr()
+    assert "rollout/return > 10: first held in update 37" in out and "first minibatch" not in out
+    assert "note: the reward 1e+06 of environment 3 at step 5 stands out" in out
+    assert "the nearest earlier one is used (30)" in err
+
+
+def test_conditions_that_need_no_repetition(run_dir, capsys):
+    result = run_command(capsys, "bisect", run_dir, "policy/approx_kl > 100")
+    values = [
+        json.loads(line).get("policy/approx_kl", -math.inf)
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    largest = max(range(41), key=lambda i: values[i])
+    assert not result["held"] and result["extreme"] == "largest"
+    assert (result["update"], result["value"]) == (largest, values[largest])
+    assert main.main(["bisect", str(run_dir), "policy/loss nonfinite"]) == 0
+    assert "policy/loss nonfinite: never held" in capsys.readouterr().out
+    result = run_command(capsys, "bisect", run_dir, "eval/return > -1000")
+    assert (result["update"], result["minibatch"]) == (0, None)
+    assert "measured beside the minibatches" in result["notes"][0]
+
+
+def test_conditions():
+    c = bisect.parse_condition("policy/approx_kl>=1e-1")
+    assert (c.metric, c.operator, c.number) == ("policy/approx_kl", ">=", 0.1)
+    assert c.holds(0.1) and not c.holds(0.09) and not c.holds(math.nan)
+    assert bisect.parse_condition("a < inf").holds(1.0)
+    nonfinite = bisect.parse_condition("policy/loss nonfinite")
+    assert nonfinite.holds(math.nan) and nonfinite.holds(math.inf) and not nonfinite.holds(0.0)
+    assert str(nonfinite) == "policy/loss nonfinite" and str(c) == "policy/approx_kl >= 0.1"
+    for text in ("policy/loss", "policy/loss >", "> 3", "a > b", "a > nan", "a => 1", ""):
+        with pytest.raises(ConfigError, match="is not NAME OPERATOR NUMBER"):
+            bisect.parse_condition(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "no condition; write embodied-ppo bisect RUN"),
+        (["{run}"], "no condition; write embodied-ppo bisect RUN"),
+        (
+            ["{run}", "value/los > 1"],
+            "value/los: is not a metric of {run}; did you mean value/loss?",
+        ),
+        (["{run}", "value/loss about 1"], "is not NAME OPERATOR NUMBER"),
+        (["{run}-no", "value/loss > 1"], "does not exist; name the directory of a run"),
+    ],
+)
+def test_bad_input_is_refused(run_dir, capsys, arguments, message):
+    assert main.main(["bisect", *(x.replace("{run}", str(run_dir)) for x in arguments)]) == 2
+    assert message.replace("{run}", str(run_dir)) in capsys.readouterr().err
