@@ -131,7 +131,8 @@ def bisect(source_run: Path, text: str, *, quiet: bool = False) -> dict[str, Any
         samples: The samples of that minibatch (else of the rollout) with the largest values of it:
             environment, step of the rollout, env_step (calls of this environment since the
             beginning of the run), reward, value, returns, advantage, value_error, ratio.
-        rewards: The samples of the rollout whose rewards are furthest from the median.
+        rewards: The samples of the rollout whose rewards are furthest from the median; empty where
+            all rewards are equal.
         notes: A reward that stands out, restrictions, and differences from the run.
 
     Raises:
@@ -189,7 +190,11 @@ def _locate(condition: Condition, repeated: Replay) -> dict[str, Any]:
             " samples are those of the repetition"
         )
     deviation = _deviation(repeated.rollout["reward"])
-    rewards = _top(repeated, deviation, None)
+    rewards = [
+        sample
+        for sample in _top(repeated, deviation, None)
+        if deviation[sample["step"], sample["environment"]] > 0
+    ]
     if len(rewards) > 1:
         furthest, second = (float(deviation[r["step"], r["environment"]]) for r in rewards[:2])
         if furthest > OUTLIER * second:

@@ -29,7 +29,7 @@ from embodied_ppo.commands import arguments, output
 from embodied_ppo.config import loader
 from embodied_ppo.core.errors import UsageError, one_line, show
 from embodied_ppo.training import health
-from embodied_ppo.training.run_files import METRICS, find_runs
+from embodied_ppo.training.run_files import METRICS, PARENT, find_runs, parse_parent
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4 << 20
@@ -102,6 +102,36 @@ def status(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         # A file is deleted or damaged.
         return {"state": "unreadable", "note": one_line(error, kind=True), "health": []}
+
+
+def branches(runs: Mapping[str, Path]) -> dict[str, dict[str, Any] | None]:
+    """Return run -> where it branches from another run; None for one that began by itself.
+
+    Args:
+        runs: Run, as the page names it -> directory.
+
+    Returns:
+        run: The other run, as the page names it; None if it is not watched.
+        name: Name of its directory.
+        update: Completed updates at the branch.
+        options: [option, value in the other run, value in the branch], changed ones.
+    """
+    names = {folder.resolve(): run for run, folder in runs.items()}
+    found: dict[str, dict[str, Any] | None] = {}
+    for run, folder in runs.items():
+        try:
+            text = _text(folder / PARENT)
+            parent = None if text is None else parse_parent(text)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged
+            parent = None
+        path = None if parent is None else parent.path(folder)
+        found[run] = parent and {
+            "run": None if path is None else names.get(path),
+            "name": Path(parent.run).name,
+            "update": parent.update,
+            "options": [[name, show(a), show(b)] for name, (a, b) in parent.options.items()],
+        }
+    return found
 
 
 def _changed(file: Path) -> tuple[int, int]:
@@ -394,8 +424,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(HTTPStatus.OK, page, CONTENT_TYPES[".html"], policy=policy)
             case "/runs":
                 runs = find_runs(self.server.roots)
+                parents = branches(runs)
                 rows = [
-                    {"run": run, "label": label, **status(runs[run])}
+                    {"run": run, "label": label, "parent": parents[run], **status(runs[run])}
                     for run, label in labels(list(runs)).items()
                 ]
                 self._json({"runs": rows, "ranges": [asdict(r) for r in health.RANGES]})

@@ -401,7 +401,7 @@ REFUSALS = [
     (
         "",
         (
-            "no command; commands: train, demos, clone, distill, evaluate, compare, benchmark,"
+            "no command; commands: train, demos, clone, distill, evaluate, compare, fork, replay,"
             " .. new-task"
         ),
     ),

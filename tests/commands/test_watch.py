@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from headless_browser import Browser
 
 from embodied_ppo.commands import main, watch
 from embodied_ppo.training.logging import Log
+from embodied_ppo.training.run_files import Parent
 
 
 def metrics(update: int, kl: float = 0.01) -> dict[str, float]:
@@ -335,6 +337,37 @@ def test_differences_of_options(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- server
+def branch(folder: Path, parent: Path, update: int, options: dict[str, Any] | None = None) -> Log:
+    """Create a run that branches from another one."""
+    log = make_run(folder, updates=5)
+    changed = {name: tuple(values) for name, values in (options or {}).items()}
+    relative = os.path.relpath(parent, folder)
+    link = Parent(str(parent), relative, update, "0", changed)
+    (folder / "parent.json").write_text(link.text())
+    return log
+
+
+def test_branches_are_linked_with_their_runs(tmp_path: Path) -> None:
+    make_run(tmp_path / "a").close()
+    branch(tmp_path / "b", tmp_path / "a", 20, {"algorithm.lr": [1e-3, None]}).close()
+    branch(tmp_path / "c", tmp_path / "gone", 3).close()
+    make_run(tmp_path / "d").close()
+    (tmp_path / "d" / "parent.json").write_text("[]")
+    found = watch.branches(watch.find_runs([tmp_path]))
+    a, b, c, d = (str(tmp_path / name) for name in "abcd")
+    assert found == {
+        a: None,
+        b: {
+            "run": a,
+            "name": "a",
+            "update": 20,
+            "options": [["algorithm.lr", "0.001", "null"]],
+        },
+        c: {"run": None, "name": "gone", "update": 3, "options": []},
+        d: None,
+    }
+
+
 def test_server_lists_new_runs(tmp_path: Path, serve: Any) -> None:
     make_run(tmp_path / "a", kl=2.0).close()
     server = serve(tmp_path)
@@ -635,6 +668,31 @@ def test_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> None:
     assert hosts == {urlsplit(server.address).netloc}
     for log in (good, bad, new):
         log.close()
+
+
+def test_branches_are_drawn(tmp_path: Path, serve: Any, page: Browser) -> None:
+    make_run(tmp_path / "base").close()
+    page.open(serve(tmp_path).address)
+    wait_for_points(page, "rollout/return", {"base": 40})
+    assert page.evaluate("document.querySelector('#tree').hidden")
+    branch(tmp_path / "late", tmp_path / "base", 30, {"seed": [0, 1]}).close()
+    branch(tmp_path / "early", tmp_path / "base", 10).close()
+    branch(tmp_path / "of_late", tmp_path / "late", 35).close()
+    branch(tmp_path / "own_parent", tmp_path / "own_parent", 2).close()
+    page.wait("document.querySelectorAll('#tree .track').length == 5")
+    lines = text(page, "#tree").split("\n")
+    names = [line.rpartition("/")[2] for line in lines if line.startswith(tmp_path.name)]
+    assert names == ["base", "late", "of_late", "early", "own_parent"]
+    assert any(line.startswith("from update 30: seed 0 \u2192 1 \u00b7 ") for line in lines)
+    assert any(line.startswith("from update 10: no option changed") for line in lines)
+    links = page.evaluate(
+        "[...document.querySelectorAll('#tree .link')].map(p => p.getAttribute('d'))"
+    )
+    rows = [re.findall(r"[MV,]([\d.]+)", link) for link in links]
+    # x of the update, y of the parent's row, y of the branch's row
+    assert [(int(a), int(b)) for _, a, b in rows[:3]] == [(26, 72), (72, 118), (26, 164)]
+    assert float(rows[2][0]) < float(rows[0][0]) < float(rows[1][0])
+    assert page.problems == []
 
 
 def test_page_shows_that_the_command_has_ended(tmp_path: Path, page: Browser) -> None:
