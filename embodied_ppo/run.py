@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +288,19 @@ class _Run:
     stack: ExitStack
     failures: int = 0
 
+    sessions: list[dict[str, Any]] = field(default_factory=list)
+    """``checkpoint.SESSIONS`` of the run."""
+
+    def __post_init__(self) -> None:
+        self.record_session()
+
+    def record_session(self) -> None:
+        """Let the system's checkpoints record the settings of all updates and the logged rows."""
+        self.system.session = lambda: {
+            checkpoint.SESSIONS: self.sessions,
+            checkpoint.DIGEST: self.log.digest.record(),
+        }
+
     @property
     def config(self) -> Config:
         return self.request.config
@@ -319,6 +332,7 @@ class _Run:
                 if source is not None:
                     self.system.load(source, self.request.notice)
                 self.first = source.update if source is not None else 0
+                self.record_session()
                 self.log.rewind(self.first)
                 self.log.say(f"continuing after update {self.first}")
                 return
@@ -346,6 +360,7 @@ class _Run:
             **self.components.facts,
             "versions": versions(),
             "config_hash": self.request.info["config_hash"],
+            checkpoint.DIGEST: self.log.digest.record(),
             "run_dir": str(self.dir),
             "checkpoint": str(self.system.saved),
             "tensorboard": str(self.dir / "tensorboard") if self.log.board else None,
@@ -356,6 +371,7 @@ class _Run:
             {f"hparam/{name}": summary[name] for name in results},
         )
         self.log.trackers.summary(summary, steps=self.system.steps)
+        summary |= {"sha256": digest(json.loads(json.dumps(summary)))}
         replace_text(self.dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return summary
 
@@ -472,7 +488,8 @@ def _opened(
                 f"run_dir={run_dir}: cannot be written ({error.strerror}); free space, or name"
                 " another"
             ) from error
-        run = _Run(request, components, log, first, stack)
+        sessions = _sessions(source, run_dir, info)
+        run = _Run(request, components, log, first, stack, sessions=sessions)
         status: trackers.Status = "interrupted"
         try:
             messages.open(log)
@@ -553,6 +570,21 @@ def _checkpoint_to_resume(
         )
     checkpoint.repair(run_dir, source, say)
     return source
+
+
+def _sessions(
+    source: checkpoint.Checkpoint | None, run_dir: Path, info: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the settings of the run's updates so far, and those of this process."""
+    first = 0 if source is None else source.update
+    session = {"start": first, **{key: info[key] for key in ("config_hash", "arithmetic")}}
+    stored = []
+    if source is not None and source.path.parent == (run_dir / "checkpoints").resolve():
+        stored = source.manifest.get(checkpoint.SESSIONS) or []
+    sessions = [entry for entry in stored if entry["start"] < first]
+    if sessions and {**sessions[-1], "start": first} == session:
+        return sessions
+    return [*sessions, session]
 
 
 def _finished(run_dir: Path, source: checkpoint.Checkpoint, updates: int) -> dict[str, Any] | None:

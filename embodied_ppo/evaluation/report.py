@@ -134,6 +134,7 @@ def write(
     task: Mapping[str, Any] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     extra: Mapping[str, float] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
     curves: Iterable[Mapping[str, Any]] = (),
     video: Video | None = None,
     robustness: RobustnessSection | None = None,
@@ -161,6 +162,7 @@ def write(
             (name -> sha256).
         samples: Responses to display, see ``prompts.PromptEvaluationResult.samples``.
         extra: Name -> further numbers, such as pass@4.
+        options: Options of the evaluation, with which it can be repeated.
         curves: Rows of the run's metrics.jsonl.
         video: Video to embed, or the reason why there is none.
         robustness: Measured in changed environments (``evaluation.robustness``).
@@ -211,6 +213,8 @@ def write(
         "versions": dict(sorted(versions.items())),
         "config": tree.map(_json_value, config),
     }
+    if options:
+        content["evaluation"] = tree.map(_json_value, dict(options))
     if task is not None:
         content["task_files"] = dict(task)
     if unit == "tokens":

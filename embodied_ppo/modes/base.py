@@ -20,7 +20,12 @@ import torch
 from torch import nn
 
 from embodied_ppo.config import loader, placement, validation
-from embodied_ppo.config.schema import AlgorithmConfig, Config, EvaluateConfig
+from embodied_ppo.config.schema import (
+    AlgorithmConfig,
+    Config,
+    EvaluateConfig,
+    EvaluationConfig,
+)
 from embodied_ppo.core import compile, devices
 from embodied_ppo.core.types import ConfigError, PlacementError, ProgressCallback
 from embodied_ppo.evaluation import report
@@ -545,6 +550,7 @@ def write_report(
     run_dir: Path,
     out: Path,
     unit: Literal["env_steps", "tokens"],
+    options: EvaluationConfig | EvaluateConfig,
     **sections: Any,
 ) -> ReportFiles:
     """Write report.json and report.html of an evaluation; return their paths.
@@ -556,6 +562,7 @@ def write_report(
         run_dir: Directory of the run, whose metrics are drawn.
         out: Folder of the report.
         unit: Unit in which experience is counted.
+        options: Options of the evaluation.
         sections: Further arguments of ``report.write``.
     """
     files = report.write(
@@ -569,12 +576,23 @@ def write_report(
         config_hash=str(source.manifest["config_hash"]),
         versions=versions(),
         curves=report.rows(run_dir),
+        options=evaluation_options(options),
         **sections,
     )
     paths: ReportFiles = {"report": str(files.html), "report_json": str(files.json)}
     if files.robustness_json is not None:
         paths["robustness_json"] = str(files.robustness_json)
     return paths
+
+
+def evaluation_options(options: EvaluationConfig | EvaluateConfig) -> dict[str, Any]:
+    """Return the options with which the content of report.json can be computed again."""
+    without_effect = ("checkpoint", "out", "num_envs", "video", "robustness")
+    return {
+        name: value
+        for name, value in loader.dump(options).items()
+        if not name.startswith(without_effect)
+    }
 
 
 # -------------------------------------------------------------------------------------- compilation

@@ -33,6 +33,11 @@ FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
 ROW = "pending_row"
 """Key of the manifest for ``PendingRow``, which is logged after the checkpoint is written."""
+DIGEST = "metrics_digest"
+"""Key of the manifest, and of summary.json, for ``MetricsDigest.record``."""
+SESSIONS = "sessions"
+"""Key of the manifest for the options and arithmetic settings of all updates so far: a list of
+"start" (completed updates), "config_hash" and "arithmetic", one entry for each change."""
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})", re.ASCII)
 """Name of a checkpoint's directory: the update with at least six digits.
 
@@ -98,11 +103,11 @@ class Checkpoint:
 
     def policy(self) -> dict[str, Any]:
         """Return the state of the policy; raises CheckpointError."""
-        return _load(self.path / POLICY)
+        return load_file(self.path / POLICY)
 
     def training(self) -> dict[str, Any]:
         """Return the state of learner and rollout; raises CheckpointError."""
-        return _load(self.path / TRAINING)
+        return load_file(self.path / TRAINING)
 
 
 def steps(folder: Path) -> dict[int, Path]:
@@ -405,8 +410,12 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
     return None
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """Load a file of ``torch.save``, which holds tensors and plain values only."""
+def load_file(path: Path) -> dict[str, Any]:
+    """Load a file of ``torch.save``, which holds tensors and plain values only.
+
+    Raises:
+        CheckpointError: It is damaged or holds other objects.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):

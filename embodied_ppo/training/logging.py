@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from embodied_ppo.core import watchdog
 from embodied_ppo.core.types import Mean, Metrics
 from embodied_ppo.training.health import HealthMonitor
+from embodied_ppo.training.metrics_digest import MetricsDigest
 from embodied_ppo.training.trackers import Status, Trackers
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ class Log:
         self._rows, purge_step, damaged = _open_rows(path, first_update, self.unit)
         if damaged:
             self.say(f"{path.name}: damaged rows are left out: {', '.join(damaged)}")
+        is_logged = bool(first_update and self.row(first_update))
+        self.digest = MetricsDigest(self.run_dir, first_update, is_logged=is_logged)
         self.board: SummaryWriter | None = None
         if self._summary is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -163,6 +166,7 @@ class Log:
         if self.board is not None:
             self.board.close()
         self._rows.close()
+        self.digest.close()
         self._open(first_update)
         self._monitor = HealthMonitor()
 
@@ -205,7 +209,9 @@ class Log:
             if "time/save_s" in row:  # a resumed run starts here and does not repeat these points
                 self.board.flush()
         # Write the row last: for a resumed run an update with a row is complete.
-        self._rows.write(json.dumps({"update": update, self.unit: steps} | finite(row)) + "\n")
+        line = json.dumps({"update": update, self.unit: steps} | finite(row))
+        self.digest.add(update, line)
+        self._rows.write(line + "\n")
         self.trackers.metrics(points, steps=steps)
         self._last |= row
         if self.speed in row:
@@ -314,7 +320,7 @@ class Log:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        for part in (self.board, self._rows, self._text):
+        for part in (self.board, self._rows, self.digest, self._text):
             try:
                 if part is not None:
                     part.close()

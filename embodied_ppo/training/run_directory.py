@@ -50,7 +50,7 @@ FIXED_ON_RESUME = (
 )
 """Options that must not change on resume."""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
-FILES += (PARENT,)
+FILES += (PARENT, "metrics.sha256")
 """Files that a run writes into its directory."""
 FOLDERS = ("checkpoints", "tensorboard", "reports", "videos")
 """Folders that a run writes into its directory."""

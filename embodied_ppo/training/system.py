@@ -89,6 +89,8 @@ class RunSystem(ABC):
         """Row of metrics of the loaded checkpoint of this run, which may not have been logged."""
         self.on_evaluation: Callable[[Any], None] = lambda result: None
         """Called with the result of every evaluation."""
+        self.session: Callable[[], Mapping[str, Any]] = dict
+        """Returns entries of the manifest that change while the run trains."""
 
     @property
     def unit(self) -> Literal["env_steps", "tokens"]:
@@ -135,7 +137,7 @@ class RunSystem(ABC):
     def save(self, update: int, row: PendingRow | None = None) -> Path:
         """Save a checkpoint and return its folder; ``row``: metrics that are not logged yet."""
         r = self.records
-        info = {**r.info, r.unit: self.steps}
+        info = {**r.info, **self.session(), r.unit: self.steps}
         if row is not None:
             info[checkpoint.ROW] = vars(row) | {"metrics": finite(numbers(row.metrics))}
         self.saved = self._save(

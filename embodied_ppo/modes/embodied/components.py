@@ -644,6 +644,7 @@ def write_report(
     source: checkpoint.Checkpoint,
     run_dir: Path,
     out: Path,
+    options: EvaluationConfig | EvaluateConfig,
     video_episodes: int,
     video_steps: int,
     video_size: int,
@@ -660,6 +661,7 @@ def write_report(
         run_dir: Directory of the run: its metrics are drawn, its folder ``videos`` receives the
             mp4.
         out: Folder of the report.
+        options: Options of the evaluation.
         video_episodes: Episodes of the video; 0: no video.
         video_steps: Largest length of one of them.
         video_size: Height and width, pixels.
@@ -696,6 +698,7 @@ def write_report(
         source=source,
         run_dir=run_dir,
         out=out,
+        options=options,
         unit="env_steps",
         task={
             "hash": None if task is None else task.hash,

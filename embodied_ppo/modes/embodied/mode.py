@@ -169,6 +169,7 @@ class EmbodiedMode(Mode):
                 source=run.source,
                 run_dir=run.run_dir,
                 out=out,
+                options=options,
                 task=task,
                 video_episodes=options.video_episodes if options.video else 0,
                 video_steps=options.video_steps,

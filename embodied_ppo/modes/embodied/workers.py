@@ -166,6 +166,7 @@ def _write_report(
         source=source,
         run_dir=request.run_dir,
         out=out,
+        options=e,
         task=request.task,
         video_episodes=e.video_episodes,
         video_steps=e.video_steps,

@@ -363,6 +363,7 @@ def write_report(
     source: checkpoint.Checkpoint,
     run_dir: Path,
     out: Path,
+    options: EvaluationConfig | EvaluateConfig,
 ) -> ReportFiles:
     """Write report.json and report.html of a prompt evaluation; return their paths."""
     shown = {"eval/return", "eval/length", "eval/truncated"}
@@ -377,6 +378,7 @@ def write_report(
         source=source,
         run_dir=run_dir,
         out=out,
+        options=options,
         unit="tokens",
         samples=result.samples(),
         extra=extra,

@@ -190,7 +190,12 @@ class ReasoningMode(Mode):
                     seed=options.seed,
                 )
             files = components.write_report(
-                config, result, source=run.source, run_dir=run.run_dir, out=out
+                config,
+                result,
+                source=run.source,
+                run_dir=run.run_dir,
+                out=out,
+                options=options,
             )
             return {**numbers(result.metrics()), **files}
 

@@ -108,7 +108,12 @@ def build_worker(
         count=components.response_tokens,
         measure=measure,
         write_report=lambda result, source, out: components.write_report(
-            config, result, source=source, run_dir=request.run_dir, out=out
+            config,
+            result,
+            source=source,
+            run_dir=request.run_dir,
+            out=out,
+            options=config.evaluation,
         ),
         **hooks,
         state_tensors=lambda: [

@@ -1,0 +1,82 @@
+"""Digests of the rows of metrics.jsonl, by which a later change of any row is found.
+
+    d_i = SHA-256(d_(i-1) + row_i),   d_0 = ""
+
+metrics.sha256 holds one line "UPDATE d_i" for each row. Every checkpoint and summary.json hold the
+last d_i at that time. Digests are never computed again from metrics.jsonl: a resumed run continues
+those of metrics.sha256, so an edited row does not get a new digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.sha256"
+_LINE = re.compile(r"(\d+) ([0-9a-f]{64})", re.ASCII)
+
+
+def chain(previous: str, row: bytes) -> str:
+    """Return the digest of a row in hex.
+
+    Args:
+        previous: Digest of the row before; "" for the first one.
+        row: The row without its line break.
+    """
+    return hashlib.sha256(previous.encode() + row).hexdigest()
+
+
+def read(path: Path) -> list[tuple[int, str]]:
+    """Return (update, digest) of each line of metrics.sha256; damaged lines are left out."""
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return []
+    matches = map(_LINE.fullmatch, text.splitlines())
+    return [(int(match[1]), match[2]) for match in matches if match]
+
+
+class MetricsDigest:
+    """The open file metrics.sha256 of a run."""
+
+    def __init__(self, run_dir: Path, first_update: int, *, is_logged: bool) -> None:
+        """Drop the digests of rows that the run will repeat, and open the file.
+
+        Args:
+            run_dir: Directory of the run.
+            first_update: Updates that a resumed run has completed; 0: a new run.
+            is_logged: Whether metrics.jsonl has the row of ``first_update``.
+        """
+        path = run_dir / FILE
+        last = first_update if is_logged else first_update - 1
+        entries = [entry for entry in read(path) if entry[0] <= last] if first_update else []
+        self.first, self.update, self.value = None, None, ""
+        if entries:
+            self.first, (self.update, self.value) = entries[0][0], entries[-1]
+        temporary = path.with_suffix(".new")
+        temporary.write_text("".join(f"{update} {value}\n" for update, value in entries))
+        os.replace(temporary, path)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115
+
+    def add(self, update: int, row: str) -> None:
+        """Append the digest of a row; call this before the row is written. Raises OSError."""
+        value = chain(self.value, row.encode())
+        self._file.write(f"{update} {value}\n")
+        self.first = update if self.first is None else self.first
+        self.update, self.value = update, value
+
+    def record(self) -> dict[str, Any] | None:
+        """Return what checkpoints and summary.json record; None without a row.
+
+        ``first`` and ``last`` are the updates of the first and of the last row with a digest.
+        """
+        if self.update is None:
+            return None
+        return {"first": self.first, "last": self.update, "sha256": self.value}
+
+    def close(self) -> None:
+        """Close the file. Raises OSError."""
+        self._file.close()
