@@ -17,7 +17,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from embodied_ppo.config.compose import CALL, GIVEN, override_lines, prepare
 from embodied_ppo.core.errors import ConfigError
@@ -311,6 +311,36 @@ def bisect(run: str | Path | Run, condition: str, *, progress: bool = True) -> d
     from embodied_ppo.analysis import bisect
 
     return bisect.bisect(Path(_path(run)), condition, quiet=not progress)
+
+
+def verify(
+    run: str | Path | Run,
+    *,
+    updates: int | Literal["all"] = 5,
+    seed: int = 0,
+    out: str | Path | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Verify that a run is what its records say: execute updates again, compare all files.
+
+    Args:
+        run: Directory of a run, or a ``Run``.
+        updates: Number of updates to execute again, or "all"; 0: files and reports only.
+        seed: Seed of the choice of updates.
+        out: Directory of certificate.json; None: that of the run.
+        progress: Show progress on stderr.
+
+    Returns:
+        Content of certificate.json: "verdict" ("verified" or "different"), "first_difference",
+        "cause", ..; and its path "certificate", see ``analysis.verification``.
+
+    Raises:
+        ConfigError, CheckpointError, EnvError: The run cannot be verified; nothing was written.
+    """
+    from embodied_ppo.analysis import verification
+
+    number = None if updates == "all" else updates
+    return verification.verify(_path(run), updates=number, seed=seed, out=out, quiet=not progress)
 
 
 # --------------------------------------------------------------------- shared with the command line

@@ -371,7 +371,8 @@ class _Run:
             {f"hparam/{name}": summary[name] for name in results},
         )
         self.log.trackers.summary(summary, steps=self.system.steps)
-        summary |= {"sha256": digest(json.loads(json.dumps(summary)))}
+        plain = json.loads(json.dumps(summary))
+        summary |= {checkpoint.SUMMARY_DIGEST: {"sha256": digest(plain)}}
         replace_text(self.dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return summary
 

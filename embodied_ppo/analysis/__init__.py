@@ -2,8 +2,8 @@
 
 Belongs here: what reads several runs or re-executes parts of one: comparison of runs (``compare``),
 branches (``fork``), the tensors of an update (``replay``), the search for the first minibatch in
-which a metric left its range (``bisect``), and the execution of updates again on which these three
-are built (``reexecution``).
+which a metric left its range (``bisect``), the comparison of a run with what it recorded
+(``verification``), and the execution of updates again on which these are built (``reexecution``).
 
 Does not belong here: training (``run``), the measurement of one checkpoint (``evaluation``), the
 page of running trainings (``commands.watch``).

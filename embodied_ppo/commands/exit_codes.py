@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 PROBLEM_FOUND = 1
-"""``doctor`` found a problem with something that the default recipes need."""
+"""``doctor`` found a problem with something that the default recipes need; ``verify`` found a
+difference."""
 REFUSED = 2
 """The input was refused; nothing was started."""
 FAILED = 3

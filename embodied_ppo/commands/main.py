@@ -33,7 +33,7 @@ from embodied_ppo.core.errors import (
     shorten,
 )
 
-LOADING_TORCH = (*PRIMARY, "compare", "fork", "replay", "bisect", "tune")
+LOADING_TORCH = (*PRIMARY, "compare", "fork", "replay", "bisect", "tune", "verify")
 """Commands that load torch and simulators to run them."""
 MIN_ADDRESS_SPACE = 1_500_000 * 1024
 """Smallest allowed address space in bytes.
@@ -122,6 +122,11 @@ COMMANDS = {
         'bisect runs/NAME/DATE-SEED "policy/approx_kl > 0.1"',
         supervised=True,
     ),
+    "verify": Entry(
+        "prove that a run is what its records say; a certificate",
+        "verify runs/NAME/DATE-SEED --updates 5",
+        supervised=True,
+    ),
     "benchmark": Entry(
         "train and measure methods on tabletop-bench; a table and a page",
         "benchmark out=runs/benchmark methods=[clone,ppo_token]",
@@ -184,6 +189,8 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import replay as command
         case "bisect":
             from embodied_ppo.commands import bisect as command
+        case "verify":
+            from embodied_ppo.commands import verify as command
         case "benchmark":
             from embodied_ppo.commands import benchmark as command
         case "plan":
@@ -225,7 +232,7 @@ def _help() -> str:
         f"[option=value ...]\n\n"
         f"PPO for robot policies in vectorised simulators, and for language models.\n\n"
         f"commands:\n{commands}\n\nexamples:\n{examples}\n\n"
-        f"exit codes: 0 done, {PROBLEM_FOUND} doctor found a problem, "
+        f"exit codes: 0 done, {PROBLEM_FOUND} doctor found a problem or verify a difference, "
         f"{REFUSED} refused (nothing started), {FAILED} the run failed, {INTERRUPTED} interrupted"
     )
 

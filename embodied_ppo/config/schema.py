@@ -476,7 +476,7 @@ class KLControlConfig:
     approaches target_kl."""
     kl_coef: NonNegative = option(0.001, read_if=KL_IN_REWARD)
     """Initial coefficient (beta) of the KL penalty in the reward."""
-    horizon: Positive = option(10000, read_if=ADAPTIVE_KL)
+    horizon: Positive = option(10000.0, read_if=ADAPTIVE_KL)
     """Number of sequences over which the adaptive coefficient can change by at most a factor of
     e^0.2."""
     target_kl: Positive = option(0.1, read_if=ADAPTIVE_KL)

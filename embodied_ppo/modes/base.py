@@ -699,10 +699,15 @@ def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
 
 def config_hash(config: Config) -> str:
     """Return 12 hex digits over every option that can change a result."""
-    plain = loader.relevant(config)
+    return options_hash(loader.relevant(config))
+
+
+def options_hash(options: Mapping[str, Any]) -> str:
+    """Return ``config_hash`` of the options in a config.yaml."""
+    plain = dict(options)
     unrelated = ("name", "description", "run_dir", "resume", "keep_last", "allow_changed_task")
     for path in (*unrelated, "trackers", "tracker_project", "tracker_run_name"):
-        plain.pop(path)
+        plain.pop(path, None)
     return digest(plain)[:12]
 
 

@@ -1,0 +1,65 @@
+"""Bitwise differences of nested states, with their names, positions and values."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+
+from embodied_ppo.analysis.state_differences import ABSENT, count, state_differences
+
+NAN = float("nan")
+
+
+def state() -> dict:
+    return {
+        "x": torch.arange(6.0).reshape(2, 3),
+        "list": [1, 2.5, NAN, None, "a"],
+        "inner": {"mask": torch.tensor([True, False]), "zero": torch.tensor(0.0)},
+        "nan": torch.tensor([NAN, 1.0], dtype=torch.float64),
+        "half": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def test_equal_states_have_no_difference():
+    """NaN equals NaN, also with other bits."""
+    other = copy.deepcopy(state())
+    other["nan"].view(torch.int64)[0] += 1
+    assert math.isnan(other["nan"][0])
+    assert list(state_differences(state(), other)) == []
+    assert count(state()) == (6, 6 + 2 + 1 + 2 + 2 + 0)
+
+
+def test_each_difference_is_named():
+    other = copy.deepcopy(state())
+    other["x"][1, 0] += 3e-7
+    other["x"][1, 2] = 6.0
+    other["list"][1] = 2.0
+    other["inner"]["mask"][1] = True
+    other["inner"]["zero"] *= -1  # equal numbers with other bits
+    other["half"].view(torch.int16)[1] ^= 1
+    other["nan"] = other["nan"].float()
+    del other["empty"]
+    other["new"] = torch.zeros(2)
+    found = {d.name: d for d in state_differences(state(), other)}
+    assert list(found) == [
+        *("x", "list[1]", "inner.mask", "inner.zero", "nan", "half", "empty", "new"),
+    ]
+    x = found["x"]
+    assert (x.index, x.stored, x.elements, x.size) == ((1, 0), 3.0, 2, 6)
+    assert x.largest == 1 / 6, "of 5 and 6"
+    assert str(x).startswith("x, index [1, 0]: stored 3.0, recomputed 3.0000002384")
+    assert str(x).endswith(" (2 of 6 elements differ)")
+    assert (found["list[1]"].stored, found["list[1]"].recomputed) == (2.5, 2.0)
+    assert found["list[1]"].largest == 0.2
+    assert found["inner.mask"].index == (1,) and found["inner.zero"].largest == 0.0
+    assert found["nan"].stored == "float64 [2]" and found["nan"].recomputed == "float32 [2]"
+    assert found["half"].index == (1,)
+    assert found["empty"].recomputed == ABSENT and found["new"].stored == ABSENT
+
+
+def test_lists_of_other_lengths_differ_as_a_whole():
+    (difference,) = state_differences({"a": [1, 2]}, {"a": [1, 2, 3]})
+    assert str(difference) == "a: stored 'list of 2', recomputed 'list of 3'"
