@@ -38,7 +38,7 @@ ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
 """Options that change results by rounding only; one line reports all changes."""
 SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.heads", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
-SAME_FUNCTION += ("model.std_function",)
+SAME_FUNCTION += ("model.std_function", "model.obs_eps", "model.obs_std_eps")
 """Options with other values of which the same weights are another function."""
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),

@@ -3,8 +3,8 @@
 
 Layout: critic.<i>, actor_mean.<i> and actor_logstd [1, A]; for choices critic.<i> and actor.<i>.
 The activation is tanh. ``NormalizeObservation`` of Gymnasium, (x - mean) / sqrt(var + 1e-8) clamped
-to ±10, is a part of the environment, so that its statistics are not in the file. ``ClipAction``
-clips actions to the bounds of the task.
+to ±10, and ``NormalizeReward`` are parts of the environment, so that their statistics are not in
+the file. ``ClipAction`` clips actions to the bounds of the task.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from embodied_ppo.interop.policies import foreign_files, imported
 from embodied_ppo.interop.policies.imported import ImportedPolicy
 from embodied_ppo.interop.policies.layers import StateDict
 from embodied_ppo.interop.policies.normalizers import NONE, read_normalizer
+
+RETURNS_NOTE = (
+    "values are of rewards divided by a deviation that is not in the file; it is measured again as"
+    " training goes on (or add return_var and return_count to normalizer=FILE.npz)"
+)
 
 
 def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
@@ -43,16 +48,19 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
             " environment; write normalizer=FILE, of np.savez(FILE, mean=rms.mean, var=rms.var,"
             " count=rms.count) with its obs_rms, or normalizer=none"
         )
-    statistics = None
+    statistics, scale = None, None
     if normalizer is not None and normalizer != NONE:
-        statistics, _ = read_normalizer(normalizer, eps=1e-8, clip=10.0)
+        statistics, scale = read_normalizer(normalizer, eps=1e-8, clip=10.0)
     return ImportedPolicy(
         label,
         actor,
         critic,
         log_std=None if log_std is None else log_std.flatten(),
         normalizer=statistics,
+        value_scale=scale,
+        normalized_rewards=log_std is not None,
         default_activation="tanh",
         options=imported.CHOICES if log_std is None else imported.GAUSSIAN,
         defaults={} if log_std is None else imported.free("clip"),
+        notes=(RETURNS_NOTE,) if log_std is not None and scale is None else (),
     )

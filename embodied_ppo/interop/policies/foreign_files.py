@@ -12,6 +12,7 @@ import collections
 import io
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -235,7 +236,11 @@ def read_torch(source: Path | io.BytesIO, label: str) -> Any:
     check_archive(source.getvalue(), label)
     types = [(type(np.dtype(x)), f"numpy.dtype of {x}") for x in ("f4", "f8", "i4", "i8", "bool")]
     try:
-        with torch.serialization.safe_globals([*((x, n) for n, x in ALLOWED.items()), *types]):
+        with (
+            torch.serialization.safe_globals([*((x, n) for n, x in ALLOWED.items()), *types]),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # about the protocol of damaged files
             return torch.load(source, map_location="cpu", weights_only=True)
     except _ForeignName as error:
         raise refusal(label, str(error)) from error

@@ -18,6 +18,8 @@ from embodied_ppo.models.backbone import ACTIVATIONS
 WIDE = (-20.0, 20.0)
 """Bounds of the logarithm of the standard deviation of libraries that have none."""
 
+REWARD_CLIP = 10.0
+"""Bound of normalised rewards in CleanRL, and Stable-Baselines3's default."""
 TINY = 1e-16
 """Stands for no number that is added to a variance."""
 
@@ -79,6 +81,8 @@ class ImportedPolicy:
             them.
         normalizer: Statistics of observations; None: they are not normalised.
         value_scale: Units of the critic's output; None: those of the rewards.
+        normalized_rewards: Whether the training divided rewards by a deviation that is not in the
+            file.
         activation: Name of the activation (``model.activation``); None: the file does not have it.
         default_activation: The library's default; None: it has none.
         shared_trunk: Whether actor and critic share their hidden layers.
@@ -95,6 +99,7 @@ class ImportedPolicy:
     log_std: Tensor | None = None
     normalizer: Normalizer | None = None
     value_scale: ValueScale | None = None
+    normalized_rewards: bool = False
     activation: str | None = None
     default_activation: str | None = None
     shared_trunk: bool = False
@@ -172,9 +177,11 @@ class ImportedPolicy:
     def suggested_options(self) -> dict[str, Any]:
         """Return path -> value of options that the user may change."""
         options = dict(self.defaults)
-        if self.value_scale is None:
+        if self.critic is None:
             return options
-        clip = self.value_scale.reward_clip
+        if self.value_scale is None and not self.normalized_rewards:
+            return options | {"algorithm.reward_norm": None}
+        clip = REWARD_CLIP if self.value_scale is None else self.value_scale.reward_clip
         options |= {"algorithm.reward_norm": "running"}
         if clip is not None:
             options |= {"algorithm.reward_clip": clip, "algorithm.reward_clip_order": "after_norm"}
@@ -219,6 +226,12 @@ class ImportedPolicy:
                 f"env.id = {task}: its observation has {what} ({names}), and the policy of"
                 f" {self.label} reads {reads:,}; name the task of the training, or select"
                 " observations with env.obs_keys"
+            )
+        if policy.critic_encoder is not None and self.critic is not None:
+            raise ConfigError(
+                f"env.id = {task}: model.critic_obs gives the value function other observations"
+                f" than the policy, and that of {self.label} reads the same; write critic=new, or"
+                " model.actor_obs=null model.critic_obs=null and select with env.obs_keys"
             )
         kind = "choices" if policy.kind == "categorical" else "dimensions"
         if self.actions != policy.actions:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError
 from embodied_ppo.interop.policies.foreign_files import Container, read_npz, read_pickle
-from embodied_ppo.interop.policies.imported import Normalizer, ValueScale
+from embodied_ppo.interop.policies.imported import REWARD_CLIP, Normalizer, ValueScale
 
 NONE = Path("none")
 """Value of normalizer=.. where the training normalised no observations."""
@@ -44,7 +44,7 @@ def read_normalizer(
 
     The file is that of ``VecNormalize.save``; a pickle of ``obs_rms`` of Gymnasium's
     ``NormalizeObservation``, or of a dictionary; or one of ``numpy.savez``, with mean, var, count
-    and, optional, epsilon and clip.
+    and, optional, epsilon, clip, return_var and return_count (of ``NormalizeReward``).
 
     Args:
         path: The file.
@@ -56,7 +56,13 @@ def read_normalizer(
     """
     label = f"normalizer={path}"
     if path.suffix == ".npz":
-        return _statistics(read_npz(path, label), label, eps, clip), None
+        arrays = read_npz(path, label)
+        scale = None
+        if "return_var" in arrays:
+            std = math.sqrt(_number(arrays["return_var"], label, "return_var") + 1e-8)
+            count = _number(arrays.get("return_count"), label, "return_count")
+            scale = ValueScale(std, count, reward_clip=REWARD_CLIP)
+        return _statistics(arrays, label, eps, clip), scale
     value = read_pickle(path, label, (VEC_NORMALIZE, *RUNNING_MEAN_STD, *SPACES, *RANDOM))
     values = _values(value)
     if values is None:

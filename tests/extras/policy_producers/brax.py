@@ -60,7 +60,9 @@ def produce(task: str, folder: Path) -> tuple[dict[str, Any], Any]:
     """See ``recording.record``."""
     space = gym.make(task).action_space
     assert isinstance(space, gym.spaces.Box)
-    env = Replay(recording.observations(task, seed=0), space.shape[0])
+    # Brax clamps no observation: of those that training has not seen, float32 has fewer digits.
+    seen = np.concatenate([recording.observations(task, seed=seed) for seed in range(4)])
+    env = Replay(seen, space.shape[0])
     kwargs: dict[str, Any] = {"policy_hidden_layer_sizes": (32, 32)}
     kwargs |= {"value_hidden_layer_sizes": (64, 48, 32)}
     if task.startswith("Ant"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,22 @@ def test_value_of_normalised_rewards_and_values(tmp_path: Path) -> None:
     torch.testing.assert_close(scaled, output + 1 / 2, rtol=1e-4, atol=1e-4)
 
 
+def test_units_of_values_without_normalised_rewards(tmp_path: Path) -> None:
+    """rsl_rl: values of the rewards; CleanRL: of rewards divided by an unknown deviation."""
+    foreign.rsl_rl(tmp_path / "x.pt")
+    assert read("rsl_rl", tmp_path / "x.pt").suggested_options()["algorithm.reward_norm"] is None
+    new = read("rsl_rl", tmp_path / "x.pt", critic=False).suggested_options()
+    assert "algorithm.reward_norm" not in new
+    foreign.cleanrl(tmp_path / "x")
+    policy = read("cleanrl", tmp_path / "x", Path("none"))
+    options = policy.suggested_options()
+    assert options["algorithm.reward_norm"] == "running" and options["algorithm.reward_clip"] == 10
+    values = {"mean": MEAN, "var": VAR, "count": COUNT, "return_var": 9.0, "return_count": 5.0}
+    np.savez(tmp_path / "n.npz", **values)  # pyright: ignore[reportArgumentType]
+    scale = read("cleanrl", tmp_path / "x", tmp_path / "n.npz").value_scale
+    assert scale.std == pytest.approx(3) and scale.count == 5
+
+
 def test_new_value_function(tmp_path: Path) -> None:
     """critic=new keeps the policy and its normaliser."""
     actor = foreign.rsl_rl(tmp_path / "x.pt")
@@ -271,6 +288,19 @@ def test_damaged_and_missing_files(library: str, tmp_path: Path) -> None:
     refused("cannot be read", library, tmp_path / "missing.zip", normalizer)
 
 
+def test_compressed_archives_are_refused(tmp_path: Path) -> None:
+    """They could be of any size when they are read."""
+    foreign.cleanrl(tmp_path / "x")
+    np.savez_compressed(tmp_path / "n.npz", mean=MEAN, var=VAR, count=COUNT)
+    with pytest.raises(ConfigError, match=r"normalizer=.*n.npz: is compressed"):
+        read("cleanrl", tmp_path / "x", tmp_path / "n.npz")
+    for name in ("x", "y"):
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("data", "{}")
+    refused("is compressed", "rsl_rl", tmp_path / "x")
+    refused("is compressed", "sb3", tmp_path / "y")
+
+
 def test_unknown_layers(tmp_path: Path) -> None:
     lstm = {"lstm_actor.weight_ih_l0": torch.zeros(4, 4)}
     foreign.sb3(tmp_path / "x.zip", extra=lstm)
@@ -330,6 +360,12 @@ def test_critic_of_other_observations(tmp_path: Path) -> None:
     foreign.rsl_rl(tmp_path / "x.pt", critic_state_dict=content)
     refused(r"reads 40 numbers and the policy 17.*critic=new", "rsl_rl", tmp_path / "x.pt")
     assert read("rsl_rl", tmp_path / "x.pt", critic=False).critic is None
+    foreign.skrl(tmp_path / "x.pt")
+    groups = ModelConfig(actor_obs=("a",), critic_obs=("a", "b"))
+    spec = {"a": SPEC, "b": ArraySpec((3,), torch.float32)}
+    with pytest.raises(ConfigError, match=r"model.critic_obs gives .* write critic=new, or"):
+        read("skrl", tmp_path / "x.pt").check_sizes(ActorCritic(spec, BOX, groups), "Go1Joystick")
+    read("skrl", tmp_path / "x.pt", critic=False).check_sizes(ActorCritic(spec, BOX, groups), "")
     foreign.rl_games(tmp_path / "x.pth", assymetric_vf_nets={})
     refused("central one.*critic=new", "rl_games", tmp_path / "x.pth")
 
