@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers test-sb3 check bench docs build clean
+.PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers test-sb3 test-import check bench docs build clean
 
 ARGS ?=
 JOBS ?= 2
@@ -15,6 +15,8 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 # not installed).
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	"$$python" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
+
+IMPORT_LIBRARIES := sb3 rsl_rl cleanrl rl_games skrl brax
 
 help: ## print this list
 	@awk -F ' *## ' \
@@ -52,6 +54,10 @@ test-trackers: .venv-trackers/ready ## run the tests with wandb and MLflow in .v
 
 test-sb3: .venv-sb3/ready ## train with Stable-Baselines3 and embodied-envs, in their own environment (1 GB)
 	$(TEST_ENV) SB3_PYTHON=.venv-sb3/bin/python $(BIN)/python -m pytest -q tests/extras/test_sb3.py $(ARGS)
+
+test-import: .venv/dev $(IMPORT_LIBRARIES:%=.venv-import/%/ready) ## compare imported policies with six libraries (5 GB)
+	$(TEST_ENV) IMPORT_ENVIRONMENTS=.venv-import \
+		$(BIN)/python -m pytest -q -rP tests/extras/test_import_policies.py $(ARGS)
 
 check: .venv/dev ## check format, lint and types
 	$(BIN)/ruff format --check .
@@ -138,6 +144,20 @@ LEROBOT_BASE ?= $(shell for python in python3.12 python3.13; do \
 	rm -rf envs/build
 	.venv-sb3/bin/python -m pip --disable-pip-version-check install \
 		-c scripts/constraints.txt ./envs stable-baselines3==2.9.2
+	@touch $@
+
+# An environment for each library whose policies are imported, without the trainer. CleanRL is
+# scripts: its policies need torch only. Brax 0.14 calls a function that jax 0.9 removed.
+IMPORT_sb3 := stable-baselines3==2.9.2
+IMPORT_rsl_rl := rsl-rl-lib==5.5.1
+IMPORT_cleanrl := torch
+IMPORT_rl_games := rl-games==1.6.5
+IMPORT_skrl := skrl==2.1.1 torch
+IMPORT_brax := brax==0.14.2 jax==0.8.3
+.venv-import/%/ready: .venv/dev
+	$(BIN)/python -m venv --clear .venv-import/$*
+	.venv-import/$*/bin/python -m pip --disable-pip-version-check install \
+		-c scripts/constraints.txt 'gymnasium[mujoco]' $(IMPORT_$*)
 	@touch $@
 
 # torchvision is installed as a dependency; its wheel does not match torch, and no code here needs

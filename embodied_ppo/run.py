@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 import yaml
 
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import batch_sizes, loader, placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
+from embodied_ppo.config.compose import GIVEN
 from embodied_ppo.config.rules.embodied import optimization_config
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.core import watchdog
@@ -29,7 +32,10 @@ from embodied_ppo.core.types import (
     UpdateObserver,
 )
 from embodied_ppo.imitation import expert_demos
+from embodied_ppo.interop.policies import libraries
+from embodied_ppo.interop.policies.imported import ImportedPolicy
 from embodied_ppo.models import own_network
+from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.modes.base import (
     RunComponents,
     RunRequest,
@@ -39,10 +45,11 @@ from embodied_ppo.modes.base import (
     matmul_precision,
     select_device,
 )
-from embodied_ppo.modes.embodied.components import make_env
+from embodied_ppo.modes.embodied.components import describe_spaces, make_env, make_policy
 from embodied_ppo.modes.embodied.distillation import check_teacher
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
+from embodied_ppo.placement.remote_envs import EnvDescription
 from embodied_ppo.training import checkpoint, loop, trackers
 from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Log, Timer, numbers, peak_rss_mb, process_age_s
@@ -242,6 +249,136 @@ def _check_cloning(config: Config) -> None:
             f"run_dir={config.run_dir}: holds a run already; name another, or"
             f" {continuation.format(config.run_dir)}"
         )
+
+
+# ------------------------------------------------------------------------------------ import policy
+IMPORT = "import.json"
+"""File of a run directory that names the origin of an imported policy."""
+
+
+def import_policy(
+    loaded: loader.Loaded[Config],
+    library: str,
+    path: Path,
+    *,
+    normalizer: Path | None = None,
+    critic: bool = True,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Write a run whose first checkpoint is a trained policy of another library.
+
+    Args:
+        loaded: Options of the run. Those that follow from the file are set here.
+        library: A key of ``interop.policies.libraries.LIBRARIES``.
+        path: File of that library.
+        normalizer: File of a normaliser of observations that the library keeps beside the policy.
+        critic: Whether the value function is imported; False: a new one.
+        quiet: Whether progress is not shown.
+
+    Returns:
+        Directory, checkpoint, options that follow from the file, and notes.
+
+    Raises:
+        ConfigError, EnvError: The file, or an option, is refused; nothing was written.
+    """
+    if loaded.config.mode != "embodied":
+        raise ConfigError(
+            f"mode = {loaded.config.mode}: import-policy reads policies of robots; leave it out"
+        )
+    policy = libraries.read(library, path, normalizer, critic=critic)
+    config, derived = _with_imported_options(loaded, policy)
+    explicit = loaded.deliberate(GIVEN)
+    validation.check(config, explicit)
+    for option in ("resume", "initial_policy", "teacher"):
+        if getattr(config, option) is not None:
+            raise ConfigError(
+                f"{option} = {getattr(config, option)}: is not read by import-policy, which writes"
+                " a new run; leave it out"
+            )
+    if config.placement != "local" or config.cluster.component_placement:
+        raise ConfigError(
+            f"placement = {config.placement}: import-policy runs in one process; write"
+            " placement=local, and the placement when training goes on: train resume=RUN"
+            f" placement={config.placement}"
+        )
+    spaces = EnvDescription(describe_spaces(config), torch.device("cpu"))
+    probe = make_policy(config, spaces)
+    assert isinstance(probe, ActorCritic)
+    policy.check_sizes(probe, config.env.id)
+    scaled = config.algorithm.reward_norm == "running"
+    notes = [*policy.notes, *_import_notes(policy, config, explicit)]
+    with _opened(config, explicit, quiet) as run:
+        assert isinstance(run, _Run) and isinstance(run.system, LocalSystem)
+        system, module = run.system, run.system.module
+        assert isinstance(module, ActorCritic)
+        run.log.say(f"{run.config.name}: {path} of {libraries.LIBRARIES[library].title}")
+        policy.load_into(module, normalized_rewards=scaled)
+        learner = system.learner
+        if scaled and policy.value_scale is not None and isinstance(learner, Learner):
+            scale, moments = policy.value_scale, learner.returns.moments
+            moments.var.fill_(scale.std**2)
+            moments.count.fill_(max(scale.count, 1.0))
+        origin = {
+            "library": library,
+            "file": str(path.absolute()),
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "normalizer": None if normalizer is None else str(normalizer.absolute()),
+            "options": derived,
+            "notes": notes,
+        }
+        replace_text(run.dir / IMPORT, json.dumps(origin, indent=1) + "\n")
+        saved = system.save(0)
+        for note in notes:
+            run.log.say(f"note: {note}")
+        return {"run_dir": str(run.dir), "checkpoint": str(saved), **origin}
+
+
+def _with_imported_options(
+    loaded: loader.Loaded[Config], policy: ImportedPolicy
+) -> tuple[Config, dict[str, Any]]:
+    """Return the options of a run with those of an imported policy, and the latter by path.
+
+    Raises:
+        ConfigError: The user has given an option another value than the file needs.
+    """
+    given = loaded.deliberate(GIVEN)
+    given = {path: loader.flat(loader.dump(loaded.config))[path] for path in given}
+    fixed = policy.fixed_options()
+    fixed["model.activation"] = policy.checked_activation(given.get("model.activation"))
+    for option, value in fixed.items():
+        if option in given and given[option] != value:
+            raise ConfigError(
+                f"{option} = {show(given[option])}: {policy.label} has {show(value)}; leave it out"
+            )
+    free = {path: x for path, x in policy.suggested_options().items() if path not in given}
+    derived = fixed | free
+    options = loader.dump(loaded.config)
+    for option, value in derived.items():
+        section, name = option.split(".")
+        options[section][name] = value
+    return loader.read(Config, [("", options)]).config, derived
+
+
+def _import_notes(policy: ImportedPolicy, config: Config, explicit: Any) -> list[str]:
+    """Return what the user should know about an imported policy."""
+    notes = ["the state of the optimiser is not imported; training starts with a new one"]
+    if policy.activation is None and "model.activation" not in explicit:
+        notes.append(
+            f"model.activation={config.model.activation} is the library's default; the file does"
+            " not contain it"
+        )
+    if policy.normalizer is None:
+        notes.append("the file has no normaliser: the policy reads observations as they are")
+    if policy.critic is None:
+        notes.append(
+            "the value function is new; let it learn first with algorithm.critic_warmup=10"
+        )
+    elif policy.gamma is not None and policy.gamma != config.algorithm.gamma:
+        notes.append(
+            f"the value function was trained with gamma={policy.gamma:g}, and algorithm.gamma ="
+            f" {config.algorithm.gamma:g}"
+        )
+    return notes
 
 
 # ------------------------------------------------------------------------------- open run directory

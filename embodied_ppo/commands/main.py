@@ -33,7 +33,10 @@ from embodied_ppo.core.errors import (
     shorten,
 )
 
-LOADING_TORCH = (*PRIMARY, "compare", "fork", "replay", "bisect", "tune", "verify")
+LOADING_TORCH = (
+    *PRIMARY,
+    *("compare", "fork", "replay", "bisect", "import-policy", "search", "tune", "verify"),
+)
 """Commands that load torch and simulators to run them."""
 MIN_ADDRESS_SPACE = 1_500_000 * 1024
 """Smallest allowed address space in bytes.
@@ -163,6 +166,11 @@ COMMANDS = {
         "turn PPO options of RLinf, verl, ROLL or TRL into an experiment",
         "import-config verl ppo_trainer.yaml --out my_configs/experiment/mine.yaml",
     ),
+    "import-policy": Entry(
+        "turn a trained policy of another library into a run",
+        "import-policy sb3 model.zip normalizer=vec_normalize.pkl experiment=halfcheetah",
+        supervised=True,
+    ),
     "new-task": Entry("write a task for your own robot", "new-task my_robot --mjcf robot.xml"),
 }
 """Name of each command -> entry. ``load`` imports the module."""
@@ -211,6 +219,8 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import experiments as command
         case "import-config":
             from embodied_ppo.commands import import_config as command
+        case "import-policy":
+            from embodied_ppo.commands import import_policy as command
         case "new-task":
             from embodied_ppo.commands import new_task as command
         case _:

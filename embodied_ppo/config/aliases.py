@@ -114,8 +114,8 @@ _OBSERVATIONS = (
     "write model.normalize_obs=true or false; what is normalised is clipped at model.obs_clip"
 )
 _HIDDEN = (
-    "policy and value have layers of the same widths: write model.hidden=[256,256]"
-    " model.shared_backbone=false"
+    "write model.hidden=[256,256] model.shared_backbone=false, and model.critic_hidden=[512] where"
+    " the widths of the value function differ"
 )
 # Names of CleanRL and rsl_rl, in any section, that do not correspond to one option here: name ->
 # what to write.

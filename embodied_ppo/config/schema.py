@@ -317,6 +317,10 @@ class ModelConfig:
     learns from fewer images where objects are."""
     hidden: tuple[Width, ...] = option((64, 64), read_if=TRUNK)
     """Widths of the hidden layers (of a cnn: after the convolutions)."""
+    critic_hidden: tuple[Width, ...] | None = option(
+        None, read_if=TRUNK & equals("model.shared_backbone", False)
+    )
+    """Widths of the hidden layers of the critic's trunk; null: hidden."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option("tanh", read_if=TRUNK)
     """Non-linearity of the hidden layers (the convolutions of a cnn use relu)."""
     layer_norm: bool = option(False, read_if=TRUNK)
@@ -331,6 +335,11 @@ class ModelConfig:
     state_dependent_std: bool = option(False, read_if=CONTINUOUS)
     """Compute the standard deviation from the observation; false: one learned deviation per action
     dimension."""
+    std_function: Literal["exp", "softplus"] = option(
+        "exp", read_if=CONTINUOUS & equals("model.state_dependent_std", True)
+    )
+    """Standard deviation from the network's output x: exp(x), or softplus(x) + exp(min_log_std), as
+    in Brax."""
     init_log_std: float = option(0.0, read_if=GAUSSIAN)
     """Initial logarithm of the standard deviation."""
     min_log_std: float = option(-5.0, read_if=GAUSSIAN)
@@ -373,6 +382,10 @@ class ModelConfig:
     obs_clip: Positive | None = option(10.0, read_if=equals("model.normalize_obs", True))
     """Bound to which normalised vector observations are clamped, in both directions; null: no
     clamping."""
+    obs_eps: Positive = option(1e-8, read_if=equals("model.normalize_obs", True))
+    """Number that is added to the variance of vector observations before its root divides them."""
+    obs_std_eps: NonNegative = option(0.0, read_if=equals("model.normalize_obs", True))
+    """Number that is added to the standard deviation of vector observations (that root)."""
     width: Width = option(64, read_if=NEW_VLA)
     """Embedding width of the tokens (D)."""
     depth: Small = option(2, read_if=NEW_VLA)

@@ -121,10 +121,10 @@ class RunningMoments(nn.Module):
     var: Tensor
     count: Tensor
 
-    def __init__(self, shape: Sequence[int] = (), eps: float = 1e-8):
+    def __init__(self, shape: Sequence[int] = (), eps: float = 1e-8, std_eps: float = 0.0):
         super().__init__()
         self.shape = tuple(shape)
-        self.eps = eps
+        self.eps, self.std_eps = eps, std_eps
         self.register_buffer("mean", torch.zeros(self.shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(self.shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -160,7 +160,7 @@ class RunningMoments(nn.Module):
         self.count.add_(n)
 
     def normalize(self, x: Tensor, clip: float | None = None, eps: float | None = None) -> Tensor:
-        """Return (x − mean)·rsqrt(var + eps), clamped to ±clip, as float32.
+        """Return (x − mean) / (sqrt(var + eps) + std_eps), clamped to ±clip, as float32.
 
         Before the first merge, mean is 0 and the scale is 1, so that x is only clamped.
 
@@ -169,7 +169,8 @@ class RunningMoments(nn.Module):
             clip: Bound of the result's magnitude, None: no bound.
             eps: Added to the variance, None: the constructor's.
         """
-        inv = torch.rsqrt(self.var + (self.eps if eps is None else eps)).float()
+        var = self.var + (self.eps if eps is None else eps)
+        inv = (1.0 / (var.sqrt() + self.std_eps) if self.std_eps else torch.rsqrt(var)).float()
         inv = torch.where(self.count > 0, inv, 1.0)
         x = x if x.dtype is torch.float64 else x.to(torch.float32)
         y = (x - self.mean.float()) * inv

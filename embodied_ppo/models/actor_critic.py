@@ -10,10 +10,13 @@ layers read its features and what the actor does not read. A critic that reads m
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn import functional
 
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
@@ -87,6 +90,7 @@ class ActorCritic(nn.Module):
         self.kind = _distribution(config, action_spec)
         self.state_dependent_std = config.state_dependent_std
         self.log_std_range = (config.min_log_std, config.max_log_std)
+        self.std_function = config.std_function
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)
@@ -103,7 +107,10 @@ class ActorCritic(nn.Module):
         self.value_trunk = self.value_recurrent = None
         if own_trunk:
             sizes = {"features": features} if self.has_tail else {"recurrent": units}
-            self.value_trunk = make_trunk(encoder, config, **sizes)
+            own = config
+            if not self.has_tail and config.critic_hidden is not None:
+                own = replace(config, hidden=config.critic_hidden)
+            self.value_trunk = make_trunk(encoder, own, **sizes)
             if not self.has_tail:
                 self.value_recurrent = _make_recurrent(config, self.value_trunk.inputs)
         layers = (self.recurrent, self.value_recurrent)
@@ -123,11 +130,18 @@ class ActorCritic(nn.Module):
         if self.kind != "categorical":
             if self.state_dependent_std:  # the bias sets the initial scale of all states
                 with torch.no_grad():
-                    self.policy_head.bias[size:] += config.init_log_std
+                    self.policy_head.bias[size:] += self._initial_std_output(config.init_log_std)
             else:
                 self.log_std = nn.Parameter(torch.full((size,), float(config.init_log_std)))
 
     # ---------------------------------------------------------------------------------------- heads
+    def _initial_std_output(self, log_std: float) -> float:
+        """Return the network's output for a standard deviation of exp(``log_std``)."""
+        if self.std_function == "exp":
+            return log_std
+        above = math.exp(log_std) - math.exp(self.log_std_range[0])  # softplus of the output
+        return math.log(math.expm1(max(above, 1e-6)))
+
     def features(self, inputs: dict[str, Any], steps: int = 1) -> tuple[Tensor, Tensor | None]:
         """Return the actor's features [B, F] and the state of its memory after the last step.
 
@@ -152,6 +166,8 @@ class ActorCritic(nn.Module):
             return out, out
         if self.log_std is None:
             mean, log_std = out.chunk(2, dim=-1)
+            if self.std_function == "softplus":
+                log_std = (functional.softplus(log_std) + math.exp(self.log_std_range[0])).log()
         else:
             mean, log_std = out, self.log_std
         return mean, log_std.clamp(*self.log_std_range)

@@ -105,9 +105,10 @@ class Encoder(nn.Module):
         self.vectors = {name: s for name, s in named.items() if not is_image(s)}
         self.vector_size = sum(math.prod(s.shape) for s in self.vectors.values())
         self.clip = config.obs_clip
-        self.moments = (
-            RunningMoments((self.vector_size,)) if config.normalize_obs and self.vectors else None
-        )
+        self.moments = None
+        if config.normalize_obs and self.vectors:
+            eps = {"eps": config.obs_eps, "std_eps": config.obs_std_eps}
+            self.moments = RunningMoments((self.vector_size,), **eps)
 
     def join(self, obs: Obs) -> Tensor:
         """Concatenate all vectors, [B, D], in their own units."""

@@ -39,14 +39,15 @@ ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
 """Options that change results by rounding only; one line reports all changes."""
 SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.heads", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
+SAME_FUNCTION += ("model.std_function", "model.obs_eps", "model.obs_std_eps")
 """Options with other values of which the same weights are another function."""
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
-    *("model.activation", "model.heads", "model.decode"),
+    *("model.activation", "model.std_function", "model.heads", "model.decode"),
     # With other values the weights do not fit the model, or belong to other observations.
-    *("model.policy", "model.hidden", "model.shared_backbone", "model.actor_obs"),
-    "model.critic_obs",
+    *("model.policy", "model.hidden", "model.critic_hidden", "model.shared_backbone"),
+    *("model.actor_obs", "model.critic_obs"),
 )
 """Options that must not change on resume."""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")

@@ -415,7 +415,7 @@ def _inputs(
         entry = {"mean": None, "std": None, "clip": None}
         if moments is not None and float(moments.count) > 0:
             part = slice(first, first + size)
-            std = (moments.var[part] + moments.eps).sqrt()
+            std = (moments.var[part] + moments.eps).sqrt() + moments.std_eps
             entry = {
                 "mean": moments.mean[part].tolist(),
                 "std": std.tolist(),

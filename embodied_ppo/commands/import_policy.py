@@ -1,0 +1,86 @@
+"""`embodied-ppo import-policy`: turn a trained policy of another library into a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.config.compose import prepare, quoted
+from embodied_ppo.core.errors import UsageError, choose, show
+
+NAMES = ("sb3", "rsl_rl", "cleanrl", "rl_games", "skrl", "brax")
+"""Libraries, which ``interop.policies.libraries`` reads."""
+OWN = ("normalizer", "critic")
+"""Options that are read here and are no options of a run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="LIBRARY FILE | option=value",
+        help=f"{', '.join(NAMES)}; its checkpoint; normalizer=FILE of a library that keeps the"
+        " normaliser of observations apart; critic=new for an untrained value function; then"
+        " options of the run (experiment, env.id, run_dir, ..)",
+    )
+    parser.add_argument(
+        "--config-dir",
+        metavar="DIR",
+        help="folder of your own configs; searched before the shipped configs",
+    )
+    arguments.add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Import a policy; print the run, the options that follow from the file, and notes."""
+    if len(args.overrides) < 2:
+        raise UsageError(
+            "import-policy needs a library and a file; write import-policy sb3 model.zip"
+            " experiment=NAME"
+        )
+    library, file, *lines = args.overrides
+    if library not in NAMES:
+        raise UsageError(
+            f"import-policy {library}: no such library; {choose(library, list(NAMES), 'known: ')}"
+        )
+    own = {key: value for key, _, value in (line.partition("=") for line in lines) if key in OWN}
+    if own.get("critic", "new") != "new":
+        raise UsageError(f"critic={own['critic']}: must be new; leave it out to import the critic")
+    for line in lines:
+        if "=" not in line:
+            raise UsageError(f"{line} is not of the form option=value")
+    lines = [quoted(line) for line in lines if line.partition("=")[0] not in OWN]
+    loaded = prepare(args, lines, check=False)
+    from embodied_ppo import run
+
+    normalizer = own.get("normalizer")
+    with output.stdout_to_stderr():
+        result = run.import_policy(
+            loaded,
+            library,
+            Path(file),
+            normalizer=None if normalizer is None else Path(normalizer),
+            critic="critic" not in own,
+            quiet=args.quiet,
+        )
+    if args.json:
+        print(output.as_json(result), flush=True)
+    else:
+        print_import(result)
+
+
+def print_import(result: Mapping[str, Any]) -> None:
+    """Print the options that follow from the file, the notes and the next commands."""
+    output.table(
+        [["option", "from the file"], *([k, show(v)] for k, v in result["options"].items())]
+    )
+    print()
+    for note in result["notes"]:
+        print(f"note: {note}")
+    print(f"run: {result['run_dir']}")
+    print(f"measure it: embodied-ppo evaluate checkpoint={result['run_dir']}")
+    print(f"train on:   embodied-ppo train resume={result['run_dir']}")

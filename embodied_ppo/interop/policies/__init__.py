@@ -1,0 +1,12 @@
+"""Trained policies of other libraries as policies of ours.
+
+Belongs here: one reader for each library (``sb3``, ``rsl_rl``, ..), which returns an
+``imported.ImportedPolicy``; the files without code that they read (``foreign_files``); networks of
+linear layers in a state_dict (``layers``); the options and weights of ours that they become
+(``imported``).
+
+Does not belong here: the run directory that is written (``embodied_ppo.run.import_policy``).
+
+To add a library: write a module with ``read(path, normalizer)``, and add it to
+``libraries.LIBRARIES``.
+"""

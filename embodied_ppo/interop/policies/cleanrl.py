@@ -1,0 +1,66 @@
+"""Policies of CleanRL: the .cleanrl_model of ppo_continuous_action.py or ppo.py (torch.save of
+``agent.state_dict()``).
+
+Layout: critic.<i>, actor_mean.<i> and actor_logstd [1, A]; for choices critic.<i> and actor.<i>.
+The activation is tanh. ``NormalizeObservation`` of Gymnasium, (x - mean) / sqrt(var + 1e-8) clamped
+to ±10, and ``NormalizeReward`` are parts of the environment, so that their statistics are not in
+the file. ``ClipAction`` clips actions to the bounds of the task.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embodied_ppo.core.errors import ConfigError
+from embodied_ppo.interop.policies import foreign_files, imported
+from embodied_ppo.interop.policies.imported import ImportedPolicy
+from embodied_ppo.interop.policies.layers import StateDict
+from embodied_ppo.interop.policies.normalizers import NONE, read_normalizer
+
+RETURNS_NOTE = (
+    "values are of rewards divided by a deviation that is not in the file; it is measured again as"
+    " training goes on (or add return_var and return_count to normalizer=FILE.npz)"
+)
+
+
+def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
+    """Read a policy of CleanRL.
+
+    Args:
+        path: The file.
+        normalizer: Statistics of the observations, ``NONE`` where the training had none.
+
+    Raises:
+        ConfigError: The file is damaged, has other layers, or the normaliser is missing.
+    """
+    label = str(path)
+    tensors = foreign_files.tensors(foreign_files.read_torch(path, label), label, "the file")
+    state = StateDict(tensors, label)
+    log_std = state.take("actor_logstd")
+    name = "actor" if log_std is None else "actor_mean"
+    actor, critic = state.mlp(name), state.mlp("critic")
+    state.finish()
+    if not actor or not critic:
+        raise ConfigError(f"{label}: has no layers {name}.<i> and critic.<i>, as CleanRL's has")
+    if normalizer is None and log_std is not None:
+        raise ConfigError(
+            f"{label}: does not contain the normaliser of observations, which CleanRL keeps in the"
+            " environment; write normalizer=FILE, of np.savez(FILE, mean=rms.mean, var=rms.var,"
+            " count=rms.count) with its obs_rms, or normalizer=none"
+        )
+    statistics, scale = None, None
+    if normalizer is not None and normalizer != NONE:
+        statistics, scale = read_normalizer(normalizer, eps=1e-8, clip=10.0)
+    return ImportedPolicy(
+        label,
+        actor,
+        critic,
+        log_std=None if log_std is None else log_std.flatten(),
+        normalizer=statistics,
+        value_scale=scale,
+        normalized_rewards=log_std is not None,
+        default_activation="tanh",
+        options=imported.CHOICES if log_std is None else imported.GAUSSIAN,
+        defaults={} if log_std is None else imported.free("clip"),
+        notes=(RETURNS_NOTE,) if log_std is not None and scale is None else (),
+    )

@@ -1,0 +1,383 @@
+"""Checkpoints of other libraries become policies of ours, or are refused with one line."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embodied_ppo.config import loader
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core.errors import ConfigError
+from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, Discrete
+from embodied_ppo.interop.policies import libraries
+from embodied_ppo.interop.policies.imported import ImportedPolicy
+from embodied_ppo.models.actor_critic import ActorCritic
+from tests.interop.policies import foreign_checkpoints as foreign
+from tests.interop.policies.foreign_checkpoints import ACTIONS, COUNT, MEAN, OBS, VAR
+
+SPEC = ArraySpec((OBS,), torch.float32)
+BOX = Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
+RAW = torch.randn(64, OBS, generator=torch.Generator().manual_seed(3)) * 3
+MEAN_, VAR_ = torch.from_numpy(MEAN), torch.from_numpy(VAR)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(5)
+
+
+def read(library: str, file: Path, normalizer: Path | None = None, *, critic: bool = True) -> Any:
+    return libraries.read(library, file, normalizer, critic=critic)
+
+
+def ours(policy: ImportedPolicy, action: ActionSpec = BOX, **options: Any) -> ActorCritic:
+    """Return our network with the weights of an imported policy."""
+    derived = policy.fixed_options() | policy.suggested_options() | {"model.activation": "tanh"}
+    section = {
+        path.removeprefix("model."): x for path, x in derived.items() if path.startswith("model.")
+    }
+    network = ActorCritic(SPEC, action, loader.read(ModelConfig, [("", section)]).config)
+    policy.check_sizes(network, "HalfCheetah-v4")
+    policy.load_into(network, normalized_rewards=True, **options)
+    return network
+
+
+def actions(network: ActorCritic, obs: Tensor = RAW) -> Tensor:
+    return network.act(network.encode(obs)).action
+
+
+# ------------------------------------------------------------------------------------------ actions
+def root(x: Tensor, eps: float, clip: float) -> Tensor:
+    """Normalise as Stable-Baselines3, Gymnasium and rl_games do."""
+    return ((x - MEAN_) / (VAR_ + eps).sqrt()).clamp(-clip, clip).float()
+
+
+CASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sb3": lambda x: root(x, 1e-8, 2.0),
+    "rsl_rl": lambda x: ((x - MEAN_) / (VAR_.sqrt() + 0.01)).float(),
+    "cleanrl": lambda x: root(x, 1e-8, 10.0),
+    "rl_games": lambda x: root(x, 1e-5, 5.0),
+    "skrl": lambda x: ((x - MEAN_) / (VAR_.sqrt() + 1e-8)).clamp(-5, 5).float(),
+    "brax": lambda x: ((x - MEAN_) / VAR_.sqrt()).float(),
+}
+
+
+def written(library: str, folder: Path) -> tuple[nn.Module, Path, Path | None]:
+    """Write a checkpoint; return its actor, the file, and that of the normaliser."""
+    file, normalizer = folder / "policy.bin", None
+    actor = getattr(foreign, library)(file)
+    if library == "sb3":
+        foreign.vec_normalize(normalizer := folder / "normalizer.pkl")
+    if library == "cleanrl":
+        np.savez(normalizer := folder / "rms.npz", mean=MEAN, var=VAR, count=COUNT)
+    return actor, file, normalizer
+
+
+@pytest.mark.parametrize("library", CASES)
+def test_actions_are_those_of_the_formula(library: str, tmp_path: Path) -> None:
+    actor, file, normalizer = written(library, tmp_path)
+    policy = read(library, file, normalizer)
+    expected = actor(CASES[library](RAW))
+    if library == "brax":
+        expected = expected[:, :ACTIONS].tanh()
+    assert (actions(ours(policy)) - expected).abs().max() < 1e-5
+    assert expected.std() > 0.1
+    assert policy.normalizer.count == COUNT
+
+
+@pytest.mark.parametrize("layout", [1, 3])
+def test_older_layouts_of_rsl_rl(layout: int, tmp_path: Path) -> None:
+    actor = foreign.rsl_rl(tmp_path / "x.pt", layout)
+    network = ours(read("rsl_rl", tmp_path / "x.pt"))
+    assert (actions(network) - actor(CASES["rsl_rl"](RAW))).abs().max() < 1e-5
+    assert network.log_std is not None
+    torch.testing.assert_close(network.log_std.exp(), torch.full((ACTIONS,), 0.7))
+
+
+def test_choices(tmp_path: Path) -> None:
+    """ppo.py of CleanRL: no normaliser; the action is the most likely choice."""
+    actor = foreign.cleanrl(tmp_path / "x", choices=4)
+    policy = read("cleanrl", tmp_path / "x")
+    network = ours(policy, Discrete(4))
+    assert (actions(network) == actor(RAW).argmax(-1)).all() and policy.normalizer is None
+
+
+def test_standard_deviation_of_brax_is_softplus(tmp_path: Path) -> None:
+    """std = softplus(x) + 0.001; softplus(0) = log 2."""
+    actor = foreign.brax(tmp_path / "x")
+    network = ours(read("brax", tmp_path / "x"))
+    _, log_std = network.distribution(network.encode(RAW))
+    raw = actor(CASES["brax"](RAW))[:, ACTIONS:]
+    torch.testing.assert_close(log_std.exp(), nn.functional.softplus(raw) + 0.001)
+
+
+def test_value_of_normalised_rewards_and_values(tmp_path: Path) -> None:
+    """Units: sb3 divides rewards by sqrt(9 + 1e-8) = 3; rl_games has V = 1 + 2 x output.
+
+    A training with normalised rewards has V / std, another one V.
+    """
+    _, file, normalizer = written("sb3", tmp_path)
+    policy = read("sb3", file, normalizer)
+    assert policy.value_scale.std == pytest.approx(3)
+    assert policy.suggested_options()["algorithm.reward_clip"] == 10.0
+    network = ours(policy)
+    values = network.value(network.encode(RAW))
+    policy.load_into(network, normalized_rewards=False)
+    torch.testing.assert_close(network.value(network.encode(RAW)), 3 * values)
+    foreign.rl_games(tmp_path / "x.pth")
+    policy = read("rl_games", tmp_path / "x.pth")
+    network = ours(policy)
+    scaled = network.value(network.encode(RAW))
+    policy.load_into(network, normalized_rewards=False)
+    torch.testing.assert_close(network.value(network.encode(RAW)), 2 * scaled, rtol=1e-4, atol=1e-4)
+    policy = replace(policy, value_scale=None)
+    policy.load_into(network, normalized_rewards=False)
+    output = network.value(network.encode(RAW))
+    torch.testing.assert_close(scaled, output + 1 / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_units_of_values_without_normalised_rewards(tmp_path: Path) -> None:
+    """rsl_rl: values of the rewards; CleanRL: of rewards divided by an unknown deviation."""
+    foreign.rsl_rl(tmp_path / "x.pt")
+    assert read("rsl_rl", tmp_path / "x.pt").suggested_options()["algorithm.reward_norm"] is None
+    new = read("rsl_rl", tmp_path / "x.pt", critic=False).suggested_options()
+    assert "algorithm.reward_norm" not in new
+    foreign.cleanrl(tmp_path / "x")
+    policy = read("cleanrl", tmp_path / "x", Path("none"))
+    options = policy.suggested_options()
+    assert options["algorithm.reward_norm"] == "running" and options["algorithm.reward_clip"] == 10
+    values = {"mean": MEAN, "var": VAR, "count": COUNT, "return_var": 9.0, "return_count": 5.0}
+    np.savez(tmp_path / "n.npz", **values)  # pyright: ignore[reportArgumentType]
+    scale = read("cleanrl", tmp_path / "x", tmp_path / "n.npz").value_scale
+    assert scale.std == pytest.approx(3) and scale.count == 5
+
+
+def test_new_value_function(tmp_path: Path) -> None:
+    """critic=new keeps the policy and its normaliser."""
+    actor = foreign.rsl_rl(tmp_path / "x.pt")
+    network = ours(read("rsl_rl", tmp_path / "x.pt", critic=False))
+    assert (actions(network) - actor(CASES["rsl_rl"](RAW))).abs().max() < 1e-5
+
+
+def test_layer_that_returns_standard_deviations(tmp_path: Path) -> None:
+    """rl_games with fixed_sigma=False: sigma is a layer that returns log(std)."""
+    foreign.rl_games(tmp_path / "x.pth")
+    content = torch.load(tmp_path / "x.pth", weights_only=False)
+    del content["model"]["a2c_network.sigma"]
+    content["model"] |= foreign.state(nn.Linear(5, ACTIONS), "a2c_network.sigma")
+    torch.save(content, tmp_path / "x.pth")
+    network = ours(read("rl_games", tmp_path / "x.pth"))
+    mean, log_std = network.distribution(network.encode(RAW))
+    assert mean.shape == log_std.shape == (64, ACTIONS) and log_std.std() > 0
+
+
+def test_activation(tmp_path: Path) -> None:
+    """It is read where the file has it; else the library's default, or the user must write it."""
+    kwargs = {":type:": "<class 'dict'>", ":serialized:": "x"}
+    name = "<class 'torch.nn.modules.activation.ELU'>"
+    foreign.sb3(tmp_path / "x.zip", policy_kwargs={**kwargs, "activation_fn": name})
+    policy = read("sb3", tmp_path / "x.zip")
+    assert policy.checked_activation(None) == "elu"
+    with pytest.raises(ConfigError, match=r"model.activation = relu: .* has elu; leave it out"):
+        policy.checked_activation("relu")
+    foreign.sb3(tmp_path / "x.zip")
+    policy = read("sb3", tmp_path / "x.zip")
+    assert policy.checked_activation(None) == "tanh" and policy.checked_activation("elu") == "elu"
+    module = {"__module__": "stable_baselines3.common.policies"}
+    foreign.sb3(tmp_path / "x.zip", policy_class=module)
+    assert read("sb3", tmp_path / "x.zip").activation == "tanh"
+    foreign.sb3(tmp_path / "x.zip", policy_kwargs={"activation_fn": "<class 'my.Mish'>"})
+    refused("its activation is <class 'my.Mish'>, and ours are Tanh", "sb3", tmp_path / "x.zip")
+    foreign.skrl(tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="does not contain the activation; write that of the"):
+        read("skrl", tmp_path / "x.pt").checked_activation(None)
+
+
+# --------------------------------------------------------------------------------------- normaliser
+def test_normalisers_in_files_of_their_own(tmp_path: Path) -> None:
+    """obs_rms of Gymnasium as a pickle of an object or a dictionary, and of numpy."""
+    foreign.cleanrl(tmp_path / "x")
+    values: dict[str, Any] = {"mean": MEAN, "var": VAR, "count": COUNT}
+    rms = foreign.named("gymnasium.wrappers.utils.RunningMeanStd", **values)
+    files = [tmp_path / name for name in ("a.pkl", "b.pkl", "c.npz")]
+    files[0].write_bytes(pickle.dumps(rms, protocol=2))
+    files[1].write_bytes(pickle.dumps(values, protocol=5))
+    np.savez(files[2], **values)
+    policies = [read("cleanrl", tmp_path / "x", file) for file in files]
+    for policy in policies:
+        assert policy.normalizer.equals(policies[0].normalizer) and policy.normalizer.clip == 10
+    none = read("cleanrl", tmp_path / "x", Path("none"))
+    assert none.normalizer is None and not none.fixed_options()["model.normalize_obs"]
+
+
+# ---------------------------------------------------------------------------------------- refusals
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, ("touch /tmp/embodied-ppo-was-here",)
+
+
+def refused(match: str, library: str, file: Path, *args: Any, **kwargs: Any) -> None:
+    """Check for one line that names the file."""
+    with pytest.raises(ConfigError, match=match) as error:
+        read(library, file, *args, **kwargs)
+    assert "\n" not in str(error.value) and str(file.name) in str(error.value)
+
+
+@pytest.mark.parametrize("library", ["rsl_rl", "cleanrl", "rl_games", "skrl", "brax"])
+def test_code_is_refused_and_not_executed(library: str, tmp_path: Path) -> None:
+    marker = Path("/tmp/embodied-ppo-was-here")
+    marker.unlink(missing_ok=True)
+    file = tmp_path / "x.pt"
+    if library == "brax":
+        file.write_bytes(pickle.dumps((Evil(), {}, {})))
+    else:
+        torch.save({"model_state_dict": {}, "model": {}, "policy": Evil()}, file)
+    refused(r"x.pt: needs (posix|os).system, and only numbers are read", library, file)
+    assert not marker.exists()
+
+
+def test_code_in_files_of_sb3_is_refused(tmp_path: Path) -> None:
+    marker = Path("/tmp/embodied-ppo-was-here")
+    marker.unlink(missing_ok=True)
+    foreign.sb3(tmp_path / "x.zip", extra={"log_std": Evil()})  # pyright: ignore
+    refused("needs posix.system", "sb3", tmp_path / "x.zip")
+    foreign.sb3(tmp_path / "x.zip")
+    (tmp_path / "n.pkl").write_bytes(pickle.dumps({"mean": Evil()}))
+    with pytest.raises(ConfigError, match=r"normalizer=.*n.pkl: needs posix.system"):
+        read("sb3", tmp_path / "x.zip", tmp_path / "n.pkl")
+    assert not marker.exists()
+
+
+def test_allowed_names_cannot_be_used_for_more(tmp_path: Path) -> None:
+    """Functions of the reader cannot be changed by a pickle, and make arrays of numbers only."""
+    file = tmp_path / "x"
+    build = b"cnumpy.core.multiarray\n_reconstruct\n}(S'__defaults__'\nNub."
+    file.write_bytes(build)
+    refused("is no pickle, or is damaged", "brax", file)
+    file.write_bytes(pickle.dumps(np.array([Evil()], dtype=object)))
+    refused("needs an array of 'O8'", "brax", file)
+    file.write_bytes(pickle.dumps(getattr))
+    refused("needs builtins.getattr", "brax", file)
+    file.write_bytes(pickle.dumps(eval))
+    refused("needs builtins.eval", "brax", file)
+
+
+@pytest.mark.parametrize("library", libraries.LIBRARIES)
+def test_damaged_and_missing_files(library: str, tmp_path: Path) -> None:
+    _, file, normalizer = written(library, tmp_path)
+    data = file.read_bytes()
+    for part in (b"", data[: len(data) // 2], b"\x80\x05hello" + data[:50], b"no checkpoint"):
+        file.write_bytes(part)
+        refused("copy|save|name", library, file, normalizer)
+    file.write_bytes(pickle.dumps([1, 2, 3, 4]))
+    refused("copy|save|name", library, file, normalizer)
+    refused("is a directory", library, tmp_path, normalizer)
+    refused("cannot be read", library, tmp_path / "missing.zip", normalizer)
+
+
+def test_compressed_archives_are_refused(tmp_path: Path) -> None:
+    """They could be of any size when they are read."""
+    foreign.cleanrl(tmp_path / "x")
+    np.savez_compressed(tmp_path / "n.npz", mean=MEAN, var=VAR, count=COUNT)
+    with pytest.raises(ConfigError, match=r"normalizer=.*n.npz: is compressed"):
+        read("cleanrl", tmp_path / "x", tmp_path / "n.npz")
+    for name in ("x", "y"):
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("data", "{}")
+    refused("is compressed", "rsl_rl", tmp_path / "x")
+    refused("is compressed", "sb3", tmp_path / "y")
+
+
+def test_unknown_layers(tmp_path: Path) -> None:
+    lstm = {"lstm_actor.weight_ih_l0": torch.zeros(4, 4)}
+    foreign.sb3(tmp_path / "x.zip", extra=lstm)
+    refused(
+        "has recurrent layers that no network of ours contains: lstm_actor",
+        *("sb3", tmp_path / "x.zip"),
+    )
+    cnn = {"features_extractor.cnn.0.weight": torch.zeros(8, 3, 8, 8)}
+    foreign.sb3(tmp_path / "x.zip", extra=cnn)
+    refused(
+        "layers that no network of ours contains: features_extractor.cnn.0",
+        "sb3",
+        tmp_path / "x.zip",
+    )
+    foreign.skrl(tmp_path / "x.pt", policy={"conv.weight": torch.zeros(8, 3, 8, 8)})
+    refused("layers that no network of ours contains: conv", "skrl", tmp_path / "x.pt")
+    foreign.sb3(tmp_path / "x.zip", use_sde=True)
+    refused("gSDE", "sb3", tmp_path / "x.zip")
+
+
+def test_normaliser_that_is_missing_or_of_another_policy(tmp_path: Path) -> None:
+    foreign.sb3(tmp_path / "x.zip", _last_original_obs={":type:": "x"})
+    refused(
+        r"VecNormalize, which is a file of its own; write normalizer=", "sb3", tmp_path / "x.zip"
+    )
+    assert read("sb3", tmp_path / "x.zip", Path("none")).normalizer is None
+    foreign.cleanrl(tmp_path / "x")
+    refused(r"write normalizer=FILE, of np.savez", "cleanrl", tmp_path / "x")
+    np.savez(tmp_path / "n.npz", mean=MEAN[:5], var=VAR[:5], count=1.0)
+    policy = read("cleanrl", tmp_path / "x", tmp_path / "n.npz")
+    with pytest.raises(ConfigError, match="normaliser has 5 numbers, and the policy reads 17"):
+        policy.check_sizes(ActorCritic(SPEC, BOX, ModelConfig()), "HalfCheetah-v4")
+    np.savez(tmp_path / "n.npz", mean=MEAN)
+    with pytest.raises(ConfigError, match="has no var; save mean, var and count"):
+        read("cleanrl", tmp_path / "x", tmp_path / "n.npz")
+    foreign.rsl_rl(tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="a file of rsl_rl contains its normaliser"):
+        read("rsl_rl", tmp_path / "x.pt", tmp_path / "n.npz")
+
+
+def test_task_with_other_sizes(tmp_path: Path) -> None:
+    foreign.skrl(tmp_path / "x.pt")
+    policy = read("skrl", tmp_path / "x.pt")
+    spec = ArraySpec((11,), torch.float32)
+    with pytest.raises(ConfigError, match=r"observation has 11 numbers .* reads 17"):
+        policy.check_sizes(ActorCritic(spec, BOX, ModelConfig()), "Hopper-v4")
+    with pytest.raises(ConfigError, match=r"action has 3 dimensions, .* returns 6"):
+        network = ActorCritic(SPEC, Box((-1.0,) * 3, (1.0,) * 3), ModelConfig())
+        policy.check_sizes(network, "Walker2d-v4")
+    with pytest.raises(ConfigError, match="its actions are choices"):
+        policy.check_sizes(ActorCritic(SPEC, Discrete(6), ModelConfig()), "Acrobot-v1")
+
+
+def test_critic_of_other_observations(tmp_path: Path) -> None:
+    """It is refused unless critic=new is written."""
+    content = foreign.state(foreign.mlp(1, (7,), 40), "mlp")
+    foreign.rsl_rl(tmp_path / "x.pt", critic_state_dict=content)
+    refused(r"reads 40 numbers and the policy 17.*critic=new", "rsl_rl", tmp_path / "x.pt")
+    assert read("rsl_rl", tmp_path / "x.pt", critic=False).critic is None
+    foreign.skrl(tmp_path / "x.pt")
+    groups = ModelConfig(actor_obs=("a",), critic_obs=("a", "b"))
+    spec = {"a": SPEC, "b": ArraySpec((3,), torch.float32)}
+    with pytest.raises(ConfigError, match=r"model.critic_obs gives .* write critic=new, or"):
+        read("skrl", tmp_path / "x.pt").check_sizes(ActorCritic(spec, BOX, groups), "Go1Joystick")
+    read("skrl", tmp_path / "x.pt", critic=False).check_sizes(ActorCritic(spec, BOX, groups), "")
+    foreign.rl_games(tmp_path / "x.pth", assymetric_vf_nets={})
+    refused("central one.*critic=new", "rl_games", tmp_path / "x.pth")
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    foreign.skrl(
+        tmp_path / "x.pt",
+        policy=foreign.state(foreign.mlp(6), "net") | {"log_std": torch.full((6,), torch.nan)},
+    )
+    refused("contains NaN or infinity", "skrl", tmp_path / "x.pt")
+
+
+def test_unknown_library() -> None:
+    with pytest.raises(ConfigError, match=r"import-policy ppo2: .*sb3"):
+        read("ppo2", Path("x"))
