@@ -74,13 +74,17 @@ DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 
 
 # -------------------------------------------------------------------------------------------- train
-def train(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
+def train(
+    config: Config, *, explicit: Any = (), quiet: bool = False, stop_after: int | None = None
+) -> dict[str, Any]:
     """Train as configured; return the content of ``summary.json``.
 
     Args:
         config: Resolved options.
         explicit: Options that the user set, for messages about options without effect.
         quiet: Whether progress is not shown.
+        stop_after: Update after which the run is saved and ends, so that ``resume`` can continue
+            it; the result is then empty. None: the last one.
 
     Raises:
         ConfigError, EnvError, CheckpointError: Before anything is written.
@@ -88,7 +92,7 @@ def train(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
         SystemExit: 130, after an interrupt has saved a checkpoint.
     """
     validation.check_command(config, "train")
-    return _train(config, explicit, quiet)
+    return _train(config, explicit, quiet, stop_after=stop_after)
 
 
 def train_branch(
@@ -165,10 +169,12 @@ def _train(
     *,
     parent: Parent | None = None,
     section: Section | None = None,
+    stop_after: int | None = None,
 ) -> dict[str, Any]:
     """Run the training loop from the first update, or from that of a checkpoint, to the end.
 
-    With ``section`` it runs those updates only, and the result is empty.
+    With ``section`` it runs those updates only, with ``stop_after`` it ends after that update; the
+    result is then empty.
     """
     with _opened(config, explicit, quiet, parent=parent, section=section) as run:
         if isinstance(run, dict):
@@ -178,7 +184,7 @@ def _train(
                 if section is not None and section.observer is not None:
                     assert isinstance(run.system, LocalSystem)
                     run.system.set_observer(section.observer)
-                session = _Session(run, section)
+                session = _Session(run, section, stop_after)
                 with _interruptible(run, session.timer, f"continue with resume={run.dir}") as stop:
                     session.evaluate_before()
                     outcome = loop.train(
@@ -190,7 +196,7 @@ def _train(
                         timer=session.timer,
                         after_first=session.after_first_update,
                     )
-                    if section is not None and not outcome.interrupted:
+                    if session.schedule.stop_after is not None and not outcome.interrupted:
                         return {}
                     if run.system.result is None and not outcome.interrupted:
                         with session.timer("evaluate"):  # a finished run was resumed
@@ -773,11 +779,13 @@ class _Session:
     the simulators and loads compiled code.
     """
 
-    def __init__(self, run: _Run, section: Section | None = None) -> None:
+    def __init__(
+        self, run: _Run, section: Section | None = None, stop_after: int | None = None
+    ) -> None:
         """Write the first lines of the log and start the clocks."""
         config, updates, first = run.config, run.request.updates, run.first
         self.run, self.mode, self.section = run, mode(config), section
-        last = updates if section is None else section.stop_after
+        last = section.stop_after if section is not None else stop_after or updates
         span = f"updates {first + 1} to {last}" if first < last else "nothing left to train"
         run.log.say(f"{config.name}: {run.components.title}, {span}, in {run.dir}")
         for line in batch_sizes.lines(config) if first < last else ():
@@ -793,9 +801,9 @@ class _Session:
             max_lag=config.cluster.max_lag,
         )
         if section is not None:
-            self.schedule = replace(
-                self.schedule, save_every=0, eval_every=0, stop_after=section.stop_after
-            )
+            self.schedule = replace(self.schedule, save_every=0, eval_every=0)
+        if last < updates or section is not None:
+            self.schedule = replace(self.schedule, stop_after=last)
         self.initial: Mapping[str, Any] = run.log.row(0)
         """Metrics of the evaluation before the first update."""
         self.steps_before, self.worker_cpu_s = run.system.steps, 0.0

@@ -1,9 +1,10 @@
-"""Questions about finished runs.
+"""Questions that several runs answer.
 
-Belongs here: what reads several runs or re-executes parts of one: comparison of runs (``compare``),
-branches (``fork``), the tensors of an update (``replay``), the search for the first minibatch in
-which a metric left its range (``bisect``), the comparison of a run with what it recorded
-(``verification``), and the execution of updates again on which these are built (``reexecution``).
+Belongs here: what reads several runs, re-executes parts of one, or trains several to choose one:
+comparison of runs (``compare``), branches (``fork``), the tensors of an update (``replay``), the
+search for the first minibatch in which a metric left its range (``bisect``), the comparison of a
+run with what it recorded (``verification``), the execution of updates again on which these are
+built (``reexecution``), and the search for better options (``search``).
 
 Does not belong here: training (``run``), the measurement of one checkpoint (``evaluation``), the
 page of running trainings (``commands.watch``).

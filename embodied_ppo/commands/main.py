@@ -130,6 +130,11 @@ COMMANDS = {
         "verify runs/NAME/DATE-SEED --updates 5",
         supervised=True,
     ),
+    "search": Entry(
+        "find better options: trials that do not learn are stopped early",
+        "search experiment=hopper --budget 30min",
+        supervised=True,
+    ),
     "benchmark": Entry(
         "train and measure methods on tabletop-bench; a table and a page",
         "benchmark out=runs/benchmark methods=[clone,ppo_token]",
@@ -199,6 +204,8 @@ def load(name: str) -> Command:
             from embodied_ppo.commands import bisect as command
         case "verify":
             from embodied_ppo.commands import verify as command
+        case "search":
+            from embodied_ppo.commands import search as command
         case "benchmark":
             from embodied_ppo.commands import benchmark as command
         case "plan":

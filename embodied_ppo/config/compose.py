@@ -774,6 +774,103 @@ def job_folder(
     return sweep / (name or str(number))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A range of an option: a list of values.
+
+    Attributes:
+        values: The values, as on the command line.
+    """
+
+    values: tuple[str, ...]
+
+    def draw(self, uniform: float) -> str:
+        """Return the value for a number in [0, 1)."""
+        return self.values[int(uniform * len(self.values))]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A range of an option: all numbers between two limits.
+
+    Attributes:
+        low, high: The limits.
+        log: Whether the logarithm of the value is distributed uniformly, instead of the value.
+        integer: Whether values are rounded to integers.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    integer: bool = False
+
+    def draw(self, uniform: float) -> str:
+        """Return the value for a number in [0, 1), with four significant digits."""
+        if self.log:
+            value = self.low * (self.high / self.low) ** uniform
+        else:
+            value = self.low + (self.high - self.low) * uniform
+        return str(round(value)) if self.integer else f"{value:.4g}"
+
+
+def search_ranges(
+    args: argparse.Namespace,
+) -> tuple[list[str], dict[str, Choice | Interval]]:
+    """Divide the overrides of a search into those of all runs, and ranges.
+
+    Ranges have the syntax of Hydra's sweeps: ``algorithm.lr=interval(1e-4,1e-2)``, with
+    ``tag(log,interval(..))`` for a uniform logarithm, ``algorithm.horizon=16,32`` or
+    ``range(1,9)``. A config file gives them in ``hydra.sweeper.params``.
+
+    Raises:
+        ConfigError: An override or a range is refused.
+    """
+    from hydra._internal.hydra import Hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.types import IntervalSweep
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    from embodied_ppo.config import loader as strict
+    from embodied_ppo.config.schema import Config
+
+    loader, name = loader_of(args)
+    parsed = [(line, _parse_line(line, loader)) for line in args.overrides]
+    common = [line for line, override in parsed if not override.is_sweep_override()]
+    GlobalHydra.instance().clear()
+    try:
+        hydra = Hydra(task_name=PROGRAM, config_loader=loader)
+        cfg = hydra.compose_config(name, common, run_mode=RunMode.MULTIRUN).hydra
+        params = [f"{k}={v}" for k, v in _plain(cfg.sweeper.params or {}).items()]
+    except (HydraException, OmegaConfBaseException) as e:
+        raise ConfigError(_hydra_message(e)) from e
+    finally:
+        GlobalHydra.instance().clear()
+    given = {override.key_or_group for _, override in parsed}
+    described = strict.describe(Config)
+    ranges: dict[str, Choice | Interval] = {}
+    for line in (*params, *args.overrides):
+        override = _parse_line(line, loader)
+        option = override.key_or_group
+        if not override.is_sweep_override() or (line in params and option in given):
+            continue
+        value = override.value()
+        if isinstance(value, IntervalSweep):
+            low, high, log = value.start, value.end, "log" in value.tags
+            if low is None or high is None or not low < high or (log and low <= 0):
+                raise ConfigError(
+                    f"{line}: the limits must increase{', and be above 0' if log else ''}; write"
+                    f" {option}=interval(LOW,HIGH)"
+                )
+            entry = described.get(option)
+            integer = entry is not None and isinstance(entry.default, int)
+            ranges[option] = Interval(float(low), float(high), log, integer)
+        else:
+            ranges[option] = Choice(tuple(override.sweep_string_iterator()))
+    return common, ranges
+
+
 def shipped() -> Path:
     """Return the folder of the shipped configs. Raises UsageError without an installation."""
     spec = importlib.util.find_spec(PACKAGE)
