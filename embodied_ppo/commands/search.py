@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> None:
     config = prepare(train, lines).config
     if config.placement != "local":
         raise ConfigError(
-            f"placement = {config.placement}: a search starts several runs at the same time, and one"
-            " with this placement uses all devices; write placement=local"
+            f"placement = {config.placement}: a search starts several runs at the same time, and"
+            " one with this placement uses all devices; write placement=local"
         )
     from embodied_ppo.analysis import search
 
