@@ -504,10 +504,14 @@ def test_cures_name_existing_options() -> None:
     }
     assert not set(CURES) & read
     for cure in CURES.values():
-        for path, value in re.findall(
-            r"((?:algorithm|model|evaluation)\.\w+|device)=([^\s,;]+(?:,\d+\])?)", cure
-        ):
-            assert loader.load(Config, nested({path: yaml.safe_load(value)})), cure
+        written = [
+            (path, yaml.safe_load(value))
+            for path, value in re.findall(
+                r"((?:algorithm|model|evaluation)\.\w+|device)=([^\s,;]+(?:,\d+\])?)", cure
+            )
+        ]
+        for path, value in written:  # with the other options of the cure, which it may need
+            assert loader.load(Config, nested({**dict(written), path: value})), cure
 
 
 def test_aliases_of_cleanrl_and_rsl_rl() -> None:
