@@ -228,7 +228,7 @@ def _locate(condition: Condition, repeated: Replay) -> dict[str, Any]:
         "epoch": chosen.epoch + 1,
         "position": number - before + 1,
         "count": len(values),
-        "samples": len(chosen.index),
+        "samples": int((_members(repeated, chosen) & _mask(repeated)).sum()),
         "value": values[number],
     }
     quantities = _quantities(repeated, chosen)
@@ -248,6 +248,12 @@ def _members(repeated: Replay, minibatch: Minibatch) -> Tensor:
     else:
         member.view(-1)[minibatch.index] = True
     return member
+
+
+def _mask(repeated: Replay) -> Tensor:
+    """Return bool [T, N], the samples that are part of the loss."""
+    mask = repeated.rollout["mask"]
+    return mask.flatten(2).any(2) if mask.ndim > 2 else mask
 
 
 def _quantities(repeated: Replay, minibatch: Minibatch | None) -> dict[str, Tensor]:
@@ -297,9 +303,7 @@ def _deviation(reward: Tensor) -> Tensor:
 
 def _top(repeated: Replay, score: Tensor, minibatch: Minibatch | None) -> list[dict[str, Any]]:
     """Return the samples [T, N] with the largest scores; masked samples are left out."""
-    mask = repeated.rollout["mask"]
-    mask = mask.flatten(2).any(2) if mask.ndim > 2 else mask
-    score = torch.where(score.isnan(), math.inf, score).masked_fill(~mask, -math.inf)
+    score = torch.where(score.isnan(), math.inf, score).masked_fill(~_mask(repeated), -math.inf)
     quantities = _quantities(repeated, minibatch)
     ratio = quantities.pop("log_ratio", None)
     if ratio is not None:

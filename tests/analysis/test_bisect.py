@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from run_helpers import run_command
 
 import embodied_ppo as ep
 from embodied_ppo.analysis import bisect
+from embodied_ppo.analysis.replay import Minibatch, Replay
 from embodied_ppo.commands import main
 from embodied_ppo.core.errors import ConfigError
 from embodied_ppo.core.random import env_seeds
@@ -120,3 +122,15 @@ def test_conditions():
 def test_bad_input_is_refused(run_dir, capsys, arguments, message):
     assert main.main(["bisect", *(x.replace("{run}", str(run_dir)) for x in arguments)]) == 2
     assert message.replace("{run}", str(run_dir)) in capsys.readouterr().err
+
+
+def test_minibatch_of_columns_counts_its_samples():
+    """Two columns of 3 steps are 6 samples, of which the mask excludes one."""
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[2, 1] = False
+    rollout = {name: torch.zeros(3, 4) for name in ("reward", "value", "returns", "advantage")}
+    minibatch = Minibatch(0, torch.tensor([1, 3]), {"value_loss": 1.0}, None, None)
+    replay = Replay(Path(), 1, {**rollout, "mask": mask}, [minibatch], "column", {}, [], [])
+    located = bisect._locate(bisect.parse_condition("value/loss > 0"), replay)
+    assert located["minibatch"]["samples"] == 5
+    assert {sample["environment"] for sample in located["samples"]} == {1, 3}
