@@ -157,7 +157,8 @@ def bisect(source_run: Path, text: str, *, quiet: bool = False) -> dict[str, Any
     first = next((update for update, x in values.items() if condition.holds(x)), None)
     if first is None:
         update, word = _closest(condition, values)
-        return result | {"held": False, "update": update, "value": values[update], "extreme": word}
+        result |= {"held": False, "update": update, "value": values[update], "extreme": word}
+        return result | {"notes": _failure(source_run)}
     result |= {"held": True, "update": first, "value": values[first], "minibatch": None}
     result |= {"ranked_by": None, "samples": [], "rewards": [], "notes": []}
     if first == 0 or condition.metric.startswith(BESIDE_UPDATES):
@@ -168,6 +169,18 @@ def bisect(source_run: Path, text: str, *, quiet: bool = False) -> dict[str, Any
     except ConfigError as error:  # several processes, or rollouts that overlap with updates
         return result | {"notes": [f"the minibatch is not located: {error}"]}
     return result | _locate(condition, repeated)
+
+
+def _failure(source_run: Path) -> list[str]:
+    """Return a note if the run failed: the update in which it did has no row of metrics."""
+    try:
+        last = (source_run / "log.txt").read_text(errors="replace").splitlines()[-1]
+    except (OSError, IndexError):
+        return []
+    _, failed, cause = last.partition(" failed: ")
+    if not failed:
+        return []
+    return [f"the run failed in an update that has no metrics, which is not searched: {cause}"]
 
 
 def _closest(condition: Condition, values: Mapping[int, float]) -> tuple[int, str]:
