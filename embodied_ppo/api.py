@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import operator
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -262,6 +263,7 @@ def fork(run: str | Path | Run, *, update: int, progress: bool = True, **options
         KeyboardInterrupt: After an interrupt; the branch is saved, and ``train(resume=run_dir)``
             continues it.
     """
+    update = _whole_number("update", update)
     lines = override_lines("train", options)
     return Run(
         _interruptible(lambda: fork_path(_path(run), update, lines, quiet=not progress, label=CALL))
@@ -286,6 +288,7 @@ def replay(
         ConfigError, EnvError, CheckpointError: The update cannot be executed again.
         TrainingError: The update failed.
     """
+    update = _whole_number("update", update)
     from embodied_ppo.analysis import replay
 
     folder = None if out is None else Path(out)
@@ -308,6 +311,10 @@ def bisect(run: str | Path | Run, condition: str, *, progress: bool = True) -> d
         ConfigError, EnvError, CheckpointError: The condition or the run cannot be used.
         TrainingError: The update failed.
     """
+    if not isinstance(condition, str):
+        raise ConfigError(
+            f'condition={condition!r}: is not text; write for example "policy/approx_kl > 0.1"'
+        )
     from embodied_ppo.analysis import bisect
 
     return bisect.bisect(Path(_path(run)), condition, quiet=not progress)
@@ -337,10 +344,21 @@ def verify(
     Raises:
         ConfigError, CheckpointError, EnvError: The run cannot be verified; nothing was written.
     """
+    number = None if updates == "all" else _whole_number("updates", updates)
+    seed = _whole_number("seed", seed)
     from embodied_ppo.analysis import verification
 
-    number = None if updates == "all" else updates
     return verification.verify(_path(run), updates=number, seed=seed, out=out, quiet=not progress)
+
+
+def _whole_number(name: str, value: Any) -> int:
+    """Return an argument as an int; numbers of numpy are accepted. Raises ConfigError."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ConfigError(f"{name}={value!r}: is not a whole number; write {name}=N")
 
 
 # --------------------------------------------------------------------- shared with the command line

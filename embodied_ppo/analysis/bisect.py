@@ -157,7 +157,8 @@ def bisect(source_run: Path, text: str, *, quiet: bool = False) -> dict[str, Any
     first = next((update for update, x in values.items() if condition.holds(x)), None)
     if first is None:
         update, word = _closest(condition, values)
-        return result | {"held": False, "update": update, "value": values[update], "extreme": word}
+        result |= {"held": False, "update": update, "value": values[update], "extreme": word}
+        return result | {"notes": _failure(source_run)}
     result |= {"held": True, "update": first, "value": values[first], "minibatch": None}
     result |= {"ranked_by": None, "samples": [], "rewards": [], "notes": []}
     if first == 0 or condition.metric.startswith(BESIDE_UPDATES):
@@ -168,6 +169,18 @@ def bisect(source_run: Path, text: str, *, quiet: bool = False) -> dict[str, Any
     except ConfigError as error:  # several processes, or rollouts that overlap with updates
         return result | {"notes": [f"the minibatch is not located: {error}"]}
     return result | _locate(condition, repeated)
+
+
+def _failure(source_run: Path) -> list[str]:
+    """Return a note if the run failed: the update in which it did has no row of metrics."""
+    try:
+        last = (source_run / "log.txt").read_text(errors="replace").splitlines()[-1]
+    except (OSError, IndexError):
+        return []
+    _, failed, cause = last.partition(" failed: ")
+    if not failed:
+        return []
+    return [f"the run failed in an update that has no metrics, which is not searched: {cause}"]
 
 
 def _closest(condition: Condition, values: Mapping[int, float]) -> tuple[int, str]:
@@ -228,7 +241,7 @@ def _locate(condition: Condition, repeated: Replay) -> dict[str, Any]:
         "epoch": chosen.epoch + 1,
         "position": number - before + 1,
         "count": len(values),
-        "samples": len(chosen.index),
+        "samples": int((_members(repeated, chosen) & _mask(repeated)).sum()),
         "value": values[number],
     }
     quantities = _quantities(repeated, chosen)
@@ -248,6 +261,12 @@ def _members(repeated: Replay, minibatch: Minibatch) -> Tensor:
     else:
         member.view(-1)[minibatch.index] = True
     return member
+
+
+def _mask(repeated: Replay) -> Tensor:
+    """Return bool [T, N], the samples that are part of the loss."""
+    mask = repeated.rollout["mask"]
+    return mask.flatten(2).any(2) if mask.ndim > 2 else mask
 
 
 def _quantities(repeated: Replay, minibatch: Minibatch | None) -> dict[str, Tensor]:
@@ -297,9 +316,7 @@ def _deviation(reward: Tensor) -> Tensor:
 
 def _top(repeated: Replay, score: Tensor, minibatch: Minibatch | None) -> list[dict[str, Any]]:
     """Return the samples [T, N] with the largest scores; masked samples are left out."""
-    mask = repeated.rollout["mask"]
-    mask = mask.flatten(2).any(2) if mask.ndim > 2 else mask
-    score = torch.where(score.isnan(), math.inf, score).masked_fill(~mask, -math.inf)
+    score = torch.where(score.isnan(), math.inf, score).masked_fill(~_mask(repeated), -math.inf)
     quantities = _quantities(repeated, minibatch)
     ratio = quantities.pop("log_ratio", None)
     if ratio is not None:

@@ -16,6 +16,7 @@ from embodied_ppo.algorithms.ppo_loss import PolicyLoss, take
 from embodied_ppo.analysis import reexecution
 from embodied_ppo.core.errors import ConfigError
 from embodied_ppo.core.types import Batch, Metrics, Trajectory
+from embodied_ppo.modes.base import check_writable, report_write_errors
 from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_directory import replace_text
@@ -109,15 +110,11 @@ class Replay:
             "differences": self.differences,
             "notes": self.notes,
         }
-        try:
+        with report_write_errors(out):
             out.mkdir(parents=True, exist_ok=True)
             torch.save(content, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)
             replace_text(path.with_suffix(".json"), json.dumps(description, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"out={out}: cannot be written ({error.strerror}); name another directory"
-            ) from error
         return path
 
 
@@ -146,6 +143,8 @@ def replay(
             f"update={update}: {source_run} has completed {completed} updates; name one from 1 to"
             f" {completed}"
         )
+    if out is not None:
+        check_writable(out)
     start = reexecution.nearest_start(source_run, update - 1, bar.say)
     recorder = _Recorder(update - 1)
     with tempfile.TemporaryDirectory(prefix="embodied-ppo-replay-") as folder:

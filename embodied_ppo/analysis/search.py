@@ -203,6 +203,8 @@ class Search:
 
     def _read(self) -> dict[str, Any] | None:
         """Return the content of search.json, None if there is none."""
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"--out {self.out}: is a file; name a folder")
         if not self.file.exists():
             if self.out.exists() and any(self.out.iterdir()):
                 raise ConfigError(f"--out {self.out}: is not empty; name another folder")
@@ -430,6 +432,8 @@ def draw(settings: Settings) -> list[list[str]]:
             try:
                 prepare(args, [*settings.lines, *lines])
             except REFUSED as error:
+                if "no such option" in str(error):  # refused with every value
+                    raise
                 refused.append(lines)
                 reason = f"; the last that was refused: {error}"
                 continue

@@ -47,6 +47,7 @@ from embodied_ppo.core.errors import (
 )
 from embodied_ppo.evaluation import report
 from embodied_ppo.modes.base import (
+    check_writable,
     evaluation_options,
     matmul_precision,
     report_write_errors,
@@ -152,6 +153,7 @@ def verify(
     with ExitStack() as stack:
         if os.access(run_dir, os.W_OK):
             stack.enter_context(locked(run_dir, "RUN"))
+        check_writable(folder)
         stack.enter_context(_torch_threads())
         content = _Verification(run_dir, updates, seed, Progress(quiet)).certificate()
         with report_write_errors(folder):

@@ -79,7 +79,7 @@ def whole_number(values: Mapping[str, str], name: str, command: str) -> int:
     if name not in values:
         raise UsageError(f"no {name}; write {PROGRAM} {command} RUN {name}=N")
     if not values[name].isascii() or not values[name].isdigit():
-        raise UsageError(f"{name}={values[name]}: is not a whole number; write {name}=N")
+        raise UsageError(f"{name}={values[name]}: is not a whole number from 0; write {name}=N")
     return int(values[name])
 
 

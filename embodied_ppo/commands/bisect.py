@@ -48,6 +48,8 @@ def print_result(result: Mapping[str, Any]) -> None:
             f"{condition}: never held; the {result['extreme']} {metric} is {value:.6g} at update"
             f" {update}"
         )
+        for note in result["notes"]:
+            print(f"note: {note}")
         return
     print(f"{condition}: first held in update {update}, where it is {value:.6g}")
     if (minibatch := result["minibatch"]) is not None:

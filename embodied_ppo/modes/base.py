@@ -10,10 +10,11 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -540,6 +541,22 @@ def report_write_errors(out: Path) -> Iterator[None]:
         raise ConfigError(
             f"out={out}: cannot be written ({error.strerror}); name another directory"
         ) from error
+
+
+def check_writable(out: Path) -> None:
+    """Raise ConfigError if no file can be written in a folder; nothing is left behind.
+
+    It is called before a computation whose result is written there.
+    """
+    absent = [path for path in (out, *out.parents) if not path.exists()]
+    with report_write_errors(out):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=out).close()
+        finally:
+            for path in absent:
+                with suppress(OSError):
+                    path.rmdir()
 
 
 def write_report(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from run_helpers import run_command
 
 import embodied_ppo as ep
 from embodied_ppo.analysis import bisect
+from embodied_ppo.analysis.replay import Minibatch, Replay
 from embodied_ppo.commands import main
 from embodied_ppo.core.errors import ConfigError
 from embodied_ppo.core.random import env_seeds
@@ -120,3 +123,40 @@ def test_conditions():
 def test_bad_input_is_refused(run_dir, capsys, arguments, message):
     assert main.main(["bisect", *(x.replace("{run}", str(run_dir)) for x in arguments)]) == 2
     assert message.replace("{run}", str(run_dir)) in capsys.readouterr().err
+
+
+def test_minibatch_of_columns_counts_its_samples():
+    """Two columns of 3 steps are 6 samples, of which the mask excludes one."""
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[2, 1] = False
+    rollout = {name: torch.zeros(3, 4) for name in ("reward", "value", "returns", "advantage")}
+    minibatch = Minibatch(0, torch.tensor([1, 3]), {"value_loss": 1.0}, None, None)
+    replay = Replay(Path(), 1, {**rollout, "mask": mask}, [minibatch], "column", {}, [], [])
+    located = bisect._locate(bisect.parse_condition("value/loss > 0"), replay)
+    assert located["minibatch"]["samples"] == 5
+    assert {sample["environment"] for sample in located["samples"]} == {1, 3}
+
+
+def test_failed_update_is_reported(tmp_path, capsys):
+    """The update in which a loss is not finite has no row, so the condition never holds."""
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    (tmp_path / "metrics.jsonl").write_text('{"update": 1, "policy/loss": 0.5}\n')
+    (tmp_path / "log.txt").write_text("2026-11-25 03:40:51 failed: update 2: loss nan\n")
+    assert main.main(["bisect", str(tmp_path), "policy/loss nonfinite"]) == 0
+    out = capsys.readouterr().out
+    assert "never held" in out and "note: the run failed" in out and "update 2: loss nan" in out
+
+
+@pytest.mark.parametrize("value", ["2", 1.5, None, True])
+def test_numbers_of_the_wrong_type_are_refused(tmp_path, value):
+    calls: list[Any] = [
+        lambda: ep.fork(tmp_path, update=value),
+        lambda: ep.replay(tmp_path, update=value),
+        lambda: ep.verify(tmp_path, updates=value),
+        lambda: ep.verify(tmp_path, seed=value),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="is not a whole number"):
+            call()
+    with pytest.raises(ConfigError, match="is not text"):
+        ep.bisect(tmp_path, 3)  # pyright: ignore[reportArgumentType]

@@ -210,3 +210,17 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--out", "{file}"], "is a file; name a folder"),
+        (["--out", "{new}", "nosuch=interval(1,2)"], "error: nosuch = "),
+    ],
+)
+def test_file_and_unknown_option_are_refused(tmp_path, capsys, arguments, message):
+    (tmp_path / "file").write_text("")
+    texts = [x.format(file=tmp_path / "file", new=tmp_path / "new") for x in arguments]
+    assert main.main(["search", "--quiet", "experiment=cartpole", *texts]) == 2
+    assert message in capsys.readouterr().err

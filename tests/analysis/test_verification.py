@@ -414,6 +414,7 @@ def test_deleted_checkpoints(copy, capsys):
         (["{run}", "seed=x"], "seed=x: is not an integer >= 0"),
         (["{run}", "sed=1"], "sed: no such option; did you mean seed?"),
         (["{run}", "out={run}/config.yaml"], "is a file; name a directory"),
+        (["{run}", "out=/proc/x/y"], "out=/proc/x/y: cannot be written"),
     ],
 )
 def test_refusals(trained, arguments, message, capsys):

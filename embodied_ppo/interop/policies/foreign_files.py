@@ -193,6 +193,8 @@ def read_bytes(path: Path, label: str) -> bytes:
     """Return the contents of a file. Raises ConfigError for a directory or a missing file."""
     if path.is_dir():
         raise ConfigError(f"{label}: is a directory; name the file in it")
+    if path.exists() and not path.is_file():  # a pipe or a device has no end
+        raise ConfigError(f"{label}: is a pipe or a device; name a file")
     try:
         return path.read_bytes()
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -286,6 +287,8 @@ def test_damaged_and_missing_files(library: str, tmp_path: Path) -> None:
     refused("copy|save|name", library, file, normalizer)
     refused("is a directory", library, tmp_path, normalizer)
     refused("cannot be read", library, tmp_path / "missing.zip", normalizer)
+    os.mkfifo(tmp_path / "pipe.zip")
+    refused("is a pipe or a device", library, tmp_path / "pipe.zip", normalizer)
 
 
 def test_compressed_archives_are_refused(tmp_path: Path) -> None:
