@@ -798,7 +798,7 @@ class _Session:
             horizon=self.mode.horizon(config),
             save_every=config.save_every,
             eval_every=config.eval_every,
-            max_lag=config.cluster.max_lag,
+            max_lag=1 if config.pipeline else config.cluster.max_lag,
         )
         if section is not None:
             self.schedule = replace(self.schedule, save_every=0, eval_every=0)

@@ -1162,6 +1162,11 @@ class Config:
     from the first update, which waits for the compiler (15 to 60 s the first time, then cached);
     auto: compile in the background and switch over after 8192 optimiser steps (in reasoning never).
     Needs a C++ compiler."""
+    pipeline: bool = option(False, mode="embodied")
+    """Collect rollout k+1 in a second thread while the learner trains on rollout k, on two CPU
+    cores. The policy that acts lags one update behind (rollout/version_lag 1), and what is learned
+    differs from a run without. Needs placement=local and device=cpu. See also
+    algorithm.off_policy_correction."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matrix products while training: highest computes in float32, high in
     tf32 (GPU), medium in bfloat16 (GPU, and CPUs with AMX); see

@@ -63,6 +63,13 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             ),
         ),
         (
+            {"pipeline": True, "placement": "fused"},
+            (
+                "pipeline = true and placement = fused: .. write placement=local, or"
+                " pipeline=false and placement=disaggregated cluster.max_lag=1"
+            ),
+        ),
+        (
             {"algorithm.group_size": 5},
             "env.num_envs = 64 is not a multiple of algorithm.group_size = 5; nearest: 4, 8",
         ),

@@ -483,6 +483,7 @@ PAIRS: dict[str, Pair] = {
         "first compiled update",
         lambda v: embodied.compile_from(run_helpers.tiny_config({"compile": v}), CPU, print),
     ),
+    "pipeline": Pair(False, True, "weights"),
     "matmul_precision": Pair(
         "highest", "medium", "precision of float32 products while training", precision
     ),

@@ -73,6 +73,8 @@ class EmbodiedRules(ModeRules):
             )
         _check_model(optimization_config(config))
         _check_observations(config)
+        if config.pipeline:
+            _check_pipeline(config)
 
     def check_algorithm(self, config: Config) -> None:
         a, comparison = config.algorithm, group_comparison(config)
@@ -161,6 +163,25 @@ def _check_distillation(config: Config) -> None:
         raise PlacementError(
             f"placement = {config.placement}: distill runs in one process; write placement=local,"
             " and place the PPO run that starts from the student (initial_policy)"
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    """Refuse runs that cannot collect in a second thread. Raises ConfigError."""
+    if config.placement != "local" or config.cluster.component_placement:
+        raise ConfigError(
+            f"pipeline = true and placement = {config.placement}: pipeline overlaps collecting and"
+            " learning in one process; write placement=local, or pipeline=false and"
+            " placement=disaggregated cluster.max_lag=1"
+        )
+    if config.teacher is not None:
+        raise ConfigError(
+            "pipeline = true: distill labels each rollout by the teacher while it is collected;"
+            " leave it out"
+        )
+    if config.model.checkpoint is not None:
+        raise ConfigError(
+            "pipeline = true: would keep two copies of the model of model.checkpoint; leave it out"
         )
 
 
