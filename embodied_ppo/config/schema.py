@@ -1075,7 +1075,8 @@ class ClusterConfig:
     label}. {}: the preset of option placement."""
     stages: Small = 1
     """Number of parts into which the environments of a rollout process are divided. While one part
-    simulates, the policy computes the actions of the next."""
+    simulates, in another process or in EnvPool's threads, the policy computes the actions of the
+    next."""
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
     """Number of rollouts that run ahead of the updates; 0: strictly on-policy. More than 0 needs
     separate devices for actor."""

@@ -404,7 +404,8 @@ class Mode(ABC):
         Raises:
             ConfigError, EnvError: An option is refused by what it configures.
         """
-        spec = WorkerSpec(self.roles(request.config), {"rollout": (0, 1)})
+        stages = request.config.cluster.stages
+        spec = WorkerSpec(self.roles(request.config), {"rollout": (0, 1)}, stages=stages)
         worker, facts = self.build_worker(request, spec, None, stack)
         policy, rollout, learner, measure = (
             worker.policy,

@@ -176,8 +176,8 @@ def split_by_action(
 def begin_step(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
     """Pass an action to the simulator and return a function that waits for the step.
 
-    A simulator in another process, which has ``send`` and ``receive``, runs in the meantime. A
-    local one runs in the returned function.
+    A simulator with ``send`` and ``receive`` runs in the meantime, in another process or in threads
+    of its own. Others run in the returned function.
     """
     send = getattr(env, "send", None)
     if send is None:

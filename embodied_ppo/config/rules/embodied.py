@@ -75,6 +75,9 @@ class EmbodiedRules(ModeRules):
         _check_observations(config)
         if config.pipeline:
             _check_pipeline(config)
+        local = config.placement == "local" and not config.cluster.component_placement
+        if config.cluster.stages > 1 and local:
+            _check_stages(config)
 
     def check_algorithm(self, config: Config) -> None:
         a, comparison = config.algorithm, group_comparison(config)
@@ -164,6 +167,22 @@ def _check_distillation(config: Config) -> None:
             f"placement = {config.placement}: distill runs in one process; write placement=local,"
             " and place the PPO run that starts from the student (initial_policy)"
         )
+
+
+def _check_stages(config: Config) -> None:
+    """Refuse environments that cannot be divided in this process. Raises ConfigError."""
+    stages, group_size = config.cluster.stages, config.algorithm.group_size
+    written = f"cluster.stages = {stages}"
+    if config.env.num_envs % (stages * group_size):
+        groups = "" if group_size == 1 else f" x algorithm.group_size = {group_size}"
+        multiples = nearest_multiples(stages * group_size, config.env.num_envs)
+        raise ConfigError(
+            f"env.num_envs = {config.env.num_envs} is not a multiple of {written}{groups}; nearest:"
+            f" {multiples}"
+        )
+    if config.algorithm.group_filter is not None or config.teacher is not None:
+        name = "distill" if config.teacher is not None else "algorithm.group_filter"
+        raise ConfigError(f"{written}: {name} needs all environments in one stage; leave it out")
 
 
 def _check_pipeline(config: Config) -> None:

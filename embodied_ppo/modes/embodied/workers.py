@@ -63,6 +63,11 @@ def build_worker(
                 env = _simulators(request, spec, "train", own_seeds)
             envs.append(env)
             stack.callback(env.close)
+    if len(envs) > 1 and not hasattr(envs[0], "send"):
+        request.notice(
+            f"cluster.stages={spec.stages}: no overlap, {config.env.id} simulates in the thread of"
+            " the policy"
+        )
     if envs:
         spaces = describe_env(envs[0])
     else:
