@@ -1158,6 +1158,10 @@ class Config:
     """Device of policy and learner: auto, cpu, cuda, cuda:N."""
     threads: Threads = 1
     """Number of threads of one tensor operation; 0: torch's default."""
+    learner_threads: Small = option(1, mode="embodied")
+    """Number of threads that compute the gradient of a compiled minibatch on a CPU, each of an
+    equal part of its rows. Their sum has a fixed order, so that runs repeat bit for bit. Useful
+    where a minibatch takes more than about a millisecond: wide networks, large minibatches."""
     compile: Literal["auto", "always", "never"] = "auto"
     """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always:
     from the first update, which waits for the compiler (15 to 60 s the first time, then cached);
@@ -1165,9 +1169,8 @@ class Config:
     Needs a C++ compiler."""
     pipeline: bool = option(False, mode="embodied")
     """Collect rollout k+1 in a second thread while the learner trains on rollout k, on two CPU
-    cores. The policy that acts lags one update behind (rollout/version_lag 1), and what is learned
-    differs from a run without. Needs placement=local and device=cpu. See also
-    algorithm.off_policy_correction."""
+    cores. The policy that acts lags one update behind (rollout/version_lag 1), which
+    algorithm.off_policy_correction=token corrects. Needs placement=local and a CPU."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matrix products while training: highest computes in float32, high in
     tf32 (GPU), medium in bfloat16 (GPU, and CPUs with AMX); see

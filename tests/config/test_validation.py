@@ -70,6 +70,25 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             ),
         ),
         (
+            {"pipeline": True},
+            "algorithm.off_policy_correction = null: .. write algorithm.off_policy_correction=token",
+        ),
+        (
+            {"learner_threads": 3},
+            (
+                "algorithm.global_batch_size = 256 is not a multiple of learner_threads = 3;"
+                " nearest: 255, 258"
+            ),
+        ),
+        (
+            {"learner_threads": 2, "compile": "never"},
+            "learner_threads = 2 and compile = never: .. write learner_threads=1 or compile=auto",
+        ),
+        (
+            {"cluster.stages": 3},
+            "env.num_envs = 64 is not a multiple of cluster.stages = 3; nearest: 63, 66",
+        ),
+        (
             {"algorithm.group_size": 5},
             "env.num_envs = 64 is not a multiple of algorithm.group_size = 5; nearest: 4, 8",
         ),

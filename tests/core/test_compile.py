@@ -362,6 +362,26 @@ def test_compiled_updates_equal_eager_updates(discrete: bool) -> None:
     assert steps == [24.0, 32.0]
 
 
+@pytest.mark.slow
+def test_gradients_of_two_threads_equal_those_of_one() -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "max_grad_norm": 0.1}
+    eager = make(options)
+    threaded = [
+        make(options, compile_schedule=compile.CompileSchedule(1), threads=2) for _ in range(2)
+    ]
+    for update in range(3):
+        t = experience(eager, seed=update, noise=0.2)
+        one, *others = (numbers(learner.update(t, update=update)) for learner in (eager, *threaded))
+        assert others[0] == others[1]
+        for tag, value in one.items():
+            assert others[0][tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
+    for name, x in weights(eager).items():
+        torch.testing.assert_close(weights(threaded[0])[name], x, rtol=1e-5, atol=1e-5)
+        assert torch.equal(weights(threaded[0])[name], weights(threaded[1])[name])
+    for learner in threaded:
+        learner.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("discrete", [False, True])
 def test_cuda_graph_updates_equal_eager_updates(discrete: bool) -> None:

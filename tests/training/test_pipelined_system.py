@@ -22,6 +22,7 @@ TINY = {
     "env.id": "InvertedPendulum-v4",
     "updates": 6,
     "pipeline": True,
+    "algorithm.off_policy_correction": "token",
     "algorithm.reward_norm": "running",
     "evaluation.episodes": 4,
     "evaluation.num_envs": 4,
@@ -121,6 +122,7 @@ def test_chunks_and_images(tmp_path: Path) -> None:
         "model.bins": 8,
         "updates": 3,
         "pipeline": True,
+        "algorithm.off_policy_correction": "token",
     }
     c = tiny_config(options)
     run.train(replace(c, run_dir=str(tmp_path / "whole")), quiet=True)

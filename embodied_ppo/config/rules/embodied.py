@@ -75,6 +75,7 @@ class EmbodiedRules(ModeRules):
         _check_observations(config)
         if config.pipeline:
             _check_pipeline(config)
+        _check_learner_threads(config)
         local = config.placement == "local" and not config.cluster.component_placement
         if config.cluster.stages > 1 and local:
             _check_stages(config)
@@ -169,6 +170,24 @@ def _check_distillation(config: Config) -> None:
         )
 
 
+def _check_learner_threads(config: Config) -> None:
+    """Refuse minibatches that cannot be divided among the threads. Raises ConfigError."""
+    a, threads = optimization_config(config).algorithm, config.learner_threads
+    if threads > 1 and config.compile == "never":
+        raise ConfigError(
+            f"learner_threads = {threads} and compile = never: only compiled minibatches are divided"
+            " among threads; write learner_threads=1 or compile=auto"
+        )
+    unit = threads * (a.horizon if a.minibatch_unit == "column" else 1)
+    if a.global_batch_size % unit:
+        columns = "" if unit == threads else f" x algorithm.horizon = {a.horizon}"
+        raise ConfigError(
+            f"algorithm.global_batch_size = {a.global_batch_size} is not a multiple of"
+            f" learner_threads = {threads}{columns}; nearest:"
+            f" {nearest_multiples(unit, a.global_batch_size)}"
+        )
+
+
 def _check_stages(config: Config) -> None:
     """Refuse environments that cannot be divided in this process. Raises ConfigError."""
     stages, group_size = config.cluster.stages, config.algorithm.group_size
@@ -197,6 +216,12 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError(
             "pipeline = true: distill labels each rollout by the teacher while it is collected;"
             " leave it out"
+        )
+    if config.algorithm.off_policy_correction is None:
+        raise ConfigError(
+            "pipeline = true and algorithm.off_policy_correction = null: rollouts are one update"
+            " old, and without weights for that the policy learns much less; write"
+            " algorithm.off_policy_correction=token"
         )
     if config.model.checkpoint is not None:
         raise ConfigError(
