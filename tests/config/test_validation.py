@@ -71,7 +71,7 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
         ),
         (
             {"pipeline": True},
-            "algorithm.off_policy_correction = null: .. write algorithm.off_policy_correction=token",
+            "off_policy_correction = null: .. write algorithm.off_policy_correction=token",
         ),
         (
             {"learner_threads": 3},

@@ -175,8 +175,8 @@ def _check_learner_threads(config: Config) -> None:
     a, threads = optimization_config(config).algorithm, config.learner_threads
     if threads > 1 and config.compile == "never":
         raise ConfigError(
-            f"learner_threads = {threads} and compile = never: only compiled minibatches are divided"
-            " among threads; write learner_threads=1 or compile=auto"
+            f"learner_threads = {threads} and compile = never: only compiled minibatches are"
+            " divided among threads; write learner_threads=1 or compile=auto"
         )
     unit = threads * (a.horizon if a.minibatch_unit == "column" else 1)
     if a.global_batch_size % unit:
