@@ -81,6 +81,17 @@ def test_run_without_pipeline_continues_one_with(tmp_path: Path) -> None:
     assert "1 rollout of the checkpoint is not trained on" in log
 
 
+def test_stages_of_one_process_equal_a_single_one(tmp_path: Path) -> None:
+    """The noise of an environment does not depend on the stages, and EnvPool steps both at once."""
+    for stages in (1, 2):
+        c = config(tmp_path / f"{stages}", updates=2, pipeline=False)
+        run.train(replace(c, cluster=replace(c.cluster, stages=stages)), quiet=True)
+    one, two = (rows(tmp_path / f"{stages}") for stages in (1, 2))
+    assert two[0]["rollout/episodes"] == one[0]["rollout/episodes"]
+    assert two[0]["policy/loss"] == pytest.approx(one[0]["policy/loss"], rel=1e-4, abs=1e-6)
+    assert "no overlap" not in (tmp_path / "2" / "log.txt").read_text()
+
+
 def test_learner_and_rollout_run_in_different_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
