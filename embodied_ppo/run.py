@@ -819,7 +819,9 @@ class _Session:
         system, log, first = self.run.system, self.run.log, self.run.first
         if first and system.saved is None:  # resumed from the checkpoint of another run
             system.save(first)
-        if first == 0 and self.section is None:
+        # A run that stops early is one of several trials. Its first evaluation would take more time
+        # than a short training.
+        if first == 0 and self.section is None and self.schedule.stop_after is None:
             with self.timer("evaluate"):
                 metrics = system.evaluate(0)
             log.metrics(metrics, update=0, steps=0)

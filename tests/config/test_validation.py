@@ -74,6 +74,14 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             "off_policy_correction = null: .. write algorithm.off_policy_correction=token",
         ),
         (
+            {
+                "pipeline": True,
+                "algorithm.off_policy_correction": "token",
+                "env.cameras": ["front"],
+            },
+            "pipeline = true and env.cameras = [front]: .. write pipeline=false",
+        ),
+        (
             {"learner_threads": 3},
             (
                 "algorithm.global_batch_size = 256 is not a multiple of learner_threads = 3;"

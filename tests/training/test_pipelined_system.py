@@ -121,21 +121,8 @@ def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run.train(config(tmp_path / "run"), quiet=True)
 
 
-def test_chunks_and_images(tmp_path: Path) -> None:
-    options = {
-        "env.id": "toy_envs:Balance",
-        "env.num_threads": 1,
-        "env.cameras": ["eye"],
-        "env.image_size": 40,
-        "env.action_chunk": 2,
-        "model.policy": "token",
-        "model.width": 16,
-        "model.bins": 8,
-        "updates": 3,
-        "pipeline": True,
-        "algorithm.off_policy_correction": "token",
-    }
-    c = tiny_config(options)
+def test_chunks(tmp_path: Path) -> None:
+    c = tiny_config({**TINY, "env.action_chunk": 2, "updates": 3})
     run.train(replace(c, run_dir=str(tmp_path / "whole")), quiet=True)
     parts = replace(c, run_dir=str(tmp_path / "parts"))
     run.train(parts, quiet=True, stop_after=2)

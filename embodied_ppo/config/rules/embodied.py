@@ -223,6 +223,11 @@ def _check_pipeline(config: Config) -> None:
             " old, and without weights for that the policy learns much less; write"
             " algorithm.off_policy_correction=token"
         )
+    if config.env.cameras:
+        raise ConfigError(
+            f"pipeline = true and env.cameras = [{','.join(config.env.cameras)}]: images can be"
+            " rendered only in the thread that created the simulators; write pipeline=false"
+        )
     if config.model.checkpoint is not None:
         raise ConfigError(
             "pipeline = true: would keep two copies of the model of model.checkpoint; leave it out"
