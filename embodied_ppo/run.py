@@ -798,7 +798,7 @@ class _Session:
             horizon=self.mode.horizon(config),
             save_every=config.save_every,
             eval_every=config.eval_every,
-            max_lag=config.cluster.max_lag,
+            max_lag=1 if config.pipeline else config.cluster.max_lag,
         )
         if section is not None:
             self.schedule = replace(self.schedule, save_every=0, eval_every=0)
@@ -819,7 +819,9 @@ class _Session:
         system, log, first = self.run.system, self.run.log, self.run.first
         if first and system.saved is None:  # resumed from the checkpoint of another run
             system.save(first)
-        if first == 0 and self.section is None:
+        # A run that stops early is one of several trials. Its first evaluation would take more time
+        # than a short training.
+        if first == 0 and self.section is None and self.schedule.stop_after is None:
             with self.timer("evaluate"):
                 metrics = system.evaluate(0)
             log.metrics(metrics, update=0, steps=0)

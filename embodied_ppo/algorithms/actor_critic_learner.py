@@ -34,6 +34,7 @@ def actor_critic_learner(
     updates: int,
     seed: int,
     compile_schedule: compile.CompileSchedule | None = None,
+    threads: int = 1,
     dump_dir: Path | None = None,
     notice: Callable[[str], None] = lambda text: None,
     auxiliary_loss: Callable[[torch.Generator], Tensor] | None = None,
@@ -45,7 +46,7 @@ def actor_critic_learner(
         policy: A policy that is an ``nn.Module``.
         config: Options of the algorithm.
         num_envs: Environments of all ranks.
-        updates, seed, compile_schedule, dump_dir, ranks: As for ``MinibatchOptimizer``.
+        updates, seed, compile_schedule, threads, dump_dir, ranks: As for ``MinibatchOptimizer``.
         notice: Called with messages for the user.
         auxiliary_loss: Behaviour cloning loss, see ``behavior_cloning.AuxiliaryCloningLoss``.
 
@@ -67,6 +68,7 @@ def actor_critic_learner(
         seed=seed,
         auxiliary_loss=auxiliary_loss,
         compile_schedule=compile_schedule,
+        threads=threads,
         dump_dir=dump_dir,
         ranks=ranks,
     )

@@ -182,7 +182,8 @@ class Learner:
         config = optimizer.config
         self.actor, self.critic, self.optimizer = actor, critic, optimizer
         self.config, self.notice = config, notice
-        self.cpu_s = {"advantages": 0.0, "update": 0.0}
+        self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds since the start
+        self.cpu_clock = time.process_time  # measures them
         self.returns = advantages.ReturnScaler(columns).to(device)
         self.kl = kl.controller(**vars(config.kl_ctrl))
         self.entropy = losses.EntropyController(config.entropy_bonus, config.entropy_target)
@@ -217,12 +218,12 @@ class Learner:
         """
         c, model = self.config, self._critic_model
         warmup, value_head = update < c.critic_warmup, isinstance(self.critic, ValueHead)
-        start = time.process_time()
+        start = self.cpu_clock()
         self.actor.reshard()
         batch, metrics = self._prepare(trajectory)
         if trajectory.kept:  # freed with the batch; the caller may hold the trajectory for longer
             trajectory.kept.clear()
-        prepared = time.process_time()
+        prepared = self.cpu_clock()
         actor = critic = NO_STATS
         if model is not None:  # it may learn at the same time as the actor
             model.begin(batch.inputs, batch.mask, batch.value, batch.returns, update)
@@ -235,7 +236,7 @@ class Learner:
             if model is not None:
                 critic = model.end()
         self.cpu_s["advantages"] += prepared - start
-        self.cpu_s["update"] += time.process_time() - prepared
+        self.cpu_s["update"] += self.cpu_clock() - prepared
         metrics |= self._summary(actor, critic)
         if not warmup and actor.sums["steps"]:
             self._adapt(metrics, actor.sums)

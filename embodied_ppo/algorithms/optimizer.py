@@ -6,9 +6,11 @@ models. Minibatches run eagerly or as compiled code.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 from embodied_ppo.algorithms import losses
 from embodied_ppo.algorithms.ppo_loss import (
     SETTINGS,
+    GradientPart,
+    GradientSum,
     Loss,
     MinibatchStep,
     adamw_settings,
@@ -192,6 +196,7 @@ class MinibatchOptimizer:
         buffers: Sequence[str] = (),
         auxiliary_loss: Callable[[torch.Generator], Tensor] | None = None,
         compile_schedule: compile.CompileSchedule | None = None,
+        threads: int = 1,
         dump_dir: Path | None = None,
         ranks: Ranks | None = None,
         section: str = "algorithm",
@@ -209,6 +214,8 @@ class MinibatchOptimizer:
             auxiliary_loss: Loss of samples that it draws, added to each eager minibatch of the
                 actor.
             compile_schedule: When minibatches run as compiled code. None: never.
+            threads: Number of threads that compute the gradients of a compiled minibatch, each of
+                an equal part of its rows.
             dump_dir: Folder for the batch of a non-finite loss or gradient. None: it is not
                 written.
             ranks: Ranks that learn together, each from its own columns. A minibatch consists of
@@ -218,7 +225,13 @@ class MinibatchOptimizer:
         self.section = section
         self.loss, self.config, self.cutter, self.buffers = loss, config, cutter, list(buffers)
         self.model: nn.Module = loss.model  # pyright: ignore[reportAttributeAccessIssue]
-        self.compile_schedule = compile_schedule or compile.CompileSchedule(None)
+        self.compile_schedule = schedule = compile_schedule or compile.CompileSchedule(None)
+        self.threads = threads
+        self._gradient_schedule = compile.CompileSchedule(
+            schedule.first_update, required=schedule.required, notice=schedule.notice
+        )
+        """Schedule of ``GradientPart``, with several threads."""
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "learner")
         self.ranks = ranks or Ranks()
         self.updates, self.seed, self.dump_dir = updates, seed, dump_dir
         self.actor, self.critic = groups["actor"], groups["critic"]
@@ -270,9 +283,9 @@ class MinibatchOptimizer:
         # configurations.
         self._auxiliary_generator.manual_seed(self._key(update, "beside"))
         self.auxiliary_losses.clear()
-        function = self._compiled(batch, update, critic_only=critic_only)
+        functions = self._compiled(batch, update, critic_only=critic_only)
         compiled_step = (
-            None if function is None else self._compiled_step(function, batch, entropy_coef)
+            None if functions is None else self._compiled_step(functions, batch, entropy_coef)
         )
         statistics: list[Tensor] = []  # of each minibatch; on the device until the last one is done
         observer, epochs = self.observer, 0
@@ -316,7 +329,7 @@ class MinibatchOptimizer:
                 if kl_sum / max(1.0, count) > c.target_kl_stop:
                     break
         sums, ratio_max = self._sums(statistics, f"update {update}")
-        if function is not None:
+        if functions is not None:
             for count in adam_state(self.adamw).steps:
                 count += sums["steps"]
         return OptimizationStats(sums, ratio_max, epochs)
@@ -424,25 +437,59 @@ class MinibatchOptimizer:
         return [index for index, count in zip(order.split(size), counts, strict=True) if count]
 
     # ------------------------------------------------------------------------------------- one step
-    def _compiled(self, batch: Batch, update: int, *, critic_only: bool) -> compile.Function | None:
-        """Return the compiled minibatch, None before it is due; set the names of statistics."""
-        program = MinibatchStep(
-            self.loss, self.names["actor"], self.names["critic"], batch, self.buffers
-        )
-        self.statistics = program.statistics()
+    def _compiled(
+        self, batch: Batch, update: int, *, critic_only: bool
+    ) -> list[compile.Function] | None:
+        """Return the compiled functions of a minibatch, None before they are due.
 
-        def example() -> compile.Example:
-            size = self.cutter.minibatch_size(batch, self.ranks.world)
-            state, device = adam_state(self.adamw), batch.mask.device
-            settings, index = (
-                torch.zeros(len(SETTINGS), device=device),
-                torch.arange(size, device=device),
+        Also set the names of statistics. The functions are ``MinibatchStep``; with several threads
+        ``GradientSum`` and ``GradientPart``.
+        """
+        arguments = self.loss, self.names["actor"], self.names["critic"], batch, self.buffers
+        self.statistics = MinibatchStep(*arguments).statistics()
+        state, device = adam_state(self.adamw), batch.mask.device
+        size = self.cutter.minibatch_size(batch, self.ranks.world)
+        moments = [*state.parameters, *state.first, *state.second]
+
+        def settings() -> Tensor:
+            return torch.zeros(len(SETTINGS), device=device)
+
+        def index(length: int) -> Tensor:
+            return torch.arange(length, device=device)
+
+        def step() -> compile.Example:
+            return compile.Example(
+                MinibatchStep(*arguments),
+                moments,
+                [settings(), index(size), *self._constants(batch)],
             )
-            tensors = [*state.parameters, *state.first, *state.second]
-            return compile.Example(program, tensors, [settings, index, *self._constants(batch)])
 
-        function = self.compile_schedule.get(update, example)
-        return None if critic_only else function
+        def gradient() -> compile.Example:
+            return compile.Example(
+                GradientPart(*arguments),
+                state.parameters,
+                [
+                    *(settings(), index(size), index(size // self.threads)),
+                    *self._constants(batch),
+                ],
+            )
+
+        def gradient_sum() -> compile.Example:
+            row = torch.zeros(len(statistic_names(batch)), device=device)
+            parts = [torch.zeros_like(x) for x in state.parameters] + [row]
+            return compile.Example(
+                GradientSum(*arguments), moments, [settings(), *parts * self.threads]
+            )
+
+        if self.threads == 1:
+            functions = [self.compile_schedule.get(update, step)]
+        else:
+            functions = [
+                self.compile_schedule.get(update, gradient_sum),
+                self._gradient_schedule.get(update, gradient),
+            ]
+        compiled = [function for function in functions if function is not None]
+        return None if critic_only or len(compiled) < len(functions) else compiled
 
     def _constants(self, batch: Batch) -> list[Tensor]:
         """Return the arguments that are the same in all minibatches of an update."""
@@ -452,7 +499,7 @@ class MinibatchOptimizer:
         ]
 
     def _compiled_step(
-        self, function: compile.Function, batch: Batch, entropy_coef: float
+        self, functions: Sequence[compile.Function], batch: Batch, entropy_coef: float
     ) -> Callable[[Tensor, str], Tensor]:
         """Return the step of one minibatch as compiled code: (indices, location) -> statistics."""
         c, state = self.config, adam_state(self.adamw)
@@ -470,8 +517,18 @@ class MinibatchOptimizer:
         rows, constants = iter(settings.to(batch.mask.device).unbind()), self._constants(batch)
         tensors = [*state.parameters, *state.first, *state.second]
 
+        def part(settings: Tensor, index: Tensor, rows: Tensor) -> list[Tensor]:
+            return functions[1]([*state.parameters, settings, index, rows, *constants])
+
         def step(index: Tensor, location: str) -> Tensor:
-            (stats,) = function([*tensors, next(rows), index, *constants])
+            settings = next(rows)
+            if self.threads == 1:
+                (stats,) = functions[0]([*tensors, settings, index, *constants])
+            else:
+                own, *others = index.chunk(self.threads)
+                running = [self._pool.submit(part, settings, index, other) for other in others]
+                results = [part(settings, index, own), *(future.result() for future in running)]
+                (stats,) = functions[0]([*tensors, settings, *itertools.chain(*results)])
             # Reading the value would make a CUDA graph wait; ``_sums`` checks it after the epochs.
             if not self.compile_schedule.captures and not math.isfinite(stats[-1].item()):
                 named = dict(zip(self.statistics, stats.tolist(), strict=True))
@@ -547,6 +604,8 @@ class MinibatchOptimizer:
     def close(self) -> None:
         """Stop a compilation in progress."""
         self.compile_schedule.close()
+        self._gradient_schedule.close()
+        self._pool.shutdown()
 
 
 @dataclass(frozen=True)

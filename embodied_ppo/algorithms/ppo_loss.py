@@ -9,8 +9,9 @@ T steps or response tokens, B samples (or columns) of a minibatch, L tokens of a
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -432,50 +433,125 @@ class MinibatchStep:
         """
         return (*statistic_names(self.batch), "actor_norm", "critic_norm", "finite")
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    def __call__(self, *tensors: Tensor) -> Any:
         """Take one step and return its statistics, float32 [K].
 
         Args:
             tensors: parameters, first moments, second moments, settings [7], index [B], buffers,
                 leaves of the rollout.
         """
-        c, n = self.loss.config, len(self.names)
-        params, first, second = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n]
+        n = len(self.names)
         settings, index, *others = tensors[3 * n :]
+        grads, stats = self._gradients(tensors[:n], settings, index, index, others)
+        return self._apply(tensors[: 3 * n], settings, grads, stats)
+
+    def _gradients(
+        self,
+        params: Sequence[Tensor],
+        settings: Tensor,
+        index: Tensor,
+        rows: Tensor,
+        others: Sequence[Tensor],
+    ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        """Return the gradients and statistics of some rows of a minibatch.
+
+        Args:
+            params: the parameters.
+            settings: row of ``SETTINGS``.
+            index: rows (columns) of the whole minibatch, whose counts divide the loss.
+            rows: those of them whose gradient is returned.
+            others: buffers and leaves of the rollout.
+        """
+        c = self.loss.config
         buffers, leaves = others[: len(self.buffers)], iter(others[len(self.buffers) :])
         s = dict(zip(SETTINGS, settings.unbind(), strict=True))
         batch: Batch = tree.map(lambda _: next(leaves), self.batch)
-        part = take(batch, index, c.minibatch_unit)
+        mask = batch.mask.index_select(1 if c.minibatch_unit == "column" else 0, index)
         live = [p.detach().requires_grad_() for p in params]
-        denominator, rows = (
-            losses.denominator(part.mask, aggregation=c.loss_agg_func),
-            losses.denominator(part.mask),
-        )
         loss, stats = torch.func.functional_call(
             self.loss,
             dict(zip([*self.names, *self.buffers], [*live, *buffers], strict=True)),
-            (part, denominator, rows),
+            (
+                take(batch, rows, c.minibatch_unit),
+                losses.denominator(mask, aggregation=c.loss_agg_func),
+                losses.denominator(mask),
+            ),
             {"entropy_coef": s["entropy_coef"]},
         )
-        grads = torch.autograd.grad(loss, live)
-        with torch.no_grad():
-            squares = [g.square().sum() for g in grads]
-            groups = (squares[: self.actors], squares[self.actors :])
-            actor, critic = (
-                torch.stack(x).sum().sqrt() if x else torch.zeros_like(loss) for x in groups
-            )
-            norm = torch.hypot(actor, critic)
-            finite = norm + loss
-            # A step with a gradient of 0 would still move the weights, by AdamW's momentum.
-            valid = torch.isfinite(finite) & (rows > 0)
-            scale = (
-                1.0 if c.max_grad_norm is None else (c.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            )
-            for i, (p, m, v, grad) in enumerate(zip(params, first, second, grads, strict=True)):
-                role = "actor" if i < self.actors else "critic"
-                step, inv, decay = (s[f"{role}_{name}"] for name in ("step", "inv", "decay"))
-                new = adamw_step(p, m, v, grad * scale, c, step=step, inv=inv, decay=decay)
-                for old, x in zip((p, m, v), new, strict=True):
-                    old.copy_(torch.where(valid, x, old))
-        stats |= {"actor_norm": actor, "critic_norm": critic, "finite": finite}
+        return torch.autograd.grad(loss, live), stats
+
+    @torch.no_grad()
+    def _apply(
+        self,
+        state: Sequence[Tensor],
+        settings: Tensor,
+        grads: Sequence[Tensor],
+        stats: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Clip the gradients, take a step of AdamW and return statistics [K].
+
+        Args:
+            state: parameters, first moments and second moments, which change.
+            settings: row of ``SETTINGS``.
+            grads: gradients of the parameters.
+            stats: statistics of the loss.
+        """
+        c, n = self.loss.config, len(self.names)
+        params, first, second = state[:n], state[n : 2 * n], state[2 * n :]
+        s = dict(zip(SETTINGS, settings.unbind(), strict=True))
+        squares = [g.square().sum() for g in grads]
+        groups = (squares[: self.actors], squares[self.actors :])
+        actor, critic = (
+            torch.stack(x).sum().sqrt() if x else torch.zeros_like(stats["loss"]) for x in groups
+        )
+        norm = torch.hypot(actor, critic)
+        finite = norm + stats["loss"]
+        # A step with a gradient of 0 would still move the weights, by AdamW's momentum.
+        valid = torch.isfinite(finite) & (stats["rows"] > 0)
+        scale = 1.0 if c.max_grad_norm is None else (c.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for i, (p, m, v, grad) in enumerate(zip(params, first, second, grads, strict=True)):
+            role = "actor" if i < self.actors else "critic"
+            step, inv, decay = (s[f"{role}_{name}"] for name in ("step", "inv", "decay"))
+            new = adamw_step(p, m, v, grad * scale, c, step=step, inv=inv, decay=decay)
+            for old, x in zip((p, m, v), new, strict=True):
+                old.copy_(torch.where(valid, x, old))
+        stats = {**stats, "actor_norm": actor, "critic_norm": critic, "finite": finite}
         return torch.stack([stats[name].float() for name in self.statistics()])
+
+
+class GradientPart(MinibatchStep):
+    """Gradients of a part of a minibatch, so that several threads can compute one minibatch."""
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Return the gradients, and statistics of the loss, float32 [K - 3].
+
+        Args:
+            tensors: parameters, settings [7], index of the minibatch [B], index of the part [B/P],
+                buffers, leaves of the rollout.
+        """
+        n = len(self.names)
+        settings, index, rows, *others = tensors[n:]
+        grads, stats = self._gradients(tensors[:n], settings, index, rows, others)
+        row = torch.stack([stats[name].detach().float() for name in statistic_names(self.batch)])
+        return [*grads, row]
+
+
+class GradientSum(MinibatchStep):
+    """The step of AdamW of a minibatch whose gradients were computed in parts."""
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Take one step and return its statistics, float32 [K].
+
+        Args:
+            tensors: parameters, first moments, second moments, settings [7], and the results of
+                ``GradientPart`` of each part.
+        """
+        n = len(self.names)
+        settings, *results = tensors[3 * n :]
+        parts = [results[i : i + n + 1] for i in range(0, len(results), n + 1)]
+        # In the order of the parts.
+        sums = [functools.reduce(torch.add, x) for x in zip(*parts, strict=True)]
+        names = statistic_names(self.batch)
+        stats = dict(zip(names, sums[n].unbind(), strict=True))
+        largest = torch.stack([part[n][names.index("ratio_max")] for part in parts]).amax()
+        return self._apply(tensors[: 3 * n], settings, sums[:n], stats | {"ratio_max": largest})

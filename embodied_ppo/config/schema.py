@@ -1075,7 +1075,8 @@ class ClusterConfig:
     label}. {}: the preset of option placement."""
     stages: Small = 1
     """Number of parts into which the environments of a rollout process are divided. While one part
-    simulates, the policy computes the actions of the next."""
+    simulates, in another process or in EnvPool's threads, the policy computes the actions of the
+    next."""
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
     """Number of rollouts that run ahead of the updates; 0: strictly on-policy. More than 0 needs
     separate devices for actor."""
@@ -1157,11 +1158,19 @@ class Config:
     """Device of policy and learner: auto, cpu, cuda, cuda:N."""
     threads: Threads = 1
     """Number of threads of one tensor operation; 0: torch's default."""
+    learner_threads: Small = option(1, mode="embodied")
+    """Number of threads that compute the gradient of a compiled minibatch on a CPU, each of an
+    equal part of its rows. Their sum has a fixed order, so that runs repeat bit for bit. Useful
+    where a minibatch takes more than about a millisecond: wide networks, large minibatches."""
     compile: Literal["auto", "always", "never"] = "auto"
     """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always:
     from the first update, which waits for the compiler (15 to 60 s the first time, then cached);
     auto: compile in the background and switch over after 8192 optimiser steps (in reasoning never).
     Needs a C++ compiler."""
+    pipeline: bool = option(False, mode="embodied")
+    """Collect rollout k+1 in a second thread while the learner trains on rollout k, on two CPU
+    cores. The policy that acts lags one update behind (rollout/version_lag 1), which
+    algorithm.off_policy_correction=token corrects. Needs placement=local and a CPU."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Precision of float32 matrix products while training: highest computes in float32, high in
     tf32 (GPU), medium in bfloat16 (GPU, and CPUs with AMX); see

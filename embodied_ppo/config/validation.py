@@ -194,7 +194,7 @@ def _check_placement(config: Config) -> None:
         default = ClusterConfig()
         for field in dataclasses.fields(cluster):
             value = getattr(cluster, field.name)
-            if value != getattr(default, field.name):
+            if field.name != "stages" and value != getattr(default, field.name):
                 raise PlacementError(
                     f"cluster.{field.name} = {show(value)}: is not read with placement=local, which"
                     f" runs one process; choose a placement ({', '.join(placement.PRESETS)}), or"

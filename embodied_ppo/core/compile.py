@@ -6,6 +6,7 @@ The compiled libraries are cached on disk. On a GPU a function becomes a CUDA gr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,10 +178,72 @@ def _remove_leftovers(*patterns: tuple[Path, str]) -> None:
                     path.unlink()
 
 
+_AOTI: Any = vars(torch._C)["_aoti"]
+_address = ctypes.pythonapi.PyCapsule_GetPointer
+_address.restype, _address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
 def _load(path: Path) -> Function:
-    """Load a library."""
-    # The public aoti_load_package imports all of inductor first: 2.5 s instead of 10 ms.
-    return vars(torch._C)["_aoti"].AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+    """Load a package of torch's compiler, and return its function.
+
+    The function does not hold Python's global interpreter lock while it runs, so that other threads
+    can run. torch's own loader holds it. Only that loader can call operations without a C
+    interface, so it is used if there are any.
+
+    Raises:
+        RuntimeError: The file is no such package, or a call of the function fails.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if "/aotinductor/" in name]
+            if any(name.endswith(".json") and "metadata" not in name for name in names):
+                # The public aoti_load_package imports all of inductor first: 2.5 s, not 10 ms.
+                return _AOTI.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+            (library,) = (archive.read(name) for name in names if name.endswith(".so"))
+        # A file with a new name for each library: the C library would return an earlier library
+        # that was loaded from a path of the same name.
+        with tempfile.NamedTemporaryFile(suffix=".so") as file:
+            file.write(library)
+            file.flush()
+            functions = ctypes.CDLL(file.name)
+        return _Functions(path, functions).call
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise RuntimeError(f"{path}: is no package of compiled code ({error})") from error
+
+
+class _Functions:
+    """The C functions of a library, see torch's inductor/aoti_runtime/interface.h."""
+
+    def __init__(self, path: Path, functions: ctypes.CDLL) -> None:
+        """Create the compiled model. Raises RuntimeError if that fails."""
+        self.path = path
+        self._run = functions.AOTInductorModelContainerRun
+        self._container, outputs = ctypes.c_void_p(), ctypes.c_size_t()
+        # Arguments: result, number of copies of the model, device, folder of GPU code.
+        if functions.AOTInductorModelContainerCreateWithDevice(
+            ctypes.byref(self._container), ctypes.c_size_t(1), b"cpu", None
+        ) or functions.AOTInductorModelContainerGetNumOutputs(
+            self._container, ctypes.byref(outputs)
+        ):
+            raise RuntimeError(f"{path}: the compiled code cannot be initialised")
+        self._results = ctypes.c_void_p * outputs.value
+
+    def call(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the results of the program. Raises RuntimeError if it fails."""
+        # The library frees the handles of the arguments, and torch those of the results.
+        handles = [_address(x, None) for x in _AOTI.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+        arguments, results = (ctypes.c_void_p * len(handles))(*handles), self._results()
+        counts = ctypes.c_size_t(len(handles)), ctypes.c_size_t(len(results))
+        # The last arguments are the CUDA stream and the executor of operations without a C
+        # interface.
+        if self._run(self._container, arguments, counts[0], results, counts[1], None, None):
+            raise RuntimeError(f"{self.path}: the compiled code failed; stderr has its message")
+        return [
+            _AOTI.alloc_tensor_by_stealing_from_void_ptr(_capsule(x, None, None)) for x in results
+        ]
 
 
 class Library:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import nn
 
+from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config import loader, placement, validation
 from embodied_ppo.config.schema import (
     AlgorithmConfig,
@@ -35,8 +37,10 @@ from embodied_ppo.placement import cost_model
 from embodied_ppo.placement.channels import Exchange
 from embodied_ppo.placement.offload import Residency
 from embodied_ppo.placement.worker import Worker, WorkerSpec
+from embodied_ppo.rollout.simulation import Rollout, Staged
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.local_system import LocalSystem
+from embodied_ppo.training.pipelined_system import PipelinedSystem
 from embodied_ppo.training.run_directory import versions
 from embodied_ppo.training.system import Records, RunSystem
 
@@ -239,11 +243,16 @@ class Mode(ABC):
         """Return where the roles run; None: all in this process.
 
         Raises:
-            ConfigError: compile=always is impossible in this placement.
+            ConfigError: compile=always or pipeline=true is impossible in this placement.
             PlacementError: The placement is not valid for these options.
         """
         c = config.cluster
         if config.placement == "local" and not c.component_placement:
+            if config.pipeline and device.type != "cpu":
+                raise ConfigError(
+                    f"pipeline = true and device = {device}: overlaps two threads of one CPU; write"
+                    " device=cpu or pipeline=false"
+                )
             return None
         plan = placement.plan(
             c.component_placement or config.placement,
@@ -396,7 +405,8 @@ class Mode(ABC):
         Raises:
             ConfigError, EnvError: An option is refused by what it configures.
         """
-        spec = WorkerSpec(self.roles(request.config), {"rollout": (0, 1)})
+        stages = request.config.cluster.stages
+        spec = WorkerSpec(self.roles(request.config), {"rollout": (0, 1)}, stages=stages)
         worker, facts = self.build_worker(request, spec, None, stack)
         policy, rollout, learner, measure = (
             worker.policy,
@@ -406,7 +416,14 @@ class Mode(ABC):
         )
         assert policy is not None and rollout is not None
         assert learner is not None and measure is not None and worker.write_report is not None
-        system = LocalSystem(
+        make_system = LocalSystem
+        if request.config.pipeline:
+            assert isinstance(rollout, Rollout | Staged) and isinstance(rollout.policy, nn.Module)
+            assert isinstance(learner, Learner)
+            # The clock of the process would count the time of both threads.
+            rollout.cpu_clock = learner.cpu_clock = time.thread_time
+            make_system = partial(PipelinedSystem, acting=rollout.policy)
+        system = make_system(
             self.records(request),
             policy=policy,
             rollout=rollout,

@@ -176,8 +176,8 @@ def split_by_action(
 def begin_step(env: VectorEnv, action: Tensor) -> Callable[[], Step]:
     """Pass an action to the simulator and return a function that waits for the step.
 
-    A simulator in another process, which has ``send`` and ``receive``, runs in the meantime. A
-    local one runs in the returned function.
+    A simulator with ``send`` and ``receive`` runs in the meantime, in another process or in threads
+    of its own. Others run in the returned function.
     """
     send = getattr(env, "send", None)
     if send is None:
@@ -270,7 +270,8 @@ class Rollout:
         cut_step = (self.first + torch.arange(env.num_envs)) * (limit or 0) // self.total
         self.cuts = {int(t): cut_step == t for t in cut_step.unique() if t > 0}
         self.steps = 0  # of each environment, since the last restart
-        self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds of this process since its start
+        self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds since the start
+        self.cpu_clock = time.process_time  # measures them
         self.simulate_s = 0.0  # wall time since the start
         self.device = env.device
         self.rows = rows
@@ -373,7 +374,7 @@ class Rollout:
         steps: list[Step] = []
         kept: dict[str, Tensor] = {}
         cuts: dict[int, Tensor] = {}
-        now = time.process_time()
+        now = self.cpu_clock()
         keys = [sampling_key(self.seed, update, repeat, t) for t in range(horizon)]
         # Noise is drawn for the environments of all stages and then sliced, so that the noise of an
         # environment does not depend on the number of stages. It is drawn before the loop, while
@@ -388,14 +389,14 @@ class Rollout:
                     name: x.new_empty(horizon, *x.shape) for name, x in self.acting.kept.items()
                 }
             tree.write(kept, t, self.acting.kept)
-            before, now = now, time.process_time()
+            before, now = now, self.cpu_clock()
             self.cpu_s["act"] += now - before
             wait_for_step = begin_step(env, decision[0])
             yield
             # The time of the other stages, which ran meanwhile, does not count.
-            now, wait_start = time.process_time(), time.perf_counter()
+            now, wait_start = self.cpu_clock(), time.perf_counter()
             step, cut = self._cut(wait_for_step())
-            before, now = now, time.process_time()
+            before, now = now, self.cpu_clock()
             self.cpu_s["simulate"] += now - before
             self.simulate_s += time.perf_counter() - wait_start
             if cut is not None:
@@ -660,10 +661,21 @@ class Staged:
                 policy.
         """
         self.rollouts = list(rollouts)
+        self.policy = self.rollouts[0].policy
+
+    @property
+    def cpu_clock(self) -> Callable[[], float]:
+        """Clock of ``cpu_s``."""
+        return self.rollouts[0].cpu_clock
+
+    @cpu_clock.setter
+    def cpu_clock(self, clock: Callable[[], float]) -> None:
+        for rollout in self.rollouts:
+            rollout.cpu_clock = clock
 
     @property
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of this process since its start, by phase."""
+        """CPU seconds since the start, by phase."""
         phases = self.rollouts[0].cpu_s
         return {phase: sum(r.cpu_s[phase] for r in self.rollouts) for phase in phases}
 

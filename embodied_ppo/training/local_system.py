@@ -12,9 +12,15 @@ from embodied_ppo.core.types import Learner, Metrics, Policy, Trajectory, Update
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.system import Collector, Records, Result, RunSystem, resume
 
+PENDING = "pending"
+"""Key of a checkpoint's training state for the rollouts that were not trained on yet."""
+
 
 class LocalSystem(RunSystem):
     """Rollout and learner in this process; they share one set of weights."""
+
+    pipelined = False
+    """Whether the system trains on rollouts that a checkpoint contains."""
 
     def __init__(
         self,
@@ -49,10 +55,10 @@ class LocalSystem(RunSystem):
         self._observer = observer
         self.learner.set_observer(observer)
 
-    def collect(self, horizon: int, *, update: int) -> tuple[Trajectory, Metrics]:
+    def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         return self.rollout.collect(horizon, update=update, version=self.version)
 
-    def update(self, experience: Trajectory, *, update: int) -> Metrics:
+    def update(self, experience: Any, *, update: int) -> Metrics:
         lag = self.version - experience.version.double().mean().item()
         if self._observer is not None:
             self._observer.on_experience(experience, update=update)
@@ -70,14 +76,25 @@ class LocalSystem(RunSystem):
         return self.measure()
 
     def _save(self, update: int, arguments: Mapping[str, Any]) -> Path:
-        training = {"learner": self.learner.state(), "rollout": self.rollout.state()}
-        policy = self.module.state_dict()
+        training, policy = self._training_state(), self.module.state_dict()
         return checkpoint.save(
             self.records.checkpoints, update=update, policy=policy, training=training, **arguments
         )
 
-    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
-        resume(source, notice, policy=self.module, rollout=self.rollout, learner=self.learner)
+    def _training_state(self) -> dict[str, Any]:
+        """Return everything besides the policy that the next update depends on."""
+        return {"learner": self.learner.state(), "rollout": self.rollout.state()}
+
+    def _load(
+        self, source: checkpoint.Checkpoint, notice: Callable[[str], None]
+    ) -> Mapping[str, Any]:
+        """Load the state of all components; return the content of training.pt."""
+        training = resume(
+            source, notice, policy=self.module, rollout=self.rollout, learner=self.learner
+        )
+        if (count := len(training.get(PENDING, ()))) and not self.pipelined:
+            notice(f"resume: {count} rollout of the checkpoint is not trained on (pipeline=false)")
+        return training
 
     def cpu_s(self) -> dict[str, float]:
         return {"process": 0.0, **self.rollout.cpu_s, **self.learner.cpu_s}

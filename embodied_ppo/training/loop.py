@@ -86,8 +86,10 @@ def train(
     metrics: Metrics = {}
     done, saved, collected = first_update, first_update, first_update
     end = schedule.updates if schedule.stop_after is None else schedule.stop_after
+    # With a lag, rollouts after the last update of this call belong to its checkpoint.
+    last_rollout = min(schedule.updates, end + schedule.max_lag)
     while done < end and not should_stop():
-        while len(pending) <= schedule.max_lag and collected < end:
+        while len(pending) <= schedule.max_lag and collected < last_rollout:
             with timer("collect"):
                 pending.append(system.collect(schedule.horizon, update=collected))
             collected += 1

@@ -122,7 +122,7 @@ class RunSystem(ABC):
         """Call ``checkpoint.save`` with the state of all components and ``arguments``."""
 
     @abstractmethod
-    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
+    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> Any:
         """Load the state of all components with ``resume``."""
 
     def evaluate(self, update: int) -> Metrics:
@@ -176,8 +176,8 @@ def resume(
     rank: int = 0,
     world: int = 1,
     learners: Ranks | None = None,
-) -> None:
-    """Load a checkpoint into the components of one process.
+) -> Mapping[str, Any]:
+    """Load a checkpoint into the components of one process; return the content of training.pt.
 
     Args:
         source: The checkpoint.
@@ -213,3 +213,4 @@ def resume(
             f" ({str(error).splitlines()[0]}); resume with the options and the placement it was"
             " trained with"
         ) from error
+    return training

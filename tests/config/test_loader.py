@@ -247,9 +247,9 @@ def test_placement_and_component_placement_exclude_each_other() -> None:
         Config, {"placement": "fused", "cluster": {"component_placement": devices}}, PlacementError
     )
     assert "placement = fused: cluster.component_placement places the roles too; leave one" in line
-    line = refused(Config, {"cluster": {"stages": 2}}, PlacementError)
+    line = refused(Config, {"cluster": {"max_lag": 2}}, PlacementError)
     assert (
-        "cluster.stages = 2: is not read with placement=local" in line
+        "cluster.max_lag = 2: is not read with placement=local" in line
         and "choose a placement (fused," in line
     )
 

@@ -63,6 +63,40 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             ),
         ),
         (
+            {"pipeline": True, "placement": "fused"},
+            (
+                "pipeline = true and placement = fused: .. write placement=local, or"
+                " pipeline=false and placement=disaggregated cluster.max_lag=1"
+            ),
+        ),
+        (
+            {"pipeline": True},
+            "off_policy_correction = null: .. write algorithm.off_policy_correction=token",
+        ),
+        (
+            {
+                "pipeline": True,
+                "algorithm.off_policy_correction": "token",
+                "env.cameras": ["front"],
+            },
+            "pipeline = true and env.cameras = [front]: .. write pipeline=false",
+        ),
+        (
+            {"learner_threads": 3},
+            (
+                "algorithm.global_batch_size = 256 is not a multiple of learner_threads = 3;"
+                " nearest: 255, 258"
+            ),
+        ),
+        (
+            {"learner_threads": 2, "compile": "never"},
+            "learner_threads = 2 and compile = never: .. write learner_threads=1 or compile=auto",
+        ),
+        (
+            {"cluster.stages": 3},
+            "env.num_envs = 64 is not a multiple of cluster.stages = 3; nearest: 63, 66",
+        ),
+        (
             {"algorithm.group_size": 5},
             "env.num_envs = 64 is not a multiple of algorithm.group_size = 5; nearest: 4, 8",
         ),

@@ -143,11 +143,10 @@ def test_intact_library_that_fails_to_load_is_kept(tmp_path: Path) -> None:
     library.load()
     path = library.path
     script = (
-        f"import torch; torch._C._aoti.AOTIModelPackageLoader({str(path)!r}, 'model', False, 1, -1)"
+        "import tempfile; from pathlib import Path; from embodied_ppo.core import compile;"
+        f" tempfile.tempdir = {str(tmp_path / 'nowhere')!r}; compile._load(Path({str(path)!r}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path / "nowhere")}
-    )
+    done = subprocess.run([sys.executable, "-c", script])
     assert (
         done.returncode and path.exists() and not compile.Library(Double(), [x, x]).is_compiling()
     )
@@ -361,6 +360,26 @@ def test_compiled_updates_equal_eager_updates(discrete: bool) -> None:
         for group in (eager.optimizer.actor, eager.optimizer.critic)
     ]
     assert steps == [24.0, 32.0]
+
+
+@pytest.mark.slow
+def test_gradients_of_two_threads_equal_those_of_one() -> None:
+    options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "max_grad_norm": 0.1}
+    eager = make(options)
+    threaded = [
+        make(options, compile_schedule=compile.CompileSchedule(1), threads=2) for _ in range(2)
+    ]
+    for update in range(3):
+        t = experience(eager, seed=update, noise=0.2)
+        one, *others = (numbers(learner.update(t, update=update)) for learner in (eager, *threaded))
+        assert others[0] == others[1]
+        for tag, value in one.items():
+            assert others[0][tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
+    for name, x in weights(eager).items():
+        torch.testing.assert_close(weights(threaded[0])[name], x, rtol=1e-5, atol=1e-5)
+        assert torch.equal(weights(threaded[0])[name], weights(threaded[1])[name])
+    for learner in threaded:
+        learner.close()
 
 
 @pytest.mark.gpu

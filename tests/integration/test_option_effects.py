@@ -483,6 +483,18 @@ PAIRS: dict[str, Pair] = {
         "first compiled update",
         lambda v: embodied.compile_from(run_helpers.tiny_config({"compile": v}), CPU, print),
     ),
+    "pipeline": Pair(
+        False,
+        True,
+        "thread that collects",
+        test="training/test_pipelined_system.py::test_learner_and_rollout_run_in_different_threads",
+    ),
+    "learner_threads": Pair(
+        1,
+        2,
+        "threads that compute the gradient of a minibatch",
+        test="core/test_compile.py::test_gradients_of_two_threads_equal_those_of_one",
+    ),
     "matmul_precision": Pair(
         "highest", "medium", "precision of float32 products while training", precision
     ),

@@ -73,6 +73,12 @@ class EmbodiedRules(ModeRules):
             )
         _check_model(optimization_config(config))
         _check_observations(config)
+        if config.pipeline:
+            _check_pipeline(config)
+        _check_learner_threads(config)
+        local = config.placement == "local" and not config.cluster.component_placement
+        if config.cluster.stages > 1 and local:
+            _check_stages(config)
 
     def check_algorithm(self, config: Config) -> None:
         a, comparison = config.algorithm, group_comparison(config)
@@ -161,6 +167,70 @@ def _check_distillation(config: Config) -> None:
         raise PlacementError(
             f"placement = {config.placement}: distill runs in one process; write placement=local,"
             " and place the PPO run that starts from the student (initial_policy)"
+        )
+
+
+def _check_learner_threads(config: Config) -> None:
+    """Refuse minibatches that cannot be divided among the threads. Raises ConfigError."""
+    a, threads = optimization_config(config).algorithm, config.learner_threads
+    if threads > 1 and config.compile == "never":
+        raise ConfigError(
+            f"learner_threads = {threads} and compile = never: only compiled minibatches are"
+            " divided among threads; write learner_threads=1 or compile=auto"
+        )
+    unit = threads * (a.horizon if a.minibatch_unit == "column" else 1)
+    if a.global_batch_size % unit:
+        columns = "" if unit == threads else f" x algorithm.horizon = {a.horizon}"
+        raise ConfigError(
+            f"algorithm.global_batch_size = {a.global_batch_size} is not a multiple of"
+            f" learner_threads = {threads}{columns}; nearest:"
+            f" {nearest_multiples(unit, a.global_batch_size)}"
+        )
+
+
+def _check_stages(config: Config) -> None:
+    """Refuse environments that cannot be divided in this process. Raises ConfigError."""
+    stages, group_size = config.cluster.stages, config.algorithm.group_size
+    written = f"cluster.stages = {stages}"
+    if config.env.num_envs % (stages * group_size):
+        groups = "" if group_size == 1 else f" x algorithm.group_size = {group_size}"
+        multiples = nearest_multiples(stages * group_size, config.env.num_envs)
+        raise ConfigError(
+            f"env.num_envs = {config.env.num_envs} is not a multiple of {written}{groups}; nearest:"
+            f" {multiples}"
+        )
+    if config.algorithm.group_filter is not None or config.teacher is not None:
+        name = "distill" if config.teacher is not None else "algorithm.group_filter"
+        raise ConfigError(f"{written}: {name} needs all environments in one stage; leave it out")
+
+
+def _check_pipeline(config: Config) -> None:
+    """Refuse runs that cannot collect in a second thread. Raises ConfigError."""
+    if config.placement != "local" or config.cluster.component_placement:
+        raise ConfigError(
+            f"pipeline = true and placement = {config.placement}: pipeline overlaps collecting and"
+            " learning in one process; write placement=local, or pipeline=false and"
+            " placement=disaggregated cluster.max_lag=1"
+        )
+    if config.teacher is not None:
+        raise ConfigError(
+            "pipeline = true: distill labels each rollout by the teacher while it is collected;"
+            " leave it out"
+        )
+    if config.algorithm.off_policy_correction is None:
+        raise ConfigError(
+            "pipeline = true and algorithm.off_policy_correction = null: rollouts are one update"
+            " old, and without weights for that the policy learns much less; write"
+            " algorithm.off_policy_correction=token"
+        )
+    if config.env.cameras:
+        raise ConfigError(
+            f"pipeline = true and env.cameras = [{','.join(config.env.cameras)}]: images can be"
+            " rendered only in the thread that created the simulators; write pipeline=false"
+        )
+    if config.model.checkpoint is not None:
+        raise ConfigError(
+            "pipeline = true: would keep two copies of the model of model.checkpoint; leave it out"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -62,6 +63,11 @@ def build_worker(
                 env = _simulators(request, spec, "train", own_seeds)
             envs.append(env)
             stack.callback(env.close)
+    if len(envs) > 1 and not hasattr(envs[0], "send"):
+        request.notice(
+            f"cluster.stages={spec.stages}: no overlap, {config.env.id} simulates in the thread of"
+            " the policy"
+        )
     if envs:
         spaces = describe_env(envs[0])
     else:
@@ -103,11 +109,14 @@ def build_worker(
             learner = components.make_learner(request, policy, schedule, learners)
         if learners.sharded and not learners.rank:
             request.notice(shard_notice(policy, learners))
+    acting = guided or policy
+    if config.pipeline:  # the learner changes the weights of the other copy at the same time
+        acting = copy.deepcopy(policy)
     rollouts = [
         components.make_rollout(
             config,
             env,
-            guided or policy,
+            acting,
             compile_schedule(request, compiled_since),
             stage=rank * spec.stages + i,
             stages=stages,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter, AdapterOptions
-from embodied_ppo.core import tree
+from embodied_ppo.core import tree, watchdog
 from embodied_ppo.core.host_memory import free_memory
 from embodied_ppo.core.types import EnvError, Obs, Step
 
@@ -158,9 +158,21 @@ class EnvPoolEnv(Adapter):
 
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
+        self.send(action)
+        return self._receive()
+
+    def send(self, action: Tensor) -> None:
+        """Start a step in the threads of the simulator; ``receive`` must follow."""
         self._check_step(action)
         actions = self.to_simulator(action).detach().cpu().numpy().astype(self._action_dtype)
         self._pool._send([actions if is_action else self._env_ids for is_action in self._is_action])
+
+    def receive(self) -> Step:
+        """Wait for the step that ``send`` has started."""
+        with watchdog.stepping:
+            return self._receive()
+
+    def _receive(self) -> Step:
         state = self._pool._recv()
         acted = state[self._elapsed] != 0  # [N], False in the dummy rows
         reward, truncated = state[self._reward], state[self._trunc]

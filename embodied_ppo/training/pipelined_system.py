@@ -1,0 +1,115 @@
+"""``System`` in one process that collects the next rollout while the learner trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from embodied_ppo.core.types import Mean, Metrics, Trajectory
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.local_system import PENDING, LocalSystem
+from embodied_ppo.training.system import Result
+
+Experience: TypeAlias = "Future[tuple[Trajectory, Metrics]]"
+
+
+class PipelinedSystem(LocalSystem):
+    """Collects in a second thread, with a copy of the policy, while the learner trains.
+
+    Rollout k acts with the weights that exist when ``collect`` is called for it. With
+    ``Schedule.max_lag`` 1 these are the weights after update k - 1, and training on rollout k
+    follows after one more update. Compiled code, torch's operations and the simulators of EnvPool
+    do not hold Python's interpreter lock, so that both threads run at the same time.
+    """
+
+    pipelined = True
+
+    def __init__(self, *args: Any, acting: nn.Module, **options: Any) -> None:
+        """Create a system.
+
+        Args:
+            args: As for ``LocalSystem``.
+            acting: The copy of the policy that ``rollout`` acts with.
+            options: As for ``LocalSystem``.
+        """
+        super().__init__(*args, **options)
+        self.acting = acting
+        self._thread = ThreadPoolExecutor(
+            1, "rollout", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+        )
+        self._pending: dict[int, Experience] = {}
+        """Update -> its rollout, from ``collect`` (or a checkpoint) until ``update``."""
+
+    def collect(self, horizon: int, *, update: int) -> tuple[Experience, Metrics]:
+        """Start to collect. ``update`` returns the metrics of the rollout."""
+        if update not in self._pending:  # a checkpoint contains rollouts that were collected
+            weights = [x.detach().clone() for x in _tensors(self.module)]
+            self._pending[update] = self._thread.submit(
+                self._collect, weights, horizon, update, self.version
+            )
+        return self._pending[update], {}
+
+    @torch.no_grad()
+    def _collect(
+        self, weights: list[Tensor], horizon: int, update: int, version: int
+    ) -> tuple[Trajectory, Metrics]:
+        """Collect with these weights; runs in the second thread."""
+        for x, new in zip(_tensors(self.acting), weights, strict=True):
+            x.copy_(new)
+        return self.rollout.collect(horizon, update=update, version=version)
+
+    def update(self, experience: Experience, *, update: int) -> Metrics:
+        started = time.perf_counter()
+        trajectory, metrics = experience.result()
+        waited = time.perf_counter() - started
+        del self._pending[update]
+        trained = super().update(trajectory, update=update)
+        return metrics | trained | {"time/wait_for_rollout_s": waited}
+
+    def _finished(self) -> dict[int, tuple[Trajectory, Metrics]]:
+        """Return the rollouts that were not trained on, and wait for the last one."""
+        return {update: experience.result() for update, experience in self._pending.items()}
+
+    def _measure(self) -> Result:
+        self._finished()  # only one thread at a time may call simulators, see ``core.watchdog``
+        return super()._measure()
+
+    def _training_state(self) -> dict[str, Any]:
+        pending = {
+            update: {
+                "trajectory": {f.name: getattr(trajectory, f.name) for f in fields(Trajectory)},
+                "metrics": {
+                    tag: [x.sum, x.count] if isinstance(x, Mean) else x
+                    for tag, x in metrics.items()
+                },
+            }
+            for update, (trajectory, metrics) in self._finished().items()
+        }
+        return super()._training_state() | {PENDING: pending}
+
+    def _load(
+        self, source: checkpoint.Checkpoint, notice: Callable[[str], None]
+    ) -> Mapping[str, Any]:
+        training = super()._load(source, notice)
+        for update, stored in training.get(PENDING, {}).items():
+            metrics: Metrics = {
+                tag: Mean(*x) if isinstance(x, list) else x for tag, x in stored["metrics"].items()
+            }
+            self._pending[update] = experience = Future()
+            experience.set_result((Trajectory(**stored["trajectory"]), metrics))
+        return training
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        super().close()
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module."""
+    return [*module.parameters(), *module.buffers()]

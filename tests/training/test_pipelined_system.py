@@ -1,0 +1,130 @@
+"""Tests of runs that collect in a second thread while the learner trains."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import tiny_config, tiny_training
+
+from embodied_ppo import run
+from embodied_ppo.analysis.state_differences import state_differences
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.errors import TrainingError
+from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.training import checkpoint
+
+TINY = {
+    "env.id": "InvertedPendulum-v4",
+    "updates": 6,
+    "pipeline": True,
+    "algorithm.off_policy_correction": "token",
+    "algorithm.reward_norm": "running",
+    "evaluation.episodes": 4,
+    "evaluation.num_envs": 4,
+}
+
+
+def config(run_dir: Path, **changes: Any) -> Config:
+    return replace(tiny_config(TINY), run_dir=str(run_dir), **changes)
+
+
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["update"]]
+
+
+def state(run_dir: Path, update: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    source = checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
+    return source.policy(), source.training()
+
+
+def assert_equal_runs(one: Path, other: Path, update: int) -> None:
+    """Check that the checkpoints of two runs after ``update`` are equal in every bit."""
+    assert not list(state_differences(state(one, update), state(other, update)))
+
+
+def test_equals_the_same_order_in_one_thread(tmp_path: Path) -> None:
+    c = config(tmp_path / "run")
+    run.train(c, quiet=True)
+    expected = tiny_training(replace(c, pipeline=False), max_lag=1)
+    logged = rows(tmp_path / "run")
+    assert [row["rollout/version_lag"] for row in logged] == [0, 1, 1, 1, 1, 1]
+    assert [row["update"] for row in logged] == [1, 2, 3, 4, 5, 6]
+    for row, reference in zip(logged, expected, strict=True):
+        for tag in ("policy/loss", "policy/approx_kl", "value/loss", "rollout/episodes"):
+            assert row[tag] == reference[tag], tag
+    policy, training = state(tmp_path / "run", 6)
+    weights = sum(float(x.double().abs().sum()) for k, x in policy.items() if "normal" not in k)
+    assert weights > 0 and not training["pending"]
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    run.train(config(tmp_path / "whole", save_every=3, keep_last=9), quiet=True)
+    run.train(config(tmp_path / "parts"), quiet=True, stop_after=3)
+    assert list(state(tmp_path / "parts", 3)[1]["pending"]) == [3]
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 3)
+    run.train(config(tmp_path / "parts", resume=str(tmp_path / "parts")), quiet=True)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 6)
+
+
+def test_run_without_pipeline_continues_one_with(tmp_path: Path) -> None:
+    run.train(config(tmp_path / "run"), quiet=True, stop_after=3)
+    c = config(tmp_path / "run", resume=str(tmp_path / "run"), pipeline=False)
+    run.train(c, quiet=True)
+    assert [row["rollout/version_lag"] for row in rows(tmp_path / "run")] == [0, 1, 1, 0, 0, 0]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "1 rollout of the checkpoint is not trained on" in log
+
+
+def test_stages_of_one_process_equal_a_single_one(tmp_path: Path) -> None:
+    """The noise of an environment does not depend on the stages, and EnvPool steps both at once."""
+    for stages in (1, 2):
+        c = config(tmp_path / f"{stages}", updates=2, pipeline=False)
+        run.train(replace(c, cluster=replace(c.cluster, stages=stages)), quiet=True)
+    one, two = (rows(tmp_path / f"{stages}") for stages in (1, 2))
+    assert two[0]["rollout/episodes"] == one[0]["rollout/episodes"]
+    assert two[0]["policy/loss"] == pytest.approx(one[0]["policy/loss"], rel=1e-4, abs=1e-6)
+    assert "no overlap" not in (tmp_path / "2" / "log.txt").read_text()
+
+
+def test_learner_and_rollout_run_in_different_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[str]()
+    collect = Rollout.collect
+
+    def recorded(self: Rollout, *args: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return collect(self, *args, **options)
+
+    monkeypatch.setattr(Rollout, "collect", recorded)
+    run.train(config(tmp_path / "run", updates=2), quiet=True)
+    assert threads == {"rollout_0"}
+    assert "rollout_0" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = Rollout.collect
+
+    def failing(self: Rollout, horizon: int, *, update: int, version: int) -> Any:
+        if update == 2:
+            raise TrainingError("the simulator failed")
+        return collect(self, horizon, update=update, version=version)
+
+    monkeypatch.setattr(Rollout, "collect", failing)
+    with pytest.raises(TrainingError, match="the simulator failed"):
+        run.train(config(tmp_path / "run"), quiet=True)
+
+
+def test_chunks(tmp_path: Path) -> None:
+    c = tiny_config({**TINY, "env.action_chunk": 2, "updates": 3})
+    run.train(replace(c, run_dir=str(tmp_path / "whole")), quiet=True)
+    parts = replace(c, run_dir=str(tmp_path / "parts"))
+    run.train(parts, quiet=True, stop_after=2)
+    run.train(replace(parts, resume=str(tmp_path / "parts")), quiet=True)
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 3)
