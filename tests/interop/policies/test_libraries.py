@@ -292,13 +292,13 @@ def test_compressed_archives_are_refused(tmp_path: Path) -> None:
     """They could be of any size when they are read."""
     foreign.cleanrl(tmp_path / "x")
     np.savez_compressed(tmp_path / "n.npz", mean=MEAN, var=VAR, count=COUNT)
-    with pytest.raises(ConfigError, match=r"normalizer=.*n.npz: is compressed"):
+    with pytest.raises(ConfigError, match=r"normalizer=.*n.npz: the archive is compressed"):
         read("cleanrl", tmp_path / "x", tmp_path / "n.npz")
     for name in ("x", "y"):
         with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("data", "{}")
-    refused("is compressed", "rsl_rl", tmp_path / "x")
-    refused("is compressed", "sb3", tmp_path / "y")
+    refused("the archive is compressed", "rsl_rl", tmp_path / "x")
+    refused("the archive is compressed", "sb3", tmp_path / "y")
 
 
 def test_unknown_layers(tmp_path: Path) -> None:
