@@ -1,8 +1,8 @@
 """PPO for robot policies in vectorised simulators, and for language models that reason.
 
 The Python API is ``train``, ``distill``, ``evaluate``, ``compare``, ``fork``, ``replay``,
-``bisect``, ``verify``, ``load`` and ``config`` of ``api``, and the exceptions of ``core.errors``.
-They are imported on first use, because the command line must start at once.
+``bisect``, ``verify``, ``search``, ``load`` and ``config`` of ``api``, and the exceptions of
+``core.errors``. They are imported on first use, because the command line must start at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         fork,
         load,
         replay,
+        search,
         train,
         verify,
     )
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Run", "bisect", "compare", "config", "distill", "evaluate", "fork", "load", "replay"]
-__all__ += ["train", "verify"]
+__all__ += ["search", "train", "verify"]
 __all__ += ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "TrainingError"]
 
 

@@ -15,12 +15,14 @@ import functools
 import json
 import operator
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from embodied_ppo.config.compose import CALL, GIVEN, override_lines, prepare
+from embodied_ppo.config.compose import CALL, GIVEN, override_lines, prepare, search_ranges
 from embodied_ppo.core.errors import ConfigError
 
 if TYPE_CHECKING:  # both load torch
@@ -28,6 +30,12 @@ if TYPE_CHECKING:  # both load torch
     from embodied_ppo.config.loader import Loaded
     from embodied_ppo.config.schema import Config
     from embodied_ppo.modes.embodied.trained_policy import TrainedPolicy
+
+
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+"""Seconds of each unit of the budget of a search."""
+SET_BY_SEARCH = ("seed", "run_dir", "resume", "eval_every", "save_every")
+"""Options that a search sets for each run."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +236,8 @@ def compare(
             directory of the comparison.
 
     Returns:
-        "arms", "differences" (mean, 95 % interval, probability, verdict), "options" that differ,
-        and the paths of "page" and "json", see ``analysis.compare``.
+        "arms" (the methods), "differences" (mean, 95 % interval, probability, verdict), "options"
+        that differ, and the paths of "page" and "json", see ``analysis.compare``.
 
     Raises:
         ConfigError, EnvError, CheckpointError: The runs cannot be compared; nothing was written.
@@ -328,7 +336,7 @@ def verify(
     out: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Verify that a run is what its records say: execute updates again, compare all files.
+    """Re-execute updates and check a run against its recorded metrics and digests.
 
     Args:
         run: Directory of a run, or a ``Run``.
@@ -351,6 +359,65 @@ def verify(
     return verification.verify(_path(run), updates=number, seed=seed, out=out, quiet=not progress)
 
 
+def search(
+    experiment: str | None = None,
+    *,
+    ranges: Mapping[str, str] | None = None,
+    trials: int = 9,
+    seeds: int = 1,
+    budget: str | None = None,
+    jobs: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    config_dir: str | Path | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Search for better options: train trials and continue only the best third at each stage.
+
+    Args:
+        experiment: See ``config``.
+        ranges: Option -> range in the syntax of the command, for example ``{"algorithm.lr":
+            "tag(log,interval(1e-4,3e-3))", "algorithm.horizon": "16,32"}``; None: those of the
+            experiment, or the default ranges.
+        trials: Number of sets of options.
+        seeds: Number of runs of each trial, with the seeds ``seed`` to ``seed + seeds - 1``.
+        budget: Time of the search, such as "90s", "30min" or "2h", from which the length of the
+            runs follows; None: that of the options.
+        jobs: Number of runs at the same time; None: one per core.
+        seed: Seed of the draws and first seed of the runs.
+        out: Folder of all runs, which continues what it holds; None:
+            runs/searches/NAME/DATE.
+        config_dir: See ``config``.
+        progress: Show progress on stderr.
+        options: Options of all runs, see the module.
+
+    Returns:
+        "trials", best first, "best_trial", its "options", "command" and "run_dirs", ..; see
+        ``analysis.search.Search.result``.
+
+    Raises:
+        ConfigError, PlacementError, EnvError: The input is refused; the line names the flag of the
+            command.
+        TrainingError: All trials failed.
+        KeyboardInterrupt: After an interrupt; the same call with ``out`` continues.
+    """
+    groups = {} if experiment is None else {"experiment": experiment}
+    lines = override_lines("train", {**groups, **options})
+    lines += [f"{name.replace('__', '.')}={values}" for name, values in (ranges or {}).items()]
+    return search_lines(
+        lines,
+        trials=trials,
+        seeds=seeds,
+        budget=budget,
+        jobs=jobs,
+        seed=seed,
+        out=out,
+        config_dir=None if config_dir is None else os.fspath(config_dir),
+        quiet=not progress,
+    )
+
+
 def _whole_number(name: str, value: Any) -> int:
     """Return an argument as an int; numbers of numpy are accepted. Raises ConfigError."""
     try:
@@ -362,6 +429,79 @@ def _whole_number(name: str, value: Any) -> int:
 
 
 # --------------------------------------------------------------------- shared with the command line
+def search_lines(
+    lines: Sequence[str],
+    *,
+    trials: int,
+    seeds: int,
+    budget: str | None,
+    jobs: int | None,
+    seed: int,
+    out: str | Path | None,
+    config_dir: str | None,
+    config_name: str | None = None,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Search with lines option=value and option=range; see ``search``."""
+    limits = {
+        "trials": (trials, 2, 729),
+        "seeds": (seeds, 1, 64),
+        "jobs": (jobs, 1, 1024),
+        "seed": (seed, 0, 2**31),
+    }
+    for name, (value, low, high) in limits.items():
+        if value is not None and not low <= value <= high:
+            raise ConfigError(f"--{name} {value}: must be {low} to {high}")
+    budget_s = None if budget is None else _seconds(budget)
+    for line in lines:
+        name = line.partition("=")[0].lstrip("+~")
+        if name in SET_BY_SEARCH or (budget_s and name in ("updates", "env_steps")):
+            cure = "use --seed or --seeds" if name == "seed" else "leave it out"
+            raise ConfigError(f"{line}: is set by the search for each run; {cure}")
+    args = argparse.Namespace(
+        command="train", config_dir=config_dir, config_name=config_name, overrides=[*lines]
+    )
+    common, ranges = search_ranges(args)
+    config = prepare(args, common).config
+    if config.placement != "local":
+        raise ConfigError(
+            f"placement = {config.placement}: a search starts several runs at the same time, and"
+            " one with this placement uses all devices; write placement=local"
+        )
+    from embodied_ppo.analysis import search
+
+    flags = [] if config_dir is None else ["--config-dir", config_dir]
+    flags += [] if config_name is None else ["--config-name", config_name]
+    cores = max(1, len(os.sched_getaffinity(0)) // max(1, config.threads))
+    settings = search.Settings(
+        common,
+        ranges or search.default_ranges(config),
+        change_probability=1.0 if ranges else search.CHANGE_PROBABILITY,
+        trials=trials,
+        seeds=seeds,
+        jobs=min(jobs or cores, trials * seeds),
+        budget_s=budget_s,
+        seed=seed,
+        flags=flags,
+    )
+    date = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder = Path(out or Path("runs") / "searches" / config.name / date).absolute()
+    try:
+        return search.search(settings, folder, quiet=quiet)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted; the same command with --out {folder} continues"
+        ) from None
+
+
+def _seconds(text: str) -> float:
+    """Return a duration such as ``30min`` in seconds. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    if match is None or not 1 <= (value := float(match[1]) * UNITS[match[2]]) <= 3e7:
+        raise ConfigError(f"--budget {text}: is no duration of at least 1s; write 90s, 30min or 2h")
+    return value
+
+
 def fork_path(
     path: str, update: int, lines: Sequence[str], *, quiet: bool, label: str | None = None
 ) -> dict[str, Any]:

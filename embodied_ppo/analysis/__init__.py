@@ -1,4 +1,4 @@
-"""Questions that several runs answer.
+"""Comparison, re-execution, verification and search of runs.
 
 Belongs here: what reads several runs, re-executes parts of one, or trains several to choose one:
 comparison of runs (``compare``), branches (``fork``), the tensors of an update (``replay``), the

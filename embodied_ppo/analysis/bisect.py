@@ -162,7 +162,7 @@ def bisect(source_run: Path, text: str, *, quiet: bool = False) -> dict[str, Any
     result |= {"held": True, "update": first, "value": values[first], "minibatch": None}
     result |= {"ranked_by": None, "samples": [], "rewards": [], "notes": []}
     if first == 0 or condition.metric.startswith(BESIDE_UPDATES):
-        note = f"{condition.metric} is measured beside the minibatches; the update is the answer"
+        note = f"{condition.metric} is not computed per minibatch, so only the update is located"
         return result | {"notes": [note]}
     try:
         repeated = replay(source_run, first, quiet=quiet)
@@ -232,7 +232,10 @@ def _locate(condition: Condition, repeated: Replay) -> dict[str, Any]:
     ]
     number = next((i for i, x in enumerate(values) if condition.holds(x)), None)
     if number is None:
-        notes.append("the condition holds for the mean of the minibatches, for none of them alone")
+        notes.append(
+            "the condition holds for the mean over all minibatches but for no single one; the"
+            " nearest minibatch is shown"
+        )
         number = min(range(len(values)), key=lambda i: abs(values[i] - condition.number))
     chosen = repeated.minibatches[number]
     before = sum(m.epoch < chosen.epoch for m in repeated.minibatches)

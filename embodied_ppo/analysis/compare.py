@@ -1,6 +1,6 @@
 """Compare trained policies on the same initial states; write differences, intervals and a page.
 
-An arm is a method: one run, or several runs that differ only in their seed.
+A method is one run, or several runs that differ only in their seed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Metric: TypeAlias = Literal["auto", "return", "success"]
 METRICS: tuple[str, ...] = get_args(Metric)
 
 MOST_ARMS = 6
-"""Largest number of arms, which is the number of colours of the page."""
+"""Largest number of methods, which is the number of colours of the page."""
 
 MOST_RUNS = 200
-"""Largest number of runs in all arms together."""
+"""Largest number of runs in all methods together."""
 
 FORMAT = 1
 """Version of comparison.json. Increase it when the meaning of a field changes."""
@@ -53,7 +53,7 @@ SAME_TASK = (
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run of an arm, with its newest checkpoint or the checkpoint that the user named.
+    """A run of a method, with its newest checkpoint or the checkpoint that the user named.
 
     Attributes:
         path: Path that the user named, or a run in a folder that the user named.
@@ -105,7 +105,7 @@ def compare(
 
     Args:
         paths: Runs, checkpoints, or folders of runs. Runs of a folder that differ only in their
-            seed form one arm.
+            seed form one method.
         options: Options of the evaluation; ``out`` is the directory of comparison.json and
             comparison.html, by default comparisons/DATE. The report of each evaluation is written
             into the directory of its run and reused by later comparisons.
@@ -146,7 +146,7 @@ def compare(
         scores = _paired_scores(methods, reports, chosen)
         arms = [Arm(label, runs, s) for (label, runs), s in zip(methods, scores, strict=True)]
         notes += _state_notes(reports)
-        content = _content(arms, chosen, options, notes, unit=methods[0][1][0])
+        content = _content(arms, chosen, options, notes, reference_run=methods[0][1][0])
         files = _write(out, content, arms)
     return content | {"page": str(files[1]), "json": str(files[0])}
 
@@ -160,7 +160,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 # --------------------------------------------------------------------------------------------- arms
 def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
-    """Return the label and the runs of each arm."""
+    """Return the label and the runs of each method."""
     groups: list[tuple[str, list[TrainedRun]]] = []
     for path in paths:
         folder = Path(path)
@@ -199,7 +199,7 @@ def _open(path: Path) -> TrainedRun:
 def _add_labels(
     groups: Sequence[tuple[str, list[TrainedRun]]],
 ) -> list[tuple[str, list[TrainedRun]]]:
-    """Return the arms with short, unique labels: their paths, or the options that differ."""
+    """Return the methods with short, unique labels: their paths, or the options that differ."""
     folders = [path for path, _ in groups]
     common = os.path.commonpath([Path(p).absolute().parent for p in folders])
     labels = [os.path.relpath(Path(p).absolute(), common) for p in folders]
@@ -314,7 +314,7 @@ def _paired_scores(
     reports: Sequence[Sequence[Mapping[str, Any]]],
     metric: str,
 ) -> list[Scores]:
-    """Return the scores of each arm, [S, E].
+    """Return the scores of each method, [S, E].
 
     Raises:
         ConfigError: A score is not finite, or the number of episodes differs.
@@ -364,7 +364,7 @@ def _content(
     options: EvaluateConfig,
     notes: list[str],
     *,
-    unit: TrainedRun,
+    reference_run: TrainedRun,
 ) -> dict[str, Any]:
     """Return the content of comparison.json."""
     binary = metric == "success" and all(set(np.unique(a.scores)) <= {0.0, 1.0} for a in arms)
@@ -395,8 +395,8 @@ def _content(
     differences = [_difference(arms[0], arm, binary=binary) for arm in arms[1:]]
     return {
         "format": FORMAT,
-        "mode": unit.config.mode,
-        "task": str(unit.options.get("env.id") or unit.config.name),
+        "mode": reference_run.config.mode,
+        "task": str(reference_run.options.get("env.id") or reference_run.config.name),
         "metric": metric,
         "episodes": arms[0].scores.shape[1],
         "seed": options.seed,
@@ -410,7 +410,7 @@ def _content(
 
 
 def _difference(a: Arm, b: Arm, *, binary: bool) -> dict[str, Any]:
-    """Return the difference of two arms, an entry of comparison.json."""
+    """Return the difference of two methods, an entry of comparison.json."""
     result = comparison.difference(a.scores, b.scores, binary=binary)
     needed = None if result.is_decided else comparison.seeds_needed(a.scores, b.scores)
     return {
@@ -473,7 +473,7 @@ def _write(out: Path, content: Mapping[str, Any], arms: Sequence[Arm]) -> tuple[
 
 
 def _curves(arms: Sequence[Arm], mode: str) -> list[report.Chart]:
-    """Return charts of the learning curves: median over the runs of each arm, and its interval."""
+    """Return charts of the learning curves: median over runs of each method, with interval."""
     unit = "tokens" if mode == "reasoning" else "env_steps"
     charts = []
     for title, tags in (

@@ -79,7 +79,8 @@ def _repeated(source_run: Path, start: int, stop: int, out: Path, bar: Progress)
             bar.say(line)
         bar.say(
             f"{len(differing)} metrics of these updates differ from those of the run"
-            f" ({differing[0]}): the branch does not begin at its exact state"
+            f" ({differing[0]}): the branch starts from a state that is not bit-identical to the"
+            " run's"
         )
     return checkpoint.find(out)
 

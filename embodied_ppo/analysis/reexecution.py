@@ -1,4 +1,4 @@
-"""Execution of updates of a finished or running run again, bit for bit.
+"""Re-execute updates of a run.
 
 A checkpoint holds everything that the next update depends on. A run therefore contains each of its
 updates: those between two checkpoints follow from the earlier one.

@@ -53,8 +53,9 @@ class Replay:
         update: The update, from 1.
         rollout: Name -> tensor [T, N, ..] for T steps of N environments (tokens of N sequences):
             obs (or obs.NAME), action, log_prob, value, next_value, reward, terminated, truncated,
-            mask, version and replay.NAME of ``core.types.Trajectory``, and advantage and returns as
-            the loss reads them, shaped and normalised.
+            mask, version and replay.NAME of ``core.types.Trajectory``, advantage and returns as the
+            loss reads them, shaped and normalised, and where the loss has them weight
+            (off-policy correction) and ref_log_prob (log-probability under the reference policy).
         minibatches: The steps of the optimiser in order.
         minibatch_unit: "step" or "column", what ``Minibatch.index`` counts.
         metrics: Metrics of the update.

@@ -1,9 +1,9 @@
 """Search for the options of a run by successive halving (Jamieson and Talwalkar, 2016).
 
-A trial is a set of options; it trains one run for each seed. All trials train to a first mark, the
+A trial is a set of options; it trains one run for each seed. All trials train to a first rung, the
 best third continues to the next one, which is three times as far, and so on to the end of the run.
-A run that continues does so from its checkpoint, bit for bit, so the run of the winner equals the
-one that ``train`` makes with its options.
+A run that continues does so from its checkpoint, bit for bit, so the run of the best trial equals
+the one that the command in the result (``Search.result``) trains.
 
 Runs are executed by ``python -m embodied_ppo.analysis.search``, several at the same time.
 """
@@ -45,14 +45,17 @@ from embodied_ppo.training.run_files import METRICS
 FORMAT = 1
 """Version of search.json. Increase it when the meaning of a field changes."""
 FILE = "search.json"
-SETTINGS = ("change", "trials", "seeds", "seed", "budget_s")
+SETTINGS = ("change_probability", "trials", "seeds", "seed", "budget_s")
 """Settings that must be equal when a search is continued, besides options and ranges."""
+CHANGE_PROBABILITY = 0.5
+"""Probability with which a trial changes an option of the default ranges."""
 FACTOR = 3
-"""Ratio of the lengths at two successive marks, and of the numbers of trials before them."""
+"""Ratio of the lengths at two successive rungs, and of the numbers of trials before them."""
 MOST_DRAWS = 1000
 """Largest number of draws for one trial whose options are new."""
 MOST_REFUSED = 50
 """Largest number of different draws of a search that are refused."""
+SAVE_AT_THE_END = "save_every=0"
 PILOT_UPDATES = 4
 """Updates of the run that measures the speed; the first is not counted."""
 REFUSED = (ConfigError, EnvError, CheckpointError, PlacementError)
@@ -65,20 +68,20 @@ class Settings:
     Attributes:
         lines: Overrides of all runs.
         ranges: Option -> values to choose from.
-        change: Probability with which a trial changes an option; otherwise the option keeps its
-            value.
+        change_probability: Probability with which a trial changes an option; otherwise the
+            option keeps its value.
         trials: Number of trials; the first has the values without the search.
         seeds: Number of runs of each trial.
         jobs: Number of runs at the same time.
         budget_s: Wall time of the search in seconds, from which the length of the runs follows;
             None: the length is that of the options.
-        seed: Seed of the draws and, plus 0, 1, .., of the runs.
+        seed: Seed S of the draws. The runs of a trial have the seeds S, S + 1, ..
         flags: Flags of the command line that choose the configs.
     """
 
     lines: Sequence[str]
     ranges: Mapping[str, Choice | Interval]
-    change: float
+    change_probability: float
     trials: int
     seeds: int
     jobs: int
@@ -94,7 +97,7 @@ class Trial:
     Attributes:
         number: Position, from 0.
         lines: Overrides that distinguish it.
-        scores: Scores at the marks that it has reached: the mean over its seeds.
+        scores: Scores at the rungs that it has reached: the mean over its seeds.
         cpu_s: CPU seconds of all its runs.
         error: Why it failed; None if it did not.
     """
@@ -106,7 +109,10 @@ class Trial:
     error: str | None = None
 
     def key(self) -> tuple[int, list[float]]:
-        """Return the key by which trials are ranked, the best first."""
+        """Return the key by which trials are ranked, the best first.
+
+        The rung counts first, then success if the task reports it, then the return.
+        """
         last = self.scores[-1] if self.scores else {}
         return -len(self.scores), [-last.get(name, -math.inf) for name in ("success", "return")]
 
@@ -152,20 +158,25 @@ def _others(value: float, values: Sequence[float]) -> Choice:
 
 
 # ------------------------------------------------------------------------------------------ search
-def marks(trials: int) -> list[float]:
-    """Return the marks of a search: fractions of the complete run, in increasing order."""
+def rungs(trials: int) -> list[float]:
+    """Return the rungs of a search: fractions of the complete run, in increasing order.
+
+    3^k trials have k + 1 rungs. Subtracting 0.2 before rounding places the limit at 3^(k - 0.3):
+    7 trials have as many rungs as 9, and 6 as many as 3. Two trials have one rung, the complete
+    run, so none of them is stopped.
+    """
     halvings = max(0, round(math.log(max(trials, 1), FACTOR) - 0.2))
     return [FACTOR ** -float(halvings - i) for i in range(halvings + 1)]
 
 
-def survivors(trials: int, mark: int) -> int:
-    """Return the number of trials that train to a mark, which is an index of ``marks``."""
-    return max(1, math.ceil(trials / FACTOR**mark))
+def survivors(trials: int, rung: int) -> int:
+    """Return the number of trials that train to a rung, which is an index of ``rungs``."""
+    return max(1, math.ceil(trials / FACTOR**rung))
 
 
 def work(trials: int) -> float:
     """Return the training of a search with one seed, in lengths of the complete run."""
-    ends = marks(trials)
+    ends = rungs(trials)
     lengths = [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
     return sum(survivors(trials, i) * length for i, length in enumerate(lengths))
 
@@ -244,11 +255,11 @@ class Search:
             lines += ["updates=null", f"env_steps={self.env_steps}"]
         lines += [f"seed={self.settings.seed + seed}"]
         ends = self.ends(prepare(_arguments(self.settings.flags), lines).config)
-        return [*lines, f"eval_every={ends[0]}", "save_every=0"]
+        return [*lines, f"eval_every={ends[0]}", SAVE_AT_THE_END]
 
     def ends(self, config: Config) -> list[int]:
-        """Return the updates at the marks of a run with these options."""
-        updates, fractions = total_updates(config), marks(self.settings.trials)
+        """Return the updates at the rungs of a run with these options."""
+        updates, fractions = total_updates(config), rungs(self.settings.trials)
         first = max(1, int(updates * fractions[0]))
         return [min(updates, first * FACTOR**i) for i in range(len(fractions) - 1)] + [updates]
 
@@ -280,11 +291,11 @@ class Search:
         per_step = float(np.mean(seconds)) / steps
         total = settings.budget_s * settings.jobs / per_step
         length = int(total / (work(settings.trials) * settings.seeds)) // steps * steps
-        most = FACTOR ** (len(marks(settings.trials)) - 1) * steps
+        most = FACTOR ** (len(rungs(settings.trials)) - 1) * steps
         if length < most:
             raise ConfigError(
                 f"--budget {settings.budget_s:g}s: allows {length} steps per run, and a run with"
-                f" {len(marks(settings.trials))} marks needs {most}; a budget of"
+                f" {len(rungs(settings.trials))} rungs needs {most}; a budget of"
                 f" {math.ceil(settings.budget_s * most / max(length, 1))}s is enough, or fewer"
                 " --trials or --seeds"
             )
@@ -309,20 +320,20 @@ class Search:
 
     # ------------------------------------------------------------------------------------- halving
     def run(self) -> None:
-        """Train all trials to their marks. An interrupt is raised as KeyboardInterrupt."""
+        """Train all trials to their rungs. An interrupt is raised as KeyboardInterrupt."""
         self.measure_length()
         self.write()
-        for mark in range(len(marks(self.settings.trials))):
+        for rung in range(len(rungs(self.settings.trials))):
             ranked = sorted((t for t in self.trials if t.error is None), key=Trial.key)
-            chosen = ranked[: survivors(self.settings.trials, mark)]
+            chosen = ranked[: survivors(self.settings.trials, rung)]
             if not chosen:
                 raise TrainingError(f"all trials failed; the first: {self.trials[0].error}")
-            waiting = [trial for trial in chosen if len(trial.scores) <= mark]
+            waiting = [trial for trial in chosen if len(trial.scores) <= rung]
             if waiting:
-                self._train(waiting, mark)
+                self._train(waiting, rung)
 
-    def _train(self, trials: Sequence[Trial], mark: int) -> None:
-        """Train trials to a mark and evaluate them there."""
+    def _train(self, trials: Sequence[Trial], rung: int) -> None:
+        """Train trials to a rung and evaluate them there."""
         jobs = [(trial, seed) for trial in trials for seed in range(self.settings.seeds)]
         rows: dict[int, list[dict[str, Any]]] = {trial.number: [] for trial in trials}
         running: dict[str, tuple[Trial, int, int]] = {}
@@ -341,7 +352,7 @@ class Search:
                     else:
                         rows[trial.number].append(row)
                     done += 1
-                    self.progress.advance(f"to mark {mark + 1}", done, total)
+                    self.progress.advance(f"to rung {rung + 1}", done, total)
                     if len(rows[trial.number]) == self.settings.seeds:
                         self._finish(trial, rows[trial.number])
                 while jobs and pool.free:
@@ -351,7 +362,7 @@ class Search:
                         continue
                     name, run_dir = self.run_dir(trial, seed).name, self.run_dir(trial, seed)
                     lines = self.config_lines(trial, seed)
-                    stop = self.ends(prepare(_arguments(self.settings.flags), lines).config)[mark]
+                    stop = self.ends(prepare(_arguments(self.settings.flags), lines).config)[rung]
                     lines += override_lines("train", {"run_dir": str(run_dir.absolute())})
                     running[name] = trial, seed, stop
                     self._start(pool, name, self.out / f"{name}.log", lines, stop)
@@ -371,7 +382,7 @@ class Search:
         return None if found is None else {**found, "cpu_s": usage["cpu_s"]}
 
     def _finish(self, trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record the score of a trial at a mark."""
+        """Record the score of a trial at a rung."""
         config = prepare(_arguments(self.settings.flags), self.config_lines(trial, 0)).config
         names = {"return": "eval/return", "success": mode(config).success_metric}
         score = {
@@ -384,20 +395,26 @@ class Search:
         self.write()
         shown = ", ".join(f"{name} {value:.4g}" for name, value in score.items())
         options = " ".join(trial.lines) or "the options without search"
-        self.progress.say(f"trial {trial.number} at mark {len(trial.scores)}: {shown} ({options})")
+        self.progress.say(f"trial {trial.number} at rung {len(trial.scores)}: {shown} ({options})")
 
     def result(self) -> dict[str, Any]:
-        """Return the trials, best first, and the directories of the winner's runs."""
+        """Return the trials, best first, and the runs of the best trial.
+
+        Returns:
+            "trials" with "number", "lines" (their options), "scores" at each rung, "cpu_s" and
+            "error"; "best_trial" (its number), its "options" and "run_dirs", and "command", the
+            arguments of ``train`` that train the first of these runs again, bit for bit; "out",
+            "env_steps" and "cpu_s" of the search.
+        """
         ranked = sorted(self.trials, key=Trial.key)
         best = ranked[0]
-        lines = [*self.settings.lines, *best.lines]
-        if self.env_steps is not None:
-            lines += ["updates=null", f"env_steps={self.env_steps}"]
+        # How often checkpoints are saved does not change a run.
+        lines = [x for x in self.config_lines(best, 0) if x != SAVE_AT_THE_END]
         return {
             "out": str(self.out),
             "env_steps": self.env_steps,
             "cpu_s": round(sum(trial.cpu_s for trial in self.trials), 1),
-            "winner": best.number,
+            "best_trial": best.number,
             "options": list(best.lines),
             "command": [*self.settings.flags, *lines],
             "run_dirs": [str(self.run_dir(best, seed)) for seed in range(self.settings.seeds)],
@@ -425,7 +442,7 @@ def draw(settings: Settings) -> list[list[str]]:
                 for (name, values), (change, value) in zip(
                     settings.ranges.items(), numbers.tolist(), strict=True
                 )
-                if change < settings.change
+                if change < settings.change_probability
             ]
             if lines in trials or lines in refused or len(refused) == MOST_REFUSED:
                 continue

@@ -233,13 +233,17 @@ class _Verification:
         self.checks.append({"check": name, "result": result, "detail": detail})
 
     def _check_settings(self) -> None:
-        """Report versions and arithmetic settings that differ from those of the run."""
+        """Report versions and arithmetic settings that differ; they do not change the verdict."""
         settings = self._settings(self.record.newest)
         detail = "as in the run"
         if settings:
             detail = ", ".join(_setting(name, *values) for name, values in settings.items())
         self.checks.append(
-            {"check": "versions", "result": "differ" if settings else "equal", "detail": detail}
+            {
+                "check": "settings",
+                "result": "different" if settings else "equal",
+                "detail": detail,
+            }
         )
 
     def _settings(self, update: int) -> dict[str, tuple[Any, Any]]:

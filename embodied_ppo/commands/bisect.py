@@ -9,6 +9,14 @@ from typing import Any
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
 
+ORDERS = {
+    "log_ratio": "|log ratio|",
+    "advantage": "|advantage|",
+    "value_error": "|value error|",
+    "reward": "distance of the reward from the median",
+}
+"""What samples are ordered by -> how the table calls it."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -59,9 +67,8 @@ def print_result(result: Mapping[str, Any]) -> None:
             f" {minibatch['samples']} samples), where it is {minibatch['value']:.6g}"
         )
     place = "this minibatch" if minibatch else "the rollout"
-    _print_samples(
-        f"\nsamples of {place} with the largest {result['ranked_by']}", result["samples"]
-    )
+    order = ORDERS.get(result["ranked_by"], "")
+    _print_samples(f"\nsamples of {place} with the largest {order}", result["samples"])
     _print_samples("\nrewards of the rollout furthest from their median", result["rewards"])
     for note in result["notes"]:
         print(f"note: {note}")

@@ -82,5 +82,5 @@ def print_import(result: Mapping[str, Any]) -> None:
     for note in result["notes"]:
         print(f"note: {note}")
     print(f"run: {result['run_dir']}")
-    print(f"measure it: embodied-ppo evaluate checkpoint={result['run_dir']}")
-    print(f"train on:   embodied-ppo train resume={result['run_dir']}")
+    print(f"evaluate: embodied-ppo evaluate checkpoint={result['run_dir']}")
+    print(f"continue training: embodied-ppo train resume={result['run_dir']}")

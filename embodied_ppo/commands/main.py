@@ -126,12 +126,12 @@ COMMANDS = {
         supervised=True,
     ),
     "verify": Entry(
-        "prove that a run is what its records say; a certificate",
+        "re-execute updates and check a run against its recorded metrics and digests",
         "verify runs/NAME/DATE-SEED --updates 5",
         supervised=True,
     ),
     "search": Entry(
-        "find better options: trials that do not learn are stopped early",
+        "train several sets of options (trials), continue only the best third at each stage",
         "search experiment=hopper --budget 30min",
         supervised=True,
     ),

@@ -57,7 +57,7 @@ class Sweep:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the runs of a sweep that are not finished; print the results by arm.
+    """Train the runs of a sweep that are not finished; print the results by method.
 
     Returns:
         The exit code: that of the first run that failed, or 0.
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
         code = _train(sweep, size, args)
     results = [_result(job, summary) for job in sweep.jobs if (summary := _summary(job))]
     if results and not args.json:
-        print_arms(results)
-    if len({_arm(result) for result in results}) > 1 and args.compare:
+        print_methods(results)
+    if len({_method(result) for result in results}) > 1 and args.compare:
         _compare(sweep, args)
     return code
 
@@ -411,25 +411,25 @@ def last_row(file: Path) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------- results
-def _arm(result: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return the options that distinguish the arm of a run: those that differ, except the seed."""
+def _method(result: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the method of a run: the options that differ, except the seed."""
     return tuple((key, value) for key, value in result["options"].items() if key != "seed")
 
 
-def print_arms(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print the results of a sweep by arm.
+def print_methods(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print the results of a sweep by method.
 
     Args:
         results: Summaries of runs, each with ``options``, those that differ between the runs.
     """
-    arms: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
+    methods: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
     for result in results:
-        arms.setdefault(_arm(result), []).append(result)
+        methods.setdefault(_method(result), []).append(result)
     tags = [tag for tag in TAGS if any(result.get(tag) is not None for result in results)]
     columns = [f"{tag} {part}" for tag in tags for part in ("mean", "std", "min", "max")]
-    rows = [["arm", "runs", *columns]]
-    for arm, runs in arms.items():
-        cells = [", ".join(f"{key}={value}" for key, value in arm) or "all", str(len(runs))]
+    rows = [["method", "runs", *columns]]
+    for method, runs in methods.items():
+        cells = [", ".join(f"{key}={value}" for key, value in method) or "all", str(len(runs))]
         for tag in tags:
             values = [float(result[tag]) for result in runs if result.get(tag) is not None]
             extremes = (min(values), max(values)) if values else (math.nan, math.nan)
@@ -441,7 +441,7 @@ def print_arms(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _compare(sweep: Sweep, args: argparse.Namespace) -> None:
-    """Compare the arms on the same initial states, if ``compare`` can compare them."""
+    """Compare the methods on the same initial states, if ``compare`` can compare them."""
     from embodied_ppo import api
 
     out = str(sweep.folder / COMPARISON)
@@ -451,7 +451,7 @@ def _compare(sweep: Sweep, args: argparse.Namespace) -> None:
             content = api.compare_paths([str(sweep.folder)], "auto", lines, quiet=args.quiet)
     except (ConfigError, CheckpointError, EnvError) as error:
         if not args.quiet:
-            print(f"the arms are not compared: {error}", file=sys.stderr)
+            print(f"the methods are not compared: {error}", file=sys.stderr)
         return
     except KeyboardInterrupt:
         print(

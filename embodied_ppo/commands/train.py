@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-compare",
         dest="compare",
         action="store_false",
-        help="with --multirun: do not compare the arms at the end",
+        help="with --multirun: do not compare the methods at the end",
     )
 
 

@@ -1,13 +1,13 @@
 """Statistics of comparisons: paired differences, their intervals, and the number of runs needed.
 
-An arm is a method: one or more runs that differ only in their seed. Its scores are an array
-[S, E]: S runs (seeds), E episodes; episode e has the same initial state in all runs of all arms.
+A method is one or more runs that differ only in their seed. Its scores are an array
+[S, E]: S runs (seeds), E episodes; episode e has the same initial state in all runs of all methods.
 
 The score of episode e of run s is modelled as x_se = μ + a_s + b_e + ε_se with the effects of the
-seed and of the initial state, and a residual. The difference d of the means of two arms then has
+seed and of the initial state, and a residual. The difference d of the means of two methods then has
 the variance
 
-    V = Σ over arms σ²_a / S  +  Var(b^B - b^A) / E  +  Σ over arms σ²_ε / (S E)
+    V = Σ over methods σ²_a / S  +  Var(b^B - b^A) / E  +  Σ over methods σ²_ε / (S E)
 
 The variance of the run means, divided by S, contains σ²_ε / (S E). The variance of the differences
 of episodes, divided by E, contains the same term. A bootstrap that resamples seeds and episodes
@@ -33,7 +33,7 @@ from embodied_ppo.core.intervals import Z95, wilson_interval
 from embodied_ppo.evaluation import episodes
 
 Scores = NDArray[np.float64]
-"""Scores of an arm, [S, E]."""
+"""Scores of a method, [S, E]."""
 
 REPLICATES = 2000
 """Replicates of a bootstrap."""
@@ -50,12 +50,12 @@ MOST_SEEDS = 200
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of the mean scores of two arms, B minus A.
+    """Difference of the mean scores of two methods, B minus A.
 
     Attributes:
         mean: The difference.
         low, high: 95 % interval.
-        unpaired: 95 % interval of the same difference if the arms had different initial states.
+        unpaired: 95 % interval of the same difference if the methods had different initial states.
         probability: Probability that the mean of B is larger, from Student's t distribution centred
             at ``mean``.
         freedom: Degrees of freedom of the interval.
@@ -79,7 +79,7 @@ class _Variance:
     """Parts of the variance of a difference, each with its degrees of freedom."""
 
     seeds: tuple[float, ...]
-    """Variance of the mean of each arm's run means; 0 for an arm with one run."""
+    """Variance of the mean of each method's run means; 0 for a method with one run."""
     seed_freedom: tuple[int, ...]
     episodes: float
     """Variance due to the initial states, without the residual, which ``seeds`` contains."""
@@ -103,14 +103,14 @@ class _Variance:
 
 
 def difference(a: Scores, b: Scores, *, binary: bool = False) -> Difference:
-    """Return the difference of the means of two arms, with intervals.
+    """Return the difference of the means of two methods, with intervals.
 
     Args:
-        a: Scores of arm A, [S_A, E].
-        b: Scores of arm B, [S_B, E], with the same initial states.
-        binary: Whether the scores are 0 and 1. If each arm has one run, the interval is then that
-            of Bonett and Price (2012) for paired proportions, whose width is not 0 if all episodes
-            have equal scores.
+        a: Scores of method A, [S_A, E].
+        b: Scores of method B, [S_B, E], with the same initial states.
+        binary: Whether the scores are 0 and 1. If each method has one run, the interval is then
+            that of Bonett and Price (2012) for paired proportions, whose width is not 0 if all
+            episodes have equal scores.
 
     Raises:
         ValueError: The number of episodes differs, or is less than 2.
@@ -134,13 +134,13 @@ def difference(a: Scores, b: Scores, *, binary: bool = False) -> Difference:
 
 
 def seeds_needed(a: Scores, b: Scores) -> int | None:
-    """Return the number of runs of each arm that would decide the comparison.
+    """Return the number of runs of each method that would decide the comparison.
 
     If the difference and the variances stay as observed, the 95 % interval with this number of runs
     excludes 0 with probability POWER.
 
     Returns:
-        The number, at least that of the arm with more runs. None if an arm has one run (the
+        The number, at least that of the method with more runs. None if a method has one run (the
         variance of its seeds is unknown), or if MOST_SEEDS runs are not enough.
     """
     if min(len(a), len(b)) < 2:
@@ -158,7 +158,7 @@ def seeds_needed(a: Scores, b: Scores) -> int | None:
 
 
 def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of an arm.
+    """Return the 95 % interval of the mean of a method.
 
     For one run with binary scores it is Wilson's interval, otherwise Student's.
 
@@ -172,10 +172,10 @@ def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float
 
 
 def _variance(arms: Sequence[Scores], state_terms: Sequence[NDArray[np.float64]]) -> _Variance:
-    """Return the variance of a sum or difference of the means of arms, see the module.
+    """Return the variance of a sum or difference of the means of methods, see the module.
 
     Args:
-        arms: Scores of each arm.
+        arms: Scores of each method.
         state_terms: Independent terms of the sum for each initial state, [E] each.
     """
     count = arms[0].shape[1]
@@ -277,7 +277,7 @@ def bootstrap(
     seed: int = 0,
     replicates: int = REPLICATES,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the 95 % percentile interval of a statistic of an arm.
+    """Return the 95 % percentile interval of a statistic of a method.
 
     Runs and episodes are resampled with replacement; the resampled episodes are the same for all
     runs.

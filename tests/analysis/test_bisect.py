@@ -91,7 +91,7 @@ def test_conditions_that_need_no_repetition(run_dir, capsys):
     assert "policy/loss nonfinite: never held" in capsys.readouterr().out
     result = run_command(capsys, "bisect", run_dir, "eval/return > -1000")
     assert (result["update"], result["minibatch"]) == (0, None)
-    assert "measured beside the minibatches" in result["notes"][0]
+    assert "is not computed per minibatch" in result["notes"][0]
 
 
 def test_conditions():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import embodied_ppo as ep
 from embodied_ppo.analysis import search
 from embodied_ppo.commands import main
 from embodied_ppo.config import compose
@@ -101,18 +103,18 @@ def test_default_ranges() -> None:
 
 
 def test_lengths_of_successive_halving() -> None:
-    assert search.marks(9) == pytest.approx([1 / 9, 1 / 3, 1])
+    assert search.rungs(9) == pytest.approx([1 / 9, 1 / 3, 1])
     assert [search.survivors(9, i) for i in range(3)] == [9, 3, 1]
     # Nine trials of 1/9, then three of 2/9 more, then one of 2/3 more.
     assert search.work(9) == pytest.approx(1 + 2 / 3 + 2 / 3)
-    assert search.marks(4) == pytest.approx([1 / 3, 1])
+    assert search.rungs(4) == pytest.approx([1 / 3, 1])
     assert search.work(4) == pytest.approx(4 / 3 + 2 * 2 / 3)
-    assert search.marks(2) == [1]
+    assert search.rungs(2) == [1]
 
 
 def test_draws() -> None:
     values = {"algorithm.lr": Interval(1e-4, 1e-2, log=True), "algorithm.horizon": Choice(("8",))}
-    settings = search.Settings(TINY, values, change=0.5, trials=12, seeds=1, jobs=1)
+    settings = search.Settings(TINY, values, change_probability=0.5, trials=12, seeds=1, jobs=1)
     trials = search.draw(settings)
     assert trials[0] == [] and len(trials) == 12 and search.draw(settings) == trials
     assert len({tuple(lines) for lines in trials}) == 12
@@ -132,13 +134,13 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["search", "--trials", "3", "--out", "found", "--jobs", "2"]
     assert main.main([*flags, *options, "algorithm.gamma=0.9,0.91"]) == 0
     out = capsys.readouterr()
-    assert out.out.splitlines()[-1].startswith("train with its options: embodied-ppo train ")
+    assert out.out.splitlines()[-1].startswith("train its first run again: embodied-ppo train ")
     content = json.loads(Path("found/search.json").read_text())
     results = content["results"]
     assert [len(row["scores"]) for row in results].count(2) == 1, "one trial reaches the end"
-    winner = next(i for i, row in enumerate(results) if len(row["scores"]) == 2)
+    best = next(i for i, row in enumerate(results) if len(row["scores"]) == 2)
     first = [row["scores"][0]["return"] if row["scores"] else float("-inf") for row in results]
-    assert first[winner] == max(first)
+    assert first[best] == max(first)
     for row in results:
         diverges = any("1e+38" in line or "1e38" in line for line in row["lines"])
         assert (row["error"] is not None) == diverges
@@ -146,17 +148,19 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
         f"trial-{i}_seed-0" for i in range(3)
     ], "every trial is kept"
 
-    # The winner equals the run that the printed command trains.
-    own = [*options[:-1], *results[winner]["lines"], "eval_every=3", "save_every=0", "seed=0"]
-    assert main.main(["train", "--quiet", *own, "run_dir=own"]) == 0
-    run_dir = Path(f"found/trial-{winner}_seed-0")
+    # The run of the best trial equals the one that the printed command trains.
+    command = shlex.split(out.out.splitlines()[-1].partition(": ")[2])
+    assert command[:2] == ["embodied-ppo", "train"]
+    assert {*results[best]["lines"], "eval_every=3", "seed=0"} <= {*command}
+    assert main.main([*command[1:], "--quiet", "run_dir=own"]) == 0
+    run_dir = Path(f"found/trial-{best}_seed-0")
     weights = [
         torch.load(folder / "checkpoints" / "step_000009" / "policy.pt")
         for folder in (run_dir, Path("own"))
     ]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
-    # The last mark is lost as by an interruption: the same command reaches it again.
+    # The last rung is lost as by an interruption: the same command reaches it again.
     for row in results:
         row["scores"] = row["scores"][:1]
     Path("found/search.json").write_text(json.dumps(content))
@@ -166,7 +170,7 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     again = [*flags, "--json", "--quiet", *options, "algorithm.gamma=0.9,0.91"]
     assert main.main(again) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["winner"] == winner and result["run_dirs"] == [str(run_dir.absolute())]
+    assert result["best_trial"] == best and result["run_dirs"] == [str(run_dir.absolute())]
     weights[0] = torch.load(run_dir / "checkpoints" / "step_000009" / "policy.pt")
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert main.main([*flags, *options]) == 2
@@ -191,6 +195,29 @@ def test_budget_sets_the_length_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> 
     # Updates of 32 steps take 0.04 s: 800 steps/s in each of two processes for 100 s are 160,000
     # steps, and the search of nine trials with two seeds trains 2 (1 + 2/3 + 2/3) complete runs.
     assert found.env_steps == int(160_000 / (14 / 3)) // 32 * 32
+
+
+def test_python_api() -> None:
+    result = ep.search(
+        "cartpole",
+        ranges={"algorithm.gamma": "0.9,0.91"},
+        trials=2,
+        seed=3,
+        out="found",
+        progress=False,
+        updates=1,
+        env__num_envs=4,
+        algorithm={"horizon": 8, "global_batch_size": 32, "update_epoch": 1},
+        evaluation={"episodes": 2, "num_envs": 2, "video_episodes": 0},
+        device="cpu",
+    )
+    assert sorted(row["number"] for row in result["trials"]) == [0, 1]
+    assert all(row["error"] is None and len(row["scores"]) == 1 for row in result["trials"])
+    assert result["run_dirs"] == [
+        str(Path(f"found/trial-{result['best_trial']}_seed-3").absolute())
+    ]
+    with pytest.raises(ep.ConfigError, match=r"--trials 1: must be 2 to 729"):
+        ep.search("cartpole", trials=1)
 
 
 @pytest.mark.parametrize(

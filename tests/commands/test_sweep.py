@@ -1,4 +1,4 @@
-"""Tests of sweeps: folders, several runs at the same time, resuming, comparison of the arms."""
+"""Tests of sweeps: folders, several runs at the same time, resuming, comparison of the methods."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(moved / "comparison" / "comparison.html") in out.out
 
 
-def test_arms_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     def result(value: float | None, **options: str) -> dict[str, Any]:
         return {"options": options, "final_return": value, "final_success": None}
 
-    sweep.print_arms(
+    sweep.print_methods(
         [result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")]
     )
     lines = capsys.readouterr().out.splitlines()

@@ -51,7 +51,7 @@ def test_blocks_run(
     assert isinstance(replay, Replay) and isinstance(minibatch, Minibatch)
     listed = set(re.findall(r'\["(\w+)"\]', TEXT.partition("| entry |")[2].partition("\n\n")[0]))
     listed -= {"epoch", "index", "statistics", "log_ratio"}
-    assert listed - {"obs"} == {*replay.rollout} - {"obs", "version"}
+    assert listed - {"obs", "weight", "ref_log_prob"} == {*replay.rollout} - {"obs"}
     path = replay.save(tmp_path / "replays")
     content = torch.load(path, weights_only=True)
     torch.testing.assert_close(content["minibatches"][11]["log_ratio"], minibatch.log_ratio)

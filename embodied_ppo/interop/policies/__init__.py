@@ -1,9 +1,9 @@
 """Trained policies of other libraries as policies of ours.
 
 Belongs here: one reader for each library (``sb3``, ``rsl_rl``, ..), which returns an
-``imported.ImportedPolicy``; the files without code that they read (``foreign_files``); networks of
-linear layers in a state_dict (``layers``); the options and weights of ours that they become
-(``imported``).
+``imported.ImportedPolicy``; the reader of their files, which executes no code
+(``untrusted_files``); networks of linear layers in a state_dict (``layers``); the options and
+weights of ours that they become (``imported``).
 
 Does not belong here: the run directory that is written (``embodied_ppo.run.import_policy``).
 

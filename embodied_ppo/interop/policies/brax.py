@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.interop.policies import foreign_files, imported
-from embodied_ppo.interop.policies.foreign_files import Container
+from embodied_ppo.interop.policies import imported, untrusted_files
 from embodied_ppo.interop.policies.imported import ImportedPolicy, Normalizer
 from embodied_ppo.interop.policies.layers import Linear, StateDict
+from embodied_ppo.interop.policies.untrusted_files import Container
 
 STATISTICS = "brax.training.acme.running_statistics"
 CONTAINERS = (
@@ -53,7 +53,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
             f"{label}: is a directory, as Orbax writes it; load it in Brax and save the parameters"
             " with brax.io.model.save_params"
         )
-    content = foreign_files.read_pickle(path, label, CONTAINERS)
+    content = untrusted_files.read_pickle(path, label, CONTAINERS)
     if isinstance(content, list | tuple) and len(content) in (2, 3):
         statistics, *networks = content
     else:
@@ -73,7 +73,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         std, log_std = state.take("std_param.value"), state.take("std_logparam.log_value")
         if std is not None:
             log_std = imported.log_std_of(std, label)
-        options, defaults = imported.GAUSSIAN, imported.free("none")
+        options, defaults = imported.GAUSSIAN, imported.changeable_options("none")
     else:
         actor = _hidden(state, "hidden_")
         options = {
@@ -81,7 +81,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
             "model.state_dependent_std": True,
             "model.std_function": "softplus",
             "model.min_log_std": math.log(MIN_STD),
-            "model.max_log_std": imported.WIDE[1],
+            "model.max_log_std": imported.LOG_STD_BOUNDS[1],
         }
         defaults = {"env.action_mapping": "rescale"}
     state.finish()
@@ -96,7 +96,11 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         default_activation="silu",
         options=options,
         defaults=defaults,
-        notes=(imported.mapping_note(str(defaults["env.action_mapping"]), "an action wrapper"),),
+        notes=(
+            imported.mapping_note(
+                str(defaults["env.action_mapping"]), "say whether an action wrapper was used"
+            ),
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.interop.policies import foreign_files, imported
+from embodied_ppo.interop.policies import imported, untrusted_files
 from embodied_ppo.interop.policies.imported import ImportedPolicy
 from embodied_ppo.interop.policies.layers import StateDict
 from embodied_ppo.interop.policies.normalizers import NONE, read_normalizer
@@ -34,7 +34,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         ConfigError: The file is damaged, has other layers, or the normaliser is missing.
     """
     label = str(path)
-    tensors = foreign_files.tensors(foreign_files.read_torch(path, label), label, "the file")
+    tensors = untrusted_files.tensors(untrusted_files.read_torch(path, label), label, "the file")
     state = StateDict(tensors, label)
     log_std = state.take("actor_logstd")
     name = "actor" if log_std is None else "actor_mean"
@@ -61,6 +61,6 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         normalized_rewards=log_std is not None,
         default_activation="tanh",
         options=imported.CHOICES if log_std is None else imported.GAUSSIAN,
-        defaults={} if log_std is None else imported.free("clip"),
+        defaults={} if log_std is None else imported.changeable_options("clip"),
         notes=(RETURNS_NOTE,) if log_std is not None and scale is None else (),
     )

@@ -15,13 +15,15 @@ from embodied_ppo.interop.policies.layers import Linear, check_chain
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import ACTIVATIONS
 
-WIDE = (-20.0, 20.0)
+LOG_STD_BOUNDS = (-20.0, 20.0)
 """Bounds of the logarithm of the standard deviation of libraries that have none."""
 
 REWARD_CLIP = 10.0
 """Bound of normalised rewards in CleanRL, and Stable-Baselines3's default."""
-TINY = 1e-16
-"""Stands for no number that is added to a variance."""
+NO_EPS = 1e-16
+"""Smallest ``Normalizer.eps``, for libraries that add nothing to the variance.
+
+``model.obs_eps`` must be above 0; adding 1e-16 changes float32 variance above 1e-8."""
 
 
 @dataclass(frozen=True)
@@ -246,10 +248,10 @@ class ImportedPolicy:
             )
         has_std = self.log_std is not None or self.has_state_dependent_std
         if has_std == (policy.kind == "categorical"):
-            fact = "choices" if policy.kind == "categorical" else "numbers"
+            of_task, of_file = ("discrete", "continuous") if has_std else ("continuous", "discrete")
             raise ConfigError(
-                f"env.id = {task}: its actions are {fact}, and the policy of {self.label} is for"
-                " the other kind; name the task of the training"
+                f"env.id = {task}: its actions are {of_task}, and the policy of {self.label} has"
+                f" {of_file} actions; name the task of the training"
             )
 
     def load_into(self, policy: ActorCritic, *, normalized_rewards: bool) -> None:
@@ -310,7 +312,9 @@ GAUSSIAN = {"model.distribution": "gaussian", "model.state_dependent_std": False
 """Options of a Gaussian policy with one standard deviation per dimension."""
 
 
-def free(mapping: str, bounds: tuple[float, float] = WIDE) -> dict[str, Any]:
+def changeable_options(
+    mapping: str, bounds: tuple[float, float] = LOG_STD_BOUNDS
+) -> dict[str, Any]:
     """Return the options of a Gaussian policy that the user may change.
 
     Args:
@@ -325,16 +329,14 @@ def free(mapping: str, bounds: tuple[float, float] = WIDE) -> dict[str, Any]:
     }
 
 
-def mapping_note(mapping: str, option: str) -> str:
+def mapping_note(mapping: str, missing: str) -> str:
     """Return a note about the action mapping of a library where its file does not contain it.
 
     Args:
         mapping: The library's default.
-        option: The library's option that changes it.
+        missing: What the file does not do, for example "contain clip_actions".
     """
-    return (
-        f"env.action_mapping={mapping}, the library's default; the file does not contain {option}"
-    )
+    return f"env.action_mapping={mapping}, the library's default; the file does not {missing}"
 
 
 def refuse_normalizer(path: Path | None, library: str) -> None:

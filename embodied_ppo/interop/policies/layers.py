@@ -63,8 +63,8 @@ class StateDict:
         weight, bias = self.need(f"{prefix}.weight"), self.need(f"{prefix}.bias")
         if weight.ndim != 2 or bias.shape != weight.shape[:1]:
             raise ConfigError(
-                f"{self.label}: has the layer {prefix!r} with weights {list(weight.shape)}, and no"
-                " network of ours contains it here; only linear layers can be imported"
+                f"{self.label}: the layer {prefix!r} has weights {list(weight.shape)} and biases"
+                f" {list(bias.shape)}; expected a matrix and a bias vector"
             )
         return Linear(weight, bias)
 
@@ -98,5 +98,5 @@ def check_chain(network: list[Linear], what: str, label: str) -> None:
         if after.inputs != before.outputs:
             raise ConfigError(
                 f"{label}: a layer of the {what} has {before.outputs} outputs, and the next one"
-                f" reads {after.inputs}; no network of ours is built so"
+                f" reads {after.inputs}; the file is damaged or is not a chain of linear layers"
             )

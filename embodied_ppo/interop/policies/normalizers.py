@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.interop.policies.foreign_files import Container, read_npz, read_pickle
 from embodied_ppo.interop.policies.imported import REWARD_CLIP, Normalizer, ValueScale
+from embodied_ppo.interop.policies.untrusted_files import Container, read_npz, read_pickle
 
 NONE = Path("none")
 """Value of normalizer=.. where the training normalised no observations."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.interop.policies import foreign_files, imported
+from embodied_ppo.interop.policies import imported, untrusted_files
 from embodied_ppo.interop.policies.imported import ImportedPolicy, Normalizer, ValueScale
 from embodied_ppo.interop.policies.layers import Linear, StateDict
 
@@ -40,10 +40,10 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     """
     label = str(path)
     imported.refuse_normalizer(normalizer, "rl_games")
-    content = foreign_files.read_torch(path, label)
+    content = untrusted_files.read_torch(path, label)
     if not isinstance(content, Mapping) or "model" not in content:
         raise ConfigError(f"{label}: has no entry model; name a file that rl_games saved (.pth)")
-    tensors = foreign_files.tensors(content["model"], label, "model")
+    tensors = untrusted_files.tensors(content["model"], label, "model")
     state = StateDict({_name(name): x for name, x in tensors.items()}, label)
     statistics, value_scale = _normalizer(state, "running_mean_std"), None
     if (of_values := _normalizer(state, "value_mean_std")) is not None:
@@ -54,7 +54,11 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     if "logits.weight" in state.tensors:
         head = state.linear("logits")
     else:
-        head, options, defaults = state.linear("mu"), imported.GAUSSIAN, imported.free("rescale")
+        head, options, defaults = (
+            state.linear("mu"),
+            imported.GAUSSIAN,
+            imported.changeable_options("rescale"),
+        )
         if (log_std := state.take("sigma")) is None:
             sigma = state.linear("sigma")
             head = Linear(
@@ -75,11 +79,15 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         shared_trunk=not critic_hidden and bool(hidden),
         options=options,
         defaults=defaults,
-        critic_problem="is a central one, of other observations" if central else None,
+        critic_problem="is a central value function, which reads other observations"
+        if central
+        else None,
         notes=notes,
     )
     if defaults:
-        policy = replace(policy, notes=(*notes, imported.mapping_note("rescale", "clip_actions")))
+        policy = replace(
+            policy, notes=(*notes, imported.mapping_note("rescale", "contain clip_actions"))
+        )
     return policy
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.interop.policies import foreign_files, imported
-from embodied_ppo.interop.policies.imported import TINY, ImportedPolicy, Normalizer
+from embodied_ppo.interop.policies import imported, untrusted_files
+from embodied_ppo.interop.policies.imported import NO_EPS, ImportedPolicy, Normalizer
 from embodied_ppo.interop.policies.layers import StateDict
 
 STD_RANGE = (math.log(1e-6), math.log(1e6))
@@ -37,12 +37,12 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     """
     label = str(path)
     imported.refuse_normalizer(normalizer, "rsl_rl")
-    content = foreign_files.read_torch(path, label)
+    content = untrusted_files.read_torch(path, label)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{label}: holds a {type(content).__name__}; name a file of rsl_rl")
     if "actor_state_dict" in content:
         states = [
-            StateDict(foreign_files.tensors(content.get(name), label, name), label)
+            StateDict(untrusted_files.tensors(content.get(name), label, name), label)
             for name in ("actor_state_dict", "critic_state_dict")
         ]
         actor_state, critic_state = states
@@ -50,7 +50,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         prefixes = "obs_normalizer", "obs_normalizer"
         std, log_std = "distribution.std_param", "distribution.log_std_param"
     elif "model_state_dict" in content:
-        tensors = foreign_files.tensors(content["model_state_dict"], label, "model_state_dict")
+        tensors = untrusted_files.tensors(content["model_state_dict"], label, "model_state_dict")
         actor_state = critic_state = StateDict(tensors | _separate_normalizers(content), label)
         states = [actor_state]
         actor, critic = actor_state.mlp("actor"), actor_state.mlp("critic")
@@ -85,9 +85,9 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         normalizer=statistics,
         default_activation="elu",
         options=imported.GAUSSIAN,
-        defaults=imported.free("none", STD_RANGE),
+        defaults=imported.changeable_options("none", STD_RANGE),
         critic_problem=None if same else "normalises observations in another way than the policy",
-        notes=(imported.mapping_note("none", "clip_actions"),),
+        notes=(imported.mapping_note("none", "contain clip_actions"),),
     )
 
 
@@ -115,6 +115,6 @@ def _normalizer(state: StateDict, prefix: str) -> Normalizer | None:
         mean.flatten().double(),
         std.flatten().double().square(),
         float(1 if count is None else count),
-        eps=TINY,
+        eps=NO_EPS,
         std_eps=1e-2,
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied_ppo.core.errors import ConfigError, one_line
-from embodied_ppo.interop.policies import foreign_files, imported
+from embodied_ppo.interop.policies import imported, untrusted_files
 from embodied_ppo.interop.policies.imported import ImportedPolicy
 from embodied_ppo.interop.policies.layers import StateDict
 from embodied_ppo.interop.policies.normalizers import NONE, read_normalizer
@@ -41,7 +41,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     data, weights = _open(path, label)
     if data.get("use_sde"):
         raise ConfigError(
-            f"{label}: explores with gSDE (use_sde=True), whose noise no policy of ours has"
+            f"{label}: was trained with gSDE (use_sde=True), which cannot be imported"
         )
     space = data.get("observation_space")
     if isinstance(space, Mapping) and "Dict" in str(space.get(":type:")):
@@ -58,7 +58,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     statistics, scale = None, None
     if normalizer is not None and normalizer != NONE:
         statistics, scale = read_normalizer(normalizer, eps=1e-8, clip=10.0)
-    state = StateDict(foreign_files.tensors(weights, label, "policy.pth"), label)
+    state = StateDict(untrusted_files.tensors(weights, label, "policy.pth"), label)
     actor = [*state.mlp("mlp_extractor.policy_net"), state.linear("action_net")]
     critic = [*state.mlp("mlp_extractor.value_net"), state.linear("value_net")]
     log_std = state.take("log_std")
@@ -74,27 +74,27 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         activation=_activation(data, label),
         default_activation="tanh",
         options=imported.CHOICES if log_std is None else imported.GAUSSIAN,
-        defaults={} if log_std is None else imported.free("clip"),
+        defaults={} if log_std is None else imported.changeable_options("clip"),
         gamma=gamma if isinstance(gamma, float) else None,
     )
 
 
 def _open(path: Path, label: str) -> tuple[Mapping[str, Any], Any]:
     """Return the JSON of ``data`` and the contents of policy.pth."""
-    content = foreign_files.read_bytes(path, label)
-    foreign_files.check_archive(content, label)
+    content = untrusted_files.read_bytes(path, label)
+    untrusted_files.check_archive(content, label)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             data = json.loads(archive.read("data"))
             weights = io.BytesIO(archive.read("policy.pth"))
-    except (*foreign_files.DAMAGED, KeyError) as error:
+    except (*untrusted_files.DAMAGED, KeyError) as error:
         raise ConfigError(
             f"{label}: is no zip file of model.save of Stable-Baselines3"
             f" ({one_line(error, kind=True)}); name that file, or copy it again"
         ) from error
     if not isinstance(data, Mapping):
         raise ConfigError(f"{label}: data is no JSON object; copy the file again")
-    return data, foreign_files.read_torch(weights, f"{label}, policy.pth")
+    return data, untrusted_files.read_torch(weights, f"{label}, policy.pth")
 
 
 def _activation(data: Mapping[str, Any], label: str) -> str | None:

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.interop.policies import foreign_files, imported
-from embodied_ppo.interop.policies.imported import TINY, ImportedPolicy, Normalizer, ValueScale
+from embodied_ppo.interop.policies import imported, untrusted_files
+from embodied_ppo.interop.policies.imported import NO_EPS, ImportedPolicy, Normalizer, ValueScale
 from embodied_ppo.interop.policies.layers import Linear, StateDict
 
 BOUNDS = (-20.0, 2.0)
@@ -38,11 +38,11 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     """
     label = str(path)
     imported.refuse_normalizer(normalizer, "skrl")
-    content = foreign_files.read_torch(path, label)
+    content = untrusted_files.read_torch(path, label)
     if not isinstance(content, Mapping) or "policy" not in content:
         raise ConfigError(f"{label}: has no entry policy; name a file that agent.save wrote")
-    policy = foreign_files.tensors(content["policy"], label, "policy")
-    value = foreign_files.tensors(content.get("value") or policy, label, "value")
+    policy = untrusted_files.tensors(content["policy"], label, "policy")
+    value = untrusted_files.tensors(content.get("value") or policy, label, "value")
     log_std = _take_log_std(policy)
     _take_log_std(value)
     layers, of_value = _linear_layers(policy, label), _linear_layers(value, label)
@@ -73,8 +73,8 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         value_scale=None if critic is None else scale,
         shared_trunk=shared and len(actor) > 1,
         options=imported.GAUSSIAN if gaussian else imported.CHOICES,
-        defaults=imported.free("none", BOUNDS) if gaussian else {},
-        notes=(imported.mapping_note("none", "clip_actions"),) if gaussian else (),
+        defaults=imported.changeable_options("none", BOUNDS) if gaussian else {},
+        notes=(imported.mapping_note("none", "contain clip_actions"),) if gaussian else (),
     )
 
 
@@ -98,8 +98,8 @@ def _normalizer(content: Mapping[Any, Any], name: str, label: str) -> Normalizer
     """Return running statistics."""
     if not content.get(name):
         return None
-    state = StateDict(foreign_files.tensors(content[name], label, name), label)
+    state = StateDict(untrusted_files.tensors(content[name], label, name), label)
     mean, var = state.need("running_mean"), state.need("running_variance")
     count = float(state.need("current_count"))
     flat = mean.flatten().double(), var.flatten().double()
-    return Normalizer(*flat, count, eps=TINY, std_eps=1e-8, clip=5.0)
+    return Normalizer(*flat, count, eps=NO_EPS, std_eps=1e-8, clip=5.0)

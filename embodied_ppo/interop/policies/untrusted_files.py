@@ -36,7 +36,7 @@ GLOBAL = re.compile(r"(?:GLOBAL|class|function) `?([\w.]+)")
 """The name in a message of ``torch.load`` that refuses one."""
 
 
-class _ForeignName(Exception):
+class _DisallowedName(Exception):
     """A name that a pickle wants, and that is not on the list."""
 
 
@@ -91,7 +91,7 @@ def _array(*args: Any) -> np.ndarray:
 def _dtype(name: Any, *args: Any) -> np.dtype:
     """Return a type of numbers, as a copy, whose byte order ``__setstate__`` may set."""
     if not (isinstance(name, str) and NUMBERS.fullmatch(name)):
-        raise _ForeignName(f"an array of {name!r}")
+        raise _DisallowedName(f"an array of {name!r}")
     return np.dtype(name, False, True)  # pyright: ignore[reportCallIssue]
 
 
@@ -159,7 +159,7 @@ class _Reader(pickle.Unpickler):
         if name in ALLOWED:
             return ALLOWED[name]
         if name not in self.containers:
-            raise _ForeignName(name)
+            raise _DisallowedName(name)
         if name not in self.classes:  # of this file only, so that no file can change another's
             self.classes[name] = type(global_name, (Container,), {})
         return self.classes[name]
@@ -177,7 +177,8 @@ def check_archive(data: bytes, label: str) -> None:
         return  # the reader of the file reports it
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ConfigError(
-            f"{label}: is compressed, which its library never does; save it again without"
+            f"{label}: the archive is compressed; save it again with the library, which writes"
+            " uncompressed archives"
         )
 
 
@@ -215,7 +216,7 @@ def read_pickle(path: Path, label: str, containers: Collection[str] = ()) -> Any
     data = read_bytes(path, label)
     try:
         return _Reader(io.BytesIO(data), containers).load()
-    except _ForeignName as error:
+    except _DisallowedName as error:
         raise refusal(label, str(error)) from error
     except (*DAMAGED, RecursionError) as error:
         raise ConfigError(
@@ -244,7 +245,7 @@ def read_torch(source: Path | io.BytesIO, label: str) -> Any:
         ):
             warnings.simplefilter("ignore")  # about the protocol of damaged files
             return torch.load(source, map_location="cpu", weights_only=True)
-    except _ForeignName as error:
+    except _DisallowedName as error:
         raise refusal(label, str(error)) from error
     except (*DAMAGED, RecursionError) as error:
         if match := GLOBAL.search(str(error)):
