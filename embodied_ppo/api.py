@@ -382,8 +382,8 @@ def search(
             experiment, or the default ranges.
         trials: Number of sets of options.
         seeds: Number of runs of each trial, with the seeds ``seed`` to ``seed + seeds - 1``.
-        budget: Time of the search, such as "90s", "30min" or "2h", from which the length of the
-            runs follows; None: that of the options.
+        budget: Wall time for training all runs, such as "90s", "30min" or "2h", from which their
+            length follows; None: that of the options.
         jobs: Number of runs at the same time; None: one per core.
         seed: Seed of the draws and first seed of the runs.
         out: Folder of all runs, which continues what it holds; None:

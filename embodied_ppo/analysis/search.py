@@ -73,7 +73,7 @@ class Settings:
         trials: Number of trials; the first has the values without the search.
         seeds: Number of runs of each trial.
         jobs: Number of runs at the same time.
-        budget_s: Wall time of the search in seconds, from which the length of the runs follows;
+        budget_s: Wall time for training all runs in seconds, from which their length follows;
             None: the length is that of the options.
         seed: Seed S of the draws. The runs of a trial have the seeds S, S + 1, ..
         flags: Flags of the command line that choose the configs.
@@ -264,7 +264,7 @@ class Search:
         return [min(updates, first * FACTOR**i) for i in range(len(fractions) - 1)] + [updates]
 
     def measure_length(self) -> None:
-        """Set the length of the runs, so that the search takes the time of the budget."""
+        """Set the length of the runs, so that their training takes the time of the budget."""
         settings = self.settings
         if settings.budget_s is None or self.env_steps is not None:
             return

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs of each trial, with the seeds S to S + N - 1 of --seed S (1)",
     )
     parser.add_argument(
-        "--budget", metavar="TIME", help="time of the whole search, for example 30min, 2h or 90s"
+        "--budget",
+        metavar="TIME",
+        help="wall time for training all runs, for example 30min, 2h or 90s",
     )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at the same time (default: one per core)"

@@ -79,7 +79,7 @@ def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     again = torch.load(moved / "lr-0.001" / "checkpoints" / "step_000002" / "policy.pt")
     torch.testing.assert_close(again, weights, rtol=0, atol=0)
     columns = " +".join(f"final_return {name}" for name in ("mean", "std", "min", "max"))
-    assert re.match(rf"arm +runs +{columns}$", out.out.splitlines()[0])
+    assert re.match(rf"method +runs +{columns}$", out.out.splitlines()[0])
     content = json.loads((moved / "comparison" / "comparison.json").read_text())
     # The first value that the user wrote is the baseline.
     assert [arm["label"] for arm in content["arms"]] == [
