@@ -236,13 +236,13 @@ def compare(
             directory of the comparison.
 
     Returns:
-        "arms" (the methods), "differences" (mean, 95 % interval, probability, verdict), "options"
+        "methods", "differences" (mean, 95 % interval, probability, verdict), "options"
         that differ, and the paths of "page" and "json", see ``analysis.compare``.
 
     Raises:
         ConfigError, EnvError, CheckpointError: The runs cannot be compared; nothing was written.
     """
-    paths = [_path(each) for each in runs]
+    paths = [_path(trained_run) for trained_run in runs]
     return compare_paths(
         paths, metric, override_lines("evaluate", options), label=CALL, quiet=not progress
     )

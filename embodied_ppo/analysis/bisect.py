@@ -62,8 +62,6 @@ OUTLIER = 10.0
 """A reward is named as an outlier if no other one is a tenth as far from the median."""
 UNITS = {"update", "env_steps", "tokens"}
 """Entries of a row that are not metrics."""
-BESIDE_UPDATES = ("eval/", "time/", "speed/", "memory/", "device/")
-"""Prefixes of metrics that no rollout or minibatch determines."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def bisect(source_run: Path, text: str, *, quiet: bool = False) -> dict[str, Any
         return result | {"notes": _failure(source_run)}
     result |= {"held": True, "update": first, "value": values[first], "minibatch": None}
     result |= {"ranked_by": None, "samples": [], "rewards": [], "notes": []}
-    if first == 0 or condition.metric.startswith(BESIDE_UPDATES):
+    if first == 0 or condition.metric.startswith(reexecution.NOT_REEXECUTED):
         note = f"{condition.metric} is not computed per minibatch, so only the update is located"
         return result | {"notes": [note]}
     try:
@@ -216,7 +214,7 @@ def _locate(condition: Condition, repeated: Replay) -> dict[str, Any]:
                 f" step {rewards[0]['step']} stands out: the next furthest from the median is"
                 f" {rewards[1]['reward']:g}"
             )
-    found: dict[str, Any] = {"rewards": rewards, "notes": notes}
+    location: dict[str, Any] = {"rewards": rewards, "notes": notes}
     if condition.metric not in STATISTICS or not repeated.minibatches:
         # A property of the whole rollout.
         by = "advantage" if condition.metric.startswith("advantage/") else "reward"
@@ -224,7 +222,7 @@ def _locate(condition: Condition, repeated: Replay) -> dict[str, Any]:
             by = "value_error"
         quantities = _quantities(repeated, None)
         score = _deviation(quantities["reward"]) if by == "reward" else quantities[by].abs()
-        return found | {"ranked_by": by, "samples": _top(repeated, score, None)}
+        return location | {"ranked_by": by, "samples": _top(repeated, score, None)}
     name, divisor = STATISTICS[condition.metric]
     values = [
         m.statistics[name] / (1.0 if divisor is None else max(1.0, m.statistics[divisor]))
@@ -253,7 +251,7 @@ def _locate(condition: Condition, repeated: Replay) -> dict[str, Any]:
     score = _deviation(quantities["reward"]) if by == "reward" else quantities[by].abs()
     score = score.where(_members(repeated, chosen), torch.tensor(-math.inf, dtype=score.dtype))
     samples = _top(repeated, score, chosen)
-    return found | {"minibatch": minibatch, "ranked_by": by, "samples": samples}
+    return location | {"minibatch": minibatch, "ranked_by": by, "samples": samples}
 
 
 def _members(repeated: Replay, minibatch: Minibatch) -> Tensor:
@@ -280,13 +278,15 @@ def _quantities(repeated: Replay, minibatch: Minibatch | None) -> dict[str, Tens
     are reduced to the entry with the largest absolute value, rewards to their sum.
     """
     r = repeated.rollout
-    found = {name: _reduced(r[name]) for name in ("value", "returns", "advantage") if name in r}
+    quantities = {
+        name: _reduced(r[name]) for name in ("value", "returns", "advantage") if name in r
+    }
     reward = r["reward"].double()
-    found["reward"] = reward.flatten(2).sum(2) if reward.ndim > 2 else reward
-    shape = found["reward"].shape
+    quantities["reward"] = reward.flatten(2).sum(2) if reward.ndim > 2 else reward
+    shape = quantities["reward"].shape
     if minibatch is None:
-        found["value_error"] = found["value"] - found["returns"]
-        return found
+        quantities["value_error"] = quantities["value"] - quantities["returns"]
+        return quantities
     for name, x in (("log_ratio", minibatch.log_ratio), ("value_now", minibatch.value)):
         if x is None:
             continue
@@ -295,9 +295,11 @@ def _quantities(repeated: Replay, minibatch: Minibatch | None) -> dict[str, Tens
             full[:, minibatch.index] = _reduced(x)
         else:
             full.view(-1)[minibatch.index] = _reduced(x, dims=1)
-        found[name] = full
-    found["value_error"] = found.pop("value_now", found["value"]) - found["returns"]
-    return found
+        quantities[name] = full
+    quantities["value_error"] = (
+        quantities.pop("value_now", quantities["value"]) - quantities["returns"]
+    )
+    return quantities
 
 
 def _reduced(x: Tensor, dims: int = 2) -> Tensor:

@@ -32,7 +32,7 @@ from embodied_ppo.training.run_files import find_runs, in_sweep_order
 Metric: TypeAlias = Literal["auto", "return", "success"]
 METRICS: tuple[str, ...] = get_args(Metric)
 
-MOST_ARMS = 6
+MOST_METHODS = 6
 """Largest number of methods, which is the number of colours of the page."""
 
 MOST_RUNS = 200
@@ -74,7 +74,7 @@ class TrainedRun:
         """Seed of the training."""
         return self.config.seed
 
-    def method(self) -> dict[str, str]:
+    def method_options(self) -> dict[str, str]:
         """Return the options that distinguish methods: dotted path -> value as text."""
         return {
             path: show(value)
@@ -84,7 +84,7 @@ class TrainedRun:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Method:
     """Runs that differ only in their seed, and their scores."""
 
     label: str
@@ -125,8 +125,8 @@ def compare(
     if options.episodes < 2:
         raise ConfigError("episodes=1: an interval needs at least 2 episodes; write episodes=100")
     options = replace(options, video=False)
-    methods = _methods(paths)
-    notes = _check_same_task([runs[0] for _, runs in methods], options)
+    groups = _groups(paths)
+    notes = _check_same_task([runs[0] for _, runs in groups], options)
     out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     with ExitStack() as cleanup:
         cleanup.callback(_remove_empty, [p for p in (out, *out.parents) if not p.exists()])
@@ -134,20 +134,20 @@ def compare(
             out.mkdir(parents=True, exist_ok=True)
         progress = Progress(quiet)
         reports: list[list[dict[str, Any]]] = []
-        total, done = sum(len(runs) for _, runs in methods), 0
-        for _, runs in methods:
+        total, done = sum(len(runs) for _, runs in groups), 0
+        for _, runs in groups:
             reports.append([])
-            for each in runs:
-                progress.say(f"{done + 1} of {total}: {each.source.path}")
-                reports[-1].append(_report(each, options, explicit, quiet))
+            for trained_run in runs:
+                progress.say(f"{done + 1} of {total}: {trained_run.source.path}")
+                reports[-1].append(_report(trained_run, options, explicit, quiet))
                 _check_metric(metric, reports[-1][-1])
                 done += 1
         chosen = _metric(metric, reports)
-        scores = _paired_scores(methods, reports, chosen)
-        arms = [Arm(label, runs, s) for (label, runs), s in zip(methods, scores, strict=True)]
+        scores = _paired_scores(groups, reports, chosen)
+        methods = [Method(label, runs, s) for (label, runs), s in zip(groups, scores, strict=True)]
         notes += _state_notes(reports)
-        content = _content(arms, chosen, options, notes, reference_run=methods[0][1][0])
-        files = _write(out, content, arms)
+        content = _content(methods, chosen, options, notes, reference_run=groups[0][1][0])
+        files = _write(out, content, methods)
     return content | {"page": str(files[1]), "json": str(files[0])}
 
 
@@ -158,8 +158,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-# --------------------------------------------------------------------------------------------- arms
-def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
+# ------------------------------------------------------------------------------------------ methods
+def _groups(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
     """Return the label and the runs of each method."""
     groups: list[tuple[str, list[TrainedRun]]] = []
     for path in paths:
@@ -171,19 +171,20 @@ def _methods(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
         if not nested:
             groups.append((path, [_open(folder)]))
             continue
-        arms: dict[tuple[tuple[str, str], ...], list[TrainedRun]] = {}
+        runs_of: dict[tuple[tuple[str, str], ...], list[TrainedRun]] = {}
         for trained_run in map(_open, in_sweep_order(nested)):
-            arms.setdefault(tuple(sorted(trained_run.method().items())), []).append(trained_run)
-        for runs in arms.values():
+            key = tuple(sorted(trained_run.method_options().items()))
+            runs_of.setdefault(key, []).append(trained_run)
+        for runs in runs_of.values():
             groups.append((path, sorted(runs, key=lambda x: x.seed)))
     if len(groups) < 2:
         raise ConfigError(
             f"{' '.join(paths)}: one method, and a comparison needs two; name runs, or folders of"
             " runs with different options"
         )
-    if len(groups) > MOST_ARMS:
+    if len(groups) > MOST_METHODS:
         raise ConfigError(
-            f"{len(groups)} methods: at most {MOST_ARMS} are compared; name fewer folders"
+            f"{len(groups)} methods: at most {MOST_METHODS} are compared; name fewer folders"
         )
     if (count := sum(len(runs) for _, runs in groups)) > MOST_RUNS:
         raise ConfigError(f"{count} runs: at most {MOST_RUNS} are compared; name fewer folders")
@@ -221,7 +222,7 @@ def option_differences(runs: Sequence[TrainedRun]) -> list[dict[str, Any]]:
     Options that do not distinguish methods are left out. A value is None if the run does not read
     the option.
     """
-    options = [trained_run.method() for trained_run in runs]
+    options = [trained_run.method_options() for trained_run in runs]
     names = dict.fromkeys(name for values in options for name in values)
     return [
         {"option": name, "values": [values.get(name) for values in options]}
@@ -305,12 +306,12 @@ def _metric(
     """Return the score of an episode; with "auto" success if all runs report it."""
     if metric != "auto":
         return metric
-    every = all(r["overall"]["success"] is not None for found in reports for r in found)
+    every = all(r["overall"]["success"] is not None for of_method in reports for r in of_method)
     return "success" if every else "return"
 
 
 def _paired_scores(
-    methods: Sequence[tuple[str, Sequence[TrainedRun]]],
+    groups: Sequence[tuple[str, Sequence[TrainedRun]]],
     reports: Sequence[Sequence[Mapping[str, Any]]],
     metric: str,
 ) -> list[Scores]:
@@ -319,20 +320,21 @@ def _paired_scores(
     Raises:
         ConfigError: A score is not finite, or the number of episodes differs.
     """
-    arms = [[_scores(report, metric) for report in found] for found in reports]
-    count, first = len(arms[0][0]), methods[0][1][0].path
-    for (_, runs), rows in zip(methods, arms, strict=True):
-        for each, row in zip(runs, rows, strict=True):
+    scores = [[_scores(report, metric) for report in of_method] for of_method in reports]
+    count, first = len(scores[0][0]), groups[0][1][0].path
+    for (_, runs), rows in zip(groups, scores, strict=True):
+        for trained_run, row in zip(runs, rows, strict=True):
             if len(row) != count:
                 raise ConfigError(
-                    f"{each.path}: has {len(row)} episodes or prompts, and {first} has {count};"
-                    " compare runs with the same data of evaluation"
+                    f"{trained_run.path}: has {len(row)} episodes or prompts, and {first} has"
+                    f" {count}; compare runs with the same data of evaluation"
                 )
             if not all(map(math.isfinite, row)):
                 raise ConfigError(
-                    f"{each.path}: an episode has a {metric} that is not finite; leave this run out"
+                    f"{trained_run.path}: an episode has a {metric} that is not finite; leave this"
+                    " run out"
                 )
-    return [np.array(rows) for rows in arms]
+    return [np.array(rows) for rows in scores]
 
 
 def _scores(content: Mapping[str, Any], metric: str) -> list[float]:
@@ -348,7 +350,9 @@ def _scores(content: Mapping[str, Any], metric: str) -> list[float]:
 def _state_notes(reports: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     """Return a note if the first observations of paired episodes differ, otherwise nothing."""
     first = [e["initial_state"] for e in reports[0][0]["episodes"]]
-    others = [[e["initial_state"] for e in r["episodes"]] for arm in reports for r in arm]
+    others = [
+        [e["initial_state"] for e in r["episodes"]] for of_method in reports for r in of_method
+    ]
     if all(states == first for states in others):
         return []
     return [
@@ -359,7 +363,7 @@ def _state_notes(reports: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
 
 # ---------------------------------------------------------------------------------------- results
 def _content(
-    arms: Sequence[Arm],
+    methods: Sequence[Method],
     metric: Literal["return", "success"],
     options: EvaluateConfig,
     notes: list[str],
@@ -367,18 +371,18 @@ def _content(
     reference_run: TrainedRun,
 ) -> dict[str, Any]:
     """Return the content of comparison.json."""
-    binary = metric == "success" and all(set(np.unique(a.scores)) <= {0.0, 1.0} for a in arms)
+    binary = metric == "success" and all(set(np.unique(a.scores)) <= {0.0, 1.0} for a in methods)
     rows = []
-    for arm in arms:
+    for method in methods:
         low, high = comparison.bootstrap(
-            arm.scores, lambda x: comparison.interquartile_mean(x.mean(1))
+            method.scores, lambda x: comparison.interquartile_mean(x.mean(1))
         )
         rows.append(
             {
-                "label": arm.label,
-                "mean": float(arm.scores.mean()),
-                "ci95": list(comparison.mean_interval(arm.scores, binary=binary)),
-                "interquartile_mean": comparison.interquartile_mean(arm.scores.mean(1)),
+                "label": method.label,
+                "mean": float(method.scores.mean()),
+                "ci95": list(comparison.mean_interval(method.scores, binary=binary)),
+                "interquartile_mean": comparison.interquartile_mean(method.scores.mean(1)),
                 "interquartile_mean_ci95": [float(low), float(high)],
                 "runs": [
                     {
@@ -388,28 +392,28 @@ def _content(
                         "update": trained_run.source.update,
                         "mean": float(scores.mean()),
                     }
-                    for trained_run, scores in zip(arm.runs, arm.scores, strict=True)
+                    for trained_run, scores in zip(method.runs, method.scores, strict=True)
                 ],
             }
         )
-    differences = [_difference(arms[0], arm, binary=binary) for arm in arms[1:]]
+    differences = [_difference(methods[0], method, binary=binary) for method in methods[1:]]
     return {
         "format": FORMAT,
         "mode": reference_run.config.mode,
         "task": str(reference_run.options.get("env.id") or reference_run.config.name),
         "metric": metric,
-        "episodes": arms[0].scores.shape[1],
+        "episodes": methods[0].scores.shape[1],
         "seed": options.seed,
         "deterministic": options.deterministic,
-        "arms": rows,
+        "methods": rows,
         "differences": differences,
-        "options": option_differences([arm.runs[0] for arm in arms]),
+        "options": option_differences([method.runs[0] for method in methods]),
         "notes": notes,
         "versions": dict(sorted(versions().items())),
     }
 
 
-def _difference(a: Arm, b: Arm, *, binary: bool) -> dict[str, Any]:
+def _difference(a: Method, b: Method, *, binary: bool) -> dict[str, Any]:
     """Return the difference of two methods, an entry of comparison.json."""
     result = comparison.difference(a.scores, b.scores, binary=binary)
     needed = None if result.is_decided else comparison.seeds_needed(a.scores, b.scores)
@@ -427,15 +431,15 @@ def _difference(a: Arm, b: Arm, *, binary: bool) -> dict[str, Any]:
     }
 
 
-def _verdict(a: Arm, b: Arm, result: comparison.Difference, needed: int | None) -> str:
+def _verdict(a: Method, b: Method, result: comparison.Difference, needed: int | None) -> str:
     """Return the result as a sentence."""
     numbers = f"{result.mean:+.4g} (95 %: {result.low:+.4g} to {result.high:+.4g})"
     if a.scores.shape == b.scores.shape and bool((a.scores == b.scores).all()):
         return f"{b.label} and {a.label} are equal in every episode of every run"
     single = min(len(a.runs), len(b.runs)) == 1
     caution = (
-        "; measured on these checkpoints, other seeds of training may differ: compare several runs"
-        " of each method"
+        "; this holds for these checkpoints only, because other training seeds may differ: compare"
+        " several runs of each method"
         if single
         else ""
     )
@@ -460,11 +464,12 @@ def _verdict(a: Arm, b: Arm, result: comparison.Difference, needed: int | None) 
 
 
 # -------------------------------------------------------------------------------------------- files
-def _write(out: Path, content: Mapping[str, Any], arms: Sequence[Arm]) -> tuple[Path, Path]:
+def _write(out: Path, content: Mapping[str, Any], methods: Sequence[Method]) -> tuple[Path, Path]:
     """Write comparison.json and comparison.html; return their paths."""
     files = out / "comparison.json", out / "comparison.html"
     page = report.template("comparison.html.j2").render(
-        content=content, charts=[*_curves(arms, content["mode"]), _profile(arms, content["metric"])]
+        content=content,
+        charts=[*_curves(methods, content["mode"]), _profile(methods, content["metric"])],
     )
     with report_write_errors(out):
         replace_text(files[0], json.dumps(content, indent=1) + "\n")
@@ -472,7 +477,7 @@ def _write(out: Path, content: Mapping[str, Any], arms: Sequence[Arm]) -> tuple[
     return files
 
 
-def _curves(arms: Sequence[Arm], mode: str) -> list[report.Chart]:
+def _curves(methods: Sequence[Method], mode: str) -> list[report.Chart]:
     """Return charts of the learning curves: median over runs of each method, with interval."""
     unit = "tokens" if mode == "reasoning" else "env_steps"
     charts = []
@@ -484,14 +489,14 @@ def _curves(arms: Sequence[Arm], mode: str) -> list[report.Chart]:
     ):
         lines: dict[str, list[tuple[float, float]]] = {}
         bands: dict[str, list[tuple[float, float, float]]] = {}
-        for arm in arms:
+        for method in methods:
             curve = comparison.median_curve(
-                [_curve(trained_run, unit, tags) for trained_run in arm.runs]
+                [_curve(trained_run, unit, tags) for trained_run in method.runs]
             )
             if len(curve) > 1:
-                lines[arm.label] = [(x, y) for x, y, _, _ in curve]
-                if len(arm.runs) > 1:
-                    bands[arm.label] = [(x, low, high) for x, _, low, high in curve]
+                lines[method.label] = [(x, y) for x, y, _, _ in curve]
+                if len(method.runs) > 1:
+                    bands[method.label] = [(x, low, high) for x, _, low, high in curve]
         if lines:
             label = "tokens" if unit == "tokens" else "environment steps"
             charts.append(report.line_chart(title, label, lines, bands))
@@ -508,21 +513,24 @@ def _curve(trained_run: TrainedRun, unit: str, tags: Sequence[str]) -> list[tupl
     ]
 
 
-def _profile(arms: Sequence[Arm], metric: str) -> report.Chart:
+def _profile(methods: Sequence[Method], metric: str) -> report.Chart:
     """Return the performance profiles: share of episodes, or of runs, with a score above x."""
     scores = [
-        arm.scores.mean(1, keepdims=True) if metric == "success" else arm.scores for arm in arms
+        method.scores.mean(1, keepdims=True) if metric == "success" else method.scores
+        for method in methods
     ]
     low, high = min(x.min() for x in scores), max(x.max() for x in scores)
     margin = 0.02 * (high - low) or 1.0
     thresholds = np.linspace(low - margin, high + margin, 60)
     lines: dict[str, list[tuple[float, float]]] = {}
     bands: dict[str, list[tuple[float, float, float]]] = {}
-    for arm, values in zip(arms, scores, strict=True):
+    for method, values in zip(methods, scores, strict=True):
         share: Callable[[Scores], Any] = lambda x: comparison.profile(x, thresholds)
-        lines[arm.label] = [*zip(thresholds.tolist(), share(values).tolist(), strict=True)]
-        if len(arm.runs) > 1:
+        lines[method.label] = [*zip(thresholds.tolist(), share(values).tolist(), strict=True)]
+        if len(method.runs) > 1:
             ends = comparison.bootstrap(values, share, replicates=300)
-            bands[arm.label] = [*zip(thresholds.tolist(), *(x.tolist() for x in ends), strict=True)]
+            bands[method.label] = [
+                *zip(thresholds.tolist(), *(x.tolist() for x in ends), strict=True)
+            ]
     subject = "Runs" if metric == "success" else "Episodes"
     return report.line_chart(f"{subject} with a {metric} above x", metric, lines, bands)

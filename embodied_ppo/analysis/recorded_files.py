@@ -24,22 +24,18 @@ from embodied_ppo.modes.base import digest, options_hash
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.training import checkpoint, metrics_digest
 
-MEASURED = ("time/", "speed/", "memory/", "device/")
-"""Prefixes of the metrics that differ between two executions of the same update."""
-EVALUATED = "eval/"
-"""Prefix of the metrics of evaluations, which do not belong to an update."""
 LOCATION = ("run_dir", "resume")
 """Options that say where a run is, which may differ between its copies of the options."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One place in which a run is not what its records, or its execution, say.
+    """One place in which a run differs from its records or from its re-execution.
 
     Attributes:
         file: File relative to the run's directory.
-        what: What differs in it: "tensor NAME, index ..", "option algorithm.lr", "line 3, ..".
-        update: Update of the place; None: none in particular.
+        location: What differs in it: "tensor NAME, index ..", "option algorithm.lr", "line 3, ..".
+        update: Update of the location; None: none in particular.
         stored: Value in the file.
         expected: Value by ``source``.
         source: Where ``expected`` comes from.
@@ -47,7 +43,7 @@ class Difference:
     """
 
     file: str
-    what: str
+    location: str
     update: int | None = None
     stored: Any = None
     expected: Any = None
@@ -55,7 +51,7 @@ class Difference:
     largest: float = float("inf")
 
     def __str__(self) -> str:
-        text = f"{self.file}: {self.what}"
+        text = f"{self.file}: {self.location}"
         if self.source:
             text += f": stored {show(self.stored)}, {self.source} {show(self.expected)}"
         return text
@@ -146,8 +142,8 @@ def _check_checkpoint(record: Record, update: int, folder: Path) -> Iterator[Dif
                     record.name(path), "bytes", update, len(content), size, "its manifest has"
                 )
             elif actual != stored:
-                what = "content differs from the SHA-256 in its manifest"
-                yield Difference(record.name(path), what + _damaged_tensors(path), update)
+                location = "content differs from the SHA-256 in its manifest"
+                yield Difference(record.name(path), location + _damaged_tensors(path), update)
 
 
 def _damaged_tensors(path: Path) -> str:
@@ -275,8 +271,8 @@ def _altered_options(
         changes = option_changes(options, copy)
         for path, (stored, other) in changes.items():
             if options_hash(_with(options, path, other)) == expected:
-                what = f"option {path} (with it config_hash is {expected})"
-                yield Difference(file, what, update, stored, other, source)
+                location = f"option {path} (with it config_hash is {expected})"
+                yield Difference(file, location, update, stored, other, source)
                 return
     yield Difference(
         file, f"options do not have the config_hash {expected} of the manifest", update
@@ -310,21 +306,21 @@ def check_metrics(record: Record) -> tuple[list[Difference], list[str]]:
         if update not in lines:
             differences.append(Difference("metrics.jsonl", f"update {update}: has no row", update))
         elif metrics_digest.chain(previous, lines[update][1]) != value:
-            what = f"line {lines[update][0]} (update {update}) does not have its digest"
-            differences.append(Difference("metrics.jsonl", what, update))
+            location = f"line {lines[update][0]} (update {update}) does not have its digest"
+            differences.append(Difference("metrics.jsonl", location, update))
             named.add(update)
         previous = value
     covered = {update for update, _ in entries}
     for low, high, update in _altered_spans(record, lines):
         if not named & {*range(low, high + 1)}:
-            what = (
+            location = (
                 f"a row of updates {low} to {high} does not have the digest that checkpoint"
                 f" {update} recorded"
                 if low < high
                 else f"line {lines[low][0]} (update {low}) does not have the digest that checkpoint"
                 f" {update} recorded"
             )
-            differences.append(Difference("metrics.jsonl", what, low))
+            differences.append(Difference("metrics.jsonl", location, low))
             named |= {*range(low, high + 1)} & lines.keys()
         covered |= {*range(low, high + 1)}
     for head in _heads(record):
@@ -357,8 +353,8 @@ def read_rows(record: Record) -> tuple[list[Difference], dict[int, tuple[int, by
             differences.append(Difference("metrics.jsonl", f"line {number} is no row of metrics"))
             continue
         if update in lines:
-            what = f"line {number} is a second row of update {update}"
-            differences.append(Difference("metrics.jsonl", what, update))
+            location = f"line {number} is a second row of update {update}"
+            differences.append(Difference("metrics.jsonl", location, update))
             continue
         record.rows[update], lines[update] = row, (number, line)
     return differences, lines
@@ -411,8 +407,8 @@ def _compare_with_checkpoints(record: Record) -> Iterator[Difference]:
             expected[implementation.score_metric] = manifest["score"]
         for tag, value in expected.items():
             if row.get(tag) != value:
-                what = f"update {update}, {tag}"
-                yield Difference("metrics.jsonl", what, update, row.get(tag), value, source)
+                location = f"update {update}, {tag}"
+                yield Difference("metrics.jsonl", location, update, row.get(tag), value, source)
 
 
 # ------------------------------------------------------------------------------------------ summary
@@ -449,8 +445,8 @@ def check_summary(record: Record) -> tuple[list[Difference], list[str]]:
     expected = {"sha256": digest(plain)}
     if expected != summary[checkpoint.SUMMARY_DIGEST] and not differences:
         unknown = ", ".join(name for name in plain if name not in _expected_summary(record))
-        what = f"does not have its digest; one of these was changed: {unknown}"
-        differences.append(Difference("summary.json", what))
+        location = f"does not have its digest; one of these was changed: {unknown}"
+        differences.append(Difference("summary.json", location))
     return differences, []
 
 

@@ -86,15 +86,15 @@ def starts(run_dir: Path) -> dict[int, Start]:
     Raises:
         CheckpointError: parent.json is damaged.
     """
-    found = {u: Start(u, path) for u, path in checkpoint.steps(run_dir / "checkpoints").items()}
+    states = {u: Start(u, path) for u, path in checkpoint.steps(run_dir / "checkpoints").items()}
     parent = read_parent(run_dir)
     if parent is None:
-        found.setdefault(0, Start(0, None))
-    elif parent.update not in found and (home := parent.path(run_dir)) is not None:
+        states.setdefault(0, Start(0, None))
+    elif parent.update not in states and (home := parent.path(run_dir)) is not None:
         path = checkpoint.steps(home / "checkpoints").get(parent.update)
         if path is not None and _policy_sha256(path) == parent.policy_sha256:
-            found[parent.update] = Start(parent.update, path)
-    return dict(sorted(found.items()))
+            states[parent.update] = Start(parent.update, path)
+    return dict(sorted(states.items()))
 
 
 def _policy_sha256(path: Path) -> str | None:
@@ -236,9 +236,12 @@ def reexecute(
 
 
 # ---------------------------------------------------------------------------- compare with the run
-MEASURED = ("time/", "speed/", "memory/", "weights/", "device/", "eval/")
-"""Prefixes of metrics that a repeated update does not reproduce: measurements of the machine, and
-evaluations, which it leaves out."""
+MACHINE_METRICS = ("time/", "speed/", "memory/", "device/")
+"""Prefixes of metrics that measure the machine. They differ between two executions of an update."""
+EVALUATION_METRICS = "eval/"
+"""Prefix of the metrics of evaluations, which re-execution leaves out."""
+NOT_REEXECUTED = (*MACHINE_METRICS, EVALUATION_METRICS)
+"""Prefixes of metrics that re-execution does not reproduce, and that no minibatch determines."""
 
 
 def metric_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -247,7 +250,7 @@ def metric_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     Raises:
         CheckpointError: The file cannot be read.
     """
-    path, found = run_dir / "metrics.jsonl", {}
+    path, rows = run_dir / "metrics.jsonl", {}
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -255,10 +258,10 @@ def metric_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-            found[int(row["update"])] = row
+            rows[int(row["update"])] = row
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return rows
 
 
 def differing_metrics(run_dir: Path, repeated: Path) -> list[str]:
@@ -269,17 +272,17 @@ def differing_metrics(run_dir: Path, repeated: Path) -> list[str]:
         repeated: Result of ``reexecute``.
     """
     rows = metric_rows(run_dir)
-    found = []
+    differing = []
     for update, row in metric_rows(repeated).items():
         for name in row:
             expected = rows.get(update, {}).get(name, row[name])
-            if not name.startswith(MEASURED) and expected != row[name]:
-                found.append(f"update {update}: {name}")
-    return found
+            if not name.startswith(NOT_REEXECUTED) and expected != row[name]:
+                differing.append(f"update {update}: {name}")
+    return differing
 
 
 def rounding_notes(repeated: Path) -> list[str]:
     """Return the lines of ``repeated``/log.txt on why its numbers may differ from the run's."""
     lines = (repeated / "log.txt").read_text().splitlines()
-    texts = (line.partition(" ")[2].partition(" ")[2] for line in lines)  # after date and time
-    return [text for text in texts if text.startswith("resume: ") and "replaying" not in text]
+    messages = (line.partition(" ")[2].partition(" ")[2] for line in lines)  # after date and time
+    return [x for x in messages if x.startswith("resume: ") and "replaying" not in x]

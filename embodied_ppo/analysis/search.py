@@ -50,7 +50,7 @@ SETTINGS = ("change_probability", "trials", "seeds", "seed", "budget_s")
 CHANGE_PROBABILITY = 0.5
 """Probability with which a trial changes an option of the default ranges."""
 FACTOR = 3
-"""Ratio of the lengths at two successive rungs, and of the numbers of trials before them."""
+"""Ratio of the lengths at two successive rungs, and of the numbers of trials that reach them."""
 MOST_DRAWS = 1000
 """Largest number of draws for one trial whose options are new."""
 MOST_REFUSED = 50
@@ -370,16 +370,16 @@ class Search:
 
     def _row(self, trial: Trial, seed: int, stop: int) -> dict[str, Any] | None:
         """Return the row of metrics at an update of a run, with its CPU seconds so far."""
-        run_dir, found = self.run_dir(trial, seed), None
+        run_dir, evaluated = self.run_dir(trial, seed), None
         try:
             for line in (run_dir / METRICS).read_text().splitlines():
                 row = json.loads(line)
                 if row["update"] == stop and "eval/return" in row:
-                    found = row
+                    evaluated = row
             usage = json.loads((self.out / f"{run_dir.name}.json").read_text())
         except (OSError, ValueError, KeyError):
             return None
-        return None if found is None else {**found, "cpu_s": usage["cpu_s"]}
+        return None if evaluated is None else {**evaluated, "cpu_s": usage["cpu_s"]}
 
     def _finish(self, trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record the score of a trial at a rung."""
@@ -482,10 +482,10 @@ def search(settings: Settings, out: Path, *, quiet: bool = False) -> dict[str, A
         KeyboardInterrupt: The search was interrupted; the same call continues it.
     """
     with Interrupts(), Progress(quiet) as progress:
-        found = Search(settings, out, progress)
+        state = Search(settings, out, progress)
         with locked(out, "--out"):
-            found.run()
-    return found.result()
+            state.run()
+    return state.result()
 
 
 def _arguments(flags: Sequence[str]) -> argparse.Namespace:

@@ -28,7 +28,8 @@ import torch
 
 from embodied_ppo import run
 from embodied_ppo.analysis import recorded_files, reexecution
-from embodied_ppo.analysis.recorded_files import EVALUATED, MEASURED, Difference, Record
+from embodied_ppo.analysis.recorded_files import Difference, Record
+from embodied_ppo.analysis.reexecution import EVALUATION_METRICS, MACHINE_METRICS, NOT_REEXECUTED
 from embodied_ppo.analysis.state_differences import (
     StateDifference,
     count,
@@ -62,8 +63,8 @@ FORMAT = 1
 """Version of certificate.json. Increase it when the meaning of a field changes."""
 CERTIFICATE = "certificate.json"
 ROUNDING = 1e-6
-"""Largest difference of the first metrics that differ that rounding explains, relative to the
-larger of value and 1: metrics near 0 are often differences of larger numbers."""
+"""Differences up to ROUNDING * max(1, |a|, |b|) of two metrics a and b count as rounding. The 1
+is there because metrics near 0 are often differences of larger numbers."""
 MOST_LISTED = 100
 """Largest number of differences in a certificate, and of tensors of one checkpoint."""
 NOT_VERIFIED = ("log.txt", "tensorboard/", "videos/", "report.html", "robustness.json")
@@ -333,7 +334,7 @@ class _Verification:
         pending = sorted({*chosen}, key=lambda x: (x.start, x.stop))
         with tempfile.TemporaryDirectory(prefix="embodied-ppo-verify-") as folder:
             inserted: set[Interval] = set()
-            search = True
+            execute_earlier = True
             while pending:
                 interval = pending.pop(0)
                 execution = self._execute(interval, Path(folder))
@@ -341,12 +342,13 @@ class _Verification:
                 self.differences += execution.differences
                 if not self._is_unexplained(execution):
                     continue
-                # Was the state changed from which the interval starts? If the interval before
-                # differs from its first update on as well, the reason is another one.
-                search = search and interval not in inserted
+                # The state from which the interval starts may be altered. The interval before it
+                # ends at this state, so execute that one as well. If it also differs from its first
+                # update on, the state is not the cause, and no earlier interval is executed.
+                execute_earlier = execute_earlier and interval not in inserted
                 before = next((x for x in possible if x.stop == interval.start), None)
                 known = [x.interval for x in self.executions] + pending
-                if search and before and before not in known:
+                if execute_earlier and before and before not in known:
                     pending.insert(0, before)
                     inserted.add(before)
             if any(x.interval.start == 0 for x in self.executions) or 0 in self.record.altered_rows:
@@ -400,9 +402,10 @@ class _Verification:
                 " its files and its report"
             )
         raise CheckpointError(
-            f"{self.run_dir}: only update {stored} has a checkpoint, and its first one is of"
-            " another run; train with a smaller save_every and a larger keep_last, or write"
-            " --updates 0 to verify files and reports"
+            f"{self.run_dir}: no update can be executed again from the checkpoints (update"
+            f" {stored}): the updates before the first one belong to another run, or options"
+            " changed between two; train with a smaller save_every and a larger keep_last, or"
+            " write --updates 0 to verify files and reports"
         )
 
     # ------------------------------------------------------------------------------------ execution
@@ -419,8 +422,8 @@ class _Verification:
             reexecution.reexecute(self.run_dir, out, start=interval.start, stop=interval.stop)
         except TrainingError as error:
             result.error = one_line(error)
-            what = f"the execution of {interval} failed: {result.error}"
-            result.differences.append(Difference("checkpoints", what, interval.start + 1))
+            location = f"the execution of {interval} failed: {result.error}"
+            result.differences.append(Difference("checkpoints", location, interval.start + 1))
             return result
         except (ConfigError, CheckpointError, EnvError) as error:
             if not self.differences:
@@ -432,7 +435,7 @@ class _Verification:
         if stored is not None:
             self._compare_states(result, out, stored)
             self._compare_evaluation(result, stored)
-        elif EVALUATED in "".join(record.rows.get(interval.stop, {})):
+        elif EVALUATION_METRICS in "".join(record.rows.get(interval.stop, {})):
             self._compare_evaluation(result, out / "checkpoints" / f"step_{interval.stop:06d}")
         return result
 
@@ -445,8 +448,7 @@ class _Verification:
             if stored is None or again is None:
                 continue
             result.rows += 1
-            excluded = (*MEASURED, EVALUATED)
-            tags = [t for t in dict.fromkeys([*stored, *again]) if not t.startswith(excluded)]
+            tags = [t for t in dict.fromkeys([*stored, *again]) if not t.startswith(NOT_REEXECUTED)]
             differences = [
                 Difference(
                     "metrics.jsonl",
@@ -487,13 +489,15 @@ class _Verification:
         """Evaluate a checkpoint of an execution; compare the metrics with those of its row."""
         update = result.interval.stop
         row = self.record.rows.get(update, {})
-        if update in self.record.damaged or not any(tag.startswith(EVALUATED) for tag in row):
+        if update in self.record.damaged or not any(
+            tag.startswith(EVALUATION_METRICS) for tag in row
+        ):
             return
         result.differences += self._evaluation_differences(update, source)
 
     def _check_initial_evaluation(self, folder: Path) -> None:
         """Evaluate the initial policy; compare the metrics with the first row."""
-        if not any(tag.startswith(EVALUATED) for tag in self.record.rows.get(0, {})):
+        if not any(tag.startswith(EVALUATION_METRICS) for tag in self.record.rows.get(0, {})):
             return
         if 0 not in reexecution.starts(self.run_dir) or 0 in self.record.damaged:
             return
@@ -524,7 +528,7 @@ class _Verification:
                 relative_difference(row.get(tag), metrics.get(tag)),
             )
             for tag in row
-            if tag.startswith(EVALUATED) and row[tag] != metrics.get(tag)
+            if tag.startswith(EVALUATION_METRICS) and row[tag] != metrics.get(tag)
         ]
 
     def _config_at(self, update: int) -> Config:
@@ -560,11 +564,11 @@ class _Verification:
             source = self.record.checkpoints[update]
             _, again = _evaluate(source, options, self.record.configs[update])
             evaluated += 1
-            found = _report_differences(name, update, content, again)
+            of_report = _report_differences(name, update, content, again)
             if self.record.configs[update].teacher is not None:
                 # Reports of a distillation's training have the options of its regression there.
-                found = [d for d in found if not d.what.startswith("config.algorithm.")]
-            differences += found
+                of_report = [d for d in of_report if not d.location.startswith("config.algorithm.")]
+            differences += of_report
         self._add_check(
             "reports", differences, f"{plural(evaluated, 'evaluation')} with equal episodes"
         )
@@ -596,46 +600,47 @@ class _Verification:
     # ------------------------------------------------------------------------------------ the cause
     def _explain(self) -> None:
         """Determine why the first difference exists."""
-        option = next((d for d in self.differences if d.what.startswith("option ")), None)
+        option = next((d for d in self.differences if d.location.startswith("option ")), None)
         if option is not None:
             self.cause = f"{_place(option)}, in {option.file}"
             return
-        different = [x for x in self.executions if x.differences]
-        altered = [d for d in self.differences if not self._is_executed(d)]
-        changed = next((x for x in different if x.first_update is not None or x.error), None)
-        single = next((x for x in different if x not in ([changed] if changed else [])), None)
-        if changed is None and single is None:
+        differing = [x for x in self.executions if x.differences]
+        # The first execution whose metrics differ, or that failed; and the first other one.
+        diverged = next((x for x in differing if x.first_update is not None or x.error), None)
+        states_only = next((x for x in differing if x is not diverged), None)
+        if diverged is None and states_only is None:
             settings = self._settings(self.record.newest)
-            if altered and altered[0].source == "evaluated again" and settings:
+            of_files = [d for d in self.differences if not self._is_executed(d)]
+            if of_files and of_files[0].source == "evaluated again" and settings:
                 names = "; ".join(_setting(n, *v) for n, v in settings.items())
                 self.cause = f"other results: {names}{_cure(settings)}"
             return
-        if single is not None and (
-            changed is None or single.interval.start <= changed.interval.start
+        if states_only is not None and (
+            diverged is None or states_only.interval.start <= diverged.interval.start
         ):
-            first = single.differences[0]
+            first = states_only.differences[0]
             self.cause = f"content of {first.file} differs: {_place(first)}"
             return
-        assert changed is not None
-        if not self._is_unexplained(changed):
-            first = changed.differences[0]
+        assert diverged is not None
+        if not self._is_unexplained(diverged):
+            first = diverged.differences[0]
             self.cause = f"content of {first.file} differs: {_place(first)}"
             return
-        if changed.settings:
-            kind = "rounding" if changed.rounding else "other results"
-            names = "; ".join(_setting(n, *v) for n, v in changed.settings.items())
-            self.cause = f"{kind}: {names}{_cure(changed.settings)}"
+        if diverged.settings:
+            kind = "rounding" if diverged.rounding else "other results"
+            names = "; ".join(_setting(n, *v) for n, v in diverged.settings.items())
+            self.cause = f"{kind}: {names}{_cure(diverged.settings)}"
             return
-        start = changed.interval.start
+        start = diverged.interval.start
         self.cause = (
             f"no version or setting differs: the state of update {start}, the options of"
-            f" {self._decisive(changed.interval)} or the code are not those of the run, or its"
+            f" {self._decisive(diverged.interval)} or the code are not those of the run, or its"
             " computation is not repeatable"
         )
         if start in {x.interval.stop for x in self.executions if not x.differences}:
             self.cause = (
                 f"no version or setting differs and the state of update {start} is verified: the"
-                f" options of {self._decisive(changed.interval)} or the code are not those of the"
+                f" options of {self._decisive(diverged.interval)} or the code are not those of the"
                 " run, or its computation is not repeatable"
             )
 
@@ -648,15 +653,16 @@ class _Verification:
         return any(difference in x.differences for x in self.executions)
 
     def _is_unexplained(self, execution: Execution) -> bool:
-        """Return whether an execution differs, and not only in rows that were changed."""
+        """Return whether an execution differs, and not only in altered rows."""
         if not execution.differences or (execution.first_update is None and not execution.error):
             return False
         updates = {(d.file, d.update) for d in execution.differences}
-        single = updates == {("metrics.jsonl", execution.first_update)} and (
+        # If a single row differs, and the tensors after it are equal, the row was altered.
+        is_one_row = updates == {("metrics.jsonl", execution.first_update)} and (
             execution.tensors > 0 or execution.first_update != execution.interval.stop
         )
         rows = {("metrics.jsonl", update) for update in self.record.altered_rows}
-        return not single and not updates <= rows
+        return not is_one_row and not updates <= rows
 
     # ------------------------------------------------------------------------------------- contents
     def _content(self) -> dict[str, Any]:
@@ -701,7 +707,7 @@ class _Verification:
             ],
             "evaluations": self.evaluations,
             "not_compared": {
-                "metrics": [f"{prefix}*" for prefix in MEASURED],
+                "metrics": [f"{prefix}*" for prefix in MACHINE_METRICS],
                 "files": list(NOT_VERIFIED),
             },
             "config_hashes": {
@@ -771,7 +777,7 @@ def _evaluate(
     metrics = {
         tag: value
         for tag, value in results.items()
-        if tag.startswith(EVALUATED) and isinstance(value, float)
+        if tag.startswith(EVALUATION_METRICS) and isinstance(value, float)
     }
     return finite(metrics), content
 
@@ -841,10 +847,10 @@ def _setting(name: str, stored: Any, now: Any) -> str:
 
 
 def _cure(settings: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return how to repeat the run with its number of threads, if that differs."""
+    """Return how to repeat the verification with the run's number of threads, if that differs."""
     if "threads" not in settings:
         return ""
-    return f"; repeat it with OMP_NUM_THREADS={settings['threads'][0]}"
+    return f"; repeat the verification with OMP_NUM_THREADS={settings['threads'][0]}"
 
 
 def _default_cause(difference: Difference) -> str:

@@ -51,27 +51,27 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def split_run(
-    texts: Sequence[str], command: str, own: Sequence[str] = ()
+    items: Sequence[str], command: str, own_options: Sequence[str] = ()
 ) -> tuple[str, dict[str, str], list[str]]:
     """Return the run, the command's own options, and the other lines option=value.
 
     Args:
-        texts: Arguments of the command line.
+        items: Arguments of the command line.
         command: Name of the command, for messages.
-        own: Names of its own options.
+        own_options: Names of the options that only this command has.
 
     Raises:
         UsageError: There is not exactly one run.
     """
     # The folder of a sweep's job has an equals sign in its name.
-    own_lines = [text for text in texts if text.partition("=")[0] in own and "=" in text]
-    rest = [text for text in texts if text not in own_lines]
-    runs = [text for text in rest if "=" not in text or Path(text).exists()]
+    own_lines = [x for x in items if x.partition("=")[0] in own_options and "=" in x]
+    other_items = [x for x in items if x not in own_lines]
+    runs = [x for x in other_items if "=" not in x or Path(x).exists()]
     if len(runs) != 1:
         given = f"{len(runs)} runs ({', '.join(runs)})" if runs else "no run"
         raise UsageError(f"{given}; write {PROGRAM} {command} RUN ..")
-    values = dict(text.split("=", 1) for text in own_lines)
-    return runs[0], values, [text for text in rest if text not in runs]
+    values = dict(line.split("=", 1) for line in own_lines)
+    return runs[0], values, [x for x in other_items if x not in runs]
 
 
 def whole_number(values: Mapping[str, str], name: str, command: str) -> int:

@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> None:
 def print_comparison(content: Mapping[str, Any]) -> None:
     """Print the tables of a comparison."""
     rows = [["method", "runs", f"mean {content['metric']}", "95 %", "interquartile mean"]]
-    for arm in content["arms"]:
-        low, high = arm["ci95"]
+    for method in content["methods"]:
+        low, high = method["ci95"]
         rows.append(
             [
-                arm["label"],
-                str(len(arm["runs"])),
-                f"{arm['mean']:.4g}",
+                method["label"],
+                str(len(method["runs"])),
+                f"{method['mean']:.4g}",
                 f"{low:.4g} to {high:.4g}",
-                f"{arm['interquartile_mean']:.4g}",
+                f"{method['interquartile_mean']:.4g}",
             ]
         )
     output.table(rows)
@@ -78,7 +78,7 @@ def print_comparison(content: Mapping[str, Any]) -> None:
     output.table(rows)
     if content["options"]:
         print()
-        head = ["option", *(arm["label"] for arm in content["arms"])]
+        head = ["option", *(method["label"] for method in content["methods"])]
         options = [[row["option"], *map(_cell, row["values"])] for row in content["options"]]
         output.table([head, *options])
     print()

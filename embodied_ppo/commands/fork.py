@@ -11,7 +11,7 @@ from embodied_ppo.config.compose import quoted
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "texts",
+        "items",
         nargs="*",
         metavar="RUN update=N | option=value",
         help="the run, the number of completed updates at the branch, and changed options of"
@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train a branch and print its summary."""
-    path, own, lines = arguments.split_run(args.texts, "fork", ("update",))
-    update = arguments.whole_number(own, "update", "fork")
+    path, values, lines = arguments.split_run(args.items, "fork", ("update",))
+    update = arguments.whole_number(values, "update", "fork")
     from embodied_ppo import api
 
     with output.stdout_to_stderr():

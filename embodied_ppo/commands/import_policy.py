@@ -13,7 +13,7 @@ from embodied_ppo.core.errors import UsageError, choose, show
 
 NAMES = ("sb3", "rsl_rl", "cleanrl", "rl_games", "skrl", "brax")
 """Libraries, which ``interop.policies.libraries`` reads."""
-OWN = ("normalizer", "critic")
+IMPORT_OPTIONS = ("normalizer", "critic")
 """Options that are read here and are no options of a run."""
 
 
@@ -47,24 +47,30 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             f"import-policy {library}: no such library; {choose(library, list(NAMES), 'known: ')}"
         )
-    own = {key: value for key, _, value in (line.partition("=") for line in lines) if key in OWN}
-    if own.get("critic", "new") != "new":
-        raise UsageError(f"critic={own['critic']}: must be new; leave it out to import the critic")
+    import_options = {
+        key: value
+        for key, _, value in (line.partition("=") for line in lines)
+        if key in IMPORT_OPTIONS
+    }
+    if import_options.get("critic", "new") != "new":
+        raise UsageError(
+            f"critic={import_options['critic']}: must be new; leave it out to import the critic"
+        )
     for line in lines:
         if "=" not in line:
             raise UsageError(f"{line} is not of the form option=value")
-    lines = [quoted(line) for line in lines if line.partition("=")[0] not in OWN]
+    lines = [quoted(line) for line in lines if line.partition("=")[0] not in IMPORT_OPTIONS]
     loaded = prepare(args, lines, check=False)
     from embodied_ppo import run
 
-    normalizer = own.get("normalizer")
+    normalizer = import_options.get("normalizer")
     with output.stdout_to_stderr():
         result = run.import_policy(
             loaded,
             library,
             Path(file),
             normalizer=None if normalizer is None else Path(normalizer),
-            critic="critic" not in own,
+            critic="critic" not in import_options,
             quiet=args.quiet,
         )
     if args.json:

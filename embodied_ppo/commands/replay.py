@@ -12,7 +12,7 @@ from embodied_ppo.core.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "texts",
+        "items",
         nargs="*",
         metavar="RUN update=N out=DIR",
         help="the run, the update (from 1), and the folder for update_N.pt and update_N.json",
@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Recreate an update; print the path and the shapes of its tensors."""
-    path, own, lines = arguments.split_run(args.texts, "replay", ("update", "out"))
-    update = arguments.whole_number(own, "update", "replay")
-    if not own.get("out"):
+    path, values, lines = arguments.split_run(args.items, "replay", ("update", "out"))
+    update = arguments.whole_number(values, "update", "replay")
+    if not values.get("out"):
         raise UsageError(
             "no out; write out=DIR, the folder for the tensors (embodied_ppo.replay returns them)"
         )
@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> None:
     from embodied_ppo import api
 
     with output.stdout_to_stderr():
-        replay = api.replay(path, update=update, out=own["out"], progress=not args.quiet)
+        replay = api.replay(path, update=update, out=values["out"], progress=not args.quiet)
     shapes = {name: list(x.shape) for name, x in replay.rollout.items()}
     content = {
-        "file": str(Path(own["out"]) / f"update_{update:06d}.pt"),
+        "file": str(Path(values["out"]) / f"update_{update:06d}.pt"),
         "update": update,
         "rollout": shapes,
         "minibatches": len(replay.minibatches),

@@ -668,6 +668,12 @@ def sweep_jobs(args: argparse.Namespace) -> tuple[Path, list[SweepJob]]:
                 )
         params = [f"{k}={v}" for k, v in _plain(cfg.sweeper.params or {}).items()]
         parsed = [_parse_line(line, loader) for line in (*params, *_plain(cfg.overrides.task))]
+        for override in parsed:
+            if override.is_interval_sweep():
+                raise ConfigError(
+                    f"{override.input_line}: is an interval, which only {PROGRAM} search reads;"
+                    " with --multirun write a list of values"
+                )
         batches = BasicSweeper.split_arguments(parsed, None)
         names = _check_jobs([job for batch in batches for job in batch], args)
         folder = str(_plain(cfg.sweep)["dir"])

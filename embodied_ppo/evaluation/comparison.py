@@ -171,19 +171,19 @@ def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float
     return _interval(float(scores.mean()), _variance((scores,), [scores.mean(0)]))
 
 
-def _variance(arms: Sequence[Scores], state_terms: Sequence[NDArray[np.float64]]) -> _Variance:
+def _variance(methods: Sequence[Scores], state_terms: Sequence[NDArray[np.float64]]) -> _Variance:
     """Return the variance of a sum or difference of the means of methods, see the module.
 
     Args:
-        arms: Scores of each method.
+        methods: Scores of each method.
         state_terms: Independent terms of the sum for each initial state, [E] each.
     """
-    count = arms[0].shape[1]
+    count = methods[0].shape[1]
     states = sum(float(term.var(ddof=1)) for term in state_terms) / count
-    residual = sum(_residual(x) / x.size for x in arms if len(x) > 1)
+    residual = sum(_residual(x) / x.size for x in methods if len(x) > 1)
     return _Variance(
-        tuple(float(x.mean(1).var(ddof=1)) / len(x) if len(x) > 1 else 0.0 for x in arms),
-        tuple(len(x) - 1 for x in arms),
+        tuple(float(x.mean(1).var(ddof=1)) / len(x) if len(x) > 1 else 0.0 for x in methods),
+        tuple(len(x) - 1 for x in methods),
         max(0.0, states - residual),
         len(state_terms) * (count - 1),
     )

@@ -42,17 +42,17 @@ def read(path: Path) -> list[tuple[int, str]]:
 class MetricsDigest:
     """The open file metrics.sha256 of a run."""
 
-    def __init__(self, run_dir: Path, first_update: int, *, is_logged: bool) -> None:
+    def __init__(self, run_dir: Path, completed_updates: int, *, is_logged: bool) -> None:
         """Drop the digests of rows that the run will repeat, and open the file.
 
         Args:
             run_dir: Directory of the run.
-            first_update: Updates that a resumed run has completed; 0: a new run.
-            is_logged: Whether metrics.jsonl has the row of ``first_update``.
+            completed_updates: Updates that a resumed run has completed; 0: a new run.
+            is_logged: Whether metrics.jsonl has the row of ``completed_updates``.
         """
         path = run_dir / FILE
-        last = first_update if is_logged else first_update - 1
-        entries = [entry for entry in read(path) if entry[0] <= last] if first_update else []
+        last = completed_updates if is_logged else completed_updates - 1
+        entries = [entry for entry in read(path) if entry[0] <= last] if completed_updates else []
         self.first, self.update, self.value = None, None, ""
         if entries:
             self.first, (self.update, self.value) = entries[0][0], entries[-1]

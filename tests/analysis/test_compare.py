@@ -1,4 +1,4 @@
-"""``embodied-ppo compare`` with trained runs: arms, equal runs, refusals, the page."""
+"""``embodied-ppo compare`` with trained runs: methods, equal runs, refusals, the page."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_folder_of_runs_is_one_arm_per_method(runs, tmp_path, capsys):
     content = run_command(capsys, "compare", runs, "episodes=12", f"out={tmp_path / 'out'}")
-    labels = [arm["label"] for arm in content["arms"]]
+    labels = [method["label"] for method in content["methods"]]
     assert labels == ["algorithm.lr=0.0001", "algorithm.lr=0.001"]
-    assert [[r["seed"] for r in arm["runs"]] for arm in content["arms"]] == [[0, 1], [0, 1]]
+    assert [[r["seed"] for r in method["runs"]] for method in content["methods"]] == [
+        [0, 1],
+        [0, 1],
+    ]
     assert content["options"] == [{"option": "algorithm.lr", "values": ["0.0001", "0.001"]}]
     (difference,) = content["differences"]
     low, high = difference["ci95"]
     assert low < difference["mean"] < high and difference["decided"] == (low > 0 or high < 0)
-    means = [arm["mean"] for arm in content["arms"]]
+    means = [method["mean"] for method in content["methods"]]
     assert difference["mean"] == pytest.approx(means[1] - means[0])
     assert content == json.loads((tmp_path / "out/comparison.json").read_text()) | {
         "page": content["page"],
@@ -61,9 +64,9 @@ def test_means_are_those_of_evaluate_and_reports_are_found_again(runs, tmp_path,
     a, b = runs / "lr=0.001/0", runs / "lr=0.0001/0"
     content = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "one", progress=False)
     report = ep.evaluate(a, episodes=10, seed=3, video=False, progress=False)
-    assert content["arms"][0]["mean"] == report["eval/return"]
-    assert content["arms"][0]["ci95"] == pytest.approx(report["ci95"]["eval/return"])
-    assert "other seeds of training may differ" in content["differences"][0]["verdict"]
+    assert content["methods"][0]["mean"] == report["eval/return"]
+    assert content["methods"][0]["ci95"] == pytest.approx(report["ci95"]["eval/return"])
+    assert "other training seeds may differ" in content["differences"][0]["verdict"]
     # An evaluation would write the report again.
     file = Path(report["report_json"])
     changed = json.loads(file.read_text())
@@ -71,12 +74,12 @@ def test_means_are_those_of_evaluate_and_reports_are_found_again(runs, tmp_path,
         episode["return"] += 1000
     file.write_text(json.dumps(changed))
     again = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "two", progress=False)
-    assert again["arms"][0]["mean"] == content["arms"][0]["mean"] + 1000
+    assert again["methods"][0]["mean"] == content["methods"][0]["mean"] + 1000
     # A report of other versions is not used.
     changed["versions"]["torch"] = "1.0"
     file.write_text(json.dumps(changed))
     fresh = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "three", progress=False)
-    assert fresh["arms"] == content["arms"]
+    assert fresh["methods"] == content["methods"]
 
 
 def test_equal_checkpoints_have_difference_0(runs, tmp_path, capsys):
@@ -138,7 +141,7 @@ def test_different_environments_are_named(runs, tmp_path):
     )
     same = {"env": {"max_episode_steps": 20}, "progress": False}
     content = ep.compare(*paths, episodes=4, out=tmp_path / "b", **same)
-    assert content["notes"] == [] and max(a["mean"] for a in content["arms"]) <= 20
+    assert content["notes"] == [] and max(a["mean"] for a in content["methods"]) <= 20
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,7 @@ def test_links_to_runs_are_followed_once(runs, tmp_path):
     (folder / "b").symlink_to(runs / "lr=0.0001")
     (folder / "self").symlink_to(folder)
     content = ep.compare(folder, episodes=4, out=tmp_path / "out", progress=False)
-    assert [len(arm["runs"]) for arm in content["arms"]] == [1, 2]
+    assert [len(method["runs"]) for method in content["methods"]] == [1, 2]
 
 
 def test_success_is_the_score_only_if_all_runs_report_it():
@@ -182,7 +185,7 @@ def test_success_is_the_score_only_if_all_runs_report_it():
 
 
 def test_different_numbers_of_episodes_are_refused(runs):
-    methods = compare._methods([str(runs / f"lr={lr}/0") for lr in (0.001, 0.0001)])
+    methods = compare._groups([str(runs / f"lr={lr}/0") for lr in (0.001, 0.0001)])
     rows = [{"seeds": {}, "episodes": [{"return": 1.0}] * n} for n in (3, 2)]
     with pytest.raises(ConfigError, match=r"has 2 episodes or prompts, and .* has 3"):
         compare._paired_scores(methods, [[rows[0]], [rows[1]]], "return")

@@ -430,7 +430,9 @@ def test_run_without_states(copy, tmp_path, capsys):
     ep.train("cartpole", seed=3, resume=step(copy, 4), run_dir=branch, **options)
     shutil.rmtree(copy)
     assert main.main(["verify", "--quiet", str(branch)]) == 2
-    assert "only update 5 has a checkpoint" in capsys.readouterr().err
+    assert (
+        "no update can be executed again from the checkpoints (update 5)" in capsys.readouterr().err
+    )
 
 
 # ------------------------------------------------------------------------------------------ digests

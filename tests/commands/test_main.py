@@ -548,6 +548,10 @@ REFUSALS = [
         "run_dir = here is that of job 0 and of job 1; leave run_dir out",
     ),
     ("train --multirun seed=range(0,", "seed=range(0, is not understood"),
+    (
+        "train --multirun algorithm.gamma=interval(0.9,0.99)",
+        "algorithm.gamma=interval(0.9,0.99): is an interval, which only embodied-ppo search reads;",
+    ),
     ("train --multirun hydra.nothing=1", "hydra.nothing"),
     (
         "train --multirun hydra.launcher._target_=a.B",

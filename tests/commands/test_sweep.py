@@ -82,7 +82,7 @@ def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.match(rf"method +runs +{columns}$", out.out.splitlines()[0])
     content = json.loads((moved / "comparison" / "comparison.json").read_text())
     # The first value that the user wrote is the baseline.
-    assert [arm["label"] for arm in content["arms"]] == [
+    assert [method["label"] for method in content["methods"]] == [
         f"algorithm.lr={value}" for value in ("0.01", "0.001")
     ]
     assert content["differences"][0]["verdict"] in out.out

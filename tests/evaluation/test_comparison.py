@@ -26,7 +26,7 @@ def test_difference_of_two_runs_is_students_paired_interval():
 
 
 def test_variance_counts_the_residual_once():
-    # Two runs per arm, three episodes. Run means of A: 2, 4 (variance 2, of the mean 1); B: 3, 3.
+    # Two runs each, three episodes. Run means of A: 2, 4 (variance 2, of the mean 1); B: 3, 3.
     a = np.array([[1.0, 2.0, 3.0], [3.0, 5.0, 4.0]])
     b = np.array([[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]])
     # By state: A 2, 3.5, 3.5 and B 3, 3, 3; differences 1, -.5, -.5: variance .75, of the mean .25.
@@ -126,14 +126,16 @@ def test_coverage_is_95_percent(runs_a: int, runs_b: int, seeds: float) -> None:
     generator = np.random.default_rng(7)
     samples, true, covered, narrower = 3000, 0.3, 0, 0
 
-    def arm(runs: int, mean: float, of_state: np.ndarray) -> np.ndarray:
+    def scores_of_method(runs: int, mean: float, of_state: np.ndarray) -> np.ndarray:
         states = 2 * (0.9 * of_state + math.sqrt(1 - 0.81) * generator.normal(size=100))
         of_seed = seeds * generator.normal(size=(runs, 1))
         return mean + of_seed + states + generator.normal(size=(runs, 100))
 
     for _ in range(samples):
         of_state = generator.normal(size=100)
-        result = comparison.difference(arm(runs_a, 0.0, of_state), arm(runs_b, true, of_state))
+        result = comparison.difference(
+            scores_of_method(runs_a, 0.0, of_state), scores_of_method(runs_b, true, of_state)
+        )
         covered += result.low <= true <= result.high
         narrower += result.high - result.low < result.unpaired[1] - result.unpaired[0]
     assert 0.935 < covered / samples < 0.965

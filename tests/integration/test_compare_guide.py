@@ -29,6 +29,6 @@ def test_blocks_run(tmp_path: Path) -> None:
             r"^" + r" +".join(re.split(r" {2,}", re.escape(head).replace(r"\ ", " "))), output, re.M
         )
     content = json.loads((tmp_path / "lr_1e-3/comparison.json").read_text())
-    assert [len(arm["runs"]) for arm in content["arms"]] == [3, 3]
+    assert [len(method["runs"]) for method in content["methods"]] == [3, 3]
     assert content["differences"][0]["verdict"] in output
     assert "page: lr_1e-3/comparison.html" in output

@@ -60,7 +60,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         value_scale=scale,
         normalized_rewards=log_std is not None,
         default_activation="tanh",
-        options=imported.CHOICES if log_std is None else imported.GAUSSIAN,
+        options=imported.CATEGORICAL if log_std is None else imported.GAUSSIAN,
         defaults={} if log_std is None else imported.changeable_options("clip"),
         notes=(RETURNS_NOTE,) if log_std is not None and scale is None else (),
     )

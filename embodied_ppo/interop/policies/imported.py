@@ -21,9 +21,9 @@ LOG_STD_BOUNDS = (-20.0, 20.0)
 REWARD_CLIP = 10.0
 """Bound of normalised rewards in CleanRL, and Stable-Baselines3's default."""
 NO_EPS = 1e-16
-"""Smallest ``Normalizer.eps``, for libraries that add nothing to the variance.
+"""``Normalizer.eps`` for libraries that add nothing to the variance.
 
-``model.obs_eps`` must be above 0; adding 1e-16 changes float32 variance above 1e-8."""
+``model.obs_eps`` must be above 0. Adding 1e-16 changes no float32 variance above 2e-9."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class ImportedPolicy:
             n = self.normalizer
             _copy(state, "encoder.moments.mean", n.mean)
             _copy(state, "encoder.moments.var", n.var)
-            # Without a count, our normaliser would not divide.
+            # With a count of 0, our normaliser does not use mean and variance.
             count = torch.tensor(max(n.count, 1e-4), dtype=torch.float64)
             _copy(state, "encoder.moments.count", count)
         policy.load_state_dict(state)
@@ -306,7 +306,7 @@ def log_std_of(std: Tensor, label: str) -> Tensor:
     return std.log()
 
 
-CHOICES = {"model.distribution": "categorical"}
+CATEGORICAL = {"model.distribution": "categorical"}
 """Options of a policy of discrete actions."""
 GAUSSIAN = {"model.distribution": "gaussian", "model.state_dependent_std": False}
 """Options of a Gaussian policy with one standard deviation per dimension."""

@@ -48,8 +48,8 @@ def read_normalizer(
 
     Args:
         path: The file.
-        eps: Added to the variance where the file does not say it.
-        clip: Bound of the result where the file does not say it.
+        eps: ``Normalizer.eps`` if the file does not contain it.
+        clip: ``Normalizer.clip`` if the file does not contain it.
 
     Raises:
         ConfigError: The file cannot be read, or has no such statistics.

@@ -50,7 +50,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         std = math.sqrt(float(of_values.var) + EPS)
         value_scale = ValueScale(std, of_values.count, mean=float(of_values.mean))
     hidden, critic_hidden = state.mlp("actor_mlp"), state.mlp("critic_mlp")
-    log_std, options, defaults = None, imported.CHOICES, {}
+    log_std, options, defaults = None, imported.CATEGORICAL, {}
     if "logits.weight" in state.tensors:
         head = state.linear("logits")
     else:
@@ -67,7 +67,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
             options = {**options, "model.state_dependent_std": True}
     critic = [*critic_hidden, state.linear("value")]
     state.finish()
-    central = "assymetric_vf_nets" in content
+    central = "assymetric_vf_nets" in content  # the spelling of rl_games
     notes = () if value_scale is None else (REWARD_NOTE,)
     policy = ImportedPolicy(
         label,

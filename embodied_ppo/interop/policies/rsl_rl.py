@@ -93,15 +93,17 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
 
 def _separate_normalizers(content: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     """Return the normalisers that 1.x and 2.x keep beside the model, named as 3.x names them."""
-    found = {}
+    normalizers = {}
     for part, names in (
         ("actor", ("obs_norm_state_dict",)),
         ("critic", ("privileged_obs_norm_state_dict", "critic_obs_norm_state_dict")),
     ):
         for name in names:
             if isinstance(content.get(name), Mapping):
-                found |= {f"{part}_obs_normalizer.{key}": x for key, x in content[name].items()}
-    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+                normalizers |= {
+                    f"{part}_obs_normalizer.{key}": x for key, x in content[name].items()
+                }
+    return {name: x for name, x in normalizers.items() if isinstance(x, torch.Tensor)}
 
 
 def _normalizer(state: StateDict, prefix: str) -> Normalizer | None:

@@ -49,6 +49,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
             f"{label}: reads a dictionary of observations; only policies that read one vector can"
             " be imported"
         )
+    # Stable-Baselines3 sets this attribute only if the environment is a VecNormalize.
     wrapped = data.get("_last_original_obs") is not None
     if wrapped and normalizer is None:
         raise ConfigError(
@@ -73,7 +74,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         value_scale=scale,
         activation=_activation(data, label),
         default_activation="tanh",
-        options=imported.CHOICES if log_std is None else imported.GAUSSIAN,
+        options=imported.CATEGORICAL if log_std is None else imported.GAUSSIAN,
         defaults={} if log_std is None else imported.changeable_options("clip"),
         gamma=gamma if isinstance(gamma, float) else None,
     )

@@ -72,7 +72,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         normalizer=statistics,
         value_scale=None if critic is None else scale,
         shared_trunk=shared and len(actor) > 1,
-        options=imported.GAUSSIAN if gaussian else imported.CHOICES,
+        options=imported.GAUSSIAN if gaussian else imported.CATEGORICAL,
         defaults=imported.changeable_options("none", BOUNDS) if gaussian else {},
         notes=(imported.mapping_note("none", "contain clip_actions"),) if gaussian else (),
     )
@@ -81,8 +81,10 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
 def _take_log_std(tensors: dict[str, Tensor]) -> Tensor | None:
     """Return and remove the parameter with the logarithms of the standard deviations."""
     names = [name for name, x in tensors.items() if "log_std" in name and x.ndim <= 2]
-    found = [tensors.pop(name) for name in names if tensors[name].numel() == tensors[name].size(-1)]
-    return found[0].flatten() if found else None
+    parameters = [
+        tensors.pop(name) for name in names if tensors[name].numel() == tensors[name].size(-1)
+    ]
+    return parameters[0].flatten() if parameters else None
 
 
 def _linear_layers(tensors: dict[str, Tensor], label: str) -> dict[str, Linear]:

@@ -66,7 +66,7 @@ def test_commands_accept_the_run(run: Path, tmp_path: Path, capsys) -> None:
     summary = run_command(capsys, "train", f"resume={copy}")
     assert summary["updates"] == 1 and np.isfinite(summary["final_return"])
     content = run_command(capsys, "compare", run, longer, "episodes=4", f"out={tmp_path / 'out'}")
-    assert content["arms"][0]["mean"] == pytest.approx(before["eval/return"])
+    assert content["methods"][0]["mean"] == pytest.approx(before["eval/return"])
     bundle = run_command(capsys, "export", f"checkpoint={run}", f"out={tmp_path / 'bundle'}")
     assert bundle["action_difference"] < 1e-5
 
