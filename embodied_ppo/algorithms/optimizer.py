@@ -447,9 +447,7 @@ class MinibatchOptimizer:
         """
         arguments = self.loss, self.names["actor"], self.names["critic"], batch, self.buffers
         self.statistics = MinibatchStep(*arguments).statistics()
-        state, device = adam_state(self.adamw), batch.mask.device
-        size = self.cutter.minibatch_size(batch, self.ranks.world)
-        moments = [*state.parameters, *state.first, *state.second]
+        device, size = batch.mask.device, self.cutter.minibatch_size(batch, self.ranks.world)
 
         def settings() -> Tensor:
             return torch.zeros(len(SETTINGS), device=device)
@@ -457,28 +455,29 @@ class MinibatchOptimizer:
         def index(length: int) -> Tensor:
             return torch.arange(length, device=device)
 
+        # ``adam_state`` allocates the moments, which an eager step does for its parameters only. The
+        # functions therefore call it when a compilation starts.
         def step() -> compile.Example:
             return compile.Example(
                 MinibatchStep(*arguments),
-                moments,
+                adam_state(self.adamw).tensors,
                 [settings(), index(size), *self._constants(batch)],
             )
 
         def gradient() -> compile.Example:
+            indices = index(size), index(size // self.threads)
             return compile.Example(
                 GradientPart(*arguments),
-                state.parameters,
-                [
-                    *(settings(), index(size), index(size // self.threads)),
-                    *self._constants(batch),
-                ],
+                adam_state(self.adamw).parameters,
+                [settings(), *indices, *self._constants(batch)],
             )
 
         def gradient_sum() -> compile.Example:
+            state = adam_state(self.adamw)
             row = torch.zeros(len(statistic_names(batch)), device=device)
-            parts = [torch.zeros_like(x) for x in state.parameters] + [row]
+            parts = [*(torch.zeros_like(x) for x in state.parameters), row]
             return compile.Example(
-                GradientSum(*arguments), moments, [settings(), *parts * self.threads]
+                GradientSum(*arguments), state.tensors, [settings(), *parts * self.threads]
             )
 
         if self.threads == 1:
@@ -515,7 +514,7 @@ class MinibatchOptimizer:
             entropy_coef=entropy_coef,
         )
         rows, constants = iter(settings.to(batch.mask.device).unbind()), self._constants(batch)
-        tensors = [*state.parameters, *state.first, *state.second]
+        tensors = state.tensors
 
         def part(settings: Tensor, index: Tensor, rows: Tensor) -> list[Tensor]:
             return functions[1]([*state.parameters, settings, index, rows, *constants])
@@ -616,6 +615,11 @@ class _AdamState:
     first: list[Tensor]
     second: list[Tensor]
     steps: list[Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, first moments, second moments."""
+        return [*self.parameters, *self.first, *self.second]
 
 
 def adam_state(optimizer: torch.optim.Optimizer) -> _AdamState:

@@ -305,8 +305,8 @@ def test_written_recipe_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ([*ROBOT, "--devices", "1", "resume=auto"], "resume = auto: fit writes a recipe"),
         (
-            [*ROBOT, "--devices", "1", "cluster.stages=2"],
-            "cluster.stages = 2: is not read with placement=local",
+            [*ROBOT, "--devices", "1", "cluster.max_lag=2"],
+            "cluster.max_lag = 2: is not read with placement=local",
         ),
         (
             [*ROBOT, "--devices", "1", "cluster.device_memory_gb=0.0001"],

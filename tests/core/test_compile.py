@@ -364,6 +364,7 @@ def test_compiled_updates_equal_eager_updates(discrete: bool) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_two_threads_equal_those_of_one() -> None:
+    """With learner_threads=2."""
     options = {"update_epoch": 2, "entropy_bonus": 0.01, "clip_ratio_c": 1.5, "max_grad_norm": 0.1}
     eager = make(options)
     threaded = [

@@ -55,6 +55,7 @@ def test_equals_the_same_order_in_one_thread(tmp_path: Path) -> None:
     logged = rows(tmp_path / "run")
     assert [row["rollout/version_lag"] for row in logged] == [0, 1, 1, 1, 1, 1]
     assert [row["update"] for row in logged] == [1, 2, 3, 4, 5, 6]
+    assert all(row["time/wait_for_rollout_s"] >= 0 for row in logged)
     for row, reference in zip(logged, expected, strict=True):
         for tag in ("policy/loss", "policy/approx_kl", "value/loss", "rollout/episodes"):
             assert row[tag] == reference[tag], tag
@@ -95,6 +96,7 @@ def test_stages_of_one_process_equal_a_single_one(tmp_path: Path) -> None:
 def test_learner_and_rollout_run_in_different_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With pipeline=true."""
     threads = set[str]()
     collect = Rollout.collect
 
