@@ -455,8 +455,8 @@ class MinibatchOptimizer:
         def index(length: int) -> Tensor:
             return torch.arange(length, device=device)
 
-        # ``adam_state`` allocates the moments, which an eager step does for its parameters only. The
-        # functions therefore call it when a compilation starts.
+        # ``adam_state`` allocates all moments; an eager step allocates those of its parameters only.
+        # The functions therefore call it when a compilation starts.
         def step() -> compile.Example:
             return compile.Example(
                 MinibatchStep(*arguments),
