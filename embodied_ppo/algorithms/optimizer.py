@@ -455,8 +455,8 @@ class MinibatchOptimizer:
         def index(length: int) -> Tensor:
             return torch.arange(length, device=device)
 
-        # ``adam_state`` allocates all moments; an eager step allocates those of its parameters only.
-        # The functions therefore call it when a compilation starts.
+        # ``adam_state`` allocates all moments, but an eager step only those of its parameters. The
+        # functions therefore call it when a compilation starts.
         def step() -> compile.Example:
             return compile.Example(
                 MinibatchStep(*arguments),

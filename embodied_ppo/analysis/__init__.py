@@ -9,6 +9,9 @@ built (``reexecution``), and the search for better options (``search``).
 Does not belong here: training (``run``), the measurement of one checkpoint (``evaluation``), the
 page of running trainings (``commands.watch``).
 
-To add an analysis: write a module with a function that returns plain results and writes files
-only into a directory that the user names, add a command (``commands``) and a function of ``api``.
+To add an analysis: write a module with a function that returns plain results, add a command
+(``commands``) and a function of ``api``, which the command calls. It writes only into the directory
+of its result, which the user can name (``out``, ``run_dir``). Exceptions are reports of
+evaluations, which ``compare`` stores in the evaluated runs, and the certificate and the lock file,
+which ``verify`` writes into the run.
 """

@@ -423,7 +423,7 @@ class Search:
 
 
 def draw(settings: Settings) -> list[list[str]]:
-    """Return the overrides of each trial; the first has none, so it is what the user has now.
+    """Return the overrides of each trial; the first has none: it has the user's options.
 
     Raises:
         ConfigError: The options are refused, or the ranges have too few valid combinations.

@@ -311,7 +311,7 @@ class _Verification:
         return sorted(chosen or [min(order, key=lambda x: x.updates)], key=lambda x: x.start)
 
     def _reexecute(self) -> None:
-        """Execute the chosen intervals, and those that name what the other checks found."""
+        """Execute the chosen intervals, and those that contain what the other checks report."""
         possible = self._intervals()
         if self.updates != 0 and not possible:
             self._refuse_without_states()
@@ -799,7 +799,7 @@ def _report_differences(
     ]
 
 
-# -------------------------------------------------------------------------------------------- texts
+# ----------------------------------------------------------------------------------------- messages
 def _tensor_difference(file: str, update: int, difference: StateDifference) -> Difference:
     index = "" if not difference.index else f", index {list(difference.index)}"
     kind = "tensor" if difference.index is not None else "value"

@@ -531,6 +531,10 @@ def parse(lines: Sequence[str], loader: ConfigLoaderImpl) -> list[Override]:
     overrides = []
     for line in lines:
         override = _parse_line(line, loader)
+        if override.is_interval_sweep():
+            raise ConfigError(
+                f"{line}: is an interval, which only {PROGRAM} search reads; write one value"
+            )
         if override.is_sweep_override():
             raise ConfigError(
                 f"{line} names several values; add --multirun, or give one (a list is written"

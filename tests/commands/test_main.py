@@ -392,6 +392,10 @@ REFUSALS = [
     ("train run_dir=${nowhere}", "Interpolation key 'nowhere' not found"),
     ("train seed=0,1", "seed=0,1 names several values; add --multirun"),
     (
+        "train algorithm.gamma=interval(0.9,0.99)",
+        "is an interval, which only embodied-ppo search reads; write one value",
+    ),
+    (
         "train hydra.verbose=true",
         "hydra.verbose=true is set but not read; hydra.* is for --multirun",
     ),
