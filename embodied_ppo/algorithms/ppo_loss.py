@@ -9,9 +9,11 @@ T steps or response tokens, B samples (or columns) of a minibatch, L tokens of a
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,6 +37,18 @@ SETTINGS: tuple[str, ...] = (
     "entropy_coef",
 )
 """Scalars that change from one minibatch to the next, in the order of ``MinibatchStep``'s vector.
+"""
+
+STEP_OPTIONS: tuple[str, ...] = (
+    *("adam_beta1", "adam_beta2", "adam_eps", "bptt_length", "clip_ratio_c", "clip_ratio_high"),
+    *("clip_ratio_low", "entropy_type", "huber_delta", "kl_loss_coef", "kl_loss_type"),
+    *("logprob_type", "loss_agg_func", "max_grad_norm", "minibatch_unit", "policy_loss"),
+    *("ratio_level", "value_clip", "value_loss_coef"),
+)
+"""Options of the algorithm that ``MinibatchStep`` reads.
+
+It cannot read any other option, so that runs which differ in other options, such as the learning
+rate, share one compiled library.
 """
 
 Statistics: TypeAlias = "dict[str, Tensor]"
@@ -416,11 +430,9 @@ class MinibatchStep:
             batch: a whole rollout; only its structure is kept.
             buffers: names of the buffers of ``loss.model`` that the loss reads.
         """
-        self.loss, self.names, self.actors = (
-            loss,
-            [f"model.{n}" for n in (*actor, *critic)],
-            len(actor),
-        )
+        self.loss: Any = copy.copy(loss)
+        self.loss.config = SimpleNamespace(**{x: getattr(loss.config, x) for x in STEP_OPTIONS})
+        self.names, self.actors = [f"model.{n}" for n in (*actor, *critic)], len(actor)
         self.buffers = [f"model.{n}" for n in buffers]
         self.batch = tree.map(lambda x: x.new_empty(0), batch)
 

@@ -98,7 +98,7 @@ class Trial:
         number: Position, from 0.
         lines: Overrides that distinguish it.
         scores: Scores at the rungs that it has reached: the mean over its seeds.
-        cpu_s: CPU seconds of all its runs.
+        cpu_s: CPU seconds of all its runs and of their compiler.
         error: Why it failed; None if it did not.
     """
 
@@ -211,6 +211,8 @@ class Search:
         self.trials = [Trial(number, **row) for number, row in enumerate(rows)]
         self.env_steps: int | None = stored["env_steps"] if stored else None
         """Length of the runs; None: that of their options, or not known yet."""
+        self.compiled: bool | None = stored["compiled"] if stored else None
+        """Whether all runs use compiled code from their first update on; None: not known yet."""
 
     def _read(self) -> dict[str, Any] | None:
         """Return the content of search.json, None if there is none."""
@@ -222,7 +224,7 @@ class Search:
             return None
         try:
             content = json.loads(self.file.read_text())
-            identity = {name: content[name] for name in self.identity}
+            identity = {name: content[name] for name in (*self.identity, "env_steps", "compiled")}
             rows = [Trial(0, **row) for row in content["results"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.file}: is damaged; name another folder") from error
@@ -240,7 +242,8 @@ class Search:
             {"lines": list(t.lines), "scores": t.scores, "cpu_s": t.cpu_s, "error": t.error}
             for t in self.trials
         ]
-        content = {**self.identity, "env_steps": self.env_steps, "results": rows}
+        decided = {"env_steps": self.env_steps, "compiled": self.compiled}
+        content = {**self.identity, **decided, "results": rows}
         replace_text(self.file, json.dumps(content, indent=1) + "\n")
 
     # ------------------------------------------------------------------------------------ the runs
@@ -250,12 +253,16 @@ class Search:
 
     def config_lines(self, trial: Trial, seed: int) -> list[str]:
         """Return the overrides of a run besides its directory."""
-        lines = [*self.settings.lines, *trial.lines]
-        if self.env_steps is not None:
-            lines += ["updates=null", f"env_steps={self.env_steps}"]
-        lines += [f"seed={self.settings.seed + seed}"]
+        lines = [*self.common_lines(), *trial.lines, f"seed={self.settings.seed + seed}"]
         ends = self.ends(prepare(_arguments(self.settings.flags), lines).config)
         return [*lines, f"eval_every={ends[0]}", SAVE_AT_THE_END]
+
+    def common_lines(self) -> list[str]:
+        """Return the overrides that all runs have."""
+        lines = [*self.settings.lines]
+        if self.env_steps is not None:
+            lines += ["updates=null", f"env_steps={self.env_steps}"]
+        return [*lines, "compile=always"] if self.compiled else lines
 
     def ends(self, config: Config) -> list[int]:
         """Return the updates at the rungs of a run with these options."""
@@ -263,17 +270,32 @@ class Search:
         first = max(1, int(updates * fractions[0]))
         return [min(updates, first * FACTOR**i) for i in range(len(fractions) - 1)] + [updates]
 
-    def measure_length(self) -> None:
+    def plan_runs(self) -> None:
+        """Choose compiled code and, with a budget, the length of the runs, unless both are known.
+
+        Raises:
+            ConfigError: The budget is too small for these trials.
+        """
+        if self.compiled is not None:
+            return
+        measured = self.settings.budget_s is not None
+        if measured:
+            self._measure_length()
+        self._choose_compilation()
+        if measured and self.compiled:
+            self._measure_length()
+
+    def _measure_length(self) -> None:
         """Set the length of the runs, so that their training takes the time of the budget."""
         settings = self.settings
-        if settings.budget_s is None or self.env_steps is not None:
-            return
+        assert settings.budget_s is not None
+        self.env_steps = None
         self.progress.say("measuring the speed")
-        folder = self.out / "speed"
+        folder = self.out / ("speed_compiled" if self.compiled else "speed")
         with ProcessPool(settings.jobs) as pool:
             for i in range(settings.jobs):  # as many processes as later, which slow each other down
                 (run_dir,) = override_lines("train", {"run_dir": str(folder / str(i))})
-                lines = [*settings.lines, run_dir, "eval_every=0", "save_every=0"]
+                lines = [*self.common_lines(), run_dir, "eval_every=0", "save_every=0"]
                 self._start(pool, str(i), folder / f"{i}.log", lines, PILOT_UPDATES)
             self._wait(pool, folder)
         rows = [
@@ -302,6 +324,17 @@ class Search:
         self.env_steps = length
         self.progress.say(f"{1 / per_step:.0f} steps/s in each process: {length} steps per run")
 
+    def _choose_compilation(self) -> None:
+        """Choose compile=always if the runs are long enough together.
+
+        The runs share compiled code, which compile=auto uses only after a part of each run.
+        """
+        settings = self.settings
+        config = prepare(_arguments(settings.flags), self.common_lines()).config
+        self.compiled = config.compile == "auto" and mode(config).should_compile(
+            config, work(settings.trials) * settings.seeds
+        )
+
     def _start(
         self, pool: ProcessPool, name: str, log: Path, lines: Sequence[str], stop: int
     ) -> None:
@@ -321,7 +354,7 @@ class Search:
     # ------------------------------------------------------------------------------------- halving
     def run(self) -> None:
         """Train all trials to their rungs. An interrupt is raised as KeyboardInterrupt."""
-        self.measure_length()
+        self.plan_runs()
         self.write()
         for rung in range(len(rungs(self.settings.trials))):
             ranked = sorted((t for t in self.trials if t.error is None), key=Trial.key)
@@ -514,7 +547,8 @@ def main(argv: Sequence[str]) -> None:
         run.train(loaded.config, quiet=True, stop_after=stop if stop < updates else None)
     finally:
         if run_dir.exists():
-            replace_text(usage, json.dumps({"cpu_s": before + time.process_time()}) + "\n")
+            cpu_s = before + sum(os.times()[:4])  # with its compiler
+            replace_text(usage, json.dumps({"cpu_s": cpu_s}) + "\n")
 
 
 if __name__ == "__main__":

@@ -238,20 +238,32 @@ class Mode(ABC):
     profiles_trained_policy: ClassVar[bool] = False
     """Whether profiling first runs the supervised steps, as they change an update's duration."""
 
+    def should_compile(self, config: Config, lengths: float) -> bool:
+        """Return whether runs that share compiled code are faster with compile=always.
+
+        Args:
+            config: Options of one run, with compile=auto.
+            lengths: Length of all runs together, in lengths of this one.
+        """
+        return False
+
     # ------------------------------------------------------------------------------------ placement
     def plan(self, config: Config, device: torch.device) -> placement.Plan | None:
         """Return where the roles run; None: all in this process.
 
         Raises:
-            ConfigError: compile=always or pipeline=true is impossible in this placement.
+            ConfigError: compile=always, pipeline or learner_threads is impossible in this
+                placement.
             PlacementError: The placement is not valid for these options.
         """
         c = config.cluster
         if config.placement == "local" and not c.component_placement:
-            if config.pipeline and device.type != "cpu":
+            threads = config.learner_threads
+            if device.type != "cpu" and (config.pipeline or threads > 1):
+                option = "pipeline = true" if config.pipeline else f"learner_threads = {threads}"
                 raise ConfigError(
-                    f"pipeline = true and device = {device}: overlaps two threads of one CPU; write"
-                    " device=cpu or pipeline=false"
+                    f"{option} and device = {device}: only threads of a CPU work like this; write"
+                    " device=cpu, or leave the option out"
                 )
             return None
         plan = placement.plan(

@@ -19,9 +19,6 @@ PENDING = "pending"
 class LocalSystem(RunSystem):
     """Rollout and learner in this process; they share one set of weights."""
 
-    pipelined = False
-    """Whether the system trains on rollouts that a checkpoint contains."""
-
     def __init__(
         self,
         records: Records,
@@ -85,16 +82,16 @@ class LocalSystem(RunSystem):
         """Return everything besides the policy that the next update depends on."""
         return {"learner": self.learner.state(), "rollout": self.rollout.state()}
 
-    def _load(
-        self, source: checkpoint.Checkpoint, notice: Callable[[str], None]
-    ) -> Mapping[str, Any]:
-        """Load the state of all components; return the content of training.pt."""
+    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         training = resume(
             source, notice, policy=self.module, rollout=self.rollout, learner=self.learner
         )
-        if (count := len(training.get(PENDING, ()))) and not self.pipelined:
-            notice(f"resume: {count} rollout of the checkpoint is not trained on (pipeline=false)")
-        return training
+        self._load_pending(training.get(PENDING, {}), notice)
+
+    def _load_pending(self, pending: Mapping[int, Any], notice: Callable[[str], None]) -> None:
+        """Restore the rollouts that were not trained on; this system trains on none of them."""
+        for update in pending:
+            notice(f"resume: rollout {update + 1} is not trained on, because pipeline=false")
 
     def cpu_s(self) -> dict[str, float]:
         return {"process": 0.0, **self.rollout.cpu_s, **self.learner.cpu_s}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
-from embodied_ppo.training import checkpoint
 from embodied_ppo.training.local_system import PENDING, LocalSystem
 from embodied_ppo.training.system import Result
 
@@ -27,8 +26,6 @@ class PipelinedSystem(LocalSystem):
     follows after one more update. Compiled code, torch's operations and the simulators of EnvPool
     do not hold Python's interpreter lock, so that both threads run at the same time.
     """
-
-    pipelined = True
 
     def __init__(self, *args: Any, acting: nn.Module, **options: Any) -> None:
         """Create a system.
@@ -48,7 +45,10 @@ class PipelinedSystem(LocalSystem):
 
     def collect(self, horizon: int, *, update: int) -> tuple[Experience, Metrics]:
         """Start to collect. ``update`` returns the metrics of the rollout."""
-        if update not in self._pending:  # a checkpoint contains rollouts that were collected
+        restored = self._pending.get(update)  # from a checkpoint
+        if restored is not None and len(restored.result()[0].mask) != horizon:
+            restored = None  # the run was resumed with another horizon
+        if restored is None:
             weights = [x.detach().clone() for x in _tensors(self.module)]
             self._pending[update] = self._thread.submit(
                 self._collect, weights, horizon, update, self.version
@@ -93,17 +93,13 @@ class PipelinedSystem(LocalSystem):
         }
         return super()._training_state() | {PENDING: pending}
 
-    def _load(
-        self, source: checkpoint.Checkpoint, notice: Callable[[str], None]
-    ) -> Mapping[str, Any]:
-        training = super()._load(source, notice)
-        for update, stored in training.get(PENDING, {}).items():
+    def _load_pending(self, pending: Mapping[int, Any], notice: Callable[[str], None]) -> None:
+        for update, stored in pending.items():
             metrics: Metrics = {
                 tag: Mean(*x) if isinstance(x, list) else x for tag, x in stored["metrics"].items()
             }
             self._pending[update] = experience = Future()
             experience.set_result((Trajectory(**stored["trajectory"]), metrics))
-        return training
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

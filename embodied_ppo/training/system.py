@@ -122,7 +122,7 @@ class RunSystem(ABC):
         """Call ``checkpoint.save`` with the state of all components and ``arguments``."""
 
     @abstractmethod
-    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> Any:
+    def _load(self, source: checkpoint.Checkpoint, notice: Callable[[str], None]) -> None:
         """Load the state of all components with ``resume``."""
 
     def evaluate(self, update: int) -> Metrics:

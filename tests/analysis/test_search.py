@@ -177,24 +177,34 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert "holds a search with other ranges" in capsys.readouterr().err
 
 
-def test_budget_sets_the_length_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = search.Settings(TINY, {}, 1.0, trials=9, seeds=2, jobs=2, budget_s=100.0)
+@pytest.mark.parametrize(("epochs", "compiled"), [(1, False), (4, True)])
+def test_budget_sets_the_length_of_the_runs(
+    epochs: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*TINY, f"algorithm.update_epoch={epochs}"]
+    settings = search.Settings(options, {}, 1.0, trials=9, seeds=2, jobs=2, budget_s=100.0)
     found = object.__new__(search.Search)
-    found.settings, found.out, found.env_steps = settings, Path("out"), None
+    found.settings, found.out = settings, Path("out")
+    found.env_steps = found.compiled = None
     found.progress = search.Progress(quiet=True)
 
     def start(pool: object, name: str, log: Path, lines: list[str], stop: int) -> None:
-        folder = Path("out/speed") / name
+        folder = log.with_suffix("")
         folder.mkdir(parents=True)
-        rows = [{"update": i, "time/collect": 0.03, "time/update": 0.01} for i in range(5)]
+        update = 0.01 if "compile=always" not in lines else 0.002
+        rows = [{"update": i, "time/collect": 0.03, "time/update": update} for i in range(5)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "metrics.jsonl").write_text(text)
 
     monkeypatch.setattr(found, "_start", start)
-    found.measure_length()
+    found.plan_runs()
     # Updates of 32 steps take 0.04 s: 800 steps/s in each of two processes for 100 s are 160,000
     # steps, and the search of nine trials with two seeds trains 2 (1 + 2/3 + 2/3) complete runs.
-    assert found.env_steps == int(160_000 / (14 / 3)) // 32 * 32
+    # All runs together have 5,000 optimiser steps with one pass. With four they have 20,000, so
+    # that code is compiled, and the speed is measured again: 1,000 steps/s.
+    assert found.compiled == compiled
+    assert found.env_steps == int((200_000 if compiled else 160_000) / (14 / 3)) // 32 * 32
+    assert ("compile=always" in found.config_lines(search.Trial(0, []), 0)) == compiled
 
 
 def test_python_api() -> None:

@@ -93,6 +93,10 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             "learner_threads = 2 and compile = never: .. write learner_threads=1 or compile=auto",
         ),
         (
+            {"learner_threads": 2, "placement": "fused"},
+            "learner_threads = 2 and placement = fused: only a run in one process .. leave",
+        ),
+        (
             {"cluster.stages": 3},
             "env.num_envs = 64 is not a multiple of cluster.stages = 3; nearest: 63, 66",
         ),

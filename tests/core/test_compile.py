@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied_ppo import run as build
-from embodied_ppo.algorithms.ppo_loss import SETTINGS, ActorLoss, MinibatchStep
+from embodied_ppo.algorithms.ppo_loss import SETTINGS, STEP_OPTIONS, ActorLoss, MinibatchStep
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import compile, tree
@@ -97,6 +98,25 @@ def test_fingerprint_depends_on_program_options_and_shapes() -> None:
         for one in learners
     ]
     assert len({compile.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
+
+
+def test_runs_share_a_library_unless_an_option_of_the_minibatch_differs() -> None:
+    x = torch.zeros(3)
+    options: list[dict[str, Any]] = [
+        {},
+        {"lr": 1e-2, "update_epoch": 3, "entropy_bonus": 0.1, "gamma": 0.5, "reward_norm": "off"},
+        *({name: "another"} for name in STEP_OPTIONS),
+    ]
+    one = make()
+    batch = one._prepare(experience(one))[0]
+    fingerprints = []
+    for changes in options:
+        objective = copy.copy(one.optimizer.loss)
+        objective.config = replace(objective.config, **changes)
+        step = MinibatchStep(objective, [], [], batch)
+        fingerprints.append(compile.fingerprint(step, [x]))
+    assert fingerprints[0] == fingerprints[1]
+    assert len({*fingerprints}) == 1 + len(STEP_OPTIONS)
 
 
 def test_fingerprint_of_language_model_is_reproducible() -> None:

@@ -75,7 +75,8 @@ class EmbodiedRules(ModeRules):
         _check_observations(config)
         if config.pipeline:
             _check_pipeline(config)
-        _check_learner_threads(config)
+        if config.learner_threads > 1:
+            _check_learner_threads(config)
         local = config.placement == "local" and not config.cluster.component_placement
         if config.cluster.stages > 1 and local:
             _check_stages(config)
@@ -173,7 +174,13 @@ def _check_distillation(config: Config) -> None:
 def _check_learner_threads(config: Config) -> None:
     """Refuse minibatches that cannot be divided among the threads. Raises ConfigError."""
     a, threads = optimization_config(config).algorithm, config.learner_threads
-    if threads > 1 and config.compile == "never":
+    if config.placement != "local" or config.cluster.component_placement:
+        raise ConfigError(
+            f"learner_threads = {threads} and placement = {config.placement}: only a run in one"
+            " process divides minibatches among threads; leave learner_threads out, and place actor"
+            " on several devices instead"
+        )
+    if config.compile == "never":
         raise ConfigError(
             f"learner_threads = {threads} and compile = never: only compiled minibatches are"
             " divided among threads; write learner_threads=1 or compile=auto"

@@ -505,8 +505,7 @@ def make_learner(
         updates=request.updates,
         seed=config.seed,
         compile_schedule=schedule,
-        # On a GPU a minibatch is one CUDA graph.
-        threads=config.learner_threads if request.device.type == "cpu" else 1,
+        threads=config.learner_threads,
         dump_dir=request.run_dir,
         notice=request.notice,
         auxiliary_loss=auxiliary_loss,
