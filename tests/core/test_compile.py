@@ -206,6 +206,22 @@ def test_unpicklable_program_is_reported() -> None:
     assert len(notices) == 1 and "pickle" in notices[0].lower()
 
 
+def test_compiler_that_does_not_know_all_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, compiler = tmp_path / "log", tmp_path / "old_compiler"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *-mavx512vnni*|*-mavx512bf16*)\n'
+        ' echo "unrecognized option" >&2; exit 1;; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    x = torch.zeros(3)
+    library = compile.Library(Double(), [x, x])
+    assert library.load()([torch.ones(3), torch.ones(3)])[0].tolist() == [4.0] * 3
+    assert "-mavx512vnni" not in log.read_text().splitlines()[-1]
+
+
 def test_hanging_compiler_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(7)
     library = compile.Library(Double("hangs"), [x, x])
