@@ -1,8 +1,9 @@
 """Search for the options of a run by successive halving (Jamieson and Talwalkar, 2016).
 
 A trial is a set of options; it trains one run for each seed. All trials train to a first rung, the
-best third continues to the next one, which is three times as far, and so on to the end of the run.
-A run that continues does so from its checkpoint, bit for bit, so the run of the best trial equals
+best third continues to the next one, which is three times as far, and so on. The best trial trains
+from a ninth of the run to its end, so that most of the computation is that of the resulting run. A
+run that continues does so from its checkpoint, bit for bit, so the run of the best trial equals
 the one that the command in the result (``Search.result``) trains.
 
 Runs are executed by ``python -m embodied_ppo.analysis.search``, several at the same time.
@@ -50,7 +51,8 @@ SETTINGS = ("change_probability", "trials", "seeds", "seed", "budget_s")
 CHANGE_PROBABILITY = 0.5
 """Probability with which a trial changes an option of the default ranges."""
 FACTOR = 3
-"""Ratio of the lengths at two successive rungs, and of the numbers of trials that reach them."""
+"""Ratio of the lengths at two successive rungs, and of the numbers of trials that reach them. The
+last rung, the complete run, is FACTOR^2 times as far as the one before."""
 MOST_DRAWS = 1000
 """Largest number of draws for one trial whose options are new."""
 MOST_REFUSED = 50
@@ -166,12 +168,14 @@ def rungs(trials: int) -> list[float]:
     run, so none of them is stopped.
     """
     halvings = max(0, round(math.log(max(trials, 1), FACTOR) - 0.2))
-    return [FACTOR ** -float(halvings - i) for i in range(halvings + 1)]
+    return [*(FACTOR ** -float(halvings - i + 1) for i in range(halvings)), 1.0]
 
 
 def survivors(trials: int, rung: int) -> int:
     """Return the number of trials that train to a rung, which is an index of ``rungs``."""
-    return max(1, math.ceil(trials / FACTOR**rung))
+    if 0 < rung == len(rungs(trials)) - 1:
+        return 1
+    return math.ceil(trials / FACTOR**rung)
 
 
 def work(trials: int) -> float:
@@ -211,8 +215,6 @@ class Search:
         self.trials = [Trial(number, **row) for number, row in enumerate(rows)]
         self.env_steps: int | None = stored["env_steps"] if stored else None
         """Length of the runs; None: that of their options, or not known yet."""
-        self.compiled: bool | None = stored["compiled"] if stored else None
-        """Whether all runs use compiled code from their first update on; None: not known yet."""
 
     def _read(self) -> dict[str, Any] | None:
         """Return the content of search.json, None if there is none."""
@@ -224,7 +226,7 @@ class Search:
             return None
         try:
             content = json.loads(self.file.read_text())
-            identity = {name: content[name] for name in (*self.identity, "env_steps", "compiled")}
+            identity = {name: content[name] for name in self.identity}
             rows = [Trial(0, **row) for row in content["results"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.file}: is damaged; name another folder") from error
@@ -242,8 +244,7 @@ class Search:
             {"lines": list(t.lines), "scores": t.scores, "cpu_s": t.cpu_s, "error": t.error}
             for t in self.trials
         ]
-        decided = {"env_steps": self.env_steps, "compiled": self.compiled}
-        content = {**self.identity, **decided, "results": rows}
+        content = {**self.identity, "env_steps": self.env_steps, "results": rows}
         replace_text(self.file, json.dumps(content, indent=1) + "\n")
 
     # ------------------------------------------------------------------------------------ the runs
@@ -253,16 +254,12 @@ class Search:
 
     def config_lines(self, trial: Trial, seed: int) -> list[str]:
         """Return the overrides of a run besides its directory."""
-        lines = [*self.common_lines(), *trial.lines, f"seed={self.settings.seed + seed}"]
-        ends = self.ends(prepare(_arguments(self.settings.flags), lines).config)
-        return [*lines, f"eval_every={ends[0]}", SAVE_AT_THE_END]
-
-    def common_lines(self) -> list[str]:
-        """Return the overrides that all runs have."""
-        lines = [*self.settings.lines]
+        lines = [*self.settings.lines, *trial.lines]
         if self.env_steps is not None:
             lines += ["updates=null", f"env_steps={self.env_steps}"]
-        return [*lines, "compile=always"] if self.compiled else lines
+        lines += [f"seed={self.settings.seed + seed}"]
+        ends = self.ends(prepare(_arguments(self.settings.flags), lines).config)
+        return [*lines, f"eval_every={ends[0]}", SAVE_AT_THE_END]
 
     def ends(self, config: Config) -> list[int]:
         """Return the updates at the rungs of a run with these options."""
@@ -270,32 +267,17 @@ class Search:
         first = max(1, int(updates * fractions[0]))
         return [min(updates, first * FACTOR**i) for i in range(len(fractions) - 1)] + [updates]
 
-    def plan_runs(self) -> None:
-        """Choose compiled code and, with a budget, the length of the runs, unless both are known.
-
-        Raises:
-            ConfigError: The budget is too small for these trials.
-        """
-        if self.compiled is not None:
-            return
-        measured = self.settings.budget_s is not None
-        if measured:
-            self._measure_length()
-        self._choose_compilation()
-        if measured and self.compiled:
-            self._measure_length()
-
-    def _measure_length(self) -> None:
+    def measure_length(self) -> None:
         """Set the length of the runs, so that their training takes the time of the budget."""
         settings = self.settings
-        assert settings.budget_s is not None
-        self.env_steps = None
+        if settings.budget_s is None or self.env_steps is not None:
+            return
         self.progress.say("measuring the speed")
-        folder = self.out / ("speed_compiled" if self.compiled else "speed")
+        folder = self.out / "speed"
         with ProcessPool(settings.jobs) as pool:
             for i in range(settings.jobs):  # as many processes as later, which slow each other down
                 (run_dir,) = override_lines("train", {"run_dir": str(folder / str(i))})
-                lines = [*self.common_lines(), run_dir, "eval_every=0", "save_every=0"]
+                lines = [*settings.lines, run_dir, "eval_every=0", "save_every=0"]
                 self._start(pool, str(i), folder / f"{i}.log", lines, PILOT_UPDATES)
             self._wait(pool, folder)
         rows = [
@@ -313,7 +295,7 @@ class Search:
         per_step = float(np.mean(seconds)) / steps
         total = settings.budget_s * settings.jobs / per_step
         length = int(total / (work(settings.trials) * settings.seeds)) // steps * steps
-        most = FACTOR ** (len(rungs(settings.trials)) - 1) * steps
+        most = round(1 / rungs(settings.trials)[0]) * steps
         if length < most:
             raise ConfigError(
                 f"--budget {settings.budget_s:g}s: allows {length} steps per run, and a run with"
@@ -323,17 +305,6 @@ class Search:
             )
         self.env_steps = length
         self.progress.say(f"{1 / per_step:.0f} steps/s in each process: {length} steps per run")
-
-    def _choose_compilation(self) -> None:
-        """Choose compile=always if the runs are long enough together.
-
-        The runs share compiled code, which compile=auto uses only after a part of each run.
-        """
-        settings = self.settings
-        config = prepare(_arguments(settings.flags), self.common_lines()).config
-        self.compiled = config.compile == "auto" and mode(config).should_compile(
-            config, work(settings.trials) * settings.seeds
-        )
 
     def _start(
         self, pool: ProcessPool, name: str, log: Path, lines: Sequence[str], stop: int
@@ -354,7 +325,7 @@ class Search:
     # ------------------------------------------------------------------------------------- halving
     def run(self) -> None:
         """Train all trials to their rungs. An interrupt is raised as KeyboardInterrupt."""
-        self.plan_runs()
+        self.measure_length()
         self.write()
         for rung in range(len(rungs(self.settings.trials))):
             ranked = sorted((t for t in self.trials if t.error is None), key=Trial.key)

@@ -238,15 +238,6 @@ class Mode(ABC):
     profiles_trained_policy: ClassVar[bool] = False
     """Whether profiling first runs the supervised steps, as they change an update's duration."""
 
-    def should_compile(self, config: Config, lengths: float) -> bool:
-        """Return whether runs that share compiled code are faster with compile=always.
-
-        Args:
-            config: Options of one run, with compile=auto.
-            lengths: Length of all runs together, in lengths of this one.
-        """
-        return False
-
     # ------------------------------------------------------------------------------------ placement
     def plan(self, config: Config, device: torch.device) -> placement.Plan | None:
         """Return where the roles run; None: all in this process.

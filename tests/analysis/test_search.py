@@ -103,12 +103,13 @@ def test_default_ranges() -> None:
 
 
 def test_lengths_of_successive_halving() -> None:
-    assert search.rungs(9) == pytest.approx([1 / 9, 1 / 3, 1])
+    assert search.rungs(9) == pytest.approx([1 / 27, 1 / 9, 1])
     assert [search.survivors(9, i) for i in range(3)] == [9, 3, 1]
-    # Nine trials of 1/9, then three of 2/9 more, then one of 2/3 more.
-    assert search.work(9) == pytest.approx(1 + 2 / 3 + 2 / 3)
-    assert search.rungs(4) == pytest.approx([1 / 3, 1])
-    assert search.work(4) == pytest.approx(4 / 3 + 2 * 2 / 3)
+    # Nine trials of 1/27, then three of 2/27 more, then one of 8/9 more.
+    assert search.work(9) == pytest.approx(9 / 27 + 6 / 27 + 8 / 9)
+    assert search.rungs(4) == pytest.approx([1 / 9, 1])
+    assert [search.survivors(4, i) for i in range(2)] == [4, 1]
+    assert search.work(4) == pytest.approx(4 / 9 + 8 / 9)
     assert search.rungs(2) == [1]
 
 
@@ -130,7 +131,7 @@ def test_draws() -> None:
 
 
 def test_search(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*TINY, "updates=9", "algorithm.lr=1e-2,1e38"]
+    options = [*TINY, "updates=27", "algorithm.lr=1e-2,1e38"]
     flags = ["search", "--trials", "3", "--out", "found", "--jobs", "2"]
     assert main.main([*flags, *options, "algorithm.gamma=0.9,0.91"]) == 0
     out = capsys.readouterr()
@@ -155,7 +156,7 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*command[1:], "--quiet", "run_dir=own"]) == 0
     run_dir = Path(f"found/trial-{best}_seed-0")
     weights = [
-        torch.load(folder / "checkpoints" / "step_000009" / "policy.pt")
+        torch.load(folder / "checkpoints" / "step_000027" / "policy.pt")
         for folder in (run_dir, Path("own"))
     ]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
@@ -165,46 +166,36 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
         row["scores"] = row["scores"][:1]
     Path("found/search.json").write_text(json.dumps(content))
     (run_dir / "summary.json").unlink()
-    shutil.rmtree(run_dir / "checkpoints" / "step_000009")
+    shutil.rmtree(run_dir / "checkpoints" / "step_000027")
     capsys.readouterr()
     again = [*flags, "--json", "--quiet", *options, "algorithm.gamma=0.9,0.91"]
     assert main.main(again) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["best_trial"] == best and result["run_dirs"] == [str(run_dir.absolute())]
-    weights[0] = torch.load(run_dir / "checkpoints" / "step_000009" / "policy.pt")
+    weights[0] = torch.load(run_dir / "checkpoints" / "step_000027" / "policy.pt")
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert main.main([*flags, *options]) == 2
     assert "holds a search with other ranges" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("epochs", "compiled"), [(1, False), (4, True)])
-def test_budget_sets_the_length_of_the_runs(
-    epochs: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = [*TINY, f"algorithm.update_epoch={epochs}"]
-    settings = search.Settings(options, {}, 1.0, trials=9, seeds=2, jobs=2, budget_s=100.0)
+def test_budget_sets_the_length_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = search.Settings(TINY, {}, 1.0, trials=9, seeds=2, jobs=2, budget_s=100.0)
     found = object.__new__(search.Search)
-    found.settings, found.out = settings, Path("out")
-    found.env_steps = found.compiled = None
+    found.settings, found.out, found.env_steps = settings, Path("out"), None
     found.progress = search.Progress(quiet=True)
 
     def start(pool: object, name: str, log: Path, lines: list[str], stop: int) -> None:
-        folder = log.with_suffix("")
+        folder = Path("out/speed") / name
         folder.mkdir(parents=True)
-        update = 0.01 if "compile=always" not in lines else 0.002
-        rows = [{"update": i, "time/collect": 0.03, "time/update": update} for i in range(5)]
+        rows = [{"update": i, "time/collect": 0.03, "time/update": 0.01} for i in range(5)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "metrics.jsonl").write_text(text)
 
     monkeypatch.setattr(found, "_start", start)
-    found.plan_runs()
+    found.measure_length()
     # Updates of 32 steps take 0.04 s: 800 steps/s in each of two processes for 100 s are 160,000
-    # steps, and the search of nine trials with two seeds trains 2 (1 + 2/3 + 2/3) complete runs.
-    # All runs together have 5,000 optimiser steps with one pass. With four they have 20,000, so
-    # that code is compiled, and the speed is measured again: 1,000 steps/s.
-    assert found.compiled == compiled
-    assert found.env_steps == int((200_000 if compiled else 160_000) / (14 / 3)) // 32 * 32
-    assert ("compile=always" in found.config_lines(search.Trial(0, []), 0)) == compiled
+    # steps, and the search of nine trials with two seeds trains 2 (9/27 + 6/27 + 8/9) runs.
+    assert found.env_steps == int(160_000 / (26 / 9)) // 32 * 32
 
 
 def test_python_api() -> None:

@@ -172,6 +172,30 @@ def test_intact_library_that_fails_to_load_is_kept(tmp_path: Path) -> None:
     )
 
 
+def test_fingerprint_is_the_same_in_all_processes() -> None:
+    # The order of a set of strings depends on PYTHONHASHSEED.
+    script = """
+import torch
+from embodied_ppo.config.schema import ModelConfig
+from embodied_ppo.core import compile
+from embodied_ppo.core.types import ArraySpec, Box
+from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.rollout.simulation import ActProgram
+names = ("a", "bc", "def", "ghij")
+spec = ArraySpec((2,), torch.float32)
+model = ActorCritic(dict.fromkeys(names, spec), Box((-1.0,), (1.0,)), ModelConfig())
+program = ActProgram(model, dict.fromkeys(names, torch.zeros(3, 2)))
+print(compile.fingerprint(program, [torch.zeros(3)]))
+"""
+    outputs = {
+        subprocess.check_output(
+            [sys.executable, "-c", script], text=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "2", "3")
+    }
+    assert len(outputs) == 1
+
+
 def test_fingerprint_is_constant_during_training() -> None:
     learner = make()
     obs = torch.randn(4, 5)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from embodied_ppo.config import loader, placement, validation
-from embodied_ppo.config.batch_sizes import batches, total_updates
+from embodied_ppo.config.batch_sizes import batches
 from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig, RealismConfig
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import ConfigError, ProgressCallback, VectorEnv
@@ -53,19 +53,6 @@ class EmbodiedMode(Mode):
     success_metric = "eval/success"
     budget_options = "updates= or env_steps="
     compiles_complete_minibatches_only = True
-
-    def should_compile(self, config: Config, lengths: float) -> bool:
-        if config.device != "cpu" and torch.cuda.is_available():
-            return False  # compile=auto records CUDA graphs in the first update
-        steps = batches(config).actor.steps * total_updates(config) * lengths
-        if steps <= components.COMPILE_AFTER:
-            return False
-        try:
-            always = replace(config, compile="always")
-            components.compile_from(always, torch.device("cpu"), lambda text: None)
-        except ConfigError:
-            return False
-        return True
 
     # ------------------------------------------------------------------------------------ placement
     def check_plan(self, config: Config, plan: placement.Plan) -> None:
