@@ -176,7 +176,8 @@ def _train(
     With ``section`` it runs those updates only, with ``stop_after`` it ends after that update; the
     result is then empty.
     """
-    with _opened(config, explicit, quiet, parent=parent, section=section) as run:
+    last = stop_after if section is None else section.stop_after
+    with _opened(config, explicit, quiet, parent=parent, section=section, last=last) as run:
         if isinstance(run, dict):
             return run
         while True:
@@ -528,6 +529,7 @@ def _opened(
     *,
     parent: Parent | None = None,
     section: Section | None = None,
+    last: int | None = None,
 ) -> Iterator[_Run | dict[str, Any]]:
     """Open the run directory, load the checkpoint to resume, build the system, open the log.
 
@@ -535,6 +537,7 @@ def _opened(
         config, explicit, quiet: As for ``train``.
         parent: Run that this one branches from; None: that of the checkpoint to resume, if any.
         section: Part of another run that is executed again.
+        last: Number of updates after which this execution ends; None: those of the run.
 
     Yields:
         The run, or the summary of a run that has no update left.
@@ -604,6 +607,7 @@ def _opened(
             advance=messages.bar.advance,
             task=None if task is None else task.without_data(run_dir),
             teacher=teacher,
+            last_update=last,
         )
         saved = nullcontext() if network is None else network.saved(run_dir)
         with Interrupts(), messages.bar, saved:
@@ -753,7 +757,7 @@ def _build(request: RunRequest, stack: ExitStack) -> RunComponents:
     if plan is not None:
         return build_workers(implementation, request, plan)
     if implementation.can_estimate(config, in_process=True):
-        implementation.check_memory(config, implementation.plan_on_one_device(config, device))
+        implementation.require_memory(config, implementation.plan_on_one_device(config, device))
     return implementation.build_local(request, stack)
 
 

@@ -133,6 +133,7 @@ class RunRequest:
         advance: Progress callback ``(task, completed, total)``.
         task: Files of the user's task; None for a task of an installed package.
         teacher: Teacher of a distillation; None: the run trains by PPO.
+        last_update: Number of updates after which this execution ends; None: ``updates``.
     """
 
     config: Config
@@ -148,6 +149,7 @@ class RunRequest:
     advance: ProgressCallback = lambda task, completed, total: None
     task: TaskFiles | None = None
     teacher: TrainedRun | None = None
+    last_update: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,13 @@ class RunComponents:
 
 class MemoryEstimator(Protocol):
     """Predicts the memory of worker processes for any placement of a run, without starting it."""
+
+    def certainly_fits(self, placed: placement.Plan) -> bool:
+        """Return whether the run is so small that ``needs`` is not necessary to know that it fits.
+
+        ``needs`` traces the policy, for which torch imports its compiler: a second.
+        """
+        ...
 
     def needs(
         self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
@@ -338,8 +347,18 @@ class Mode(ABC):
             PlacementError: It does not fit. The message proposes cluster.shard where that would
                 suffice.
         """
-        estimator, sharded = self.memory_estimator(config), None
-        needs = estimator.needs(plan)
+        return self._check_memory(self.memory_estimator(config), config, plan)
+
+    def require_memory(self, config: Config, plan: placement.Plan) -> None:
+        """Raise PlacementError where the estimated memory does not fit, see ``check_memory``."""
+        estimator = self.memory_estimator(config)
+        if not estimator.certainly_fits(plan):
+            self._check_memory(estimator, config, plan)
+
+    def _check_memory(
+        self, estimator: MemoryEstimator, config: Config, plan: placement.Plan
+    ) -> MemoryNeeds:
+        needs, sharded = estimator.needs(plan), None
         if not config.cluster.shard and not self.shard_obstacle(config, plan):
             sharded = partial(estimator.needs, plan, shard=True)
         placement.check_memory(plan, needs, sharded)
@@ -638,7 +657,12 @@ OFFLOADING_OBSTACLE = "processes that time-share a GPU offload their tensors"
 
 
 def compile_schedule(request: RunRequest, since: int | None) -> compile.CompileSchedule:
-    """Return the schedule that switches to compiled code at update ``since``; None: never."""
+    """Return the schedule that switches to compiled code at update ``since``; None: never.
+
+    Nothing is compiled where this execution of the run ends before that update.
+    """
+    if since is not None and since >= (request.last_update or request.updates):
+        since = None
     required = request.config.compile == "always"
     return compile.CompileSchedule(since, required=required, notice=request.notice)
 

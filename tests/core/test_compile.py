@@ -615,6 +615,11 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
     )  # updates x epochs x minibatches
     base_config = tiny(tmp_path / "whole", save_every=2)
     assert embodied.compile_from(base_config, torch.device("cpu"), pytest.fail)[0] == 5
+    with monkeypatch.context() as patch:  # an execution that ends before compiles nothing
+        patch.setattr(compile, "Library", None)
+        short = replace(base_config, run_dir=str(tmp_path / "short"))
+        build.train(short, quiet=False, stop_after=5)
+        assert "compile:" not in capfd.readouterr().err
     build.train(base_config, quiet=False)  # cold
     assert "compile: waiting for the compiler" in capfd.readouterr().err
     build.train(replace(base_config, run_dir=str(tmp_path / "again")), quiet=False)  # warm
@@ -625,7 +630,8 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
             replace(base_config, run_dir=str(tmp_path / f"from{at}"), resume=str(source)),
             quiet=True,
         )
-    for other in ("again", "from4", "from6"):
+    build.train(replace(short, resume=str(tmp_path / "short")), quiet=True)
+    for other in ("again", "from4", "from6", "short"):
         for a, b in zip(
             contents(tmp_path / "whole", 8), contents(tmp_path / other, 8), strict=True
         ):

@@ -151,6 +151,28 @@ def needs(config: Config) -> dict[str, int]:
     return EmbodiedMemoryEstimator(config).needs(plan)["env,rollout,actor"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"model.hidden": [400, 300], "algorithm.global_batch_size": 2048},
+        {"env.id": "CartPole-v1", "algorithm.horizon": 512, "model.history": 8},
+        {"env.num_envs": 4096, "algorithm.horizon": 64, "model.hidden": [1024, 1024]},
+    ],
+)
+def test_bound_exceeds_the_estimate(options: dict[str, Any]) -> None:
+    defaults = {"env.id": "HalfCheetah-v4", "env.num_envs": 64, "algorithm.horizon": 32}
+    config = run_helpers.tiny_config({**defaults, "algorithm.global_batch_size": 256, **options})
+    estimator = EmbodiedMemoryEstimator(config)
+    bound = estimator.bound()
+    assert bound is not None
+    for memory in (9 * bound, 11 * bound):
+        placed = placement.plan({"env,rollout,actor": 0}, placement.Hardware(memory=memory))
+        (estimated,) = estimator.needs(placed).values()
+        assert sum(estimated.values()) < bound < 20 * sum(estimated.values())
+        assert estimator.certainly_fits(placed) == (memory > 10 * bound)
+
+
 @pytest.mark.parametrize(("rounds", "groups"), [(1, 4), (2, 4), (8, 32)])
 def test_group_filter_holds_what_is_predicted(rounds: int, groups: int) -> None:
     """The worst case: one group is missing before the last round, in which all groups are mixed."""
