@@ -12,9 +12,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MUJOCO_GL", "egl")
-# For each library torch tries six sets of vector instructions for 8 s; the test of the first
-# library lets it.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # With a space: the compiler of compile=always must bear it.
 os.environ["EMBODIED_PPO_CACHE"] = tempfile.mkdtemp(prefix="embodied_ppo tests_")

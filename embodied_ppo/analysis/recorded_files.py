@@ -429,7 +429,7 @@ def check_summary(record: Record) -> tuple[list[Difference], list[str]]:
     """
     path = record.run_dir / "summary.json"
     if not path.exists():
-        return [], ["there is no summary.json, because the run was interrupted"]
+        return [], ["there is no summary.json, because the run was interrupted or failed"]
     record.read(path)
     summary = _read_summary(record)
     if not summary:

@@ -12,6 +12,7 @@ Runs are executed by ``python -m embodied_ppo.analysis.search``, several at the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -258,7 +259,7 @@ class Search:
         if self.env_steps is not None:
             lines += ["updates=null", f"env_steps={self.env_steps}"]
         lines += [f"seed={self.settings.seed + seed}"]
-        ends = self.ends(prepare(_arguments(self.settings.flags), lines).config)
+        ends = self.ends(_config(self.settings.flags, lines))
         return [*lines, f"eval_every={ends[0]}", SAVE_AT_THE_END]
 
     def ends(self, config: Config) -> list[int]:
@@ -285,7 +286,7 @@ class Search:
             for i in range(settings.jobs)
             for line in (folder / str(i) / METRICS).read_text().splitlines()
         ]
-        config = prepare(_arguments(settings.flags), settings.lines).config
+        config = _config(settings.flags, settings.lines)
         steps = steps_per_update(config)
         seconds = [
             sum(row.get(f"time/{phase}", 0.0) for phase in ("collect", "update", "publish"))
@@ -366,7 +367,7 @@ class Search:
                         continue
                     name, run_dir = self.run_dir(trial, seed).name, self.run_dir(trial, seed)
                     lines = self.config_lines(trial, seed)
-                    stop = self.ends(prepare(_arguments(self.settings.flags), lines).config)[rung]
+                    stop = self.ends(_config(self.settings.flags, lines))[rung]
                     lines += override_lines("train", {"run_dir": str(run_dir.absolute())})
                     running[name] = trial, seed, stop
                     self._start(pool, name, self.out / f"{name}.log", lines, stop)
@@ -387,7 +388,7 @@ class Search:
 
     def _finish(self, trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record the score of a trial at a rung."""
-        config = prepare(_arguments(self.settings.flags), self.config_lines(trial, 0)).config
+        config = _config(self.settings.flags, self.config_lines(trial, 0))
         names = {"return": "eval/return", "success": mode(config).success_metric}
         score = {
             name: float(np.mean([row[key] for row in rows]))
@@ -432,8 +433,9 @@ def draw(settings: Settings) -> list[list[str]]:
     Raises:
         ConfigError: The options are refused, or the ranges have too few valid combinations.
     """
-    args = _arguments(settings.flags)
-    prepare(args, settings.lines)
+    config = _config(settings.flags, settings.lines)
+    if mode(config).can_estimate(config, in_process=True):
+        mode(config).memory_estimator(config)  # refuses a task that does not exist
     generator = np.random.default_rng(settings.seed)
     trials: list[list[str]] = [[]]
     refused: list[list[str]] = []
@@ -451,7 +453,7 @@ def draw(settings: Settings) -> list[list[str]]:
             if lines in trials or lines in refused or len(refused) == MOST_REFUSED:
                 continue
             try:
-                prepare(args, [*settings.lines, *lines])
+                _config(settings.flags, [*settings.lines, *lines])
             except REFUSED as error:
                 if "no such option" in str(error):  # refused with every value
                     raise
@@ -490,6 +492,19 @@ def search(settings: Settings, out: Path, *, quiet: bool = False) -> dict[str, A
         with locked(out, "--out"):
             state.run()
     return state.result()
+
+
+def _config(flags: Sequence[str], lines: Sequence[str]) -> Config:
+    """Return the checked options of ``train`` with these flags and overrides.
+
+    Raises ConfigError, EnvError.
+    """
+    return _cached_config(tuple(flags), tuple(lines))
+
+
+@functools.cache
+def _cached_config(flags: tuple[str, ...], lines: tuple[str, ...]) -> Config:
+    return prepare(_arguments(flags), lines).config
 
 
 def _arguments(flags: Sequence[str]) -> argparse.Namespace:
