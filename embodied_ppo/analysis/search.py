@@ -39,6 +39,7 @@ from embodied_ppo.core.errors import (
 )
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.training import checkpoint
+from embodied_ppo.training.health import PHASES
 from embodied_ppo.training.process_pool import ONE_THREAD, POLL_S, ProcessPool, last_line
 from embodied_ppo.training.progress import Interrupts, Progress
 from embodied_ppo.training.run_directory import locked, replace_text
@@ -289,9 +290,7 @@ class Search:
         config = _config(settings.flags, settings.lines)
         steps = steps_per_update(config)
         seconds = [
-            sum(row.get(f"time/{phase}", 0.0) for phase in ("collect", "update", "publish"))
-            for row in rows
-            if row["update"] > 1
+            sum(row[tag] for tag in PHASES if tag in row) for row in rows if row["update"] > 1
         ]
         per_step = float(np.mean(seconds)) / steps
         total = settings.budget_s * settings.jobs / per_step

@@ -187,7 +187,7 @@ def test_budget_sets_the_length_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> 
     def start(pool: object, name: str, log: Path, lines: list[str], stop: int) -> None:
         folder = Path("out/speed") / name
         folder.mkdir(parents=True)
-        rows = [{"update": i, "time/collect": 0.03, "time/update": 0.01} for i in range(5)]
+        rows = [{"update": i, "time/collect_s": 0.03, "time/update_s": 0.01} for i in range(5)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "metrics.jsonl").write_text(text)
 
@@ -196,6 +196,16 @@ def test_budget_sets_the_length_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> 
     # Updates of 32 steps take 0.04 s: 800 steps/s in each of two processes for 100 s are 160,000
     # steps, and the search of nine trials with two seeds trains 2 (9/27 + 6/27 + 8/9) runs.
     assert found.env_steps == int(160_000 / (26 / 9)) // 32 * 32
+
+
+def test_budget_of_a_real_search(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["search", "--trials", "2", "--budget", "2s", "--jobs", "1", "--out", "found", "--json"]
+    assert main.main([*flags, *TINY, "algorithm.gamma=0.9"]) == 0
+    out = capsys.readouterr()
+    result = json.loads(out.out)
+    assert f"{result['env_steps']} steps per run" in out.err
+    rows = (Path(result["run_dirs"][0]) / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["env_steps"] == result["env_steps"]
 
 
 def test_python_api() -> None:
