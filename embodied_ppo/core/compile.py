@@ -484,6 +484,7 @@ class CompileSchedule:
         self,
         first_update: int | None,
         *,
+        start_update: int = 0,
         required: bool = False,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -491,11 +492,13 @@ class CompileSchedule:
 
         Args:
             first_update: The first update that uses compiled code. None: never.
+            start_update: The update in which the compilation starts.
             required: Whether a failure to compile is a TrainingError; otherwise ``notice`` receives
                 the reason.
             notice: Called with messages for the user.
         """
-        self.first_update, self.required, self.notice = first_update, required, notice
+        self.first_update, self.start_update = first_update, start_update
+        self.required, self.notice = required, notice
         self.captures = False
         """Whether the compiled function is a CUDA graph."""
         self._library: Library | None = None
@@ -504,7 +507,7 @@ class CompileSchedule:
     def get(self, update: int, make_example: Callable[[], Example]) -> Function | None:
         """Return the compiled function for ``update``, None before it is due.
 
-        The first call starts the compilation.
+        The first call from ``start_update`` on starts the compilation.
 
         Args:
             update: Number of the update.
@@ -513,7 +516,7 @@ class CompileSchedule:
         Raises:
             TrainingError: The compilation failed and is required.
         """
-        if self.first_update is None or self._function is not None:
+        if self.first_update is None or self._function is not None or update < self.start_update:
             return self._function
         try:
             if self._library is None:

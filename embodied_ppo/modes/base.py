@@ -656,15 +656,20 @@ OFFLOADING_OBSTACLE = "processes that time-share a GPU offload their tensors"
 """Why offloaded roles are not compiled: a CUDA graph contains the addresses of its tensors."""
 
 
-def compile_schedule(request: RunRequest, since: int | None) -> compile.CompileSchedule:
+def compile_schedule(
+    request: RunRequest, since: int | None, *, start: int = 0
+) -> compile.CompileSchedule:
     """Return the schedule that switches to compiled code at update ``since``; None: never.
 
-    Nothing is compiled where this execution of the run ends before that update.
+    The compilation starts at update ``start``. Nothing is compiled where this execution of the run
+    ends before ``since``.
     """
     if since is not None and since >= (request.last_update or request.updates):
         since = None
     required = request.config.compile == "always"
-    return compile.CompileSchedule(since, required=required, notice=request.notice)
+    return compile.CompileSchedule(
+        since, start_update=start, required=required, notice=request.notice
+    )
 
 
 def check_compile(config: Config, plan: placement.Plan) -> None:

@@ -355,7 +355,7 @@ def test_reasons_why_nothing_can_be_compiled(
 
 
 def test_first_compiled_update() -> None:
-    # 8192 optimiser steps at 3 epochs x 2 minibatches per update are complete after 1366 updates.
+    # 4096 optimiser steps at 3 epochs x 2 minibatches per update are complete after 683 updates.
 
     def decided(**options: Any) -> tuple[int | None, str]:
         return embodied.compile_from(
@@ -366,14 +366,14 @@ def test_first_compiled_update() -> None:
         return decided(**options)[0]
 
     assert (
-        since() == 1366
-        and since(updates=5000) == 1366
-        and since(**{"algorithm.update_epoch": 6}) == 683
+        since() == 683
+        and since(updates=5000) == 683
+        and since(**{"algorithm.update_epoch": 6}) == 342
     )
-    assert since(updates=1366) is None  # too short to use it
+    assert since(updates=683) is None  # too short to use it
     assert since(compile="always") == 0 and decided(compile="never") == (None, "compile=never")
-    reason = "compile=auto starts after 8192 optimiser steps, in update 1367, and the run has 1366"
-    assert decided(updates=1366) == (None, reason)
+    reason = "compile=auto starts after 4096 optimiser steps, in update 684, and the run has 683"
+    assert decided(updates=683) == (None, reason)
     notices: list[str] = []
     c = run_helpers.tiny_config({"updates": 2000, "algorithm.micro_batch_size": 4})
     reason = embodied.compile_from(c, torch.device("cpu"), notices.append)[1]
@@ -606,16 +606,16 @@ def test_compiled_acting_equals_eager_acting() -> None:
 def test_compiled_run_repeats_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Compiled from update 5 of 8, with a cold and a warm cache, and after a resume."""
+    """Compiled from update 3 of 8 (acting: 6), with a cold and a warm cache, and after a resume."""
     monkeypatch.setattr(
-        embodied, "COMPILE_AFTER", 5 * 2 * (16 * 8 // 32)
+        embodied, "COMPILE_AFTER", 3 * 2 * (16 * 8 // 32)
     )  # updates x epochs x minibatches
     base_config = tiny(tmp_path / "whole", save_every=2)
-    assert embodied.compile_from(base_config, torch.device("cpu"), pytest.fail)[0] == 5
+    assert embodied.compile_from(base_config, torch.device("cpu"), pytest.fail)[0] == 3
     with monkeypatch.context() as patch:  # an execution that ends before compiles nothing
         patch.setattr(compile, "Library", None)
         short = replace(base_config, run_dir=str(tmp_path / "short"))
-        build.train(short, quiet=False, stop_after=5)
+        build.train(short, quiet=False, stop_after=3)
         assert "compile:" not in capfd.readouterr().err
     build.train(base_config, quiet=False)  # cold
     assert "compile: waiting for the compiler" in capfd.readouterr().err
@@ -639,7 +639,7 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
     x, y = (
         torch.tensor([r["policy/loss"] for r in rows(tmp_path / d)[1:]]) for d in ("whole", "eager")
     )
-    assert torch.equal(x[:5], y[:5]) and not torch.equal(x, y)
+    assert torch.equal(x[:3], y[:3]) and not torch.equal(x, y)
     torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 

@@ -330,17 +330,19 @@ def make_policy(
     return policy.to(env.device)
 
 
-COMPILE_AFTER = 8192
-"""Optimiser steps after which compile=auto switches to compiled code.
+COMPILE_AFTER = 4096
+"""Optimiser steps after which compile=auto switches minibatches to compiled code.
 
-They take about as long as compilation.
+They take about as long as the compilation of a minibatch. Acting switches after twice as many
+steps: its compilation starts when that of the minibatch has ended, because on two cores both at the
+same time would delay the first.
 """
 
 
 def compile_from(
     config: Config, device: torch.device, notice: Callable[[str], None], *, parts: int = 1
 ) -> tuple[int | None, str]:
-    """Return the first update of compiled code (None: never, with the reason as second value).
+    """Return the first update with compiled minibatches (None: never, and the reason).
 
     It follows from options alone, so that a repeated run switches at the same update.
 
@@ -384,6 +386,18 @@ def compile_from(
         raise ConfigError(f"compile=always: {compile_obstacle}; or use compile=auto")
     notice(f"compile: not used, {compile_obstacle}")
     return None, compile_obstacle
+
+
+def acting_schedule(request: RunRequest, compiled_since: int | None) -> compile.CompileSchedule:
+    """Return when acting switches to compiled code, see ``COMPILE_AFTER``.
+
+    Args:
+        request: The run.
+        compiled_since: First update with compiled minibatches, from ``compile_from``.
+    """
+    if compiled_since is None:
+        return base.compile_schedule(request, None)
+    return base.compile_schedule(request, 2 * compiled_since, start=compiled_since)
 
 
 def check_evaluation(config: Config, device: torch.device) -> None:
@@ -567,7 +581,7 @@ def log_settings(
     """Add the lines of the log that precede the first update.
 
     Args:
-        compiled_since: First update of compiled code, from ``compile_from``.
+        compiled_since: First update with compiled minibatches, from ``compile_from``.
         reason: Why there is none, from ``compile_from``.
     """
     config = request.config
@@ -577,7 +591,10 @@ def log_settings(
         request.early_log_lines.append(line)
     simulators = config.env.num_threads or "as many as there are cores"
     compiled = (
-        f"never ({reason})" if compiled_since is None else f"from update {compiled_since + 1} on"
+        f"never ({reason})"
+        if compiled_since is None
+        else f"minibatches from update {compiled_since + 1} on, acting from update"
+        f" {2 * compiled_since + 1} on"
     )
     request.early_log_lines.append(
         f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled"

@@ -117,7 +117,7 @@ def build_worker(
             config,
             env,
             acting,
-            compile_schedule(request, compiled_since),
+            components.acting_schedule(request, compiled_since),
             stage=rank * spec.stages + i,
             stages=stages,
             keep_inputs=learner is not None and len(envs) == 1 and not spec.tensors_move,
