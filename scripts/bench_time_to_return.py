@@ -1,0 +1,132 @@
+"""Measure the seconds of training until a greedy evaluation reaches a return, for several trainers.
+
+    python scripts/bench_time_to_return.py [--seeds 1] [--tasks HalfCheetah-v4 ..]
+        [--sb3 .venv-sb3/bin/python]
+
+Each trainer trains one million steps on two cores with its published settings: ours are those of
+the experiments, and those of Stable-Baselines3 are rl-baselines3-zoo's (see
+``time_to_return_sb3.py``; `make .venv-sb3/ready` creates its environment, which also needs `pip
+install 'gymnasium[mujoco]'`). Every 20,480 steps the mean action is evaluated in ten episodes.
+Neither evaluations nor the start of the process count. Two cores must be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from embodied_ppo.training.health import PHASES
+
+RETURNS = {
+    "HalfCheetah-v4": (3000, 5000),
+    "Hopper-v4": (2500,),
+    "Walker2d-v4": (3500,),
+    "Ant-v4": (3000,),
+}
+"""Task -> returns to reach."""
+EXPERIMENTS = {
+    "HalfCheetah-v4": "halfcheetah",
+    "Hopper-v4": "hopper",
+    "Walker2d-v4": "walker2d",
+    "Ant-v4": "ant",
+}
+EVALUATION_UPDATES = 10
+"""Updates of 2,048 steps between two evaluations."""
+SB3 = Path(__file__).parent / "time_to_return_sb3.py"
+
+
+class Evaluation(NamedTuple):
+    """A greedy evaluation during training.
+
+    Attributes:
+        env_steps: Environment steps so far.
+        seconds: Wall time of training so far.
+        score: Mean return.
+    """
+
+    env_steps: int
+    seconds: float
+    score: float
+
+
+def run(command: Sequence[str]) -> str:
+    """Run a command and return its stdout."""
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def train_ours(task: str, seed: int, overrides: Sequence[str] = ()) -> list[Evaluation]:
+    """Train this project's experiment of a task."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        run(
+            [
+                *(sys.executable, "-m", "embodied_ppo.commands.main", "train"),
+                *(f"experiment={EXPERIMENTS[task]}", f"seed={seed}", f"run_dir={run_dir}"),
+                *(f"eval_every={EVALUATION_UPDATES}", "save_every=0", "evaluation.episodes=10"),
+                *("evaluation.video_episodes=0", *overrides),
+            ]
+        )
+        rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        seconds, evaluations = 0.0, []
+        for row in rows:
+            seconds += sum(row.get(tag, 0.0) for tag in PHASES)
+            if "eval/return" in row:
+                evaluations.append(Evaluation(row["env_steps"], seconds, row["eval/return"]))
+    return evaluations
+
+
+def train_sb3(python: str, task: str, seed: int) -> list[Evaluation]:
+    """Train Stable-Baselines3 in its own environment."""
+    lines = run([python, str(SB3), task, str(seed)]).splitlines()
+    return [Evaluation(*json.loads(line)) for line in lines if line.startswith("[")]
+
+
+def seconds_to(evaluations: Sequence[Evaluation], score: float) -> float | None:
+    """Return the seconds of the first evaluation that reaches ``score``; None: none does."""
+    return next((e.seconds for e in evaluations if e.score >= score), None)
+
+
+def cell(times: Sequence[float | None]) -> str:
+    """Return the median of the seeds; "-" if half of them or fewer reach the return."""
+    reached = [x for x in times if x is not None]
+    if 2 * len(reached) <= len(times):
+        return f"- ({len(reached)} of {len(times)})"
+    median = statistics.median([x if x is not None else float("inf") for x in times])
+    return f"{median:.0f} ({len(reached)} of {len(times)})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--tasks", nargs="+", default=list(RETURNS))
+    parser.add_argument("--sb3", help="Python with Stable-Baselines3 and gymnasium[mujoco]")
+    args = parser.parse_args()
+    trainers: dict[str, Callable[[str, int], list[Evaluation]]] = {"embodied_ppo": train_ours}
+    if args.sb3:
+        trainers["Stable-Baselines3"] = lambda task, seed: train_sb3(args.sb3, task, seed)
+    names = " | ".join(trainers)
+    print(f"| task, return | {names} |\n|---|{'---|' * len(trainers)}")
+    for task in args.tasks:
+        runs = {
+            name: [train(task, seed) for seed in range(args.seeds)]
+            for name, train in trainers.items()
+        }
+        for score in RETURNS[task]:
+            times = [cell([seconds_to(x, score) for x in evals]) for evals in runs.values()]
+            print(f"| {task}, {score} | {' | '.join(times)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
