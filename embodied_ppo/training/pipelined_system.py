@@ -45,10 +45,7 @@ class PipelinedSystem(LocalSystem):
 
     def collect(self, horizon: int, *, update: int) -> tuple[Experience, Metrics]:
         """Start to collect. ``update`` returns the metrics of the rollout."""
-        restored = self._pending.get(update)  # from a checkpoint
-        if restored is not None and len(restored.result()[0].mask) != horizon:
-            restored = None  # the run was resumed with another horizon
-        if restored is None:
+        if update not in self._pending:  # a checkpoint contains rollouts that were collected
             weights = [x.detach().clone() for x in _tensors(self.module)]
             self._pending[update] = self._thread.submit(
                 self._collect, weights, horizon, update, self.version

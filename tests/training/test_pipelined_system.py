@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +80,6 @@ def test_run_without_pipeline_continues_one_with(tmp_path: Path) -> None:
     assert [row["rollout/version_lag"] for row in rows(tmp_path / "run")] == [0, 1, 1, 0, 0, 0]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "rollout 4 is not trained on, because pipeline=false" in log
-
-
-def test_resume_with_another_horizon_collects_again(tmp_path: Path) -> None:
-    c = config(tmp_path / "run")
-    run.train(c, quiet=True, stop_after=3)
-    longer = replace(c, algorithm=replace(c.algorithm, horizon=2 * c.algorithm.horizon))
-    run.train(replace(longer, resume=str(tmp_path / "run")), quiet=True)
-    steps = [row["env_steps"] for row in rows(tmp_path / "run")]
-    assert [b - a for a, b in pairwise(steps)] == [32, 32, 64, 64, 64]
 
 
 def test_stages_of_one_process_equal_a_single_one(tmp_path: Path) -> None:
