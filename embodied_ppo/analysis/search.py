@@ -60,6 +60,9 @@ MOST_DRAWS = 1000
 MOST_REFUSED = 50
 """Largest number of different draws of a search that are refused."""
 SAVE_AT_THE_END = "save_every=0"
+ROLLOUT_RETURN = "rollout/return"
+SCORES = ("success", "return", "rollout_return")
+"""Scores by which trials are ranked, the most important first."""
 PILOT_UPDATES = 4
 """Updates of the run that measures the speed; the first is not counted."""
 REFUSED = (ConfigError, EnvError, CheckpointError, PlacementError)
@@ -101,7 +104,8 @@ class Trial:
     Attributes:
         number: Position, from 0.
         lines: Overrides that distinguish it.
-        scores: Scores at the rungs that it has reached: the mean over its seeds.
+        scores: Scores at the rungs that it has reached, means over its seeds: "return" and
+            "success" of an evaluation and "rollout_return", the mean return of training episodes.
         cpu_s: CPU seconds of all its runs and of their compiler.
         error: Why it failed; None if it did not.
     """
@@ -115,10 +119,12 @@ class Trial:
     def key(self) -> tuple[int, list[float]]:
         """Return the key by which trials are ranked, the best first.
 
-        The rung counts first, then success if the task reports it, then the return.
+        The rung counts first, then the entries of ``SCORES`` that the task reports. Training
+        episodes decide where evaluations are equal: the mean action of a policy that has begun to
+        learn may still score 0.
         """
         last = self.scores[-1] if self.scores else {}
-        return -len(self.scores), [-last.get(name, -math.inf) for name in ("success", "return")]
+        return -len(self.scores), [-last.get(name, -math.inf) for name in SCORES]
 
 
 # ------------------------------------------------------------------------------------------ ranges
@@ -261,7 +267,26 @@ class Search:
             lines += ["updates=null", f"env_steps={self.env_steps}"]
         lines += [f"seed={self.settings.seed + seed}"]
         ends = self.ends(_config(self.settings.flags, lines))
+        if self._compiles_at_once():
+            lines += ["compile=always"]
         return [*lines, f"eval_every={ends[0]}", SAVE_AT_THE_END]
+
+    def _compiles_at_once(self) -> bool:
+        """Return whether the runs use compiled code from their first update on.
+
+        They do where compile=auto would compile each run that reaches the second rung. Runs share
+        the compiled code, so that all of them together compile little more than those alone.
+        """
+        lines = list(self.settings.lines)
+        if any(line.startswith("compile=") for line in lines):
+            return False
+        if self.env_steps is not None:
+            lines += ["updates=null", f"env_steps={self.env_steps}"]
+        config = _config(self.settings.flags, lines)
+        if config.compile != "auto":
+            return False
+        since = mode(config).compiled_since(config)
+        return since is not None and 0 < since < self.ends(config)[:2][-1]
 
     def ends(self, config: Config) -> list[int]:
         """Return the updates at the rungs of a run with these options."""
@@ -375,11 +400,14 @@ class Search:
     def _row(self, trial: Trial, seed: int, stop: int) -> dict[str, Any] | None:
         """Return the row of metrics at an update of a run, with its CPU seconds so far."""
         run_dir, evaluated = self.run_dir(trial, seed), None
+        rollout: dict[str, Any] = {}
         try:
             for line in (run_dir / METRICS).read_text().splitlines():
                 row = json.loads(line)
+                if ROLLOUT_RETURN in row:
+                    rollout = {ROLLOUT_RETURN: row[ROLLOUT_RETURN]}
                 if row["update"] == stop and "eval/return" in row:
-                    evaluated = row
+                    evaluated = rollout | row
             usage = json.loads((self.out / f"{run_dir.name}.json").read_text())
         except (OSError, ValueError, KeyError):
             return None
@@ -388,7 +416,8 @@ class Search:
     def _finish(self, trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record the score of a trial at a rung."""
         config = _config(self.settings.flags, self.config_lines(trial, 0))
-        names = {"return": "eval/return", "success": mode(config).success_metric}
+        names = {"success": mode(config).success_metric, "return": "eval/return"}
+        names["rollout_return"] = ROLLOUT_RETURN
         score = {
             name: float(np.mean([row[key] for row in rows]))
             for name, key in names.items()

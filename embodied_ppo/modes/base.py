@@ -405,6 +405,13 @@ class Mode(ABC):
             info={**request.info, **self.checkpoint_info(config)},
         )
 
+    def compiled_since(self, config: Config) -> int | None:
+        """Return the first update that uses compiled code in this process; None: no update.
+
+        Raises ConfigError.
+        """
+        return None
+
     def check_files(self, config: Config) -> None:
         """Raise ConfigError where files are missing that worker processes will read."""
         return

@@ -130,6 +130,38 @@ def test_draws() -> None:
         search.draw(refused)
 
 
+def test_training_episodes_rank_trials_with_equal_evaluations() -> None:
+    scores = [
+        {"return": 0.0, "rollout_return": 0.0},
+        {"return": 0.0, "rollout_return": 5.0},
+        {"return": 1.0, "rollout_return": 0.0},
+        {"return": 9.0, "rollout_return": 9.0, "success": 0.0},
+    ]
+    trials = [search.Trial(i, [], scores=[score]) for i, score in enumerate(scores)]
+    assert [t.number for t in sorted(trials, key=search.Trial.key)] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        # compile=auto compiles after 4096 updates here, and the second rung is after 4098.
+        ([f"updates={27 * 1366}"], True),
+        ([f"updates={27 * 1365}"], False),
+        ([f"updates={27 * 1366}", "compile=auto"], False),
+        ([f"updates={27 * 1366}", "compile=never"], False),
+        ([f"updates={27 * 1366}", "placement=colocated"], False),
+    ],
+)
+def test_long_runs_are_compiled_from_their_first_update_on(
+    options: list[str], compiled: bool
+) -> None:
+    settings = search.Settings([*TINY, *options], {}, 1.0, trials=9, seeds=1, jobs=1)
+    found = object.__new__(search.Search)
+    found.settings, found.env_steps = settings, None
+    lines = found.config_lines(search.Trial(0, []), 0)
+    assert ("compile=always" in lines) == compiled
+
+
 def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     options = [*TINY, "updates=27", "algorithm.lr=1e-2,1e38"]
     flags = ["search", "--trials", "3", "--out", "found", "--jobs", "2"]
@@ -140,7 +172,12 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     results = content["results"]
     assert [len(row["scores"]) for row in results].count(2) == 1, "one trial reaches the end"
     best = next(i for i, row in enumerate(results) if len(row["scores"]) == 2)
-    first = [row["scores"][0]["return"] if row["scores"] else float("-inf") for row in results]
+    first = [
+        tuple(row["scores"][0][name] for name in ("return", "rollout_return"))
+        if row["scores"]
+        else (float("-inf"),)
+        for row in results
+    ]
     assert first[best] == max(first)
     for row in results:
         diverges = any("1e+38" in line or "1e38" in line for line in row["lines"])

@@ -31,6 +31,7 @@ from embodied_ppo.modes.base import (
     TaskFiles,
     TrainedRun,
     report_write_errors,
+    select_device,
 )
 from embodied_ppo.modes.embodied import bundle, components, robustness
 from embodied_ppo.modes.embodied.memory import EmbodiedMemoryEstimator
@@ -103,6 +104,12 @@ class EmbodiedMode(Mode):
 
     def checkpoint_info(self, config: Config) -> Mapping[str, Any]:
         return {"env_id": config.env.id}
+
+    def compiled_since(self, config: Config) -> int | None:
+        device = select_device(config.device, threads=0)
+        if self.plan(config, device) is not None:
+            return None
+        return components.compile_from(config, device, lambda text: None)[0]
 
     def task_for_training(
         self, config: Config, source: checkpoint.Checkpoint | None, say: Callable[[str], None]
