@@ -142,6 +142,8 @@ def make(
             f"env.id={id}: device={device!r} is unknown; use cpu, cuda or cuda:N"
         ) from error
     spaces.check_seeds(id, seeds, num_envs)
+    if not isinstance(randomize, bool):
+        raise EnvError(f"env.id={id}: randomize={randomize!r} must be True or False")
     if ranges and not randomize:
         raise EnvError(f"env.id={id}: ranges={dict(ranges)} have no effect without randomize=true")
     options = AdapterOptions(

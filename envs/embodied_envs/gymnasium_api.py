@@ -136,8 +136,14 @@ class _Simulator:
         return _to_numpy(self.env.reset())
 
     def step(self, action: Any) -> Step:
-        """Execute ``action`` [N, A]."""
+        """Execute ``action`` [N, A]. Raises EnvError if a number of it is not finite."""
         array = np.asarray(action, dtype=np.float32)
+        if not np.isfinite(array).all():
+            place = np.argwhere(~np.isfinite(array))[0].tolist()
+            raise EnvError(
+                f"{self.env.id}: step(): action {place} is {array[tuple(place)]}; actions must be"
+                " finite numbers"
+            )
         return self.env.step(torch.tensor(array, device=self.env.device))
 
     def obs_info(self, obs: Any) -> dict[str, np.ndarray]:
@@ -394,7 +400,8 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
             given = seed
         for each in given:
-            if each is not None and not isinstance(each, int | np.integer):
+            whole = isinstance(each, int | np.integer) and not isinstance(each, bool)
+            if each is not None and not whole:
                 raise self._error(
                     f"seed={each!r} must be a whole number, None, or a list of these for"
                     f" {self.num_envs} environments"

@@ -85,7 +85,14 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             {"learner_threads": 3},
             (
                 "algorithm.global_batch_size = 256 is not a multiple of learner_threads = 3;"
-                " nearest: 255, 258"
+                " and no minibatch of these 2048 samples is; write learner_threads=2, 4"
+            ),
+        ),
+        (
+            {"learner_threads": 3, "env.num_envs": 48},
+            (
+                "algorithm.global_batch_size = 256 is not a multiple of learner_threads = 3;"
+                " nearest: 192, 384"
             ),
         ),
         (

@@ -336,6 +336,7 @@ def test_a_task_of_the_user_has_the_interface() -> None:
         ({"obs_keys": "state"}, r"obs_keys='state' must be a list; write obs_keys=\['state'\]"),
         ({"action_chunk": "2"}, "action_chunk='2' must be a whole number"),
         ({"max_episode_steps": 1.5}, "max_episode_steps=1.5 must be a whole number"),
+        ({"randomize": "yes"}, "randomize='yes' must be True or False"),
         ({"realism": 3}, "realism=3 must be a dictionary"),
         ({"device": "nope"}, "device='nope' is unknown; use cpu, cuda"),
         ({"autoreset_mode": ["same_step"]}, "is unknown; choose one of same_step"),
@@ -359,9 +360,13 @@ def test_wrong_calls_are_refused() -> None:
     with pytest.raises(EnvError, match="unknown; there is reset_mask"):
         env.reset(options={"level": 1})
     seeds: Any
-    for seeds in ([1, 2], [], -1, [-1] * N, "a", 1.5, [1.5] * N, 2**70):
+    for seeds in ([1, 2], [], -1, [-1] * N, "a", 1.5, [1.5] * N, 2**70, True):
         with pytest.raises(EnvError, match="seed"):
             env.reset(seed=seeds)
+    broken = actions(1)[0]
+    broken[1, 2] = np.nan
+    with pytest.raises(EnvError, match=r"action \[1, 2\] is nan; actions must be finite"):
+        env.step(broken)
     options: Any = 3
     with pytest.raises(EnvError, match="must be a dictionary"):
         env.reset(options=options)

@@ -188,10 +188,16 @@ def _check_learner_threads(config: Config) -> None:
     unit = threads * (a.horizon if a.minibatch_unit == "column" else 1)
     if a.global_batch_size % unit:
         columns = "" if unit == threads else f" x algorithm.horizon = {a.horizon}"
+        total = a.horizon * config.env.num_envs
+        if total % unit:
+            others = nearest_values(divisors(total * threads // unit), threads)
+            cure = f"and no minibatch of these {total} samples is; write learner_threads={others}"
+        else:
+            sizes = [unit * d for d in divisors(total // unit)]
+            cure = f"nearest: {nearest_values(sizes, a.global_batch_size)}"
         raise ConfigError(
             f"algorithm.global_batch_size = {a.global_batch_size} is not a multiple of"
-            f" learner_threads = {threads}{columns}; nearest:"
-            f" {nearest_multiples(unit, a.global_batch_size)}"
+            f" learner_threads = {threads}{columns}; {cure}"
         )
 
 
