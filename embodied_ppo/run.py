@@ -31,6 +31,7 @@ from embodied_ppo.core.types import (
     TrainingError,
     UpdateObserver,
 )
+from embodied_ppo.evaluation import report
 from embodied_ppo.imitation import expert_demos
 from embodied_ppo.interop.policies import libraries
 from embodied_ppo.interop.policies.imported import ImportedPolicy
@@ -43,6 +44,7 @@ from embodied_ppo.modes.base import (
     config_hash,
     digest,
     matmul_precision,
+    report_write_errors,
     select_device,
 )
 from embodied_ppo.modes.embodied.components import describe_spaces, make_env, make_policy
@@ -1003,12 +1005,11 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     run = TrainedRun(trained, source, run_dir, progress.say)
     evaluator = mode(trained).evaluator(run, config, device)
     out = report_dir(config, source, run_dir)
-    try:
+    with report_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"out={out}: cannot be written ({error.strerror}); name another directory"
-        ) from error
+    for name in report.FILES:
+        if (out / name).is_dir():
+            raise ConfigError(f"{out / name}: is a directory; remove it, or name another out=")
     with progress:
         results = evaluator(out, progress.advance)
     return {"checkpoint": str(source.path), "episodes": config.episodes, **results}

@@ -25,6 +25,8 @@ from embodied_ppo.evaluation.video import Video
 
 FORMAT = 1
 """Version of report.json; it changes when a field changes its meaning."""
+FILES = ("report.json", "report.html", "robustness.json")
+"""Names of the files of a report; the last exists if robustness was measured."""
 
 EPISODES_SHOWN = 500
 """Number of rows of the page's table of episodes; report.json has all episodes."""
@@ -234,9 +236,7 @@ def write(
     )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    json_file, html_file, robustness_file = (
-        out / name for name in ("report.json", "report.html", "robustness.json")
-    )
+    json_file, html_file, robustness_file = (out / name for name in FILES)
     files = {json_file: text + "\n", html_file: page}
     if robustness is not None:
         files[robustness_file] = json.dumps(robustness.content, indent=1, allow_nan=False) + "\n"

@@ -435,6 +435,14 @@ def test_evaluation_is_reproducible(trained: Path, tmp_path: Path) -> None:
     assert len(json.loads(a)["tasks"]) == 1
 
 
+def test_report_files_that_are_directories_are_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "report.json").mkdir(parents=True)
+    assert main.main(["evaluate", f"checkpoint={trained}", f"out={tmp_path / 'out'}"]) == 2
+    assert "report.json: is a directory; remove it" in capsys.readouterr().err
+
+
 def test_load_weights_names_first_mismatch() -> None:
     module = torch.nn.Linear(2, 1)
     with pytest.raises(CheckpointError, match="has no tensor 'weight'"):
