@@ -91,9 +91,9 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         policy = embodied.make_policy(c, env)
         rollout = embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
         updates = total_updates(c)
-        learner = actor_critic_learner(
-            policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=c.seed
-        )
+        never = compile.CompileSchedule(None)
+        request = RunRequest(c, env.device, Path(), updates, "", {}, print, print, [])
+        learner = embodied.make_learner(request, policy, never)
         pending, rows = [], []
         for update in range(updates + max_lag):
             if update < updates:

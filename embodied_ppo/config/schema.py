@@ -496,8 +496,21 @@ class KLControlConfig:
     """Target of the adaptive controller, KL in nats per token."""
 
 
+REPPO = equals("algorithm.type", "reppo")
+
+
 @dataclass(frozen=True)
 class AlgorithmConfig:
+    type: Literal["ppo", "reppo"] = option("ppo", mode="embodied")
+    """Algorithm. ppo: proximal policy optimisation. reppo: an action value, and a policy that
+    follows its gradient (docs/reppo.md); it learns from fewer environment steps and needs more
+    computation for each, and it reads fewer options of this section."""
+    kept_rollouts: Annotated[int, Limit(ge=1, le=1000)] = option(8, mode="embodied", read_if=REPPO)
+    """Number of newest rollouts that type=reppo trains on (K)."""
+    critics: Annotated[int, Limit(ge=1, le=10)] = option(1, mode="embodied", read_if=REPPO)
+    """Number of networks of the action value of type=reppo; the smallest of their values counts."""
+    max_kl: Positive = option(0.1, mode="embodied", read_if=REPPO)
+    """Bound of the KL divergence from the policy that began an update to the new one, nats."""
     # --- rollout and batches
     horizon: Count = option(32, mode="embodied")
     """Number of steps of each environment in one rollout (T)."""

@@ -15,6 +15,9 @@ from tests.config.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS,
 GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
 
 
+REPPO = {"algorithm.type": "reppo", "model.distribution": "squashed_gaussian"}
+
+
 @pytest.mark.parametrize(
     ("flat", "line"),
     [
@@ -103,6 +106,22 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             {"learner_threads": 2, "placement": "fused"},
             "learner_threads = 2 and placement = fused: only a run in one process .. leave",
         ),
+        (
+            {**REPPO, "algorithm.clip_ratio_c": 3.0},
+            "algorithm.clip_ratio_c = 3.0: is not read with algorithm.type = reppo; leave it out",
+        ),
+        (
+            {**REPPO, "model.distribution": "gaussian"},
+            "model.distribution = gaussian: .. write model.distribution=squashed_gaussian",
+        ),
+        ({**REPPO, "model.recurrent": "gru"}, "model.recurrent = gru: .. write model.recurrent="),
+        ({**REPPO, "pipeline": True}, "pipeline = true: .. write pipeline=false"),
+        ({**REPPO, "learner_threads": 2}, "learner_threads = 2: .. write learner_threads=1"),
+        (
+            {**REPPO, "algorithm.lr_schedule": "adaptive"},
+            "algorithm.lr_schedule = adaptive: .. write linear, cosine or constant",
+        ),
+        ({**REPPO, "placement": "fused"}, "placement = fused: .. write placement=local"),
         (
             {"cluster.stages": 3},
             "env.num_envs = 64 is not a multiple of cluster.stages = 3; nearest: 63, 66",
@@ -390,6 +409,9 @@ UNREAD = {
         8,
         {"model.recurrent": "gru", "algorithm.minibatch_unit": "column"},
     ),
+    "algorithm.kept_rollouts": (4, REPPO),
+    "algorithm.max_kl": (0.2, REPPO),
+    "algorithm.critics": (3, REPPO),
     "algorithm.bptt_length": (
         1,
         {"model.recurrent": "gru", "algorithm.minibatch_unit": "column"},

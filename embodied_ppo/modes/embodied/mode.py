@@ -82,9 +82,16 @@ class EmbodiedMode(Mode):
     def can_estimate(self, config: Config, *, in_process: bool = False) -> bool:
         # An estimate would load a checkpoint, and GPU simulators may start only once in a process.
         once = config.env.simulator in ("torch", "mjlab", "libero")
+        if config.algorithm.type == "reppo":  # the estimate is that of PPO's learner
+            return False
         return config.model.checkpoint is None and not (in_process and once)
 
     def memory_estimator(self, config: Config) -> MemoryEstimator:
+        if config.algorithm.type == "reppo":
+            raise ConfigError(
+                "algorithm.type = reppo: runs in one process on one device, and its memory is not"
+                " estimated; leave out this command, or write algorithm.type=ppo"
+            )
         return EmbodiedMemoryEstimator(config)
 
     def minibatch_samples(self, config: Config) -> int:

@@ -1,0 +1,285 @@
+"""REPPO: a step and the targets against float64 references, state, options."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from embodied_ppo.algorithms import advantages
+from embodied_ppo.algorithms.reppo_learner import ENTROPY_PER_DIMENSION, ReppoLearner
+from embodied_ppo.algorithms.reppo_step import DUAL_RATE, STATISTICS, ReppoStep, Samples
+from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
+from embodied_ppo.core import compile, tree
+from embodied_ppo.core.types import ArraySpec, Box, TrainingError, Trajectory
+from embodied_ppo.models.action_value import DISTANCE, GRID, RANGE, SPREAD, ActionValue
+from embodied_ppo.models.actor_critic import ActorCritic
+
+T, N, D, A = 6, 4, 5, 2
+MODEL = ModelConfig(
+    hidden=(16, 16),
+    activation="silu",
+    layer_norm=True,
+    shared_backbone=False,
+    distribution="squashed_gaussian",
+    state_dependent_std=True,
+    init_log_std=-0.5,
+    max_log_std=1.0,
+    orthogonal_init=False,
+)
+CONFIG = AlgorithmConfig(
+    type="reppo",
+    kept_rollouts=2,
+    update_epoch=2,
+    global_batch_size=8,
+    entropy_bonus=0.01,
+    max_grad_norm=0.3,
+    max_kl=0.05,
+    lr=1e-2,
+    value_lr=2e-2,
+    adam_eps=1e-8,
+)
+
+
+def models(seed: int = 0) -> tuple[ActorCritic, ActionValue]:
+    torch.manual_seed(seed)
+    policy = ActorCritic(ArraySpec((D,)), Box((-1.0,) * A, (1.0,) * A), MODEL).actor_only()
+    return policy, ActionValue(policy.encoder, A, MODEL, networks=2)
+
+
+def learner(config: AlgorithmConfig = CONFIG, **options: Any) -> ReppoLearner:
+    policy, critic = models()
+    return ReppoLearner(policy, critic, config, num_envs=N, updates=10, seed=3, **options)
+
+
+def rollout(policy: ActorCritic, seed: int) -> Trajectory:
+    """Return a rollout with random rewards, ends of episodes and masked rows after them."""
+    g = torch.Generator().manual_seed(seed)
+    obs = torch.randn(T + 1, N, D, generator=g)
+    decision = policy.act(
+        policy.encode(obs[:-1].flatten(0, 1)), noise=torch.randn(T * N, A, generator=g)
+    )
+    decision = tree.map(lambda x: x.unflatten(0, (T, N)), decision)
+    done = torch.rand(T, N, generator=g) < 0.2
+    clock = torch.rand(T, N, generator=g) < 0.5
+    mask = torch.ones(T, N, dtype=torch.bool)
+    mask[1:] = ~done[:-1]  # the row that resets an episode
+    done &= mask
+    nan = torch.full((T, N), torch.nan)
+    return Trajectory(
+        obs=obs[:-1],
+        action=decision.action,
+        log_prob=decision.log_prob,
+        value=nan,
+        replay=decision.replay,
+        next_value=nan,
+        reward=torch.randn(T, N, generator=g),
+        terminated=done & ~clock,
+        truncated=done & clock,
+        mask=mask,
+        version=torch.zeros(T, N, dtype=torch.int64),
+        next_obs=obs[1:],
+    )
+
+
+# ------------------------------------------------------------------------------------------ targets
+@pytest.mark.parametrize("seed", range(5))
+def test_retrace_equals_its_definition(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    reward, value, next_value = torch.randn(3, T, N, generator=g).unbind()
+    end = torch.rand(T, N, generator=g) < 0.3
+    clock, mask = torch.rand(2, T, N, generator=g).unbind()
+    flags = {"terminated": end & (clock < 0.5), "truncated": end & (clock >= 0.5)}
+    mask = mask > 0.2
+    trace, discount = torch.rand(2, T, N, generator=g).unbind()
+    found = advantages.retrace(
+        reward=reward,
+        value=value,
+        next_value=next_value,
+        mask=mask,
+        discount=discount,
+        trace=trace,
+        **flags,
+    )
+    for n in range(N):
+        correction = 0.0  # c_{t+1} D_{t+1}
+        for t in reversed(range(T)):
+            successor = 0.0 if flags["terminated"][t, n] else float(next_value[t, n])
+            if t + 1 == T or end[t, n] or not mask[t + 1, n]:
+                correction = 0.0
+            target = float(reward[t, n]) + float(discount[t, n]) * (successor + correction)
+            assert float(found[t, n]) == pytest.approx(target, abs=1e-5)
+            correction = float(trace[t, n]) * (target - float(value[t, n]))
+
+
+def test_targets_of_a_new_rollout() -> None:
+    own = learner()
+    t = rollout(own.policy, 0)
+    own._keep(t)
+    samples, _, weight = own._targets(own.kept[0], torch.Generator().manual_seed(0))
+    # The policy that acted is the current one, so that no trace is cut.
+    torch.testing.assert_close(weight, torch.ones(T, N))
+    ends = t.terminated & t.mask
+    assert bool(ends.any())
+    scaled = t.reward / float(own.returns.std)
+    torch.testing.assert_close(samples.target.view(T, N)[ends], scaled[ends])
+
+
+# ---------------------------------------------------------------------------------------- one step
+def double_step(
+    policy: ActorCritic,
+    critic: ActionValue,
+    duals: Tensor,
+    optimizers: list[torch.optim.Optimizer],
+    b: Samples,
+    noise: Tensor,
+    target_entropy: float,
+) -> None:
+    """Take a step as ``ReppoStep`` defines it, in float64, with torch's AdamW."""
+    edges = torch.linspace(
+        -RANGE - DISTANCE / 2, RANGE + DISTANCE / 2, GRID + 1, dtype=torch.float64
+    )
+    grid = torch.linspace(-RANGE, RANGE, GRID, dtype=torch.float64)
+    centre = b.target.clamp(-RANGE, RANGE)[:, None]
+    mass = torch.erf((edges - centre) / (SPREAD * DISTANCE * math.sqrt(2))).diff(dim=1)
+    mass = mass / mass.sum(1, keepdim=True)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    losses = [functional.cross_entropy(x, mass) for x in critic.logits(b.inputs, b.action)]
+    torch.stack(losses).sum().backward()
+    torch.nn.utils.clip_grad_norm_(critic.parameters(), CONFIG.max_grad_norm or 0)
+    optimizers[1].step()
+
+    alpha, beta = duals.detach().exp()
+    mean, log_std = policy.distribution(b.inputs)
+    u = mean + log_std.exp() * noise
+    normal = torch.distributions.Normal(mean, log_std.exp())
+    log_prob = (normal.log_prob(u) - torch.log1p(-(u.tanh() ** 2))).sum(-1)
+    q = (critic.logits(b.inputs, u.tanh()).softmax(-1) @ grid).amin(0)
+    old = torch.distributions.Normal(b.mean, b.log_std.exp())
+    kl = torch.distributions.kl_divergence(old, normal).sum(-1)
+    near = (kl < CONFIG.max_kl).double().detach()
+    loss = (near * (alpha * log_prob - q) + (1 - near) * beta * kl).mean()
+    optimizers[0].zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), CONFIG.max_grad_norm or 0)
+    optimizers[0].step()
+    entropy, distance = -log_prob.detach().mean(), kl.detach().mean()
+    excess = torch.stack([entropy - target_entropy, CONFIG.max_kl - distance])
+    (duals.exp() * excess).sum().backward()
+    optimizers[2].step()
+
+
+def test_steps_equal_torchs_optimizers_in_float64() -> None:
+    own = learner()
+    policy, critic = (copy.deepcopy(m).double() for m in (own.policy, own.critic))
+    duals = own.parameters[-1].double().requires_grad_()
+    settings = {"eps": CONFIG.adam_eps, "weight_decay": 0.0}
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(parameters, lr=lr, **settings)
+        for parameters, lr in (
+            (policy.parameters(), CONFIG.lr),
+            (critic.parameters(), CONFIG.value_lr),
+            ([duals], DUAL_RATE * CONFIG.lr),
+        )
+    ]
+    g = torch.Generator().manual_seed(5)
+    M, B = 24, 8
+    mean, log_std = 0.3 * torch.randn(M, A, generator=g), torch.full((M, A), -0.5)
+    samples = Samples(
+        inputs={"/vector": torch.randn(M, D, generator=g)},
+        action=torch.rand(M, A, generator=g) * 2 - 1,
+        target=4 * torch.randn(M, generator=g),
+        mean=mean,
+        log_std=log_std,
+    )
+    step = ReppoStep(own.policy, own.critic, CONFIG, samples, own.entropy_target)
+    rows = own._settings(6, 0)
+    for i in range(6):
+        index = torch.randint(M, (B,), generator=g)
+        noise = torch.randn(B, A, generator=g)
+        state = [*own.parameters, *own.first, *own.second]
+        statistics = step(*state, rows[i], index, noise, *tree.leaves(samples))
+        assert len(statistics) == len(STATISTICS)
+        minibatch = tree.map(lambda x, index=index: x[index].double(), samples)
+        double_step(
+            policy, critic, duals, optimizers, minibatch, noise.double(), own.entropy_target
+        )
+    for found, expected in (
+        (own.policy, policy),
+        (own.critic, critic),
+    ):
+        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p.double(), q, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(own.parameters[-1].double(), duals.detach(), rtol=1e-5, atol=1e-5)
+    assert own.entropy_target == A * ENTROPY_PER_DIMENSION
+
+
+# --------------------------------------------------------------------------------------- the update
+def test_update_trains_on_the_newest_rollouts() -> None:
+    own = learner()
+    before = [p.clone() for p in own.parameters]
+    first, second, third = (rollout(own.policy, seed) for seed in range(3))
+    metrics = own.update(first, update=0)
+    assert own.steps == 6 == CONFIG.update_epoch * T * N // CONFIG.global_batch_size
+    assert all(not torch.equal(p, q) for p, q in zip(own.parameters, before, strict=True))
+    assert metrics["policy/epochs"] == 2.0
+    own.update(second, update=1)
+    own.update(third, update=2)
+    assert [r.reward is t.reward for r, t in zip(own.kept, (second, third), strict=True)] == [
+        True,
+        True,
+    ]
+    assert int(own.policy.encoder.moments.count) == int(  # pyright: ignore
+        sum(t.mask.sum() for t in (first, second, third))
+    )
+
+
+def test_state_continues_bit_for_bit() -> None:
+    own = learner()
+    own.update(rollout(own.policy, 0), update=0)
+    own.update(rollout(own.policy, 1), update=1)
+    state, weights = copy.deepcopy(own.state()), copy.deepcopy(own.policy.state_dict())
+    t = rollout(own.policy, 2)
+    expected = own.update(t, update=2)
+    other = learner()
+    other.policy.load_state_dict(weights)
+    other.load_state(state)
+    assert other.update(t, update=2) == expected
+    for p, q in zip(own.parameters, other.parameters, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_masked_rollout_changes_no_weight() -> None:
+    own = learner()
+    before = [p.clone() for p in own.parameters]
+    t = rollout(own.policy, 0)
+    own.update(replace(t, mask=torch.zeros_like(t.mask)), update=0)
+    assert all(torch.equal(p, q) for p, q in zip(own.parameters, before, strict=True))
+
+
+def test_not_finite_reward_ends_the_run() -> None:
+    own = learner()
+    t = rollout(own.policy, 0)
+    t.reward[0, 0] = torch.inf
+    with pytest.raises(TrainingError, match="update 0, minibatch 0: a loss or a gradient is not"):
+        own.update(t, update=0)
+
+
+@pytest.mark.slow
+def test_compiled_updates_equal_eager_updates() -> None:
+    eager = learner()
+    compiled = learner(compile_schedule=compile.CompileSchedule(0, required=True))
+    for update in range(3):
+        t = rollout(eager.policy, update)
+        eager.update(t, update=update)
+        compiled.update(t, update=update)
+    compiled.close()
+    for p, q in zip(eager.parameters, compiled.parameters, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
