@@ -35,7 +35,10 @@ def test_every_method_has_its_stages() -> None:
 
 
 class Recorded(benchmark.Stage):
-    """A stage whose process notes when it starts and ends."""
+    """A stage whose process notes when it starts and ends.
+
+    A stage with two seeds ends once that of the other seed has started.
+    """
 
     def other(self, name: str) -> Recorded:
         return Recorded(self.out, name, self.seed, trial=self.trial)
@@ -43,14 +46,20 @@ class Recorded(benchmark.Stage):
     def command(self) -> list[str]:
         code = (
             "import sys, time, pathlib\n"
-            "marker, name, notes = sys.argv[1:]\n"
+            "marker, name, other, notes = sys.argv[1:]\n"
             "note = lambda x: open(notes, 'a').write(f'{x} {name}\\n')\n"
-            "note('start'); time.sleep(0.3); note('end')\n"
+            "note('start')\n"
             "if 'flow' in name: sys.exit('error: no flow')\n"
+            "end = time.monotonic() + 60\n"
+            "while other and time.monotonic() < end:\n"
+            "    if f'start {other}\\n' in pathlib.Path(notes).read_text(): break\n"
+            "    time.sleep(0.01)\n"
+            "note('end')\n"
             'pathlib.Path(marker).write_text(\'{"done": true, "cpu_s": 0.1}\')\n'
         )
         name = f"{self.name}-{self.seed}"
-        return [sys.executable, "-c", code, str(self.marker), name, str(self.out / "notes")]
+        other = "" if self.name == "demos" else f"{self.name}-{1 - self.seed}"
+        return [sys.executable, "-c", code, str(self.marker), name, other, str(self.out / "notes")]
 
 
 def test_stages_run_in_order(tmp_path: Path) -> None:

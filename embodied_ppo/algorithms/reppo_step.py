@@ -79,7 +79,7 @@ def sample_action(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor,
 class ReppoStep:
     """One step of the critic, then of the policy, then of both coefficients.
 
-    Parameters and moments change in place.
+    Parameters and moments change in place. Where the settings are 0, nothing changes.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ReppoStep:
             decay=torch.zeros_like(step),
         )
         for old, new in zip((p, first, second), results, strict=True):
-            old.copy_(new)
+            old.copy_(torch.where(step > 0, new, old))
 
 
 class _Logits(torch.nn.Module):

@@ -485,10 +485,16 @@ def _root_cause(
 
 
 def _is_consequence(error: RayError) -> bool:
-    """Whether an error only reports that a peer has ended (messages of channels and gloo)."""
+    """Whether an error only reports that a peer has ended or is late.
+
+    These are messages of channels and gloo, and errors of torch's store, over which groups of
+    processes find each other.
+    """
     text = str(error)
     return isinstance(error, RayTaskError) and (
-        "the process is gone" in text or "gloo/transport" in text
+        "the process is gone" in text
+        or "gloo/transport" in text
+        or isinstance(error.cause, dist.DistStoreError)
     )
 
 

@@ -221,6 +221,19 @@ def test_steps_equal_torchs_optimizers_in_float64() -> None:
     assert own.entropy_target == A * ENTROPY_PER_DIMENSION
 
 
+def test_step_with_settings_0_changes_nothing() -> None:
+    """A CUDA graph is recorded with arguments that are 0."""
+    own = learner()
+    own.update(rollout(own.policy, 0), update=0)
+    state = [*own.parameters, *own.first, *own.second]
+    before = [x.clone() for x in state]
+    samples, _, _ = own._samples(torch.Generator())
+    step = own._program(samples)
+    zeros = torch.zeros(3, 2), torch.zeros(8, dtype=torch.int64), torch.zeros(8, A)
+    step(*state, *zeros, *tree.leaves(samples))
+    assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
+
+
 # --------------------------------------------------------------------------------------- the update
 def test_update_trains_on_the_newest_rollouts() -> None:
     own = learner()

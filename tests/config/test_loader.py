@@ -323,7 +323,7 @@ def test_long_message_keeps_beginning_and_end() -> None:
         ("algorithm.norm_adv", "algorithm.normalize_advantages=true, or false"),
         ("algorithm.schedule", "adaptive is algorithm.lr_schedule=adaptive"),
         ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
-        ("algorithm.xyz", "algorithm has: horizon, update_epoch"),
+        ("algorithm.xyz", "algorithm has: type, kept_rollouts"),
         ("xyz", "the top level has: mode, placement"),
     ],
 )

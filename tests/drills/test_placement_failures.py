@@ -20,6 +20,7 @@ import run_helpers
 import torch
 from conftest import start_ray
 from ray.exceptions import RayTaskError
+from torch.distributed import DistStoreError
 
 from embodied_ppo import run as training
 from embodied_ppo.core import tree
@@ -149,9 +150,16 @@ def test_stacks_include_threads_that_wait_inside_libraries() -> None:
     assert "in map" in stacks and "in wait" in stacks, stacks
 
 
-def test_gloo_timeout_is_a_lost_process() -> None:
-    """The message of gloo where no process has ended and the time limit has passed."""
-    cause = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]")
+@pytest.mark.parametrize(
+    "cause",
+    [
+        RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]"),
+        DistStoreError("wait timeout after 1ms, keys: /learners/0//cpu//0/1"),
+    ],
+    ids=["gloo", "store"],
+)
+def test_timeout_of_torch_is_a_lost_process(cause: RuntimeError) -> None:
+    """Messages of torch where no process has ended and the time limit has passed."""
     error = ray_worker._translated(
         RayTaskError("update", str(cause), cause),
         ray_worker.WorkerHandle(None, "actor rank 1"),
@@ -160,7 +168,7 @@ def test_gloo_timeout_is_a_lost_process() -> None:
     assert (
         isinstance(error, ProcessLost)
         and "(cluster.step_timeout_s)" in str(error)
-        and "Connect timeout" in str(error)
+        and str(cause)[-20:] in str(error)
     )
 
 
