@@ -11,7 +11,7 @@ there: the hidden state of a token predicts the next one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +36,7 @@ from embodied_ppo.models.checkpoint_files import (
     relative_difference,
 )
 from embodied_ppo.models.lora import project
+from embodied_ppo.models.prefix_tree import PrefixTree, prefix_tree
 from embodied_ppo.models.token_statistics import Head, TokenStatistics
 
 M = TypeVar("M")
@@ -200,8 +201,11 @@ class Decoder(InferenceModule):
             place: int64 [B, R], places of the result; None: all. Complete rows are then packed
                 without padding where ``varlen`` supports it.
         """
-        if attend is None and positions is None and place is not None and self._packs(ids):
-            return self.packed(ids, place, self.varlen)
+        if attend is None and positions is None and place is not None:
+            if self._packs(ids):
+                return self.packed(ids, place, self.varlen)
+            if _reads_host(ids):
+                return self.shared(ids, place)
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         if attend is None:
@@ -236,6 +240,37 @@ class Decoder(InferenceModule):
         packing = pack(place, ids.shape[1])
         one = ids.flatten()[packing.index].unsqueeze(0)
         return self(one, packing.position.unsqueeze(0), attend=blocks(packing))[0][packing.at]
+
+    def shared(self, ids: Tensor, place: Tensor) -> Tensor:
+        """Compute ``forward`` with ``place``, each token that rows have in common once.
+
+        Args:
+            ids: int64 [B, L].
+            place: int64 [B, R].
+        """
+        tree = prefix_tree(ids, place)
+        token = ids.flatten().index_select(0, tree.token).unsqueeze(0)
+        attend = self._attend_tree(tree, self.causal(ids.shape[1], place, ids.device), place.shape)
+        hidden = self(
+            token, tree.position.unsqueeze(0), attend=attend, place=tree.query.unsqueeze(0)
+        )
+        return hidden[0].index_select(0, tree.at).unflatten(0, place.shape)
+
+    def _attend_tree(self, tree: PrefixTree, causal: Attend, places: Sequence[int]) -> Attend:
+        """Return attention of the nodes of a tree, of which the rows are copied for ``causal``."""
+        b, last = places[0], len(self.attention) - 1
+
+        def rows(x: Tensor, index: Tensor) -> Tensor:
+            """Copy [1, heads, n, d] to [B, heads, m, d]."""
+            return x[0].transpose(0, 1).index_select(0, index).unflatten(0, (b, -1)).transpose(1, 2)
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            query, result = (tree.at, tree.query_token) if i == last else (tree.node, tree.token)
+            out = causal(i, rows(q, query), rows(k, tree.node), rows(v, tree.node))
+            out = out.transpose(1, 2).flatten(0, 1).index_select(0, result)  # [n, heads, d]
+            return out.transpose(0, 1).unsqueeze(0)
+
+        return attend
 
     def varlen(self, packing: Packing) -> Attend:
         """Return attention of packed rows by flash attention, for half precision on a GPU."""
@@ -366,8 +401,15 @@ def _varlen_kernel() -> Callable[..., Any] | None:
     return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
 
 
+def _reads_host(ids: Tensor) -> bool:
+    """Return whether token ids are on the host and can be read, unlike those of a compiler."""
+    return type(ids) is Tensor and ids.device.type == "cpu" and get_proxy_mode() is None
+
+
 def _gather(x: Tensor, place: Tensor) -> Tensor:
     """Gather rows [1 or B, L, K] at places [B, R]."""
+    if place.shape[0] == 1:
+        return x.index_select(1, place[0])
     x = x.expand(place.shape[0], *x.shape[1:])
     return x.gather(1, place.unsqueeze(-1).expand(*place.shape, x.shape[-1]))
 

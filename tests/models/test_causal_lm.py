@@ -200,6 +200,26 @@ def test_packed_rows_agree_with_padded_rows(kind: str, more: dict[str, Any]) -> 
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
 
 
+@pytest.mark.parametrize(("kind", "more"), FAMILIES)
+def test_shared_prefixes_agree_with_padded_rows(kind: str, more: dict[str, Any]) -> None:
+    policy = make(kind, **more)
+    decoder = policy.decoder.module
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 5, (12, 8), generator=generator)  # many equal prefixes
+    place = torch.arange(3, 7).repeat(12, 1)
+    place[2], place[5, 2:] = 0, 0  # masked, and shorter
+    positions = torch.arange(8).unsqueeze(0)
+    padded = decoder(ids, positions, attend=decoder.causal(8, place, ids.device), place=place)
+    shared = decoder(ids, place=place)
+    torch.testing.assert_close(shared, padded, rtol=1e-5, atol=1e-5)
+    some = torch.randn(shared.shape, generator=generator)
+    weights = [p for p in decoder.parameters() if p.requires_grad]
+    for x, y in zip(
+        *(torch.autograd.grad((x * some).sum(), weights) for x in (shared, padded)), strict=True
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4 * float(y.abs().max()))
+
+
 @pytest.mark.parametrize("groups", [4, 2])
 def test_varlen_attention_accepts_shapes_and_types(groups: int) -> None:
     """Check shapes and types on the meta device; query and key are float32 under autocast."""
