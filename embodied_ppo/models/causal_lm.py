@@ -205,7 +205,7 @@ class Decoder(InferenceModule):
             if self._packs(ids):
                 return self.packed(ids, place, self.varlen)
             if _reads_host(ids):
-                return self.shared(ids, place)
+                return self.shared(ids, place, self.causal(ids.shape[1], place, ids.device))
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         if attend is None:
@@ -241,23 +241,28 @@ class Decoder(InferenceModule):
         one = ids.flatten()[packing.index].unsqueeze(0)
         return self(one, packing.position.unsqueeze(0), attend=blocks(packing))[0][packing.at]
 
-    def shared(self, ids: Tensor, place: Tensor) -> Tensor:
+    def shared(self, ids: Tensor, place: Tensor, attend: Attend) -> Tensor:
         """Compute ``forward`` with ``place``, each token that rows have in common once.
+
+        Tokens that are not on the host are computed row by row.
 
         Args:
             ids: int64 [B, L].
             place: int64 [B, R].
+            attend: Causal attention of the rows.
         """
+        if not _reads_host(ids):
+            return self(ids, attend=attend, place=place)
         tree = prefix_tree(ids, place)
         token = ids.flatten().index_select(0, tree.token).unsqueeze(0)
-        attend = self._attend_tree(tree, self.causal(ids.shape[1], place, ids.device), place.shape)
+        attend = self._attend_tree(tree, attend, place.shape)
         hidden = self(
             token, tree.position.unsqueeze(0), attend=attend, place=tree.query.unsqueeze(0)
         )
         return hidden[0].index_select(0, tree.at).unflatten(0, place.shape)
 
     def _attend_tree(self, tree: PrefixTree, causal: Attend, places: Sequence[int]) -> Attend:
-        """Return attention of the nodes of a tree, of which the rows are copied for ``causal``."""
+        """Return attention of the nodes of a tree; ``causal`` is that of the rows."""
         b, last = places[0], len(self.attention) - 1
 
         def rows(x: Tensor, index: Tensor) -> Tensor:

@@ -58,9 +58,10 @@ def prefix_tree(ids: Tensor, place: Tensor) -> PrefixTree:
     ordered_node = torch.where(starts, number, 0).cummax(0).values
     node = torch.empty_like(ids)
     node[order] = ordered_node
-    token = (order.unsqueeze(1) * width + columns)[starts]  # [U]
+    position = columns.expand_as(starts)[starts]  # [U]
+    token = (order.unsqueeze(1) * width).expand_as(starts)[starts] + position
     requested = node.gather(1, place).flatten()
     query, at = requested.unique(return_inverse=True)
     first = torch.full_like(query, len(at))
     query_token = first.scatter_reduce(0, at, torch.arange(len(at), device=ids.device), "amin")
-    return PrefixTree(token, token % width, node.flatten(), query, query_token, at)
+    return PrefixTree(token, position, node.flatten(), query, query_token, at)

@@ -31,6 +31,7 @@ from embodied_ppo.config.schema import (
 from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import show
+from embodied_ppo.core.host_memory import keep_freed_memory
 from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.types import ConfigError, Trajectory
 from embodied_ppo.data import synthetic_tasks
@@ -458,6 +459,8 @@ class Inputs:
 def read_inputs(request: RunRequest) -> Inputs:
     """Read tokenizer, prompts and the actor's model, before its warm start. Raises ConfigError."""
     config, a, e = request.config, request.config.algorithm, request.config.evaluation
+    if request.device.type == "cpu":
+        keep_freed_memory()
     tokenizer = make_tokenizer(config)
     train, held_out = read_prompts(config, tokenizer, request.early_log_lines.append)
     policy = make_policy(config, tokenizer, request.device)

@@ -274,7 +274,8 @@ class Engine:
             cache.values[i][rows, :, :width] = v[index].to(cache.dtype)
             return causal(i, q, k, v)
 
-        return self.policy.logits(self._decoder(ids, attend=attend, place=place)[:, 0])[index]
+        hidden = self._decoder.shared(ids, place, attend)
+        return self.policy.logits(hidden[:, 0])[index]
 
     def _prefill_copy(
         self,

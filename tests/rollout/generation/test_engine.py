@@ -109,14 +109,14 @@ def test_log_probabilities_equal_the_learners(temperature: float) -> None:
 
 
 def test_finished_rows_are_not_computed() -> None:
-    """The model processes prompts and the tokens of responses except the last ones."""
+    """The model processes distinct prefixes of prompts, and responses except the last tokens."""
     policy, counts = make(), Counter()
     embed = policy.model.model.embed_tokens
     embed.register_forward_hook(lambda m, args, out: counts.update(tokens=args[0].numel()))
     sampling = Sampling(20, stop_ids=(2, *range(30, 40)))
     length = engine(policy).generate(PROMPTS, sampling, seed=5).length
-    unique = [p for i, p in enumerate(PROMPTS) if i == 0 or p != PROMPTS[i - 1]]
-    assert counts["tokens"] == len(unique) * max(map(len, PROMPTS)) + int((length - 1).sum())
+    prefixes = {tuple(p[: i + 1]) for p in PROMPTS for i in range(len(p))}
+    assert counts["tokens"] == len(prefixes) + int((length - 1).sum())
 
 
 @pytest.mark.parametrize(
