@@ -1,12 +1,13 @@
 """Learner of ``algorithm.type=reppo``: an action value, and a policy that follows its gradient.
 
-Each update trains on the newest ``algorithm.kept_rollouts`` rollouts. Targets of the action value
-are computed once per update, for all of these rollouts, with the current policy and the current
-action value; probability ratios cut the traces of actions that the current policy would rarely
-take (Retrace, Munos et al. 2016). The minibatches are those of ``reppo_step``.
+The newest ``algorithm.kept_rollouts`` rollouts are kept. Each update trains on
+``algorithm.rollouts_per_update`` of them: the newest one and random older ones. Targets of the
+action value are computed once per update, for all of these rollouts, with the current policy and
+the current action value; probability ratios cut the traces of actions that the current policy would
+rarely take (Retrace, Munos et al. 2016). The minibatches are those of ``reppo_step``.
 
 K rollouts of T steps in N environments are M = K·T·N samples. A action dimensions, B samples of a
-minibatch.
+minibatch, E ends of episodes in a rollout.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from embodied_ppo.algorithms import advantages
 from embodied_ppo.algorithms.optimizer import learning_rate_factor
 from embodied_ppo.algorithms.reppo_step import (
-    DUAL_RATE,
+    DUAL_LR,
     ENTROPY,
     KL,
     STATISTICS,
@@ -32,11 +33,12 @@ from embodied_ppo.algorithms.reppo_step import (
     sample_action,
 )
 from embodied_ppo.config.schema import AlgorithmConfig
-from embodied_ppo.core import compile, tree
+from embodied_ppo.core import compile, devices, tree
 from embodied_ppo.core.random import sampling_key
 from embodied_ppo.core.running_stats import explained_variance, read_numbers
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
+    ConfigError,
     Mean,
     Metrics,
     Obs,
@@ -56,11 +58,12 @@ ENTROPY_PER_DIMENSION = -0.5
 
 @dataclass(frozen=True)
 class KeptRollout:
-    """What is kept of a rollout. Leaves are [T, N, ..].
+    """What is kept of a rollout. Leaves are [T, N, ..] except where noted.
 
     Attributes:
-        obs: Observations.
-        next_obs: True successors of the observations.
+        obs: Observations and those after the last step, [T + 1, N, ..].
+        final_obs: Last observations of the episodes that end, [E, ..].
+        ends: Indices of their rows in [T·N], int64 [E], ascending.
         action: Executed actions.
         pre_squash: The actions before the tanh.
         log_prob: Log-probability of the actions when they were taken.
@@ -72,7 +75,8 @@ class KeptRollout:
     """
 
     obs: Obs
-    next_obs: Obs
+    final_obs: Obs
+    ends: Tensor
     action: Tensor
     pre_squash: Tensor
     log_prob: Tensor
@@ -130,9 +134,10 @@ class ReppoLearner:
 
     # ----------------------------------------------------------------------------------- one update
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
-        """Train on the kept rollouts and this one, [T, N, ..]; ``update`` counts from 0.
+        """Train on this rollout, [T, N, ..], and kept ones; ``update`` counts from 0.
 
         Raises:
+            ConfigError: There is not enough memory for the rollouts to be kept.
             TrainingError: A loss or gradient is not finite.
         """
         start = time.process_time()
@@ -157,9 +162,11 @@ class ReppoLearner:
         done = t.terminated | t.truncated
         self.returns.update(t.reward, done, t.mask, c.gamma, steps)
         discount = torch.full_like(t.reward, c.gamma) ** steps
+        ends = done.flatten().nonzero().flatten()
         rollout = KeptRollout(
-            obs=t.obs,
-            next_obs=t.next_obs,
+            obs=tree.map(lambda x, y: torch.cat([x, y[-1:]]), t.obs, t.next_obs),
+            final_obs=tree.map(lambda x: x.flatten(0, 1)[ends], t.next_obs),
+            ends=ends,
             action=t.action,
             pre_squash=t.replay["pre_squash"],
             log_prob=t.log_prob.flatten(2).sum(-1),
@@ -169,24 +176,45 @@ class ReppoLearner:
             mask=t.mask,
             discount=discount,
         )
+        if not self.kept:
+            self._check_memory(rollout)
         self.kept = [*self.kept, rollout][-c.kept_rollouts :]
+
+    def _check_memory(self, rollout: KeptRollout) -> None:
+        """Raise ConfigError if the rollouts to be kept need more memory than there is."""
+        count = self.config.kept_rollouts
+        needed = count * sum(x.nbytes for x in tree.leaves(rollout))
+        free = devices.free_memory(self.device)
+        if free is not None and needed > free:
+            raise ConfigError(
+                f"algorithm.kept_rollouts = {count}: they need {needed / 2**30:.1f} GiB and"
+                f" {free / 2**30:.1f} GiB are free; lower it"
+            )
+
+    def _chosen(self, generator: torch.Generator) -> list[KeptRollout]:
+        """Return the newest rollout and random older ones, in the order of their age."""
+        older = len(self.kept) - 1
+        order = torch.randperm(older, generator=generator, device=self.device).tolist()
+        chosen = sorted(order[: self.config.rollouts_per_update - 1])
+        return [*(self.kept[i] for i in chosen), self.kept[-1]]
 
     @torch.no_grad()
     def _samples(self, generator: torch.Generator) -> tuple[Samples, Tensor, Metrics]:
         """Return the samples [M, ..], the indices of those that count, and metrics.
 
-        Before ``kept_rollouts`` rollouts exist, zeros fill the samples, so that their number is
-        always the same.
+        Before ``rollouts_per_update`` rollouts exist, zeros fill the samples, so that their number
+        is always the same.
         """
+        chosen = self._chosen(generator)
         parts: list[Samples] = []
         value, trace = [], []
-        for rollout in self.kept:
+        for rollout in chosen:
             samples, q, weight = self._targets(rollout, generator)
             parts.append(samples)
             value.append(q)
             trace.append(weight)
-        mask = torch.stack([x.mask for x in self.kept])  # [K, T, N]
-        missing = self.config.kept_rollouts - len(parts)
+        mask = torch.stack([x.mask for x in chosen])  # [K, T, N]
+        missing = self.config.rollouts_per_update - len(parts)
         parts += [tree.map(torch.zeros_like, parts[0])] * missing
         samples: Samples = tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
         valid = mask.flatten().nonzero().flatten()
@@ -211,29 +239,28 @@ class ReppoLearner:
 
         Q and the factors min(1, π / π_old) are [T, N].
         """
-        c, shape = self.config, r.mask.shape
-        inputs = self._encode(r.obs)
+        c, shape, count = self.config, r.mask.shape, r.mask.numel()
+        states = tree.map(lambda x, y: torch.cat([x.flatten(0, 1), y]), r.obs, r.final_obs)
+        rows = c.logprob_forward_micro_batch_size
+        inputs = apply_in_parts(self.policy.encode, rows, states)  # [(T + 1)·N + E, D]
         mean, log_std = self.policy.distribution(inputs)
         log_std = log_std.expand_as(mean)
-        ratio = (
-            dist.squashed_log_prob(tree.flatten_time(r.pre_squash), mean, log_std)
-            .sum(-1)
-            .view(shape)
-            - r.log_prob
-        )
-        weight = ratio.clamp(max=0.0).exp()
+        noise = torch.randn(mean.shape, generator=generator, device=self.device)
+        sample, log_prob = sample_action(mean, log_std, noise)
+        state_value = self.critic(inputs, sample) - self.coefficients[ENTROPY] * log_prob
+        successor = torch.arange(count, device=self.device) + shape[1]
+        successor[r.ends] = torch.arange(len(mean) - len(r.ends), len(mean), device=self.device)
+
+        inputs = {name: x[:count] for name, x in inputs.items()}
+        mean, log_std = mean[:count], log_std[:count]
+        current = dist.squashed_log_prob(tree.flatten_time(r.pre_squash), mean, log_std).sum(-1)
+        weight = (current.view(shape) - r.log_prob).clamp(max=0.0).exp()
         action = tree.flatten_time(r.action)
         q = self.critic(inputs, action).view(shape)
-        next_inputs = self._encode(r.next_obs)
-        next_mean, next_log_std = self.policy.distribution(next_inputs)
-        noise = torch.randn(next_mean.shape, generator=generator, device=self.device)
-        next_action, next_log_prob = sample_action(next_mean, next_log_std, noise)
-        next_value = self.critic(next_inputs, next_action)
-        next_value = next_value - self.coefficients[ENTROPY] * next_log_prob
         target = advantages.retrace(
             reward=r.reward / self.returns.std.float(),
             value=q,
-            next_value=next_value.view(shape),
+            next_value=state_value[successor].view(shape),
             terminated=r.terminated,
             truncated=r.truncated,
             mask=r.mask,
@@ -242,11 +269,6 @@ class ReppoLearner:
         )
         samples = Samples(inputs, action, target.flatten(), mean, log_std)
         return samples, q, weight
-
-    def _encode(self, obs: Obs) -> dict[str, Tensor]:
-        """Return the inputs of observations [T, N, ..], [T·N, ..]."""
-        rows = self.config.logprob_forward_micro_batch_size
-        return apply_in_parts(self.policy.encode, rows, tree.flatten_time(obs))
 
     @property
     def coefficients(self) -> Tensor:
@@ -259,7 +281,7 @@ class ReppoLearner:
     ) -> Metrics:
         """Take the optimiser steps of an update."""
         c, size = self.config, self.config.global_batch_size
-        count = c.update_epoch * len(samples.target) // (c.kept_rollouts * size)
+        count = c.update_epoch * len(samples.target) // (c.rollouts_per_update * size)
         if not len(valid):
             return {}
         passes = -(-count * size // len(valid))
@@ -312,7 +334,7 @@ class ReppoLearner:
         """Return the settings [n, 3, 2] of the next n steps, see ``ReppoStep``."""
         c, factor = self.config, self._factor(update)
         value_lr = c.lr if c.value_lr is None else c.value_lr
-        rates = torch.tensor([c.lr, value_lr, DUAL_RATE * c.lr], dtype=torch.float64) * factor
+        rates = torch.tensor([c.lr * factor, value_lr * factor, DUAL_LR], dtype=torch.float64)
         t = torch.arange(self.steps + 1, self.steps + count + 1, dtype=torch.float64).unsqueeze(1)
         step = rates / (1 - c.adam_beta1**t)
         inv = (1 - c.adam_beta2**t).rsqrt().expand_as(step)

@@ -39,8 +39,9 @@ STATISTICS = (
 )
 """Entries of the result of ``ReppoStep``; means over the minibatch, and value_loss is the sum over
 the networks of Q."""
-DUAL_RATE = 3.0
-"""Learning rate of log α and log β, as a multiple of the policy's."""
+DUAL_LR = 1e-3
+"""Learning rate of log α and log β. It does not follow ``algorithm.lr_schedule``: with a falling
+rate, the entropy would no longer return to its target."""
 ENTROPY, KL = 0, 1
 """Positions of log α and log β in the vector of both."""
 

@@ -505,8 +505,15 @@ class AlgorithmConfig:
     """Algorithm. ppo: proximal policy optimisation. reppo: an action value, and a policy that
     follows its gradient (docs/reppo.md); it learns from fewer environment steps and needs more
     computation for each, and it reads fewer options of this section."""
-    kept_rollouts: Annotated[int, Limit(ge=1, le=1000)] = option(8, mode="embodied", read_if=REPPO)
-    """Number of newest rollouts that type=reppo trains on (K)."""
+    kept_rollouts: Annotated[int, Limit(ge=1, le=10000)] = option(
+        64, mode="embodied", read_if=REPPO
+    )
+    """Number of newest rollouts that type=reppo keeps."""
+    rollouts_per_update: Annotated[int, Limit(ge=1, le=1000)] = option(
+        8, mode="embodied", read_if=REPPO
+    )
+    """Number of kept rollouts that an update of type=reppo trains on: the newest one and random
+    older ones (K)."""
     critics: Annotated[int, Limit(ge=1, le=10)] = option(1, mode="embodied", read_if=REPPO)
     """Number of networks of the action value of type=reppo; the smallest of their values counts."""
     max_kl: Positive = option(0.1, mode="embodied", read_if=REPPO)

@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from embodied_ppo.algorithms import advantages
-from embodied_ppo.algorithms.reppo_learner import ENTROPY_PER_DIMENSION, ReppoLearner
-from embodied_ppo.algorithms.reppo_step import DUAL_RATE, STATISTICS, ReppoStep, Samples
+from embodied_ppo.algorithms import advantages, reppo_learner
+from embodied_ppo.algorithms.reppo_learner import ENTROPY, ENTROPY_PER_DIMENSION, ReppoLearner
+from embodied_ppo.algorithms.reppo_step import (
+    DUAL_LR,
+    STATISTICS,
+    ReppoStep,
+    Samples,
+    sample_action,
+)
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
-from embodied_ppo.core import compile, tree
-from embodied_ppo.core.types import ArraySpec, Box, TrainingError, Trajectory
+from embodied_ppo.core import compile, devices, tree
+from embodied_ppo.core.types import ArraySpec, Box, ConfigError, TrainingError, Trajectory
 from embodied_ppo.models.action_value import DISTANCE, GRID, RANGE, SPREAD, ActionValue
 from embodied_ppo.models.actor_critic import ActorCritic
 
@@ -35,7 +41,8 @@ MODEL = ModelConfig(
 )
 CONFIG = AlgorithmConfig(
     type="reppo",
-    kept_rollouts=2,
+    kept_rollouts=3,
+    rollouts_per_update=2,
     update_epoch=2,
     global_batch_size=8,
     entropy_bonus=0.01,
@@ -71,6 +78,8 @@ def rollout(policy: ActorCritic, seed: int) -> Trajectory:
     mask = torch.ones(T, N, dtype=torch.bool)
     mask[1:] = ~done[:-1]  # the row that resets an episode
     done &= mask
+    successor = obs[1:].clone()
+    successor[done] = torch.randn(int(done.sum()), D, generator=g)
     nan = torch.full((T, N), torch.nan)
     return Trajectory(
         obs=obs[:-1],
@@ -84,7 +93,7 @@ def rollout(policy: ActorCritic, seed: int) -> Trajectory:
         truncated=done & clock,
         mask=mask,
         version=torch.zeros(T, N, dtype=torch.int64),
-        next_obs=obs[1:],
+        next_obs=successor,
     )
 
 
@@ -125,10 +134,28 @@ def test_targets_of_a_new_rollout() -> None:
     samples, _, weight = own._targets(own.kept[0], torch.Generator().manual_seed(0))
     # The policy that acted is the current one, so that no trace is cut.
     torch.testing.assert_close(weight, torch.ones(T, N))
-    ends = t.terminated & t.mask
+    ends = t.terminated
     assert bool(ends.any())
     scaled = t.reward / float(own.returns.std)
     torch.testing.assert_close(samples.target.view(T, N)[ends], scaled[ends])
+
+
+def test_values_of_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without noise, entropy and traces: r + γ Q(s', mean action), with final observations."""
+    own = learner(replace(CONFIG, gae_lambda=0.0))
+    own.parameters[-1][ENTROPY] = -80.0
+    monkeypatch.setattr(
+        reppo_learner, "sample_action", lambda m, s, noise: sample_action(m, s, 0 * noise)
+    )
+    t = rollout(own.policy, 4)
+    assert bool(t.truncated.any()) and t.next_obs is not None
+    assert not torch.equal(t.next_obs[:-1], t.obs[1:])
+    own._keep(t)
+    samples, _, _ = own._targets(own.kept[0], torch.Generator())
+    inputs = own.policy.encode(t.next_obs.flatten(0, 1))
+    value = own.critic(inputs, own.policy.distribution(inputs)[0].tanh()).view(T, N)
+    expected = t.reward / own.returns.std.float() + CONFIG.gamma * value * ~t.terminated
+    torch.testing.assert_close(samples.target.view(T, N)[t.mask], expected[t.mask])
 
 
 # ---------------------------------------------------------------------------------------- one step
@@ -186,7 +213,7 @@ def test_steps_equal_torchs_optimizers_in_float64() -> None:
         for parameters, lr in (
             (policy.parameters(), CONFIG.lr),
             (critic.parameters(), CONFIG.value_lr),
-            ([duals], DUAL_RATE * CONFIG.lr),
+            ([duals], DUAL_LR),
         )
     ]
     g = torch.Generator().manual_seed(5)
@@ -235,23 +262,34 @@ def test_step_with_settings_0_changes_nothing() -> None:
 
 
 # --------------------------------------------------------------------------------------- the update
-def test_update_trains_on_the_newest_rollouts() -> None:
+def test_newest_rollouts_are_kept_and_random_ones_are_used() -> None:
     own = learner()
     before = [p.clone() for p in own.parameters]
-    first, second, third = (rollout(own.policy, seed) for seed in range(3))
-    metrics = own.update(first, update=0)
+    rollouts = [rollout(own.policy, seed) for seed in range(4)]
+    metrics = own.update(rollouts[0], update=0)
     assert own.steps == 6 == CONFIG.update_epoch * T * N // CONFIG.global_batch_size
     assert all(not torch.equal(p, q) for p, q in zip(own.parameters, before, strict=True))
     assert metrics["policy/epochs"] == 2.0
-    own.update(second, update=1)
-    own.update(third, update=2)
-    assert [r.reward is t.reward for r, t in zip(own.kept, (second, third), strict=True)] == [
-        True,
-        True,
-    ]
+    for i, t in enumerate(rollouts[1:], 1):
+        own.update(t, update=i)
+    assert own.steps == 24
+    assert [int(k.reward is t.reward) for k, t in zip(own.kept, rollouts[1:], strict=True)] == [
+        1
+    ] * 3
     assert int(own.policy.encoder.moments.count) == int(  # pyright: ignore
-        sum(t.mask.sum() for t in (first, second, third))
+        sum(t.mask.sum() for t in rollouts)
     )
+    chosen = [own._chosen(torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert all(len(pair) == 2 and pair[1] is own.kept[2] for pair in chosen)
+    assert {int(pair[0] is own.kept[0]) for pair in chosen} == {0, 1}
+
+
+def test_rollouts_that_exceed_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = learner()
+    monkeypatch.setattr(devices, "free_memory", lambda device: 1000.0)
+    message = r"algorithm.kept_rollouts = 3: they need 0.0 GiB and 0.0 GiB are free; lower it"
+    with pytest.raises(ConfigError, match=message):
+        own.update(rollout(own.policy, 0), update=0)
 
 
 def test_state_continues_bit_for_bit() -> None:

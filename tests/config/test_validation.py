@@ -116,6 +116,10 @@ REPPO = {"algorithm.type": "reppo", "model.distribution": "squashed_gaussian"}
         ),
         ({**REPPO, "model.recurrent": "gru"}, "model.recurrent = gru: .. write model.recurrent="),
         ({**REPPO, "pipeline": True}, "pipeline = true: .. write pipeline=false"),
+        (
+            {**REPPO, "algorithm.rollouts_per_update": 65},
+            "algorithm.rollouts_per_update = 65: is larger than algorithm.kept_rollouts = 64;",
+        ),
         ({**REPPO, "learner_threads": 2}, "learner_threads = 2: .. write learner_threads=1"),
         (
             {**REPPO, "algorithm.lr_schedule": "adaptive"},
@@ -409,7 +413,8 @@ UNREAD = {
         8,
         {"model.recurrent": "gru", "algorithm.minibatch_unit": "column"},
     ),
-    "algorithm.kept_rollouts": (4, REPPO),
+    "algorithm.kept_rollouts": (16, REPPO),
+    "algorithm.rollouts_per_update": (4, REPPO),
     "algorithm.max_kl": (0.2, REPPO),
     "algorithm.critics": (3, REPPO),
     "algorithm.bptt_length": (

@@ -69,7 +69,7 @@ GROUPS = {
 }
 NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network.py'}:Residual"
 SQUASHED = {"model.distribution": "squashed_gaussian", "model.shared_backbone": False}
-REPPO = {**SQUASHED, "algorithm.type": "reppo", "algorithm.kept_rollouts": 2}
+REPPO = {**SQUASHED, "algorithm.type": "reppo", "algorithm.rollouts_per_update": 2}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 RECURRENT = {**COLUMNS, "model.recurrent": "gru", "model.recurrent_size": 4}
 CHUNKS = {"env.action_chunk": 2}
@@ -140,7 +140,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.flow_chain": ("sum", FLOW),
     "model.history": (2, {}),
     "algorithm.type": ("reppo", SQUASHED),
-    "algorithm.kept_rollouts": (1, REPPO),
+    "algorithm.kept_rollouts": (2, REPPO),
+    "algorithm.rollouts_per_update": (1, REPPO),
     "algorithm.max_kl": (1e-6, REPPO),
     "algorithm.critics": (2, REPPO),
     "model.recurrent": ("gru", COLUMNS),

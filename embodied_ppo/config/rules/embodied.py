@@ -174,8 +174,8 @@ def _check_distillation(config: Config) -> None:
 
 
 REPPO_OPTIONS: tuple[str, ...] = (
-    *("type", "kept_rollouts", "critics", "max_kl", "horizon", "update_epoch"),
-    *("global_batch_size", "rollout_micro_batch_size"),
+    *("type", "kept_rollouts", "rollouts_per_update", "critics", "max_kl"),
+    *("horizon", "update_epoch", "global_batch_size", "rollout_micro_batch_size"),
     *("logprob_forward_micro_batch_size", "gamma", "gae_lambda", "entropy_bonus"),
     *("entropy_target", "lr", "value_lr", "lr_schedule", "lr_end", "lr_warmup"),
     *("max_grad_norm", "adam_beta1", "adam_beta2", "adam_eps"),
@@ -209,6 +209,11 @@ def _check_reppo(config: Config) -> None:
             raise ConfigError(
                 f"{path} = {show(value)}: is not possible with {reppo}; write {path}={show(needed)}"
             )
+    if a.rollouts_per_update > a.kept_rollouts:
+        raise ConfigError(
+            f"algorithm.rollouts_per_update = {a.rollouts_per_update}: is larger than"
+            f" algorithm.kept_rollouts = {a.kept_rollouts}; lower it, or raise that"
+        )
     if a.lr_schedule == "adaptive":
         raise ConfigError(
             f"algorithm.lr_schedule = adaptive: is not possible with {reppo}, which bounds the KL"
