@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before torch, the simulators and any process that a test starts read them.
@@ -23,6 +24,44 @@ import torch
 collect_ignore = [
     "extras"
 ]  # packages of their own: make test-mjlab, make test-libero, make test-trackers, .. (Makefile)
+
+LONGEST_FILES = (
+    "core/test_compile.py",
+    "integration/test_placements_language.py",
+    "drills/test_placement_failures.py",
+    "placement/test_fsdp.py",
+    "integration/test_placements.py",
+    "drills/test_two_hosts.py",
+    "analysis/test_search.py",
+    "commands/test_demos.py",
+    "test_benchmark.py",
+    "integration/test_memory.py",
+    "commands/test_doctor.py",
+    "drills/test_disk_and_clock.py",
+    "integration/test_compare_guide.py",
+    "commands/test_tune.py",
+    "gpu/test_fake_accelerator.py",
+    "scripts/test_bench_placement.py",
+    "commands/test_sweep.py",
+    "algorithms/test_reppo.py",
+    "integration/test_tutorial.py",
+    "imitation/test_auxiliary_cloning.py",
+    "models/vla/test_trunk.py",
+    "integration/test_experiments.py",
+    "models/vla/test_pi0.py",
+    "integration/test_resume.py",
+    "commands/test_new_task.py",
+    "commands/test_fit.py",
+    "commands/test_watch.py",
+    "evaluation/test_video.py",
+    "drills/test_two_nodes.py",
+    "commands/test_plan.py",
+    "analysis/test_verification.py",
+    "integration/test_network_tutorial.py",
+)
+"""Test files that take 20 s or more, the longest first."""
+
+FOLDER = Path(__file__).parent
 
 torch.set_num_threads(1)
 
@@ -56,7 +95,12 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none."""
+    """Put the longest files first, and skip tests marked ``gpu`` where there is none.
+
+    Files are assigned to processes in this order, so that the last ones to end are short.
+    """
+    rank = {FOLDER / name: i for i, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
     if torch.cuda.is_available():
         return
     for item in items:

