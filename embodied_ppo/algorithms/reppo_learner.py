@@ -312,7 +312,6 @@ class ReppoLearner:
         mean = dict(zip(STATISTICS, table.mean(0).tolist(), strict=True))
         last = dict(zip(STATISTICS, table[-1].tolist(), strict=True))
         rate = c.lr * self._factor(update)
-        value_rate = rate if c.value_lr is None else c.value_lr * self._factor(update)
         return {
             "policy/loss": Mean(mean["policy_loss"] * count, count),
             "policy/kl": Mean(mean["kl"] * count, count),
@@ -324,17 +323,23 @@ class ReppoLearner:
             "policy/epochs": float(c.update_epoch),
             "value/loss": Mean(mean["value_loss"] * count, count),
             "value/grad_norm": Mean(mean["critic_norm"] * count, count),
-            "value/lr": value_rate,
+            "value/lr": self._value_lr,
         }
 
+    @property
+    def _value_lr(self) -> float:
+        """Learning rate of Q. It is constant: with a falling rate, Q would no longer follow the
+        policy at the end of a run."""
+        return self.config.lr if self.config.value_lr is None else self.config.value_lr
+
     def _factor(self, update: int) -> float:
+        """Return the factor of the policy's learning rate."""
         return learning_rate_factor(self.config, update, self.updates)
 
     def _settings(self, count: int, update: int) -> Tensor:
         """Return the settings [n, 3, 2] of the next n steps, see ``ReppoStep``."""
         c, factor = self.config, self._factor(update)
-        value_lr = c.lr if c.value_lr is None else c.value_lr
-        rates = torch.tensor([c.lr * factor, value_lr * factor, DUAL_LR], dtype=torch.float64)
+        rates = torch.tensor([c.lr * factor, self._value_lr, DUAL_LR], dtype=torch.float64)
         t = torch.arange(self.steps + 1, self.steps + count + 1, dtype=torch.float64).unsqueeze(1)
         step = rates / (1 - c.adam_beta1**t)
         inv = (1 - c.adam_beta2**t).rsqrt().expand_as(step)

@@ -248,6 +248,16 @@ def test_steps_equal_torchs_optimizers_in_float64() -> None:
     assert own.entropy_target == A * ENTROPY_PER_DIMENSION
 
 
+def test_schedule_is_that_of_the_policy_only() -> None:
+    own = learner(replace(CONFIG, lr_schedule="linear"))
+    own.steps = 10**6  # without the bias corrections of the first steps
+    first, last = own._settings(1, 0)[0], own._settings(1, 9)[0]
+    torch.testing.assert_close(first[:, 0], torch.tensor([CONFIG.lr, CONFIG.value_lr, DUAL_LR]))
+    torch.testing.assert_close(
+        last[:, 0], torch.tensor([0.1 * CONFIG.lr, CONFIG.value_lr, DUAL_LR])
+    )
+
+
 def test_step_with_settings_0_changes_nothing() -> None:
     """A CUDA graph is recorded with arguments that are 0."""
     own = learner()
