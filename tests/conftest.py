@@ -17,9 +17,14 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 # With a space: the compiler of compile=always must bear it.
 os.environ["EMBODIED_PPO_CACHE"] = tempfile.mkdtemp(prefix="embodied_ppo tests_")
 
+import hypothesis
 import pytest
 import ray_fork_server
 import torch
+
+# The time of an example depends on the load of the machine.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.load_profile("default")
 
 collect_ignore = [
     "extras"

@@ -132,7 +132,7 @@ def retrace(
         truncated: bool [T, N].
         mask: bool [T, N].
         discount: γ_t, [T, N].
-        trace: c_t = λ·min(1, π / π_old), [T, N].
+        trace: c_t = λ·min(1, π / μ), [T, N].
 
     Returns:
         float32 [T, N]; rows that are masked have no meaning.

@@ -27,6 +27,7 @@ from embodied_ppo.algorithms.reppo_step import (
     DUAL_LR,
     ENTROPY,
     KL,
+    MIN_COEFFICIENT,
     STATISTICS,
     ReppoStep,
     Samples,
@@ -52,7 +53,7 @@ from embodied_ppo.models.actor_critic import ActorCritic
 
 INITIAL_KL_COEF = 0.01
 """Initial β."""
-ENTROPY_PER_DIMENSION = -0.5
+ENTROPY_PER_DIMENSION = -1.0
 """Target of the entropy per action dimension, nats, where ``algorithm.entropy_target`` is null."""
 
 
@@ -117,16 +118,16 @@ class ReppoLearner:
         self.compile_schedule = compile_schedule or compile.CompileSchedule(None)
         self.cpu_s = {"advantages": 0.0, "update": 0.0}
         self.device = policy.policy_head.weight.device
-        self.returns = advantages.ReturnScaler(num_envs).to(self.device)
+        self.return_scaler = advantages.ReturnScaler(num_envs).to(self.device)
         self.kept: list[KeptRollout] = []
         """The newest rollouts, the oldest first."""
         coefficients = [0.0, 0.0]
-        coefficients[ENTROPY] = math.log(max(config.entropy_bonus, 1e-8))
+        coefficients[ENTROPY] = math.log(max(config.entropy_bonus, MIN_COEFFICIENT))
         coefficients[KL] = math.log(INITIAL_KL_COEF)
-        duals = torch.tensor(coefficients, device=self.device)
-        self.parameters = [*_tensors(policy), *_tensors(critic), duals]
-        self.first = [torch.zeros_like(p) for p in self.parameters]
-        self.second = [torch.zeros_like(p) for p in self.parameters]
+        log_coefficients = torch.tensor(coefficients, device=self.device)
+        self.parameters = [*_tensors(policy), *_tensors(critic), log_coefficients]
+        self.first_moments = [torch.zeros_like(p) for p in self.parameters]
+        self.second_moments = [torch.zeros_like(p) for p in self.parameters]
         self.steps = 0
         """Optimiser steps so far."""
         target = config.entropy_target
@@ -160,7 +161,7 @@ class ReppoLearner:
         c = self.config
         steps = 1 if t.steps is None else t.steps
         done = t.terminated | t.truncated
-        self.returns.update(t.reward, done, t.mask, c.gamma, steps)
+        self.return_scaler.update(t.reward, done, t.mask, c.gamma, steps)
         discount = torch.full_like(t.reward, c.gamma) ** steps
         ends = done.flatten().nonzero().flatten()
         rollout = KeptRollout(
@@ -237,7 +238,7 @@ class ReppoLearner:
     ) -> tuple[Samples, Tensor, Tensor]:
         """Return the samples of a rollout [T·N, ..], Q of its actions, and the traces' factors.
 
-        Q and the factors min(1, π / π_old) are [T, N].
+        Q and the factors min(1, π / μ) are [T, N].
         """
         c, shape, count = self.config, r.mask.shape, r.mask.numel()
         states = tree.map(lambda x, y: torch.cat([x.flatten(0, 1), y]), r.obs, r.final_obs)
@@ -258,7 +259,7 @@ class ReppoLearner:
         action = tree.flatten_time(r.action)
         q = self.critic(inputs, action).view(shape)
         target = advantages.retrace(
-            reward=r.reward / self.returns.std.float(),
+            reward=r.reward / self.return_scaler.std.float(),
             value=q,
             next_value=state_value[successor].view(shape),
             terminated=r.terminated,
@@ -292,14 +293,15 @@ class ReppoLearner:
             ]
         )
         settings = self._settings(count, update)
+        max_kl = torch.tensor(c.max_kl * self._factor(update), device=self.device)
         step = self._compiled(samples, update) or self._eager(samples)
         leaves = [x.contiguous() for x in tree.leaves(samples)]
-        state = [*self.parameters, *self.first, *self.second]
+        state = [*self.parameters, *self.first_moments, *self.second_moments]
         rows: list[Tensor] = []
         for i in range(count):
             index = order[i * size : (i + 1) * size]
             noise = torch.randn(size, self.policy.actions, generator=generator, device=self.device)
-            (row,) = step([*state, settings[i], index, noise, *leaves])
+            (row,) = step([*state, settings[i], max_kl, index, noise, *leaves])
             rows.append(row)
         self.steps += count
         table = torch.stack(rows).double().cpu()
@@ -323,6 +325,7 @@ class ReppoLearner:
             "policy/epochs": float(c.update_epoch),
             "value/loss": Mean(mean["value_loss"] * count, count),
             "value/grad_norm": Mean(mean["critic_norm"] * count, count),
+            "value/mean": Mean(mean["value"] * count, count),
             "value/lr": self._value_lr,
         }
 
@@ -357,9 +360,10 @@ class ReppoLearner:
 
         def example() -> compile.Example:
             size = self.config.global_batch_size
-            state = [*self.parameters, *self.first, *self.second]
+            state = [*self.parameters, *self.first_moments, *self.second_moments]
             arguments = [
                 torch.zeros(3, 2, device=self.device),
+                torch.zeros((), device=self.device),
                 torch.arange(size, device=self.device),
                 torch.zeros(size, self.policy.actions, device=self.device),
                 *(x.contiguous() for x in tree.leaves(samples)),
@@ -374,10 +378,10 @@ class ReppoLearner:
         return {
             "critic_weights": self.critic.state_dict(),
             "coefficients": self.parameters[-1],
-            "first": self.first,
-            "second": self.second,
+            "first": self.first_moments,
+            "second": self.second_moments,
             "steps": self.steps,
-            "returns": self.returns.state_dict(),
+            "returns": self.return_scaler.state_dict(),
             "kept": [{name: getattr(r, name) for name in vars(r)} for r in self.kept],
         }
 
@@ -386,13 +390,13 @@ class ReppoLearner:
         self.critic.load_state_dict(state["critic_weights"])
         for own, stored in (
             ([self.parameters[-1]], [state["coefficients"]]),
-            (self.first, state["first"]),
-            (self.second, state["second"]),
+            (self.first_moments, state["first"]),
+            (self.second_moments, state["second"]),
         ):
             for x, y in zip(own, stored, strict=True):
                 x.copy_(y)
         self.steps = state["steps"]
-        self.returns.load_state_dict(state["returns"])
+        self.return_scaler.load_state_dict(state["returns"])
         to_device = lambda x: x.to(self.device)
         kept = [KeptRollout(**tree.map(to_device, r)) for r in state["kept"]]
         self.kept = kept[-self.config.kept_rollouts :]

@@ -7,7 +7,8 @@ are regularised by the entropy, and the policy stays close to the one that began
     L_Q      = cross-entropy of Q(s, a) to the target value (models.action_value)
     L_policy = α·log π(a'|s) - Q(s, a')   where KL(π_old || π) < limit in the state s
              = β·KL(π_old || π)           otherwise
-    α        rises while the entropy is below its target, and β while the KL is above its limit
+    α        rises while the entropy is below its target, and β while the KL is above its limit;
+             both fall otherwise, to MIN_COEFFICIENT
 
 with a' = tanh(mean + std · noise), so that the gradient of L_policy passes through the action.
 
@@ -16,6 +17,7 @@ B samples of a minibatch, A action dimensions, D numbers of an observation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from embodied_ppo.models import distributions as dist
 from embodied_ppo.models.action_value import ActionValue
 from embodied_ppo.models.actor_critic import ActorCritic
 
-STEP_OPTIONS = ("adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm", "max_kl")
+STEP_OPTIONS = ("adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm")
 """Options of the algorithm that ``ReppoStep`` reads."""
 STATISTICS = (
     *("policy_loss", "value_loss", "entropy", "kl", "value", "actor_norm", "critic_norm"),
@@ -39,6 +41,9 @@ STATISTICS = (
 )
 """Entries of the result of ``ReppoStep``; means over the minibatch, and value_loss is the sum over
 the networks of Q."""
+MIN_COEFFICIENT = 1e-4
+"""Smallest α and β. Without it, α falls as long as the entropy is above its target, to less than
+1e-6, and takes more than 100 updates to rise again when the entropy falls below."""
 DUAL_LR = 1e-3
 """Learning rate of log α and log β. It does not follow ``algorithm.lr_schedule``: with a falling
 rate, the entropy would no longer return to its target."""
@@ -113,51 +118,52 @@ class ReppoStep:
         Args:
             tensors: Parameters (of the policy, of the critic, and log α and log β [2]), their first
                 moments, their second moments; settings [3, 2]: step and inv of ``adamw_step`` for
-                policy, critic and coefficients; indices int64 [B]; noise [B, A]; leaves of
-                ``Samples``.
+                policy, critic and coefficients; the limit of the KL, a scalar; indices int64 [B];
+                noise [B, A]; leaves of ``Samples``.
         """
         n, actors = len(self.actor_names) + len(self.critic_names) + 1, len(self.actor_names)
-        params, first, second = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n]
-        settings, index, noise, *others = tensors[3 * n :]
+        params, first_moments = tensors[:n], tensors[n : 2 * n]
+        second_moments = tensors[2 * n : 3 * n]
+        settings, max_kl, index, noise, *others = tensors[3 * n :]
         leaves = iter(others)
         b: Samples = tree.map(lambda _: next(leaves).index_select(0, index), self.samples)
 
         # 1. The critic.
-        live = [p.detach().requires_grad_() for p in params[actors : n - 1]]
-        logits = self._logits(live, b.inputs, b.action)
+        grad_params = [p.detach().requires_grad_() for p in params[actors : n - 1]]
+        logits = self._logits(grad_params, b.inputs, b.action)
         value_loss = action_value.cross_entropy(logits, b.target).mean(-1).sum()
-        critic_grads = torch.autograd.grad(value_loss, live)
+        critic_grads = torch.autograd.grad(value_loss, grad_params)
         critic_norm = self._apply(
             params[actors : n - 1],
             critic_grads,
-            (first[actors : n - 1], second[actors : n - 1]),
+            (first_moments[actors : n - 1], second_moments[actors : n - 1]),
             settings[1],
         )
         critic = [p.detach() for p in params[actors : n - 1]]
 
         # 2. The policy, with the new critic.
-        duals = params[n - 1].detach()
-        alpha, beta = duals.exp().unbind()
-        live = [p.detach().requires_grad_() for p in params[:actors]]
-        mean, log_std = self._distribution(live, b.inputs)
+        log_coefficients = params[-1].detach()
+        alpha, beta = log_coefficients.exp().unbind()
+        grad_params = [p.detach().requires_grad_() for p in params[:actors]]
+        mean, log_std = self._distribution(grad_params, b.inputs)
         action, log_prob = sample_action(mean, log_std, noise)
-        value = action_value.smallest(self._logits(critic, b.inputs, action))
-        distance = dist.gaussian_kl(b.mean, b.log_std, mean, log_std).sum(-1)
-        improve = alpha * log_prob - value
-        policy_loss = torch.where(
-            distance.detach() < self.config.max_kl, improve, beta * distance
-        ).mean()
+        value = action_value.min_value(self._logits(critic, b.inputs, action))
+        kl = dist.gaussian_kl(b.mean, b.log_std, mean, log_std).sum(-1)
+        pathwise_loss = alpha * log_prob - value
+        policy_loss = torch.where(kl.detach() < max_kl, pathwise_loss, beta * kl).mean()
         actor_norm = self._apply(
             params[:actors],
-            torch.autograd.grad(policy_loss, live),
-            (first[:actors], second[:actors]),
+            torch.autograd.grad(policy_loss, grad_params),
+            (first_moments[:actors], second_moments[:actors]),
             settings[0],
         )
 
         # 3. The coefficients: gradients of α·(H - target) and β·(limit - KL) by log α and log β.
-        entropy, mean_kl = -log_prob.detach().mean(), distance.detach().mean()
-        excess = torch.stack([entropy - self.entropy_target, self.config.max_kl - mean_kl])
-        self._step(params[n - 1], duals.exp() * excess, first[n - 1], second[n - 1], settings[2])
+        entropy, mean_kl = -log_prob.detach().mean(), kl.detach().mean()
+        excess = torch.stack([entropy - self.entropy_target, max_kl - mean_kl])
+        gradient = log_coefficients.exp() * excess
+        self._step(params[-1], gradient, (first_moments[-1], second_moments[-1]), settings[2])
+        params[-1].clamp_(min=math.log(MIN_COEFFICIENT))
         return torch.stack(
             [
                 *(policy_loss.detach(), value_loss.detach(), entropy, mean_kl),
@@ -190,20 +196,21 @@ class ReppoStep:
         if (limit := self.config.max_grad_norm) is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             grads = [g * factor for g in grads]
-        for p, g, first, second in zip(params, grads, *moments, strict=True):
-            self._step(p, g, first, second, settings)
+        for p, g, first_moment, second_moment in zip(params, grads, *moments, strict=True):
+            self._step(p, g, (first_moment, second_moment), settings)
         return norm
 
     @torch.no_grad()
-    def _step(self, p: Tensor, g: Tensor, first: Tensor, second: Tensor, settings: Tensor) -> None:
+    def _step(self, p: Tensor, g: Tensor, moments: tuple[Tensor, Tensor], settings: Tensor) -> None:
+        """Take a step of AdamW with gradient ``g``."""
         step, inv = settings.unbind()
         results = adamw_step(
-            *(p, first, second, g, self.config),  # pyright: ignore[reportArgumentType]
+            *(p, *moments, g, self.config),  # pyright: ignore[reportArgumentType]
             step=step,
             inv=inv,
             decay=torch.zeros_like(step),
         )
-        for old, new in zip((p, first, second), results, strict=True):
+        for old, new in zip((p, *moments), results, strict=True):
             old.copy_(torch.where(step > 0, new, old))
 
 

@@ -517,12 +517,15 @@ class AlgorithmConfig:
     critics: Annotated[int, Limit(ge=1, le=10)] = option(1, mode="embodied", read_if=REPPO)
     """Number of networks of the action value of type=reppo; the smallest of their values counts."""
     max_kl: Positive = option(0.1, mode="embodied", read_if=REPPO)
-    """Bound of the KL divergence from the policy that began an update to the new one, nats."""
+    """Limit of the KL divergence from the policy that began an update to the new one, nats. In
+    states where it is larger, the loss of the policy is this divergence alone. It follows
+    lr_schedule and lr_warmup."""
     # --- rollout and batches
     horizon: Count = option(32, mode="embodied")
     """Number of steps of each environment in one rollout (T)."""
     update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 10
-    """Number of passes over one rollout."""
+    """Number of passes over one rollout. type=reppo draws as many minibatches from the rollouts of
+    rollouts_per_update together."""
     global_batch_size: Count = 256
     """Samples (steps; in reasoning prompts) of one optimiser step, summed over all ranks. It must
     divide the rollout (horizon x num_envs; in reasoning rollout_batch_size)."""
@@ -657,7 +660,7 @@ class AlgorithmConfig:
     set)."""
     entropy_target: float | None = option(None, read_if=ENTROPY)
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
-    constant coefficient."""
+    constant coefficient, and with type=reppo a target of -1 per action dimension."""
     loss_agg_func: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -734,10 +737,12 @@ class AlgorithmConfig:
     lr: Positive = 3e-4
     """Learning rate of the policy (and of a shared trunk)."""
     value_lr: Positive | None = option(None, mode="embodied")
-    """Learning rate of the value head (and of its own trunk); null: lr."""
+    """Learning rate of the value head (and of its own trunk; with type=reppo of the action value);
+    null: lr."""
     lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
     """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run; adaptive
-    keeps approx_kl near desired_kl."""
+    keeps approx_kl near desired_kl. With type=reppo only that of the policy; others are
+    constant."""
     lr_end: Fraction = option(0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine"))
     """Final learning rate as a fraction of lr (linear, cosine)."""
     lr_warmup: Natural = 0

@@ -10,19 +10,21 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of the C library's ``mallopt``."""
 KEPT_BYTES = 1 << 28
 """Freed memory that the C library keeps."""
-LARGEST_KEPT_BYTES = 1 << 25
-"""Size from which a block of memory is returned to the system, the largest that glibc accepts."""
+MMAP_THRESHOLD_BYTES = 1 << 25
+"""Size from which the C library maps a block separately and unmaps it when it is freed, the largest
+that glibc accepts."""
 
 
 def keep_freed_memory() -> None:
     """Let the C library reuse freed memory instead of returning it to the system.
 
-    Otherwise many tensors of a pass begin on pages that the system must provide and clear again. It
-    changes no result. C libraries other than glibc ignore it or lack the function.
+    Otherwise each large allocation causes page faults, which take longer than the computation of
+    small tensors. It changes no result. C libraries other than glibc ignore it, or lack the
+    function.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 

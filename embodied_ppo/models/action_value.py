@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.models.backbone import Encoder, linear, make_trunk
 
-GRID = 101
+NUM_BINS = 101
 """Number of values of the grid."""
-RANGE = 10.0
+MAX_VALUE = 10.0
 """Largest value of the grid; the smallest is its negative."""
-DISTANCE = 2 * RANGE / (GRID - 1)
+BIN_WIDTH = 2 * MAX_VALUE / (NUM_BINS - 1)
 """Distance of two values of the grid."""
-SPREAD = 0.75
-"""Standard deviation of the target's Gaussian, in multiples of DISTANCE."""
+SIGMA_IN_BINS = 0.75
+"""Standard deviation of the target's Gaussian, in multiples of BIN_WIDTH."""
 
 
 class ActionValue(nn.Module):
@@ -49,14 +49,14 @@ class ActionValue(nn.Module):
         """
         super().__init__()
         hidden = config.critic_hidden or config.hidden
-        own = replace(config, hidden=hidden)
-        trunks = [make_trunk(encoder, own, features=actions) for _ in range(networks)]
+        critic_config = replace(config, hidden=hidden)
+        trunks = [make_trunk(encoder, critic_config, features=actions) for _ in range(networks)]
         gain, orthogonal = config.value_gain, config.orthogonal_init
         self.trunks = nn.ModuleList(trunks)
-        self.heads = nn.ModuleList(linear(t.features, GRID, gain, orthogonal) for t in trunks)
+        self.heads = nn.ModuleList(linear(t.features, NUM_BINS, gain, orthogonal) for t in trunks)
 
     def logits(self, inputs: dict[str, Tensor], action: Tensor) -> Tensor:
-        """Return the logits over the grid, [C, B, GRID].
+        """Return the logits over the grid, [C, B, NUM_BINS].
 
         Args:
             inputs: Result of the encoder, [B, D].
@@ -67,35 +67,37 @@ class ActionValue(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], action: Tensor) -> Tensor:
         """Return Q(s, a), [B]."""
-        return smallest(self.logits(inputs, action))
+        return min_value(self.logits(inputs, action))
 
 
-def smallest(logits: Tensor) -> Tensor:
-    """Return the smallest expected value of C distributions over the grid, [C, B, GRID] -> [B]."""
+def min_value(logits: Tensor) -> Tensor:
+    """Return the smallest mean of C distributions over the grid, [C, B, NUM_BINS] -> [B]."""
     return mean(logits).amin(0)
 
 
 def mean(logits: Tensor) -> Tensor:
-    """Return the expected value of a distribution over the grid, [.., GRID] -> [..]."""
-    return logits.softmax(-1) @ torch.linspace(-RANGE, RANGE, GRID, device=logits.device)
+    """Return the expected value of a distribution over the grid, [.., NUM_BINS] -> [..]."""
+    return logits.softmax(-1) @ torch.linspace(
+        -MAX_VALUE, MAX_VALUE, NUM_BINS, device=logits.device
+    )
 
 
 def target_distribution(value: Tensor) -> Tensor:
-    """Return the distribution over the grid for values [B], [B, GRID].
+    """Return the distribution over the grid for values [B], [B, NUM_BINS].
 
-    It is N(value, (SPREAD · DISTANCE)²), integrated over the cells and normalised. Values beyond
-    the grid are clamped to it.
+    It is N(value, (SIGMA_IN_BINS · BIN_WIDTH)²), integrated over the cells and normalised. Values
+    beyond the grid are clamped to it.
 
     Source: Farebrother et al. 2024, eq. 3.2.
     """
-    limit = RANGE + DISTANCE / 2
-    edges = torch.linspace(-limit, limit, GRID + 1, device=value.device)
-    centre = value.clamp(-RANGE, RANGE).unsqueeze(-1)
-    cumulative = torch.special.erf((edges - centre) / (SPREAD * DISTANCE * math.sqrt(2.0)))
+    limit = MAX_VALUE + BIN_WIDTH / 2
+    edges = torch.linspace(-limit, limit, NUM_BINS + 1, device=value.device)
+    centre = value.clamp(-MAX_VALUE, MAX_VALUE).unsqueeze(-1)
+    cumulative = torch.special.erf((edges - centre) / (SIGMA_IN_BINS * BIN_WIDTH * math.sqrt(2.0)))
     mass = cumulative[:, 1:] - cumulative[:, :-1]
     return mass / (cumulative[:, -1:] - cumulative[:, :1])
 
 
 def cross_entropy(logits: Tensor, value: Tensor) -> Tensor:
-    """Return -Σ p log q of the distribution for values [B] and logits [.., B, GRID], [.., B]."""
+    """Return -Σ p log q, [.., B], of values [B] and logits [.., B, NUM_BINS]."""
     return -(target_distribution(value) * logits.log_softmax(-1)).sum(-1)

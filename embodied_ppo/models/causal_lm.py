@@ -254,12 +254,12 @@ class Decoder(InferenceModule):
         if not _reads_host(ids):
             return self(ids, attend=attend, place=place)
         tree = prefix_tree(ids, place)
-        token = ids.flatten().index_select(0, tree.token).unsqueeze(0)
+        token = ids.flatten().index_select(0, tree.token_index).unsqueeze(0)
         attend = self._attend_tree(tree, attend, place.shape)
         hidden = self(
             token, tree.position.unsqueeze(0), attend=attend, place=tree.query.unsqueeze(0)
         )
-        return hidden[0].index_select(0, tree.at).unflatten(0, place.shape)
+        return hidden[0].index_select(0, tree.query_index).unflatten(0, place.shape)
 
     def _attend_tree(self, tree: PrefixTree, causal: Attend, places: Sequence[int]) -> Attend:
         """Return attention of the nodes of a tree; ``causal`` is that of the rows."""
@@ -270,8 +270,12 @@ class Decoder(InferenceModule):
             return x[0].transpose(0, 1).index_select(0, index).unflatten(0, (b, -1)).transpose(1, 2)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            query, result = (tree.at, tree.query_token) if i == last else (tree.node, tree.token)
-            out = causal(i, rows(q, query), rows(k, tree.node), rows(v, tree.node))
+            query, result = (
+                (tree.query_index, tree.query_token)
+                if i == last
+                else (tree.token_node, tree.token_index)
+            )
+            out = causal(i, rows(q, query), rows(k, tree.token_node), rows(v, tree.token_node))
             out = out.transpose(1, 2).flatten(0, 1).index_select(0, result)  # [n, heads, d]
             return out.transpose(0, 1).unsqueeze(0)
 

@@ -20,30 +20,33 @@ class PrefixTree:
     """Distinct prefixes of the rows of ids [B, L].
 
     Attributes:
-        token: int64 [U], place of a token of each node in the flattened [B·L].
-        position: int64 [U], place in its row.
-        node: int64 [B·L], node of each token; arbitrary after the last requested place of a row.
-        query: int64 [P], nodes at the requested places.
-        query_token: int64 [P], place of each of them in the flattened [B·R].
-        at: int64 [B·R], index in ``query`` of each requested place.
+        token_index: int64 [U], index of a token of each node in the flattened [B·L].
+        position: int64 [U], position of that token in its row.
+        token_node: int64 [B·L], node of each token; arbitrary after the last requested position of
+            a row.
+        query: int64 [P], nodes at the requested positions.
+        query_token: int64 [P], index of each of them in the flattened [B·R].
+        query_index: int64 [B·R], index in ``query`` of each requested position.
     """
 
-    token: Tensor
+    token_index: Tensor
     position: Tensor
-    node: Tensor
+    token_node: Tensor
     query: Tensor
     query_token: Tensor
-    at: Tensor
+    query_index: Tensor
 
 
-def prefix_tree(ids: Tensor, place: Tensor) -> PrefixTree:
-    """Return the tree of rows int64 [B, L] up to their last ``place`` int64 [B, R].
+def prefix_tree(ids: Tensor, positions: Tensor) -> PrefixTree:
+    """Return the tree of rows up to the last requested position of each. Reads them on the host.
 
-    Reads the rows on the host.
+    Args:
+        ids: Rows of tokens, int64 [B, L].
+        positions: Requested positions in each row, int64 [B, R].
     """
     width = ids.shape[1]
     columns = torch.arange(width, device=ids.device)
-    inside = columns <= place.amax(1, keepdim=True)  # [B, L]
+    inside = columns <= positions.amax(1, keepdim=True)  # [B, L]
     ids = torch.where(inside, ids, -1)
     rows = ids.tolist()
     order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), device=ids.device)
@@ -60,7 +63,7 @@ def prefix_tree(ids: Tensor, place: Tensor) -> PrefixTree:
     node[order] = ordered_node
     position = columns.expand_as(starts)[starts]  # [U]
     token = (order.unsqueeze(1) * width).expand_as(starts)[starts] + position
-    requested = node.gather(1, place).flatten()
+    requested = node.gather(1, positions).flatten()
     query, at = requested.unique(return_inverse=True)
     first = torch.full_like(query, len(at))
     query_token = first.scatter_reduce(0, at, torch.arange(len(at), device=ids.device), "amin")

@@ -108,7 +108,7 @@ def test_gae_at_episode_ends(terminated, truncated, bootstrap_type, expected):
     assert returns[0].item() == pytest.approx(expected + 3.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 9),
     st.integers(1, 4),
@@ -296,7 +296,7 @@ def test_rloo_by_hand():
     assert advantages.rloo(SCORE[4:], 4).tolist() == pytest.approx([-8 / 3, 4.0, -4 / 3, 0.0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 10_000))
 def test_group_estimators_equal_reference(group_size, groups, seed):
     score = torch.randn(group_size * groups, generator=torch.Generator().manual_seed(seed))

@@ -242,7 +242,7 @@ element = st.tuples(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(element, min_size=1, max_size=12),
     st.floats(0.01, 0.9),
@@ -399,7 +399,7 @@ def test_value_loss_gradient():
     assert value.grad.tolist() == pytest.approx([-0.9, 0.0, 1.0, 10.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(*[st.floats(-40, 40, width=32)] * 3), min_size=1, max_size=12),
     st.none() | st.floats(0.05, 2),

@@ -16,6 +16,7 @@ from embodied_ppo.algorithms import advantages, reppo_learner
 from embodied_ppo.algorithms.reppo_learner import ENTROPY, ENTROPY_PER_DIMENSION, ReppoLearner
 from embodied_ppo.algorithms.reppo_step import (
     DUAL_LR,
+    MIN_COEFFICIENT,
     STATISTICS,
     ReppoStep,
     Samples,
@@ -24,7 +25,13 @@ from embodied_ppo.algorithms.reppo_step import (
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import compile, devices, tree
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, TrainingError, Trajectory
-from embodied_ppo.models.action_value import DISTANCE, GRID, RANGE, SPREAD, ActionValue
+from embodied_ppo.models.action_value import (
+    BIN_WIDTH,
+    MAX_VALUE,
+    NUM_BINS,
+    SIGMA_IN_BINS,
+    ActionValue,
+)
 from embodied_ppo.models.actor_critic import ActorCritic
 
 T, N, D, A = 6, 4, 5, 2
@@ -52,6 +59,10 @@ CONFIG = AlgorithmConfig(
     value_lr=2e-2,
     adam_eps=1e-8,
 )
+
+
+MAX_KL = 0.04
+"""Limit of the KL of single steps."""
 
 
 def models(seed: int = 0) -> tuple[ActorCritic, ActionValue]:
@@ -107,7 +118,7 @@ def test_retrace_equals_its_definition(seed: int) -> None:
     flags = {"terminated": end & (clock < 0.5), "truncated": end & (clock >= 0.5)}
     mask = mask > 0.2
     trace, discount = torch.rand(2, T, N, generator=g).unbind()
-    found = advantages.retrace(
+    actual = advantages.retrace(
         reward=reward,
         value=value,
         next_value=next_value,
@@ -123,38 +134,38 @@ def test_retrace_equals_its_definition(seed: int) -> None:
             if t + 1 == T or end[t, n] or not mask[t + 1, n]:
                 correction = 0.0
             target = float(reward[t, n]) + float(discount[t, n]) * (successor + correction)
-            assert float(found[t, n]) == pytest.approx(target, abs=1e-5)
+            assert float(actual[t, n]) == pytest.approx(target, abs=1e-5)
             correction = float(trace[t, n]) * (target - float(value[t, n]))
 
 
 def test_targets_of_a_new_rollout() -> None:
-    own = learner()
-    t = rollout(own.policy, 0)
-    own._keep(t)
-    samples, _, weight = own._targets(own.kept[0], torch.Generator().manual_seed(0))
+    trainer = learner()
+    t = rollout(trainer.policy, 0)
+    trainer._keep(t)
+    samples, _, weight = trainer._targets(trainer.kept[0], torch.Generator().manual_seed(0))
     # The policy that acted is the current one, so that no trace is cut.
     torch.testing.assert_close(weight, torch.ones(T, N))
     ends = t.terminated
     assert bool(ends.any())
-    scaled = t.reward / float(own.returns.std)
+    scaled = t.reward / float(trainer.return_scaler.std)
     torch.testing.assert_close(samples.target.view(T, N)[ends], scaled[ends])
 
 
 def test_values_of_successors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without noise, entropy and traces: r + γ Q(s', mean action), with final observations."""
-    own = learner(replace(CONFIG, gae_lambda=0.0))
-    own.parameters[-1][ENTROPY] = -80.0
+    trainer = learner(replace(CONFIG, gae_lambda=0.0))
+    trainer.parameters[-1][ENTROPY] = -80.0
     monkeypatch.setattr(
         reppo_learner, "sample_action", lambda m, s, noise: sample_action(m, s, 0 * noise)
     )
-    t = rollout(own.policy, 4)
+    t = rollout(trainer.policy, 4)
     assert bool(t.truncated.any()) and t.next_obs is not None
     assert not torch.equal(t.next_obs[:-1], t.obs[1:])
-    own._keep(t)
-    samples, _, _ = own._targets(own.kept[0], torch.Generator())
-    inputs = own.policy.encode(t.next_obs.flatten(0, 1))
-    value = own.critic(inputs, own.policy.distribution(inputs)[0].tanh()).view(T, N)
-    expected = t.reward / own.returns.std.float() + CONFIG.gamma * value * ~t.terminated
+    trainer._keep(t)
+    samples, _, _ = trainer._targets(trainer.kept[0], torch.Generator())
+    inputs = trainer.policy.encode(t.next_obs.flatten(0, 1))
+    value = trainer.critic(inputs, trainer.policy.distribution(inputs)[0].tanh()).view(T, N)
+    expected = t.reward / trainer.return_scaler.std.float() + CONFIG.gamma * value * ~t.terminated
     torch.testing.assert_close(samples.target.view(T, N)[t.mask], expected[t.mask])
 
 
@@ -162,7 +173,7 @@ def test_values_of_successors(monkeypatch: pytest.MonkeyPatch) -> None:
 def double_step(
     policy: ActorCritic,
     critic: ActionValue,
-    duals: Tensor,
+    log_coefficients: Tensor,
     optimizers: list[torch.optim.Optimizer],
     b: Samples,
     noise: Tensor,
@@ -170,11 +181,11 @@ def double_step(
 ) -> None:
     """Take a step as ``ReppoStep`` defines it, in float64, with torch's AdamW."""
     edges = torch.linspace(
-        -RANGE - DISTANCE / 2, RANGE + DISTANCE / 2, GRID + 1, dtype=torch.float64
+        -MAX_VALUE - BIN_WIDTH / 2, MAX_VALUE + BIN_WIDTH / 2, NUM_BINS + 1, dtype=torch.float64
     )
-    grid = torch.linspace(-RANGE, RANGE, GRID, dtype=torch.float64)
-    centre = b.target.clamp(-RANGE, RANGE)[:, None]
-    mass = torch.erf((edges - centre) / (SPREAD * DISTANCE * math.sqrt(2))).diff(dim=1)
+    grid = torch.linspace(-MAX_VALUE, MAX_VALUE, NUM_BINS, dtype=torch.float64)
+    centre = b.target.clamp(-MAX_VALUE, MAX_VALUE)[:, None]
+    mass = torch.erf((edges - centre) / (SIGMA_IN_BINS * BIN_WIDTH * math.sqrt(2))).diff(dim=1)
     mass = mass / mass.sum(1, keepdim=True)
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -183,7 +194,7 @@ def double_step(
     torch.nn.utils.clip_grad_norm_(critic.parameters(), CONFIG.max_grad_norm or 0)
     optimizers[1].step()
 
-    alpha, beta = duals.detach().exp()
+    alpha, beta = log_coefficients.detach().exp()
     mean, log_std = policy.distribution(b.inputs)
     u = mean + log_std.exp() * noise
     normal = torch.distributions.Normal(mean, log_std.exp())
@@ -191,29 +202,30 @@ def double_step(
     q = (critic.logits(b.inputs, u.tanh()).softmax(-1) @ grid).amin(0)
     old = torch.distributions.Normal(b.mean, b.log_std.exp())
     kl = torch.distributions.kl_divergence(old, normal).sum(-1)
-    near = (kl < CONFIG.max_kl).double().detach()
+    near = (kl < MAX_KL).double().detach()
     loss = (near * (alpha * log_prob - q) + (1 - near) * beta * kl).mean()
     optimizers[0].zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), CONFIG.max_grad_norm or 0)
     optimizers[0].step()
-    entropy, distance = -log_prob.detach().mean(), kl.detach().mean()
-    excess = torch.stack([entropy - target_entropy, CONFIG.max_kl - distance])
-    (duals.exp() * excess).sum().backward()
+    entropy, mean_kl = -log_prob.detach().mean(), kl.detach().mean()
+    excess = torch.stack([entropy - target_entropy, MAX_KL - mean_kl])
+    (log_coefficients.exp() * excess).sum().backward()
     optimizers[2].step()
+    log_coefficients.data.clamp_(min=math.log(MIN_COEFFICIENT))
 
 
 def test_steps_equal_torchs_optimizers_in_float64() -> None:
-    own = learner()
-    policy, critic = (copy.deepcopy(m).double() for m in (own.policy, own.critic))
-    duals = own.parameters[-1].double().requires_grad_()
+    trainer = learner()
+    policy, critic = (copy.deepcopy(m).double() for m in (trainer.policy, trainer.critic))
+    log_coefficients = trainer.parameters[-1].double().requires_grad_()
     settings = {"eps": CONFIG.adam_eps, "weight_decay": 0.0}
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(parameters, lr=lr, **settings)
         for parameters, lr in (
             (policy.parameters(), CONFIG.lr),
             (critic.parameters(), CONFIG.value_lr),
-            ([duals], DUAL_LR),
+            ([log_coefficients], DUAL_LR),
         )
     ]
     g = torch.Generator().manual_seed(5)
@@ -226,111 +238,150 @@ def test_steps_equal_torchs_optimizers_in_float64() -> None:
         mean=mean,
         log_std=log_std,
     )
-    step = ReppoStep(own.policy, own.critic, CONFIG, samples, own.entropy_target)
-    rows = own._settings(6, 0)
+    step = ReppoStep(trainer.policy, trainer.critic, CONFIG, samples, trainer.entropy_target)
+    rows = trainer._settings(6, 0)
     for i in range(6):
         index = torch.randint(M, (B,), generator=g)
         noise = torch.randn(B, A, generator=g)
-        state = [*own.parameters, *own.first, *own.second]
-        statistics = step(*state, rows[i], index, noise, *tree.leaves(samples))
+        state = [*trainer.parameters, *trainer.first_moments, *trainer.second_moments]
+        statistics = step(
+            *state, rows[i], torch.tensor(MAX_KL), index, noise, *tree.leaves(samples)
+        )
         assert len(statistics) == len(STATISTICS)
         minibatch = tree.map(lambda x, index=index: x[index].double(), samples)
         double_step(
-            policy, critic, duals, optimizers, minibatch, noise.double(), own.entropy_target
+            policy,
+            critic,
+            log_coefficients,
+            optimizers,
+            minibatch,
+            noise.double(),
+            trainer.entropy_target,
         )
-    for found, expected in (
-        (own.policy, policy),
-        (own.critic, critic),
+    for actual, expected in (
+        (trainer.policy, policy),
+        (trainer.critic, critic),
     ):
-        for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+        for p, q in zip(actual.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(p.double(), q, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(own.parameters[-1].double(), duals.detach(), rtol=1e-5, atol=1e-5)
-    assert own.entropy_target == A * ENTROPY_PER_DIMENSION
+    torch.testing.assert_close(
+        trainer.parameters[-1].double(), log_coefficients.detach(), rtol=1e-5, atol=1e-5
+    )
+    assert trainer.entropy_target == A * ENTROPY_PER_DIMENSION
 
 
 def test_schedule_is_that_of_the_policy_only() -> None:
-    own = learner(replace(CONFIG, lr_schedule="linear"))
-    own.steps = 10**6  # without the bias corrections of the first steps
-    first, last = own._settings(1, 0)[0], own._settings(1, 9)[0]
+    trainer = learner(replace(CONFIG, lr_schedule="linear"))
+    trainer.steps = 10**6  # without the bias corrections of the first steps
+    first, last = trainer._settings(1, 0)[0], trainer._settings(1, 9)[0]
     torch.testing.assert_close(first[:, 0], torch.tensor([CONFIG.lr, CONFIG.value_lr, DUAL_LR]))
     torch.testing.assert_close(
         last[:, 0], torch.tensor([0.1 * CONFIG.lr, CONFIG.value_lr, DUAL_LR])
     )
 
 
+def test_limit_of_the_kl_follows_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    call = ReppoStep.__call__
+
+    def recorded(self: ReppoStep, *tensors: Tensor) -> Tensor:
+        limits.append(float(tensors[-len([*tree.leaves(self.samples)]) - 3]))
+        return call(self, *tensors)
+
+    monkeypatch.setattr(ReppoStep, "__call__", recorded)
+    trainer = learner(replace(CONFIG, lr_schedule="linear"))
+    for update in (0, 9):
+        trainer.update(rollout(trainer.policy, update), update=update)
+    assert [*dict.fromkeys(limits)] == pytest.approx([CONFIG.max_kl, 0.1 * CONFIG.max_kl])
+
+
+def test_coefficients_have_a_lower_limit() -> None:
+    """Entropies far above the target do not bring α so low that it could not rise in time."""
+    trainer = learner(replace(CONFIG, entropy_target=-100.0))
+    assert float(trainer.coefficients[ENTROPY]) == pytest.approx(CONFIG.entropy_bonus)
+    with torch.no_grad():
+        trainer.parameters[-1].fill_(math.log(1.001 * MIN_COEFFICIENT))
+    trainer.update(rollout(trainer.policy, 0), update=0)
+    assert float(trainer.coefficients[ENTROPY]) == pytest.approx(MIN_COEFFICIENT)
+    assert float(learner(replace(CONFIG, entropy_bonus=0.0)).coefficients[ENTROPY]) == (
+        pytest.approx(MIN_COEFFICIENT)
+    )
+
+
 def test_step_with_settings_0_changes_nothing() -> None:
     """A CUDA graph is recorded with arguments that are 0."""
-    own = learner()
-    own.update(rollout(own.policy, 0), update=0)
-    state = [*own.parameters, *own.first, *own.second]
+    trainer = learner()
+    trainer.update(rollout(trainer.policy, 0), update=0)
+    state = [*trainer.parameters, *trainer.first_moments, *trainer.second_moments]
     before = [x.clone() for x in state]
-    samples, _, _ = own._samples(torch.Generator())
-    step = own._program(samples)
-    zeros = torch.zeros(3, 2), torch.zeros(8, dtype=torch.int64), torch.zeros(8, A)
+    samples, _, _ = trainer._samples(torch.Generator())
+    step = trainer._program(samples)
+    index = torch.zeros(8, dtype=torch.int64)
+    zeros = torch.zeros(3, 2), torch.zeros(()), index, torch.zeros(8, A)
     step(*state, *zeros, *tree.leaves(samples))
     assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
 
 
 # --------------------------------------------------------------------------------------- the update
 def test_newest_rollouts_are_kept_and_random_ones_are_used() -> None:
-    own = learner()
-    before = [p.clone() for p in own.parameters]
-    rollouts = [rollout(own.policy, seed) for seed in range(4)]
-    metrics = own.update(rollouts[0], update=0)
-    assert own.steps == 6 == CONFIG.update_epoch * T * N // CONFIG.global_batch_size
-    assert all(not torch.equal(p, q) for p, q in zip(own.parameters, before, strict=True))
+    trainer = learner()
+    before = [p.clone() for p in trainer.parameters]
+    rollouts = [rollout(trainer.policy, seed) for seed in range(4)]
+    metrics = trainer.update(rollouts[0], update=0)
+    assert trainer.steps == 6 == CONFIG.update_epoch * T * N // CONFIG.global_batch_size
+    assert all(not torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
     assert metrics["policy/epochs"] == 2.0
     for i, t in enumerate(rollouts[1:], 1):
-        own.update(t, update=i)
-    assert own.steps == 24
-    assert [int(k.reward is t.reward) for k, t in zip(own.kept, rollouts[1:], strict=True)] == [
+        trainer.update(t, update=i)
+    assert trainer.steps == 24
+    assert [int(k.reward is t.reward) for k, t in zip(trainer.kept, rollouts[1:], strict=True)] == [
         1
     ] * 3
-    assert int(own.policy.encoder.moments.count) == int(  # pyright: ignore
+    assert int(trainer.policy.encoder.moments.count) == int(  # pyright: ignore
         sum(t.mask.sum() for t in rollouts)
     )
-    chosen = [own._chosen(torch.Generator().manual_seed(seed)) for seed in range(20)]
-    assert all(len(pair) == 2 and pair[1] is own.kept[2] for pair in chosen)
-    assert {int(pair[0] is own.kept[0]) for pair in chosen} == {0, 1}
+    chosen = [trainer._chosen(torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert all(len(pair) == 2 and pair[1] is trainer.kept[2] for pair in chosen)
+    assert {int(pair[0] is trainer.kept[0]) for pair in chosen} == {0, 1}
 
 
 def test_rollouts_that_exceed_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = learner()
+    trainer = learner()
     monkeypatch.setattr(devices, "free_memory", lambda device: 1000.0)
     message = r"algorithm.kept_rollouts = 3: they need 0.0 GiB and 0.0 GiB are free; lower it"
     with pytest.raises(ConfigError, match=message):
-        own.update(rollout(own.policy, 0), update=0)
+        trainer.update(rollout(trainer.policy, 0), update=0)
 
 
 def test_state_continues_bit_for_bit() -> None:
-    own = learner()
-    own.update(rollout(own.policy, 0), update=0)
-    own.update(rollout(own.policy, 1), update=1)
-    state, weights = copy.deepcopy(own.state()), copy.deepcopy(own.policy.state_dict())
-    t = rollout(own.policy, 2)
-    expected = own.update(t, update=2)
+    trainer = learner()
+    trainer.update(rollout(trainer.policy, 0), update=0)
+    trainer.update(rollout(trainer.policy, 1), update=1)
+    state, weights = copy.deepcopy(trainer.state()), copy.deepcopy(trainer.policy.state_dict())
+    t = rollout(trainer.policy, 2)
+    expected = trainer.update(t, update=2)
     other = learner()
     other.policy.load_state_dict(weights)
     other.load_state(state)
     assert other.update(t, update=2) == expected
-    for p, q in zip(own.parameters, other.parameters, strict=True):
+    for p, q in zip(trainer.parameters, other.parameters, strict=True):
         assert torch.equal(p, q)
 
 
 def test_masked_rollout_changes_no_weight() -> None:
-    own = learner()
-    before = [p.clone() for p in own.parameters]
-    t = rollout(own.policy, 0)
-    own.update(replace(t, mask=torch.zeros_like(t.mask)), update=0)
-    assert all(torch.equal(p, q) for p, q in zip(own.parameters, before, strict=True))
+    trainer = learner()
+    before = [p.clone() for p in trainer.parameters]
+    t = rollout(trainer.policy, 0)
+    trainer.update(replace(t, mask=torch.zeros_like(t.mask)), update=0)
+    assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
 
 
 def test_not_finite_reward_ends_the_run() -> None:
-    own = learner()
-    t = rollout(own.policy, 0)
+    trainer = learner()
+    t = rollout(trainer.policy, 0)
     t.reward[0, 0] = torch.inf
     with pytest.raises(TrainingError, match="update 0, minibatch 0: a loss or a gradient is not"):
-        own.update(t, update=0)
+        trainer.update(t, update=0)
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_running_moments_by_hand():
     assert m.normalize(torch.tensor([[8.0]])).item() == pytest.approx(4 / (26 / 3) ** 0.5, rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches)
 def test_running_moments_equal_moments_of_all_batches(parts):
     m = RunningMoments()

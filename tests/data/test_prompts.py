@@ -379,7 +379,7 @@ def test_epoch_without_shuffling() -> None:
     assert exact.epoch == 1.0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 8), st.integers(0, 5), st.booleans())
 def test_resume(size: int, batch: int, before: int, after: int, shuffle: bool) -> None:
     uninterrupted, first, second = (Sampler(size, batch, 7, shuffle) for _ in range(3))

@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.types import ArraySpec
 from embodied_ppo.models import action_value
-from embodied_ppo.models.action_value import DISTANCE, GRID, RANGE, SPREAD, ActionValue
+from embodied_ppo.models.action_value import (
+    BIN_WIDTH,
+    MAX_VALUE,
+    NUM_BINS,
+    SIGMA_IN_BINS,
+    ActionValue,
+)
 from embodied_ppo.models.backbone import Encoder
 
 
 def reference(value: float) -> list[float]:
-    """Return the normalised masses of N(value, (SPREAD · DISTANCE)²) in the cells of the grid."""
-    centre, scale = min(max(value, -RANGE), RANGE), SPREAD * DISTANCE * math.sqrt(2)
-    edges = [-RANGE + (i - 0.5) * DISTANCE for i in range(GRID + 1)]
+    """Return the normalised masses of the target distribution in the cells of the grid."""
+    centre, scale = min(max(value, -MAX_VALUE), MAX_VALUE), SIGMA_IN_BINS * BIN_WIDTH * math.sqrt(2)
+    edges = [-MAX_VALUE + (i - 0.5) * BIN_WIDTH for i in range(NUM_BINS + 1)]
     below = [math.erf((edge - centre) / scale) for edge in edges]
     total = below[-1] - below[0]
     return [(b - a) / total for a, b in itertools.pairwise(below)]
@@ -28,10 +34,10 @@ def reference(value: float) -> list[float]:
 
 @given(st.floats(-12, 12))
 def test_target_distribution(value: float) -> None:
-    found = action_value.target_distribution(torch.tensor([value]))[0].double()
+    actual = action_value.target_distribution(torch.tensor([value]))[0].double()
     expected = torch.tensor(reference(value), dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    assert float(found.sum()) == pytest.approx(1.0, abs=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+    assert float(actual.sum()) == pytest.approx(1.0, abs=1e-5)
 
 
 @given(st.floats(-9, 9))
@@ -43,13 +49,13 @@ def test_mean_of_the_target_is_the_value(value: float) -> None:
 def test_cross_entropy_is_smallest_at_the_target() -> None:
     values = torch.tensor([-3.0, 0.1, 8.0])
     best = action_value.target_distribution(values).clamp(min=1e-30).log()
-    other = torch.randn(3, GRID, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(3, NUM_BINS, generator=torch.Generator().manual_seed(0))
     entropy = -(best.exp() * best).sum(-1)
     torch.testing.assert_close(action_value.cross_entropy(best, values), entropy)
     assert bool((action_value.cross_entropy(other, values) > entropy).all())
     expected = -(best.exp().double() * other.double().log_softmax(-1)).sum(-1)
-    found = action_value.cross_entropy(other, values)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    actual = action_value.cross_entropy(other, values)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_network_reads_observation_and_action() -> None:
@@ -57,11 +63,11 @@ def test_network_reads_observation_and_action() -> None:
     encoder = Encoder({"a": ArraySpec((3,)), "b": ArraySpec(())}, config)
     critic = ActionValue(encoder, 2, config, networks=2)
     sizes = [tuple(p.shape) for p in critic.parameters() if p.ndim == 2]
-    assert sizes == [*([(16, 6), (12, 16)] * 2), *([(GRID, 12)] * 2)]
+    assert sizes == [*([(16, 6), (12, 16)] * 2), *([(NUM_BINS, 12)] * 2)]
     inputs = encoder({"a": torch.randn(5, 3), "b": torch.randn(5)})
     action = torch.randn(5, 2, requires_grad=True)
     value = critic(inputs, action)
-    assert value.shape == (5,) and bool((value.abs() <= RANGE).all())
+    assert value.shape == (5,) and bool((value.abs() <= MAX_VALUE).all())
     both = action_value.mean(critic.logits(inputs, action))
     assert both.shape == (2, 5) and not torch.equal(both[0], both[1])
     assert torch.equal(value, torch.minimum(both[0], both[1]))

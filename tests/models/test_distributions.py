@@ -53,7 +53,7 @@ def test_categorical_by_hand():
 
 
 # --------------------------------------------------------------------------------------- references
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.floats(-4, 2), st.integers(1, 5), st.integers(1, 4))
 def test_gaussian_agrees_with_torch(seed, level, rows, size):
     x, mean, log_std = (
@@ -72,7 +72,7 @@ def test_gaussian_agrees_with_torch(seed, level, rows, size):
     torch.testing.assert_close(single.double(), reference.log_prob(x), rtol=2e-5, atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.floats(-2, 0.5), st.integers(1, 4))
 def test_squashed_gaussian_agrees_with_torch(seed, level, size):
     mean, log_std = numbers(seed, 3, size), numbers(seed + 1, 3, size) * 0.3 + level
@@ -85,7 +85,7 @@ def test_squashed_gaussian_agrees_with_torch(seed, level, size):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.floats(0.1, 30), st.integers(2, 6))
 def test_categorical_agrees_with_torch(seed, scale, size):
     logits = numbers(seed, 4, size) * scale

@@ -212,7 +212,8 @@ def _check_reppo(config: Config) -> None:
     if a.rollouts_per_update > a.kept_rollouts:
         raise ConfigError(
             f"algorithm.rollouts_per_update = {a.rollouts_per_update}: is larger than"
-            f" algorithm.kept_rollouts = {a.kept_rollouts}; lower it, or raise that"
+            f" algorithm.kept_rollouts = {a.kept_rollouts}; lower rollouts_per_update or raise"
+            " kept_rollouts"
         )
     if a.lr_schedule == "adaptive":
         raise ConfigError(
