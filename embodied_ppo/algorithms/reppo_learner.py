@@ -112,17 +112,21 @@ class ReppoLearner:
             updates: Updates of the complete run, for the schedule of the learning rate.
             seed: Seed of all random numbers.
             compile_schedule: When minibatches run as compiled code. None: never.
+
+        Raises:
+            ConfigError: There is not enough memory for the kept rollouts.
         """
         self.policy, self.critic, self.config = policy, critic, config
         self.updates, self.seed = updates, seed
         self.compile_schedule = compile_schedule or compile.CompileSchedule(None)
         self.cpu_s = {"advantages": 0.0, "update": 0.0}
         self.device = policy.policy_head.weight.device
+        _check_memory(policy, config, num_envs)
         self.return_scaler = advantages.ReturnScaler(num_envs).to(self.device)
         self.kept: list[KeptRollout] = []
         """The newest rollouts, the oldest first."""
         coefficients = [0.0, 0.0]
-        coefficients[ENTROPY] = math.log(max(config.entropy_bonus, MIN_COEFFICIENT))
+        coefficients[ENTROPY] = _log_coefficient(config.entropy_bonus)
         coefficients[KL] = math.log(INITIAL_KL_COEF)
         log_coefficients = torch.tensor(coefficients, device=self.device)
         self.parameters = [*_tensors(policy), *_tensors(critic), log_coefficients]
@@ -138,7 +142,6 @@ class ReppoLearner:
         """Train on this rollout, [T, N, ..], and kept ones; ``update`` counts from 0.
 
         Raises:
-            ConfigError: There is not enough memory for the rollouts to be kept.
             TrainingError: A loss or gradient is not finite.
         """
         start = time.process_time()
@@ -177,20 +180,7 @@ class ReppoLearner:
             mask=t.mask,
             discount=discount,
         )
-        if not self.kept:
-            self._check_memory(rollout)
         self.kept = [*self.kept, rollout][-c.kept_rollouts :]
-
-    def _check_memory(self, rollout: KeptRollout) -> None:
-        """Raise ConfigError if the rollouts to be kept need more memory than there is."""
-        count = self.config.kept_rollouts
-        needed = count * sum(x.nbytes for x in tree.leaves(rollout))
-        free = devices.free_memory(self.device)
-        if free is not None and needed > free:
-            raise ConfigError(
-                f"algorithm.kept_rollouts = {count}: they need {needed / 2**30:.1f} GiB and"
-                f" {free / 2**30:.1f} GiB are free; lower it"
-            )
 
     def _chosen(self, generator: torch.Generator) -> list[KeptRollout]:
         """Return the newest rollout and random older ones, in the order of their age."""
@@ -381,6 +371,7 @@ class ReppoLearner:
             "first": self.first_moments,
             "second": self.second_moments,
             "steps": self.steps,
+            "entropy_bonus": self.config.entropy_bonus,
             "returns": self.return_scaler.state_dict(),
             "kept": [{name: getattr(r, name) for name in vars(r)} for r in self.kept],
         }
@@ -395,6 +386,9 @@ class ReppoLearner:
         ):
             for x, y in zip(own, stored, strict=True):
                 x.copy_(y)
+        bonus = self.config.entropy_bonus
+        if state.get("entropy_bonus", bonus) != bonus:  # the option was changed: start from it
+            self.parameters[-1][ENTROPY] = _log_coefficient(bonus)
         self.steps = state["steps"]
         self.return_scaler.load_state_dict(state["returns"])
         to_device = lambda x: x.to(self.device)
@@ -410,6 +404,38 @@ class ReppoLearner:
         self.compile_schedule.close()
 
 
+def _check_memory(policy: ActorCritic, config: AlgorithmConfig, num_envs: int) -> None:
+    """Raise ConfigError if the kept rollouts and the samples of an update exceed the memory.
+
+    Observations after the ends of episodes are not counted.
+    """
+    free = devices.free_memory(policy.policy_head.weight.device)
+    encoder, actions, steps = policy.encoder, 4 * policy.actions, config.horizon * num_envs
+    raw = sum(
+        math.prod(spec.shape) * spec.dtype.itemsize
+        for spec in (*encoder.images.values(), *encoder.vectors.values())
+    )
+    encoded = 4 * encoder.vector_size + sum(math.prod(s.shape) for s in encoder.images.values())
+    # A rollout holds observations, two actions, three numbers and three flags. A sample holds three
+    # rows of actions and a number, and all samples exist twice while they are joined.
+    rollout = (steps + num_envs) * raw + steps * (2 * actions + 3 * 4 + 3)
+    samples = 2 * config.rollouts_per_update * steps * (encoded + 3 * actions + 4)
+    needed = config.kept_rollouts * rollout + samples
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"algorithm.kept_rollouts = {config.kept_rollouts}: these rollouts need"
+            f" {config.kept_rollouts * rollout / 2**30:.1f} GiB and the samples of"
+            f" algorithm.rollouts_per_update = {config.rollouts_per_update} need"
+            f" {samples / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower"
+            " algorithm.kept_rollouts, algorithm.rollouts_per_update or env.num_envs"
+        )
+
+
 def _tensors(module: nn.Module) -> list[Tensor]:
     """Return the parameters of a module without gradient; they share its memory."""
     return [p.detach() for p in module.parameters()]
+
+
+def _log_coefficient(value: float) -> float:
+    """Return the logarithm of a coefficient, at least that of MIN_COEFFICIENT."""
+    return math.log(max(value, MIN_COEFFICIENT))

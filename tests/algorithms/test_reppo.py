@@ -48,6 +48,7 @@ MODEL = ModelConfig(
 )
 CONFIG = AlgorithmConfig(
     type="reppo",
+    horizon=T,
     kept_rollouts=3,
     rollouts_per_update=2,
     update_epoch=2,
@@ -346,11 +347,30 @@ def test_newest_rollouts_are_kept_and_random_ones_are_used() -> None:
 
 
 def test_rollouts_that_exceed_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 3 * (4 * (T + 1) * N * D + T * N * (8 * A + 15))
+    samples = 2 * 2 * T * N * 4 * (D + 3 * A + 1)
+    monkeypatch.setattr(devices, "free_memory", lambda device: float(kept + samples))
     trainer = learner()
-    monkeypatch.setattr(devices, "free_memory", lambda device: 1000.0)
-    message = r"algorithm.kept_rollouts = 3: they need 0.0 GiB and 0.0 GiB are free; lower it"
+    trainer.update(rollout(trainer.policy, 0), update=0)
+    sizes = {name: x.nbytes for name, x in vars(trainer.kept[0]).items()}
+    assert sum(sizes.values()) - sizes["final_obs"] - sizes["ends"] == kept // 3
+    monkeypatch.setattr(devices, "free_memory", lambda device: float(kept + samples - 1))
+    message = (
+        "algorithm.kept_rollouts = 3: these rollouts need 0.0 GiB and the samples of"
+        " algorithm.rollouts_per_update = 2 need 0.0 GiB, and 0.0 GiB are free; lower"
+    )
     with pytest.raises(ConfigError, match=message):
-        trainer.update(rollout(trainer.policy, 0), update=0)
+        learner()
+
+
+def test_changed_entropy_bonus_counts_after_resume() -> None:
+    trainer = learner()
+    trainer.update(rollout(trainer.policy, 0), update=0)
+    state, alpha = copy.deepcopy(trainer.state()), float(trainer.coefficients[ENTROPY])
+    for bonus, expected in ((CONFIG.entropy_bonus, alpha), (0.5, 0.5)):
+        other = learner(replace(CONFIG, entropy_bonus=bonus))
+        other.load_state(state)
+        assert float(other.coefficients[ENTROPY]) == pytest.approx(expected)
 
 
 def test_state_continues_bit_for_bit() -> None:

@@ -108,7 +108,13 @@ REPPO = {"algorithm.type": "reppo", "model.distribution": "squashed_gaussian"}
         ),
         (
             {**REPPO, "algorithm.clip_ratio_c": 3.0},
-            "algorithm.clip_ratio_c = 3.0: is not read with algorithm.type = reppo; leave it out",
+            "algorithm.clip_ratio_c = 3.0: is not read with algorithm.type = reppo; write"
+            " algorithm.clip_ratio_c=null, or leave it out",
+        ),
+        (
+            {**REPPO, "model.critic_obs": ["a", "b"]},
+            "model.actor_obs = null and model.critic_obs = [a, b]: are not possible with"
+            " algorithm.type = reppo, .. write algorithm.type=ppo",
         ),
         (
             {**REPPO, "model.distribution": "gaussian"},

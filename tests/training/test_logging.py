@@ -433,7 +433,7 @@ def test_tags_equal_documentation(run_dir):
     # test_group_filter
     elsewhere |= {f"distill/{x}" for x in ("loss", "action_error", "teacher_share")}
     # test_distillation
-    elsewhere |= {"policy/kl", "policy/kl_coef"}  # test_reppo
+    elsewhere |= {"policy/kl", "policy/kl_coef", "value/mean"}  # test_reppo
     elsewhere |= {
         "time/swap_s",
         "memory/<roles>_peak_gb",

@@ -191,15 +191,14 @@ def _check_reppo(config: Config) -> None:
         value = getattr(a, field.name)
         if field.name not in REPPO_OPTIONS and value != getattr(default, field.name):
             raise ConfigError(
-                f"algorithm.{field.name} = {show(value)}: is not read with {reppo}; leave it out"
-                " (algorithm=reppo sets those that are)"
+                f"algorithm.{field.name} = {show(value)}: is not read with {reppo}; write"
+                f" algorithm.{field.name}={show(getattr(default, field.name))}, or leave it out"
             )
     needs = {
         "model.policy": (m.policy, "actor_critic"),
         "model.distribution": (m.distribution, "squashed_gaussian"),
         "model.recurrent": (m.recurrent, None),
         "model.network": (m.network, None),
-        "model.actor_obs": (m.actor_obs, None),
         "pipeline": (config.pipeline, False),
         "learner_threads": (config.learner_threads, 1),
         "cluster.stages": (config.cluster.stages, 1),
@@ -209,6 +208,12 @@ def _check_reppo(config: Config) -> None:
             raise ConfigError(
                 f"{path} = {show(value)}: is not possible with {reppo}; write {path}={show(needed)}"
             )
+    if m.actor_obs is not None or m.critic_obs is not None:
+        raise ConfigError(
+            f"model.actor_obs = {show(m.actor_obs)} and model.critic_obs = {show(m.critic_obs)}:"
+            f" are not possible with {reppo}, whose action value reads what the policy reads; write"
+            " algorithm.type=ppo"
+        )
     if a.rollouts_per_update > a.kept_rollouts:
         raise ConfigError(
             f"algorithm.rollouts_per_update = {a.rollouts_per_update}: is larger than"

@@ -297,6 +297,11 @@ def make_policy(
         "chunk": chunk,
         "values": chunk if a.reward_type == "action_level" else 1,
     }
+    if a.type == "reppo" and isinstance(env.action_spec, Discrete):
+        raise ConfigError(
+            f"algorithm.type = reppo: needs continuous actions, and those of {config.env.id} are"
+            " discrete; write algorithm.type=ppo without model=reppo"
+        )
     sentences, mapping = getattr(env, "instructions", ()), config.env.action_mapping
     if m.checkpoint is not None and not weights and published.can_build(m.checkpoint):
         return published.policy_of_sizes(env, m, mapping=mapping, **sizes)

@@ -87,11 +87,6 @@ class EmbodiedMode(Mode):
         return config.model.checkpoint is None and not (in_process and once)
 
     def memory_estimator(self, config: Config) -> MemoryEstimator:
-        if config.algorithm.type == "reppo":
-            raise ConfigError(
-                "algorithm.type = reppo: runs in one process on one device, and its memory is not"
-                " estimated; leave out this command, or write algorithm.type=ppo"
-            )
         return EmbodiedMemoryEstimator(config)
 
     def minibatch_samples(self, config: Config) -> int:
