@@ -463,6 +463,7 @@ class EntropyController:
         self.coef = (
             float(coef) if target is None else min(max(float(coef), self.SMALLEST), self.LARGEST)
         )
+        self.initial = self.coef
         self.target = target
         self.rate = rate
 
@@ -483,7 +484,9 @@ class EntropyController:
         self.coef = min(max(self.coef * math.exp(self.rate * error), self.SMALLEST), self.LARGEST)
 
     def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
+        return {"coef": self.coef, "initial": self.initial}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coef = float(state["coef"])
+        """Continue with the stored c, unless the run was resumed with another initial c."""
+        if state.get("initial", self.initial) == self.initial:
+            self.coef = float(state["coef"])

@@ -601,14 +601,14 @@ def test_entropy_controller_without_target():
     constant = losses.EntropyController(0.0)
     constant.update(float("nan"))
     assert constant.coef == 0.0
-    c, resumed = (
-        losses.EntropyController(0.01, target=1.0),
-        losses.EntropyController(0.5, target=1.0),
+    c, resumed, changed = (
+        losses.EntropyController(initial, target=1.0) for initial in (0.01, 0.01, 0.5)
     )
     c.update(0.3)
     resumed.load_state_dict(c.state_dict())
+    changed.load_state_dict(c.state_dict())  # resumed with another initial coefficient
     c.update(0.2)
     resumed.update(0.2)
-    assert resumed.coef == c.coef
+    assert resumed.coef == c.coef and changed.coef == 0.5
     with pytest.raises(TrainingError, match="entropy = nan"):
         c.update(float("nan"))

@@ -332,6 +332,7 @@ def test_newest_rollouts_are_kept_and_random_ones_are_used() -> None:
     assert trainer.steps == 6 == CONFIG.update_epoch * T * N // CONFIG.global_batch_size
     assert all(not torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
     assert metrics["policy/epochs"] == 2.0
+    assert {"policy/kl", "policy/kl_coef", "value/mean"} <= metrics.keys()
     for i, t in enumerate(rollouts[1:], 1):
         trainer.update(t, update=i)
     assert trainer.steps == 24
