@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from embodied_ppo.algorithms.reppo_step import (
     Samples,
     sample_action,
 )
+from embodied_ppo.commands import main
 from embodied_ppo.config.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.core import compile, devices, tree
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, TrainingError, Trajectory
@@ -416,3 +418,11 @@ def test_compiled_updates_equal_eager_updates() -> None:
     compiled.close()
     for p, q in zip(eager.parameters, compiled.parameters, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_reppo_refuses_discrete_actions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = ["algorithm=reppo", "model=reppo", "env.id=CartPole-v1", f"run_dir={tmp_path / 'run'}"]
+    assert main.main(["train", *recipe]) == 2
+    error = capsys.readouterr().err
+    assert "algorithm.type = reppo: needs continuous actions, and those of CartPole-v1" in error
+    assert not (tmp_path / "run").exists()

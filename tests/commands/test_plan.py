@@ -109,3 +109,9 @@ def test_invalid_input_is_refused(
     recipe = [] if "experiment=arithmetic" in arguments else ["experiment=pi0_libero"]
     assert main.main(["plan", *recipe, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_algorithm_without_estimate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["algorithm=reppo", "model=reppo", "env.id=Hopper-v4"]
+    assert main.main(["plan", *recipe, "--devices", "2", "--device-gb", "80"]) == 2
+    assert "algorithm.type = reppo: runs in one process" in capsys.readouterr().err
