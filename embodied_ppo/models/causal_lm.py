@@ -35,6 +35,7 @@ from embodied_ppo.models.checkpoint_files import (
     import_transformers,
     relative_difference,
 )
+from embodied_ppo.models.fusion import gated, normalise, rotate
 from embodied_ppo.models.lora import project
 from embodied_ppo.models.prefix_tree import PrefixTree, prefix_tree
 from embodied_ppo.models.token_statistics import Head, TokenStatistics
@@ -225,7 +226,7 @@ class Decoder(InferenceModule):
                 x = checkpoint(gathered, *args, use_reentrant=False)
             else:
                 x = gathered(*args)
-        return self.base.norm(x)
+        return normalise(self.base.norm, x)
 
     def packed(self, ids: Tensor, place: Tensor, blocks: Callable[[Packing], Attend]) -> Tensor:
         """Compute ``forward`` with ``place`` on all rows concatenated without padding.
@@ -286,12 +287,17 @@ class Decoder(InferenceModule):
         kernel = _varlen_kernel()
         rows = (packing.start, packing.start, packing.longest, packing.longest)
         assert kernel is not None
+        has_groups = "enable_gqa" in inspect.signature(kernel).parameters  # not in torch 2.11
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))  # [n, heads, d]
-            window, gqa = (-1, 0), q.shape[1] != k.shape[1]  # all earlier keys, no later ones
+            repeats = q.shape[1] // k.shape[1]
+            options: dict[str, Any] = {"enable_gqa": repeats > 1} if has_groups else {}
+            if not has_groups:
+                k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+            window = (-1, 0)  # all earlier keys, no later ones
             scale = self.attention[i].scale
-            out = kernel(q, k, v, *rows, scale=scale, window_size=window, enable_gqa=gqa)
+            out = kernel(q, k, v, *rows, scale=scale, window_size=window, **options)
             return out.transpose(0, 1).unsqueeze(0)
 
         return attend
@@ -325,30 +331,32 @@ def _run_layer(
 ) -> Tensor:
     """Compute layer ``i`` on x [B, L, D]; the result is [B, R, D] at ``place``."""
     a = layer.self_attn
-    h = layer.input_layernorm(x)
+    h = normalise(layer.input_layernorm, x)
     if place is None:
         key, value, query = project((a.k_proj, a.v_proj, a.q_proj), h)
-        key = rotate(_heads(a, "k", key), *rotation)
+        key = rotate(_heads(a, "k", key), *rotation, value.dtype)
     else:
         key, value = project((a.k_proj, a.v_proj), h)
-        key = rotate(_heads(a, "k", key), *rotation)
+        key = rotate(_heads(a, "k", key), *rotation, value.dtype)
         x, h = _gather(x, place), _gather(h, place)
         rotation = _gather(rotation[0], place), _gather(rotation[1], place)
         query = a.q_proj(h)
-    query, value = rotate(_heads(a, "q", query), *rotation), _heads(a, "v", value)
+    query = rotate(_heads(a, "q", query), *rotation, value.dtype)
+    value = _heads(a, "v", value)
     h = a.o_proj(attend(i, query, key, value).transpose(1, 2).flatten(2))
     if not hasattr(layer, "pre_feedforward_layernorm"):
         x = x + h
-        return x + gated_mlp(layer.mlp, layer.post_attention_layernorm(x))
-    x = x + layer.post_attention_layernorm(h)  # Gemma 2 and 3 also normalise the outputs
-    h = gated_mlp(layer.mlp, layer.pre_feedforward_layernorm(x))
-    return x + layer.post_feedforward_layernorm(h)
+        return x + gated_mlp(layer.mlp, normalise(layer.post_attention_layernorm, x))
+    # Gemma 2 and 3 also normalise the outputs.
+    x = x + normalise(layer.post_attention_layernorm, h)
+    h = gated_mlp(layer.mlp, normalise(layer.pre_feedforward_layernorm, x))
+    return x + normalise(layer.post_feedforward_layernorm, h)
 
 
 def gated_mlp(mlp: Any, x: Tensor) -> Tensor:
     """Return down_proj(act(gate_proj x) * up_proj x), [B, L, D]."""
     gate, up = project((mlp.gate_proj, mlp.up_proj), x)
-    return mlp.down_proj(mlp.act_fn(gate) * up)
+    return mlp.down_proj(gated(mlp.act_fn, gate, up))
 
 
 def _heads(attention: Any, which: str, x: Tensor) -> Tensor:
@@ -357,13 +365,7 @@ def _heads(attention: Any, which: str, x: Tensor) -> Tensor:
     """
     x = x.unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{which}_norm", None)
-    return (x if norm is None else norm(x)).transpose(1, 2)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021) to [B, heads, L, d], see ``Rotation``."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
+    return (x if norm is None else normalise(norm, x)).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,14 +402,12 @@ def pack(place: Tensor, width: int) -> Packing:
 
 @cache
 def _varlen_kernel() -> Callable[..., Any] | None:
-    """Return torch's attention of packed rows, None in versions without it or without grouped
-    heads.
-    """
+    """Return torch's attention of packed rows, None in versions without it or without windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
 def _reads_host(ids: Tensor) -> bool:

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from embodied_ppo.models.fusion import fused
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -46,6 +48,76 @@ class Head:
         if self.temperature != 1.0:
             z = z / self.temperature
         return z.log_softmax(-1), bounded
+
+
+@fused
+def _statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    action: Tensor,
+    ref_hidden: Tensor | None,
+    ref_weight: Tensor | None,
+    head: Head,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the results of ``TokenStatistics`` for the m tokens of a chunk."""
+    log_p, _ = head.log_softmax(hidden, weight)
+    log_prob = log_p.gather(1, action.unsqueeze(1)).squeeze(1)
+    if not head.entropy and ref_hidden is None:
+        return log_prob, None, None
+    entropy = distance = None
+    p = log_p.exp()
+    if ref_hidden is not None:
+        assert ref_weight is not None
+        log_q, _ = head.log_softmax(ref_hidden, ref_weight)
+        distance = torch.sum(p * (log_p - log_q), -1)
+        del log_q
+    if head.entropy:
+        entropy = torch.sum(p.mul_(log_p), -1).neg_()
+    return log_prob, entropy, distance
+
+
+@fused
+def _logit_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    action: Tensor,
+    ref_hidden: Tensor | None,
+    ref_weight: Tensor | None,
+    head: Head,
+    by_log_prob: Tensor | None,
+    slope: Tensor | None,
+    offset: Tensor,
+    by_distance: Tensor | None,
+) -> Tensor:
+    """Return the gradient with respect to the logits z of a chunk, [m, V], in ``head.dtype``.
+
+    With z' as in ``TokenStatistics`` it is
+
+        (π·(slope·log π − offset − by_distance·log π_ref) + [v = a]·by_log_prob) · ∂z' / ∂z.
+
+    The last four arguments are [m, 1]; None stands for 0. ``ref_hidden`` is read if there is
+    ``by_distance``.
+    """
+    log_p, bounded = head.log_softmax(hidden, weight)
+    d = log_p.exp()
+    if slope is None:
+        d.mul_(-offset)
+    else:
+        log_p.mul_(slope).sub_(offset)
+        if by_distance is not None:
+            assert ref_hidden is not None and ref_weight is not None
+            log_q, _ = head.log_softmax(ref_hidden, ref_weight)
+            log_p.addcmul_(log_q, by_distance, value=-1)
+            del log_q
+        d.mul_(log_p)
+    del log_p
+    if by_log_prob is not None:
+        d.scatter_add_(1, action.unsqueeze(1), by_log_prob)
+    if head.temperature != 1.0:
+        d.div_(head.temperature)
+    if bounded is not None:
+        d.mul_(1 - bounded.square())
+    return d.to(head.dtype)
 
 
 class TokenStatistics(torch.autograd.Function):
@@ -82,19 +154,11 @@ class TokenStatistics(torch.autograd.Function):
         distance = torch.empty_like(log_prob) if ref_hidden is not None else None
         for start in range(0, len(action), head.rows):
             rows = slice(start, start + head.rows)
-            log_p, _ = head.log_softmax(hidden[rows], weight)
-            log_prob[rows] = log_p.gather(1, action[rows].unsqueeze(1)).squeeze(1)
-            if entropy is None and distance is None:
-                continue
-            p = log_p.exp()
-            if distance is not None:
-                assert ref_hidden is not None and ref_weight is not None
-                log_q, _ = head.log_softmax(ref_hidden[rows], ref_weight)
-                torch.sum(p * (log_p - log_q), -1, out=distance[rows])
-                del log_q
-            if entropy is not None:
-                torch.sum(p.mul_(log_p), -1, out=entropy[rows]).neg_()
-            del log_p, p
+            chunk = None if ref_hidden is None else ref_hidden[rows]
+            results = _statistics(hidden[rows], weight, action[rows], chunk, ref_weight, head)
+            for whole, part in zip((log_prob, entropy, distance), results, strict=True):
+                if whole is not None and part is not None:
+                    whole[rows] = part
         ctx.save_for_backward(hidden, weight, action, ref_hidden, ref_weight, entropy, distance)
         return log_prob, entropy, distance
 
@@ -108,39 +172,33 @@ class TokenStatistics(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         # The gradients of (log π(a), H, KL), [M, 1].
         by_log_prob, by_entropy, by_distance = (g if g is None else g.unsqueeze(1) for g in grads)
+        # Factors of the terms with π above: of log π, and of 1, [M, 1].
+        slope: Tensor | None = None
+        offset = torch.zeros(len(action), 1, device=action.device)
+        if by_log_prob is not None:
+            offset = offset + by_log_prob
+        if by_entropy is not None:
+            slope = -by_entropy
+            offset = offset + by_entropy * entropy.unsqueeze(1)
+        if by_distance is not None:
+            slope = by_distance if slope is None else slope + by_distance
+            offset = offset + by_distance * distance.unsqueeze(1)
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for start in range(0, len(action), head.rows):
             rows = slice(start, start + head.rows)
-            log_p, bounded = head.log_softmax(hidden[rows], weight)
-            d = log_p.exp()
-            # d = π·(slope·log π − offset − ∂KL·log π_ref), the sum of the terms with π above.
-            slope, offset = 0.0, 0.0
-            if by_log_prob is not None:
-                offset = offset + by_log_prob[rows]
-            if by_entropy is not None:
-                slope = slope - by_entropy[rows]
-                offset = offset + by_entropy[rows] * entropy[rows].unsqueeze(1)
-            if by_distance is not None:
-                slope = slope + by_distance[rows]
-                offset = offset + by_distance[rows] * distance[rows].unsqueeze(1)
-            if isinstance(slope, Tensor):
-                log_p.mul_(slope).sub_(offset)
-                if by_distance is not None:
-                    log_q, _ = head.log_softmax(ref_hidden[rows], ref_weight)
-                    log_p.addcmul_(log_q, by_distance[rows], value=-1)
-                    del log_q
-                d.mul_(log_p)
-            else:
-                d.mul_(-offset)
-            del log_p
-            if by_log_prob is not None:
-                d.scatter_add_(1, action[rows].unsqueeze(1), by_log_prob[rows])
-            if head.temperature != 1.0:
-                d.div_(head.temperature)
-            if bounded is not None:
-                d.mul_(1 - bounded.square())
-            d = d.to(head.dtype)
+            d = _logit_gradient(
+                hidden[rows],
+                weight,
+                action[rows],
+                None if ref_hidden is None else ref_hidden[rows],
+                ref_weight,
+                head,
+                None if by_log_prob is None else by_log_prob[rows],
+                None if slope is None else slope[rows],
+                offset[rows],
+                None if by_distance is None else by_distance[rows],
+            )
             if hidden_grad is not None:
                 torch.mm(d, weight, out=hidden_grad[rows])
             if weight_grad is not None:

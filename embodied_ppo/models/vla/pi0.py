@@ -35,7 +35,8 @@ from embodied_ppo.core.errors import show
 from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
-from embodied_ppo.models.causal_lm import gated_mlp, rotate
+from embodied_ppo.models.causal_lm import gated_mlp
+from embodied_ppo.models.fusion import normalise, rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.models.vla.pi0_files import (
     PARAMETERS,
@@ -129,7 +130,7 @@ def block(
         x.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
         for x in lora.project((a.q_proj, a.k_proj, a.v_proj), h)
     )
-    q, k = (rotate(t, *rotation).to(v.dtype) for t in (q, k))
+    q, k = (rotate(t, *rotation, v.dtype) for t in (q, k))
     keys, values = k, v
     if past is not None:
         length = visible.shape[-1]
@@ -156,7 +157,7 @@ def apply_norm(
     Returns:
         [B, Q, D'], and the gate [B, 1, D'] or None.
     """
-    return (norm(x), None) if condition is None else norm(x, condition)
+    return (normalise(norm, x), None) if condition is None else norm(x, condition)
 
 
 def _apply_gate(gate: Tensor | None, x: Tensor) -> Tensor:
@@ -391,7 +392,7 @@ class Trunk(ObservationEncoder):
             x, k, v = run_layer(self.checkpointing, layer, block, x, rotation, visible)
             keys.append(k)
             values.append(v)
-        out = language.norm(x).float() * valid.unsqueeze(-1)
+        out = normalise(language.norm, x).float() * valid.unsqueeze(-1)
         pooled = out.sum(1) / valid.sum(1, keepdim=True)
         return Prefix(tuple(keys), tuple(values), valid, pooled, inputs[VECTOR], inputs.get(ORIGIN))
 

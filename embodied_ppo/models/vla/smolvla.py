@@ -23,7 +23,8 @@ from torch import Tensor
 from embodied_ppo.core.collectives import gathered
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
-from embodied_ppo.models.causal_lm import gated_mlp, rotate
+from embodied_ppo.models.causal_lm import gated_mlp
+from embodied_ppo.models.fusion import normalise, rotate
 from embodied_ppo.models.vla import smolvla_files
 from embodied_ppo.models.vla.flow_matching import Field, learned_log_std
 from embodied_ppo.models.vla.pi0 import (
@@ -137,7 +138,7 @@ class SmolVLA(PI0):
                     else:
                         args = (h, self_rotation, mask, kv)
                         h, _, _ = run_layer(self.checkpointing, layer, block, *args)
-                h = model.norm(h)
+                h = normalise(model.norm, h)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
 
@@ -178,11 +179,12 @@ def _cross_attention(
         Outputs [B, H, D].
     """
     a = layer.self_attn
-    q = a.q_proj(layer.input_layernorm(x)).unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
+    q = a.q_proj(normalise(layer.input_layernorm, x))
+    q = q.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
     keys, values = kv
-    q = rotate(q, *rotary).to(values.dtype)
+    q = rotate(q, *rotary, values.dtype)
     h = F.scaled_dot_product_attention(
         grouped(q, keys.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
     ).reshape(q.shape)
     x = x + a.o_proj(h.transpose(1, 2).flatten(2))
-    return x + gated_mlp(layer.mlp, layer.post_attention_layernorm(x))
+    return x + gated_mlp(layer.mlp, normalise(layer.post_attention_layernorm, x))

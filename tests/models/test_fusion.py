@@ -1,0 +1,182 @@
+"""Functions that run as one kernel on a GPU: the numbers of transformers' modules and of eager
+code, where torch.compile traces them and where it fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from embodied_ppo.models import fusion
+from embodied_ppo.models.token_statistics import Head, TokenStatistics
+
+
+def norm(kind: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
+    layer = kind(16, eps=0.01)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 2, 16))  # pyright: ignore[reportCallIssue]
+    return layer.to(dtype)
+
+
+def inputs(dtype: torch.dtype, device: str = "cpu", rows: int = 3) -> dict[str, list[Any]]:
+    """Return arguments of each function; floating-point tensors of a type need gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    gate, up = draw(2, rows, 16), draw(2, rows, 16)
+    heads = draw(2, rows, 4, 8).transpose(1, 2)
+    cos, sin = (draw(1, rows, 8, dtype=torch.float32) for _ in range(2))
+    x = draw(2, rows, 16)
+    return {
+        "llama": [norm(LlamaRMSNorm, dtype).to(device), x],
+        "gemma": [norm(GemmaRMSNorm, torch.float32).to(device), x],
+        "rotate": [heads, cos, sin, dtype],
+        "silu": [ACT2FN["silu"], gate, up],
+        "gelu": [ACT2FN["gelu_pytorch_tanh"], gate, up],
+    }
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "llama": fusion.normalise,
+    "gemma": fusion.normalise,
+    "rotate": fusion.rotate,
+    "silu": fusion.gated,
+    "gelu": fusion.gated,
+}
+
+
+def results(function: Callable[..., Tensor], arguments: list[Any]) -> list[Tensor]:
+    """Return the value and the gradients of a function."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    leaves = {id(x): x.detach().requires_grad_() for x in tensors}
+    value = function(*(leaves.get(id(x), x) for x in arguments))
+    weights = [w for x in arguments if isinstance(x, nn.Module) for w in x.parameters()]
+    some = torch.linspace(-1, 1, value.numel(), device=value.device).view(value.shape)
+    gradients = torch.autograd.grad((value.float() * some).sum(), [*leaves.values(), *weights])
+    return [value, *gradients]
+
+
+def statistics(device: str, rows: int = 7) -> list[Tensor]:
+    """Return log-probability, entropy and KL of tokens, and the gradients of their sum."""
+    generator = torch.Generator().manual_seed(1)
+    h, w, rh, rw = (
+        torch.randn(n, d, generator=generator).to(device)
+        for n, d in ((rows, 8), (50, 8), (rows, 6), (50, 6))
+    )
+    action = torch.randint(0, 50, (rows,), generator=generator).to(device)
+    head = Head(4, torch.float32, 0.7, 2.0, entropy=True)
+    h.requires_grad_()
+    w.requires_grad_()
+    values: Any = TokenStatistics.apply(h, w, action, rh, rw, head)
+    loss = (torch.stack(values) * torch.linspace(-1, 1, rows, device=device)).sum()
+    return [*values, *torch.autograd.grad(loss, (h, w))]
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile on the CPU: torch.compile traces the functions, but generates no code."""
+    monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(fusion, "_compiled", {})
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_traced_functions_give_the_numbers_of_eager_code(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, traced: None
+) -> None:
+    for name, function in FUNCTIONS.items():
+        actual = results(function, inputs(dtype)[name])
+        with monkeypatch.context() as eager:
+            eager.setattr(fusion, "DEVICES", ())
+            expected = results(function, inputs(dtype)[name])
+        for x, y in zip(actual, expected, strict=True):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(
+                x, y, rtol=0.02 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+            )
+    assert set(fusion._compiled) >= {"_rms_norm", "_offset_rms_norm", "rotate", "_gelu_product"}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_traced_token_statistics(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+    actual = statistics("cpu")
+    monkeypatch.setattr(fusion, "DEVICES", ())
+    for x, y in zip(actual, statistics("cpu"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_that_cannot_be_compiled_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, traced: None
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no compiler\nmore")
+
+    monkeypatch.setattr(torch, "compile", lambda function: fail)
+    gate = torch.randn(3, 4)
+    with pytest.warns(UserWarning, match=r"^_silu_product runs without .* slower \(no compiler\)$"):
+        first = fusion.gated(nn.SiLU(), gate, gate)
+    assert torch.equal(first, fusion.gated(nn.SiLU(), gate, gate))  # without a second warning
+    assert torch.equal(first, nn.functional.silu(gate) * gate)
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_tensors_without_contents_keep_the_inputs_of_a_function(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As compiled code does; nothing is compiled."""
+    monkeypatch.setattr(fusion, "_compiled", {})
+    arguments, kept = inputs(torch.bfloat16)[name], list[int]()
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.nbytes)
+        return x
+
+    monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        moved = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
+        tensors = [x.requires_grad_() for x in moved if isinstance(x, Tensor)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            value = FUNCTIONS[name](*moved)
+        weights = [w for x in moved if isinstance(x, nn.Module) for w in x.parameters()]
+        assert sum(kept) <= sum(x.nbytes for x in (*tensors, *weights)) and not fusion._compiled
+        gradients = torch.autograd.grad(value.sum(), tensors)
+    assert [x.shape for x in gradients] == [x.shape for x in tensors]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_one_kernel_on_a_gpu(name: str) -> None:
+    """bfloat16 against float32 on the CPU; and the kernels of a forward pass."""
+    for rows in (3, 5, 8):
+        actual = results(FUNCTIONS[name], inputs(torch.bfloat16, "cuda", rows)[name])
+        expected = results(FUNCTIONS[name], inputs(torch.float32, rows=rows)[name])
+        for x, y in zip(actual, expected, strict=True):
+            torch.testing.assert_close(x.float().cpu(), y, rtol=0.05, atol=0.05)
+    with torch.no_grad():
+        arguments = inputs(torch.bfloat16, "cuda")[name]
+        FUNCTIONS[name](*arguments)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as record:
+            FUNCTIONS[name](*arguments)
+            torch.cuda.synchronize()
+    assert sum(event.device_time > 0 for event in record.events() or []) == 1
+
+
+@pytest.mark.gpu
+def test_token_statistics_on_a_gpu() -> None:
+    for rows in (7, 6, 11):
+        for x, y in zip(statistics("cuda", rows), statistics("cpu", rows), strict=True):
+            torch.testing.assert_close(x.cpu(), y, rtol=1e-4, atol=1e-5)
