@@ -282,7 +282,8 @@ class Rollout:
         self.first, self.total = stage * env.num_envs, stages * env.num_envs
         # [N], the step that ends each environment's first episode; 0: none
         cut_step = (self.first + torch.arange(env.num_envs)) * (limit or 0) // self.total
-        self.cuts = {int(t): cut_step == t for t in cut_step.unique() if t > 0}
+        self.cut_step = cut_step.to(env.device)
+        self.cuts = {t for t in cut_step.tolist() if t > 0}
         self.steps = 0  # of each environment, since the last restart
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
@@ -322,12 +323,13 @@ class Rollout:
         Return the step and the mask of truncated environments, bool [N].
         """
         self.steps += 1
-        cut = self.cuts.get(self.steps)
-        if cut is None:
+        if self.steps not in self.cuts:
             return step, None
-        cut = cut.to(self.device) & step.mask & ~(step.terminated | step.truncated)
+        cut = (self.cut_step == self.steps) & step.mask & ~(step.terminated | step.truncated)
+        # On a GPU the check would synchronise, which takes longer than a reset of no environment.
+        needed = cut.device.type != "cpu" or bool(cut.any())
         with watchdog.resetting:
-            fresh = self.env.reset_where(cut) if bool(cut.any()) else None
+            fresh = self.env.reset_where(cut) if needed else None
         if fresh is None:
             return step, None
 
@@ -414,7 +416,7 @@ class Rollout:
             self.cpu_s["simulate"] += now - before
             self.simulate_s += time.perf_counter() - wait_start
             if cut is not None:
-                cuts[t] = cut.cpu()
+                cuts[t] = cut
             observed.append(obs)
             decisions.append(decision)
             steps.append(step)
@@ -557,6 +559,8 @@ class Rollout:
         succeeded = torch.stack([torch.zeros_like(ended[0]) if x is None else x for x in success])
         reward, ended, length = reward.cpu(), ended.cpu(), length.cpu().float()
         succeeded = succeeded.cpu().float()
+        if cuts:
+            cuts = dict(zip(cuts, torch.stack(list(cuts.values())).cpu(), strict=True))
         episodes: list[Tensor] = []  # [3, episodes that ended in a row] of every row
         for t, finished in enumerate(ended):
             self.running[0] += reward[t]

@@ -415,7 +415,7 @@ def make_rollout(env: Any, schedule: Recorded | None = None) -> Rollout:
     torch.manual_seed(0)
     config = ModelConfig(hidden=(8,), history=3, recurrent="gru", recurrent_size=4)
     policy = ActorCritic(env.obs_spec, env.action_spec, config)
-    return Rollout(env, policy.to(env.device), seed=0, schedule=schedule)
+    return Rollout(env, policy.to(env.device), seed=0, stagger=True, schedule=schedule)
 
 
 def realistic(env: Any) -> HistoryEnv:
@@ -429,14 +429,16 @@ def realistic(env: Any) -> HistoryEnv:
 
 
 def test_rollout(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control steps, masked resets, delays, memory, acting and values equal those on a CPU."""
+    """Control steps, masked resets, staggered first episodes, delays, memory, acting and values
+    equal those on a CPU.
+    """
     options: dict[str, Any] = {"max_episode_steps": 5, "randomize": True}
     options |= {"ranges": {"gravity": (0.9, 1.1)}, "id": f"{__name__}:Reaching"}
     cpu = make_rollout(realistic(warp.make(**options)))
     use_device_for_warp(accelerator, monkeypatch)
     device = make_rollout(realistic(warp.make(device=NAME, **options)), Recorded(accelerator))
     reads = []
-    horizons = (1, 6, 12)
+    horizons = (5, 6, 12)  # all first episodes end in the first rollout
     for update, horizon in enumerate(horizons):
         accelerator.reset()
         t, metrics = device.collect(horizon, update=update, version=0)

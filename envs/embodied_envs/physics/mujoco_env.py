@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,7 @@ class MujocoEnv:
         self._last_obs = tree.map(Tensor.clone, obs)
         # A CUDA graph has no branches: one program with cameras and one without.
         self._programs = {enabled: physics.capture(self._step) for enabled in (True, False)}
+        self._reset_program: Callable[[Tensor], Obs] | None = physics.capture(self._reset_where)
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last_obs)
         self.obs_spec: ObsSpec = spec
 
@@ -214,10 +215,8 @@ class MujocoEnv:
     def reset_where(self, where: Tensor) -> Obs:
         """Start new episodes where bool [N] is True."""
         self._check_open()
-        mask = where.to(self.physics.device)
-        self._begin(mask)
-        self._store_obs(self._with_first_obs(self._last_obs, mask))
-        return self._current_obs()
+        assert self._reset_program is not None
+        return self._to_device(self._reset_program(where.to(self.physics.device)))
 
     def restart(self, seeds: list[int]) -> None:
         """Return to the state after construction with these seeds; ``reset`` must follow."""
@@ -286,6 +285,7 @@ class MujocoEnv:
         if not self._closed:
             self._closed = True
             self._programs.clear()  # a CUDA graph holds this object and its memory
+            self._reset_program = None
             self.physics.close()
 
     def mechanism(self) -> dict[str, Any]:
@@ -366,6 +366,15 @@ class MujocoEnv:
             success=success,
             task=kind,
         )
+
+    def _reset_where(self, mask: Tensor) -> Obs:
+        """Start new episodes where bool [N] and return the current observation.
+
+        No value is read on the host.
+        """
+        self._begin(mask)
+        self._store_obs(self._with_first_obs(self._last_obs, mask))
+        return tree.map(Tensor.clone, self._last_obs)
 
     def control(self, action: Tensor) -> Tensor:
         """Return the ctrl [N, nu] to simulate for an action [N, A] within its bounds."""

@@ -15,6 +15,7 @@ from embodied_envs.adapters import torch_env
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.checks import check_env
+from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Box, EnvError
 
 
@@ -129,6 +130,14 @@ def test_reset_where_resets_selected_environments() -> None:
     after: Any = env.reset_where(torch.tensor([False, True, False]))
     is_equal = (after["agent/qpos"] == before["agent/qpos"]).flatten().tolist()
     assert is_equal == [True, False, True]
+    other = make("maniskill", kwargs={"partial_reset": True})
+    other.reset()
+    other.step(full_force())
+    other.reset_where(torch.tensor([False, True, False]))
+    unchanged: Any = env.reset_where(torch.zeros(3, dtype=torch.bool))
+    assert {k: x.shape for k, x in unchanged.items()} == {k: x.shape for k, x in after.items()}
+    x, y = (e.step(full_force()) for e in (env, other))
+    assert all(map(torch.equal, tree.leaves(x.obs), tree.leaves(y.obs)))
     assert make("cart").reset_where(torch.tensor([True, False, False])) is None
 
 

@@ -454,6 +454,12 @@ def test_control_step_reads_no_value_on_the_host(id: str) -> None:
         assert b.final_obs is not None
         b = replace(b, final_obs=a.final_obs)
         assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+    mask = torch.tensor([False, True, False])
+    first = plain.reset_where(mask)
+    with Recordable(env):
+        other = env.reset_where(mask)
+    assert held(env) == places
+    assert all(torch.equal(x, y) for x, y in zip(tree.leaves(first), tree.leaves(other)))
 
 
 class Servo(toy_envs.Drifter):
@@ -773,7 +779,7 @@ def test_captured_step_equals_the_eager_step(name: str) -> None:
         "ranges": {"mass": (0.8, 1.2)},
     }
     eager, fast = (make(name, 64, device="cuda", **options) for _ in range(2))
-    eager._programs = {True: eager._step}
+    eager._programs, eager._reset_program = {True: eager._step}, eager._reset_where
     eager.reset()
     fast.reset()
     *actions, last = random_actions(fast, 9)
@@ -783,19 +789,27 @@ def test_captured_step_equals_the_eager_step(name: str) -> None:
         assert float(close.float().mean()) > 0.9
     a, b = eager.step(last), fast.step(last)
     assert bool(b.truncated.all()) and torch.allclose(a.obs, b.obs, atol=1e-4)  # new episodes
+    mask = torch.arange(64, device="cuda") % 3 == 0
+    for _ in range(4):  # the last two are replays
+        a, b = eager.reset_where(mask), fast.reset_where(mask)
+        assert torch.allclose(a, b, atol=1e-4)
+    assert fast._reset_program is not None and fast._reset_program.graph is not None  # pyright: ignore
+    assert not bool(fast._episode[~mask].eq(fast._episode[0]).any())
 
 
 @pytest.mark.gpu
 def test_control_step_does_not_synchronise() -> None:
     env = make("Ant", 64, device="cuda")
     env.reset()
-    actions = random_actions(env, 20)
+    actions, mask = random_actions(env, 20), torch.arange(64, device="cuda") % 3 == 0
     for action in actions[:4]:
         env.step(action)
+        env.reset_where(mask)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for action in actions[4:]:
             env.step(action)
+            env.reset_where(mask)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
