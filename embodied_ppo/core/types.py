@@ -319,7 +319,8 @@ class VectorEnv(Protocol):
         """Start a new episode in selected environments and leave the others unchanged.
 
         Args:
-            where: bool [N], environments to reset. Their episode is in progress or has just ended.
+            where: bool [N], environments to reset; there may be none. Their episode is in progress
+                or has just ended.
 
         Returns:
             Observations [N, ..], arbitrary in rows that are not reset. None if the simulator cannot

@@ -35,7 +35,7 @@ from embodied_ppo.models.checkpoint_files import (
     import_transformers,
     relative_difference,
 )
-from embodied_ppo.models.fusion import gated, normalise, rotate
+from embodied_ppo.models.fusion import gated_product, normalise, rotate
 from embodied_ppo.models.lora import project
 from embodied_ppo.models.prefix_tree import PrefixTree, prefix_tree
 from embodied_ppo.models.token_statistics import Head, TokenStatistics
@@ -356,7 +356,7 @@ def _run_layer(
 def gated_mlp(mlp: Any, x: Tensor) -> Tensor:
     """Return down_proj(act(gate_proj x) * up_proj x), [B, L, D]."""
     gate, up = project((mlp.gate_proj, mlp.up_proj), x)
-    return mlp.down_proj(gated(mlp.act_fn, gate, up))
+    return mlp.down_proj(gated_product(mlp.act_fn, gate, up))
 
 
 def _heads(attention: Any, which: str, x: Tensor) -> Tensor:

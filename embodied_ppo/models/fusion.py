@@ -1,9 +1,9 @@
-"""Functions of the models that run as one kernel on a GPU.
+"""Functions of the models that a GPU runs as fused kernels.
 
 On a GPU, eager code reads and writes its tensors in memory once for each operation. With Triton,
-``torch.compile`` fuses the operations of a function, in the forward and in the backward pass. On a
-CPU the functions run as they are written. ``TORCH_COMPILE_DISABLE=1`` in the environment, a
-variable of torch, turns the fusion off.
+``torch.compile`` fuses elementwise operations and reductions, in the forward and in the backward
+pass. On a CPU the functions run as they are written. ``TORCH_COMPILE_DISABLE=1`` in the
+environment, a variable of torch, turns the fusion off.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
+from embodied_ppo.core.errors import one_line
+
 P = ParamSpec("P")
 R = TypeVar("R")
 DEVICES = ("cuda",)
 """Types of devices whose tensors are passed to compiled code."""
-
-_compiled: dict[str, Callable[..., Any]] = {}
-"""Name of a function -> its compiled code, or the function itself where that failed."""
-
-
-def _compiles(x: Any) -> bool:
-    """Return whether functions of a tensor are compiled."""
-    return x.device.type in DEVICES
+VARIANTS = 64
+"""Number of variants that torch may compile of a function: for each number of dimensions, size of
+the weights and gradient mode. With torch's limit of 8, further variants would run eagerly.
+"""
+_compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Function -> its compiled code, or the function itself where that failed."""
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
@@ -39,8 +39,10 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     The first such call compiles it. If that fails, a warning has the reason, and the function runs
     eagerly from then on. Compiled code keeps little more than its inputs for the backward pass;
     tensors without contents, from which memory is predicted, keep the inputs.
+
+    Args:
+        function: A function of tensors without side effects. Its first argument is a tensor.
     """
-    name = getattr(function, "__name__", "")
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,24 +52,43 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             return checkpoint(
                 function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
             )
-        compiled = _compiled.get(name)
-        if compiled is None:
-            compiled = _compiled[name] = torch.compile(function)
+        # The import takes more than a second, and only a GPU needs it.
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        compiled = _compiled.get(function) or _compile(function)
         try:
             return compiled(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # without a C compiler or Triton, for example
-            if compiled is function:
-                raise
-            reason = str(error).strip().partition("\n")[0]
+        except (
+            TorchDynamoException,
+            FailOnRecompileLimitHit,
+        ) as error:  # no C compiler, for example
+            cause = getattr(error, "inner_exception", error)
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
             warnings.warn(
-                f"{name} runs without torch.compile, which is slower ({reason})", stacklevel=2
+                f"{function.__name__} runs without torch.compile, which is slower"
+                f" ({one_line(cause)})",
+                stacklevel=2,
             )
-            _compiled[name] = function
+            _compiled[function] = function
             return function(*args, **kwargs)
 
     return call
+
+
+def _compiles(x: Any) -> bool:
+    """Return whether functions of a tensor are compiled."""
+    return x.device.type in DEVICES
+
+
+def _compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the compiled function, which the first call of each variant compiles."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, VARIANTS)
+    # Without graph breaks a variant beyond the limit raises an error.
+    compiled = _compiled[function] = torch.compile(function, fullgraph=True)
+    return compiled
 
 
 # ------------------------------------------------------------------------------------------- norms
@@ -87,28 +108,38 @@ def _offset_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return (y * (1.0 + weight.float())).to(x.dtype)
 
 
+ROUNDED_FIRST = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Phi3")
+"""Families of transformers whose class ``<family>RMSNorm`` computes ``_rms_norm``."""
+WITH_OFFSET = ("Gemma", "Gemma2", "Gemma3")
+"""Families of transformers whose class ``<family>RMSNorm`` computes ``_offset_rms_norm``."""
+
+
 def normalise(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return ``norm(x)``, x [.., D], where ``norm`` is a layer of transformers (Zhang & Sennrich
-    2019).
+    """Return ``norm(x)`` (Zhang & Sennrich 2019), [.., D].
+
+    Args:
+        norm: A layer that normalises, which is not called if its class is known.
+        x: [.., D].
     """
     layer: Any = norm
-    name = type(norm).__name__
-    if not _compiles(x) or not name.endswith("RMSNorm"):
-        return norm(x)
-    if "Gemma" in name:
-        return _offset_rms_norm(x, layer.weight, layer.eps)
-    return _rms_norm(x, layer.weight, layer.variance_epsilon)
+    if _compiles(x):
+        family = type(norm).__name__.removesuffix("RMSNorm")
+        if family in ROUNDED_FIRST:
+            return _rms_norm(x, layer.weight, layer.variance_epsilon)
+        if family in WITH_OFFSET:
+            return _offset_rms_norm(x, layer.weight, layer.eps)
+    return norm(x)
 
 
 # ---------------------------------------------------------------------------- positions and the MLP
 @fused
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021).
+    """Return x with rotary position embedding (Su et al. 2021), [B, heads, L, d].
 
     Args:
         x: [B, heads, L, d].
         cos: [1 or B, L, d], of each position.
-        sin: The same.
+        sin: [1 or B, L, d].
         dtype: Type of the result; None: that of the products.
     """
     a, b = x.chunk(2, dim=-1)
@@ -118,19 +149,31 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None
 
 @fused
 def _silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Return SiLU(gate) · up."""
     return F.silu(gate) * up
 
 
 @fused
 def _gelu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Return GELU(gate) · up, with the approximation by tanh."""
     return F.gelu(gate, approximate="tanh") * up
 
 
-PRODUCTS = {"SiLU": _silu_product, "SiLUActivation": _silu_product, "GELUTanh": _gelu_product}
-"""Class of an activation of transformers -> activation(gate) · up."""
+GATED_PRODUCTS = {
+    "SiLU": _silu_product,
+    "SiLUActivation": _silu_product,
+    "GELUTanh": _gelu_product,
+}
+"""Class of an activation -> function of (gate, up) that computes activation(gate) · up."""
 
 
-def gated(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    """Return activation(gate) · up (Shazeer 2020), each [.., I]."""
-    product = PRODUCTS.get(type(activation).__name__) if _compiles(gate) else None
+def gated_product(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """Return activation(gate) · up (Shazeer 2020), [.., I].
+
+    Args:
+        activation: The activation, which is not called if its class is known.
+        gate: [.., I].
+        up: [.., I].
+    """
+    product = GATED_PRODUCTS.get(type(activation).__name__) if _compiles(gate) else None
     return activation(gate) * up if product is None else product(gate, up)

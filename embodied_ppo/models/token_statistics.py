@@ -85,25 +85,25 @@ def _logit_gradient(
     ref_weight: Tensor | None,
     head: Head,
     by_log_prob: Tensor | None,
-    slope: Tensor | None,
-    offset: Tensor,
+    log_prob_factor: Tensor | None,
+    constant: Tensor,
     by_distance: Tensor | None,
 ) -> Tensor:
     """Return the gradient with respect to the logits z of a chunk, [m, V], in ``head.dtype``.
 
     With z' as in ``TokenStatistics`` it is
 
-        (π·(slope·log π − offset − by_distance·log π_ref) + [v = a]·by_log_prob) · ∂z' / ∂z.
+        (π·(f·log π − c − by_distance·log π_ref) + [v = a]·by_log_prob) · ∂z' / ∂z
 
-    The last four arguments are [m, 1]; None stands for 0. ``ref_hidden`` is read if there is
-    ``by_distance``.
+    with f = ``log_prob_factor`` and c = ``constant``. The last four arguments are [m, 1]; None
+    stands for 0. ``ref_hidden`` is read if there is ``by_distance``.
     """
     log_p, bounded = head.log_softmax(hidden, weight)
     d = log_p.exp()
-    if slope is None:
-        d.mul_(-offset)
+    if log_prob_factor is None:
+        d.mul_(-constant)
     else:
-        log_p.mul_(slope).sub_(offset)
+        log_p.mul_(log_prob_factor).sub_(constant)
         if by_distance is not None:
             assert ref_hidden is not None and ref_weight is not None
             log_q, _ = head.log_softmax(ref_hidden, ref_weight)
@@ -156,9 +156,9 @@ class TokenStatistics(torch.autograd.Function):
             rows = slice(start, start + head.rows)
             chunk = None if ref_hidden is None else ref_hidden[rows]
             results = _statistics(hidden[rows], weight, action[rows], chunk, ref_weight, head)
-            for whole, part in zip((log_prob, entropy, distance), results, strict=True):
-                if whole is not None and part is not None:
-                    whole[rows] = part
+            for result, part in zip((log_prob, entropy, distance), results, strict=True):
+                if result is not None and part is not None:
+                    result[rows] = part
         ctx.save_for_backward(hidden, weight, action, ref_hidden, ref_weight, entropy, distance)
         return log_prob, entropy, distance
 
@@ -173,16 +173,18 @@ class TokenStatistics(torch.autograd.Function):
         # The gradients of (log π(a), H, KL), [M, 1].
         by_log_prob, by_entropy, by_distance = (g if g is None else g.unsqueeze(1) for g in grads)
         # Factors of the terms with π above: of log π, and of 1, [M, 1].
-        slope: Tensor | None = None
-        offset = torch.zeros(len(action), 1, device=action.device)
+        log_prob_factor: Tensor | None = None
+        constant = torch.zeros(len(action), 1, device=action.device)
         if by_log_prob is not None:
-            offset = offset + by_log_prob
+            constant = constant + by_log_prob
         if by_entropy is not None:
-            slope = -by_entropy
-            offset = offset + by_entropy * entropy.unsqueeze(1)
+            log_prob_factor = -by_entropy
+            constant = constant + by_entropy * entropy.unsqueeze(1)
         if by_distance is not None:
-            slope = by_distance if slope is None else slope + by_distance
-            offset = offset + by_distance * distance.unsqueeze(1)
+            log_prob_factor = (
+                by_distance if log_prob_factor is None else log_prob_factor + by_distance
+            )
+            constant = constant + by_distance * distance.unsqueeze(1)
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for start in range(0, len(action), head.rows):
@@ -195,8 +197,8 @@ class TokenStatistics(torch.autograd.Function):
                 ref_weight,
                 head,
                 None if by_log_prob is None else by_log_prob[rows],
-                None if slope is None else slope[rows],
-                offset[rows],
+                None if log_prob_factor is None else log_prob_factor[rows],
+                constant[rows],
                 None if by_distance is None else by_distance[rows],
             )
             if hidden_grad is not None:

@@ -470,7 +470,7 @@ def _check_reset(env: VectorEnv, actions: list[Tensor]) -> None:
 
 
 def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) -> bool:
-    """Check that ``reset_where`` resets environment 0 only; return False if it is None."""
+    """Check that ``reset_where`` resets environment 0 only, or none; return False if it is None."""
     mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
     mask[0] = True
 
@@ -497,6 +497,11 @@ def _check_reset_where(env: VectorEnv, actions: list[Tensor], seeds: list[int]) 
         valid = name.startswith("final_obs") or torch.equal(x[1:], reference[name][1:])
         violation = f"reset_where() of environment 0 changes {name} of another environment"
         _require(env, valid, violation, "leave the other environments unchanged")
+    start()
+    env.reset_where(torch.zeros_like(mask))
+    for name, x in _leaves(env.step(actions[1])).items():
+        violation = f"reset_where() of no environment changes {name}"
+        _require(env, torch.equal(x, reference[name]), violation, "leave them unchanged")
     return True
 
 

@@ -59,6 +59,8 @@ class Walk:
             return None
         if self.fault == "reset_where others":
             where = torch.ones_like(where)
+        if self.fault == "reset_where none" and not where.any():
+            where = ~where
         for i in where.nonzero().flatten().tolist():
             self._reset(i)
         if self.fault == "reset_where masked":
@@ -230,6 +232,7 @@ FAULTS = {
     "restart": (RESTART_DIFFERS, False),
     "reset mid-episode": ("the first step after reset.. is masked", False),
     "reset_where masked": (r"first step after reset_where\(\) is masked", False),
+    "reset_where none": (r"reset_where\(\) of no environment changes observation", False),
     "reset_where others": (r"reset_where\(\) of environment 0 changes observation", False),
     "state without random": (r"1 steps after load_state\(\), observation differs", False),
     "load_state returns reset": (r"load_state\(\) returned another observation", False),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
-from embodied_ppo.core.types import ActionSpec, EnvError, Obs, ObsSpec
+from embodied_ppo.core.types import ActionSpec, ArraySpec, EnvError, Obs, ObsSpec
 
 SUCCESS_KEYS = ("success", "is_success")
 """Entries of a simulator's info that mean success if ``env.success_key`` is None."""
@@ -72,6 +72,16 @@ class Adapter:
         spaces.check_seeds(self.id, seeds, self.num_envs)
         self._seeds = list(seeds)
         self._seeds_are_new = True
+
+    def _zeros(self) -> Obs:
+        """Return an observation of zeros: the result of ``reset_where`` without an environment."""
+
+        def zeros(spec: ArraySpec) -> Tensor:
+            return torch.zeros(self.num_envs, *spec.shape, dtype=spec.dtype, device=self.device)
+
+        if isinstance(self.obs_spec, dict):
+            return {name: zeros(spec) for name, spec in self.obs_spec.items()}
+        return zeros(self.obs_spec)
 
     def state(self) -> dict[str, Any] | None:
         """Return None: these simulators have no common way to save their state."""

@@ -194,6 +194,8 @@ class EnvPoolEnv(Adapter):
     def reset_where(self, where: Tensor) -> Obs:
         """Start new episodes where bool [N] is True; the other rows of the result are zeros."""
         env_ids = where.nonzero().flatten()
+        if not len(env_ids):
+            return self._zeros()
         self._pool._reset(env_ids.cpu().numpy().astype(np.int32))
         rows = self._read_obs(self._pool._recv())  # only these environments, in this order
         return tree.map(

@@ -139,6 +139,8 @@ class GymnasiumEnv(Adapter):
         if self._has_own_vector:
             return None
         mask = where.cpu().numpy()
+        if not mask.any():  # Gymnasium refuses this mask
+            return self._zeros()
         obs, _ = self._env.reset(options={"reset_mask": mask})
         if self._done is not None:
             self._done = self._done & ~mask

@@ -50,7 +50,7 @@ from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter, AdapterOptions
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import ArraySpec, EnvError, Obs, Step
+from embodied_ppo.core.types import EnvError, Obs, Step
 
 Factory = Callable[..., Any]
 _ACTOR_GROUPS = ("policy", "actor")
@@ -201,18 +201,10 @@ class TorchVectorEnv(Adapter):
             return None
         index = where.nonzero().flatten().to(self._env_device)
         if not len(index):
-            spec = self.obs_spec
-            if isinstance(spec, dict):
-                return {name: self._zeros(x) for name, x in spec.items()}
-            return self._zeros(spec)
+            return self._zeros()
         with self._own_generators():
             obs, _ = self._env.reset(options={"env_idx": index})
         return self._read_reset(obs)
-
-    def _zeros(self, spec: ArraySpec) -> Tensor:
-        """Return an observation of zeros, [N, ..]."""
-        shape = (self.num_envs, *spec.shape)
-        return torch.zeros(shape, dtype=spec.dtype, device=self.device)
 
     def render(self) -> Tensor:
         """Return an image of environment 0, uint8 [H, W, 3] of ``render_size``."""

@@ -216,6 +216,8 @@ class MujocoEnv:
         """Start new episodes where bool [N] is True."""
         self._check_open()
         assert self._reset_program is not None
+        if self.physics.host_readable and not bool(where.any()):
+            return self._current_obs()
         return self._to_device(self._reset_program(where.to(self.physics.device)))
 
     def restart(self, seeds: list[int]) -> None:
@@ -368,7 +370,7 @@ class MujocoEnv:
         )
 
     def _reset_where(self, mask: Tensor) -> Obs:
-        """Start new episodes where bool [N] and return the current observation.
+        """Start new episodes where ``mask`` bool [N] is True; return the current observation.
 
         No value is read on the host.
         """

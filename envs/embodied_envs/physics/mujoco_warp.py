@@ -465,7 +465,8 @@ class WarpPhysics:
 
 
 class _CapturedStep:
-    """A control step on a GPU: eager in its first two calls, which compile kernels, then a graph.
+    """A control step, or a reset of single worlds, on a GPU: eager in its first two calls, which
+    compile kernels, then a graph.
 
     Warp records the graph, because the solver loops until convergence and torch's graphs have no
     loops. Tensors that torch allocates while recording come from a memory pool that only this
@@ -488,7 +489,7 @@ class _CapturedStep:
                 self._capture(action)
             except RuntimeError as error:
                 warnings.warn(
-                    f"no CUDA graph of the control step, which is slower without it ({error})",
+                    f"no CUDA graph of steps or resets, which are slower without it ({error})",
                     stacklevel=2,
                 )
                 self.physics.records_kernels = True
