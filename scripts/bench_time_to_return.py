@@ -1,13 +1,15 @@
 """Measure the seconds of training until a greedy evaluation reaches a return, for several trainers.
 
-    python scripts/bench_time_to_return.py [--seeds 1] [--tasks HalfCheetah-v4 ..]
-        [--sb3 .venv-sb3/bin/python]
+    python scripts/bench_time_to_return.py [--seeds 1] [--tasks HalfCheetah-v4 ..] [--json FILE]
+        [--sb3 .venv-sb3/bin/python] [--cleanrl PYTHON FILE] [--trainers embodied_ppo ..]
 
-Each trainer trains one million steps on two cores with its published settings: ours are those of
-the experiments, and those of Stable-Baselines3 are rl-baselines3-zoo's (see
-``time_to_return_sb3.py``; `make .venv-sb3/ready` creates its environment, which also needs `pip
-install 'gymnasium[mujoco]'`). Every 20,480 steps the mean action is evaluated in ten episodes.
-Neither evaluations nor the start of the process count. Two cores must be idle.
+Each trainer trains one million steps with its published settings: ours are those of the
+experiments, those of Stable-Baselines3 rl-baselines3-zoo's (see ``time_to_return_sb3.py``; `make
+.venv-sb3/ready` creates its environment, which also needs `pip install 'gymnasium[mujoco]'`), and
+those of CleanRL the defaults of its file (see ``time_to_return_cleanrl.py``). Every 20,480 steps
+the mean action is evaluated in ten episodes. Neither evaluations nor the start of the process
+count. The trainers use the cores that this process may use (`taskset -c 0,1`), which must be idle.
+The JSON file has all evaluations.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +44,7 @@ EXPERIMENTS = {
 EVALUATION_UPDATES = 10
 """Updates of 2,048 steps between two evaluations."""
 SB3 = Path(__file__).parent / "time_to_return_sb3.py"
+CLEANRL = Path(__file__).parent / "time_to_return_cleanrl.py"
 
 
 class Evaluation(NamedTuple):
@@ -87,9 +91,9 @@ def train_ours(task: str, seed: int, overrides: Sequence[str] = ()) -> list[Eval
     return evaluations
 
 
-def train_sb3(python: str, task: str, seed: int) -> list[Evaluation]:
-    """Train Stable-Baselines3 in its own environment."""
-    lines = run([python, str(SB3), task, str(seed)]).splitlines()
+def train_other(command: Sequence[str], task: str, seed: int) -> list[Evaluation]:
+    """Train with a script that prints an ``Evaluation`` in each line that begins with a bracket."""
+    lines = run([*command, task, str(seed)]).splitlines()
     return [Evaluation(*json.loads(line)) for line in lines if line.startswith("[")]
 
 
@@ -112,10 +116,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--tasks", nargs="+", default=list(RETURNS))
     parser.add_argument("--sb3", help="Python with Stable-Baselines3 and gymnasium[mujoco]")
+    parser.add_argument("--cleanrl", nargs=2, metavar=("PYTHON", "FILE"))
+    parser.add_argument("--trainers", nargs="+", help="only these columns of the table")
+    parser.add_argument("--json", type=Path, help="file for all evaluations")
     args = parser.parse_args()
     trainers: dict[str, Callable[[str, int], list[Evaluation]]] = {"embodied_ppo": train_ours}
     if args.sb3:
-        trainers["Stable-Baselines3"] = lambda task, seed: train_sb3(args.sb3, task, seed)
+        trainers["Stable-Baselines3"] = partial(train_other, [args.sb3, str(SB3)])
+    if args.cleanrl:
+        python, file = args.cleanrl
+        trainers["CleanRL"] = partial(train_other, [python, str(CLEANRL), file])
+    if args.trainers:
+        if unknown := set(args.trainers) - {*trainers}:
+            parser.error(f"--trainers {' '.join(unknown)}: must be of {', '.join(trainers)}")
+        trainers = {name: trainers[name] for name in args.trainers}
+    evaluations: dict[str, dict[str, list[list[Evaluation]]]] = {}
     names = " | ".join(trainers)
     print(f"| task, return | {names} |\n|---|{'---|' * len(trainers)}")
     for task in args.tasks:
@@ -123,6 +138,9 @@ def main() -> None:
             name: [train(task, seed) for seed in range(args.seeds)]
             for name, train in trainers.items()
         }
+        evaluations[task] = runs
+        if args.json:
+            args.json.write_text(json.dumps(evaluations))
         for score in RETURNS[task]:
             times = [cell([seconds_to(x, score) for x in evals]) for evals in runs.values()]
             print(f"| {task}, {score} | {' | '.join(times)} |", flush=True)
