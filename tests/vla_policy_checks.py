@@ -54,7 +54,7 @@ def check_evaluate_reproduces_act(
         decision: The result of ``policy.act(inputs)``.
         shape: Observations, actions per chunk and dimensions of an action.
         sizes: Sizes of the micro-batches.
-        rtol: Relative tolerance of the log-probabilities, added to the absolute 1e-5.
+        rtol: Relative tolerance of log-probabilities and values, added to the absolute 1e-5.
     """
     rows, actions, dimensions = shape
     assert decision.log_prob.shape == shape and decision.log_prob.dtype == torch.float32
@@ -72,9 +72,9 @@ def check_evaluate_reproduces_act(
             for name in ("log_prob", "value", "entropy")
         )
         torch.testing.assert_close(log_prob, decision.log_prob, rtol=rtol, atol=1e-5)
-        torch.testing.assert_close(value, decision.value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(value, decision.value, rtol=rtol, atol=1e-5)
         assert entropy.shape == shape and bool(entropy.isfinite().all())
-    torch.testing.assert_close(policy.value(inputs), decision.value, rtol=0, atol=1e-5)
+    torch.testing.assert_close(policy.value(inputs), decision.value, rtol=rtol, atol=1e-5)
 
 
 def perturb_new_parameters(policy: torch.nn.Module) -> None:
