@@ -62,6 +62,7 @@ class Recorded(benchmark.Stage):
         return [sys.executable, "-c", code, str(self.marker), name, other, str(self.out / "notes")]
 
 
+@pytest.mark.slow
 def test_stages_run_in_order(tmp_path: Path) -> None:
     """Two jobs: no stage starts before those it requires; seeds share the demonstrations."""
     seeds, jobs = 2, 2
@@ -165,6 +166,7 @@ def test_trial_writes_table_and_page(
     assert "the protocol needs at least 256" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_options_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

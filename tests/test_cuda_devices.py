@@ -114,6 +114,7 @@ def violations(node: ast.AST, *, guarded: bool = False) -> Iterator[tuple[int, s
             yield from violations(child, guarded=guarded)
 
 
+@pytest.mark.slow
 def test_every_call_of_torch_cuda_names_its_device() -> None:
     calls = [
         f"{path.relative_to(ROOT)}:{line}: {reason}"

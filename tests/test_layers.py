@@ -114,6 +114,7 @@ def test_imports_go_to_the_same_or_a_lower_layer(name: str):
             assert layer(target) <= layer(name), f"{name} imports {target}"
 
 
+@pytest.mark.slow
 def test_there_is_no_import_cycle():
     """Imports for type checking count, too: a cycle of types is a cycle of ideas."""
     graph = {
@@ -147,6 +148,7 @@ def test_a_package_says_what_belongs_in_it(name: str):
         assert "Belongs here:" in docstring and "Does not belong here:" in docstring
 
 
+@pytest.mark.slow
 def test_training_in_one_process_does_not_import_ray():
     code = "import sys, embodied_ppo.run; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -276,6 +276,7 @@ def test_padding_does_not_change_result(case: str) -> None:
     assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("which", ["actor", "critic"])
 def test_program_equals_eager_step(case: str, which: str) -> None:

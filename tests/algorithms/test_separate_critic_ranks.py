@@ -103,6 +103,7 @@ def learned(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *WITHOUT])
 @pytest.mark.parametrize("world", [2, 4])
 def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:

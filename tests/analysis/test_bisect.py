@@ -51,6 +51,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run_dir
 
 
+@pytest.mark.slow
 def test_planted_fault_is_found(run_dir, capsys):
     result = run_command(capsys, "bisect", "--quiet", run_dir, "value/loss > 100")
     assert result["held"] and result["update"] == UPDATE and result["value"] > 1e9

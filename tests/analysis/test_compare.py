@@ -37,6 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_folder_of_runs_is_one_arm_per_method(runs, tmp_path, capsys):
     content = run_command(capsys, "compare", runs, "episodes=12", f"out={tmp_path / 'out'}")
     labels = [method["label"] for method in content["methods"]]
@@ -60,6 +61,7 @@ def test_folder_of_runs_is_one_arm_per_method(runs, tmp_path, capsys):
     assert difference["verdict"] in page.replace("&#39;", "'") and "<script" not in page
 
 
+@pytest.mark.slow
 def test_means_are_those_of_evaluate_and_reports_are_found_again(runs, tmp_path, capsys):
     a, b = runs / "lr=0.001/0", runs / "lr=0.0001/0"
     content = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "one", progress=False)

@@ -66,6 +66,7 @@ def test_changed_options_and_their_record(run_dir, tmp_path, capsys):
     assert again.summary["updates"] == 6 and read_parent(branch) is not None
 
 
+@pytest.mark.slow
 def test_message_about_the_missing_checkpoint(run_dir, tmp_path, capsys):
     options = ["update=3", "updates=4", f"run_dir={tmp_path / 'branch'}"]
     assert main.main(["fork", str(run_dir), *options]) == 0
@@ -108,6 +109,7 @@ def test_bad_input_is_refused(run_dir, tmp_path, capsys, arguments, message):
     assert files(run_dir) == before and not list(run_dir.parent.glob("run-fork-*"))
 
 
+@pytest.mark.slow
 def test_branch_of_a_language_model_equals_its_run(tmp_path, capsys):
     options = [*(x for x in LANGUAGE if not x.startswith("updates")), "updates=3", "save_every=2"]
     run_command(capsys, "train", *options, f"run_dir={tmp_path / 'run'}")

@@ -113,6 +113,7 @@ def test_lengths_of_successive_halving() -> None:
     assert search.rungs(2) == [1]
 
 
+@pytest.mark.slow
 def test_draws() -> None:
     values = {"algorithm.lr": Interval(1e-4, 1e-2, log=True), "algorithm.horizon": Choice(("8",))}
     settings = search.Settings(TINY, values, change_probability=0.5, trials=12, seeds=1, jobs=1)
@@ -162,6 +163,7 @@ def test_long_runs_are_compiled_from_their_first_update_on(
     assert ("compile=always" in lines) == compiled
 
 
+@pytest.mark.slow
 def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     options = [*TINY, "updates=27", "algorithm.lr=1e-2,1e38"]
     flags = ["search", "--trials", "3", "--out", "found", "--jobs", "2"]
@@ -235,6 +237,7 @@ def test_budget_sets_the_length_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.env_steps == int(160_000 / (26 / 9)) // 32 * 32
 
 
+@pytest.mark.slow
 def test_budget_of_a_real_search(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["search", "--trials", "2", "--budget", "2s", "--jobs", "1", "--out", "found", "--json"]
     assert main.main([*flags, *TINY, "algorithm.gamma=0.9"]) == 0
@@ -245,6 +248,7 @@ def test_budget_of_a_real_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(rows[-1])["env_steps"] == result["env_steps"]
 
 
+@pytest.mark.slow
 def test_python_api() -> None:
     result = ep.search(
         "cartpole",
@@ -268,6 +272,7 @@ def test_python_api() -> None:
         ep.search("cartpole", trials=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -287,6 +292,7 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, message",
     [

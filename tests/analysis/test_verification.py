@@ -111,6 +111,7 @@ def results(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 # -------------------------------------------------------------------------------- an unchanged run
+@pytest.mark.slow
 def test_unchanged_run_is_verified(copy, tmp_path, capsys):
     content = run_command(capsys, "verify", copy, "--updates", "all", f"out={tmp_path / 'out'}")
     assert content["verdict"] == "verified" and content["first_difference"] is None
@@ -236,6 +237,7 @@ def test_changed_option_with_all_digests_is_found_by_execution(copy):
 
 
 # ---------------------------------------------------------------------------------- changed metrics
+@pytest.mark.slow
 def test_changed_metric_outside_of_the_chosen_updates(copy):
     """The digest names the row; the execution of its interval names the metric."""
     edit_row(copy, 3, **{"policy/entropy": 0.5})
@@ -335,6 +337,7 @@ def test_reports_of_the_command_evaluate_are_repeated(copy, capsys):
 
 
 # ------------------------------------------------------------------------- resumed and older runs
+@pytest.mark.slow
 def test_resumed_runs(tmp_path):
     """A run resumed with more updates, which change its learning rates, and with other options."""
     run_dir = tmp_path / "run"
@@ -355,6 +358,7 @@ def test_resumed_runs(tmp_path):
     assert content["notes"][0].startswith("updates 1 to 3 cannot be executed again: options")
 
 
+@pytest.mark.slow
 def test_edited_row_keeps_its_digest_when_the_run_is_resumed(tmp_path):
     run_dir = tmp_path / "run"
     ep.train("cartpole", seed=3, run_dir=run_dir, **{**TINY, "updates": 4})

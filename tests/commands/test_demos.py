@@ -69,6 +69,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 # -------------------------------------------------------------------------------------------- demos
+@pytest.mark.slow
 def test_demonstrations_are_recorded_and_continued(capsys: pytest.CaptureFixture[str]) -> None:
     summary, err = run(capsys, "demos", "out=d", "episodes=5", "env.image_size=16")
     assert err == "recording 5 demonstrations into d\n"
@@ -105,6 +106,7 @@ def test_demonstrations_are_recorded_and_continued(capsys: pytest.CaptureFixture
     assert re.search(r"^families +reach 1$", out.out, re.M)
 
 
+@pytest.mark.slow
 def test_recordings_depend_on_seed_and_noise(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["out=a"], ["out=b"], ["out=c", "seed=1"], ["out=d", "noise=0.3"]):
         run(capsys, "demos", "episodes=3", "env.image_size=16", *options)
@@ -113,6 +115,7 @@ def test_recordings_depend_on_seed_and_noise(capsys: pytest.CaptureFixture[str])
     assert a.shape != d.shape or not torch.equal(a, d)
 
 
+@pytest.mark.slow
 def test_captions_are_recorded_and_cloned(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=tabletop_captions", "env.image_size=16"]
     run(capsys, "demos", "out=plain", "episodes=2", *options)
@@ -127,6 +130,7 @@ def test_captions_are_recorded_and_cloned(capsys: pytest.CaptureFixture[str]) ->
     assert "captions: step 3 of 3" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -154,6 +158,7 @@ def test_recording_with_other_options_is_refused(
     assert contents() == before
 
 
+@pytest.mark.slow
 def test_invalid_folders_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").touch()
     Path("other").mkdir()
@@ -168,6 +173,7 @@ def test_invalid_folders_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert sorted(str(path) for path in Path().rglob("*")) == ["file", "other", "other/thesis.tex"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_recording_keeps_finished_episodes(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
@@ -193,6 +199,7 @@ def test_interrupted_recording_keeps_finished_episodes(
     assert not [*Path("d").rglob("*.part")]
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_finished_episodes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -236,6 +243,7 @@ def run_in_a_terminal(*arguments: str) -> str:
     return output.decode()
 
 
+@pytest.mark.slow
 def test_progress_bars_in_a_terminal() -> None:
     output = run_in_a_terminal("demos", "out=d", "episodes=3", "env.image_size=16")
     assert "recording 3 demonstrations into d" in output
@@ -257,6 +265,7 @@ def test_options_of_demos_and_clone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # -------------------------------------------------------------------------------------------- clone
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["token", "flow", "gaussian"])
 def test_ppo_from_a_clone_equals_train_with_cloning(
     policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -308,6 +317,7 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
     assert err.startswith(message)
 
 
+@pytest.mark.slow
 def test_changed_dataset_of_the_same_name_is_cloned_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -319,6 +329,7 @@ def test_changed_dataset_of_the_same_name_is_cloned_again(
     assert "cloning: taken from" not in err and not equal(weights("a"), weights("b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_clone_leaves_no_run(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]

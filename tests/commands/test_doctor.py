@@ -51,6 +51,7 @@ def torch_probe(cuda: str | None, gpus: Any = (), reason: str = "") -> ProbeResu
 
 
 # ------------------------------------------------------------------------------------- this machine
+@pytest.mark.slow
 def test_this_machine_has_no_problem() -> None:
     code, rows = command()
     broken = [row for row in rows.values() if row["state"] == "problem" and row["needed"]]
@@ -90,6 +91,7 @@ def test_versions_equal_those_of_pyproject_and_constraints() -> None:
 
 
 # --------------------------------------------------------------------------- problems in a process
+@pytest.mark.slow
 def test_three_problems_in_one_process(tmp_path: Path) -> None:
     """There is no compiler, MUJOCO_GL is invalid, and EnvPool cannot be imported."""
     empty = tmp_path / "bin"
@@ -114,6 +116,7 @@ def test_three_problems_in_one_process(tmp_path: Path) -> None:
     assert process.stdout.splitlines()[-1].startswith("broken, and the default recipes need it: ")
 
 
+@pytest.mark.slow
 def test_hanging_probe_and_its_child_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +149,7 @@ def test_crash_of_a_probe_is_reported(
     assert doctor.run_probes(["envpool"])["envpool"].error == error
 
 
+@pytest.mark.slow
 def test_package_that_crashes_at_import_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def memory_needs(*options: str) -> dict[str, int]:
     return needs
 
 
+@pytest.mark.slow
 def test_a_gpu_needs_a_copy_of_the_weights_for_decoding() -> None:
     """The copy is bfloat16 and about half of the float32 weights; a CPU decodes without it."""
     options = (*LANGUAGE, "actor.model.dtype=bfloat16")
@@ -139,6 +140,7 @@ FITTED = ["--config-dir", "mine", "experiment=small"]
 OUT = ["--devices", "1", "--out", "mine/experiment/small.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["step", "column"])
 def test_micro_batches_train_like_one_minibatch(
     unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -166,6 +168,7 @@ def test_micro_batches_train_like_one_minibatch(
         assert small[-1][tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
 def test_one_learner_with_micro_batches_trains_like_two(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -192,6 +195,7 @@ def test_one_learner_with_micro_batches_trains_like_two(
     check_equal_training(options, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "changed", "original"),
     [
@@ -236,6 +240,7 @@ def test_placement_is_kept_or_becomes_fused(capsys: pytest.CaptureFixture[str]) 
     assert "0-1" not in str(summary["recipe"])
 
 
+@pytest.mark.slow
 def test_cut_minibatches_are_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     """Compiled minibatches have one shape."""
     options = [*ROBOT, "algorithm.global_batch_size=2048"]
@@ -268,6 +273,7 @@ def test_recipe_for_an_absent_gpu_is_printed(capsys: pytest.CaptureFixture[str])
         assert "write cluster.device_memory_gb=24" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_written_recipe_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     """The file composes to the fitted options, without those that GRPO does not read."""
     options = [
@@ -286,6 +292,7 @@ def test_written_recipe_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert resolved(*FITTED) == resolved(*options) and "critic" not in resolved(*FITTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -347,5 +354,6 @@ def test_existing_file_is_not_overwritten(
     assert "exists already" in capsys.readouterr().err and file.read_text() == "seed: 1\n"
 
 
+@pytest.mark.slow
 def test_default_recipe_has_no_cluster_options() -> None:
     assert memory_fit.settings(Config()).keys() == {"name"} and ClusterConfig() == Config().cluster

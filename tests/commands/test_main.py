@@ -580,6 +580,7 @@ def test_number_with_thousands_of_digits_is_refused(capsys: pytest.CaptureFixtur
     assert "is not understood (Exceeds the limit (4300 digits)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "parts"), REFUSALS, ids=[line or "(no arguments)" for line, _ in REFUSALS]
 )
@@ -646,6 +647,7 @@ def test_deleted_working_directory_is_refused(
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.slow
 def test_refusals_of_a_process() -> None:
     for line, part in (
         ("train algorithm.gama=0.9", "algorithm.gamma"),
@@ -661,6 +663,7 @@ def test_refusals_of_a_process() -> None:
 
 
 # --------------------------------------------------------------------------------------------- plan
+@pytest.mark.slow
 def test_plan_of_a_robot_policy(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "experiment=bench_wide", "compile=auto", "placement=pipelined"]
     arguments += ["cluster.devices_per_node=2", "device=cpu"]
@@ -683,6 +686,7 @@ def test_plan_of_a_robot_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lower algorithm.micro_batch_size" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_of_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     # The dictionary is written in the syntax of JSON.
     placement = (
@@ -897,6 +901,7 @@ def test_config_name_selects_the_command(name: str, capsys: pytest.CaptureFixtur
     assert set(config(capsys, name)) == set(strict.describe(OWN_OPTIONS[name]))
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_not_an_error() -> None:
     script = f"{' '.join(command('config', '--json'))} | true; exit ${{PIPESTATUS[0]}}"
     process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
@@ -949,6 +954,7 @@ def test_help_and_refusals_import_neither_torch_nor_hydra(line: str) -> None:
     assert cpu_of_children() - before < 0.5, "seconds of processor time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
@@ -977,6 +983,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # ---------------------------------------------------------------------------------------- real runs
+@pytest.mark.slow
 def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     pole = "gymnasium.envs.classic_control:CartPoleEnv"
     register = f"import gymnasium\ngymnasium.register('Pole-v0', '{pole}')\n"
@@ -1070,6 +1077,7 @@ def test_config_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "(not UTF-8)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "name", "code", "message"),
     [(1_200_000, "train", 2, "ulimit -v is 1200000: "), (250_000, "plan", 3, "out of memory (")],
@@ -1126,6 +1134,7 @@ def test_last_line_has_no_stacks_of_other_processes(
     assert capsys.readouterr().err == "error: no answer for 8 s: actor rank 0, update\n"
 
 
+@pytest.mark.slow
 def test_interrupt_saves_and_exits_130() -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     flags = [*TINY[:-4], "updates=100000", "evaluation.episodes=1", "device=cpu", "run_dir=run"]

@@ -41,6 +41,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_devices_time_and_command(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
     one = plan(capsys, *SMALL, sizes, "--devices", "1", "--device-gb", "80")
     two = plan(capsys, *SMALL, sizes, "--devices", "2", "--device-gb", "80")
@@ -62,6 +63,7 @@ def test_devices_time_and_command(capsys: pytest.CaptureFixture[str], sizes: str
     assert "not predicted" in out, "no data sheet of such a device"
 
 
+@pytest.mark.slow
 def test_small_devices_get_smaller_micro_batches(
     capsys: pytest.CaptureFixture[str], sizes: str
 ) -> None:
@@ -72,6 +74,7 @@ def test_small_devices_get_smaller_micro_batches(
     assert small["micro_batch"] == small["changes"]["algorithm.micro_batch_size"] == 8
 
 
+@pytest.mark.slow
 def test_refusal_names_the_smallest_change(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
     """Experience grows with env.num_envs, and alone exceeds this device."""
     options = [*SMALL, sizes, "algorithm.horizon=64", "--devices", "1", "--device-gb"]

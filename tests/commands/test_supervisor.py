@@ -92,6 +92,7 @@ REQUESTS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("receiver", ["command", "group", "child", "group twice"])
 def test_signal_is_one_request(receiver: str) -> None:
     run = subprocess.Popen(
@@ -121,6 +122,7 @@ def test_child_ends_with_the_command() -> None:
     assert run_helpers.processes_ended(child)
 
 
+@pytest.mark.slow
 def test_pause_by_the_user_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z stops the process group during a simulator's call."""
     call = "with watchdog.stepping: print('ready', flush=True); time.sleep(0.5)"

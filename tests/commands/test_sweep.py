@@ -46,6 +46,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.slow
 def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     options = [*TINY, "algorithm.lr=1e-2,1e-3", "name=mine"]
     assert main.main(["train", "--multirun", "--json", "--quiet", "--no-compare", *options]) == 0
@@ -132,6 +133,7 @@ def test_folder_of_a_job_is_named_after_the_options_that_differ(
     assert override.value() == str(folder), "a command line needs no quotes"
 
 
+@pytest.mark.slow
 def test_sweep_continues_after_a_failed_job(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -144,6 +146,7 @@ def test_sweep_continues_after_a_failed_job(
     assert Path("runs/CartPole-v1/summary.json").is_file() and not Path("runs/Nowhere-v1").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_sweep_saves_its_runs() -> None:
     flags = [*TINY, "updates=100000", "save_every=0", "seed=0,1", "hydra.sweep.dir=sweep"]
     arguments = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "-m", *flags]

@@ -62,6 +62,7 @@ def measured(summary: dict[str, Any]) -> dict[str, float]:
     return {row["placement"]: row["measured_s"] for row in rows if row["measured_s"] is not None}
 
 
+@pytest.mark.slow
 def test_printed_command_trains_in_the_best_placement(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -98,6 +99,7 @@ LANGUAGE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measure_one")
 def test_placements_of_four_language_models(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tune", *LANGUAGE, "cluster.devices_per_node=1", "--json"]
@@ -128,6 +130,7 @@ def test_placements_of_four_language_models(capsys: pytest.CaptureFixture[str]) 
     train_printed_command(capsys, summary)
 
 
+@pytest.mark.slow
 def test_placements_of_a_language_model_with_lag(capsys: pytest.CaptureFixture[str]) -> None:
     """Without critic and reward model, only the grader scores responses."""
     options = [
@@ -161,6 +164,7 @@ def train_printed_command(
     return options
 
 
+@pytest.mark.slow
 def test_run_with_lag_is_placed_in_several_processes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -187,6 +191,7 @@ def write_experiment(folder: Path, text: str) -> None:
     (folder / "experiment" / "own.yaml").write_text(content)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measure_one")
 def test_placement_is_written_to_the_config_dir(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -199,6 +204,7 @@ def test_placement_is_written_to_the_config_dir(
     assert not (tmp_path / "my_configs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measure_one")
 def test_table_of_placements(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main.main(["tune", *SMALL, "cluster.devices_per_node=1"]) == 0
@@ -234,6 +240,7 @@ def test_placement_beyond_the_memory_is_refused() -> None:
     assert "one process of actor: weights" in reason
 
 
+@pytest.mark.slow
 def test_occupied_devices_are_reported_before_measuring(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -249,6 +256,7 @@ def test_occupied_devices_are_reported_before_measuring(
     assert "measured" not in err and not Path("my_configs").exists()
 
 
+@pytest.mark.slow
 def test_failing_placement_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """A time limit of 1 ms ends every worker; one process has no workers."""
     options = ["cluster.devices_per_node=2", "cluster.step_timeout_s=0.001"]
@@ -305,6 +313,7 @@ def test_unwritable_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "my_configs/placement/tuned_cartpole.yaml: cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("measure_one")
 @pytest.mark.parametrize("best", ["local", "fused"])
 def test_conflicting_placement_of_another_file_is_refused(
@@ -331,6 +340,7 @@ def test_conflicting_placement_of_another_file_is_refused(
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_machine_with_too_little_memory_is_refused() -> None:
     config = replace(
         run_helpers.tiny_config(), cluster=ClusterConfig(devices_per_node=1, device_memory_gb=1e-6)

@@ -623,6 +623,7 @@ def wait_for_points(page: Browser, tag: str, points: dict[str, int]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> None:
     good, bad = make_run(tmp_path / "good", seed=3), make_run(tmp_path / "bad", seed=4)
     server = serve(tmp_path)
@@ -670,6 +671,7 @@ def test_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> None:
         log.close()
 
 
+@pytest.mark.slow
 def test_branches_are_drawn(tmp_path: Path, serve: Any, page: Browser) -> None:
     make_run(tmp_path / "base").close()
     page.open(serve(tmp_path).address)
@@ -695,6 +697,7 @@ def test_branches_are_drawn(tmp_path: Path, serve: Any, page: Browser) -> None:
     assert page.problems == []
 
 
+@pytest.mark.slow
 def test_page_shows_that_the_command_has_ended(tmp_path: Path, page: Browser) -> None:
     make_run(tmp_path / "runs" / "a").close()
     process, address = start_command(tmp_path)
@@ -746,6 +749,7 @@ def test_settings_with_the_keyboard(tmp_path: Path, serve: Any, page: Browser) -
     assert page.problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [900, 1600])
 @pytest.mark.parametrize("dark", [False, True])
 def test_page_fits_the_window(
@@ -786,6 +790,7 @@ def test_page_fits_the_window(
     assert page.evaluate(position) == before, "the page jumps when it reads new rows"
 
 
+@pytest.mark.slow
 def test_video_and_report(tmp_path: Path, serve: Any, page: Browser) -> None:
     run = tmp_path / "run"
     make_run(run).close()

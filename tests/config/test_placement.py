@@ -480,6 +480,7 @@ def test_memory_refusal_suggests_sharding_where_it_fits() -> None:
     check_memory(p, sharded)
 
 
+@pytest.mark.slow
 def test_run_suggests_sharding_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(memory: int, **options: Any) -> str:
         hardware = Hardware((4,), "cpu", memory=memory)

@@ -57,6 +57,7 @@ class DataDependent(Double):
 
 
 # ------------------------------------------------------------------------------------------ library
+@pytest.mark.slow
 def test_library_writes_in_place_and_is_cached() -> None:
     assert compile.unavailable_reason() == ""
     x, y = torch.zeros(3), torch.ones(3)
@@ -132,6 +133,7 @@ def test_fingerprint_of_language_model_is_reproducible() -> None:
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
+@pytest.mark.slow
 def test_damaged_library_is_recompiled() -> None:
     """Two compilations run in their own folders, because torch names files by the code's hash."""
     x = torch.zeros(3)
@@ -154,6 +156,7 @@ def test_damaged_library_is_recompiled() -> None:
     assert not any(folder.exists() for folder in folders)
 
 
+@pytest.mark.slow
 def test_intact_library_that_fails_to_load_is_kept(tmp_path: Path) -> None:
     x = torch.zeros(3)
     library = compile.Library(Double(), [x, x])  # as of the first test
@@ -169,6 +172,7 @@ def test_intact_library_that_fails_to_load_is_kept(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_same_in_all_processes() -> None:
     # The order of a set of strings depends on PYTHONHASHSEED.
     script = """
@@ -203,6 +207,7 @@ def test_fingerprint_is_constant_during_training() -> None:
     assert compile.fingerprint(program, [obs]) == before
 
 
+@pytest.mark.slow
 def test_compiler_failure_is_reported_once() -> None:
     notices: list[str] = []
     schedule = compile.CompileSchedule(0, notice=notices.append)
@@ -227,6 +232,7 @@ def test_unpicklable_program_is_reported() -> None:
     assert len(notices) == 1 and "pickle" in notices[0].lower()
 
 
+@pytest.mark.slow
 def test_compiler_that_does_not_know_all_instructions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +269,7 @@ library.load()
 """
 
 
+@pytest.mark.slow
 def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
     """The compiler hangs and the run is killed; files of earlier killed runs are removed."""
     compiler = tmp_path / "c++"
@@ -291,6 +298,7 @@ def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
     assert run_helpers.processes_ended(int(pid), *map(int, started)) and not Path(work).exists()
 
 
+@pytest.mark.slow
 def test_compiling_process_enforces_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiling process ends itself and its children, whatever the time limit of the run."""
     monkeypatch.setattr(
@@ -387,6 +395,7 @@ def test_first_compiled_update() -> None:
 
 
 # ------------------------------------------------------------------------------- learner and acting
+@pytest.mark.slow
 @pytest.mark.parametrize("discrete", [False, True])
 def test_compiled_updates_equal_eager_updates(discrete: bool) -> None:
     options = {
@@ -516,6 +525,7 @@ def captured_programs() -> dict[str, compile.Example]:
     return {**examples, "language": compile.Example(step, state, arguments)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["update", "act", "language"])
 def test_warm_up_of_a_cuda_graph_copies_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs the program on arguments of 0, which leaves weights and moments bit for bit."""
@@ -576,6 +586,7 @@ def test_compiled_update_raises_before_training_on_nan(tmp_path: Path) -> None:
     assert (tmp_path / "bad_batch.pt").exists()
 
 
+@pytest.mark.slow
 def test_compiled_acting_equals_eager_acting() -> None:
     """The critic reads more than the actor."""
     spec = {"state": ArraySpec((5,)), "privileged": ArraySpec((3,))}
@@ -603,6 +614,7 @@ def test_compiled_acting_equals_eager_acting() -> None:
 
 
 # --------------------------------------------------------------------------------------- whole runs
+@pytest.mark.slow
 def test_compiled_run_repeats_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -643,6 +655,7 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
     torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_interrupt_ends_wait_for_compiler(tmp_path: Path) -> None:
     """No update runs in the meantime, and no process remains."""
     env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}

@@ -28,6 +28,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """Print the pages that the system provides while 64 MiB, 16,384 pages, are allocated four times."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_is_reused() -> None:
     def faults(argument: str) -> int:

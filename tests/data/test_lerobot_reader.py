@@ -87,6 +87,7 @@ def captioned(folder: Path, episodes: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_captions_and_places_are_read_after_a_continued_recording(tmp_path: Path) -> None:
     captioned(tmp_path / "d", 3)
     data = read(captioned(tmp_path / "d", 5))
@@ -191,6 +192,7 @@ def test_without_cameras_and_with_one_number(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- resume
+@pytest.mark.slow
 def test_recording_continues_in_an_existing_folder(tmp_path: Path) -> None:
     record(tmp_path / "once")
     for episodes in (0, 2, 3, 5):  # a file with one episode in the middle
@@ -216,6 +218,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_recording_loses_the_incomplete_file_only(tmp_path: Path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
     pipe = subprocess.PIPE
@@ -571,6 +574,7 @@ def test_errors_of_damaged_images_name_file_episode_and_frame(tmp_path: Path, ki
         assert str(folder) in str(caught.value) and "unexpected keyword" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_error_of_a_damaged_image_is_reported(tmp_path: Path) -> None:
     """Change random bytes of animated images, for which Pillow has the fewest checks."""
     frames = np.stack([episode(i)["images"]["front"][0] for i in range(3)])

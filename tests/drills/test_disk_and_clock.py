@@ -83,6 +83,7 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_full_disk_ends_the_run_and_its_checkpoints_resume(
     tmp_path: Path,
@@ -112,6 +113,7 @@ def test_full_disk_ends_the_run_and_its_checkpoints_resume(
         assert_same(a, b)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_disk_filled_by_logs_is_reported(tmp_path: Path) -> None:
     done = train_on_small_disk(tmp_path, "200k", "save_every=0", "updates=4000", "eval_every=0")
@@ -148,6 +150,7 @@ def test_disk_that_is_full_at_the_start_is_refused(
     assert (tmp_path / "run" / "tensorboard").exists() == bool(earlier)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
@@ -173,6 +176,7 @@ def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_second_process_in_a_run_directory_is_refused(tmp_path: Path) -> None:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
@@ -249,6 +253,7 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_clock_that_jumps_does_not_change_training(tmp_path: Path) -> None:
     options = [*OVERRIDES, "updates=4", f"run_dir={tmp_path / 'jumping'}"]
     done = subprocess.run(
@@ -288,6 +293,7 @@ def test_checkpoint_stays_valid_where_its_score_cannot_be_written(
     checkpoint.open_checkpoint(step)
 
 
+@pytest.mark.slow
 def test_moved_run_directory_resumes(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run", updates=4), quiet=True)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")

@@ -61,6 +61,7 @@ def handles(system: Any) -> dict[str, Any]:
 SIMULATORS, POLICY = "env rank 0", "rollout,actor rank 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "phase"),
     [(SIMULATORS, "collect"), (SIMULATORS, "evaluate"), (POLICY, "collect"), (POLICY, "update")],
@@ -93,6 +94,7 @@ def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path: Path
     assert run_helpers.processes_ended(*pids)
 
 
+@pytest.mark.slow
 def test_killed_learner_is_named_among_its_group(tmp_path: Path) -> None:
     with ExitStack() as stack:
         longer = {
@@ -114,6 +116,7 @@ def test_killed_learner_is_named_among_its_group(tmp_path: Path) -> None:
     assert run_helpers.processes_ended(*(h.pid for h in processes_by_name.values()))
 
 
+@pytest.mark.slow
 def test_stopped_process_is_named_after_the_time_limit(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +175,7 @@ def test_timeout_of_torch_is_a_lost_process(cause: RuntimeError) -> None:
     )
 
 
+@pytest.mark.slow
 def test_simulator_that_exceeds_its_time_limit_is_named(tmp_path: Path) -> None:
     """The limit is below the duration of any step, so the first step that is checked exceeds it."""
     with ExitStack() as stack:
@@ -186,6 +190,7 @@ def test_simulator_that_exceeds_its_time_limit_is_named(tmp_path: Path) -> None:
             system.collect(20_000, update=7)
 
 
+@pytest.mark.slow
 def test_error_of_one_process_is_raised_by_the_driver(tmp_path: Path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack, **{"placement": "fused"})
@@ -203,6 +208,7 @@ def test_error_of_one_process_is_raised_by_the_driver(tmp_path: Path) -> None:
         assert system.update(experience, update=0)  # other processes continue
 
 
+@pytest.mark.slow
 def test_restarted_run_equals_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +242,7 @@ def test_restarted_run_equals_an_undisturbed_one(
     assert "continuing after update 2" in log
 
 
+@pytest.mark.slow
 def test_run_without_restarts_fails_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

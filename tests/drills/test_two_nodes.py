@@ -41,6 +41,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Any]]:
     cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
     nodes: tuple[Cluster, Any], tmp_path: Path
 ) -> None:

@@ -305,6 +305,7 @@ TASKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("id", "options"), TASKS, ids=[f"{id}-{i}" for i, (id, _) in enumerate(TASKS)]
 )

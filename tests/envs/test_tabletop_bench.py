@@ -60,6 +60,7 @@ def test_camera_and_light_change_the_image_only() -> None:
         assert (images[name] - images["train/reach"]).abs().mean() > 2
 
 
+@pytest.mark.slow
 def test_a_controller_is_measured_equally_twice() -> None:
     """The policy lowers the tool, whatever the sentence is."""
     sentences: set[str] = set()

@@ -144,6 +144,7 @@ def test_files_beyond_the_limit_are_hashed_but_not_copied(
 
 
 # -------------------------------------------------------------------------------------------- a run
+@pytest.mark.slow
 def test_changed_task_is_reported(
     project: Path,
     tmp_path: Path,

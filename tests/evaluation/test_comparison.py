@@ -120,6 +120,7 @@ CASES = [  # runs of A, runs of B, deviation of seeds
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs_a, runs_b, seeds", CASES)
 def test_coverage_is_95_percent(runs_a: int, runs_b: int, seeds: float) -> None:
     # docs/experiments.md has more cases, with 20,000 samples each. Here 3,000: standard error .004.

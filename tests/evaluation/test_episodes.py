@@ -105,6 +105,7 @@ def test_episodes_equal_those_of_a_plain_loop() -> None:
     assert len(set(result.returns)) > 1, "the returns differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("task", ["discrete", "continuous"])
 def test_episodes_depend_neither_on_num_envs_nor_on_their_number(
@@ -155,6 +156,7 @@ def test_time_limit_and_termination_are_distinguished() -> None:
     assert {e.ended for e in measure(still, make_pendulum, episodes=4).episodes} == {"terminated"}
 
 
+@pytest.mark.slow
 def test_success_and_dictionary_observations() -> None:
     def make(seeds: list[int]) -> Any:
         return embodied_envs.make("FetchReach-v4", num_envs=len(seeds), seeds=seeds, num_threads=1)

@@ -252,6 +252,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.write(folder, results, **PROVENANCE, curves=curve(), video=mp4).html
 
 
+@pytest.mark.slow
 def test_page_shows_the_numbers_of_the_json(page: Path) -> None:
     text = text_of(page)
     content = json.loads((page.parent / "report.json").read_text())

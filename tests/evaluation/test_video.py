@@ -99,6 +99,7 @@ def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
     return facts, np.stack([np.frombuffer(f, np.uint8).reshape(height, width, 3) for f in reader])
 
 
+@pytest.mark.slow
 def test_video_shows_the_evaluated_episodes(tmp_path: Path) -> None:
     measured = evaluation.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
     make_rendering = partial(make_pendulum, render=True, render_size=(64, 65))
@@ -160,6 +161,7 @@ def test_simulators_have_the_duration_of_a_step(
     assert step_s == (seconds if seconds is None else pytest.approx(seconds, rel=1e-5))
 
 
+@pytest.mark.slow
 def test_equal_videos_are_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         render(tmp_path / name)
@@ -210,6 +212,7 @@ def train(folder: str, *options: str) -> dict[str, Any]:
     return json.loads(Path(folder, "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_video_of_the_tabletop_token_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +233,7 @@ def test_video_of_the_tabletop_token_policy(
     assert (changes > 20).mean() > 0.5, "the gripper moves"
 
 
+@pytest.mark.slow
 def test_log_states_why_there_is_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     point = ("env.id=toy_envs:toy_envs/Point-v0", "env.num_threads=0")

@@ -57,6 +57,7 @@ def test_cloning_restores_the_simulators_sentences() -> None:
     )
 
 
+@pytest.mark.slow
 def test_evaluation_with_other_sentences_than_the_demonstrations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +123,7 @@ def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tokens", "gaussian", "flow"])
 def test_every_actor_minibatch_adds_the_auxiliary_loss(family: str) -> None:
     config = AlgorithmConfig(
@@ -160,6 +162,7 @@ def test_every_actor_minibatch_adds_the_auxiliary_loss(family: str) -> None:
     assert all(x != x for x in without) and other != weights
 
 
+@pytest.mark.slow
 def test_command_trains_and_resumes_with_the_auxiliary_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

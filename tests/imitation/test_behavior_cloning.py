@@ -46,6 +46,7 @@ def demonstrations(episodes: int = 40, length: int = 6) -> Demonstrations:
     )
 
 
+@pytest.mark.slow
 def test_clone_imitates_the_demonstrations_and_reports_losses() -> None:
     policy, demos = make(), demonstrations()
     table, before = (
@@ -78,6 +79,7 @@ def test_clone_imitates_the_demonstrations_and_reports_losses() -> None:
     )
 
 
+@pytest.mark.slow
 def test_cloning_is_deterministic_and_depends_on_its_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,6 +137,7 @@ def test_cloning_initialises_the_words_of_the_demonstrations() -> None:
     assert set(range(1, 64)) - set(lines.tolist()) == set(silent.nonzero().flatten().tolist()) - {0}
 
 
+@pytest.mark.slow
 def test_colour_changes_are_predicted() -> None:
     """The patch in the sentence disappears and another appears; the state has no information."""
     episodes, g = 400, torch.Generator().manual_seed(0)
@@ -288,6 +291,7 @@ def test_policy_with_images_only_needs_no_state() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_command_records_and_clones_and_reuses_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

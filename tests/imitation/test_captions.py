@@ -78,6 +78,7 @@ def test_loss_equals_the_formula_by_hand() -> None:
     assert loss(Grounding(torch.zeros(2, 8)), points).item() == pytest.approx(0.52, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_captions_ground_words_that_no_instruction_has() -> None:
     demos, policy = captioned(), make()
     config = replace(STEPS, captions=150, steps=2, foresight_steps=0)

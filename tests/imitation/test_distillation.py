@@ -206,6 +206,7 @@ def student(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_student_approaches_the_teacher(student: Path) -> None:
     metrics = [json.loads(line) for line in (student / "metrics.jsonl").read_text().splitlines()]
     trained = metrics[1:]
@@ -328,6 +329,7 @@ def test_python_api_distills(teacher: Path, tmp_path: Path) -> None:
     assert done.metrics[-1]["distill/action_error"] > 0 and done.policy.config.teacher is not None
 
 
+@pytest.mark.slow
 def test_options_of_distillation_change_the_student(teacher: Path, tmp_path: Path) -> None:
     """Two values of each option give different weights."""
     base = {"teacher": str(teacher), "updates": 2}
@@ -361,6 +363,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_student_with_memory_learns_and_resumes_bit_for_bit(
     memory: str, teacher: Path, tmp_path: Path

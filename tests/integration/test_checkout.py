@@ -64,6 +64,7 @@ RUNS = {
 """Run directory -> options of a run: a task of our own, and a language model with its critic."""
 
 
+@pytest.mark.slow
 def test_both_modes_train(python: Path, tmp_path: Path) -> None:
     """One process trains both, because its imports take most of the time."""
     commands = [["train", "--quiet", f"run_dir={name}", *COMMON, *RUNS[name]] for name in RUNS]

@@ -77,6 +77,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_wheel_contains_the_simulators_and_the_core(wheel: Path) -> None:
     names = {"embodied_ppo/__init__.py"}
     for source, target in (("envs/embodied_envs", "embodied_envs"),) + (
@@ -110,6 +111,7 @@ def test_requirements_are_those_of_the_trainer() -> None:
     assert set(packages) == simulators | {"embodied_ppo.core"}
 
 
+@pytest.mark.slow
 def test_simulators_work_without_the_trainer(python: Path, tmp_path: Path) -> None:
     script = """
 import importlib.util, sys

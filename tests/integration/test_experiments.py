@@ -97,6 +97,7 @@ def experiments_of(mode_name: str) -> list[str]:
     return [name for name in trained if mode(name) == mode_name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", experiments_of("embodied"))
 def test_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +126,7 @@ def test_gpu_experiment_has_few_large_minibatches(name: str, capsys: pytest.Capt
     assert plan["memory"][-1][0] == "total"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", experiments_of("reasoning"))
 def test_language_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def test_missing_package_is_named_with_its_installation(make: type, id: str, mes
         make(id, AdapterOptions(num_envs=1, seeds=[0]))
 
 
+@pytest.mark.slow
 def test_ids_are_recognised_without_importing_simulators() -> None:
     assert mjlab_env.has_task("Mjlab-Velocity-Flat-Unitree-Go1")
     assert not mjlab_env.has_task("Ant-v5")

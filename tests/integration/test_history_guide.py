@@ -15,6 +15,7 @@ from embodied_ppo.commands import main
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "history.md").read_text()
 
 
+@pytest.mark.slow
 def test_blocks_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def weights(run_dir: Path, update: int = 4) -> dict[str, Any]:
     return checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}").policy()
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) -> None:
     """The episodes of the fourth update began before the checkpoint of the second."""
     half = trained / "checkpoints" / "step_000002"
@@ -123,6 +124,7 @@ def test_loaded_policy_starts_single_episodes(trained: Path) -> None:
         policy.reset([True, False, False])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recurrent", ["gru", "lstm"])
 def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path: Path) -> None:
     options = {**RECURRENT, "model.recurrent": recurrent, "updates": 1}
@@ -140,6 +142,7 @@ def test_compiled_code_equals_eager_code(tmp_path: Path) -> None:
     run_helpers.assert_states_close(compiled, eager)
 
 
+@pytest.mark.slow
 def test_reference_policy_and_off_policy_correction_read_columns(tmp_path: Path) -> None:
     """With one epoch of one minibatch, the policy is its own reference: the KL is 0 at first."""
     options = {

@@ -57,6 +57,7 @@ ASYMMETRIC = {"model.actor_obs": ["policy"], "model.critic_obs": ["policy", "cri
 
 
 # ------------------------------------------------------------------------------------ what it gives
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_critic_explains_returns_that_a_hidden_variable_determines(shared: bool) -> None:
     """The return is the hidden number times the remaining steps."""

@@ -906,6 +906,7 @@ def test_every_option_has_an_effect() -> None:
     assert set(PAIRS) | trainings() == options, "a new option needs two values whose runs differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"language": True, "deterministic": False}])
 def test_reports_are_reproducible(options: dict[str, Any]) -> None:
     """Check that equal options of evaluate give equal reports."""
@@ -915,6 +916,7 @@ def test_reports_are_reproducible(options: dict[str, Any]) -> None:
     assert observe(0) == first and len(first) == 1 and len(first[0]) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", PAIRS)
 def test_two_values_differ(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = PAIRS[option]

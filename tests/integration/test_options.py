@@ -63,6 +63,7 @@ def test_language_model_learns() -> None:
     assert rows[-1]["policy/clip_fraction"] > 0
 
 
+@pytest.mark.slow
 @entries("changes")
 def test_option_changes_weights(cases: OptionCases, path: str) -> None:
     value, needs = cases.changes[path]
@@ -110,6 +111,7 @@ def test_off_policy_weights_are_one_without_lag(cases: OptionCases) -> None:
     assert abs(lagging[-1]["policy/off_policy_weight"] - 1.0) > 1e-4
 
 
+@pytest.mark.slow
 @entries("other_values")
 def test_values_differ_from_each_other(cases: OptionCases, path: str) -> None:
     lag = cases.lag.get(path, 0)

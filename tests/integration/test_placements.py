@@ -143,6 +143,7 @@ ROLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL_TO_LOCAL)
 def test_placements_with_one_learner_equal_one_process(
     name: str, cached_run: CachedRuns, tmp_path: Path
@@ -176,6 +177,7 @@ TWO_LEARNERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: CachedRuns) -> None:
     metrics = {name: rows(cached_run(**options)) for name, options in TWO_LEARNERS.items()}
     for name, run_metrics in metrics.items():
@@ -213,6 +215,7 @@ def assert_close(metrics: list[dict[str, Any]], expected: list[dict[str, Any]]) 
             ), tag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_path: Path) -> None:
     options = {**SHARDED[name], "algorithm__use_kl_loss": True, "cluster__shard": True}
@@ -227,6 +230,7 @@ def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_p
     run_helpers.assert_states_close(sharded.training()["learner"], expected.training()["learner"])
 
 
+@pytest.mark.slow
 def test_sharded_and_unsharded_runs_resume_each_other(unsharded: Path, tmp_path: Path) -> None:
     options = {**TWO_LEARNERS["fused"], "algorithm__use_kl_loss": True}
     half = str(unsharded / "checkpoints" / "step_000002")
@@ -248,6 +252,7 @@ RECURRENT: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_recurrent_policy_with_two_learners_equals_one_process(
     cached_run: CachedRuns, tmp_path: Path
 ) -> None:
@@ -277,6 +282,7 @@ PIXELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_sharded_vla_equals_unsharded_one(tmp_path: Path) -> None:
     options = {name.replace(".", "__"): x for name, x in PIXELS.items()} | TWO_LEARNERS["fused"]
     expected = train(tmp_path / "unsharded", **options)
@@ -286,6 +292,7 @@ def test_sharded_vla_equals_unsharded_one(tmp_path: Path) -> None:
     assert list((tmp_path / "sharded" / "videos").glob("*.mp4"))
 
 
+@pytest.mark.slow
 def test_run_resumes_bit_for_bit_and_in_other_placements(
     cached_run: CachedRuns, tmp_path: Path
 ) -> None:
@@ -309,6 +316,7 @@ def test_run_resumes_bit_for_bit_and_in_other_placements(
     )
 
 
+@pytest.mark.slow
 def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
     metrics = train(
         tmp_path / "run", placement="disaggregated", cluster__devices_per_node=2, cluster__max_lag=1
@@ -317,6 +325,7 @@ def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
     assert lags == [0.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_idle_devices_are_reported(tmp_path: Path) -> None:
     options = {
         "cluster__component_placement": {"env": 0, "rollout": 1, "actor": 2},
@@ -379,6 +388,7 @@ def test_missing_devices_are_refused(tmp_path: Path) -> None:
         train(tmp_path / "run", placement="fused", cluster__devices_per_node=64, **sizes)
 
 
+@pytest.mark.slow
 def test_waiting_for_occupied_devices_ends_after_start_timeout(tmp_path: Path) -> None:
     occupied = placement_group([{"CPU": 1.0}] * 7)
     assert occupied.wait(20)
@@ -441,6 +451,7 @@ def test_missing_node_label_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reservation._nodes("CPU") == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_system_can_be_closed_twice(tmp_path: Path) -> None:
     c = run_helpers.tiny_config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
     with ExitStack() as stack:
@@ -462,6 +473,7 @@ def listening_addresses(pid: int) -> set[str]:
     return {address for socket, address in addresses.items() if socket in sockets}
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_listen_on_loopback_only() -> None:
     """Exchange, store and process group listen on 127.0.0.1.
 
@@ -481,6 +493,7 @@ def test_processes_of_one_machine_listen_on_loopback_only() -> None:
         ray.kill(actor)
 
 
+@pytest.mark.slow
 def test_process_group_that_cannot_form_names_address_and_timeout() -> None:
     closed = socket.create_server((LOOPBACK, 0))
     address = closed.getsockname()

@@ -107,6 +107,7 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL_TO_LOCAL)
 def test_placements_with_one_learner_equal_one_process(
     name: str, local: Path, cached_run: CachedRuns
@@ -117,6 +118,7 @@ def test_placements_with_one_learner_equal_one_process(
     assert rows(local)[-1]["value/loss"] > 0 and rows(local)[-1]["kl/to_reference"] > 0
 
 
+@pytest.mark.slow
 def test_compile_option_applies_to_worker_processes(tmp_path: Path) -> None:
     c = config({"compile": "always", "placement": "fused", "cluster.devices_per_node": 1})
     request = RunRequest(c, torch.device("cpu"), tmp_path, 3, "", {}, print, print, [])
@@ -151,6 +153,7 @@ TWO_LEARNERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: CachedRuns) -> None:
     fused, separate = (cached_run(**KL, **TWO_LEARNERS[name]) for name in ("fused", "apart"))
     metrics, expected = rows(fused), rows(local)
@@ -168,6 +171,7 @@ def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: 
         assert metrics[1][tag] == pytest.approx(expected[1][tag], rel=1e-5), tag
 
 
+@pytest.mark.slow
 def test_run_resumes_bit_for_bit_in_other_placements(
     local: Path, cached_run: CachedRuns, tmp_path: Path
 ) -> None:
@@ -192,6 +196,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path: Path) -> None:
     unsharded = cached_run(**KL, **TWO_LEARNERS["fused"])
     few_tokens = {"algorithm__micro_batch_tokens": 40}
@@ -203,6 +208,7 @@ def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path:
         assert "cluster.shard: 2 processes of actor hold" in (run_dir / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_grpo_with_reward_model_initialized_from_the_actor(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "algorithm__adv_type": "grpo",
@@ -219,6 +225,7 @@ def test_grpo_with_reward_model_initialized_from_the_actor(tmp_path: Path) -> No
     assert equal_tensors(weights(tmp_path / "run"), weights(tmp_path / "local"))
 
 
+@pytest.mark.slow
 def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
     options = {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__max_lag": 1}
     metrics = train(tmp_path / "run", **options, algorithm__off_policy_correction="token")
@@ -306,6 +313,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [message for message, _ in REFUSED])
 def test_refused_options_leave_no_files(message: str, tmp_path: Path) -> None:
     with pytest.raises((PlacementError, ConfigError)) as error:

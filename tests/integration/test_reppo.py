@@ -36,6 +36,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_interrupted_run_continues_bit_for_bit(run_dir: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     assert main.main(["train", *OPTIONS, "updates=3", f"run_dir={first}", "--quiet"]) == 0
@@ -59,6 +60,7 @@ def test_metrics(run_dir: Path) -> None:
     assert not any("policy/clip_fraction" in row or "advantage/std" in row for row in updates)
 
 
+@pytest.mark.slow
 def test_other_commands(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verified = run_helpers.run_command(capsys, "verify", run_dir, "--updates", "2")
     assert verified["verdict"] == "verified"

@@ -87,6 +87,7 @@ class Stop(Exception):
     """Ends a run in the middle of an update."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["envpool", "gymnasium"])
 @pytest.mark.parametrize(("restart_every", "save_every"), [(0, 4), (48, 3)])
 def test_resumed_run_equals_an_uninterrupted_run(
@@ -124,6 +125,7 @@ def test_resumed_run_equals_an_uninterrupted_run(
     assert rows(uninterrupted) == rows(halves)
 
 
+@pytest.mark.slow
 def test_messages_of_a_resumed_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Test another schedule, a complete run, changed arithmetic and a damaged checkpoint."""
     run_dir = tmp_path / "run"
@@ -196,6 +198,7 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60.0) -> No
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_saves_and_exits_with_130(tmp_path: Path, number: int) -> None:
     process = start(tmp_path / "run")
@@ -225,6 +228,7 @@ def test_signal_ignored_by_nohup_stays_ignored() -> None:
             signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_checkpoints_after_kill_9_can_be_loaded(tmp_path: Path) -> None:
     run_dir, last_update = tmp_path / "run", 0
     for delay_s in (0.0, 0.013, 0.2):
@@ -303,6 +307,7 @@ def state_of(run_dir: Path) -> tuple[Any, ...]:
     return rows(run_dir), scores, *links, points
 
 
+@pytest.mark.slow
 def test_kill_between_saving_and_logging_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

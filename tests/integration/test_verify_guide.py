@@ -29,6 +29,7 @@ def run_commands(block: str) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_blocks_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

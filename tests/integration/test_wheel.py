@@ -92,6 +92,7 @@ def bin_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
+@pytest.mark.slow
 def test_wheel_contains_the_files_of_the_checkout(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -109,6 +110,7 @@ def test_sdist_builds_without_the_checkout(dist: Path) -> None:
     assert required | {"envs/embodied_envs/__init__.py"} <= names
 
 
+@pytest.mark.slow
 def test_wheel_works_from_another_directory(bin_dir: Path, tmp_path: Path) -> None:
     script = (
         "import embodied_envs, embodied_ppo.configs, importlib.resources as lib\n"
@@ -131,6 +133,7 @@ def test_checkout_finds_its_configurations() -> None:
     assert Path(str(files("embodied_ppo.configs"))) == ROOT / "configs"
 
 
+@pytest.mark.slow
 def test_imports_are_declared() -> None:
     """Check that all imported packages are declared in pyproject.toml, and no others."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -94,6 +94,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "_compiled", {})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_traced_functions_give_the_numbers_of_eager_code(
@@ -112,6 +113,7 @@ def test_traced_functions_give_the_numbers_of_eager_code(
     assert len(fusion._compiled) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 def test_traced_token_statistics(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
     actual = statistics("cpu")
@@ -134,6 +136,7 @@ def test_a_function_that_cannot_be_compiled_runs_eagerly(
     assert torch.equal(first, nn.functional.silu(gate) * gate)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
 def test_layers_with_recomputation(

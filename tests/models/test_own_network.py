@@ -83,6 +83,7 @@ def test_a_run_keeps_the_file(
         ep.load(moved)
 
 
+@pytest.mark.slow
 def test_resuming_equals_an_uninterrupted_run(file: Path, tmp_path: Path) -> None:
     run = train(file, tmp_path / "run", updates=3, save_every=2)
     resume = {"resume": run.run_dir / "checkpoints" / "step_000002", "progress": False}

@@ -174,6 +174,7 @@ def test_invalid_message_is_reported(data: bytes) -> None:
         Connection(left, "env rank 2", 1.0).receive()
 
 
+@pytest.mark.slow
 def test_callers_without_the_secret_delay_no_other_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

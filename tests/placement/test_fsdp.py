@@ -282,6 +282,7 @@ def with_world_sizes(two: Iterable[str], four: Iterable[str]) -> Any:
     return pytest.mark.parametrize(("processes", "case"), pairs, indirect=["processes"])
 
 
+@pytest.mark.slow
 @with_world_sizes([case for case in CASES if case not in FOR_FOUR], FOR_FOUR)
 def test_sharded_update_equals_unsharded_one(case: str, processes: Processes, folder: Path) -> None:
     kind, model, algorithm = CASES[case]
@@ -334,6 +335,7 @@ def language_update(case: str, sharded: bool) -> Any:
     return x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()}), metrics
 
 
+@pytest.mark.slow
 @with_world_sizes([case for case in LANGUAGE_CASES if case != "a token budget"], ["a token budget"])
 def test_sharded_language_model_equals_unsharded_one(case: str, processes: Processes) -> None:
     full, sharded = processes(language_update, case, False), processes(language_update, case, True)
@@ -368,6 +370,7 @@ def gathered_blocks(folder: Path) -> tuple[int, int, int, int]:
     return before, local_bytes(learner)[0], len(blocks), most
 
 
+@pytest.mark.slow
 def test_at_most_two_blocks_are_gathered_at_once(processes: Processes, folder: Path) -> None:
     results = processes(gathered_blocks, folder)
     (total,) = {before for before, *_ in results}
@@ -377,6 +380,7 @@ def test_at_most_two_blocks_are_gathered_at_once(processes: Processes, folder: P
         assert blocks == 4 and 1 <= most <= 2
 
 
+@pytest.mark.slow
 def test_gradients_and_moments_are_sharded(processes: Processes, folder: Path) -> None:
     full, sharded = (
         [sizes for *_, sizes in processes(learned, "tokens", folder, {}, {}, shard)]
@@ -388,6 +392,7 @@ def test_gradients_and_moments_are_sharded(processes: Processes, folder: Path) -
         assert max(sizes[i] for sizes in sharded) < 1.2 * full[0][i] / processes.world
 
 
+@pytest.mark.slow
 def test_memory_estimate_equals_allocated_memory(processes: Processes, folder: Path) -> None:
     policy, obs = policy_of("tokens", folder, {})
     learner = actor_critic_learner(
@@ -433,6 +438,7 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.slow
 def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, folder: Path) -> None:
     (state, log_prob), *_ = processes(acting_alone, folder, True)
     (other, none), *_ = processes(acting_alone, folder, False)
@@ -476,6 +482,7 @@ def resumed_state(
     return ranks.full_state({"policy": module.state_dict(), "training": learner.state()})
 
 
+@pytest.mark.slow
 @with_world_sizes(["mlp", "paligemma", "language"], ["tokens"])
 def test_checkpoints_resume_sharded_and_unsharded(
     case: str, processes: Processes, folder: Path
@@ -506,6 +513,7 @@ def broken(folder: Path, dump: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite_stops_all_ranks_and_is_dumped(
     processes: Processes, folder: Path, tmp_path: Path
 ) -> None:

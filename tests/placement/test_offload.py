@@ -84,6 +84,7 @@ def test_offloaded_tensors_are_restored_in_place() -> None:
         assert torch.equal(view, twin[0].weight[2:4])  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
 def test_offloading_works_with_sharded_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def test_offloading_works_with_sharded_parameters(
     assert '"time/swap_s": 0.0,' not in (tmp_path / "sharded" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
 def test_offloading_does_not_change_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

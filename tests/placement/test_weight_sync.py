@@ -137,6 +137,7 @@ print(int(flat.sum()))
 """
 
 
+@pytest.mark.slow
 def test_shared_buffer_is_mapped_by_another_process_and_freed() -> None:
     before = set(os.listdir("/dev/shm"))
     buffer = SharedWeightBuffer(1000, CPU)
@@ -230,6 +231,7 @@ PLACEMENTS: dict[tuple[str, ...], dict[str, Any]] = {
 """Transports of the weights -> the placement that they are tested in."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
 @pytest.mark.parametrize("transports", PLACEMENTS, ids=",".join)
 def test_publish_gives_every_process_the_learners_tensors(

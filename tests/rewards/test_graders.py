@@ -348,6 +348,7 @@ def test_check_exists_refuses_missing_graders(file: str, tmp_path: Path) -> None
         graders.check_exists(spec)  # code of the user is not executed
 
 
+@pytest.mark.slow
 def test_the_command_refuses_a_missing_grader_without_loading_torch() -> None:
     code = (
         "import sys; from embodied_ppo.commands.main import main; code = main(['train',"
@@ -364,6 +365,7 @@ def test_is_cheap() -> None:
 
 
 # -------------------------------------------------------------------------------------- math-verify
+@pytest.mark.slow
 def test_math_verify() -> None:
     pytest.importorskip("math_verify")
     cases = [

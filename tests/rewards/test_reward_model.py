@@ -341,6 +341,7 @@ def trained(pairs: Any = None, **more: Any) -> tuple[Any, dict[str, float]]:
     return model, train(model, characters(), pairs or preferences(400), **options)
 
 
+@pytest.mark.slow
 def test_training_on_preferences_and_the_mean_score(tmp_path: Path) -> None:
     notices: list[str] = []
     model, metrics = trained(notice=notices.append)

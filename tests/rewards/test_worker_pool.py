@@ -109,6 +109,7 @@ def test_order_is_kept(pool: GraderPool) -> None:
     assert big[0].score == 7
 
 
+@pytest.mark.slow
 def test_crashes_and_hangs_cost_one_sample_each(pool: GraderPool) -> None:
     before = pids(pool)
     bad = ["raise", "exit", "segfault", "hang", "nan", "busy", "quit"]
@@ -130,6 +131,7 @@ def test_crashes_and_hangs_cost_one_sample_each(pool: GraderPool) -> None:
     assert pool.failures == len(bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "cause"),
     [
@@ -150,6 +152,7 @@ def test_causes_of_failures(pool: GraderPool, word: str, cause: str) -> None:
     )  # one worker is replaced
 
 
+@pytest.mark.slow
 def test_children_of_a_grader_end_with_it(pool: GraderPool, tmp_path: Path) -> None:
     assert pool.grade([sample("child", file=str(tmp_path / "pid"))])[0].failed
     child = int((tmp_path / "pid").read_text())

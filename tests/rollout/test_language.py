@@ -181,6 +181,7 @@ def echoes(data_source: str, solution_str: str, ground_truth: str, extra_info: A
     return float(solution_str == ground_truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adv_type", "vocabulary"), [("gae", 7), ("rloo", 6)])
 def test_a_language_model_learns(adv_type: Any, vocabulary: int) -> None:
     """Learn to repeat a symbol and end, to an accuracy of nearly 100 %.

@@ -252,6 +252,7 @@ def test_group_members_share_the_first_observation_but_not_the_action():
     assert not torch.equal(t.obs[1, 0], t.obs[1, 1])
 
 
+@pytest.mark.slow
 def test_sampling_key_is_the_same_in_every_process():
     parts = [(0, 0, 0, 0), (1, 2, "shuffle", 3), (7, "env", 0, 5)]
     code = (

@@ -38,6 +38,7 @@ class Lines(list[dict[str, Any]]):
 
 
 # ------------------------------------------------------------------------------------------- parts
+@pytest.mark.slow
 def test_time_limit_ends_a_part_with_its_children() -> None:
     """The grandchild is in a session of its own; lines before the limit arrive."""
     code = (
@@ -96,6 +97,7 @@ def test_failed_figure_is_named() -> None:
     assert lines == [{"failure": "step", "message": "ZeroDivisionError: division by zero"}]
 
 
+@pytest.mark.slow
 def test_options_of_all_parts_are_accepted() -> None:
     """They are read on the GPU only."""
     for placement in bench_gpu.PLACEMENTS.values():

@@ -120,6 +120,7 @@ def test_allocation_counter_by_hand(fake: bool) -> None:
     assert living.now == 8 * 16 * 4 + 16 * 2 * 4  # gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_predicted_memory_equals_that_of_a_micro_batch(part: str) -> None:
     """Fake tensors predict the bytes of the same run with real tensors exactly."""
@@ -230,6 +231,7 @@ def run(part: str) -> tuple[dict[str, Any], dict[str, str]]:
     return figures, {line["failure"]: line["message"] for line in lines if "failure" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["oft", "pi0_frozen"])
 def test_small_part_has_all_figures(part: str) -> None:
     """Rendered Tabletop, our rollout and learner; without a GPU no memory is measured."""

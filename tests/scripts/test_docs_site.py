@@ -111,6 +111,7 @@ def test_links_to_files_outside_docs() -> None:
         links("[x](../no_such.py)", page)
 
 
+@pytest.mark.slow
 def test_options_page_has_every_option(site: Path) -> None:
     page = site / "options.html"
     ids, text = Tags(page).ids, page.read_text(encoding="utf-8")
@@ -158,6 +159,7 @@ def test_pages_load_no_foreign_resources(site: Path) -> None:
         assert not fetched, file
 
 
+@pytest.mark.slow
 def test_a_browser_requests_only_this_site_and_the_search_finds_an_option(
     site: Path, tmp_path: Path
 ) -> None:

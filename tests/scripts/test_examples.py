@@ -27,6 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_plot_runs(run_dir: Path, tmp_path: Path) -> None:
     plot = example("plot_runs")
     steps, values = plot["curve"](run_dir, "eval/return")
@@ -48,6 +49,7 @@ def test_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert -100 < summary["final_return"] < 0
 
 
+@pytest.mark.slow
 def test_gymnasium_ppo(capsys: pytest.CaptureFixture[str]) -> None:
     train = example("gymnasium_ppo")["train"]
     options = {"num_envs": 8, "max_episode_steps": 12, "families": ["reach"]}

@@ -18,6 +18,7 @@ FEW = {"command": 3, "option": 10}
 NUMBERED = {"command": 5, "option": 60}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_only_declared_errors_are_raised(name: str) -> None:
     @given(st.randoms(use_true_random=False))
@@ -34,6 +35,7 @@ def test_only_declared_errors_are_raised(name: str) -> None:
     attempts()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 def test_targets_accept_some_inputs_and_refuse_others(name: str) -> None:
     """If all or none were refused, the inputs would not reach the code under test."""

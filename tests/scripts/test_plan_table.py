@@ -14,6 +14,7 @@ def test_every_model_is_planned_on_every_machine() -> None:
     assert {row.count("|") for row in rows.values()} == {width}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "devices", "memory"), [("openvla_oft", 1, 80)])
 def test_rows_are_current(recipe: str, devices: int, memory: int) -> None:
     pytest.importorskip("transformers")

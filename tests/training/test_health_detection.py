@@ -96,6 +96,7 @@ def test_missing_success_is_reported() -> None:
     assert len(warnings_of(rising + [row(rollout__return=9.0)] * HISTORY)) == 1
 
 
+@pytest.mark.slow
 def test_memory_of_monitor_is_bounded() -> None:
     """Bytes per update over 2,000 updates; a row of 60 tags takes about 4,000."""
     monitor = HealthMonitor()
@@ -127,6 +128,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_warning_is_in_log_and_tensorboard(tmp_path: Path) -> None:
     """A learning rate 100 times too large: the KL diverges and the entropy collapses."""
     run.train(
@@ -222,6 +224,7 @@ def test_degrading_robot_policy_is_reported(
         assert "time/collect_s has gone from " in line
 
 
+@pytest.mark.slow
 def test_healthy_run_has_no_warning(tmp_path: Path) -> None:
     run.train(
         run_helpers.tiny_config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 1e-3}),

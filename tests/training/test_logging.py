@@ -176,6 +176,7 @@ def test_table(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ resumed
+@pytest.mark.slow
 def test_resumed_log_drops_rows_after_checkpoint(tmp_path):
     write(tmp_path, range(1, 8))
     with open(tmp_path / "metrics.jsonl", "a") as f:
@@ -210,6 +211,7 @@ def test_damaged_rows_are_reported(tmp_path):
     assert "line 6" not in (tmp_path / "log.txt").read_text()  # after the checkpoint
 
 
+@pytest.mark.slow
 def test_new_run_drops_rows_of_run_without_checkpoint(tmp_path):
     write(tmp_path, range(0, 4))
     time.sleep(1.1)
@@ -218,6 +220,7 @@ def test_new_run_drops_rows_of_run_without_checkpoint(tmp_path):
     assert scalars(tmp_path)[SPEED] == [(64, 1000.0)]
 
 
+@pytest.mark.slow
 def test_resumed_log_without_rows_keeps_tensorboard_points(tmp_path):
     write(tmp_path, range(1, 5))
     (tmp_path / "metrics.jsonl").unlink()

@@ -169,6 +169,7 @@ def test_autoreset_modes_give_equal_episodes() -> None:
 
 
 # -------------------------------------------------------------------------------------------- seeds
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("id", "options"),
     [
@@ -645,6 +646,7 @@ INVALID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is missing AutoresetMode metadata")
 @pytest.mark.parametrize(
     ("id", "options", "message"), INVALID, ids=[f"{r[0]}-{i}" for i, r in enumerate(INVALID)]
@@ -702,6 +704,7 @@ def test_mujoco_warnings_are_not_printed(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_import_loads_no_simulator() -> None:
     """The import of EnvPool takes 1 to 3 s, which would slow down commands such as --help."""
     code = (

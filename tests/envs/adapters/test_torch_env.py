@@ -324,6 +324,7 @@ def test_factory_accepts_functions_only() -> None:
 
 
 # ----------------------------------------------------------------------------------------- training
+@pytest.mark.slow
 def test_ppo_learns_to_center_the_cart() -> None:
     """The mean distance from the center is 0.7 m with random forces, at most 0.3 m when learned."""
     c = run_helpers.tiny_config(

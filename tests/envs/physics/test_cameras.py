@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "env.close()", "del env"])
 def test_process_exits_without_output_however_cameras_are_closed(end: str) -> None:
     """EGL ends at exit too, and prints an error for contexts that are freed after it."""

@@ -109,6 +109,7 @@ def test_initial_states_are_distributed_as_gymnasiums(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------- the protocol
+@pytest.mark.slow
 @pytest.mark.parametrize("id", ["toy_envs:Balance", *LOCOMOTION])
 @pytest.mark.parametrize(
     "options", [{}, {"randomize": True, "ranges": {"mass": [0.8, 1.2]}}], ids=["plain", "random"]
@@ -120,6 +121,7 @@ def test_contract(id: str, options: dict[str, Any]) -> None:
     assert report.seeded and report.longest == 17 and report.episodes > 10 and not report.notes
 
 
+@pytest.mark.slow
 def test_contract_with_cameras() -> None:
     report = embodied_envs.check_env(
         lambda seeds: make(
@@ -370,6 +372,7 @@ def test_unusable_tasks_are_refused(name: str, message: str) -> None:
         make(f"{__name__}:{name}")
 
 
+@pytest.mark.slow
 def test_find_tasks() -> None:
     assert tasks.find("toy_envs:Balance") is toy_envs.Balance
     assert tasks.find("toy_envs:ScriptedEnv") is None and tasks.find("HalfCheetah-v4") is None
@@ -762,6 +765,7 @@ def test_evaluation_reports_each_kind_of_episode() -> None:
     )
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path: Path) -> None:
     """Four updates equal two, a resume and two, bit for bit, without replaying the simulator."""
     options = {"env.id": "toy_envs:Balance", "env.randomize": True, "save_every": 2}

@@ -315,6 +315,7 @@ def test_fields_have_mujocos_shapes() -> None:
 
 
 # ------------------------------------------------------------------------------------- the contract
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_contract(stage: str) -> None:
     """Among others, a state continues bit for bit and a reset does not affect other worlds."""
@@ -337,6 +338,7 @@ def test_contract_with_random_models_and_cameras() -> None:
     assert report.seeded and report.episodes >= 16 and not report.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
 def test_reset_changes_only_the_masked_worlds(stage: str) -> None:
     env = make(kwargs={"stage": stage})
@@ -721,6 +723,7 @@ class Boxed(Swing):
         )
 
 
+@pytest.mark.slow
 def test_measured_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
     """A box that has fallen has 4 contacts of 4 rows; capacities are twice these numbers.
 

@@ -58,6 +58,7 @@ def tabletop(size: int = 32) -> MujocoEnv:
     return env
 
 
+@pytest.mark.slow
 def test_replayed_actions_repeat_the_recording(
     recorded: tuple[Path, list[expert_recorder.Episode]],
 ) -> None:
@@ -137,6 +138,7 @@ def test_another_start_gives_other_episodes(
     )
 
 
+@pytest.mark.slow
 def test_with_noise_the_experts_action_is_recorded() -> None:
     """Half of the steps execute another action, so the target does not move as recorded.
 

@@ -41,6 +41,7 @@ def ground(env: MujocoEnv) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------- observations
+@pytest.mark.slow
 def test_contract_of_all_groups() -> None:
     report = check_env(
         lambda seeds: make(len(seeds), seeds=seeds, max_episode_steps=12, obs_keys=ALL), steps=30
@@ -197,6 +198,7 @@ def test_mistakes_name_the_option(kwargs: dict[str, Any], message: str) -> None:
 
 
 # --------------------------------------------------------------------------------------- whole runs
+@pytest.mark.slow
 def test_evaluation_depends_on_its_seed_only() -> None:
     def measured(num_envs: int, **kwargs: Any) -> tuple[evaluation.Episode, ...]:
         def env(seeds: list[int]) -> MujocoEnv:
@@ -212,6 +214,7 @@ def test_evaluation_depends_on_its_seed_only() -> None:
     assert len({e.kind for e in episodes}) > 1
 
 
+@pytest.mark.slow
 def test_resumed_run_with_a_curriculum_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_privileged_contact_forces_and_friction_of_go1() -> None:
     assert bool(((floor > 0.18) & (floor < 1.2)).all()) and floor[0] != floor[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("id", "obs", "size"), [("PandaPickCube", 39, 8), ("Go1Joystick", 48, 12)])
 def test_contract(id: str, obs: int, size: int) -> None:
     report = check_env(
@@ -155,6 +156,7 @@ def test_missing_robot_package_is_named(id: str, monkeypatch: pytest.MonkeyPatch
         make(id)
 
 
+@pytest.mark.slow
 def test_256_pandas_take_less_than_a_gigabyte() -> None:
     code = """
 import re, torch, embodied_envs
@@ -527,6 +529,7 @@ def test_go1_ends_after_a_fall() -> None:
     assert bool(dog.terminated(s))
 
 
+@pytest.mark.slow
 def test_go1_without_actions_stands_for_an_episode() -> None:
     env = make("Go1Joystick", 4)
     env.reset()

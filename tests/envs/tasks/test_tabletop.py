@@ -343,6 +343,7 @@ def test_targets_follow_the_gripper_within_the_workspace() -> None:
 
 
 # ------------------------------------------------------------------------------------ in the engine
+@pytest.mark.slow
 def test_expert_succeeds_in_every_family() -> None:
     n = 40 * len(ALL)
     env = make(n)
@@ -366,6 +367,7 @@ def test_expert_succeeds_in_every_family() -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_random_actions_rarely_succeed() -> None:
     env = make(64)
     env.reset()

@@ -55,6 +55,7 @@ def test_origin_and_notes_are_recorded(run: Path) -> None:
     assert float(training["learner"]["returns"]["moments.var"]) == pytest.approx(9)
 
 
+@pytest.mark.slow
 def test_commands_accept_the_run(run: Path, tmp_path: Path, capsys) -> None:
     """Evaluate it, train on in its directory and in another one, compare both, export it."""
     before = run_command(capsys, "evaluate", f"checkpoint={run}", "episodes=4", "video=false")
@@ -71,6 +72,7 @@ def test_commands_accept_the_run(run: Path, tmp_path: Path, capsys) -> None:
     assert bundle["action_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_options_that_contradict_the_file_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     files = [str(run.parent / "model.zip"), f"normalizer={run.parent / 'vec.pkl'}"]
     for option, message in (

@@ -82,6 +82,7 @@ def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
 
 
 # ----------------------------------------------------------------------------- act and evaluate
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, trunk: str) -> None:
@@ -173,6 +174,7 @@ def frozen_run(folder: Path, num_envs: int, keep: bool) -> tuple[Any, ...]:
     return policy, rollout, learner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_envs", [32, 3])
 def test_update_uses_the_prefixes_of_acting(num_envs: int, tmp_path: Path) -> None:
     """With 32 environments, acting and learner compute the same batches: equal bit for bit."""
@@ -257,6 +259,7 @@ def test_published_sizes() -> None:
     assert policy.noise(1).shape == (1, 3, 50, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", ["one", "sum", "sum, learned"])
 def test_log_probabilities_are_the_sampling_density(folder: Path, chain: str) -> None:
     """The mean ratio E[p'/p] under p is 1, for another policy's p' of the same latents."""
@@ -424,6 +427,7 @@ def test_bfloat16(folder: Path, trunk: str) -> None:
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in policy.parameters())
 
 
+@pytest.mark.slow
 def test_cloning_approaches_the_demonstrations(folder: Path) -> None:
     policy, obs = make(folder), observations()
     action, executed = torch.rand(B, C, A) * 2 - 1, torch.ones(B, C, dtype=torch.bool)
@@ -444,6 +448,7 @@ def test_cloning_approaches_the_demonstrations(folder: Path) -> None:
     assert after < 0.25 < before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", ["one", "sum"])
 def test_ppo_learns_one_target_per_sentence(folder: Path, chain: str) -> None:
     """The reward is -(a - target of the sentence)².
@@ -763,6 +768,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_train_and_evaluate(
     trunk: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -801,6 +807,7 @@ def test_train_and_evaluate(
     assert ("kept through the epochs of an update" in log) == (trunk == "frozen")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pi0_libero", "pi05_libero", "smolvla_libero", "libero_vla"])
 def test_libero_experiments_on_another_simulator(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -843,6 +850,7 @@ def test_missing_transformers_is_refused(folder: Path, monkeypatch: pytest.Monke
         make(folder)
 
 
+@pytest.mark.slow
 def test_refused_checkpoints_and_options(folder: Path, tmp_path: Path) -> None:
     def refused(text: str, **options: Any) -> None:
         with pytest.raises(ConfigError, match=text):

@@ -59,6 +59,7 @@ def make(folder: Path, policy_class: type[PI0] = PI05, **options: Any) -> Any:
     return policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", [{}, {"freeze_trunk": True}, {"lora_rank": 4}], ids=str)
 @pytest.mark.parametrize("chain", [{}, {"flow_chain": "sum", "flow_noise": "learned"}], ids=str)
 def test_evaluate_reproduces_act(folder: Path, chain: Any, trunk: Any) -> None:

@@ -234,6 +234,7 @@ def test_bfloat16_log_probabilities_are_float32_and_close(folders: Any) -> None:
     assert all(p.grad.dtype == torch.float32 for p in rounded.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
 def test_recomputed_layers_give_equal_gradients_and_store_less(
@@ -640,6 +641,7 @@ def add_tabletop_statistics(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["smolvlm", "openvla"])
 def test_train_evaluate_and_export(
     folders: Any,
@@ -695,6 +697,7 @@ def test_train_evaluate_and_export(
     assert again["updates"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["openvla_7b", "openvla_oft"])
 def test_openvla_experiments_on_another_simulator(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -716,6 +719,7 @@ def test_openvla_experiments_on_another_simulator(
     assert {x.dtype for x in weights.values()} == {torch.float32, torch.uint8}
 
 
+@pytest.mark.slow
 def test_cloning_before_training(
     folders: Any,
     tmp_path: Path,

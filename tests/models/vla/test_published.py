@@ -107,6 +107,7 @@ def test_parameters_of_smolvla() -> None:
     assert round((vlm + expert + own + 49280 * 960) / 1e6) == 450
 
 
+@pytest.mark.slow
 def test_parameters_of_openvla() -> None:
     """7.54 G as published, adapters of rank 32 on seven layers of each block, and a value head."""
     policy = build("openvla", "token", lora_rank=32, dtype="bfloat16", decode="parallel")

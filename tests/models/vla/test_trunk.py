@@ -60,6 +60,7 @@ def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
     return random_observations(SPEC, rows, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"freeze_trunk": True}], ids=str)
 def test_evaluate_reproduces_act_for_any_micro_batch(family: str, options: dict[str, Any]) -> None:
@@ -93,6 +94,7 @@ def test_frozen_trunk_gives_equal_actions_and_no_gradient(family: str) -> None:
     assert policy.decoder.blocks[0].qkv.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_are_the_sampling_density(family: str) -> None:
     """The mean ratio E[p'/p] under p is 1, for another policy's p' of the same latents."""
@@ -118,6 +120,7 @@ def test_log_probabilities_are_the_sampling_density(family: str) -> None:
     assert abs(float(ratio.mean()) - 1) < 5 * float(ratio.std()) / rows**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", DECODE)
 def test_mode_and_frequencies_of_samples(decode: str) -> None:
     policy = make(decode=decode, bins=4)
@@ -265,6 +268,7 @@ def test_cloning_loss_ignores_unexecuted_actions() -> None:
     assert float(policy.bc_loss(inputs, action, executed)[0].detach()) < 0.1 * float(loss.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cloning_approaches_the_demonstrations(family: str) -> None:
     policy, inputs = make(**FAMILIES[family]), make().encode(observations())

@@ -478,6 +478,7 @@ def remembering(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_memory_is_an_input_and_an_output(remembering: Path) -> None:
     info = json.loads((remembering / "out" / "policy.json").read_text())
     shapes = {x["name"]: x["shape"] for x in info["inputs"]}

@@ -50,6 +50,7 @@ def cut(decision: Any) -> Any:
     return tree.map(lambda x: x.unflatten(0, (2, ROWS)), decision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("kind", ["pi05", "smolvla"])
 def test_estimate_without_weights_equals_a_micro_batch(

@@ -157,6 +157,7 @@ STATEFUL_OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], STATEFUL_OPTIONS], ids=["plain", "stateful"])
 def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Capture) -> None:
     """Train four updates on 8 of 20 prompts: the first epoch ends after resuming."""
@@ -186,6 +187,7 @@ def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Cap
             assert metrics[-2][tag] != metrics[-1][tag], tag
 
 
+@pytest.mark.slow
 def test_interrupt_saves_a_checkpoint_that_resumes(capsys: Capture) -> None:
     flags = [*TINY, "run_dir=run", "updates=100000", "save_every=5", "reward.workers=0"]
     process = subprocess.Popen(
@@ -300,6 +302,7 @@ def gsm8k() -> tuple[list[str], Path]:
     return options, model
 
 
+@pytest.mark.slow
 def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -347,6 +350,7 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_tag_is_documented(capsys: Capture) -> None:
     """docs/metrics.md has a row for each tag of this mode.
 
@@ -378,6 +382,7 @@ def test_held_out_prompts_in_the_training_data_are_reported(capsys: Capture) -> 
     assert "data: 10 of the 13 held-out prompts are in data.train, too" in log()
 
 
+@pytest.mark.slow
 def test_missing_files_and_directories_are_refused(capsys: Capture) -> None:
     options, model = gsm8k()
     for change, message in (
@@ -410,6 +415,7 @@ def test_missing_files_and_directories_are_refused(capsys: Capture) -> None:
 
 
 # ----------------------------------------------------------------------------------------- evaluate
+@pytest.mark.slow
 def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     train(capsys)
 
@@ -506,6 +512,7 @@ def test_synthetic_task_is_graded_in_worker_processes(capsys: Capture) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sync", "asynchronous"])
 def test_user_defined_grader(name: str, capsys: Capture) -> None:
     Path("graders.py").write_text(GRADERS)
@@ -523,6 +530,7 @@ def test_user_defined_grader(name: str, capsys: Capture) -> None:
     ) >= (name == "asynchronous")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cause"),
     [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")],
@@ -551,6 +559,7 @@ RLHF = [
 ]
 
 
+@pytest.mark.slow
 def test_reward_model_is_trained_before_ppo(capsys: Capture) -> None:
     summary = run_command(capsys, "train", *RLHF, "run_dir=run")
     assert "reward model: learns from 40 preferences of task arithmetic" in log()
@@ -564,6 +573,7 @@ def test_reward_model_is_trained_before_ppo(capsys: Capture) -> None:
     assert row["eval/accuracy"] == summary["final_success"]
 
 
+@pytest.mark.slow
 def test_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
     options = [*RLHF, "eval_every=1"]
     run_command(capsys, "train", *options, "run_dir=full")

@@ -221,6 +221,7 @@ def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(cuda_graphs, name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("slots", [1, 3, 64])
 def test_fixed_shapes_give_the_same_tokens(slots: int) -> None:
@@ -247,6 +248,7 @@ def test_fixed_shapes_of_every_family(kind: str, more: dict[str, Any]) -> None:
     assert_equal(*both)
 
 
+@pytest.mark.slow
 def test_buckets() -> None:
     e = engine(make(), 20, static=True)
     e.generate([PROMPTS[0]] * 30, Sampling(200), seed=0)  # 203 tokens and a round: two times 128
