@@ -36,9 +36,9 @@ _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function``, compiled for calls whose first argument is a tensor on a CUDA device.
 
-    The first such call compiles it. If that fails, a warning has the reason, and the function runs
-    eagerly from then on. Compiled code keeps little more than its inputs for the backward pass;
-    tensors without contents, from which memory is predicted, keep the inputs.
+    The first such call compiles it. If that fails (no C compiler), a warning has the reason, and
+    the function runs eagerly from then on. Compiled code keeps little more than its inputs for the
+    backward pass; tensors without contents, from which memory is predicted, keep the inputs.
 
     Args:
         function: A function of tensors without side effects. Its first argument is a tensor.
@@ -58,10 +58,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         compiled = _compiled.get(function) or _compile(function)
         try:
             return compiled(*args, **kwargs)
-        except (
-            TorchDynamoException,
-            FailOnRecompileLimitHit,
-        ) as error:  # no C compiler, for example
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             cause = getattr(error, "inner_exception", error)
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None

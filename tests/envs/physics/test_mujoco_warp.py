@@ -796,7 +796,8 @@ def test_captured_step_equals_the_eager_step(name: str) -> None:
     for _ in range(4):  # the last two are replays
         a, b = eager.reset_where(mask), fast.reset_where(mask)
         assert torch.allclose(a, b, atol=1e-4)
-    assert fast._reset_program is not None and fast._reset_program.graph is not None  # pyright: ignore
+    program: Any = fast._reset_program
+    assert program.graph is not None
     assert not bool(fast._episode[~mask].eq(fast._episode[0]).any())
 
 
