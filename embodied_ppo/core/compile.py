@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -429,11 +430,63 @@ def record_graph(
     return graph, result
 
 
+FUSED_BYTES = 1 << 28
+"""Largest state of a program whose kernels are fused. Larger networks spend their time in matrix
+products, and take minutes to compile.
+"""
+
+
+def _is_fused(example: Example) -> bool:
+    """Return whether the kernels of a program are fused."""
+    size = sum(x.nbytes for x in example.state)
+    return example.arguments[0].is_cuda and size <= FUSED_BYTES
+
+
+def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """Return a program whose elementwise operations and reductions are few kernels.
+
+    Args:
+        program: A function of tensors that launches kernels and does not wait for them.
+        tensors: Its arguments; a call with them must not change anything that matters.
+
+    Returns:
+        The compiled program; ``program`` itself, with a warning, if it cannot be compiled.
+    """
+    # The import takes more than a second, and only a GPU needs it.
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        graph = _traced(program, tensors)
+        compiled = torch.no_grad()(torch.compile(graph, fullgraph=True, dynamic=False))
+        compiled(*tensors)  # compiles it
+    except (TorchDynamoException, NotImplementedError) as error:
+        cause = getattr(error, "inner_exception", error)
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise cause from None
+        warnings.warn(
+            f"{type(program).__name__} runs without torch.compile, which is slower"
+            f" ({one_line(cause)})",
+            stacklevel=2,
+        )
+        return program
+    return compiled
+
+
+def _traced(program: Callable[..., Any], tensors: Sequence[Tensor]) -> nn.Module:
+    """Return the operations of a program, with those of its backward pass, as a graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(program, tracing_mode="fake")(*tensors)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
 class CudaGraph:
     """A program captured as one CUDA graph, which one launch executes."""
 
     def __init__(self, example: Example) -> None:
-        """Run the program three times to warm up, and capture it.
+        """Fuse the kernels of a small program, run it three times to warm up, and capture it.
 
         The warm-up neither copies nor changes the state: its arguments are 0. Only the memory of
         the arguments is allocated; the first call fills it.
@@ -442,13 +495,16 @@ class CudaGraph:
         self.last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self.arguments)
         """Tensor that each argument is a copy of, and its version."""
         tensors = [*example.state, *self.arguments]
+        program = example.program
+        if _is_fused(example):
+            program = fuse(program, tensors)
 
         def warm_up() -> None:
             for _ in range(3):
-                example.program(*tensors)
+                program(*tensors)
 
         self.graph, result = record_graph(
-            lambda: example.program(*tensors), self.arguments[0].device, warm_up=warm_up
+            lambda: program(*tensors), self.arguments[0].device, warm_up=warm_up
         )
         self.results = [result] if isinstance(result, Tensor) else list(result)
 
@@ -567,7 +623,6 @@ class _Program(nn.Module):
 def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) -> None:
     """Trace a program and its backward pass, compile it and write the library to ``path``."""
     import torch._inductor
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     with open(path.with_suffix(".lock"), "w") as lock:
         # Of two runs that need the same library, the second one loads that of the first.
@@ -577,9 +632,7 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
         example = [
             torch.zeros_like(x, device="cpu") if x.device.type == "meta" else x for x in example
         ]
-        graph = make_fx(program, tracing_mode="fake")(*example)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
+        graph = _traced(program, example)
         with torch.no_grad():
             exported = torch.export.export(_Program(graph), tuple(example), strict=False)
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import shutil
 import signal
@@ -546,6 +547,42 @@ def test_warm_up_of_a_cuda_graph_copies_nothing(name: str, monkeypatch: pytest.M
             graph(tensors)
         assert copied.total == total + sum(x.nbytes for x in graph.results)
     assert all(map(torch.equal, graph.arguments, example.arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:.*runs without torch.compile")
+@pytest.mark.parametrize("name", ["update", "act"])
+def test_fused_program_gives_the_numbers_of_eager_code(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile traces the program, but generates no code."""
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", traced)
+    example = captured_programs()[name]
+    arguments, before = list(example.arguments), [x.clone() for x in example.state]
+    program = compile.fuse(example.program, [*example.state, *map(torch.zeros_like, arguments)])
+    assert program is not example.program
+    assert all(map(torch.equal, before, example.state))
+    results = []
+    for run in (example.program, program):
+        for x, old in zip(example.state, before, strict=True):
+            x.detach().copy_(old)
+        result = run(*example.state, *arguments)
+        result = [result] if isinstance(result, Tensor) else list(result)
+        results.append([*result, *(x.detach().clone() for x in example.state)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_program_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=fail))
+    example = captured_programs()["act"]
+    with pytest.warns(UserWarning, match=r"^ActProgram runs without .* \(no C compiler\)$"):
+        program = compile.fuse(example.program, [*example.state, *example.arguments])
+    assert program is example.program
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -50,14 +50,14 @@ from tests.models.vla import test_pretrained as pretrained
 from tests.models.vla import test_trunk as small_vla
 
 BUDGETS = {
-    # Operations with a kernel in one decode step of 3 layers, by sampler. ``test_decode_model`` has
-    # the bounds of a model of 24 layers.
+    # Operations with a kernel in one decode step of 3 layers, by sampler, without fusion.
+    # ``test_decode_model`` has the bounds of fused kernels in a model of 24 layers.
     "decode step, plain": 139,
     "decode step, filters": 165,
     "decode step, greedy": 134,
-    "decode step of a copy, plain": 62,
-    "decode step of a copy, filters": 88,
-    "decode step of a copy, greedy": 57,
+    "decode step of a copy, plain": 65,
+    "decode step of a copy, filters": 91,
+    "decode step of a copy, greedy": 60,
     # Times that the host waits for the GPU.
     "decode round of 8 steps": 1,
     "copies from the host in a generation": 2,

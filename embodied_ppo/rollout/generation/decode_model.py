@@ -6,8 +6,7 @@ them in the form that needs the fewest kernels:
 
 * One matrix yields queries, keys and values, another one the gate and the values of the MLP.
 * The first matrix also yields rotate_half(q) and rotate_half(k) of rotary position embedding (Su et
-  al. 2021): x·cos + rotate_half(x)·sin then takes two kernels. rotate_half permutes and negates
-  rows, so this is exact.
+  al. 2021), x·cos + rotate_half(x)·sin. rotate_half permutes and negates rows, so this is exact.
 * The heads of a query are ordered (head of its group, group) instead of (group, head of its group).
   The queries of a group are those of one key head, and the result of attention needs no copy.
 
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodied_ppo.models.causal_lm import LanguagePolicy
+from embodied_ppo.models.fusion import fused
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Values of transformers' ``model_type`` whose layers this forward pass computes."""
@@ -86,6 +86,60 @@ class _Layer:
     norm: Tensor
     gate_up: Tensor
     down: Tensor
+
+
+@fused
+def _normalise(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """Return the RMS norm of x [N, D] (Zhang & Sennrich 2019) in type ``dtype``."""
+    return F.rms_norm(x, x.shape[-1:], weight, epsilon).to(dtype)
+
+
+@fused
+def _add_and_normalise(
+    x: Tensor, y: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + y, float32, and its RMS norm in the type of y; all are [N, D]."""
+    x = x + y
+    return x, F.rms_norm(x, x.shape[-1:], weight, epsilon).to(y.dtype)
+
+
+@fused
+def _normalise_sum(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm of x + y, rounded to the type of y before and after it, [N, D]."""
+    total = torch.add(x, y).to(y.dtype)
+    return F.rms_norm(total, total.shape[-1:], weight, epsilon)
+
+
+@fused
+def _rotate(
+    heads: Tensor, rotations: Tensor, queries: int, norm: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys with rotary position embedding, and the values behind the keys.
+
+    Args:
+        heads: [N, 2·(H + G) + G, d], see ``_Layer.heads``.
+        rotations: float32 [N, 2, d], cosines and sines.
+        queries: H.
+        norm: [2·(H + G), d], weights of the norms of the heads; None: none.
+        epsilon: Of these norms.
+
+    Returns:
+        Queries [N, H, d], keys and values [N, 2·G, d].
+    """
+    n = queries + (heads.shape[1] - 2 * queries) // 3  # query and key heads
+    both = heads[:, : 2 * n]
+    if norm is not None:
+        both = F.rms_norm(both, both.shape[-1:], eps=epsilon) * norm
+    cos, sin = rotations[:, :1], rotations[:, 1:]
+    rotated = torch.addcmul(both[:, n:] * cos, both[:, :n], sin).to(heads.dtype)
+    return rotated[:, :queries], torch.cat((rotated[:, queries:], heads[:, 2 * n :]), dim=1)
+
+
+@fused
+def _gate(gate_up: Tensor) -> Tensor:
+    """Return SiLU(gate) · up of [N, 2·I]: [N, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 class DecodeModel:
@@ -202,41 +256,32 @@ class DecodeModel:
             attend: Attention of the layers; it also writes keys and values to the cache.
         """
         base = self.policy.decoder.module.base
+        norms = [layer.module.input_layernorm for layer in self.layers] + [base.norm]
         x = base.embed_tokens(ids)
-        cos, sin = rotations[:, :1], rotations[:, 1:]
-        for i, layer in enumerate(self.layers):
-            x = self._run_layer(layer, i, x, cos, sin, attend)
-        return self._normalise(x, base.norm)
+        h = _normalise(x, norms[0].weight, norms[0].variance_epsilon, self.dtype)
+        for i, (layer, norm) in enumerate(zip(self.layers, norms[1:], strict=True)):
+            y = self._run_layer(layer, i, x, h, rotations, attend)
+            x, h = _add_and_normalise(x, y, norm.weight, norm.variance_epsilon)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits at temperature 1: [.., D] -> float32 [.., V]."""
-        return F.linear(hidden, self.head).float()
-
-    def _normalise(self, x: Tensor, norm: Any) -> Tensor:
-        """Return the RMS norm of x [N, D] (Zhang & Sennrich 2019) in the type of the products."""
-        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon).to(self.dtype)
+        """Return logits at temperature 1: [.., D] -> [.., V] in the type of the products."""
+        return F.linear(hidden, self.head)
 
     def _run_layer(
-        self, layer: _Layer, i: int, x: Tensor, cos: Tensor, sin: Tensor, attend: HeadAttention
+        self, layer: _Layer, i: int, x: Tensor, h: Tensor, rotations: Tensor, attend: HeadAttention
     ) -> Tensor:
-        """Compute layer ``i`` on the residual stream x [N, D]."""
-        n = self.queries + self.groups
-        h = self._normalise(x, layer.module.input_layernorm)
+        """Return what layer ``i`` adds to the residual stream x [N, D], whose norm is h."""
         bias = None if layer.bias is None else layer.bias.flatten()
         heads = F.linear(h, layer.heads.flatten(0, 1), bias).unflatten(-1, (-1, self.head_dim))
-        both, target = heads[:, : 2 * n], heads[:, n : 2 * n]  # [N, heads, d]
-        if layer.qk_norm is not None:
-            epsilon = layer.module.self_attn.q_norm.variance_epsilon
-            both = F.rms_norm(both, (self.head_dim,), eps=epsilon) * layer.qk_norm
-        # The result replaces q and k, so that keys and values are adjacent.
-        torch.addcmul(both[:, n:] * cos, both[:, :n], sin, out=target)
-        attended = attend(i, target[:, : self.queries], heads[:, n + self.queries :])
+        norm = layer.module.self_attn.q_norm if layer.qk_norm is not None else None
+        epsilon = 0.0 if norm is None else norm.variance_epsilon
+        queries, keys_values = _rotate(heads, rotations, self.queries, layer.qk_norm, epsilon)
+        attended = attend(i, queries, keys_values)
         o = F.linear(attended.flatten(1), layer.out)
-        y = torch.add(x, o, out=torch.empty_like(o))
         epsilon = layer.module.post_attention_layernorm.variance_epsilon
-        y = F.rms_norm(y, y.shape[-1:], layer.norm, epsilon)
-        gate, up = F.linear(y, layer.gate_up).chunk(2, -1)
-        return x + torch.addmm(o, F.silu(gate).mul_(up), layer.down.T)
+        y = _normalise_sum(x, o, layer.norm, epsilon)
+        return torch.addmm(o, _gate(F.linear(y, layer.gate_up)), layer.down.T)
 
 
 def copy_bytes(policy: LanguagePolicy) -> int:

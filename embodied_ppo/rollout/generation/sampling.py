@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embodied_ppo.core.types import ConfigError
+from embodied_ppo.models.fusion import fused
 
 EPSILON = 2.0**-52
 """x·(1 − EPSILON) < x for each positive float64 x that is not subnormal."""
@@ -73,7 +74,7 @@ def choose(
     """Sample the next token of each row.
 
     Args:
-        logits: float32 [B, V].
+        logits: [B, V], float32, bfloat16 or float16.
         sampling: Sampling parameters.
         u: float64 [B], uniform in [0, 1); the token is the first whose cumulative probability
             exceeds it.
@@ -83,7 +84,10 @@ def choose(
         Tokens int64 [B], and their log-probabilities float32 [B] at the temperature (1 for greedy),
         before penalty and filters, as the learner computes them.
     """
-    scaled = _scaled(logits, sampling)
+    if sampling.plain and _block_width(logits.shape[-1]) < logits.shape[-1]:
+        return _choose_plain(logits, sampling.temperature, u)
+    logits, temperature = logits.float(), sampling.temperature or 1.0
+    scaled = _scale(logits, temperature)
     log_p = scaled.log_softmax(-1)
     if sampling.repetition_penalty != 1.0:
         assert occurred is not None
@@ -91,7 +95,7 @@ def choose(
             logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
         )
         logits = torch.where(occurred, penalised, logits)
-        scaled = _scaled(logits, sampling)
+        scaled = _scale(logits, temperature)
     if sampling.temperature == 0:
         token = scaled.argmax(-1)
     else:
@@ -99,9 +103,36 @@ def choose(
     return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
-def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return logits divided by the temperature, as they are for greedy choice."""
-    return logits if sampling.temperature in (0.0, 1.0) else logits / sampling.temperature
+def _choose_plain(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample without filters; see ``choose``. Nothing of the size of the logits is kept."""
+    vocabulary = logits.shape[-1]
+    width = _block_width(vocabulary)
+    largest, sums = _block_sums(logits, temperature, width)
+    block, target, total = _choose_block(sums, u)
+    index = torch.arange(width, device=logits.device) + block * width  # [B, width]
+    weights = _weights(logits.gather(1, index.clamp(max=vocabulary - 1)), temperature, largest)
+    token = _choose_in_block(weights * (index < vocabulary), block, target, vocabulary)
+    chosen = _scale(logits.gather(1, token), temperature) - largest
+    return token.squeeze(1), (chosen - total.log().float()).squeeze(1)
+
+
+@fused
+def _block_sums(logits: Tensor, temperature: float, width: int) -> tuple[Tensor, Tensor]:
+    """Return the largest scaled logit, float32 [B, 1], and sums of weights, float64 [B, blocks]."""
+    largest = _scale(logits.amax(-1, keepdim=True), temperature)
+    weights = F.pad(_weights(logits, temperature, largest), (0, -logits.shape[-1] % width))
+    return largest, weights.unflatten(-1, (-1, width)).sum(-1, dtype=torch.float64)
+
+
+def _weights(logits: Tensor, temperature: float, largest: Tensor) -> Tensor:
+    """Return probabilities relative to that of the largest scaled logit, float32."""
+    return (_scale(logits, temperature) - largest).exp()
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    """Return float32 logits divided by the temperature."""
+    logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
@@ -131,23 +162,46 @@ def _draw(p: Tensor, u: Tensor) -> Tensor:
     the sums are float64, so that nothing of the size of the vocabulary is written.
     """
     vocabulary = p.shape[-1]
-    width, u = _block_width(vocabulary), u.clamp(max=1 - EPSILON).unsqueeze(-1)
-    # u < 1, so that the sum up to an index with positive probability exceeds the target.
+    width = _block_width(vocabulary)
     if width == vocabulary:
         total = p.cumsum(-1, dtype=torch.float64)
-        return _first_above(total, u * total[:, -1:]).squeeze(-1)
+        # u < 1, so that the sum up to an index with positive probability exceeds the target.
+        target = u.clamp(max=1 - EPSILON).unsqueeze(-1) * total[:, -1:]
+        return _first_above(total, target).squeeze(-1)
     blocks = F.pad(p, (0, -vocabulary % width)) if vocabulary % width else p
     blocks = blocks.unflatten(-1, (-1, width))  # [B, blocks, width]
-    sums = blocks.sum(-1, dtype=torch.float64)
-    total = sums.cumsum(-1)
-    target = u * total[:, -1:]
-    block = _first_above(total, target)  # [B, 1]
-    inner = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, width)).squeeze(1)
-    inner = inner.cumsum(-1, dtype=torch.float64)
-    before = (total - sums).gather(1, block)
+    block, target, _ = _choose_block(blocks.sum(-1, dtype=torch.float64), u)
+    weights = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, width)).squeeze(1)
+    return _choose_in_block(weights, block, target, vocabulary).squeeze(-1)
+
+
+def _choose_block(sums: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the block of the token, the target within it and the total, each [B, 1].
+
+    Args:
+        sums: float64 [B, blocks], of the weights of each block.
+        u: float64 [B].
+    """
+    sum_up_to = sums.cumsum(-1)
+    total = sum_up_to[:, -1:]
+    target = u.clamp(max=1 - EPSILON).unsqueeze(-1) * total
+    block = _first_above(sum_up_to, target)
+    return block, target - (sum_up_to - sums).gather(1, block), total
+
+
+def _choose_in_block(weights: Tensor, block: Tensor, target: Tensor, vocabulary: int) -> Tensor:
+    """Return int64 [B, 1], the first token of a block whose cumulative weight exceeds the target.
+
+    Args:
+        weights: [B, width], of the block's tokens.
+        block: int64 [B, 1].
+        target: float64 [B, 1].
+        vocabulary: V.
+    """
+    inner = weights.cumsum(-1, dtype=torch.float64)
     # The order of the sums differs, so that rounding may leave the block at either end.
-    target = (target - before).clamp(min=0).minimum(inner[:, -1:] * (1 - EPSILON))
-    token = torch.add(_first_above(inner, target), block, alpha=width).squeeze(-1)
+    target = target.clamp(min=0).minimum(inner[:, -1:] * (1 - EPSILON))
+    token = torch.add(_first_above(inner, target), block, alpha=weights.shape[-1])
     return token.clamp_(max=vocabulary - 1)  # NaN, with a padded block
 
 
