@@ -8,8 +8,9 @@ experiments, those of Stable-Baselines3 rl-baselines3-zoo's (see ``time_to_retur
 .venv-sb3/ready` creates its environment, which also needs `pip install 'gymnasium[mujoco]'`), and
 those of CleanRL the defaults of its file (see ``time_to_return_cleanrl.py``). Every 20,480 steps
 the mean action is evaluated in ten episodes. Neither evaluations nor the start of the process
-count. The trainers use the cores that this process may use (`taskset -c 0,1`), which must be idle.
-The JSON file has all evaluations.
+count. Other trainers than ours are stopped at the largest return of a task. The trainers use the
+cores that this process may use (`taskset -c 0,1`), which must be idle. The JSON file has
+all evaluations.
 """
 
 from __future__ import annotations
@@ -92,9 +93,28 @@ def train_ours(task: str, seed: int, overrides: Sequence[str] = ()) -> list[Eval
 
 
 def train_other(command: Sequence[str], task: str, seed: int) -> list[Evaluation]:
-    """Train with a script that prints an ``Evaluation`` in each line that begins with a bracket."""
-    lines = run([*command, task, str(seed)]).splitlines()
-    return [Evaluation(*json.loads(line)) for line in lines if line.startswith("[")]
+    """Train until the largest return of the task with a script that prints evaluations.
+
+    A line that begins with a bracket is an ``Evaluation``.
+    """
+    evaluations = []
+    with tempfile.TemporaryFile("w+") as errors:
+        environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+        arguments = [*command, task, str(seed)]
+        with subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("["):
+                    evaluations.append(Evaluation(*json.loads(line)))
+                    if evaluations[-1].score >= max(RETURNS[task]):
+                        process.kill()
+                        return evaluations
+        if process.returncode:
+            errors.seek(0)
+            raise SystemExit(f"{' '.join(arguments)}: {errors.read()[-2000:]}")
+    return evaluations
 
 
 def seconds_to(evaluations: Sequence[Evaluation], score: float) -> float | None:
