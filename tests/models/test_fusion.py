@@ -122,6 +122,15 @@ def test_traced_token_statistics(monkeypatch: pytest.MonkeyPatch, traced: None) 
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_nothing_is_compiled_within_an_eager_function(traced: None) -> None:
+    gate = torch.randn(3, 4)
+    product = fusion.eagerly(fusion.gated_product)
+    assert torch.equal(product(nn.SiLU(), gate, gate), nn.functional.silu(gate) * gate)
+    assert not fusion._compiled
+    fusion.gated_product(nn.SiLU(), gate, gate)
+    assert len(fusion._compiled) == 1
+
+
 def test_a_function_that_cannot_be_compiled_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, traced: None
 ) -> None:

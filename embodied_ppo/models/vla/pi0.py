@@ -36,7 +36,7 @@ from embodied_ppo.core.types import ActionSpec, ConfigError, Obs, ObsSpec
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.models.causal_lm import gated_mlp
-from embodied_ppo.models.fusion import normalise, rotate
+from embodied_ppo.models.fusion import eagerly, normalise, rotate
 from embodied_ppo.models.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.models.vla.pi0_files import (
     PARAMETERS,
@@ -746,7 +746,7 @@ class PI0(Flow, lora.Adapted):
                 h, condition = self.embed_actions(context, x, tau)
                 for layer, kv in zip(model.layers, past, strict=True):
                     args = (h, rotation, mask, kv, condition)
-                    h, _, _ = run_layer(self.checkpointing, layer, block, *args)
+                    h, _, _ = run_layer(self.checkpointing, layer, eagerly(block), *args)
                 h, _ = apply_norm(model.norm, h[:, states:], condition)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std

@@ -24,7 +24,7 @@ from embodied_ppo.core.collectives import gathered
 from embodied_ppo.models import lora
 from embodied_ppo.models.backbone import VECTOR
 from embodied_ppo.models.causal_lm import gated_mlp
-from embodied_ppo.models.fusion import normalise, rotate
+from embodied_ppo.models.fusion import eagerly, normalise, rotate
 from embodied_ppo.models.vla import smolvla_files
 from embodied_ppo.models.vla.flow_matching import Field, learned_log_std
 from embodied_ppo.models.vla.pi0 import (
@@ -134,10 +134,10 @@ class SmolVLA(PI0):
                 for i, (layer, kv) in enumerate(zip(model.layers, past, strict=True)):
                     if smolvla_files.is_cross_layer(i):
                         args = (h, cross_rotation, cross_mask, kv)
-                        h = run_layer(self.checkpointing, layer, _cross_attention, *args)
+                        h = run_layer(self.checkpointing, layer, eagerly(_cross_attention), *args)
                     else:
                         args = (h, self_rotation, mask, kv)
-                        h, _, _ = run_layer(self.checkpointing, layer, block, *args)
+                        h, _, _ = run_layer(self.checkpointing, layer, eagerly(block), *args)
                 h = normalise(model.norm, h)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std

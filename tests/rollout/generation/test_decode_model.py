@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -137,6 +138,26 @@ def test_bfloat16_is_nearer_to_the_learner_than_a_bfloat16_model() -> None:
         (x - learner).square().mean().sqrt() for x in (result.log_prob, rounded)
     )
     assert 0 < copied < 0.8 * rounded_model, (copied, rounded_model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:.*runs without torch.compile")
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_fused_functions_give_the_tokens_of_eager_code(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile traces the functions, but generates no code. The vocabulary has blocks."""
+    policy = randomise(make(kind, vocab_size=1280))
+    options: dict[str, Any] = {"slots": 3, "pad_id": 0, "static": True, "copy_weights": True}
+    expected = Engine(policy, **options).generate(PROMPTS, Sampling(6), seed=0)
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
+    monkeypatch.setattr(fusion, "_compiled", {})
+    actual = Engine(policy, **options).generate(PROMPTS, Sampling(6), seed=0)
+    assert_equal(actual, expected)
+    names = {function.__name__ for function in fusion._compiled}
+    assert names >= {"_normalise", "_add_and_normalise", "_rotate", "_gate", "_block_sums"}
 
 
 # ------------------------------------------------------------------------------------------ kernels
