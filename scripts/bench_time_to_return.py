@@ -1,16 +1,18 @@
 """Measure the seconds of training until a greedy evaluation reaches a return, for several trainers.
 
     python scripts/bench_time_to_return.py [--seeds 1] [--tasks HalfCheetah-v4 ..] [--json FILE]
-        [--sb3 .venv-sb3/bin/python] [--cleanrl PYTHON FILE] [--trainers embodied_ppo ..]
+        [--sb3 .venv-sb3/bin/python] [--cleanrl PYTHON FILE] [--rl-games PYTHON FOLDER]
+        [--trainers embodied_ppo ..]
 
-Each trainer trains one million steps with its published settings: ours are those of the
-experiments, those of Stable-Baselines3 rl-baselines3-zoo's (see ``time_to_return_sb3.py``; `make
-.venv-sb3/ready` creates its environment, which also needs `pip install 'gymnasium[mujoco]'`), and
-those of CleanRL the defaults of its file (see ``time_to_return_cleanrl.py``). Every 20,480 steps
-the mean action is evaluated in ten episodes. Neither evaluations nor the start of the process
-count. Other trainers than ours are stopped at the largest return of a task. The trainers use the
-cores that this process may use (`taskset -c 0,1`), which must be idle. The JSON file has
-all evaluations.
+Each trainer uses its published settings: ours are those of the experiments, those of
+Stable-Baselines3 rl-baselines3-zoo's (see ``time_to_return_sb3.py``; `make .venv-sb3/ready` creates
+its environment, which also needs `pip install 'gymnasium[mujoco]'`), those of CleanRL the defaults
+of its file (see ``time_to_return_cleanrl.py``), and those of rl_games its configs for EnvPool (see
+``time_to_return_rl_games.py``). The first three train one million steps, rl_games as many as its
+config says. Every 20,480 steps, or at the next update, the mean action has ten episodes.
+Neither evaluations nor the start of the process count. Other trainers than ours are stopped at the
+largest return of a task. The trainers use the cores that this process may use (`taskset -c 0,1`),
+which must be idle. The JSON file has all evaluations.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ EVALUATION_UPDATES = 10
 """Updates of 2,048 steps between two evaluations."""
 SB3 = Path(__file__).parent / "time_to_return_sb3.py"
 CLEANRL = Path(__file__).parent / "time_to_return_cleanrl.py"
+RL_GAMES = Path(__file__).parent / "time_to_return_rl_games.py"
 
 
 class Evaluation(NamedTuple):
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(RETURNS))
     parser.add_argument("--sb3", help="Python with Stable-Baselines3 and gymnasium[mujoco]")
     parser.add_argument("--cleanrl", nargs=2, metavar=("PYTHON", "FILE"))
+    parser.add_argument("--rl-games", nargs=2, metavar=("PYTHON", "FOLDER"))
     parser.add_argument("--trainers", nargs="+", help="only these columns of the table")
     parser.add_argument("--json", type=Path, help="file for all evaluations")
     args = parser.parse_args()
@@ -146,6 +150,9 @@ def main() -> None:
     if args.cleanrl:
         python, file = args.cleanrl
         trainers["CleanRL"] = partial(train_other, [python, str(CLEANRL), file])
+    if args.rl_games:
+        python, folder = args.rl_games
+        trainers["rl_games"] = partial(train_other, [python, str(RL_GAMES), folder])
     if args.trainers:
         if unknown := set(args.trainers) - {*trainers}:
             parser.error(f"--trainers {' '.join(unknown)}: must be of {', '.join(trainers)}")
