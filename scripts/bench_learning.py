@@ -2,10 +2,11 @@
 
     python scripts/bench_learning.py hopper ant --seeds 5 --jobs 2
     python scripts/bench_learning.py --plot              (only draw the figure again)
+    python scripts/bench_learning.py hopper --file learning_3m.json --override env_steps=3000000
 
-The results are docs/results/learning.json and learning.png. Each run is `embodied-ppo train
-experiment=NAME seed=S`; its final evaluation is stored. A new result replaces the one of the same
-experiment and seed.
+The results are docs/results/learning.json, or --file in that folder, and a figure of the same name.
+Each run is `embodied-ppo train experiment=NAME seed=S` with the overrides; its final evaluation is
+stored. A new result replaces the one of the same experiment and seed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from typing import Any
 
 import benchmark
 
-RESULTS = benchmark.Results(
-    "learning.json", ("experiment", "seed"), lambda e: (e["experiment"], e["seed"])
-)
 TARGETS = {
     "halfcheetah": 5000,
     "hopper": 2600,
@@ -28,6 +26,7 @@ TARGETS = {
     "inverted_pendulum": 1000,
     "humanoid": 790,
 }
+"""Experiment -> return that its evaluation after 1 million steps should reach."""
 STORED = [
     "updates",
     "env_steps",
@@ -60,10 +59,10 @@ def run(experiment: str, seed: int, overrides: list[str], runs: Path) -> dict[st
     }
 
 
-def table() -> None:
+def table(results: benchmark.Results) -> None:
     """Print a row for each experiment."""
     by_name: dict[str, list[dict[str, Any]]] = {}
-    for entry in RESULTS.load():
+    for entry in results.load():
         by_name.setdefault(entry["experiment"], []).append(entry)
     columns = ["experiment", "seeds", "median", "each seed", "target", "CPU us/step"]
     benchmark.print_header(columns)
@@ -75,19 +74,19 @@ def table() -> None:
         benchmark.print_row([*cells, f"{cpu_us:.0f}"])
 
 
-def plot() -> None:
-    """Draw the curve of each seed into docs/results/learning.png."""
+def plot(results: benchmark.Results) -> None:
+    """Draw the curve of each seed into a figure beside the results."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(e["experiment"] for e in RESULTS.load()))
+    names = list(dict.fromkeys(e["experiment"] for e in results.load()))
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(3.6 * columns, 2.6 * lines), squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
-        for e in (e for e in RESULTS.load() if e["experiment"] == name):
+        for e in (e for e in results.load() if e["experiment"] == name):
             steps, returns = zip(*e["curve"], strict=True)
             axis.plot([s / 1e6 for s in steps], returns, lw=1.2, label=f"seed {e['seed']}")
         if name in TARGETS:
@@ -105,25 +104,29 @@ def plot() -> None:
         fontsize=9,
     )
     figure.tight_layout()
-    figure.savefig(benchmark.RESULTS / "learning.png", dpi=110)
+    figure.savefig(results.file.with_suffix(".png"), dpi=110)
 
 
 def main() -> None:
     parser = benchmark.argument_parser(__doc__, seeds=5, runs=Path("runs/bench"))
     parser.add_argument("experiments", nargs="*")
+    parser.add_argument("--file", default="learning.json", help="of the results")
     parser.add_argument("--plot", action="store_true", help="only draw the figure")
     args = parser.parse_args()
+    results = benchmark.Results(
+        args.file, ("experiment", "seed"), lambda e: (e["experiment"], e["seed"])
+    )
     args.runs.mkdir(parents=True, exist_ok=True)
     jobs = [(name, seed) for seed in range(args.seeds) for name in args.experiments]
     for entry in benchmark.run_jobs(
         lambda name, seed: run(name, seed, args.override, args.runs), jobs, args.jobs
     ):
-        RESULTS.save(entry)
+        results.save(entry)
         text = f"{entry['experiment']} seed {entry['seed']}: {entry['final_return']:.0f}"
         print(text, file=sys.stderr, flush=True)
-    if RESULTS.load():
-        table()
-        plot()
+    if results.load():
+        table(results)
+        plot(results)
 
 
 if __name__ == "__main__":
