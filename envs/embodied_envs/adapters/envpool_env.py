@@ -8,9 +8,11 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -85,9 +87,31 @@ def load() -> Any:
                 _egl_error = ""
             except OSError:
                 _egl_error = "libEGL.so.1 is missing; apt-get install libegl1 libegl-mesa0"
-    import envpool
+    with _without_jumanji():
+        import envpool
 
     return envpool
+
+
+@contextmanager
+def _without_jumanji() -> Iterator[None]:
+    """Import EnvPool without its package of Jumanji tasks, which imports matplotlib.
+
+    That takes as long as all the rest. The tasks are registered nevertheless, and EnvPool imports
+    the package when one of them is made.
+    """
+    name = "envpool.jumanji"
+    spec = find_spec("envpool")
+    if "envpool" in sys.modules or spec is None or spec.submodule_search_locations is None:
+        yield
+        return
+    package = ModuleType(name)
+    package.__path__ = [str(Path(folder) / "jumanji") for folder in spec.submodule_search_locations]
+    sys.modules[name] = package
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def ids() -> list[str]:

@@ -763,3 +763,17 @@ def test_render_resizes_by_area_average() -> None:
     env = make("test/Corridor-v0", render=True, render_size=(2, 4))
     env.reset()
     assert env.render()[..., 0].tolist() == [[200, 200, 0, 0]] * 2
+
+
+@pytest.mark.slow
+def test_envpool_is_imported_without_matplotlib_and_has_all_tasks() -> None:
+    """The package of Jumanji tasks, which imports matplotlib, is imported by its tasks only."""
+    script = """
+import sys
+from embodied_envs.adapters import envpool_env
+envpool = envpool_env.load()
+assert "matplotlib" not in sys.modules and len(envpool_env.ids()) > 1000
+envpool.make_gymnasium("Game2048-v1", num_envs=2).reset()
+assert envpool.jumanji.Game2048GymnasiumEnvPool and "matplotlib" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
