@@ -9,10 +9,10 @@ Stable-Baselines3 rl-baselines3-zoo's (see ``time_to_return_sb3.py``; `make .ven
 its environment, which also needs `pip install 'gymnasium[mujoco]'`), those of CleanRL the defaults
 of its file (see ``time_to_return_cleanrl.py``), and those of rl_games its configs for EnvPool (see
 ``time_to_return_rl_games.py``). The first three train one million steps, rl_games as many as its
-config says. Every 20,480 steps, or at the next update, the mean action has ten episodes.
+config says. The mean action is evaluated in ten episodes every 20,480 steps, or at the next update.
 Neither evaluations nor the start of the process count. Other trainers than ours are stopped at the
-largest return of a task. The trainers use the cores that this process may use (`taskset -c 0,1`),
-which must be idle. The JSON file has all evaluations.
+largest return of a task, and after --limit seconds. The trainers use the cores that this process
+may use (`taskset -c 0,1`), which must be idle. The JSON file has all evaluations.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def train_ours(task: str, seed: int, overrides: Sequence[str] = ()) -> list[Eval
     return evaluations
 
 
-def train_other(command: Sequence[str], task: str, seed: int) -> list[Evaluation]:
-    """Train until the largest return of the task with a script that prints evaluations.
+def train_other(command: Sequence[str], limit_s: float, task: str, seed: int) -> list[Evaluation]:
+    """Train with a script that prints evaluations, lines that begin with a bracket.
 
-    A line that begins with a bracket is an ``Evaluation``.
+    It is stopped at the largest return of the task, or after ``limit_s`` seconds of training.
     """
     evaluations = []
     with tempfile.TemporaryFile("w+") as errors:
@@ -111,7 +111,8 @@ def train_other(command: Sequence[str], task: str, seed: int) -> list[Evaluation
             for line in process.stdout:
                 if line.startswith("["):
                     evaluations.append(Evaluation(*json.loads(line)))
-                    if evaluations[-1].score >= max(RETURNS[task]):
+                    _, seconds, score = evaluations[-1]
+                    if score >= max(RETURNS[task]) or seconds > limit_s:
                         process.kill()
                         return evaluations
         if process.returncode:
@@ -141,18 +142,19 @@ def main() -> None:
     parser.add_argument("--sb3", help="Python with Stable-Baselines3 and gymnasium[mujoco]")
     parser.add_argument("--cleanrl", nargs=2, metavar=("PYTHON", "FILE"))
     parser.add_argument("--rl-games", nargs=2, metavar=("PYTHON", "FOLDER"))
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of other trainers")
     parser.add_argument("--trainers", nargs="+", help="only these columns of the table")
     parser.add_argument("--json", type=Path, help="file for all evaluations")
     args = parser.parse_args()
     trainers: dict[str, Callable[[str, int], list[Evaluation]]] = {"embodied_ppo": train_ours}
     if args.sb3:
-        trainers["Stable-Baselines3"] = partial(train_other, [args.sb3, str(SB3)])
+        trainers["Stable-Baselines3"] = partial(train_other, [args.sb3, str(SB3)], args.limit)
     if args.cleanrl:
         python, file = args.cleanrl
-        trainers["CleanRL"] = partial(train_other, [python, str(CLEANRL), file])
+        trainers["CleanRL"] = partial(train_other, [python, str(CLEANRL), file], args.limit)
     if args.rl_games:
         python, folder = args.rl_games
-        trainers["rl_games"] = partial(train_other, [python, str(RL_GAMES), folder])
+        trainers["rl_games"] = partial(train_other, [python, str(RL_GAMES), folder], args.limit)
     if args.trainers:
         if unknown := set(args.trainers) - {*trainers}:
             parser.error(f"--trainers {' '.join(unknown)}: must be of {', '.join(trainers)}")
