@@ -20,7 +20,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,12 @@ DAMAGED = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files matched the checksums of its manifest when it was opened."""
+    """A checkpoint whose files matched the checksums of its manifest when it was opened.
+
+    Attributes:
+        path: Its directory, absolute and without symbolic links.
+        manifest: Content of its manifest.
+    """
 
     path: Path
     manifest: dict[str, Any]
@@ -403,7 +408,7 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
     error: CheckpointError | None = None
     for step in reversed(steps(run_dir / "checkpoints").values()):
         try:
-            return _verified(step)
+            return replace(_verified(step), path=step.resolve())
         except CheckpointError as problem:
             notice(f"skipped: {problem}")
             error = error or problem

@@ -338,9 +338,11 @@ def test_reports_of_the_command_evaluate_are_repeated(copy, capsys):
 
 # ------------------------------------------------------------------------- resumed and older runs
 @pytest.mark.slow
-def test_resumed_runs(tmp_path):
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_resumed_runs(is_relative, tmp_path, monkeypatch):
     """A run resumed with more updates, which change its learning rates, and with other options."""
-    run_dir = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    run_dir = Path("run") if is_relative else tmp_path / "run"
     options = {**TINY, "updates": 2, "save_every": 1, "eval_every": 0}
     ep.train("cartpole", seed=3, run_dir=run_dir, **options)
     ep.train(resume=run_dir, updates=3, progress=False)
