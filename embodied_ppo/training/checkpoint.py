@@ -322,8 +322,8 @@ def find(path: str | Path, option: str = "checkpoint") -> Path:
                 f" {runs[-1]}"
             )
         raise CheckpointError(
-            f"{option}={path}: holds no checkpoint (checkpoints/step_*); if it is a run, train"
-            " with save_every > 0"
+            f"{option}={path}: holds no checkpoint (checkpoints/step_*); name a run that has saved"
+            " one (before the first one it was ended, or its save_every is too large)"
         )
     return checkpoints[-1].resolve()
 
