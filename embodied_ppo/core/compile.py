@@ -432,14 +432,20 @@ def record_graph(
 
 FUSED_BYTES = 1 << 28
 """Largest state of a program whose kernels are fused. Larger networks spend their time in matrix
-products, and take minutes to compile.
+products, and would take long to compile.
 """
 
 
 def _is_fused(example: Example) -> bool:
     """Return whether the kernels of a program are fused."""
     size = sum(x.nbytes for x in example.state)
-    return example.arguments[0].is_cuda and size <= FUSED_BYTES
+    is_small = example.arguments[0].is_cuda and size <= FUSED_BYTES
+    return is_small and not is_compilation_disabled()
+
+
+def is_compilation_disabled() -> bool:
+    """Return whether TORCH_COMPILE_DISABLE turns ``torch.compile`` off."""
+    return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
 def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
@@ -452,14 +458,12 @@ def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[...
     Returns:
         The compiled program; ``program`` itself, with a warning, if it cannot be compiled.
     """
-    # The import takes more than a second, and only a GPU needs it.
-    from torch._dynamo.exc import TorchDynamoException
-
     try:
         graph = _traced(program, tensors)
         compiled = torch.no_grad()(torch.compile(graph, fullgraph=True, dynamic=False))
         compiled(*tensors)  # compiles it
-    except (TorchDynamoException, NotImplementedError) as error:
+    # Of any kind: a program that cannot be traced, a missing compiler, or a defect of torch.
+    except Exception as error:
         cause = getattr(error, "inner_exception", error)
         if isinstance(cause, torch.OutOfMemoryError):
             raise cause from None
@@ -486,7 +490,7 @@ class CudaGraph:
     """A program captured as one CUDA graph, which one launch executes."""
 
     def __init__(self, example: Example) -> None:
-        """Fuse the kernels of a small program, run it three times to warm up, and capture it.
+        """Fuse the kernels of a small program, run it three more times to warm up, and capture it.
 
         The warm-up neither copies nor changes the state: its arguments are 0. Only the memory of
         the arguments is allocated; the first call fills it.

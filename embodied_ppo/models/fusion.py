@@ -3,7 +3,7 @@
 On a GPU, eager code reads and writes its tensors in memory once for each operation. With Triton,
 ``torch.compile`` fuses elementwise operations and reductions, in the forward and in the backward
 pass. On a CPU the functions run as they are written. ``TORCH_COMPILE_DISABLE=1`` in the
-environment, a variable of torch, turns the fusion off.
+environment, a variable of torch, disables the fusion.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
+from embodied_ppo.core.compile import is_compilation_disabled
 from embodied_ppo.core.errors import one_line
 
 P = ParamSpec("P")
@@ -79,10 +80,10 @@ _eager = ContextVar("_eager", default=False)
 
 
 def eagerly(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, in which nothing is fused.
+    """Return ``function`` with fusion disabled during its calls.
 
-    A call of compiled code takes about 0.1 ms of the host, with its backward pass. That is longer
-    than the kernels of eager code take for a few thousand tokens.
+    A call of compiled code takes 0.05 to 0.1 ms of the host more than eager code, backward pass
+    included (measured on a CPU). For few tokens that is longer than the kernels of eager code.
     """
 
     @functools.wraps(function)
@@ -98,7 +99,7 @@ def eagerly(function: Callable[P, R]) -> Callable[P, R]:
 
 def _compiles(x: Any) -> bool:
     """Return whether functions of a tensor are compiled."""
-    return x.device.type in DEVICES and not _eager.get()
+    return x.device.type in DEVICES and not _eager.get() and not is_compilation_disabled()
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:

@@ -585,6 +585,22 @@ def test_program_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.Monkey
     assert program is example.program
 
 
+class WithTensor:
+    """A program with a tensor that is no argument, such as the weights of a reference."""
+
+    def __init__(self) -> None:
+        self.constant = torch.ones(3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.constant
+
+
+def test_program_that_cannot_be_traced_runs_eagerly() -> None:
+    program = WithTensor()
+    with pytest.warns(UserWarning, match="^WithTensor runs without torch.compile"):
+        assert compile.fuse(program, [torch.zeros(3)]) is program
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_cuda_graph_copies_an_argument_that_changed_in_place(
     inference: bool, monkeypatch: pytest.MonkeyPatch

@@ -131,6 +131,13 @@ def test_nothing_is_compiled_within_an_eager_function(traced: None) -> None:
     assert len(fusion._compiled) == 1
 
 
+def test_torchs_variable_disables_the_fusion(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    gate = torch.randn(3, 4)
+    fusion.gated_product(nn.SiLU(), gate, gate)
+    assert not fusion._compiled
+
+
 def test_a_function_that_cannot_be_compiled_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, traced: None
 ) -> None:

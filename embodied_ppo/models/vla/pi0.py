@@ -747,7 +747,7 @@ class PI0(Flow, lora.Adapted):
                 for layer, kv in zip(model.layers, past, strict=True):
                     args = (h, rotation, mask, kv, condition)
                     h, _, _ = run_layer(self.checkpointing, layer, eagerly(block), *args)
-                h, _ = apply_norm(model.norm, h[:, states:], condition)
+                h, _ = eagerly(apply_norm)(model.norm, h[:, states:], condition)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
 

@@ -138,7 +138,7 @@ class SmolVLA(PI0):
                     else:
                         args = (h, self_rotation, mask, kv)
                         h, _, _ = run_layer(self.checkpointing, layer, eagerly(block), *args)
-                h = normalise(model.norm, h)
+                h = eagerly(normalise)(model.norm, h)
                 log_std = None if self.scale is None else learned_log_std(self.scale(h))
                 return self.velocity(h).float(), log_std
 

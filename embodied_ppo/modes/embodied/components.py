@@ -365,7 +365,7 @@ def compile_from(
     a = config.algorithm
     if config.compile == "never":
         return None, "compile=never"
-    # Capturing a CUDA graph takes a moment, compilation for the CPU minutes.
+    # On a GPU the kernels of a small network are compiled in this process, and a graph is captured.
     immediately = config.compile == "always" or device.type == "cuda"
     since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
     if since >= total_updates(config):

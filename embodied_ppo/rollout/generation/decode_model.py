@@ -11,9 +11,9 @@ them in the form that needs the fewest kernels:
   The queries of a group are those of one key head, and the result of attention needs no copy.
 
 The residual stream is float32, as in the learner's forward pass under autocast. Two roundings
-differ from it if the type is bfloat16: the norm of the MLP reads rounded inputs, and the outputs of
-attention and MLP are added before they are added to the stream. docs/experiments.md compares the
-log-probabilities. In float32 all results are equal up to the order of sums.
+differ from it if the type is bfloat16: eager code rounds the inputs of the MLP's norm, and the
+outputs of attention and MLP are added before they are added to the stream. docs/experiments.md
+compares the log-probabilities. In float32 all results are equal up to the order of sums.
 
 N tokens, D size of a hidden state, H query heads, G key heads, d size of a head.
 """
@@ -105,7 +105,7 @@ def _add_and_normalise(
 
 @fused
 def _normalise_sum(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the RMS norm of x + y, rounded to the type of y before and after it, [N, D]."""
+    """Return the RMS norm of x + y in the type of y, [N, D]; eager code rounds x + y to it, too."""
     total = torch.add(x, y).to(y.dtype)
     return F.rms_norm(total, total.shape[-1:], weight, epsilon)
 

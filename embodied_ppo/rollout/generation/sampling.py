@@ -213,7 +213,7 @@ def _first_above(total: Tensor, target: Tensor) -> Tensor:
 def _block_width(vocabulary: int) -> int:
     """Return the number of tokens of a block.
 
-    Divisors of the vocabulary are preferred, because others need a padded copy of the
+    Divisors of the vocabulary are preferred, because for others eager code pads a copy of the
     probabilities.
     """
     width = math.gcd(vocabulary, 1024)

@@ -356,6 +356,17 @@ def test_graphs_give_the_same_tokens(slots: int) -> None:
     check(RULES[0])
 
 
+@pytest.mark.gpu
+def test_fused_decoding_gives_the_same_tokens() -> None:
+    """A copy of the weights, and a vocabulary of several blocks."""
+    policy = make(vocab_size=1280).cuda()
+    options: dict[str, Any] = {"slots": 3, "pad_id": 0}
+    fused = Engine(policy, **options, static=True, copy_weights=True)
+    for sampling in RULES:
+        eager = engine(policy, 3, static=False).generate(PROMPTS, sampling, seed=5)
+        assert_equal(fused.generate(PROMPTS, sampling, seed=5), eager, atol=1e-4)
+
+
 # --------------------------------------------------------------------------------------------- vLLM
 def test_arguments_of_vllm() -> None:
     sampling = Sampling(7, temperature=0.5, top_p=0.9, stop_ids=(2, 3), stop=("x",))
