@@ -107,6 +107,7 @@ def test_every_module_is_in_a_layer():
     assert {name.split(".")[1] for name in OWN} == set(LAYERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_imports_go_to_the_same_or_a_lower_layer(name: str):
     for target, _, _ in own_imports(name):

@@ -99,6 +99,7 @@ def test_refused_options_raise_one_line(options: dict[str, Any], message: str) -
     assert "\n" not in str(info.value)
 
 
+@pytest.mark.slow
 def test_a_config_is_trained_as_its_options_are(run: ep.Run, tmp_path: Path) -> None:
     config = ep.config(**{**OPTIONS, "run_dir": str(tmp_path / "run")})
     with pytest.raises(ep.ConfigError, match="seed: is not read beside a Config"):
@@ -107,6 +108,7 @@ def test_a_config_is_trained_as_its_options_are(run: ep.Run, tmp_path: Path) -> 
     assert again.final_return == run.final_return
 
 
+@pytest.mark.slow
 def test_result_equals_that_of_the_command_line(
     run: ep.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,6 +134,7 @@ def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
             assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag
 
 
+@pytest.mark.slow
 def test_every_sample_is_used_once_per_epoch() -> None:
     options = {"global_batch_size": 16, "update_epoch": 2}
     trajectory = experience(make(options))

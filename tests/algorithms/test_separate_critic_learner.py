@@ -374,6 +374,7 @@ def test_full_kl_penalty_does_not_change_behaviour_log_probs() -> None:
     assert torch.equal(x._prepare(t)[0].log_prob, t.log_prob)
 
 
+@pytest.mark.slow
 def test_state_resumes_bit_for_bit(tmp_path: Any) -> None:
     options: dict[str, Any] = {
         "use_kl_in_reward": True,

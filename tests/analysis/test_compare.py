@@ -104,6 +104,7 @@ def test_printed_tables(runs, tmp_path, capsys):
     assert f"page: {tmp_path / 'out'}/comparison.html" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -133,6 +134,7 @@ def test_bad_input_is_refused(runs, tmp_path, capsys, arguments, message):
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
 
 
+@pytest.mark.slow
 def test_different_environments_are_named(runs, tmp_path):
     short = tmp_path / "short"
     ep.train("cartpole", env__max_episode_steps=30, run_dir=short, **TINY | {"env_steps": 128})
@@ -146,6 +148,7 @@ def test_different_environments_are_named(runs, tmp_path):
     assert content["notes"] == [] and max(a["mean"] for a in content["methods"]) <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [

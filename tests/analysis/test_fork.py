@@ -25,6 +25,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ep.train("cartpole", run_dir=folder, **TINY).run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [2, 3])
 def test_branch_without_a_change_equals_the_run(run_dir, tmp_path, capsys, update):
     before = files(run_dir)
@@ -54,6 +55,7 @@ def test_branch_at_update_0_equals_the_run_and_has_the_default_name(run_dir, tmp
     assert parent.path(tmp_path / "moved/run-fork-0") == tmp_path / "moved/run"
 
 
+@pytest.mark.slow
 def test_changed_options_and_their_record(run_dir, tmp_path, capsys):
     branch = tmp_path / "branch"
     options = ["update=4", "algorithm.lr=1e-2", f"run_dir={branch}"]

@@ -222,6 +222,7 @@ def test_changed_option_of_a_checkpoint(copy, corrected):
         assert content["cause"].startswith("option algorithm.gamma ")
 
 
+@pytest.mark.slow
 def test_changed_option_with_all_digests_is_found_by_execution(copy):
     for update in (2, 4, 6, 8, 10):
         path = step(copy, update) / "config.yaml"
@@ -253,6 +254,7 @@ def test_changed_metric_outside_of_the_chosen_updates(copy):
     assert content["first_difference"] == line, "without execution"
 
 
+@pytest.mark.slow
 def test_changed_metric_with_its_digest(copy):
     """The digests of checkpoints name the interval, and its execution names the metric."""
     edit_row(copy, 3, **{"policy/entropy": 0.5})

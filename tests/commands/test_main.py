@@ -832,6 +832,7 @@ def test_env_steps_conflict_with_updates_of_a_file(
     assert config(capsys, *flags, "updates=5")["updates"]["value"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [e["name"] for e in experiments(None)])
 def test_shipped_experiment_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     language = ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"]

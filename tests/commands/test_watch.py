@@ -839,6 +839,7 @@ def test_names_from_files_are_shown_as_text(tmp_path: Path, serve: Any, page: Br
     assert any("Content Security Policy" in problem for problem in page.problems)
 
 
+@pytest.mark.slow
 def test_page_without_rows(tmp_path: Path, serve: Any, page: Browser) -> None:
     for i in range(10):
         (tmp_path / f"run{i}").mkdir()

@@ -119,6 +119,7 @@ def test_damaged_or_missing_captions_are_refused(tmp_path: Path) -> None:
             read(tmp_path / "e")
 
 
+@pytest.mark.slow
 def test_recorded_episodes_are_read(tmp_path: Path) -> None:
     folder = record(tmp_path)
     data = read(folder)
@@ -243,6 +244,7 @@ def test_a_killed_recording_loses_the_incomplete_file_only(tmp_path: Path) -> No
 
 
 # With 2 episodes per file the error occurs when the file is completed, with 200 in ``send``.
+@pytest.mark.slow
 @pytest.mark.parametrize("per_file", [2, 200])
 def test_a_recording_continues_after_its_ffmpeg_died(tmp_path: Path, per_file: int) -> None:
     record(tmp_path, 2)

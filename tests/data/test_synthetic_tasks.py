@@ -148,6 +148,7 @@ def test_the_rate_of_forgotten_carries(chance: float | None) -> None:
     assert 0 < both / wrong < chance
 
 
+@pytest.mark.slow
 def test_demonstrations_depend_on_seed_and_count_and_are_fast() -> None:
     draw = lambda count, seed: synthetic_tasks.demonstrations(
         SCRATCHPAD, SPLITS["scratchpad"][0], count, seed=seed

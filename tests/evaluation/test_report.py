@@ -315,6 +315,7 @@ def _browse(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_in_a_browser_of_a_phone(page: Path, tmp_path: Path, scheme: str) -> None:
     probe = tmp_path / "probe.html"
@@ -474,6 +475,7 @@ def test_long_text_is_cut_in_the_middle() -> None:
     assert len(short) == 600 and re.fullmatch("a{400} … b{197}", short)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1200])
 def test_samples_in_a_browser(tmp_path: Path, width: int) -> None:
     probe = tmp_path / "probe.html"

@@ -566,6 +566,7 @@ class TracedLibrary:
         pass
 
 
+@pytest.mark.slow
 def test_minibatches_can_be_compiled(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

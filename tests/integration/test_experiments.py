@@ -141,6 +141,7 @@ def test_language_experiment_trains_and_evaluates(
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()
 
 
+@pytest.mark.slow
 def test_missing_files_of_an_experiment_are_named(capsys: pytest.CaptureFixture) -> None:
     for name in NEEDS_FILES:
         assert main.main(["train", f"experiment={name}"]) == 2

@@ -350,6 +350,7 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path: Path, capfd: pytest.Capt
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
 
 
+@pytest.mark.slow
 def test_changed_options_are_logged_or_refused(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     config = tiny(tmp_path / "run", resume="auto", updates=9)
@@ -375,6 +376,7 @@ def test_failed_save_keeps_older_checkpoints(tmp_path: Path) -> None:
     assert sorted(os.listdir(folder)) == before
 
 
+@pytest.mark.slow
 def test_earlier_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     run.train(tiny(tmp_path / "run"), quiet=True)
     before = rows(tmp_path / "run")

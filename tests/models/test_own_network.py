@@ -50,6 +50,7 @@ def change(file: Path) -> None:
     file.write_text(file.read_text().replace("        return x\n", "        return 2 * x\n"))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_file(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

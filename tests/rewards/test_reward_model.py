@@ -375,6 +375,7 @@ def test_equal_seeds_give_equal_models() -> None:
     assert any(not torch.equal(p, q) for p, q in zip(a.parameters(), c.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_held_out_pairs_are_not_trained_on() -> None:
     pairs = preferences(400)
     reversed_pairs = pairs[:360] + [

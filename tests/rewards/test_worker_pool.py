@@ -212,6 +212,7 @@ def test_graders_that_cannot_be_loaded(file: str, tmp_path: Path) -> None:
         GraderPool(f"{tmp_path}/dies.py", workers=2, timeout_s=1)
 
 
+@pytest.mark.slow
 def test_a_grader_that_cannot_be_loaded_again(file: str) -> None:
     """The worker crashes after its file was deleted. The batch ends; the next batch tries again."""
     pool = GraderPool(file, workers=1, timeout_s=1)

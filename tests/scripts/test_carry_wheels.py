@@ -43,6 +43,7 @@ def packed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_parts_are_joined_verified_and_installed(
     packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

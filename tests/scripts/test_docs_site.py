@@ -88,6 +88,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["no_such.md", "index.md#nowhere"])
 def test_a_broken_link_fails_the_build(link: str, tmp_path: Path) -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())

@@ -265,6 +265,7 @@ def files(folder: Path) -> dict[Path, int]:
     return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_checkpoint_is_refused_in_one_line(
     run_dir: Path,

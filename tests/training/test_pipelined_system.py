@@ -64,6 +64,7 @@ def test_equals_the_same_order_in_one_thread(tmp_path: Path) -> None:
     assert weights > 0 and not training["pending"]
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path: Path) -> None:
     run.train(config(tmp_path / "whole", save_every=3, keep_last=9), quiet=True)
     run.train(config(tmp_path / "parts"), quiet=True, stop_after=3)

@@ -89,6 +89,7 @@ def test_steps_equal_gymnasiums(name: str, batch: bool, monkeypatch: pytest.Monk
     env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOCOMOTION)
 def test_initial_states_are_distributed_as_gymnasiums(name: str) -> None:
     """Mean and deviation of each position and velocity agree over 500 episodes."""

@@ -326,6 +326,7 @@ def test_contract(stage: str) -> None:
     assert report.seeded and report.longest == 7 and report.episodes >= 20 and not report.notes
 
 
+@pytest.mark.slow
 def test_contract_with_random_models_and_cameras() -> None:
     options: dict[str, Any] = {
         "randomize": True,
@@ -377,6 +378,7 @@ def test_unstable_world_is_reset_without_effect_on_others() -> None:
     assert all(torch.isfinite(x).all() for x in env.physics.fields.values())
 
 
+@pytest.mark.slow
 def test_recorded_kernels_are_equal_bit_for_bit() -> None:
     eager, fast = (
         make(cameras=("front",), image_size=(6, 6)),

@@ -633,6 +633,7 @@ def test_lerobot_names_relative_actions() -> None:
     assert pi0_files._relative(raw | {"use_relative_actions": False}, Path("x")) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_checkpoint_of_a_run(folder: Path, trunk: str, tmp_path: Path) -> None:
     """A checkpoint holds all weights, or the trained ones and the digest of the base weights."""
@@ -704,6 +705,7 @@ MEANS = {"observation.state": [1.0, 2, 3, 4, 5], "action": [0.5, -0.5]}
 DEVIATIONS = {"observation.state": [2.0] * 5, "action": [2.0, 4.0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["lerobot", "lerobot before", "transformers", "openpi"])
 def test_statistics(layout: str, folder: Path, tmp_path: Path) -> None:
     """States are (s - mean) / std and actions x std + mean, in each layout of a directory."""

@@ -495,6 +495,7 @@ def test_openvla_actions_are_unnormalised(folders: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------- errors
+@pytest.mark.slow
 def test_unsupported_directories_are_refused(folders: Any, tmp_path: Path) -> None:
     cases: dict[str, tuple[dict[str, Any] | None, str]] = {
         "empty": (None, r"model.checkpoint=\S+empty: holds no config.json; name the directory"),

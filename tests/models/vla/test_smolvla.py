@@ -151,6 +151,7 @@ def test_number_of_layers(layers: int, expected: int) -> None:
     assert smolvla_files.vlm_config(raw, "x").text_config.num_hidden_layers == expected
 
 
+@pytest.mark.slow
 def test_all_layers_of_the_model_are_read(tmp_path: Path) -> None:
     sizes = CONFIG["vlm_config"]
     sizes = sizes | {"text": sizes["text"] | {"num_hidden_layers": 6}}

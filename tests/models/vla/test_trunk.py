@@ -213,6 +213,7 @@ def test_chain_agrees_with_float64_reference(eta: float) -> None:
         assert (d.action.view(B, C, A) - flow).abs().max() < 0.01
 
 
+@pytest.mark.slow
 def test_flow_chain_one_draws_one_stochastic_step() -> None:
     policy, rows = make(policy="flow", flow_steps=4), 4000
     one = policy.encode(tree.map(lambda x: x[:1].expand(rows, *x.shape[1:]), observations()))

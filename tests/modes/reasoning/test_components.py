@@ -375,6 +375,7 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_held_out_prompts_in_the_training_data_are_reported(capsys: Capture) -> None:
     options, _ = gsm8k()
     both = write_lines("both.jsonl", questions("test", 3) + questions("train", 40)[30:])
@@ -603,6 +604,7 @@ def test_reward_model_initialized_from_an_actor_by_path(capsys: Capture) -> None
     assert "of held-out preferences right" in log()
 
 
+@pytest.mark.slow
 def test_reward_model_by_path(capsys: Capture) -> None:
     """The model has one label, so every response gets the offset of its configuration."""
     architecture = {
@@ -643,6 +645,7 @@ def test_critic_of_another_size(capsys: Capture) -> None:
     )
 
 
+@pytest.mark.slow
 def test_critic_by_path(capsys: Capture) -> None:
     other = save_model(Path("critic"), ["1"], hidden_size=24)
     train(capsys, f"critic.model.path={other}")
