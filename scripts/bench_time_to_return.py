@@ -8,11 +8,12 @@ Each trainer uses its published settings: ours are those of the experiments, tho
 Stable-Baselines3 rl-baselines3-zoo's (see ``time_to_return_sb3.py``; `make .venv-sb3/ready` creates
 its environment, which also needs `pip install 'gymnasium[mujoco]'`), those of CleanRL the defaults
 of its file (see ``time_to_return_cleanrl.py``), and those of rl_games its configs for EnvPool (see
-``time_to_return_rl_games.py``). The first three train one million steps, rl_games as many as its
-config says. The mean action is evaluated in ten episodes every 20,480 steps, or at the next update.
-Neither evaluations nor the start of the process count. The other trainers are stopped when they
-reach the largest return of the task, or after --limit seconds. The trainers use the cores that this
-process may use (`taskset -c 0,1`), which must be idle. The JSON file has all evaluations.
+``time_to_return_rl_games.py``). The first three train one million steps, rl_games the number of its
+config. The return of the mean action in ten episodes is measured every 20,480 steps, after the
+update in which they end. Neither evaluations nor the start of the process count. The other trainers
+are stopped when they reach the largest return of the task, or after --limit seconds. The trainers
+use the cores that this process may use (`taskset -c 0,1`), which must be idle. The JSON file has
+all evaluations.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -193,6 +194,11 @@ def run_block(script: str, folder: Path, env: Mapping[str, str]) -> str:
     )
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``torch.compile`` trace functions without generating code."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 def page_commands(folder: Path, root: Path) -> dict[str, str]:

@@ -462,18 +462,30 @@ def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[...
         graph = _traced(program, tensors)
         compiled = torch.no_grad()(torch.compile(graph, fullgraph=True, dynamic=False))
         compiled(*tensors)  # compiles it
-    # Of any kind: a program that cannot be traced, a missing compiler, or a defect of torch.
+    # Fusion is optional, and torch's tracer and compiler raise many types (AssertionError for a
+    # tensor that is no argument). An error of the program itself is raised again by its warm-up.
     except Exception as error:
-        cause = getattr(error, "inner_exception", error)
-        if isinstance(cause, torch.OutOfMemoryError):
-            raise cause from None
-        warnings.warn(
-            f"{type(program).__name__} runs without torch.compile, which is slower"
-            f" ({one_line(cause)})",
-            stacklevel=2,
-        )
+        warn_uncompiled(type(program).__name__, error)
         return program
     return compiled
+
+
+def warn_uncompiled(name: str, error: Exception) -> None:
+    """Warn that a function runs eagerly, with the reason.
+
+    Args:
+        name: Of the function.
+        error: Raised by ``torch.compile`` or compiled code.
+
+    Raises:
+        torch.OutOfMemoryError: It is the reason.
+    """
+    cause = getattr(error, "inner_exception", error)
+    if isinstance(cause, torch.OutOfMemoryError):
+        raise cause from None
+    warnings.warn(
+        f"{name} runs without torch.compile, which is slower ({one_line(cause)})", stacklevel=3
+    )
 
 
 def _traced(program: Callable[..., Any], tensors: Sequence[Tensor]) -> nn.Module:

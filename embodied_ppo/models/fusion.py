@@ -9,7 +9,6 @@ environment, a variable of torch, disables the fusion.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from embodied_ppo.core.compile import is_compilation_disabled
-from embodied_ppo.core.errors import one_line
+from embodied_ppo.core.compile import is_compilation_disabled, warn_uncompiled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,14 +59,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            cause = getattr(error, "inner_exception", error)
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
-            warnings.warn(
-                f"{function.__name__} runs without torch.compile, which is slower"
-                f" ({one_line(cause)})",
-                stacklevel=2,
-            )
+            warn_uncompiled(function.__name__, error)
             _compiled[function] = function
             return function(*args, **kwargs)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -556,8 +557,7 @@ def test_fused_program_gives_the_numbers_of_eager_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch.compile traces the program, but generates no code."""
-    traced = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", traced)
+    run_helpers.trace_only(monkeypatch)
     example = captured_programs()[name]
     arguments, before = list(example.arguments), [x.clone() for x in example.state]
     program = compile.fuse(example.program, [*example.state, *map(torch.zeros_like, arguments)])
@@ -583,6 +583,25 @@ def test_program_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.Monkey
     with pytest.warns(UserWarning, match=r"^ActProgram runs without .* \(no C compiler\)$"):
         program = compile.fuse(example.program, [*example.state, *example.arguments])
     assert program is example.program
+
+
+def test_cuda_graph_captures_the_fused_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    RecordingCuda(monkeypatch)
+    monkeypatch.setattr(compile, "_is_fused", lambda example: True)
+    monkeypatch.setattr(compile, "fuse", lambda program, tensors: lambda x: program(x) + 5)
+    graph = compile.CudaGraph(compile.Example(lambda x: x + 1, [], [torch.ones(3)]))
+    assert graph([torch.ones(3)])[0].tolist() == [6.0] * 3  # of the arguments 0 at the recording
+
+
+def test_small_programs_on_a_gpu_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_fused(is_cuda: bool, nbytes: int) -> bool:
+        tensor: Any = SimpleNamespace(is_cuda=is_cuda, nbytes=nbytes)
+        return compile._is_fused(compile.Example(len, [tensor], [tensor]))
+
+    limit = compile.FUSED_BYTES
+    assert is_fused(True, limit) and not is_fused(True, limit + 1) and not is_fused(False, 1)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert not is_fused(True, limit)
 
 
 class WithTensor:

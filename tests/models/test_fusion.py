@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,7 +50,6 @@ def inputs(dtype: torch.dtype, device: str = "cpu", rows: int = 3) -> dict[str, 
     }
 
 
-COMPILE = torch.compile
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "llama": fusion.normalise,
     "gemma": fusion.normalise,
@@ -90,7 +90,7 @@ def statistics(device: str, rows: int = 7) -> list[Tensor]:
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile on the CPU: torch.compile traces the functions, but generates no code."""
     monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
-    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
+    run_helpers.trace_only(monkeypatch)
     monkeypatch.setattr(fusion, "_compiled", {})
 
 
@@ -144,7 +144,7 @@ def test_a_function_that_cannot_be_compiled_runs_eagerly(
     def fail(*args: Any) -> None:
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend=fail))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=fail))
     gate = torch.randn(3, 4)
     with pytest.warns(UserWarning, match=r"^_silu_product runs without .* \(no C compiler\)$"):
         first = fusion.gated_product(nn.SiLU(), gate, gate)

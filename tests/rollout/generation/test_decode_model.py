@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 from torch import Tensor
 
@@ -150,8 +150,7 @@ def test_fused_functions_give_the_tokens_of_eager_code(
     policy = randomise(make(kind, vocab_size=1280))
     options: dict[str, Any] = {"slots": 3, "pad_id": 0, "static": True, "copy_weights": True}
     expected = Engine(policy, **options).generate(PROMPTS, Sampling(6), seed=0)
-    traced = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", traced)
+    run_helpers.trace_only(monkeypatch)
     monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
     monkeypatch.setattr(fusion, "_compiled", {})
     actual = Engine(policy, **options).generate(PROMPTS, Sampling(6), seed=0)
