@@ -470,6 +470,38 @@ def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[...
     return compiled
 
 
+VARIANTS = 64
+"""Number of variants that torch may compile of a function: for each number of dimensions, size of
+the weights and gradient mode. With torch's limit of 8, further variants would run eagerly.
+"""
+
+
+def compile_function(function: Callable[..., T]) -> Callable[..., T]:
+    """Return ``function`` with ``torch.compile``, which the first call of each variant compiles.
+
+    If that fails (no C compiler, code that torch cannot trace), a warning has the reason, and the
+    function runs eagerly from then on.
+    """
+    # The import takes more than a second, and only a GPU needs it.
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    config.recompile_limit = max(config.recompile_limit, VARIANTS)
+    # Without graph breaks a variant beyond the limit raises an error.
+    current: Callable[..., T] = torch.compile(function, fullgraph=True)
+
+    def call(*args: Any, **kwargs: Any) -> T:
+        nonlocal current
+        try:
+            return current(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            warn_uncompiled(function.__name__, error)
+            current = function
+            return function(*args, **kwargs)
+
+    return call
+
+
 def warn_uncompiled(name: str, error: Exception) -> None:
     """Warn that a function runs eagerly, with the reason.
 

@@ -289,6 +289,8 @@ class VectorEnv(Protocol):
             diverged.
         terrain_level: int64 [N], level of the curriculum of every environment; None without one.
         step_s: float, simulated seconds of one call of ``step``.
+        truncate_next: function of a bool [N]. The next ``step`` truncates the episodes that are in
+            progress there after it, unless they end in it.
     """
 
     id: str

@@ -19,18 +19,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from embodied_ppo.core.compile import is_compilation_disabled, warn_uncompiled
+from embodied_ppo.core.compile import compile_function, is_compilation_disabled
 
 P = ParamSpec("P")
 R = TypeVar("R")
 DEVICES = ("cuda",)
 """Types of devices whose tensors are passed to compiled code."""
-VARIANTS = 64
-"""Number of variants that torch may compile of a function: for each number of dimensions, size of
-the weights and gradient mode. With torch's limit of 8, further variants would run eagerly.
-"""
 _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Function -> its compiled code, or the function itself where that failed."""
+"""Function -> its compiled code."""
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,16 +48,9 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             return checkpoint(
                 function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
             )
-        # The import takes more than a second, and only a GPU needs it.
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-        compiled = _compiled.get(function) or _compile(function)
-        try:
-            return compiled(*args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            warn_uncompiled(function.__name__, error)
-            _compiled[function] = function
-            return function(*args, **kwargs)
+        if function not in _compiled:
+            _compiled[function] = compile_function(function)
+        return _compiled[function](*args, **kwargs)
 
     return call
 
@@ -91,16 +80,6 @@ def eagerly(function: Callable[P, R]) -> Callable[P, R]:
 def _compiles(x: Any) -> bool:
     """Return whether functions of a tensor are compiled."""
     return x.device.type in DEVICES and not _eager.get() and not is_compilation_disabled()
-
-
-def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the compiled function, which the first call of each variant compiles."""
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, VARIANTS)
-    # Without graph breaks a variant beyond the limit raises an error.
-    compiled = _compiled[function] = torch.compile(function, fullgraph=True)
-    return compiled
 
 
 # ------------------------------------------------------------------------------------------- norms

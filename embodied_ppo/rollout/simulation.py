@@ -317,15 +317,36 @@ class Rollout:
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
         self.memory.reset()
 
-    def _cut(self, step: Step) -> tuple[Step, Tensor | None]:
-        """Truncate episodes that are staggered to end now.
+    def _begin_step(self, action: Tensor) -> Callable[[], tuple[Step, Tensor | None]]:
+        """Pass an action to the simulator, and truncate episodes that are staggered to end now.
 
-        Return the step and the mask of truncated environments, bool [N].
+        Returns:
+            A function that waits for the step. It returns the step and the mask of truncated
+            environments, bool [N], or None.
         """
         self.steps += 1
-        if self.steps not in self.cuts:
-            return step, None
-        cut = (self.cut_step == self.steps) & step.mask & ~(step.terminated | step.truncated)
+        due = self.cut_step == self.steps if self.steps in self.cuts else None
+        truncate_next = getattr(self.env, "truncate_next", None)
+        if due is not None and truncate_next is not None:
+            truncate_next(due)
+        wait_for_step = begin_step(self.env, action)
+
+        def finish() -> tuple[Step, Tensor | None]:
+            step = wait_for_step()
+            if due is None:
+                return step, None
+            if truncate_next is not None:
+                return step, due & step.mask & step.truncated
+            return self._truncate(step, due)
+
+        return finish
+
+    def _truncate(self, step: Step, due: Tensor) -> tuple[Step, Tensor | None]:
+        """Truncate episodes after a step, where bool [N], unless they ended in it.
+
+        Return the step and the mask of truncated environments, bool [N], or None.
+        """
+        cut = due & step.mask & ~(step.terminated | step.truncated)
         # On a GPU the check would synchronise, which takes longer than a reset of no environment.
         needed = cut.device.type != "cpu" or bool(cut.any())
         with watchdog.resetting:
@@ -407,11 +428,11 @@ class Rollout:
             tree.write(kept, t, self.acting.kept)
             before, now = now, self.cpu_clock()
             self.cpu_s["act"] += now - before
-            wait_for_step = begin_step(env, decision[0])
+            wait_for_step = self._begin_step(decision[0])
             yield
             # The time of the other stages, which ran meanwhile, does not count.
             now, wait_start = self.cpu_clock(), time.perf_counter()
-            step, cut = self._cut(wait_for_step())
+            step, cut = wait_for_step()
             before, now = now, self.cpu_clock()
             self.cpu_s["simulate"] += now - before
             self.simulate_s += time.perf_counter() - wait_start
@@ -641,7 +662,7 @@ class Rollout:
             with watchdog.resetting:
                 self.obs = self.env.reset()
             for action in actions:
-                self.obs = self._cut(begin_step(self.env, action)())[0].obs
+                self.obs = self._begin_step(action)()[0].obs
             self.actions = [actions]
             observations = (tree.map(Tensor.cpu, obs) for obs in (self.obs, state["obs"]))
             if not all(map(torch.equal, *map(tree.leaves, observations))):

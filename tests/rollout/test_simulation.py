@@ -5,15 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import run_helpers
 import torch
 import toy_envs
 
+import embodied_envs
+from embodied_envs import HistoryEnv
+from embodied_envs.adapters import realistic_env
+from embodied_envs.adapters.action_chunking import ChunkedActions
+from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.random import TRAINING_SEEDS, env_seeds, sampling_key
 from embodied_ppo.core.types import Mean, TrainingError, Trajectory
+from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.rollout.simulation import WINDOW, Rollout
 
@@ -389,6 +396,55 @@ def test_stagger(same_step: bool, saves: bool):
         assert all(map(torch.equal, tree.leaves(one[0]), tree.leaves(other[0])))
         assert one[1] == other[1]
     assert resumed_env.at == env.at
+
+
+class WithoutTruncation:
+    """A simulator without ``truncate_next``."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "truncate_next":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+
+@pytest.mark.parametrize("kind", ["plain", "realistic", "chunks"])
+def test_truncation_within_a_step_equals_a_reset_after_it(kind: str) -> None:
+    """Episodes staggered by ``truncate_next`` are those staggered by ``reset_where``, bit for bit.
+
+    Hopper ends some episodes before they would be truncated.
+    """
+    seeds = list(range(6))
+
+    def wrapped(env: Any) -> Any:
+        if kind == "realistic":
+            options = {"action_delay": [0, 1], "obs_delay": [0, 2], "obs_noise": 0.01}
+            checked = realistic_env.read(options, env)
+            env = realistic_env.RealisticEnv(env, checked, seeds=seeds, action_mapping="rescale")
+            return HistoryEnv(env, 3)
+        return ChunkedActions(env, 4) if kind == "chunks" else env
+
+    results = []
+    for hide in (False, True):
+        env = embodied_envs.make("Hopper", num_envs=6, seeds=seeds, max_episode_steps=66)
+        env = wrapped(WithoutTruncation(env) if hide else env)
+        assert (getattr(env, "truncate_next", None) is None) == hide
+        inner = env
+        while hasattr(inner, "env"):
+            inner = inner.env
+        reset_where = Mock(wraps=inner.reset_where)
+        inner.reset_where = reset_where
+        torch.manual_seed(0)
+        policy = ActorCritic(env.obs_spec, env.action_spec, ModelConfig(hidden=(8,)))
+        r = Rollout(env, policy, seed=0, stagger=True, keep_next_obs=True)
+        results.append([r.collect(30, update=k, version=0) for k in range(3)])
+        assert reset_where.called == (hide or kind == "chunks")
+        r.close()
+    for (one, metrics), (other, other_metrics) in zip(*results, strict=True):
+        assert all(map(torch.equal, tree.leaves(one), tree.leaves(other)))
+        assert metrics == other_metrics
 
 
 @pytest.mark.parametrize("saves", [True, False])

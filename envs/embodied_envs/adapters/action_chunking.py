@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class ChunkedActions:
         self.step_s: float | None = step_s and chunk * step_s
         limit = env.max_episode_steps
         self.max_episode_steps = None if limit is None else -(-limit // chunk)
+        self._truncated_next: Tensor | None = None
 
     def to_simulator(self, action: Tensor) -> Tensor:
         """Map the policy's actions [N, C·A] to the simulator's, [N, C, ..]."""
@@ -95,6 +96,12 @@ class ChunkedActions:
         is_reset = ~active
         if last.final_obs is not None:
             is_reset = ~active & ~active_before[-1]
+        truncated = any_executed([s.truncated for s in steps])
+        if self._truncated_next is not None:
+            cut = self._truncated_next & active
+            final_obs = _where(cut, last.obs, final_obs)
+            is_reset, truncated = is_reset | cut, truncated | cut
+            self._truncated_next = None
         obs = last.obs
         # On a GPU the check would synchronise, so reset_where() runs in any case.
         if active.device.type != "cpu" or bool(is_reset.any()):
@@ -114,7 +121,7 @@ class ChunkedActions:
             obs=obs,
             reward=torch.stack([s.reward for s in steps], 1) * executed,
             terminated=any_executed([s.terminated for s in steps]),
-            truncated=any_executed([s.truncated for s in steps]),
+            truncated=truncated,
             mask=torch.ones_like(active),
             final_obs=final_obs,
             success=success,
@@ -125,6 +132,15 @@ class ChunkedActions:
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
         return self.env.reset_where(where)
+
+    @property
+    def truncate_next(self) -> Callable[[Tensor], None] | None:
+        """See ``VectorEnv``."""
+        inner = getattr(self.env, "truncate_next", None)
+        return None if inner is None else self._truncate_next
+
+    def _truncate_next(self, where: Tensor) -> None:
+        self._truncated_next = where
 
     @property
     def unstable(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,6 +110,11 @@ class HistoryEnv:
     def unstable(self) -> Tensor | None:
         """See ``VectorEnv``."""
         return getattr(self.env, "unstable", None)
+
+    @property
+    def truncate_next(self) -> Callable[[Tensor], None] | None:
+        """See ``VectorEnv``."""
+        return getattr(self.env, "truncate_next", None)
 
     @property
     def terrain_level(self) -> Tensor | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mujoco
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 INITIAL_FIELDS = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
 """Simulator fields that ``Task.reset`` may return; its other entries are variables of the task."""
@@ -74,6 +76,13 @@ class Physics(Protocol):
 
         ``step`` may only change persistent tensors in place; if ``host_readable`` is False it must
         not read values on the host.
+        """
+        ...
+
+    def fuse(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return ``function``, or a faster function whose results differ by rounding.
+
+        ``function`` takes and returns tensors, and may change persistent ones in place.
         """
         ...
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
-from embodied_envs.physics.engine import STATE_FIELDS
+from embodied_envs.physics.engine import STATE_FIELDS, T
 from embodied_ppo.core import random
 from embodied_ppo.core.types import EnvError
 
@@ -141,6 +141,10 @@ class BatchPhysics:
     def capture(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return ``step``; there is no faster program on a CPU."""
         return step
+
+    def fuse(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return ``function``; on a CPU there is no faster one."""
+        return function
 
     def close(self) -> None:
         """Free renderer and worlds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ STATE, PRIVILEGED = "state", "privileged"
 def reads_privileged(task: Task, obs_keys: Sequence[str] | None) -> bool:
     """Return whether ``obs_keys`` names the group that ``task.privileged`` computes."""
     return PRIVILEGED in (obs_keys or ()) and task.has_privileged()
+
+
+class _Result(NamedTuple):
+    """What a task says about a control step. ``None`` in ``unstable``: no world is."""
+
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    success: Tensor | None
+    kind: Tensor | None
+    unstable: Tensor | None
 
 
 class MujocoEnv:
@@ -104,6 +115,8 @@ class MujocoEnv:
         # Whether reset() was called since construction or restart(); whether close() was called.
         self._is_reset = self._closed = False
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
+        self._truncate_next = torch.zeros_like(self._all_worlds)
+        """Worlds whose episode the next step truncates, bool [N]."""
         validator = TaskValidator(id, task, physics, self.num_envs)
         start = validator.start(lambda: task.reset(self._start_numbers()[0]))
         self.s: dict[str, Tensor] = dict(physics.fields) | {
@@ -136,6 +149,10 @@ class MujocoEnv:
             self._selected = names
             obs = {name: obs[name] for name in names}
         self._last_obs = tree.map(Tensor.clone, obs)
+        # The functions above have been called without fusion, so that its warnings come last.
+        self._start = physics.fuse(self._start)
+        self._evaluate = physics.fuse(self._evaluate)
+        self._observe_state = physics.fuse(self._observe_state)
         # A CUDA graph has no branches: one program with cameras and one without.
         self._programs = {enabled: physics.capture(self._step) for enabled in (True, False)}
         self._reset_program: Callable[[Tensor], Obs] | None = physics.capture(self._reset_where)
@@ -211,6 +228,10 @@ class MujocoEnv:
             raise spaces.action_shape_error(self.id, action, self.action_shape)
         program = self._programs[self.cameras_enabled]
         return self._to_device(program(action.to(self.physics.device)))
+
+    def truncate_next(self, where: Tensor) -> None:
+        """See ``VectorEnv``."""
+        self._truncate_next.copy_(where)
 
     def reset_where(self, where: Tensor) -> Obs:
         """Start new episodes where bool [N] is True."""
@@ -315,41 +336,27 @@ class MujocoEnv:
 
         No value is read on the host where ``physics.host_readable`` is False.
         """
-        task, s, physics = self.task, self.s, self.physics
+        task, physics = self.task, self.physics
         action = self.to_simulator(action).to(physics.dtype)
         ctrl = self.control(action)
         if self._pushes is not None:
             self._pushes.apply(self._seeds, self._episode, self._elapsed)
         self._advance_physics(ctrl)
         self._elapsed += 1
-        reward = task.reward(self._before, s, action)
-        terminated, success = task.terminated(s), task.success(s)
         if task.step_noise:
             # One stream per environment: the counter holds episode and step.
             steps = self._elapsed + (self._episode << 32)
             u = physics.uniform(self._seeds, _STEP, steps, task.step_noise)
         else:
-            u = reward.new_empty(self.num_envs, 0)
-        for name, value in task.advance(s, action, u).items():
-            s[name].copy_(value)
-        truncated = (self._elapsed >= self._time_limit) & ~terminated
-        kind = s["kind"].clone() if "kind" in s else None
-        # NaN compares as False.
-        values = torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
-        unstable = ~(values.abs() < HUGE).all(1)
-        any_unstable = not physics.host_readable or bool(unstable.any())
-        if any_unstable:
-            reward = reward.masked_fill(unstable, 0.0)
-            terminated, truncated = terminated & ~unstable, truncated | unstable
-            success = None if success is None else success & ~unstable
-            self.unstable += unstable.sum()
-        ended = terminated | truncated
+            u = action.new_empty(self.num_envs, 0)
+        result = self._evaluate(action, u)
+        ended = result.terminated | result.truncated
         if self.cameras_enabled:
             obs = self._observe(self._all_worlds)
         else:
             obs = self._with_first_obs(self._last_obs, ended)
-        if any_unstable:
-            obs = _select(unstable, self._last_obs, obs)
+        if result.unstable is not None:
+            obs = _select(result.unstable, self._last_obs, obs)
         final_obs = None
         if self.autoreset and (not physics.host_readable or bool(ended.any())):
             final_obs = obs
@@ -360,14 +367,41 @@ class MujocoEnv:
         self._store_obs(obs)
         return Step(
             obs=obs,
-            reward=reward.to(torch.float32),
-            terminated=terminated,
-            truncated=truncated,
-            mask=torch.ones_like(terminated),
+            reward=result.reward.to(torch.float32),
+            terminated=result.terminated,
+            truncated=result.truncated,
+            mask=torch.ones_like(ended),
             final_obs=final_obs,
-            success=success,
-            task=kind,
+            success=result.success,
+            task=result.kind,
         )
+
+    def _evaluate(self, action: Tensor, u: Tensor) -> _Result:
+        """Return what the task says about the step that was simulated, and advance its variables.
+
+        Args:
+            action: [N, A], within its bounds.
+            u: [N, step_noise], random numbers in [0, 1).
+        """
+        task, s = self.task, self.s
+        reward = task.reward(self._before, s, action)
+        terminated, success = task.terminated(s), task.success(s)
+        for name, value in task.advance(s, action, u).items():
+            s[name].copy_(value)
+        truncated = (self._elapsed >= self._time_limit) | self._truncate_next
+        truncated = truncated & ~terminated
+        self._truncate_next.zero_()
+        kind = s["kind"].clone() if "kind" in s else None
+        # NaN compares as False.
+        values = torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
+        unstable = ~(values.abs() < HUGE).all(1)
+        if self.physics.host_readable and not bool(unstable.any()):
+            return _Result(reward, terminated, truncated, success, kind, None)
+        reward = reward.masked_fill(unstable, 0.0)
+        terminated, truncated = terminated & ~unstable, truncated | unstable
+        success = None if success is None else success & ~unstable
+        self.unstable.add_(unstable.sum())
+        return _Result(reward, terminated, truncated, success, kind, unstable)
 
     def _reset_where(self, mask: Tensor) -> Obs:
         """Start new episodes where ``mask`` bool [N] is True; return the current observation.
@@ -427,11 +461,7 @@ class MujocoEnv:
         self._episode += mask
         self._elapsed.masked_fill_(mask, 0)
         task_numbers, model_numbers = self._start_numbers()
-        start = self.task.reset(task_numbers)
-        if self._carries_over:
-            carried = self.task.carry_over(self.s, start, task_numbers)
-            is_later = self._episode > 0
-            start = start | {k: _select(is_later, x, start[k]) for k, x in carried.items()}
+        start = self._start(task_numbers)
         initial = {k: x for k, x in start.items() if k in INITIAL_FIELDS}
         if self._joint_offsets is not None:
             self._joint_offsets.begin(mask, model_numbers)
@@ -444,6 +474,14 @@ class MujocoEnv:
             self._pushes.begin(mask, self._seeds, self._episode)
         self._store_before()
 
+    def _start(self, u: Tensor) -> dict[str, Tensor]:
+        """Return initial fields and variables of new episodes from random numbers [N, ..]."""
+        start = self.task.reset(u)
+        if not self._carries_over:
+            return start
+        carried, is_later = self.task.carry_over(self.s, start, u), self._episode > 0
+        return start | {k: _select(is_later, x, start[k]) for k, x in carried.items()}
+
     def _store_before(self) -> None:
         """Store the state that the next ``reward`` reads as ``before``."""
         for k, x in self._before.items():
@@ -451,6 +489,15 @@ class MujocoEnv:
 
     def _observe(self, mask: Tensor) -> Obs:
         """Return the observation of the current state, with images where bool [N]."""
+        obs, images = self._observe_state(), self.physics.images(mask)
+        if images:
+            obs = (obs if isinstance(obs, dict) else {STATE: obs}) | images
+        if self._selected is not None and isinstance(obs, dict):
+            obs = {name: obs[name] for name in self._selected}
+        return obs
+
+    def _observe_state(self) -> Obs:
+        """Return the observation of the current state without images, in new tensors."""
         offsets = self._joint_offsets
         obs = self.task.observe(self.s if offsets is None else offsets.measured(self.s))
         if self._names_groups and isinstance(obs, Tensor):
@@ -461,15 +508,9 @@ class MujocoEnv:
             obs = obs | {PRIVILEGED: privileged}
         if self._groups and isinstance(obs, dict):
             obs = obs | {name: f(self.s) for name, f in self._groups.items()}
-        obs = tree.map(
+        return tree.map(
             lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs
         )
-        images = self.physics.images(mask)
-        if images:
-            obs = (obs if isinstance(obs, dict) else {STATE: obs}) | images
-        if self._selected is not None and isinstance(obs, dict):
-            obs = {name: obs[name] for name in self._selected}
-        return obs
 
     def _with_first_obs(self, obs: Obs, mask: Tensor) -> Obs:
         """Return the current observation, with images of ``obs`` except where bool [N]."""

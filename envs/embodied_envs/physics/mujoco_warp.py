@@ -25,9 +25,13 @@ from torch import Tensor
 from embodied_envs.physics import warp_kernels
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
-from embodied_envs.physics.engine import STATE_FIELDS
+from embodied_envs.physics.engine import STATE_FIELDS, T
 from embodied_ppo.core import random, tree
+from embodied_ppo.core.compile import compile_function, is_compilation_disabled
 from embodied_ppo.core.types import EnvError
+
+FUSED_DEVICES = ("cuda",)
+"""Types of devices on which the functions of ``WarpPhysics.fuse`` are compiled."""
 
 _FORCES = ("cacc", "cfrc_int", "cfrc_ext")
 """Fields that a reset sets to 0, because MuJoCo's mj_forward computes them only for a sensor."""
@@ -390,6 +394,12 @@ class WarpPhysics:
     def capture(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return ``step`` as one CUDA graph, on a CPU ``step`` itself."""
         return step if self._on_cpu else _CapturedStep(self, step)
+
+    def fuse(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return ``function``; on a GPU compiled, so that few kernels do its work."""
+        if self.device.type not in FUSED_DEVICES or is_compilation_disabled():
+            return function
+        return torch.no_grad()(compile_function(function))
 
     def _launch(self, name: Hashable, kernels: Callable[[], None]) -> None:
         """Run ``kernels``, which launches warp kernels only, on torch's current stream."""

@@ -15,6 +15,7 @@ from typing import Any
 import mujoco
 import numpy as np
 import pytest
+import run_helpers
 import torch
 import toy_envs
 import warp as wp
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import embodied_envs
 from embodied_envs import tasks
 from embodied_envs.physics import make as physics_factory
+from embodied_envs.physics import mujoco_warp
 from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.mujoco_env import MujocoEnv
@@ -390,6 +392,28 @@ def test_recorded_kernels_are_equal_bit_for_bit() -> None:
     assert all(
         torch.equal(x, y) for x, y in zip(tree.leaves(runs[0]), tree.leaves(runs[1]), strict=True)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:.*runs without torch.compile")
+@pytest.mark.parametrize("name", ["Go1Joystick", "Tabletop"])
+def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile traces start, result and observation of a step, but generates no code."""
+    eager = make(name, 3, max_episode_steps=4)
+    run_helpers.trace_only(monkeypatch)
+    monkeypatch.setattr(mujoco_warp, "FUSED_DEVICES", ("cpu",))
+    fast = make(name, 3, max_episode_steps=4)
+    fused = ("_start", "_evaluate", "_observe_state")
+    assert all(f in vars(fast) and getattr(fast, f) != getattr(MujocoEnv, f) for f in fused)
+    for env in (eager, fast):
+        env.physics.host_readable = False
+        env.reset()
+    for t, action in enumerate(random_actions(eager, 7)):
+        for env in (eager, fast):
+            env.truncate_next(torch.tensor([t == 1, False, t == 2]))
+        a, b = eager.step(action), fast.step(action)
+        assert all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
+    assert all(map(torch.equal, tree.leaves(eager.state()), tree.leaves(fast.state())))
 
 
 class Recordable(TorchDispatchMode):
