@@ -25,7 +25,7 @@ from embodied_ppo.commands.main import parse_arguments
 from embodied_ppo.config.compose import prepare
 from embodied_ppo.config.schema import Config, EnvConfig
 from embodied_ppo.core.types import Obs, Step
-from embodied_ppo.modes.base import RunRequest
+from embodied_ppo.modes.base import RunRequest, matmul_precision
 from embodied_ppo.modes.embodied.components import make_env
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.training.local_system import LocalSystem
@@ -177,6 +177,7 @@ def least_seconds(call: Callable[[], float]) -> float:
 def measure(report: benchmark.Report, config: Config, device: torch.device, run_dir: Path) -> None:
     """Train, and report control steps per second of training, environment and physics."""
     with ExitStack() as stack:
+        stack.enter_context(matmul_precision(config.matmul_precision))
         start = time.perf_counter()
         system = build(config, device, run_dir, stack)
         report("start_s", time.perf_counter() - start)

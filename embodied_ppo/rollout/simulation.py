@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -298,6 +299,9 @@ class Rollout:
         self.can_save: bool | None = None  # whether the simulator can save its state, once known
         # Return, length and success of the current episodes.
         self.running = torch.zeros(3, env.num_envs)
+        # [T, 3, N], the same after every row, see ``_count_episodes``; kept, because new memory of
+        # this size is slow.
+        self.totals = torch.empty(0)
         self.finished: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self.has_success = False
         self.round = 0  # the update whose seeds the simulator was restarted with
@@ -479,7 +483,7 @@ class Rollout:
             value=d.value,
             replay=d.replay,
             next_value=self._next_value(
-                d.value[..., 0] if per_action else d.value, steps, d.memory
+                d.value[..., 0] if per_action else d.value, steps, ended, d.memory
             ),
             reward=reward,
             terminated=terminated,
@@ -515,7 +519,9 @@ class Rollout:
         )
         return value if value.ndim == 1 else value[:, 0]
 
-    def _next_value(self, value: Tensor, steps: list[Step], memory: Tensor | None) -> Tensor:
+    def _next_value(
+        self, value: Tensor, steps: list[Step], ended: Tensor, memory: Tensor | None
+    ) -> Tensor:
         """Return V of every row's true successor, [T, N].
 
         The successor is the observation of row t+1, or ``final_obs`` where row t+1 holds the next
@@ -527,19 +533,23 @@ class Rollout:
         Args:
             value: V of every row, [T, N].
             steps: T steps.
+            ended: Whether an episode ended in a row, bool [T, N].
             memory: State of a policy with memory after every row, [T, N, S].
         """
         assert self.obs is not None
         last = self.memory.attach(self.obs)
         next_value = torch.cat([value[1:], self._value(last).unsqueeze(0)])
-        ended = torch.stack([s.terminated | s.truncated for s in steps]).cpu()
-        for t, step in enumerate(steps):
-            if step.final_obs is None:
-                ended[t] = False
+        ended = ended.cpu()
+        if not_given := [t for t, step in enumerate(steps) if step.final_obs is None]:
+            ended = ended.clone()
+            ended[not_given] = False
         if not bool(ended.any()):
             return next_value
         t, i = ended.nonzero().unbind(1)  # [K] each, ordered by t
-        p = ended.cumsum(0)[t, i] - 1
+        # Number of earlier ends of the same environment, without a temporary tensor of [T, N].
+        order = i.argsort(stable=True)
+        p = torch.empty_like(i)
+        p[order] = torch.arange(len(i)) - torch.searchsorted(i[order], i[order])
         passes, counts = int(p.max()) + 1, ended.sum(1).tolist()
         t, i, p = torch.stack([t, i, p]).to(value.device).unbind()
         final: list[Obs] = []
@@ -578,21 +588,25 @@ class Rollout:
         """
         self.has_success |= any(x is not None for x in success)
         succeeded = torch.stack([torch.zeros_like(ended[0]) if x is None else x for x in success])
-        reward, ended, length = reward.cpu(), ended.cpu(), length.cpu().float()
-        succeeded = succeeded.cpu().float()
+        rows = torch.stack([reward.float(), length.float(), succeeded.float()], 1)
+        counted = ended.cpu().numpy()
+        reset = counted
         if cuts:
-            cuts = dict(zip(cuts, torch.stack(list(cuts.values())).cpu(), strict=True))
-        episodes: list[Tensor] = []  # [3, episodes that ended in a row] of every row
-        for t, finished in enumerate(ended):
-            self.running[0] += reward[t]
-            self.running[1] += length[t]
-            torch.maximum(self.running[2], succeeded[t], out=self.running[2])
-            if t in cuts:
-                self.running.masked_fill_(cuts[t], 0.0)
-                finished = finished & ~cuts[t]
-            episodes.append(self.running[:, finished])
-            self.running.masked_fill_(finished, 0.0)
-        new = list(zip(*torch.cat(episodes, 1).tolist(), strict=True))
+            masks = zip(cuts, torch.stack(list(cuts.values())).cpu().numpy(), strict=True)
+            counted, reset = counted.copy(), counted.copy()
+            for t, cut in masks:
+                counted[t] &= ~cut
+                reset[t] |= cut
+        if self.totals.shape != rows.shape:
+            self.totals = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
+        totals, running = self.totals.copy_(rows).numpy(), self.running.numpy()
+        # NumPy needs less time than torch for so small operations.
+        for row, ends in zip(totals, reset, strict=True):
+            row[:2] += running[:2]
+            np.maximum(row[2], running[2], out=row[2])
+            np.copyto(running, row)
+            running[:, np.flatnonzero(ends)] = 0.0
+        new = [tuple(e) for e in totals.transpose(0, 2, 1)[counted].tolist()]
         self.finished.extend(new)
         # In the order of ending, failures that last until the time limit come last: a part of a
         # rollout would contain mostly these.
