@@ -598,8 +598,9 @@ class Rollout:
                 counted[t] &= ~cut
                 reset[t] |= cut
         if self.totals.shape != rows.shape:
-            self.totals = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
-        totals, running = self.totals.copy_(rows).numpy(), self.running.numpy()
+            self.totals = torch.empty(rows.shape, pin_memory=rows.is_cuda)
+        self.totals.copy_(rows)
+        totals, running = self.totals.numpy(), self.running.numpy()
         # NumPy needs less time than torch for so small operations.
         for row, ends in zip(totals, reset, strict=True):
             row[:2] += running[:2]
