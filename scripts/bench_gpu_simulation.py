@@ -24,7 +24,7 @@ from embodied_envs.physics.engine import INITIAL_FIELDS
 from embodied_ppo.commands.main import parse_arguments
 from embodied_ppo.config.compose import prepare
 from embodied_ppo.config.schema import Config, EnvConfig
-from embodied_ppo.core.types import Obs, Step
+from embodied_ppo.core.types import Step
 from embodied_ppo.modes.base import RunRequest, matmul_precision
 from embodied_ppo.modes.embodied.components import make_env
 from embodied_ppo.modes.registry import mode
@@ -87,12 +87,6 @@ class Recorder:
         self.ended.append((step.terminated | step.truncated).to(physics.device))
         self.starts.append(self._fields())
         return step
-
-    def reset_where(self, where: Tensor) -> Obs:
-        obs = self.env.reset_where(where)
-        self.ended[-1] = self.ended[-1] | where.to(self.env.physics.device)
-        self.starts[-1] = self._fields()
-        return obs
 
     def _fields(self) -> dict[str, Tensor]:
         fields = self.env.physics.fields

@@ -37,7 +37,7 @@ def test_every_method_has_its_stages() -> None:
 class Recorded(benchmark.Stage):
     """A stage whose process notes when it starts and ends.
 
-    A stage with two seeds ends once that of the other seed has started.
+    Stage clone_token ends once that of the other seed has started.
     """
 
     def other(self, name: str) -> Recorded:
@@ -58,7 +58,7 @@ class Recorded(benchmark.Stage):
             'pathlib.Path(marker).write_text(\'{"done": true, "cpu_s": 0.1}\')\n'
         )
         name = f"{self.name}-{self.seed}"
-        other = "" if self.name == "demos" else f"{self.name}-{1 - self.seed}"
+        other = f"{self.name}-{1 - self.seed}" if self.name == "clone_token" else ""
         return [sys.executable, "-c", code, str(self.marker), name, other, str(self.out / "notes")]
 
 

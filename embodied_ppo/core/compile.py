@@ -471,16 +471,23 @@ def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[...
 
 
 VARIANTS = 64
-"""Number of variants that torch may compile of a function: for each number of dimensions, size of
-the weights and gradient mode. With torch's limit of 8, further variants would run eagerly.
+"""Number of variants that torch may compile of a function in this process: for each number of
+dimensions, size that does not vary, gradient and inference mode, and precision of products. Beyond
+it the function runs eagerly; torch's own limit is 8.
 """
 
 
-def compile_function(function: Callable[..., T]) -> Callable[..., T]:
+def compile_function(
+    function: Callable[..., T], *, dynamic: bool | None = None
+) -> Callable[..., T]:
     """Return ``function`` with ``torch.compile``, which the first call of each variant compiles.
 
     If that fails (no C compiler, code that torch cannot trace), a warning has the reason, and the
     function runs eagerly from then on.
+
+    Args:
+        function: A function of tensors, or a method of an object that has tensors.
+        dynamic: Whether sizes may vary without a new variant; None: those that have varied.
     """
     # The import takes more than a second, and only a GPU needs it.
     from torch._dynamo import config
@@ -488,26 +495,27 @@ def compile_function(function: Callable[..., T]) -> Callable[..., T]:
 
     config.recompile_limit = max(config.recompile_limit, VARIANTS)
     # Without graph breaks a variant beyond the limit raises an error.
-    current: Callable[..., T] = torch.compile(function, fullgraph=True)
+    current: Callable[..., T] = torch.compile(function, fullgraph=True, dynamic=dynamic)
 
     def call(*args: Any, **kwargs: Any) -> T:
         nonlocal current
         try:
             return current(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            warn_uncompiled(function.__name__, error)
+            warn_uncompiled(function.__name__, error, stacklevel=4)
             current = function
             return function(*args, **kwargs)
 
     return call
 
 
-def warn_uncompiled(name: str, error: Exception) -> None:
+def warn_uncompiled(name: str, error: Exception, stacklevel: int = 3) -> None:
     """Warn that a function runs eagerly, with the reason.
 
     Args:
         name: Of the function.
         error: Raised by ``torch.compile`` or compiled code.
+        stacklevel: See ``warnings.warn``.
 
     Raises:
         torch.OutOfMemoryError: It is the reason.
@@ -516,7 +524,8 @@ def warn_uncompiled(name: str, error: Exception) -> None:
     if isinstance(cause, torch.OutOfMemoryError):
         raise cause from None
     warnings.warn(
-        f"{name} runs without torch.compile, which is slower ({one_line(cause)})", stacklevel=3
+        f"{name} runs without torch.compile, which is slower ({one_line(cause)})",
+        stacklevel=stacklevel,
     )
 
 

@@ -289,8 +289,10 @@ class VectorEnv(Protocol):
             diverged.
         terrain_level: int64 [N], level of the curriculum of every environment; None without one.
         step_s: float, simulated seconds of one call of ``step``.
-        truncate_next: function of a bool [N]. The next ``step`` truncates the episodes that are in
-            progress there after it, unless they end in it.
+        truncate_next: function, or None. Its argument is a bool [N]. The next ``step`` truncates
+            the episodes of these environments, unless they end in that step by themselves: it sets
+            ``truncated`` and ``final_obs``, and starts new episodes. Without this function the
+            caller uses ``reset_where`` after the step.
     """
 
     id: str

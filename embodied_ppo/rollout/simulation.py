@@ -299,8 +299,8 @@ class Rollout:
         self.can_save: bool | None = None  # whether the simulator can save its state, once known
         # Return, length and success of the current episodes.
         self.running = torch.zeros(3, env.num_envs)
-        # [T, 3, N], the same after every row, see ``_count_episodes``; kept, because new memory of
-        # this size is slow.
+        # Return, length and success so far after every row, [T, 3, N], see ``_count_episodes``.
+        # Kept between calls, because the allocation of pinned memory is slow.
         self.totals = torch.empty(0)
         self.finished: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self.has_success = False
@@ -321,12 +321,13 @@ class Rollout:
         self.obs, self.round, self.actions, self.steps = None, round_, [], 0
         self.memory.reset()
 
-    def _begin_step(self, action: Tensor) -> Callable[[], tuple[Step, Tensor | None]]:
+    def _begin_truncated_step(self, action: Tensor) -> Callable[[], tuple[Step, Tensor | None]]:
         """Pass an action to the simulator, and truncate episodes that are staggered to end now.
 
         Returns:
             A function that waits for the step. It returns the step and the mask of truncated
-            environments, bool [N], or None.
+            environments, bool [N], or None. With ``truncate_next`` an episode that is due and
+            diverges in this step is among them.
         """
         self.steps += 1
         due = self.cut_step == self.steps if self.steps in self.cuts else None
@@ -432,7 +433,7 @@ class Rollout:
             tree.write(kept, t, self.acting.kept)
             before, now = now, self.cpu_clock()
             self.cpu_s["act"] += now - before
-            wait_for_step = self._begin_step(decision[0])
+            wait_for_step = self._begin_truncated_step(decision[0])
             yield
             # The time of the other stages, which ran meanwhile, does not count.
             now, wait_start = self.cpu_clock(), time.perf_counter()
@@ -589,20 +590,16 @@ class Rollout:
         self.has_success |= any(x is not None for x in success)
         succeeded = torch.stack([torch.zeros_like(ended[0]) if x is None else x for x in success])
         rows = torch.stack([reward.float(), length.float(), succeeded.float()], 1)
-        counted = ended.cpu().numpy()
-        reset = counted
+        ended_rows = ended.cpu().numpy()
+        counted = ended_rows.copy()
         if cuts:
-            masks = zip(cuts, torch.stack(list(cuts.values())).cpu().numpy(), strict=True)
-            counted, reset = counted.copy(), counted.copy()
-            for t, cut in masks:
-                counted[t] &= ~cut
-                reset[t] |= cut
+            counted[list(cuts)] &= ~torch.stack(list(cuts.values())).cpu().numpy()
         if self.totals.shape != rows.shape:
             self.totals = torch.empty(rows.shape, pin_memory=rows.is_cuda)
         self.totals.copy_(rows)
         totals, running = self.totals.numpy(), self.running.numpy()
-        # NumPy needs less time than torch for so small operations.
-        for row, ends in zip(totals, reset, strict=True):
+        # A call of NumPy takes less time than one of torch.
+        for row, ends in zip(totals, ended_rows, strict=True):
             row[:2] += running[:2]
             np.maximum(row[2], running[2], out=row[2])
             np.copyto(running, row)
@@ -677,7 +674,7 @@ class Rollout:
             with watchdog.resetting:
                 self.obs = self.env.reset()
             for action in actions:
-                self.obs = self._begin_step(action)()[0].obs
+                self.obs = self._begin_truncated_step(action)()[0].obs
             self.actions = [actions]
             observations = (tree.map(Tensor.cpu, obs) for obs in (self.obs, state["obs"]))
             if not all(map(torch.equal, *map(tree.leaves, observations))):

@@ -43,7 +43,8 @@ class Passes:
         """Return the passes as text; ``unit`` follows the size of a minibatch."""
         epochs = f"{self.epochs:,} epoch{'s' * (self.epochs != 1)}"
         minibatches = f"{self.minibatches:,} minibatch{'es' * (self.minibatches != 1)}"
-        return f"{epochs} x {minibatches} of {self.size:,}{unit} = {self.steps:,} optimiser steps"
+        steps = f"{self.steps:,} optimiser step{'s' * (self.steps != 1)}"
+        return f"{epochs} x {minibatches} of {self.size:,}{unit} = {steps}"
 
 
 @dataclass(frozen=True)

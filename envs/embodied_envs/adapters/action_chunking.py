@@ -45,7 +45,7 @@ class ChunkedActions:
         self.step_s: float | None = step_s and chunk * step_s
         limit = env.max_episode_steps
         self.max_episode_steps = None if limit is None else -(-limit // chunk)
-        self._truncated_next: Tensor | None = None
+        self._truncation_mask: Tensor | None = None
 
     def to_simulator(self, action: Tensor) -> Tensor:
         """Map the policy's actions [N, C·A] to the simulator's, [N, C, ..]."""
@@ -55,6 +55,7 @@ class ChunkedActions:
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
+        self._truncation_mask = None
         return self.env.reset()
 
     def step(self, action: Tensor) -> Step:
@@ -97,11 +98,11 @@ class ChunkedActions:
         if last.final_obs is not None:
             is_reset = ~active & ~active_before[-1]
         truncated = any_executed([s.truncated for s in steps])
-        if self._truncated_next is not None:
-            cut = self._truncated_next & active
+        if self._truncation_mask is not None:
+            cut = self._truncation_mask & active
             final_obs = _where(cut, last.obs, final_obs)
             is_reset, truncated = is_reset | cut, truncated | cut
-            self._truncated_next = None
+            self._truncation_mask = None
         obs = last.obs
         # On a GPU the check would synchronise, so reset_where() runs in any case.
         if active.device.type != "cpu" or bool(is_reset.any()):
@@ -136,11 +137,12 @@ class ChunkedActions:
     @property
     def truncate_next(self) -> Callable[[Tensor], None] | None:
         """See ``VectorEnv``."""
+        # A simulator with this function can reset single environments, as ``step`` does it here.
         inner = getattr(self.env, "truncate_next", None)
         return None if inner is None else self._truncate_next
 
     def _truncate_next(self, where: Tensor) -> None:
-        self._truncated_next = where
+        self._truncation_mask = where
 
     @property
     def unstable(self) -> Tensor | None:

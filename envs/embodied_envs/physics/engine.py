@@ -82,7 +82,8 @@ class Physics(Protocol):
     def fuse(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return ``function``, or a faster function whose results differ by rounding.
 
-        ``function`` takes and returns tensors, and may change persistent ones in place.
+        ``function`` takes and returns tensors, and may change persistent ones in place. As in
+        ``capture``, it must not read values on the host if ``host_readable`` is False.
         """
         ...
 

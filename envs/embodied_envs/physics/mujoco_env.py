@@ -35,8 +35,8 @@ def reads_privileged(task: Task, obs_keys: Sequence[str] | None) -> bool:
     return PRIVILEGED in (obs_keys or ()) and task.has_privileged()
 
 
-class _Result(NamedTuple):
-    """What a task says about a control step. ``None`` in ``unstable``: no world is."""
+class _StepResult(NamedTuple):
+    """Reward and flags of a control step, [N] each; ``unstable`` is None if no world is."""
 
     reward: Tensor
     terminated: Tensor
@@ -115,7 +115,7 @@ class MujocoEnv:
         # Whether reset() was called since construction or restart(); whether close() was called.
         self._is_reset = self._closed = False
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
-        self._truncate_next = torch.zeros_like(self._all_worlds)
+        self._truncation_mask = torch.zeros_like(self._all_worlds)
         """Worlds whose episode the next step truncates, bool [N]."""
         validator = TaskValidator(id, task, physics, self.num_envs)
         start = validator.start(lambda: task.reset(self._start_numbers()[0]))
@@ -149,8 +149,8 @@ class MujocoEnv:
             self._selected = names
             obs = {name: obs[name] for name in names}
         self._last_obs = tree.map(Tensor.clone, obs)
-        # The functions above have been called without fusion, so that its warnings come last.
-        self._start = physics.fuse(self._start)
+        # Errors of the task have been reported above; here the functions are known to work.
+        self._initial_state = physics.fuse(self._initial_state)
         self._evaluate = physics.fuse(self._evaluate)
         self._observe_state = physics.fuse(self._observe_state)
         # A CUDA graph has no branches: one program with cameras and one without.
@@ -213,6 +213,7 @@ class MujocoEnv:
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
         self._check_open()
+        self._truncation_mask.zero_()
         if self._is_reset:  # otherwise the constructor or ``restart`` has started them
             self._begin(self._all_worlds)
             self._store_obs(self._observe(self._all_worlds))
@@ -231,7 +232,8 @@ class MujocoEnv:
 
     def truncate_next(self, where: Tensor) -> None:
         """See ``VectorEnv``."""
-        self._truncate_next.copy_(where)
+        self._check_open()
+        self._truncation_mask.copy_(where)
 
     def reset_where(self, where: Tensor) -> Obs:
         """Start new episodes where bool [N] is True."""
@@ -277,6 +279,7 @@ class MujocoEnv:
         Raises ValueError where the state was saved with other options of env.realism or env.ranges.
         """
         self._check_open()
+        self._truncation_mask.zero_()
         if ("next_push" in state) != (self._pushes is not None):
             raise ValueError("the simulator's state was saved with other options of env.realism")
         if ("joint_offset" in state) != (self._joint_offsets is not None):
@@ -309,6 +312,7 @@ class MujocoEnv:
             self._closed = True
             self._programs.clear()  # a CUDA graph holds this object and its memory
             self._reset_program = None
+            del self._initial_state, self._evaluate, self._observe_state  # they refer to it, too
             self.physics.close()
 
     def mechanism(self) -> dict[str, Any]:
@@ -376,8 +380,8 @@ class MujocoEnv:
             task=result.kind,
         )
 
-    def _evaluate(self, action: Tensor, u: Tensor) -> _Result:
-        """Return what the task says about the step that was simulated, and advance its variables.
+    def _evaluate(self, action: Tensor, u: Tensor) -> _StepResult:
+        """Return reward and flags of the simulated step, and advance the task's variables.
 
         Args:
             action: [N, A], within its bounds.
@@ -388,20 +392,20 @@ class MujocoEnv:
         terminated, success = task.terminated(s), task.success(s)
         for name, value in task.advance(s, action, u).items():
             s[name].copy_(value)
-        truncated = (self._elapsed >= self._time_limit) | self._truncate_next
+        truncated = (self._elapsed >= self._time_limit) | self._truncation_mask
         truncated = truncated & ~terminated
-        self._truncate_next.zero_()
+        self._truncation_mask.zero_()
         kind = s["kind"].clone() if "kind" in s else None
         # NaN compares as False.
         values = torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
         unstable = ~(values.abs() < HUGE).all(1)
         if self.physics.host_readable and not bool(unstable.any()):
-            return _Result(reward, terminated, truncated, success, kind, None)
+            return _StepResult(reward, terminated, truncated, success, kind, None)
         reward = reward.masked_fill(unstable, 0.0)
         terminated, truncated = terminated & ~unstable, truncated | unstable
         success = None if success is None else success & ~unstable
         self.unstable.add_(unstable.sum())
-        return _Result(reward, terminated, truncated, success, kind, unstable)
+        return _StepResult(reward, terminated, truncated, success, kind, unstable)
 
     def _reset_where(self, mask: Tensor) -> Obs:
         """Start new episodes where ``mask`` bool [N] is True; return the current observation.
@@ -461,7 +465,7 @@ class MujocoEnv:
         self._episode += mask
         self._elapsed.masked_fill_(mask, 0)
         task_numbers, model_numbers = self._start_numbers()
-        start = self._start(task_numbers)
+        start = self._initial_state(task_numbers)
         initial = {k: x for k, x in start.items() if k in INITIAL_FIELDS}
         if self._joint_offsets is not None:
             self._joint_offsets.begin(mask, model_numbers)
@@ -474,7 +478,7 @@ class MujocoEnv:
             self._pushes.begin(mask, self._seeds, self._episode)
         self._store_before()
 
-    def _start(self, u: Tensor) -> dict[str, Tensor]:
+    def _initial_state(self, u: Tensor) -> dict[str, Tensor]:
         """Return initial fields and variables of new episodes from random numbers [N, ..]."""
         start = self.task.reset(u)
         if not self._carries_over:

@@ -399,7 +399,8 @@ class WarpPhysics:
         """Return ``function``; on a GPU compiled, so that few kernels do its work."""
         if self.device.type not in FUSED_DEVICES or is_compilation_disabled():
             return function
-        return torch.no_grad()(compile_function(function))
+        # The gradient mode of the caller would be a variant of the compiled code.
+        return full_precision()(torch.no_grad()(compile_function(function, dynamic=False)))
 
     def _launch(self, name: Hashable, kernels: Callable[[], None]) -> None:
         """Run ``kernels``, which launches warp kernels only, on torch's current stream."""
@@ -504,7 +505,8 @@ class _CapturedStep:
                 )
                 self.physics.records_kernels = True
         if self.graph is None:
-            result = self.step(action)
+            with full_precision():
+                result = self.step(action)
         else:
             self.action.copy_(action)
             with self.physics.scope():
@@ -525,10 +527,25 @@ class _CapturedStep:
             torch.cuda.stream(stream),
             torch.cuda.use_mem_pool(self.pool, device),
             self.physics.scope(),
+            full_precision(),
             wp.ScopedCapture() as capture,
         ):
             self.result = self.step(self.action)
         self.graph = capture.graph
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute float32 products in float32, whatever the option matmul_precision is.
+
+    It is meant for policies; the products of a task are part of the simulation.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

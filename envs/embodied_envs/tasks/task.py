@@ -28,7 +28,8 @@ class Task(ABC):
     The functions compute with tensors only, in the dtype and on the device that ``bind`` gets:
     float64 on the CPU engine, float32 on the GPU. They never read a value on the host (no ``if
     tensor``, no ``.item()``) and create no tensor from Python numbers; ``bind`` creates constants.
-    A control step can then be captured as one CUDA graph.
+    A control step can then be captured as one CUDA graph. On a GPU ``torch.compile`` also traces
+    all functions but ``control`` and ``bind``; those that it cannot trace run eagerly.
 
     The order of a control step is: ``control``, ``decimation`` physics steps, ``reward``,
     ``terminated``, ``success``, ``advance``, ``observe``; where the episode ended, ``reset``,

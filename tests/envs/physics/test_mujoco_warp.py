@@ -6,9 +6,12 @@ The first run compiles kernels for about two minutes; they are stored in ~/.cach
 
 from __future__ import annotations
 
+import gc
+import inspect
 import math
 import sys
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -403,8 +406,9 @@ def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch: pytest.Monk
     run_helpers.trace_only(monkeypatch)
     monkeypatch.setattr(mujoco_warp, "FUSED_DEVICES", ("cpu",))
     fast = make(name, 3, max_episode_steps=4)
-    fused = ("_start", "_evaluate", "_observe_state")
-    assert all(f in vars(fast) and getattr(fast, f) != getattr(MujocoEnv, f) for f in fused)
+    for function in ("_initial_state", "_evaluate", "_observe_state"):
+        assert inspect.ismethod(getattr(eager, function))
+        assert not inspect.ismethod(getattr(fast, function))
     for env in (eager, fast):
         env.physics.host_readable = False
         env.reset()
@@ -414,6 +418,21 @@ def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch: pytest.Monk
         a, b = eager.step(action), fast.step(action)
         assert all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
     assert all(map(torch.equal, tree.leaves(eager.state()), tree.leaves(fast.state())))
+
+
+@pytest.mark.parametrize("simulator", ["warp", "mujoco"])
+def test_closed_environment_is_freed_without_garbage_collection(simulator: str) -> None:
+    env = make(simulator=simulator)
+    env.reset()
+    env.step(random_actions(env, 1)[0])
+    freed = weakref.ref(env)
+    env.close()
+    gc.disable()
+    try:
+        del env
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 class Recordable(TorchDispatchMode):
