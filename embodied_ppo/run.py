@@ -22,6 +22,7 @@ from embodied_ppo.config.compose import GIVEN
 from embodied_ppo.config.rules.embodied import optimization_config
 from embodied_ppo.config.schema import Config, DemosConfig, EvaluateConfig
 from embodied_ppo.core import watchdog
+from embodied_ppo.core.devices import matmul_precision
 from embodied_ppo.core.errors import show
 from embodied_ppo.core.types import (
     CheckpointError,
@@ -43,7 +44,6 @@ from embodied_ppo.modes.base import (
     TrainedRun,
     config_hash,
     digest,
-    matmul_precision,
     report_write_errors,
     select_device,
 )

@@ -24,8 +24,9 @@ from embodied_envs.physics.engine import INITIAL_FIELDS
 from embodied_ppo.commands.main import parse_arguments
 from embodied_ppo.config.compose import prepare
 from embodied_ppo.config.schema import Config, EnvConfig
+from embodied_ppo.core.devices import matmul_precision
 from embodied_ppo.core.types import Step
-from embodied_ppo.modes.base import RunRequest, matmul_precision
+from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.embodied.components import make_env
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.training.local_system import LocalSystem

@@ -38,6 +38,7 @@ from embodied_ppo.analysis.state_differences import (
 )
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config, EvaluateConfig
+from embodied_ppo.core.devices import matmul_precision
 from embodied_ppo.core.errors import (
     CheckpointError,
     ConfigError,
@@ -50,7 +51,6 @@ from embodied_ppo.evaluation import report
 from embodied_ppo.modes.base import (
     check_writable,
     evaluation_options,
-    matmul_precision,
     report_write_errors,
     select_device,
 )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,3 +122,14 @@ def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.tensor(numbers)
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of float32 matrix products within the block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

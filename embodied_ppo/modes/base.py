@@ -728,17 +728,6 @@ def select_device(
     return device
 
 
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products within the block."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def hardware_of(config: Config, device: torch.device) -> placement.Hardware:
     """Return the devices that a placement can use, as set in section cluster.
 

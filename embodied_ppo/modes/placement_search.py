@@ -18,8 +18,9 @@ import torch
 from embodied_ppo.config import placement, validation
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import ClusterConfig, Config
+from embodied_ppo.core.devices import matmul_precision
 from embodied_ppo.core.types import ConfigError, PlacementError, ProcessLost, TrainingError
-from embodied_ppo.modes.base import RunRequest, hardware_of, matmul_precision, select_device
+from embodied_ppo.modes.base import RunRequest, hardware_of, select_device
 from embodied_ppo.modes.registry import mode
 from embodied_ppo.modes.workers import build_workers
 from embodied_ppo.placement import cost_model

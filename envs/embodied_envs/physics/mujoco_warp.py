@@ -28,6 +28,7 @@ from embodied_envs.physics.domain_randomization import Randomization, model_fiel
 from embodied_envs.physics.engine import STATE_FIELDS, T
 from embodied_ppo.core import random, tree
 from embodied_ppo.core.compile import compile_function, is_compilation_disabled
+from embodied_ppo.core.devices import matmul_precision
 from embodied_ppo.core.types import EnvError
 
 FUSED_DEVICES = ("cuda",)
@@ -399,8 +400,10 @@ class WarpPhysics:
         """Return ``function``; on a GPU compiled, so that few kernels do its work."""
         if self.device.type not in FUSED_DEVICES or is_compilation_disabled():
             return function
-        # The gradient mode of the caller would be a variant of the compiled code.
-        return full_precision()(torch.no_grad()(compile_function(function, dynamic=False)))
+        # The gradient mode of the caller would be a variant of the compiled code, and so would the
+        # option matmul_precision, which is for policies and not for the simulation.
+        compiled = torch.no_grad()(compile_function(function, dynamic=False))
+        return matmul_precision("highest")(compiled)
 
     def _launch(self, name: Hashable, kernels: Callable[[], None]) -> None:
         """Run ``kernels``, which launches warp kernels only, on torch's current stream."""
@@ -505,7 +508,7 @@ class _CapturedStep:
                 )
                 self.physics.records_kernels = True
         if self.graph is None:
-            with full_precision():
+            with matmul_precision("highest"):
                 result = self.step(action)
         else:
             self.action.copy_(action)
@@ -527,25 +530,11 @@ class _CapturedStep:
             torch.cuda.stream(stream),
             torch.cuda.use_mem_pool(self.pool, device),
             self.physics.scope(),
-            full_precision(),
+            matmul_precision("highest"),
             wp.ScopedCapture() as capture,
         ):
             self.result = self.step(self.action)
         self.graph = capture.graph
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Compute float32 products in float32, whatever the option matmul_precision is.
-
-    It is meant for policies; the products of a task are part of the simulation.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from embodied_envs.physics.mujoco_warp import (
 from embodied_envs.tasks import State, Task
 from embodied_envs.tasks.locomotion import Ant
 from embodied_ppo.core import random, tree
+from embodied_ppo.core.devices import matmul_precision
 from embodied_ppo.core.types import Box, EnvError
 
 SWING = """<mujoco>
@@ -418,6 +419,15 @@ def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch: pytest.Monk
         a, b = eager.step(action), fast.step(action)
         assert all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
     assert all(map(torch.equal, tree.leaves(eager.state()), tree.leaves(fast.state())))
+
+
+def test_simulation_on_a_gpu_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mujoco_warp, "FUSED_DEVICES", ("cpu",))
+    monkeypatch.setattr(mujoco_warp, "compile_function", lambda function, dynamic: function)
+    fused = make().physics.fuse(torch.get_float32_matmul_precision)
+    with matmul_precision("high"):
+        assert fused() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
 
 
 @pytest.mark.parametrize("simulator", ["warp", "mujoco"])
