@@ -39,6 +39,7 @@ from embodied_ppo.config.schema import (
     EvaluateConfig,
     ExportConfig,
 )
+from embodied_ppo.core.devices import matmul_precision
 from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, PlacementError
 from embodied_ppo.evaluation import video as video_module
 from embodied_ppo.imitation import expert_demos
@@ -362,7 +363,7 @@ def threads(value: int) -> int:
 
 
 def precision(value: str) -> str:
-    with modes.matmul_precision(value):
+    with matmul_precision(value):
         return torch.get_float32_matmul_precision()
 
 
