@@ -42,11 +42,11 @@ def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> 
 
     Warm-up rises linearly over its updates. linear: from 1 to lr_end. cosine: half a cosine from 1
     to lr_end (Loshchilov & Hutter 2017, eq. 5 without restarts). After the last update the factor
-    stays constant.
+    stays constant. With adaptive_linear this is the largest factor; the adapted one may be smaller.
     """
     warmup = min(1.0, (update + 1) / (config.lr_warmup + 1))
     progress = min(1.0, update / max(1, updates))
-    if config.lr_schedule == "linear":
+    if config.lr_schedule in ("linear", "adaptive_linear"):
         return warmup * (1.0 + (config.lr_end - 1.0) * progress)
     if config.lr_schedule == "cosine":
         return warmup * (
@@ -247,7 +247,8 @@ class MinibatchOptimizer:
             fused=True,
         )
         self.adaptive_factor = 1.0
-        """Factor of the learning rates with lr_schedule=adaptive."""
+        """Factor of the learning rates that keeps approx_kl near desired_kl; 1 unless the schedule
+        is adaptive."""
         self.statistics: tuple[str, ...] = ()
         """Names of the columns of a minibatch's statistics."""
         self.auxiliary_loss = auxiliary_loss
@@ -565,7 +566,7 @@ class MinibatchOptimizer:
     # -------------------------------------------------------------------------------- learning rate
     def adapt(self, sums: Mapping[str, float]) -> None:
         """Adapt the learning rates so that approx_kl stays near desired_kl."""
-        if self.config.lr_schedule != "adaptive":
+        if not self.config.lr_schedule.startswith("adaptive"):
             return
         approx_kl = float(sums["approx_kl"]) / max(1.0, float(sums["count"]))
         if approx_kl > 2.0 * self.config.desired_kl:
@@ -575,7 +576,11 @@ class MinibatchOptimizer:
 
     def _set_learning_rates(self, update: int) -> None:
         """Set the learning rates of an update."""
-        factor = learning_rate_factor(self.config, update, self.updates) * self.adaptive_factor
+        factor = learning_rate_factor(self.config, update, self.updates)
+        if self.config.lr_schedule == "adaptive_linear":
+            factor = self.adaptive_factor = min(self.adaptive_factor, factor)
+        else:
+            factor *= self.adaptive_factor
         for group, role in zip(self.adamw.param_groups, ("actor", "critic"), strict=True):
             group["lr"] = self.lr[role] * factor
 
@@ -597,7 +602,7 @@ class MinibatchOptimizer:
         self.adamw.load_state_dict({**saved, "state": moments})
         for group, option in zip(self.adamw.param_groups, options, strict=True):
             group.update(option)
-        if self.config.lr_schedule == "adaptive":  # otherwise the factor is 1
+        if self.config.lr_schedule.startswith("adaptive"):  # otherwise the factor is 1
             self.adaptive_factor = state["adaptive_factor"]
 
     def close(self) -> None:

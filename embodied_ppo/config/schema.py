@@ -739,16 +739,20 @@ class AlgorithmConfig:
     value_lr: Positive | None = option(None, mode="embodied")
     """Learning rate of the value head (and of its own trunk; with type=reppo of the action value);
     null: lr."""
-    lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine", "adaptive", "adaptive_linear"] = "constant"
     """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run; adaptive
-    keeps approx_kl near desired_kl. With type=reppo only that of the policy; others are
-    constant."""
-    lr_end: Fraction = option(0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine"))
-    """Final learning rate as a fraction of lr (linear, cosine)."""
+    keeps approx_kl near desired_kl; adaptive_linear does, too, but never exceeds the rate of
+    linear. With type=reppo only that of the policy; others are constant."""
+    lr_end: Fraction = option(
+        0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine", "adaptive_linear")
+    )
+    """Final learning rate as a fraction of lr (linear, cosine; adaptive_linear: its largest)."""
     lr_warmup: Natural = 0
     """Number of first updates over which the learning rate rises linearly."""
-    desired_kl: Positive = option(0.01, read_if=equals("algorithm.lr_schedule", "adaptive"))
-    """Target of the adaptive schedule, approx_kl in nats."""
+    desired_kl: Positive = option(
+        0.01, read_if=equals("algorithm.lr_schedule", "adaptive", "adaptive_linear")
+    )
+    """Target of the adaptive schedules, approx_kl in nats."""
     max_grad_norm: Positive | None = 0.5
     """Global norm to which gradients are clipped; null: no clipping."""
     adam_beta1: Annotated[float, Limit(ge=0, lt=1)] = 0.9
@@ -874,12 +878,15 @@ class CriticConfig:
     """Learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Schedule of the learning rate, as algorithm.lr_schedule; null where that is adaptive:
-    constant."""
+    constant, and where it is adaptive_linear: linear."""
     lr_end: Fraction | None = option(
         None,
         read_if=ReadIf(
             "critic.lr_schedule=linear or cosine",
-            lambda c: (c.critic.lr_schedule or c.algorithm.lr_schedule) in ("linear", "cosine"),
+            lambda c: (
+                (c.critic.lr_schedule or c.algorithm.lr_schedule)
+                in ("linear", "cosine", "adaptive_linear")
+            ),
         ),
     )
     """Final learning rate as a fraction of lr."""

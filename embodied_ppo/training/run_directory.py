@@ -299,7 +299,7 @@ def check_resume(
     schedule = config.algorithm.lr_schedule
     options = stored_options(source) | {"resume": None}
     planned = total_updates(loader.load(Config, options, source=loader.STORED))
-    if schedule in ("linear", "cosine") and planned != updates:
+    if schedule in ("linear", "cosine", "adaptive_linear") and planned != updates:
         say(
             f"resume: the run had {planned} updates, now {updates}: lr_schedule={schedule} covers"
             " the new number"

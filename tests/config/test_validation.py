@@ -128,8 +128,8 @@ REPPO = {"algorithm.type": "reppo", "model.distribution": "squashed_gaussian"}
         ),
         ({**REPPO, "learner_threads": 2}, "learner_threads = 2: .. write learner_threads=1"),
         (
-            {**REPPO, "algorithm.lr_schedule": "adaptive"},
-            "algorithm.lr_schedule = adaptive: .. write linear, cosine or constant",
+            {**REPPO, "algorithm.lr_schedule": "adaptive_linear"},
+            "algorithm.lr_schedule = adaptive_linear: .. write linear, cosine or constant",
         ),
         ({**REPPO, "placement": "fused"}, "placement = fused: .. write placement=local"),
         (

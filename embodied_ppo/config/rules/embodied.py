@@ -220,10 +220,10 @@ def _check_reppo(config: Config) -> None:
             f" algorithm.kept_rollouts = {a.kept_rollouts}; lower rollouts_per_update or raise"
             " kept_rollouts"
         )
-    if a.lr_schedule == "adaptive":
+    if a.lr_schedule.startswith("adaptive"):
         raise ConfigError(
-            f"algorithm.lr_schedule = adaptive: is not possible with {reppo}, which bounds the KL"
-            " itself (algorithm.max_kl); write linear, cosine or constant"
+            f"algorithm.lr_schedule = {a.lr_schedule}: is not possible with {reppo}, which bounds"
+            " the KL itself (algorithm.max_kl); write linear, cosine or constant"
         )
     if config.placement != "local" or config.cluster.component_placement:
         raise ConfigError(

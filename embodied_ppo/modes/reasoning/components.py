@@ -212,8 +212,8 @@ def make_critic(
 def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
     """Return the algorithm's options, replaced by those that ``critic`` sets.
 
-    loss_agg_func is token-mean unless ``critic`` sets it; an adaptive learning rate is the actor's
-    only.
+    loss_agg_func is token-mean unless ``critic`` sets it. The learning rate is not adapted to the
+    KL divergence of the actor: adaptive becomes constant, adaptive_linear linear.
     """
     names = {f.name for f in fields(AlgorithmConfig)}
     overrides = {
@@ -223,7 +223,8 @@ def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
     }
     overrides.setdefault("loss_agg_func", "token-mean")
     critic = replace(a, **overrides)
-    return replace(critic, lr_schedule="constant") if critic.lr_schedule == "adaptive" else critic
+    schedule = {"adaptive": "constant", "adaptive_linear": "linear"}.get(critic.lr_schedule)
+    return critic if schedule is None else replace(critic, lr_schedule=schedule)
 
 
 def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[int, ...]:

@@ -142,6 +142,22 @@ def test_run_writes_all_files(capsys: Capture) -> None:
     assert list(report["tasks"]) == ["arithmetic"]
 
 
+@pytest.mark.parametrize(
+    ("actor", "own", "critic"),
+    [
+        ("adaptive", None, "constant"),
+        ("adaptive_linear", None, "linear"),
+        ("adaptive_linear", "cosine", "cosine"),
+        ("cosine", None, "cosine"),
+    ],
+)
+def test_learning_rate_of_critic_is_not_adapted(actor: Any, own: Any, critic: str) -> None:
+    config = Config()
+    algorithm = replace(config.algorithm, lr_schedule=actor)
+    own_options = replace(config.critic, lr_schedule=own)
+    assert reasoning.critic_config(algorithm, own_options).lr_schedule == critic
+
+
 STATEFUL_OPTIONS = [
     "algorithm.adv_type=rloo",
     "algorithm.group_size=2",
