@@ -238,7 +238,8 @@ class _Functions:
 
     def call(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the results of the program. Raises RuntimeError if it fails."""
-        # The library frees the handles of the arguments, and torch those of the results.
+        # The library frees the handles of the arguments, and torch those of the results. Its
+        # function for a single handle would not free it, which leaks the result.
         handles = [_address(x, None) for x in _AOTI.unsafe_alloc_void_ptrs_from_tensors(tensors)]
         arguments, results = (ctypes.c_void_p * len(handles))(*handles), self._results()
         counts = ctypes.c_size_t(len(handles)), ctypes.c_size_t(len(results))
@@ -246,9 +247,8 @@ class _Functions:
         # interface.
         if self._run(self._container, arguments, counts[0], results, counts[1], None, None):
             raise RuntimeError(f"{self.path}: the compiled code failed; stderr has its message")
-        return [
-            _AOTI.alloc_tensor_by_stealing_from_void_ptr(_capsule(x, None, None)) for x in results
-        ]
+        capsules = [_capsule(x, None, None) for x in results]
+        return _AOTI.alloc_tensors_by_stealing_from_void_ptrs(capsules)
 
 
 class Library:

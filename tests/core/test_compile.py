@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -74,6 +75,15 @@ def test_library_writes_in_place_and_is_cached() -> None:
     assert not again.is_compiling() and again.path == first.path
     again.load()([x, y])
     assert x.tolist() == [3.0] * 3
+    before = resident_kb()
+    for _ in range(50_000):
+        run([x, y])
+    assert resident_kb() - before < 5_000  # 25,000 if results are not freed
+
+
+def resident_kb() -> int:
+    """Return the memory of this process in kB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1000
 
 
 def test_fingerprint_depends_on_program_options_and_shapes() -> None:
