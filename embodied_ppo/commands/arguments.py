@@ -11,6 +11,7 @@ from typing import Any
 
 from embodied_ppo.config.compose import PRIMARY, PROGRAM, quoted
 from embodied_ppo.core.errors import UsageError, nearest, show
+from embodied_ppo.training.run_files import check_exists
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +62,7 @@ def split_run(
         own_options: Names of the options that only this command has.
 
     Raises:
-        UsageError: There is not exactly one run.
+        UsageError: There is not exactly one run, or it does not exist.
     """
     # The folder of a sweep's job has an equals sign in its name.
     own_lines = [x for x in items if x.partition("=")[0] in own_options and "=" in x]
@@ -70,6 +71,8 @@ def split_run(
     if len(runs) != 1:
         given = f"{len(runs)} runs ({', '.join(runs)})" if runs else "no run"
         raise UsageError(f"{given}; write {PROGRAM} {command} RUN ..")
+    if not Path(runs[0]).exists():  # before torch is loaded
+        raise UsageError(f"{runs[0]}: does not exist; name the directory of a run")
     values = dict(line.split("=", 1) for line in own_lines)
     return runs[0], values, [x for x in other_items if x not in runs]
 
@@ -81,6 +84,21 @@ def whole_number(values: Mapping[str, str], name: str, command: str) -> int:
     if not values[name].isascii() or not values[name].isdigit():
         raise UsageError(f"{name}={values[name]}: is not a whole number from 0; write {name}=N")
     return int(values[name])
+
+
+def check_checkpoints(config: Any) -> None:
+    """Check that the checkpoints that a config names exist, before torch is loaded.
+
+    Those of a run that is resumed are checked when it needs them.
+
+    Raises:
+        CheckpointError: One does not exist.
+    """
+    if getattr(config, "resume", None):
+        return
+    for option in ("checkpoint", "teacher", "initial_policy"):
+        if path := getattr(config, option, None):
+            check_exists(path, option)
 
 
 def reject_overrides(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ def run(args: argparse.Namespace) -> None:
     """Clone demonstrations and print the summary."""
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
+    arguments.check_checkpoints(loaded.config)
     from embodied_ppo.data import dataset_folder
     from embodied_ppo.training import trackers
 

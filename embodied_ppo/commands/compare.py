@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> None:
     paths = [text for text in args.runs if "=" not in text or Path(text).exists()]
     if not paths:
         raise UsageError("no runs; write embodied-ppo compare RUN RUN, or a folder of runs")
+    for path in paths:
+        if not Path(path).exists():  # before torch is loaded
+            raise UsageError(f"{path}: does not exist; name a run, a checkpoint or a folder")
     from embodied_ppo import api
 
     lines = [quoted(text) for text in args.runs if text not in paths]

@@ -17,6 +17,7 @@ def run(args: argparse.Namespace) -> None:
     """Distil a student and print the summary."""
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
+    arguments.check_checkpoints(loaded.config)
     from embodied_ppo import api
 
     with output.stdout_to_stderr():

@@ -18,6 +18,7 @@ def run(args: argparse.Namespace) -> None:
     arguments.reject_paths(args)
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
+    arguments.check_checkpoints(loaded.config)
     from embodied_ppo import api
 
     with output.stdout_to_stderr():

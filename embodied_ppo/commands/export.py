@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> None:
     """Export a checkpoint and print the summary."""
     arguments.reject_paths(args)
     config = prepare(args, args.overrides).config
+    arguments.check_checkpoints(config)
     from embodied_ppo import run
 
     with output.stdout_to_stderr():

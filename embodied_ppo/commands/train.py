@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int | None:
             raise UsageError(f"{flag} is read with --multirun only; leave it out")
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
+    arguments.check_checkpoints(loaded.config)
     from embodied_ppo import api
 
     with output.stdout_to_stderr():

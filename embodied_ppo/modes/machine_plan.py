@@ -73,7 +73,8 @@ def plan_for(
 
     Raises:
         ConfigError, EnvError: An option is invalid.
-        PlacementError: The recipe does not fit. The message names the smallest change that fits.
+        PlacementError: Numbers cannot be divided evenly over the devices, or the recipe does not
+            fit; then the message names the smallest change that fits.
     """
     if config.mode != "embodied":
         raise ConfigError(
@@ -81,6 +82,7 @@ def plan_for(
             f" cluster.devices_per_node={devices}, or use embodied-ppo fit"
         )
     estimators = {} if estimators is None else estimators
+    _plan(_placed(config, devices), _hardware(devices, device_gb))  # whatever the memory
     try:
         fitted = _fit(config, devices, device_gb, estimators)
     except PlacementError as error:
@@ -138,7 +140,7 @@ def _fit(
     Raises:
         PlacementError: No variant fits; the error is that of the first variant.
     """
-    hardware = placement.Hardware((devices,), "cuda", {}, round(device_gb * 1e9))
+    hardware = _hardware(devices, device_gb)
     placed = _placed(config, devices)
     first: PlacementError | None = None
     fallback: Fitted | None = None
@@ -209,6 +211,11 @@ def _placed(config: Config, devices: int) -> Config:
     if config.placement == "local" and not cluster.component_placement:
         return replace(config, placement="fused", cluster=cluster)
     return replace(config, cluster=cluster)
+
+
+def _hardware(devices: int, device_gb: float) -> placement.Hardware:
+    """Return the description of a machine with ``devices`` GPUs of ``device_gb`` GB each."""
+    return placement.Hardware((devices,), "cuda", {}, round(device_gb * 1e9))
 
 
 def _plan(config: Config, hardware: placement.Hardware) -> placement.Plan:

@@ -28,6 +28,7 @@ import torch
 
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.types import CheckpointError, Metrics, PendingRow
+from embodied_ppo.training.run_files import check_exists
 
 FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
@@ -301,11 +302,8 @@ def find(path: str | Path, option: str = "checkpoint") -> Path:
     Raises:
         CheckpointError: There is none.
     """
+    check_exists(path, option)
     path = Path(path)
-    if not path.exists():
-        raise CheckpointError(
-            f"{option}={path}: does not exist; give a run directory or runs/../checkpoints/step_*"
-        )
     if path.is_file():
         raise CheckpointError(
             f"{option}={path}: is a file; give the directory that holds {MANIFEST}"

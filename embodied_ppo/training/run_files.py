@@ -22,6 +22,18 @@ DEPTH = 4
 """Depth of the search for runs below a folder."""
 
 
+def check_exists(path: str | Path, option: str) -> None:
+    """Check the path of a checkpoint or run, the value of ``option``.
+
+    Raises:
+        CheckpointError: It does not exist.
+    """
+    if not Path(path).exists():
+        raise CheckpointError(
+            f"{option}={path}: does not exist; give a run directory or runs/../checkpoints/step_*"
+        )
+
+
 def find_runs(roots: Sequence[Path], *, links: bool = False) -> dict[str, Path]:
     """Return absolute path -> directory of every run that ``roots`` are or contain.
 

@@ -1151,3 +1151,30 @@ def test_interrupt_saves_and_exits_130() -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err and any(Path("run/checkpoints").glob("step_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train experiment=cartpole initial_policy=runs/none",
+        "clone initial_policy=runs/none",
+        "evaluate checkpoint=runs/none",
+        "compare runs/none",
+        "fork runs/none update=1",
+        "bisect runs/none policy/approx_kl>1",
+    ],
+)
+def test_missing_run_is_refused_before_torch_is_loaded(line: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join(map(str, (tmp_path, root, root / "envs")))
+    process = subprocess.run(
+        [sys.executable, "-m", "embodied_ppo.commands.main", *line.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 2 and len(process.stderr.splitlines()) == 1
+    assert "runs/none: does not exist; " in process.stderr

@@ -114,6 +114,16 @@ def test_invalid_input_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_environments_that_cannot_be_divided_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The message proposes a number of environments, and no device with more memory."""
+    assert main.main(["plan", "experiment=quickstart", "--devices", "3", "--device-gb", "24"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: env.num_envs = 64: cannot be divided evenly over 3 processes")
+    assert error.endswith("; write env.num_envs=63\n")
+
+
 def test_an_algorithm_without_estimate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["algorithm=reppo", "model=reppo", "env.id=Hopper-v4"]
     assert main.main(["plan", *recipe, "--devices", "2", "--device-gb", "80"]) == 2
