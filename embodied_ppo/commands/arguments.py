@@ -71,8 +71,7 @@ def split_run(
     if len(runs) != 1:
         given = f"{len(runs)} runs ({', '.join(runs)})" if runs else "no run"
         raise UsageError(f"{given}; write {PROGRAM} {command} RUN ..")
-    if not Path(runs[0]).exists():  # before torch is loaded
-        raise UsageError(f"{runs[0]}: does not exist; name the directory of a run")
+    check_run(runs[0])
     values = dict(line.split("=", 1) for line in own_lines)
     return runs[0], values, [x for x in other_items if x not in runs]
 
@@ -84,6 +83,12 @@ def whole_number(values: Mapping[str, str], name: str, command: str) -> int:
     if not values[name].isascii() or not values[name].isdigit():
         raise UsageError(f"{name}={values[name]}: is not a whole number from 0; write {name}=N")
     return int(values[name])
+
+
+def check_run(path: str) -> None:
+    """Raise UsageError if the directory of a run does not exist, before torch is loaded."""
+    if not Path(path).exists():
+        raise UsageError(f"{path}: does not exist; name the directory of a run")
 
 
 def check_checkpoints(config: Any) -> None:

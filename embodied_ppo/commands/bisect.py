@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from embodied_ppo.commands import arguments, output
@@ -38,8 +37,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             'no condition; write embodied-ppo bisect RUN "policy/approx_kl > 0.1", in quotes'
         )
-    if not Path(args.run).exists():  # before torch is loaded
-        raise UsageError(f"{args.run}: does not exist; name the directory of a run")
+    arguments.check_run(args.run)
     from embodied_ppo import api
 
     with output.stdout_to_stderr():

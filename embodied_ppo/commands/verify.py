@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int | None:
     if len(paths) != 1:
         count = "no run" if not paths else f"{len(paths)} runs"
         raise UsageError(f"{count}; write embodied-ppo verify RUN, the directory of one run")
-    if not Path(paths[0]).exists():  # before torch is loaded
-        raise UsageError(f"{paths[0]}: does not exist; name the directory of a run")
+    arguments.check_run(paths[0])
     options: dict[str, str] = {}
     for text in args.run:
         name, _, value = text.partition("=")

@@ -75,6 +75,12 @@ def test_library_writes_in_place_and_is_cached() -> None:
     assert not again.is_compiling() and again.path == first.path
     again.load()([x, y])
     assert x.tolist() == [3.0] * 3
+
+
+@pytest.mark.slow
+def test_results_are_freed() -> None:
+    x, y = torch.zeros(3), torch.ones(3)
+    run = compile.Library(Double(), [x, y]).load()  # as of the first test
     before = resident_kb()
     for _ in range(50_000):
         run([x, y])
