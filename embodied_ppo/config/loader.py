@@ -14,7 +14,6 @@ import inspect
 import itertools
 import math
 import re
-import textwrap
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -545,10 +544,8 @@ def describe(cls: type, prefix: str = "") -> dict[str, Option]:
 
 def _meanings(cls: type) -> dict[str, str]:
     """Return the string under each field, which exists in the source only."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
     meanings: dict[str, str] = {}
-    for node, following in itertools.pairwise(body.body):
+    for node, following in itertools.pairwise(_parsed_classes(inspect.getfile(cls))[cls.__name__]):
         match node, following:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
@@ -556,6 +553,17 @@ def _meanings(cls: type) -> dict[str, str]:
             ):
                 meanings[name] = meaning
     return meanings
+
+
+@cache
+def _parsed_classes(path: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of each class in a file by the name of the class.
+
+    ``inspect.getsource`` would parse the whole file again for every class.
+    """
+    with open(path, "rb") as file:
+        nodes = ast.walk(ast.parse(file.read()))
+    return {node.name: node.body for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 @cache
