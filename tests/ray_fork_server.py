@@ -30,6 +30,13 @@ ADDRESS = "TESTS_RAY_FORK_SERVER"
 OWN_OPTIONS = ("--serialized-runtime-env-context", "--language")
 """Options of Ray's start command that its worker program does not know."""
 PRELOADED = (
+    # What Ray imports, without Ray.
+    "google.protobuf.internal.builder",
+    "jsonschema",
+    "msgpack",
+    "pydantic.main",
+    "requests",
+    "yaml",
     "envpool",
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
@@ -76,6 +83,11 @@ def serve() -> None:
     """Import what workers import, then fork a worker for each request until stdin is closed."""
     for module in PRELOADED:
         importlib.import_module(module)
+    from embodied_ppo.config import loader, schema
+    from embodied_ppo.evaluation import report
+
+    loader.describe(schema.Config)  # the results of both functions are kept
+    report.template("report.html.j2")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     with socket.socket(socket.AF_UNIX) as server:
