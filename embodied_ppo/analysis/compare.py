@@ -27,7 +27,7 @@ from embodied_ppo.modes.base import report_write_errors
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_directory import replace_text, versions
-from embodied_ppo.training.run_files import find_runs, in_sweep_order
+from embodied_ppo.training.run_files import check_compared, find_runs, in_sweep_order
 
 Metric: TypeAlias = Literal["auto", "return", "success"]
 METRICS: tuple[str, ...] = get_args(Metric)
@@ -163,9 +163,8 @@ def _groups(paths: Sequence[str]) -> list[tuple[str, list[TrainedRun]]]:
     """Return the label and the runs of each method."""
     groups: list[tuple[str, list[TrainedRun]]] = []
     for path in paths:
+        check_compared(path)
         folder = Path(path)
-        if not folder.exists():
-            raise ConfigError(f"{path}: does not exist; name a run, a checkpoint or a folder")
         run_dirs = list(find_runs([folder], links=True).values()) if folder.is_dir() else []
         nested = [run_dir for run_dir in run_dirs if run_dir.resolve() != folder.resolve()]
         if not nested:

@@ -10,6 +10,7 @@ from typing import Any
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.config.compose import quoted
 from embodied_ppo.core.errors import UsageError
+from embodied_ppo.training.run_files import check_compared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +38,7 @@ def run(args: argparse.Namespace) -> None:
     if not paths:
         raise UsageError("no runs; write embodied-ppo compare RUN RUN, or a folder of runs")
     for path in paths:
-        if not Path(path).exists():  # before torch is loaded
-            raise UsageError(f"{path}: does not exist; name a run, a checkpoint or a folder")
+        check_compared(path)  # before torch is loaded
     from embodied_ppo import api
 
     lines = [quoted(text) for text in args.runs if text not in paths]

@@ -524,7 +524,7 @@ def describe(cls: type, prefix: str = "") -> dict[str, Option]:
 
     The meaning of an option is the string under its field.
     """
-    meanings = _meanings(cls)
+    meanings = _meanings(inspect.getfile(cls))[cls.__name__]
     result: dict[str, Option] = {}
     for f in fields(cls):
         hint, path = _hints(cls)[f.name], prefix + f.name
@@ -542,10 +542,21 @@ def describe(cls: type, prefix: str = "") -> dict[str, Option]:
     return result
 
 
-def _meanings(cls: type) -> dict[str, str]:
-    """Return the string under each field, which exists in the source only."""
+@cache
+def _meanings(path: str) -> dict[str, dict[str, str]]:
+    """Return class -> field -> the string under the field, which exists in the source only.
+
+    The file is parsed once. ``inspect.getsource`` would parse it again for each class.
+    """
+    with open(path, "rb") as file:
+        nodes = ast.walk(ast.parse(file.read()))
+    return {node.name: _strings(node) for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _strings(body: ast.ClassDef) -> dict[str, str]:
+    """Return field -> the string under it."""
     meanings: dict[str, str] = {}
-    for node, following in itertools.pairwise(_parsed_classes(inspect.getfile(cls))[cls.__name__]):
+    for node, following in itertools.pairwise(body.body):
         match node, following:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
@@ -553,17 +564,6 @@ def _meanings(cls: type) -> dict[str, str]:
             ):
                 meanings[name] = meaning
     return meanings
-
-
-@cache
-def _parsed_classes(path: str) -> dict[str, list[ast.stmt]]:
-    """Return the statements of each class in a file by the name of the class.
-
-    ``inspect.getsource`` would parse the whole file again for every class.
-    """
-    with open(path, "rb") as file:
-        nodes = ast.walk(ast.parse(file.read()))
-    return {node.name: node.body for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 @cache

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_ppo.core.errors import CheckpointError
+from embodied_ppo.core.errors import CheckpointError, ConfigError
 
 METRICS = "metrics.jsonl"
 """A directory with this file is a run."""
@@ -32,6 +32,16 @@ def check_exists(path: str | Path, option: str) -> None:
         raise CheckpointError(
             f"{option}={path}: does not exist; give a run directory or runs/../checkpoints/step_*"
         )
+
+
+def check_compared(path: str | Path) -> None:
+    """Check the path of a run, a checkpoint or a folder of runs that is compared.
+
+    Raises:
+        ConfigError: It does not exist.
+    """
+    if not Path(path).exists():
+        raise ConfigError(f"{path}: does not exist; name a run, a checkpoint or a folder")
 
 
 def find_runs(roots: Sequence[Path], *, links: bool = False) -> dict[str, Path]:

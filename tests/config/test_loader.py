@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from dataclasses import FrozenInstanceError
@@ -55,6 +56,20 @@ def refused(
 
 
 # -------------------------------------------------------------------------------------- description
+def test_schema_is_parsed_once_for_all_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+
+    def parse(source: Any, *args: Any, **options: Any) -> ast.AST:
+        parsed.append(len(source))
+        return original(source, *args, **options)
+
+    original, options = ast.parse, loader.describe(Config)
+    monkeypatch.setattr(ast, "parse", parse)
+    for function in (loader.describe, loader._meanings):
+        function.cache_clear()
+    assert loader.describe(Config) == options and len(parsed) == 1
+
+
 @pytest.mark.parametrize("cls", [Config, EvaluateConfig])
 def test_option_has_meaning_type_and_valid_default(cls: type) -> None:
     options = loader.describe(cls)
