@@ -48,7 +48,6 @@ LONGEST_FILES = (
     "gpu/test_fake_accelerator.py",
     "scripts/test_bench_placement.py",
     "commands/test_sweep.py",
-    "algorithms/test_reppo.py",
     "integration/test_tutorial.py",
     "imitation/test_auxiliary_cloning.py",
     "models/vla/test_trunk.py",

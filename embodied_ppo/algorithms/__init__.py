@@ -1,10 +1,9 @@
-"""PPO: advantages, losses, KL penalties and the optimisation of minibatches; and REPPO.
+"""PPO: advantages, losses, KL penalties and the optimisation of minibatches.
 
 Belongs here: pure functions of tensors (``advantages``, ``losses``, ``kl``), the loss of one
 minibatch (``ppo_loss``), epochs over minibatches (``optimizer``), and the update that calls them
 (``learner``). ``actor_critic_learner`` and ``separate_critic_learner`` hold what differs between
-robot policies and language models. ``reppo_step`` and ``reppo_learner`` are the loss and the update
-of ``algorithm.type=reppo``, which has its own learner because it trains on several rollouts.
+robot policies and language models.
 
 Does not belong here: simulators, decoding, processes, files.
 

@@ -104,47 +104,6 @@ def gae(
     return advantage.float(), returns.float()
 
 
-@torch.no_grad()
-def retrace(
-    *,
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    mask: Tensor,
-    discount: Tensor,
-    trace: Tensor,
-) -> Tensor:
-    """Return the Retrace targets of an action value.
-
-    Y_t = Q_t + D_t, D_t = r_t + γ_t·(1 − terminated_t)·V_{t+1} − Q_t + γ_t·c_{t+1}·D_{t+1}
-
-    c_{t+1} is 0 where row t+1 is masked or belongs to another episode.
-
-    Source: Munos et al. 2016, eq. 3 and 4.
-
-    Args:
-        reward: [T, N].
-        value: Q of the actions, [T, N].
-        next_value: V of the true successors, [T, N].
-        terminated: bool [T, N].
-        truncated: bool [T, N].
-        mask: bool [T, N].
-        discount: γ_t, [T, N].
-        trace: c_t = λ·min(1, π / μ), [T, N].
-
-    Returns:
-        float32 [T, N]; rows that are masked have no meaning.
-    """
-    bootstrap = torch.where(terminated, 0.0, next_value.double())
-    difference = reward.double() + discount.double() * bootstrap - value.double()
-    carry = torch.zeros_like(difference)
-    continues = ~(terminated | truncated)[:-1] & mask[1:]
-    carry[:-1] = torch.where(continues, (discount[:-1] * trace[1:]).double(), 0.0)
-    return (value.double() + _scan(carry, difference)).float()
-
-
 def _scan(carry: Tensor, x: Tensor) -> Tensor:
     """Compute y_t = x_t + carry_t·y_{t+1} from the last row up, in place of x; both [T, N]."""
     if x.is_cuda:

@@ -227,11 +227,6 @@ def reexecute(
             " and the order of both is not stored; only runs with cluster.max_lag=0 can be"
             " executed again"
         )
-    if observe is not None and config.algorithm.type == "reppo":
-        raise ConfigError(
-            "algorithm.type = reppo: replay and bisect show the minibatches of PPO only; use verify"
-            " and fork, which work"
-        )
     resume = None if first.checkpoint is None else str(first.checkpoint)
     config = replace(config, run_dir=str(out), resume=resume, trackers=())
     # Without a checkpoint to start from, another one names the versions of the user's own files.

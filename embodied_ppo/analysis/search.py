@@ -151,10 +151,8 @@ def default_ranges(config: Config) -> dict[str, Choice | Interval]:
             algorithm.update_epoch, _half_and_twice(algorithm.update_epoch)
         ),
         "algorithm.entropy_bonus": _others(algorithm.entropy_bonus, (0.0, 0.003, 0.01)),
+        "algorithm.normalize_advantages": _others(algorithm.normalize_advantages, (True, False)),
     }
-    if algorithm.type == "ppo":
-        normalization = _others(algorithm.normalize_advantages, (True, False))
-        ranges["algorithm.normalize_advantages"] = normalization
     if config.model.policy == "actor_critic":
         ranges["model.normalize_obs"] = _others(config.model.normalize_obs, (True, False))
     return ranges

@@ -102,6 +102,17 @@ REFUSED: dict[str, str] = {
     )
     for name in ("top_k", "top_p", "min_p", "repetition_penalty")
 }
+REMOVED: dict[str, object] = {
+    "algorithm.type": "ppo",
+    "algorithm.kept_rollouts": 64,
+    "algorithm.rollouts_per_update": 8,
+    "algorithm.max_kl": 0.1,
+    "algorithm.critics": 1,
+}
+"""Options of earlier versions -> the value that a stored run may have.
+
+With this value the option had no effect, or the effect that is now the only one.
+"""
 _MINIBATCHES = (
     "it counts minibatches, and here their size is given: write algorithm.global_batch_size ="
     " algorithm.horizon x env.num_envs / that number"

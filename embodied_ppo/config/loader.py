@@ -34,7 +34,7 @@ from typing import (
 
 import yaml
 
-from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
+from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, REMOVED, VALUE_ALIASES
 from embodied_ppo.config.readers import mode_of
 from embodied_ppo.config.schema import (
     BenchmarkConfig,
@@ -216,6 +216,13 @@ def _layer(
     """Return canonical path -> value of one layer; add the aliases in it to ``aliases``."""
     written: dict[str, tuple[str, Any]] = {}  # canonical path -> (path as written, value)
     for raw, plain in _leaves(cls, mapping, label):
+        if raw in REMOVED and label.startswith(STORED):
+            if plain == REMOVED[raw]:
+                continue
+            raise ConfigError(
+                f"{raw} = {show(plain)}{_at(label)}: this version has no such option; use the"
+                " version that trained the run"
+            )
         targets, value = _canonical(cls, raw, plain, label, aliases)
         for target in targets:
             other_name, other = written.get(target, (raw, value))

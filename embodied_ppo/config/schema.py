@@ -496,36 +496,13 @@ class KLControlConfig:
     """Target of the adaptive controller, KL in nats per token."""
 
 
-REPPO = equals("algorithm.type", "reppo")
-
-
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    type: Literal["ppo", "reppo"] = option("ppo", mode="embodied")
-    """Algorithm. ppo: proximal policy optimisation. reppo: an action value, and a policy that
-    follows its gradient (docs/reppo.md); it learns from fewer environment steps and needs more
-    computation for each, and it reads fewer options of this section."""
-    kept_rollouts: Annotated[int, Limit(ge=1, le=10000)] = option(
-        64, mode="embodied", read_if=REPPO
-    )
-    """Number of newest rollouts that type=reppo keeps."""
-    rollouts_per_update: Annotated[int, Limit(ge=1, le=1000)] = option(
-        8, mode="embodied", read_if=REPPO
-    )
-    """Number of kept rollouts that an update of type=reppo trains on: the newest one and random
-    older ones (K)."""
-    critics: Annotated[int, Limit(ge=1, le=10)] = option(1, mode="embodied", read_if=REPPO)
-    """Number of networks of the action value of type=reppo; the smallest of their values counts."""
-    max_kl: Positive = option(0.1, mode="embodied", read_if=REPPO)
-    """Limit of the KL divergence from the policy that began an update to the new one, nats. In
-    states where it is larger, the loss of the policy is this divergence alone. It follows
-    lr_schedule and lr_warmup."""
     # --- rollout and batches
     horizon: Count = option(32, mode="embodied")
     """Number of steps of each environment in one rollout (T)."""
     update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 10
-    """Number of passes over one rollout. type=reppo draws as many minibatches from the rollouts of
-    rollouts_per_update together."""
+    """Number of passes over one rollout."""
     global_batch_size: Count = 256
     """Samples (steps; in reasoning prompts) of one optimiser step, summed over all ranks. It must
     divide the rollout (horizon x num_envs; in reasoning rollout_batch_size)."""
@@ -660,7 +637,7 @@ class AlgorithmConfig:
     set)."""
     entropy_target: float | None = option(None, read_if=ENTROPY)
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
-    constant coefficient, and with type=reppo a target of -1 per action dimension."""
+    constant coefficient."""
     loss_agg_func: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -737,12 +714,11 @@ class AlgorithmConfig:
     lr: Positive = 3e-4
     """Learning rate of the policy (and of a shared trunk)."""
     value_lr: Positive | None = option(None, mode="embodied")
-    """Learning rate of the value head (and of its own trunk; with type=reppo of the action value);
-    null: lr."""
+    """Learning rate of the value head (and of its own trunk); null: lr."""
     lr_schedule: Literal["constant", "linear", "cosine", "adaptive", "adaptive_linear"] = "constant"
     """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run; adaptive
     keeps approx_kl near desired_kl; adaptive_linear does, too, but never exceeds the rate of
-    linear. With type=reppo only that of the policy; others are constant."""
+    linear."""
     lr_end: Fraction = option(
         0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine", "adaptive_linear")
     )

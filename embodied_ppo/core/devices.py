@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.core import host_memory
-
 EGL_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
 """Environment variable with the index of the device that MuJoCo's EGL renderer uses."""
 DERIVED_VARIABLE = "EMBODIED_PPO_EGL_DEVICE_ID"
@@ -41,13 +39,6 @@ def activate(device: torch.device) -> torch.device:
         device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
     return device
-
-
-def free_memory(device: torch.device) -> float | None:
-    """Return the bytes that this process may still allocate on a device; None if unknown."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return host_memory.free_memory()
 
 
 def egl_device_id(environment: Mapping[str, str], device: torch.device) -> str | None:

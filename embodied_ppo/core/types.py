@@ -186,7 +186,6 @@ class Trajectory:
             changes, see ``PI0.encode``. The learner empties the dictionary. None: nothing is kept.
         collected: int64 [T, N], whose sum is the number of collected environment steps or tokens,
             including those of groups that were dropped. None: those of the trajectory.
-        next_obs: [T, N, ..], observation of the true successor state. None: not kept.
 
     Where each action of a chunk has a value (reward_type=action_level), ``value``, ``next_value``,
     ``reward``, ``terminated``, ``truncated`` and ``mask`` are [T, N, C]. The mask then ends with
@@ -207,7 +206,6 @@ class Trajectory:
     steps: Tensor | None = None
     kept: dict[str, Tensor] | None = None
     collected: Tensor | None = None
-    next_obs: Obs | None = None
 
 
 @dataclass(frozen=True, slots=True)

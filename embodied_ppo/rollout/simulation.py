@@ -55,18 +55,6 @@ def _check_finite(values: Obs, id: str, update: int, name: str) -> None:
         )
 
 
-def _successor(step: Step) -> Obs:
-    """Return the observation [N, ..] of the true successor state of each environment."""
-    if step.final_obs is None:
-        return step.obs
-    ended = step.terminated | step.truncated
-    return tree.map(
-        lambda final, obs: torch.where(ended.view(-1, *[1] * (obs.ndim - 1)), final, obs),
-        step.final_obs,
-        step.obs,
-    )
-
-
 class _Act(nn.Module):
     """``policy.act`` as a forward method, which ``functional_call`` needs."""
 
@@ -237,7 +225,6 @@ class Rollout:
         gamma: float = 1.0,
         rows: int | None = None,
         kept_inputs: Sequence[str] = (),
-        keep_next_obs: bool = False,
         schedule: compile.CompileSchedule | None = None,
         stage: int = 0,
         stages: int = 1,
@@ -264,7 +251,6 @@ class Rollout:
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
             rows: Largest number of observations in one forward pass of the policy; None: all.
             kept_inputs: Inputs of the policy to keep, see ``Trajectory.kept``.
-            keep_next_obs: Whether trajectories have ``next_obs``.
             schedule: Schedule of the switch to compiled code; None: never.
             stage: Index of ``env`` among the equal parts of all environments.
             stages: Number of these parts, in all processes.
@@ -290,7 +276,7 @@ class Rollout:
         self.cpu_clock = time.process_time  # measures them
         self.simulate_s = 0.0  # wall time since the start
         self.device = env.device
-        self.rows, self.keep_next_obs = rows, keep_next_obs
+        self.rows = rows
         schedule = schedule or compile.CompileSchedule(None)
         self.acting = Acting(policy, schedule, rows, kept_inputs)
         self.generator = torch.Generator(device=self.device)
@@ -493,7 +479,6 @@ class Rollout:
             version=torch.full_like(mask, version, dtype=torch.int64),
             steps=None if per_action else count,
             kept=kept or None,
-            next_obs=tree.stack([_successor(s) for s in steps]) if self.keep_next_obs else None,
         )
         if per_action:
             assert executed is not None

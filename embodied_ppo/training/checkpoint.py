@@ -463,8 +463,8 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
     for name, tensor in state.items():
         if name not in weights:
             raise CheckpointError(
-                f"{source}: has no tensor {name!r}; it is another model's, use the model and"
-                " algorithm.type it was trained with"
+                f"{source}: has no tensor {name!r}; it is another model's, use the model it was"
+                " trained with"
             )
         if not isinstance(weights[name], torch.Tensor):
             raise CheckpointError(
@@ -478,7 +478,7 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
     extra = sorted(map(str, weights.keys() - state.keys()))
     if extra:
         raise CheckpointError(
-            f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model and"
-            " algorithm.type it was trained with"
+            f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was"
+            " trained with"
         )
     module.load_state_dict(dict(weights))

@@ -73,8 +73,8 @@ RANGES: tuple[Range, ...] = (
         -0.1,  # about 0 for an untrained critic
         None,
         below=(
-            "the critic is worse than a constant: raise value_lr; with type=ppo scale rewards"
-            " (reward_norm=running), or set critic_warmup"
+            "the critic is worse than a constant: check the scale of rewards (reward_norm=running),"
+            " raise value_lr, or give it critic_warmup"
         ),
     ),
     Range(

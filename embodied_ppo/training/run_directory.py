@@ -43,7 +43,6 @@ SAME_FUNCTION += ("model.std_function", "model.obs_eps", "model.obs_std_eps")
 """Options with other values of which the same weights are another function."""
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),
-    *("algorithm.type", "algorithm.critics"),
     # With other values the same weights are another function.
     *("model.activation", "model.std_function", "model.heads", "model.decode"),
     # With other values the weights do not fit the model, or belong to other observations.

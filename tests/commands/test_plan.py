@@ -122,9 +122,3 @@ def test_environments_that_cannot_be_divided_are_refused(
     error = capsys.readouterr().err
     assert error.startswith("error: env.num_envs = 64: cannot be divided evenly over 3 processes")
     assert error.endswith("; write env.num_envs=63\n")
-
-
-def test_an_algorithm_without_estimate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = ["algorithm=reppo", "model=reppo", "env.id=Hopper-v4"]
-    assert main.main(["plan", *recipe, "--devices", "2", "--device-gb", "80"]) == 2
-    assert "algorithm.type = reppo: runs in one process" in capsys.readouterr().err

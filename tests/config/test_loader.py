@@ -13,7 +13,7 @@ import yaml
 from run_helpers import nested
 
 from embodied_ppo.config import loader, validation
-from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, VALUE_ALIASES
+from embodied_ppo.config.aliases import ALIASES, CURES, REFUSED, REMOVED, VALUE_ALIASES
 from embodied_ppo.config.schema import Config, EnvConfig, EvaluateConfig
 from embodied_ppo.core.errors import (
     LONGEST_LINE,
@@ -339,7 +339,7 @@ def test_long_message_keeps_beginning_and_end() -> None:
         ("algorithm.norm_adv", "algorithm.normalize_advantages=true, or false"),
         ("algorithm.schedule", "adaptive is algorithm.lr_schedule=adaptive"),
         ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
-        ("algorithm.xyz", "algorithm has: type, kept_rollouts"),
+        ("algorithm.xyz", "algorithm has: horizon, update_epoch"),
         ("xyz", "the top level has: mode, placement"),
     ],
 )
@@ -362,6 +362,21 @@ def test_missing_letter_suggests_the_option(path: str) -> None:
 def test_key_that_is_no_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^3 = 4"):
         loader.load(Config, {3: 4})
+
+
+def test_removed_options_of_a_stored_run_are_read_with_their_only_value() -> None:
+    stored = f"{loader.STORED}, run/config.yaml"
+    assert loader.load(Config, nested(REMOVED), source=stored) == Config()
+    changed = nested({**REMOVED, "algorithm.type": "reppo"})
+    with pytest.raises(
+        ConfigError,
+        match=r"^algorithm.type = reppo \(the run's config.yaml, run/config.yaml\): this version"
+        " has no such option; use the version that trained the run$",
+    ):
+        loader.load(Config, changed, source=stored)
+    with pytest.raises(ConfigError, match=r"algorithm.type = ppo .*no such option"):
+        loader.load(Config, {"algorithm": {"type": "ppo"}}, source="command line")
+    assert not REMOVED.keys() & loader.describe(Config).keys()
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))

@@ -15,9 +15,6 @@ from tests.config.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS,
 GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
 
 
-REPPO = {"algorithm.type": "reppo", "model.distribution": "squashed_gaussian"}
-
-
 @pytest.mark.parametrize(
     ("flat", "line"),
     [
@@ -106,32 +103,6 @@ REPPO = {"algorithm.type": "reppo", "model.distribution": "squashed_gaussian"}
             {"learner_threads": 2, "placement": "fused"},
             "learner_threads = 2 and placement = fused: only a run in one process .. leave",
         ),
-        (
-            {**REPPO, "algorithm.clip_ratio_c": 3.0},
-            "algorithm.clip_ratio_c = 3.0: is not read with algorithm.type = reppo; write"
-            " algorithm.clip_ratio_c=null, or leave it out",
-        ),
-        (
-            {**REPPO, "model.critic_obs": ["a", "b"]},
-            "model.actor_obs = null and model.critic_obs = [a, b]: are not possible with"
-            " algorithm.type = reppo, .. write algorithm.type=ppo",
-        ),
-        (
-            {**REPPO, "model.distribution": "gaussian"},
-            "model.distribution = gaussian: .. write model.distribution=squashed_gaussian",
-        ),
-        ({**REPPO, "model.recurrent": "gru"}, "model.recurrent = gru: .. write model.recurrent="),
-        ({**REPPO, "pipeline": True}, "pipeline = true: .. write pipeline=false"),
-        (
-            {**REPPO, "algorithm.rollouts_per_update": 65},
-            "algorithm.rollouts_per_update = 65: is larger than algorithm.kept_rollouts = 64;",
-        ),
-        ({**REPPO, "learner_threads": 2}, "learner_threads = 2: .. write learner_threads=1"),
-        (
-            {**REPPO, "algorithm.lr_schedule": "adaptive_linear"},
-            "algorithm.lr_schedule = adaptive_linear: .. write linear, cosine or constant",
-        ),
-        ({**REPPO, "placement": "fused"}, "placement = fused: .. write placement=local"),
         (
             {"cluster.stages": 3},
             "env.num_envs = 64 is not a multiple of cluster.stages = 3; nearest: 63, 66",
@@ -419,10 +390,6 @@ UNREAD = {
         8,
         {"model.recurrent": "gru", "algorithm.minibatch_unit": "column"},
     ),
-    "algorithm.kept_rollouts": (16, REPPO),
-    "algorithm.rollouts_per_update": (4, REPPO),
-    "algorithm.max_kl": (0.2, REPPO),
-    "algorithm.critics": (3, REPPO),
     "algorithm.bptt_length": (
         1,
         {"model.recurrent": "gru", "algorithm.minibatch_unit": "column"},

@@ -68,8 +68,6 @@ GROUPS = {
     "model.shared_backbone": False,
 }
 NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network.py'}:Residual"
-SQUASHED = {"model.distribution": "squashed_gaussian", "model.shared_backbone": False}
-REPPO = {**SQUASHED, "algorithm.type": "reppo", "algorithm.rollouts_per_update": 2}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 RECURRENT = {**COLUMNS, "model.recurrent": "gru", "model.recurrent_size": 4}
 CHUNKS = {"env.action_chunk": 2}
@@ -139,11 +137,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.flow_eta": (0.3, FLOW),
     "model.flow_chain": ("sum", FLOW),
     "model.history": (2, {}),
-    "algorithm.type": ("reppo", SQUASHED),
-    "algorithm.kept_rollouts": (2, REPPO),
-    "algorithm.rollouts_per_update": (1, REPPO),
-    "algorithm.max_kl": (1e-6, REPPO),
-    "algorithm.critics": (2, REPPO),
     "model.recurrent": ("gru", COLUMNS),
     "model.recurrent_size": (8, RECURRENT),
     "algorithm.bptt_length": (2, RECURRENT),

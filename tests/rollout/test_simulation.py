@@ -438,7 +438,7 @@ def test_truncation_within_a_step_equals_a_reset_after_it(kind: str) -> None:
         inner.reset_where = reset_where
         torch.manual_seed(0)
         policy = ActorCritic(env.obs_spec, env.action_spec, ModelConfig(hidden=(8,)))
-        r = Rollout(env, policy, seed=0, stagger=True, keep_next_obs=True)
+        r = Rollout(env, policy, seed=0, stagger=True)
         results.append([r.collect(30, update=k, version=0) for k in range(3)])
         assert reset_where.called == (hide or kind == "chunks")
         r.close()

@@ -436,7 +436,6 @@ def test_tags_equal_documentation(run_dir):
     # test_group_filter
     elsewhere |= {f"distill/{x}" for x in ("loss", "action_error", "teacher_share")}
     # test_distillation
-    elsewhere |= {"policy/kl", "policy/kl_coef", "value/mean"}  # test_reppo
     elsewhere |= {
         "time/swap_s",
         "memory/<roles>_peak_gb",

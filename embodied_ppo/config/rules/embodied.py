@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from embodied_ppo.config.rules.base import (
@@ -17,8 +17,8 @@ from embodied_ppo.config.rules.base import (
     nearest_multiples,
     nearest_values,
 )
-from embodied_ppo.config.schema import AlgorithmConfig, Config
-from embodied_ppo.core.errors import ConfigError, PlacementError, show
+from embodied_ppo.config.schema import Config
+from embodied_ppo.core.errors import ConfigError, PlacementError
 from embodied_ppo.core.observation_names import names_observation
 
 
@@ -71,8 +71,6 @@ class EmbodiedRules(ModeRules):
                 "updates = null and env_steps = null: the length of training is not set; write"
                 " updates=100"
             )
-        if config.algorithm.type == "reppo" and config.teacher is None:
-            _check_reppo(config)
         _check_model(optimization_config(config))
         _check_observations(config)
         if config.pipeline:
@@ -170,64 +168,6 @@ def _check_distillation(config: Config) -> None:
         raise PlacementError(
             f"placement = {config.placement}: distill runs in one process; write placement=local,"
             " and place the PPO run that starts from the student (initial_policy)"
-        )
-
-
-REPPO_OPTIONS: tuple[str, ...] = (
-    *("type", "kept_rollouts", "rollouts_per_update", "critics", "max_kl"),
-    *("horizon", "update_epoch", "global_batch_size", "rollout_micro_batch_size"),
-    *("logprob_forward_micro_batch_size", "gamma", "gae_lambda", "entropy_bonus"),
-    *("entropy_target", "lr", "value_lr", "lr_schedule", "lr_end", "lr_warmup"),
-    *("max_grad_norm", "adam_beta1", "adam_beta2", "adam_eps"),
-)
-"""Options of section algorithm that type=reppo reads."""
-
-
-def _check_reppo(config: Config) -> None:
-    """Refuse options that algorithm.type=reppo does not read. Raises ConfigError."""
-    a, m, default = config.algorithm, config.model, AlgorithmConfig()
-    reppo = "algorithm.type = reppo"
-    for field in fields(AlgorithmConfig):
-        value = getattr(a, field.name)
-        if field.name not in REPPO_OPTIONS and value != getattr(default, field.name):
-            raise ConfigError(
-                f"algorithm.{field.name} = {show(value)}: is not read with {reppo}; write"
-                f" algorithm.{field.name}={show(getattr(default, field.name))}, or leave it out"
-            )
-    needs = {
-        "model.policy": (m.policy, "actor_critic"),
-        "model.distribution": (m.distribution, "squashed_gaussian"),
-        "model.recurrent": (m.recurrent, None),
-        "model.network": (m.network, None),
-        "pipeline": (config.pipeline, False),
-        "learner_threads": (config.learner_threads, 1),
-        "cluster.stages": (config.cluster.stages, 1),
-    }
-    for path, (value, needed) in needs.items():
-        if value != needed:
-            raise ConfigError(
-                f"{path} = {show(value)}: is not possible with {reppo}; write {path}={show(needed)}"
-            )
-    if m.actor_obs is not None or m.critic_obs is not None:
-        raise ConfigError(
-            f"model.actor_obs = {show(m.actor_obs)} and model.critic_obs = {show(m.critic_obs)}:"
-            f" are not possible with {reppo}, whose action value reads what the policy reads; write"
-            " algorithm.type=ppo"
-        )
-    if a.rollouts_per_update > a.kept_rollouts:
-        raise ConfigError(
-            f"algorithm.rollouts_per_update = {a.rollouts_per_update}: is larger than"
-            f" algorithm.kept_rollouts = {a.kept_rollouts}; lower rollouts_per_update or raise"
-            " kept_rollouts"
-        )
-    if a.lr_schedule.startswith("adaptive"):
-        raise ConfigError(
-            f"algorithm.lr_schedule = {a.lr_schedule}: is not possible with {reppo}, which bounds"
-            " the KL itself (algorithm.max_kl); write linear, cosine or constant"
-        )
-    if config.placement != "local" or config.cluster.component_placement:
-        raise ConfigError(
-            f"placement = {config.placement}: {reppo} runs in one process; write placement=local"
         )
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.algorithms.learner import Learner
-from embodied_ppo.algorithms.reppo_learner import ReppoLearner
 from embodied_ppo.config.batch_sizes import batches, total_updates
 from embodied_ppo.config.schema import (
     AlgorithmConfig,
@@ -48,7 +47,6 @@ from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.evaluation.report import RobustnessSection
 from embodied_ppo.imitation import behavior_cloning, expert_demos
 from embodied_ppo.models import own_network, peft_files
-from embodied_ppo.models.action_value import ActionValue
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.backbone import is_image
 from embodied_ppo.models.vla import pi0_files, published
@@ -297,11 +295,6 @@ def make_policy(
         "chunk": chunk,
         "values": chunk if a.reward_type == "action_level" else 1,
     }
-    if a.type == "reppo" and isinstance(env.action_spec, Discrete):
-        raise ConfigError(
-            f"algorithm.type = reppo: needs continuous actions, and those of {config.env.id} are"
-            " discrete; write algorithm.type=ppo without model=reppo"
-        )
     sentences, mapping = getattr(env, "instructions", ()), config.env.action_mapping
     if m.checkpoint is not None and not weights and published.can_build(m.checkpoint):
         return published.policy_of_sizes(env, m, mapping=mapping, **sizes)
@@ -311,8 +304,6 @@ def make_policy(
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if m.policy == "actor_critic":
             policy = ActorCritic(*spaces, **sizes)
-            if a.type == "reppo":  # its critic is a network of the learner
-                policy = policy.actor_only()
         elif m.checkpoint is None:
             policy = FAMILIES[m.policy](*spaces, sentences=sentences, **sizes)
             policy.freeze(m.freeze_trunk)
@@ -490,7 +481,6 @@ def make_rollout(
         gamma=a.gamma if a.chunk_reward == "discounted" else 1.0,
         rows=a.rollout_micro_batch_size,
         kept_inputs=kept_inputs,
-        keep_next_obs=a.type == "reppo",
         schedule=schedule,
         stage=stage,
         stages=stages,
@@ -502,7 +492,7 @@ def make_learner(
     policy: AnyPolicy,
     schedule: compile.CompileSchedule,
     ranks: Ranks | None = None,
-) -> Learner | ReppoLearner:
+) -> Learner:
     """Return the learner of a policy.
 
     Args:
@@ -513,8 +503,6 @@ def make_learner(
         ConfigError, EnvError: The demonstrations of cloning.coef cannot be read or recorded.
     """
     config, ranks = request.config, ranks or Ranks()
-    if config.algorithm.type == "reppo":
-        return _make_reppo_learner(request, policy, schedule)
     auxiliary_loss = None
     if config.cloning.coef:
         assert not isinstance(policy, ActorCritic)  # strict
@@ -536,28 +524,6 @@ def make_learner(
         notice=request.notice,
         auxiliary_loss=auxiliary_loss,
         ranks=ranks,
-    )
-
-
-def _make_reppo_learner(
-    request: RunRequest, policy: AnyPolicy, schedule: compile.CompileSchedule
-) -> ReppoLearner:
-    """Return the learner of ``algorithm.type=reppo``; the seed sets the critic's weights."""
-    config = request.config
-    assert isinstance(policy, ActorCritic)  # refused by validation
-    with torch.random.fork_rng():
-        torch.manual_seed(sampling_key(config.seed, "critic"))
-        critic = ActionValue(
-            policy.encoder, policy.actions, config.model, networks=config.algorithm.critics
-        )
-    return ReppoLearner(
-        policy,
-        critic.to(request.device),
-        config.algorithm,
-        num_envs=config.env.num_envs,
-        updates=request.updates,
-        seed=config.seed,
-        compile_schedule=schedule,
     )
 
 

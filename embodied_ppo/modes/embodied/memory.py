@@ -13,7 +13,7 @@ from embodied_ppo.config import placement
 from embodied_ppo.config.schema import AlgorithmConfig, Config
 from embodied_ppo.core import tree
 from embodied_ppo.core.memory import memory_size
-from embodied_ppo.core.types import ConfigError, Discrete, Trajectory
+from embodied_ppo.core.types import Discrete, Trajectory
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.trunk import VLAPolicy
@@ -37,11 +37,6 @@ class EmbodiedMemoryEstimator:
         Raises:
             ConfigError, EnvError: An option is refused by what it configures.
         """
-        if config.algorithm.type == "reppo":
-            raise ConfigError(
-                "algorithm.type = reppo: runs in one process on one device, and its memory is not"
-                " estimated; leave out this command, or write algorithm.type=ppo"
-            )
         self.config, self.cpu = config, torch.device("cpu")
         self.spaces = EnvDescription(components.describe_spaces(config), self.cpu)
         self.policy: Any = components.make_policy(config, self.spaces, weights=False)

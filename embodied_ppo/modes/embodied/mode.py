@@ -82,8 +82,6 @@ class EmbodiedMode(Mode):
     def can_estimate(self, config: Config, *, in_process: bool = False) -> bool:
         # An estimate would load a checkpoint, and GPU simulators may start only once in a process.
         once = config.env.simulator in ("torch", "mjlab", "libero")
-        if config.algorithm.type == "reppo":  # the estimate is that of PPO's learner
-            return False
         return config.model.checkpoint is None and not (in_process and once)
 
     def memory_estimator(self, config: Config) -> MemoryEstimator:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from embodied_ppo.algorithms.learner import Learner
-from embodied_ppo.algorithms.reppo_learner import ReppoLearner
 from embodied_ppo.config.batch_sizes import steps_per_update
 from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import VectorEnv
@@ -92,7 +91,7 @@ def build_worker(
         components.check_evaluation(config, request.device)
         components.log_settings(request, envs[0], policy, compiled_since, reason)
     facts: Mapping[str, Any] = {}
-    learner: Learner | ReppoLearner | DistillationLearner | None = None
+    learner: Learner | DistillationLearner | None = None
     if "actor" in roles:
         if not learners.rank:
             components.load_initial_policy(request, policy)
