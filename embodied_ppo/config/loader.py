@@ -483,14 +483,12 @@ def _suggest(cls: type, raw: str) -> str:
         paths = " or ".join(f"{p}{_meaning_of(p, known)}" for p in same_name[:2])
         return f"{leaf} belongs to {paths}" + _values_of(options, known[same_name[0]])
     siblings = {p.rpartition(".")[2]: p for p in known if p.rpartition(".")[0] == section}
-    all_names = {p.rpartition(".")[2]: p for p in known}
-    # A long section that is right makes every short name in it similar.
+    all_names = {p.rpartition(".")[2]: p for p in reversed(known)}  # the first path of a name
+    # A long section that is right makes every short name in it similar. Without a section, paths
+    # with a short one are the most similar.
     candidates = {} if section in sections(cls) else known
-    for names, text, cutoff in (
-        (siblings, leaf, None),
-        (candidates, raw, 0.75),
-        (all_names, leaf, 0.75),
-    ):
+    wider = [(candidates, raw, 0.75), (all_names, leaf, 0.75)]
+    for names, text, cutoff in ((siblings, leaf, None), *(wider if section else wider[::-1])):
         if near := nearest(text, names, cutoff=cutoff):
             path = near if names is candidates else str(names[near])
             return f"did you mean {path}{_meaning_of(path, known)}?" + _values_of(

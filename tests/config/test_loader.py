@@ -339,6 +339,7 @@ def test_long_message_keeps_beginning_and_end() -> None:
         ("algorithm.norm_adv", "algorithm.normalize_advantages=true, or false"),
         ("algorithm.schedule", "adaptive is algorithm.lr_schedule=adaptive"),
         ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
+        ("learnin_rate", "did you mean algorithm.learning_rate (= algorithm.lr)?"),
         ("algorithm.xyz", "algorithm has: horizon, update_epoch"),
         ("xyz", "the top level has: mode, placement"),
     ],
