@@ -26,6 +26,7 @@ from embodied_ppo.training import checkpoint, progress
 
 SMALL = [
     "env.num_envs=4",
+    "env.image_size=16",
     "env.max_episode_steps=10",
     "algorithm.horizon=2",
     "algorithm.global_batch_size=8",
@@ -119,7 +120,7 @@ def test_recordings_depend_on_seed_and_noise(capsys: pytest.CaptureFixture[str])
 def test_captions_are_recorded_and_cloned(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=tabletop_captions", "env.image_size=16"]
     run(capsys, "demos", "out=plain", "episodes=2", *options)
-    clone = ["clone", *options, *SMALL, "cloning.captions=3"]
+    clone = ["clone", options[0], *SMALL, "cloning.captions=3"]
     _, err = run(capsys, *clone, "cloning.dataset=plain", code=2)
     assert err.startswith("error: cloning.captions=3: plain holds no captions") and "\n" in err
     run(capsys, "demos", "out=d", "captions=true", "episodes=2", *options)
@@ -226,12 +227,24 @@ def test_full_disk_keeps_finished_episodes(
     assert summary["found"] == 64 and int(read("d").episode[-1]) == 64
 
 
-def run_in_a_terminal(*arguments: str) -> str:
-    """Run a command with a terminal as stderr and return its output."""
+COMMANDS_OF_ONE_PROCESS = """
+import json, sys
+from embodied_ppo.commands import main
+for arguments in json.loads(sys.argv[1]):
+    assert main.main(arguments) == 0
+    print("END OF A COMMAND", file=sys.stderr)
+"""
+
+
+def run_in_a_terminal(*commands: list[str]) -> list[str]:
+    """Run commands in one process with a terminal as stderr and return the output of each."""
     master, slave = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.DEVNULL, stderr=slave, env=env
+        [sys.executable, "-c", COMMANDS_OF_ONE_PROCESS, json.dumps(commands)],
+        stdout=subprocess.DEVNULL,
+        stderr=slave,
+        env=env,
     )
     os.close(slave)
     output = b""
@@ -240,18 +253,24 @@ def run_in_a_terminal(*arguments: str) -> str:
             output += part
     os.close(master)
     assert process.wait(60) == 0, output
-    return output.decode()
+    *outputs, remainder = output.decode().split("END OF A COMMAND\r\n")
+    assert remainder == ""
+    return outputs
 
 
 @pytest.mark.slow
 def test_progress_bars_in_a_terminal() -> None:
-    output = run_in_a_terminal("demos", "out=d", "episodes=3", "env.image_size=16")
-    assert "recording 3 demonstrations into d" in output
-    assert re.search(r"recording .*━.*3/3", output)
-    options = ["experiment=tabletop_token", *SMALL, "env.image_size=16", "updates=1"]
-    output = run_in_a_terminal("train", *options, "run_dir=run")
-    assert re.search(r"auxiliary loss .*━.*2/2", output) and re.search(r"cloning .*━.*3/3", output)
-    assert run_in_a_terminal("demos", "out=d", "episodes=4", "env.image_size=16", "--quiet") == ""
+    options = ["experiment=tabletop_token", *SMALL, "updates=1"]
+    recording, training, quiet = run_in_a_terminal(
+        ["demos", "out=d", "episodes=3", "env.image_size=16"],
+        ["train", *options, "run_dir=run"],
+        ["demos", "out=d", "episodes=4", "env.image_size=16", "--quiet"],
+    )
+    assert "recording 3 demonstrations into d" in recording
+    assert re.search(r"recording .*━.*3/3", recording)
+    assert re.search(r"auxiliary loss .*━.*2/2", training)
+    assert re.search(r"cloning .*━.*3/3", training)
+    assert quiet == ""
 
 
 def test_options_of_demos_and_clone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +289,7 @@ def test_options_of_demos_and_clone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ppo_from_a_clone_equals_train_with_cloning(
     policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(capsys, "demos", "out=d", "episodes=4")
+    run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
     options = [f"experiment=tabletop_{policy}", *SMALL]
     video = ["evaluation.video_episodes=1", "evaluation.video_steps=3"] if policy == "token" else []
     summary, err = run(capsys, "clone", *options, *video, "run_dir=clone")
@@ -304,12 +323,13 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
     assert cached["cloning_loss"] == summary["cloning_loss"]
     assert cached["held_out_loss"] == summary["held_out_loss"]
 
-    _, err = run(capsys, "train", "resume=clone", "run_dir=ppo", "updates=2")
+    resume = ["resume=clone", "evaluation.video_episodes=0"]
+    _, err = run(capsys, "train", *resume, "run_dir=ppo", "updates=2")
     assert "cloning" not in err and "updates 1 to 2" in err
     trained, _ = run(capsys, "train", *options, "run_dir=train", "updates=2")
     assert trained["held_out_loss"] == summary["held_out_loss"]
     assert equal(weights("ppo"), weights("train")) and not equal(weights("ppo"), weights("clone"))
-    _, err = run(capsys, "train", "resume=clone", "updates=1")  # in place
+    _, err = run(capsys, "train", *resume, "updates=1")  # in place
     assert checkpoint.open_checkpoint("clone").update == 1
 
     _, err = run(capsys, "clone", *options, "run_dir=clone", code=2)
@@ -321,10 +341,10 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
 def test_changed_dataset_of_the_same_name_is_cloned_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run(capsys, "demos", "out=d", "episodes=4")
+    run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
     run(capsys, "clone", *SMALL, "run_dir=a")
     Path("d").rename("old")
-    run(capsys, "demos", "out=d", "episodes=4", "seed=1")
+    run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16", "seed=1")
     _, err = run(capsys, "clone", *SMALL, "run_dir=b")
     assert "cloning: taken from" not in err and not equal(weights("a"), weights("b"))
 
@@ -334,7 +354,7 @@ def test_changed_dataset_of_the_same_name_is_cloned_again(
 def test_interrupted_clone_leaves_no_run(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(capsys, "demos", "out=d", "episodes=4")
+    run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
     arguments = command("clone", *SMALL, "cloning.steps=1000000", "run_dir=run")
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
