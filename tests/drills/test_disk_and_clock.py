@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from embodied_ppo import run
+from embodied_ppo.commands import main
 from embodied_ppo.training import checkpoint, run_directory
 from tests.integration.test_resume import (
     OVERRIDES,
@@ -102,9 +103,9 @@ def test_full_disk_ends_the_run_and_its_checkpoints_resume(
     for step in steps:
         checkpoint.open_checkpoint(step)  # raises if a file is incomplete
     update = int(steps[-1].name.removeprefix("step_"))
-    train = command(*OVERRIDES, CONSTANT, f"updates={update + 1}", "eval_every=0")
+    options = [*OVERRIDES, CONSTANT, f"updates={update + 1}", "eval_every=0"]
     for option in (f"resume={tmp_path / 'out'}", f"run_dir={tmp_path / 'undisturbed'}"):
-        subprocess.run([*train, option], check=True, timeout=120)
+        assert main.main(["train", *options, option]) == 0
     for a, b in zip(
         contents(tmp_path / "out", update + 1),
         contents(tmp_path / "undisturbed", update + 1),
@@ -116,7 +117,7 @@ def test_full_disk_ends_the_run_and_its_checkpoints_resume(
 @pytest.mark.slow
 @needs_namespaces
 def test_disk_filled_by_logs_is_reported(tmp_path: Path) -> None:
-    done = train_on_small_disk(tmp_path, "200k", "save_every=0", "updates=4000", "eval_every=0")
+    done = train_on_small_disk(tmp_path, "100k", "save_every=0", "updates=4000", "eval_every=0")
     assert done.returncode == 3, done.stderr
     assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
     assert "free space, then continue with the same command" in done.stderr
@@ -177,20 +178,23 @@ def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_second_process_in_a_run_directory_is_refused(tmp_path: Path) -> None:
+def test_second_process_in_a_run_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
-    train = command(*OVERRIDES, f"run_dir={tmp_path / 'run'}", "resume=auto")
-    second = subprocess.run(train, capture_output=True, text=True)
+    train = ["train", *OVERRIDES, f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    code = main.main(train)
     process.kill()
     process.communicate()
-    assert second.returncode == 2
+    assert code == 2
     assert re.search(
-        rf"run: pid {process.pid} on \S+ is training in it; wait, or name another", second.stderr
+        rf"run: pid {process.pid} on \S+ is training in it; wait, or name another",
+        capsys.readouterr().err,
     )
     # The lock of a process that has ended is free.
-    third = subprocess.run([*train, "updates=3"], capture_output=True, text=True)
-    assert "is training in it" not in third.stderr
+    main.main([*train, "updates=3"])
+    assert "is training in it" not in capsys.readouterr().err
 
 
 def test_two_processes_start_in_one_new_directory(
@@ -268,7 +272,7 @@ def test_clock_that_jumps_does_not_change_training(tmp_path: Path) -> None:
         x for row in metrics for tag, x in row.items() if tag.startswith(("time/", "speed/"))
     ]
     assert measured and all(x >= 0 for x in measured)
-    assert subprocess.run(command(*options[:-1], f"run_dir={tmp_path / 'steady'}")).returncode == 0
+    assert main.main(["train", *options[:-1], f"run_dir={tmp_path / 'steady'}"]) == 0
     assert rows(tmp_path / "jumping") == rows(tmp_path / "steady")
 
 

@@ -68,7 +68,8 @@ def test_evaluation_with_other_sentences_than_the_demonstrations(
         "experiment=tabletop_token",
         "eval_every=1",
         "env.num_envs=4",
-        "evaluation.episodes=8",
+        "env.image_size=16",
+        "evaluation.episodes=4",
         "model.width=16",
     ]
     words += [
@@ -86,7 +87,7 @@ def test_evaluation_with_other_sentences_than_the_demonstrations(
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert (
         main.main(
-            ["evaluate", "checkpoint=a", "episodes=8", "num_envs=4", "video=false", "out=again"]
+            ["evaluate", "checkpoint=a", "episodes=4", "num_envs=4", "video=false", "out=again"]
         )
         == 0
     )
@@ -135,7 +136,8 @@ def test_every_actor_minibatch_adds_the_auxiliary_loss(family: str) -> None:
         logprob_type="token_level",
     )
 
-    def trained(coef: float) -> tuple[list[float], float]:
+    def trained(coef: float, updates: int) -> tuple[list[float], list[float]]:
+        """Return the auxiliary loss of each update, and the sum of all weights after it."""
         policy = make(**FAMILIES[family])
         beside = (
             behavior_cloning.AuxiliaryCloningLoss(
@@ -147,19 +149,20 @@ def test_every_actor_minibatch_adds_the_auxiliary_loss(family: str) -> None:
         learner = actor_critic_learner(
             policy, config, num_envs=B, updates=20, seed=0, auxiliary_loss=beside
         )
-        losses = []
-        for update in range(12):
+        losses, weights = [], []
+        for update in range(updates):
             metrics = learner.update(rollout(policy), update=update)
             loss_metric = metrics.get("policy/cloning_loss")
             losses.append(loss_metric.value if isinstance(loss_metric, Mean) else float("nan"))
-        return losses, sum(float(p.detach().double().abs().sum()) for p in policy.parameters())
+            weights.append(sum(float(p.detach().double().abs().sum()) for p in policy.parameters()))
+        return losses, weights
 
-    losses, weights = trained(0.5)
+    losses, weights = trained(0.5, 12)
     assert losses[0] != losses[0]  # NaN: no loss while the value head warms up
     assert losses[-1] < 0.8 * losses[1]
-    assert trained(0.5) == (pytest.approx(losses, nan_ok=True), weights)
-    without, other = trained(0.0)
-    assert all(x != x for x in without) and other != weights
+    assert trained(0.5, 3) == (pytest.approx(losses[:3], nan_ok=True), weights[:3])
+    without, other = trained(0.0, 3)
+    assert all(x != x for x in without) and other[2] != weights[2]
 
 
 @pytest.mark.slow
@@ -172,6 +175,7 @@ def test_command_trains_and_resumes_with_the_auxiliary_loss(
         "experiment=tabletop_token",
         "eval_every=0",
         "env.num_envs=4",
+        "env.image_size=16",
         "evaluation.episodes=4",
         "model.width=16",
     ]
