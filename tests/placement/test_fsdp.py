@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
+import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -61,9 +64,14 @@ class Processes:
     pool: ProcessPoolExecutor
 
     def __call__(self, function: Any, *args: Any) -> list[Any]:
-        """Call ``function(*args)`` in all processes at once; return the results by rank."""
-        calls = [self.pool.submit(_ranked, function, args) for _ in range(self.world)]
-        results = dict(call.result(TIMEOUT_S) for call in calls)
+        """Call ``function(*args)`` in all processes at once; return the results by rank.
+
+        Arguments and results are pickled here: the pool would share the memory of each tensor in
+        them, with a file descriptor and a connection per tensor.
+        """
+        call = pickle.dumps((function, args))
+        calls = [self.pool.submit(_ranked, call) for _ in range(self.world)]
+        results = dict(pickle.loads(call.result(TIMEOUT_S)) for call in calls)
         return [results[rank] for rank in range(self.world)]
 
 
@@ -77,19 +85,22 @@ def _join(file: str, world: int) -> None:
     )
 
 
-def _ranked(function: Any, args: tuple[Any, ...]) -> tuple[int, Any]:
-    return dist.get_rank(), function(*args)
+def _ranked(call: bytes) -> bytes:
+    function, args = pickle.loads(call)
+    return pickle.dumps((dist.get_rank(), function(*args)))
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Processes]]:
     """Return the processes of a world size, which are started at the first use.
 
-    They are forked from a process that has imported what they need.
+    They are forked from a process that has imported what they need. It has the paths of this
+    process from the environment only, and ignores modules that it does not find.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch.distributed.fsdp", *MODELS])
-    with ExitStack() as stack:
+    context.set_forkserver_preload([__name__, *MODELS])
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
         @functools.cache
         def started(world: int) -> Processes:
@@ -118,7 +129,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # ------------------------------------------------------------------------------ functions of a rank
 def policy_of(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a policy and observations [T·N, ..] for it."""
+    """Return a policy and observations [T·N, ..] for it.
+
+    The policy is a copy, which has its own trained parameters. Building one takes longer.
+    """
+    policy, obs, _ = _policy_and_experience(kind, folder, tuple(options.items()))
+    return copy.deepcopy(policy), obs
+
+
+@functools.cache
+def _policy_and_experience(
+    kind: str, folder: Path, options: tuple[tuple[str, Any], ...]
+) -> tuple[Any, Any, list[Trajectory]]:
+    """Return a policy, observations and ``UPDATES`` + 1 trajectories of it."""
+    policy, obs = _build_policy(kind, folder, dict(options))
+    return policy, obs, [experience(policy, obs, seed) for seed in range(UPDATES + 1)]
+
+
+def _build_policy(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     if kind == "mlp":
         obs = torch.randn(T * N, test_learner.OBS, generator=torch.Generator().manual_seed(3))
         return test_learner.make(model=options).policy, obs
@@ -168,7 +196,8 @@ def learner_of(
 
     With ``demonstrations`` in ``algorithm`` the learner has an auxiliary cloning loss.
     """
-    policy, obs = policy_of(kind, folder, model)
+    policy, _ = policy_of(kind, folder, model)
+    *_, rollouts = _policy_and_experience(kind, folder, tuple(model.items()))
     if algorithm.get("demonstrations"):
         demos = demonstrations()
         shape = policy.trunk.encoder.images["front"].shape
@@ -180,14 +209,12 @@ def learner_of(
             policy, demos, CloningConfig(coef=0.3, batch_size=4)
         )
         algorithm = {name: x for name, x in algorithm.items() if name != "demonstrations"}
-    rollouts = [experience(policy, obs, seed) for seed in range(3)]
     c = loader.load(
         AlgorithmConfig,
         {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm},
     )
     parts = [
-        tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].contiguous(), t)
-        for t in rollouts
+        tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].clone(), t) for t in rollouts
     ]
     return actor_critic_learner(
         policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **options
@@ -212,7 +239,7 @@ def local_bytes(learner: Learner) -> tuple[int, int]:
 def learned(
     kind: str, folder: Path, model: dict[str, Any], algorithm: dict[str, Any], sharded: bool
 ) -> Any:
-    """Return full state, metrics and local bytes after UPDATES updates."""
+    """Return full state (of the first rank), metrics and local bytes after UPDATES updates."""
     learner, rollouts = learner_of(kind, folder, model, algorithm, ranks_of(sharded))
     if learner.actor.reference is not None:
         disturb(learner)
@@ -221,7 +248,7 @@ def learned(
     state = learner.ranks.full_state(
         {"policy": learner.optimizer.model.state_dict(), "training": learner.state()}
     )
-    return state, metrics, sizes
+    return (None if learner.ranks.rank else state), metrics, sizes
 
 
 @torch.no_grad()
@@ -274,6 +301,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 FOR_FOUR = ("mlp, everything", "tokens, reference", "paligemma, adapters, reference", "pi0")
+UNCLIPPED: dict[str, Any] = {"max_grad_norm": None}
+"""DTensor takes a second per process for each list of shapes that it clips for the first time."""
+TOKENS = {2: "tokens", 4: "tokens, reference"}
+"""World size -> a case with a policy over tokens, all of whose parameters are trained."""
 
 
 def with_world_sizes(two: Iterable[str], four: Iterable[str]) -> Any:
@@ -282,12 +313,24 @@ def with_world_sizes(two: Iterable[str], four: Iterable[str]) -> Any:
     return pytest.mark.parametrize(("processes", "case"), pairs, indirect=["processes"])
 
 
+@pytest.fixture(scope="module")
+def results(worlds: Callable[[int], Processes], folder: Path) -> Callable[[int, str, bool], Any]:
+    """Return a function from world size, case and ``sharded`` to what ``learned`` returned."""
+
+    @functools.cache
+    def result(world: int, case: str, sharded: bool) -> list[Any]:
+        kind, model, algorithm = CASES[case]
+        return worlds(world)(learned, kind, folder, model, algorithm, sharded)
+
+    return result
+
+
 @pytest.mark.slow
 @with_world_sizes([case for case in CASES if case not in FOR_FOUR], FOR_FOUR)
-def test_sharded_update_equals_unsharded_one(case: str, processes: Processes, folder: Path) -> None:
-    kind, model, algorithm = CASES[case]
-    full = processes(learned, kind, folder, model, algorithm, False)
-    sharded = processes(learned, kind, folder, model, algorithm, True)
+def test_sharded_update_equals_unsharded_one(
+    case: str, processes: Processes, results: Callable[[int, str, bool], Any]
+) -> None:
+    full, sharded = (results(processes.world, case, sharded) for sharded in (False, True))
     run_helpers.assert_states_close(sharded[0][0], full[0][0])
     for update in range(UPDATES):
         one, many = (
@@ -332,7 +375,8 @@ def language_update(case: str, sharded: bool) -> Any:
         if case == "layers and logits computed again":
             patch.setattr(causal_lm, "LOGIT_BYTES", 4 * 50 * 3)  # 3 tokens
         metrics = [x.update(columns, update=i) for i in range(UPDATES)]
-    return x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()}), metrics
+    state = x.ranks.full_state({"policy": x.policy.state_dict(), "training": x.state()})
+    return (None if x.ranks.rank else state), metrics
 
 
 @pytest.mark.slow
@@ -353,7 +397,7 @@ def gathered_blocks(folder: Path) -> tuple[int, int, int, int]:
     """Return bytes before and after ``shard``, blocks, and the most that were gathered at once."""
     policy, _ = policy_of("tokens", folder, {"depth": 4})
     before = memory_estimate.nbytes([*policy.parameters()])
-    learner, (t, *_) = learner_of("tokens", folder, {"depth": 4}, {}, ranks_of(True))
+    learner, (t, *_) = learner_of("tokens", folder, {"depth": 4}, UNCLIPPED, ranks_of(True))
     blocks: Any = learner.policy.units()
     most = 0
 
@@ -381,9 +425,11 @@ def test_at_most_two_blocks_are_gathered_at_once(processes: Processes, folder: P
 
 
 @pytest.mark.slow
-def test_gradients_and_moments_are_sharded(processes: Processes, folder: Path) -> None:
+def test_gradients_and_moments_are_sharded(
+    processes: Processes, results: Callable[[int, str, bool], Any]
+) -> None:
     full, sharded = (
-        [sizes for *_, sizes in processes(learned, "tokens", folder, {}, {}, shard)]
+        [sizes for *_, sizes in results(processes.world, TOKENS[processes.world], shard)]
         for shard in (False, True)
     )
     assert all(sizes == full[0] for sizes in full) and full[0][1] == 3 * full[0][0]
@@ -393,7 +439,9 @@ def test_gradients_and_moments_are_sharded(processes: Processes, folder: Path) -
 
 
 @pytest.mark.slow
-def test_memory_estimate_equals_allocated_memory(processes: Processes, folder: Path) -> None:
+def test_memory_estimate_equals_allocated_memory(
+    processes: Processes, folder: Path, results: Callable[[int, str, bool], Any]
+) -> None:
     policy, obs = policy_of("tokens", folder, {})
     learner = actor_critic_learner(
         policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0
@@ -402,7 +450,7 @@ def test_memory_estimate_equals_allocated_memory(processes: Processes, folder: P
         policy, learner, torch.device("cpu"), experience(policy, obs, 0)
     )
     sharded = replace(full, **memory_estimate.sharded(policy, processes.world))
-    largest = max(sizes for _, _, sizes in processes(learned, "tokens", folder, {}, {}, True))
+    largest = max(sizes for *_, sizes in results(processes.world, TOKENS[processes.world], True))
     # Two moments, and gradients of half their size.
     assert sharded.optimiser * 1.5 == pytest.approx(largest[1], rel=0.1)
     unit = memory_estimate.nbytes([*policy.units()[0].parameters()])
@@ -419,11 +467,11 @@ def test_memory_estimate_equals_allocated_memory(processes: Processes, folder: P
 
 # --------------------------------------------------------------------------- acting and checkpoints
 def acting_alone(folder: Path, acts: bool) -> Any:
-    learner, rollouts = learner_of("tokens, one by one", folder, {}, {}, ranks_of(True))
+    learner, rollouts = learner_of("tokens, one by one", folder, {}, UNCLIPPED, ranks_of(True))
     policy, ranks = learner.policy, learner.ranks
     assert isinstance(policy, nn.Module)
     log_prob = None
-    for i, t in enumerate(rollouts):
+    for i, t in enumerate(rollouts[:UPDATES]):
         learner.update(t, update=i)
         ranks.unshard(policy)
         if acts and ranks.rank == 0:  # the other ranks do not act
@@ -445,22 +493,25 @@ def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, fold
     assert none is None and all(torch.equal(x, other[name]) for name, x in state.items())
     local, rollouts = learner_of("tokens, one by one", folder, {}, {}, Ranks())
     local.optimizer.model.load_state_dict(state)
-    t = tree.map(lambda x: x.chunk(processes.world, dim=1)[0], rollouts[2])
+    t = tree.map(lambda x: x.chunk(processes.world, dim=1)[0], rollouts[UPDATES - 1])
     d = local.policy.act(
         local.policy.encode(tree.index(t.obs, 0)),
-        noise=local.policy.noise(len(t.mask[0]), _seeded(2)),
+        noise=local.policy.noise(len(t.mask[0]), _seeded(UPDATES - 1)),
     )
     assert torch.equal(log_prob, d.log_prob)
 
 
-ONE: dict[str, Any] = {"global_batch_size": T * N, "use_kl_loss": True}
+ONE: dict[str, Any] = UNCLIPPED | {"global_batch_size": T * N, "use_kl_loss": True}
 """With one minibatch, results do not depend on the number of ranks."""
 
 
-def resumed_state(
+def resumed_states(
     kind: str, folder: Path, first: int, last: int, state: Any, sharded: bool, local: bool = False
-) -> Any:
-    """Return the state after update ``last``, resumed from ``state`` after update ``first``."""
+) -> list[Any]:
+    """Return the states after updates ``first`` + 1 to ``last``.
+
+    The learner is resumed from ``state`` after update ``first``.
+    """
     ranks = Ranks() if local else ranks_of(sharded)
     if kind == "language":
         config = replace(test_split.BASE, use_kl_loss=True, global_batch_size=test_split.N)
@@ -474,12 +525,15 @@ def resumed_state(
         learner, rollouts = learner_of(kind, folder, {}, ONE, ranks)
         module = learner.optimizer.model
     if state is not None:
-        state = copy.deepcopy(state)  # its memory is shared between processes
+        state = copy.deepcopy(state)  # the learner may change its tensors
         module.load_state_dict(ranks.shard_state(module, state["policy"]))
         learner.load_state(state["training"])
+    states = []
     for i in range(first, last):
         learner.update(rollouts[i], update=i)
-    return ranks.full_state({"policy": module.state_dict(), "training": learner.state()})
+        full = ranks.full_state({"policy": module.state_dict(), "training": learner.state()})
+        states.append(None if ranks.rank else copy.deepcopy(full))
+    return states
 
 
 @pytest.mark.slow
@@ -487,21 +541,18 @@ def resumed_state(
 def test_checkpoints_resume_sharded_and_unsharded(
     case: str, processes: Processes, folder: Path
 ) -> None:
-    half = processes(resumed_state, case, folder, 0, 1, None, True)[0]
-    through = processes(resumed_state, case, folder, 0, 2, None, True)[0]
-    resumed = processes(resumed_state, case, folder, 1, 2, half, True)[0]
+    half, through = processes(resumed_states, case, folder, 0, 2, None, True)[0]
+    (resumed,) = processes(resumed_states, case, folder, 1, 2, half, True)[0]
     assert all(torch.equal(x, through["policy"][name]) for name, x in resumed["policy"].items())
     moments, expected = (
         x["training"].get("critic", x["training"])["optimizer"]["state"] for x in (resumed, through)
     )
     for i, state in expected.items():
         assert all(torch.equal(x, moments[i][key]) for key, x in state.items())
-    full = resumed_state(case, folder, 1, 2, half, False, local=True)  # in one process
+    full, last = resumed_states(case, folder, 1, 3, half, False, local=True)  # in one process
     run_helpers.assert_states_close(full, through)
-    back = processes(resumed_state, case, folder, 2, 3, full, True)[0]
-    run_helpers.assert_states_close(
-        back, resumed_state(case, folder, 2, 3, full, False, local=True)
-    )
+    (back,) = processes(resumed_states, case, folder, 2, 3, full, True)[0]
+    run_helpers.assert_states_close(back, last)
 
 
 def broken(folder: Path, dump: Path) -> str:
