@@ -22,6 +22,8 @@ import pytest
 import ray_fork_server
 import torch
 
+from embodied_ppo.data import synthetic_tasks
+
 # The time of an example depends on the load of the machine.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
@@ -82,6 +84,16 @@ def start_ray(**options: Any) -> None:
     }
     ray_fork_server.install()
     ray.init(address="local", num_cpus=8, **quiet, **options)
+
+
+@pytest.fixture(scope="module")
+def few_problems() -> Iterator[None]:
+    """Reduce the task arithmetic to 200 problems, here and in workers of a later ``start_ray``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ray_fork_server.PROBLEMS, "200")
+        patch.setitem(synthetic_tasks.TASKS, "arithmetic", synthetic_tasks.TASKS["arithmetic"])
+        ray_fork_server.reduce_tasks(200)
+        yield
 
 
 @pytest.fixture(scope="module")

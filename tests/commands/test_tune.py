@@ -22,7 +22,7 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.modes import placement_search, profile
 from embodied_ppo.placement import cost_model
 
-pytestmark = pytest.mark.usefixtures("eight_slots")
+pytestmark = pytest.mark.usefixtures("few_problems", "eight_slots")
 
 SMALL = [
     "experiment=cartpole",

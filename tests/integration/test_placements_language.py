@@ -23,7 +23,7 @@ from embodied_ppo.placement.worker import WorkerSpec
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import CachedRuns, assert_close, equal_tensors, rows
 
-pytestmark = pytest.mark.usefixtures("eight_slots")
+pytestmark = pytest.mark.usefixtures("few_problems", "eight_slots")
 
 SMALL: dict[str, Any] = {
     "mode": "reasoning",
@@ -46,6 +46,7 @@ SMALL: dict[str, Any] = {
     "algorithm.global_batch_size": 8,
     "algorithm.missing_eos_penalty": 0.5,  # something to learn from the start
     "algorithm.lr": 1e-3,
+    "algorithm.update_epoch": 2,
     "warm_start.steps": 3,
     "warm_start.batch_size": 8,
     "evaluation.episodes": 8,
