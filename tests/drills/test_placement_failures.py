@@ -33,11 +33,26 @@ from tests.integration.test_placements import SMALL, rows
 
 pytestmark = pytest.mark.usefixtures("eight_slots")
 
+ROOT = Path(__file__).resolve().parents[2]
 HYBRID: dict[str, Any] = {
     "placement": "hybrid",
     "cluster.devices_per_node": 2,
     "cluster.step_timeout_s": 60.0,
 }
+
+
+@pytest.fixture(scope="module")
+def last_shutdown() -> Iterator[None]:
+    """End Ray after the tests of this file."""
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def eight_slots(request: pytest.FixtureRequest, last_shutdown: None) -> None:
+    """Start Ray with eight slots, unless it runs or the test starts it with other options."""
+    if "small_store" not in request.fixturenames and not ray.is_initialized():
+        start_ray()
 
 
 def build_system(tmp_path: Path, stack: ExitStack, **options: Any) -> Any:
@@ -264,70 +279,7 @@ def test_run_without_restarts_fails_with_the_cause(
     )
 
 
-# -------------------------------------------------------------------- full memory, lost Ray process
-IMAGES: dict[str, Any] = {
-    "env.id": "Pong-v5",
-    "env.num_envs": 32,
-    "env.max_episode_steps": 50,
-    "algorithm.horizon": 96,
-    "algorithm.global_batch_size": 1536,
-    "algorithm.update_epoch": 1,
-    "evaluation.episodes": 1,
-    "updates": 1,
-}
-"""Options with 87 MB of images per update."""
-
-
-@pytest.fixture
-def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start Ray with an 80 MB object store and, by parameter, a disk that counts as full."""
-    ray.shutdown()
-    start_ray(object_store_memory=80_000_000, _system_config=getattr(request, "param", {}))
-    yield
-    ray.shutdown()
-    start_ray()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_store")
-def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path: Path) -> None:
-    disaggregated, local = tmp_path / "apart", tmp_path / "local"
-    options = {
-        "placement": "disaggregated",
-        "cluster.devices_per_node": 2,
-        "run_dir": str(disaggregated),
-    }
-    training.train(run_helpers.tiny_config({**SMALL, **IMAGES, **options}), quiet=True)
-    training.train(run_helpers.tiny_config({**SMALL, **IMAGES, "run_dir": str(local)}), quiet=True)
-    assert rows(disaggregated) == rows(local)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "small_store", [{"local_fs_capacity_threshold": 0.001}], indirect=True, ids=["full disk"]
-)
-def test_full_memory_and_disk_are_reported_with_a_cure(small_store: None, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        c = run_helpers.tiny_config(
-            {**SMALL, **IMAGES, "placement": "disaggregated", "cluster.devices_per_node": 2}
-        )
-        system = run_helpers.build_cluster_system(c, tmp_path, stack)
-        processes_by_name = handles(system)
-        start = time.monotonic()
-        with pytest.raises(TrainingError) as caught:
-            system.collect(96, update=0)
-        assert time.monotonic() - start < 300  # an error, not a time limit
-        first = processes_by_name["env,rollout rank 0"]
-        assert (
-            str(caught.value)
-            == f"{first}, collect: Ray's shared memory on its machine is full, and so is the disk"
-            " that it moves objects to (/tmp/ray); free that disk, start Ray with more memory"
-            " (--object-store-memory=BYTES), lower algorithm.horizon or env.num_envs, or let"
-            " one process act and learn ('rollout,actor': its experience stays where it is)"
-        )
-    assert run_helpers.processes_ended(*(h.pid for h in processes_by_name.values()))
-
-
+# ------------------------------------------------------------------------------- lost Ray process
 def descendants(pid: int) -> dict[int, str]:
     """Return process id -> command line of the descendants of a process."""
     commands = {}
@@ -366,3 +318,70 @@ def test_killed_raylet_is_named(tmp_path: Path) -> None:
         1,
         2,
     ]
+
+
+# ------------------------------------------------------------------------------------ full memory
+IMAGES: dict[str, Any] = {
+    "env.id": "Pong-v5",
+    "env.num_envs": 4,
+    "env.max_episode_steps": 50,
+    "env.kwargs": {"img_height": 168, "img_width": 168},
+    "algorithm.horizon": 192,
+    "algorithm.global_batch_size": 384,
+    "algorithm.update_epoch": 1,
+    "evaluation.episodes": 1,
+    "updates": 1,
+    # Convolutions would take longer than everything else.
+    "model.network": f"{ROOT / 'scripts/examples/own_network.py'}:Residual",
+    "model.network_options": {"width": 8},
+}
+"""Options with 87 MB of images per update."""
+
+
+@pytest.fixture
+def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start Ray with an 80 MB object store and, by parameter, a disk that counts as full."""
+    ray.shutdown()
+    start_ray(object_store_memory=80_000_000, _system_config=getattr(request, "param", {}))
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_store")
+def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path: Path) -> None:
+    disaggregated, local = tmp_path / "apart", tmp_path / "local"
+    options = {
+        "placement": "disaggregated",
+        "cluster.devices_per_node": 2,
+        "run_dir": str(disaggregated),
+    }
+    training.train(run_helpers.tiny_config({**SMALL, **IMAGES, **options}), quiet=True)
+    training.train(run_helpers.tiny_config({**SMALL, **IMAGES, "run_dir": str(local)}), quiet=True)
+    assert rows(disaggregated) == rows(local)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "small_store", [{"local_fs_capacity_threshold": 0.001}], indirect=True, ids=["full disk"]
+)
+def test_full_memory_and_disk_are_reported_with_a_cure(small_store: None, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        c = run_helpers.tiny_config(
+            {**SMALL, **IMAGES, "placement": "disaggregated", "cluster.devices_per_node": 2}
+        )
+        system = run_helpers.build_cluster_system(c, tmp_path, stack)
+        processes_by_name = handles(system)
+        start = time.monotonic()
+        with pytest.raises(TrainingError) as caught:
+            system.collect(IMAGES["algorithm.horizon"], update=0)
+        assert time.monotonic() - start < 300  # an error, not a time limit
+        first = processes_by_name["env,rollout rank 0"]
+        assert (
+            str(caught.value)
+            == f"{first}, collect: Ray's shared memory on its machine is full, and so is the disk"
+            " that it moves objects to (/tmp/ray); free that disk, start Ray with more memory"
+            " (--object-store-memory=BYTES), lower algorithm.horizon or env.num_envs, or let"
+            " one process act and learn ('rollout,actor': its experience stays where it is)"
+        )
+    assert run_helpers.processes_ended(*(h.pid for h in processes_by_name.values()))

@@ -449,8 +449,8 @@ def test_cloning_approaches_the_demonstrations(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chain", ["one", "sum"])
-def test_ppo_learns_one_target_per_sentence(folder: Path, chain: str) -> None:
+@pytest.mark.parametrize(("chain", "updates"), [("one", 40), ("sum", 30)])
+def test_ppo_learns_one_target_per_sentence(folder: Path, chain: str, updates: int) -> None:
     """The reward is -(a - target of the sentence)².
 
     It is -1.7 at the start, and -0.17 for the best policy that ignores the words.
@@ -461,9 +461,9 @@ def test_ppo_learns_one_target_per_sentence(folder: Path, chain: str) -> None:
     inputs = policy.encode(obs)
     target = torch.tensor([-0.5, 0.0, 0.5])[obs["instruction"]].view(-1, 1, 1)
     parameters = [p for group in policy.parameter_groups().values() for p in group]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3)
     rewards = []
-    for _ in range(60):
+    for _ in range(updates):
         d = policy.act(inputs, noise=policy.noise(rows, generator))
         reward = -(d.action.view(rows, C, A) - target).square().mean((1, 2))
         rewards.append(float(reward.mean()))
