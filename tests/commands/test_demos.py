@@ -22,6 +22,7 @@ import yaml
 
 from embodied_ppo.commands import main
 from embodied_ppo.data.lerobot_reader import read
+from embodied_ppo.modes.embodied.mode import EmbodiedMode
 from embodied_ppo.training import checkpoint, progress
 
 SMALL = [
@@ -289,6 +290,8 @@ def test_options_of_demos_and_clone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ppo_from_a_clone_equals_train_with_cloning(
     policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if policy != "token":  # memory estimates take half of the time of these runs
+        monkeypatch.setattr(EmbodiedMode, "can_estimate", lambda *_, **__: False)
     run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
     options = [f"experiment=tabletop_{policy}", *SMALL]
     video = ["evaluation.video_episodes=1", "evaluation.video_steps=3"] if policy == "token" else []

@@ -15,9 +15,16 @@ from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import Mean, Trajectory
 from embodied_ppo.imitation import behavior_cloning
+from embodied_ppo.modes.embodied.mode import EmbodiedMode
 from embodied_ppo.training import checkpoint
 from tests.imitation.test_behavior_cloning import STEPS, demonstrations
 from tests.models.vla.test_trunk import FAMILIES, SENTENCES, B, C, make, observations
+
+
+@pytest.fixture(autouse=True)
+def no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory estimates take half of the time of these runs."""
+    monkeypatch.setattr(EmbodiedMode, "can_estimate", lambda *_, **__: False)
 
 
 def test_auxiliary_loss_is_the_cloning_loss_with_the_demonstrations_sentences() -> None:
