@@ -278,7 +278,7 @@ PIXELS: dict[str, Any] = {
     "algorithm.global_batch_size": 8,
     "evaluation.episodes": 2,
     "evaluation.num_envs": 2,
-    "updates": 3,
+    "updates": 2,
 }
 
 

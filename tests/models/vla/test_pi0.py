@@ -202,7 +202,8 @@ def test_update_uses_the_prefixes_of_acting(num_envs: int, tmp_path: Path) -> No
             assert not t.kept, "the caller may hold the trajectory for longer than the batch"
         weights = [list(p.parameters()) for p, *_ in runs]
         for x, y in zip(*weights, strict=True):
-            assert torch.equal(x, y) if num_envs == 32 else (x - y).abs().max() < 1e-6
+            # Sums of few rows depend on the alignment of memory. Two updates move a weight by 6e-4.
+            assert torch.equal(x, y) if num_envs == 32 else (x - y).abs().max() < 1e-5
         if num_envs == 32:
             assert metrics[0] == metrics[1]
             leaves = [list(tree.leaves(t)) for t in trajectories]
