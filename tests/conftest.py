@@ -91,8 +91,7 @@ def few_problems() -> Iterator[None]:
     """Reduce the task arithmetic to 200 problems, here and in workers of a later ``start_ray``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ray_fork_server.PROBLEMS, "200")
-        patch.setitem(synthetic_tasks.TASKS, "arithmetic", synthetic_tasks.TASKS["arithmetic"])
-        ray_fork_server.reduce_tasks(200)
+        patch.setitem(synthetic_tasks.TASKS, "arithmetic", ray_fork_server.small_arithmetic(200))
         yield
 
 

@@ -80,13 +80,14 @@ def install() -> None:
     RayParams.update_if_absent = with_client
 
 
-def reduce_tasks(problems: int) -> None:
-    """Reduce the task arithmetic, whose 10,000 prompts take half a second in each process."""
+def small_arithmetic(problems: int) -> Any:
+    """Return the task arithmetic with fewer problems.
+
+    Its 10,000 prompts take half a second in each process.
+    """
     from embodied_ppo.data.synthetic_tasks import TASKS
 
-    TASKS["arithmetic"] = replace(
-        TASKS["arithmetic"], train=problems * 9 // 10, held_out=problems // 10
-    )
+    return replace(TASKS["arithmetic"], train=problems * 9 // 10, held_out=problems // 10)
 
 
 def serve() -> None:
@@ -145,7 +146,9 @@ def _run_worker(
         os.environ.update(environment)
         os.chdir(folder)
         if problems := environment.get(PROBLEMS):
-            reduce_tasks(int(problems))
+            from embodied_ppo.data.synthetic_tasks import TASKS
+
+            TASKS["arithmetic"] = small_arithmetic(int(problems))
         program = arguments[0]
         sys.argv = arguments
         sys.path[0] = str(Path(program).parent)
