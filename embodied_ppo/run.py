@@ -759,7 +759,7 @@ def _build(request: RunRequest, stack: ExitStack) -> RunComponents:
     if plan is not None:
         return build_workers(implementation, request, plan)
     if implementation.can_estimate(config, in_process=True):
-        implementation.require_memory(config, implementation.plan_on_one_device(config, device))
+        implementation.check_memory(config, implementation.plan_on_one_device(config, device))
     return implementation.build_local(request, stack)
 
 

@@ -173,13 +173,6 @@ class RunComponents:
 class MemoryEstimator(Protocol):
     """Predicts the memory of worker processes for any placement of a run, without starting it."""
 
-    def certainly_fits(self, placed: placement.Plan) -> bool:
-        """Return whether the run is so small that ``needs`` is not necessary to know that it fits.
-
-        ``needs`` traces the policy, for which torch imports its compiler: a second.
-        """
-        ...
-
     def needs(
         self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
     ) -> MemoryNeeds:
@@ -347,17 +340,7 @@ class Mode(ABC):
             PlacementError: It does not fit. The message proposes cluster.shard where that would
                 suffice.
         """
-        return self._check_memory(self.memory_estimator(config), config, plan)
-
-    def require_memory(self, config: Config, plan: placement.Plan) -> None:
-        """Raise PlacementError where the estimated memory does not fit, see ``check_memory``."""
         estimator = self.memory_estimator(config)
-        if not estimator.certainly_fits(plan):
-            self._check_memory(estimator, config, plan)
-
-    def _check_memory(
-        self, estimator: MemoryEstimator, config: Config, plan: placement.Plan
-    ) -> MemoryNeeds:
         needs, sharded = estimator.needs(plan), None
         if not config.cluster.shard and not self.shard_obstacle(config, plan):
             sharded = partial(estimator.needs, plan, shard=True)

@@ -29,7 +29,7 @@ def build_workers(mode: Mode, request: RunRequest, plan: placement.Plan) -> RunC
     config = request.config
     mode.check_files(config)
     if mode.can_estimate(config):
-        mode.require_memory(config, plan)
+        mode.check_memory(config, plan)
     from embodied_ppo.placement.ray_system import ClusterSystem  # importing Ray takes a second
 
     system = ClusterSystem(

@@ -1,13 +1,13 @@
 """Estimate of a run's memory before it starts, by running acting and learning on fake tensors.
 
 A dispatch mode counts the tensors that operations allocate and free, so that no formula per model
-is needed.
+is needed. A small model computes two small batches instead (``_peak``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +30,10 @@ from embodied_ppo.models.vla.trunk import VLAPolicy
 
 TOKEN = 64
 """Bytes per response token of experience: a ``Trajectory``, and what the learner adds to it."""
+SMALL_MODEL = 32 * 2**20
+"""Bytes of weights below which batches of ``SMALL_BATCHES`` are computed instead of traced."""
+SMALL_BATCHES = 2, 3
+"""Rows of these batches. With one row, some copies would be views."""
 
 
 class AllocationCounter(TorchDispatchMode):
@@ -37,14 +41,24 @@ class AllocationCounter(TorchDispatchMode):
 
     Attributes:
         now: Bytes that are allocated.
-        peak: Maximum of ``now``.
+        totals: ``now`` after each allocation.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         """Start at 0 bytes; storages of ``known`` tensors are not counted."""
         super().__init__()
-        self.now = self.peak = 0
+        self.now, self.totals = 0, list[int]()
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that torch does not import its compiler for this class."""
+        return False
+
+    @property
+    def peak(self) -> int:
+        """Maximum of ``now``."""
+        return max(self.totals, default=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -61,7 +75,7 @@ class AllocationCounter(TorchDispatchMode):
         self._storages.add(storage)
         size = storage.nbytes()
         self.now += size
-        self.peak = max(self.peak, self.now)
+        self.totals.append(self.now)
         weakref.finalize(storage, self._freed, size)
 
     def _freed(self, size: int) -> None:
@@ -152,6 +166,42 @@ def fake_tensors(policy: nn.Module) -> Iterator[list[Tensor]]:
         yield [x if isinstance(x, FakeTensor) else mode.from_tensor(x) for x in tensors]
 
 
+def _peak(
+    model: nn.Module, rows: int, run: Callable[[int, list[Tensor]], AllocationCounter]
+) -> int:
+    """Return the peak bytes of an operation with a batch of ``rows`` rows.
+
+    Importing torch's compiler for fake tensors and tracing take 2 s of CPU time. A small model on
+    the CPU therefore computes two small batches. Allocations grow linearly with the rows, so that
+    all totals are known for any number of rows; where a model cuts a large batch into parts, the
+    result is too large. Where the batches differ in the number of allocations, and for large
+    models, the operation is traced.
+
+    Args:
+        model: The model.
+        rows: Rows of the batch.
+        run: Performs the operation, given rows, and the parameters and buffers.
+    """
+    known = [*model.parameters(), *model.buffers()]
+    computes = all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in known)
+    if computes and nbytes(known) < SMALL_MODEL:
+        with torch.random.fork_rng(devices=[]):
+            first, second = (run(n, known).totals for n in SMALL_BATCHES)
+        if len(first) == len(second):
+            n, larger = SMALL_BATCHES
+            steps = (rows - n) / (larger - n)
+            return max(round(x + steps * (y - x)) for x, y in zip(first, second, strict=True))
+    with fake_tensors(model) as fake:
+        return run(rows, fake).peak
+
+
+def _zeros(x: Any, rows: int, device: torch.device, *, batch_dims: int = 1) -> Any:
+    """Return zeros [rows, ..] for a tree of tensors with ``batch_dims`` dimensions in front."""
+    return tree.map(
+        lambda t: torch.zeros(rows, *t.shape[batch_dims:], dtype=t.dtype, device=device), x
+    )
+
+
 @contextmanager
 def encoding_of(policy: Policy, rows: int) -> Iterator[None]:
     """Context in which ``encode`` of a few observations returns what it does for ``rows`` of them.
@@ -192,17 +242,17 @@ def _freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
 def micro_batch(
     policy: Policy, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig
 ) -> Batch:
-    """Return a batch with the shapes of ``rows`` decisions of a trajectory, and arbitrary contents.
+    """Return a batch of zeros with the shapes of ``rows`` decisions of a trajectory.
 
     Args:
         policy: Encodes the observations.
         device: Device of the batch.
-        t: Trajectory, [T, N, ..].
+        t: Trajectory, [T, N, ..], possibly without memory.
         rows: Number of decisions.
         c: Options of the algorithm.
     """
-    sample = tree.map(lambda x: x.new_empty(rows, *x.shape[2:]), t)
-    scalars = torch.empty(sample.value.shape, device=device)
+    sample = _zeros(t, rows, device, batch_dims=2)
+    scalars = torch.zeros(sample.value.shape, device=device)
     batch = Batch(
         inputs=policy.encode(sample.obs),
         action=sample.action,
@@ -255,12 +305,12 @@ def operations(
     """
     assert isinstance(policy, nn.Module)
     keeps = isinstance(policy, VLAPolicy) and policy.keeps_features(rows) and not kept
-    config, device = learner.config, decision.value.device
+    config, device = learner.config, next(policy.parameters()).device
     totals: list[float] = []
     # The other kernels of attention are not counted on a CPU.
     with fake_tensors(policy):
-        obs, decision = tree.map(lambda x: x[:2], (obs, decision))
-        count = len(decision.value)
+        count = min(2, len(decision.value))
+        obs, decision = _zeros((obs, decision), count, device)
         trajectory = experience(obs, decision, 1)
     with _freed_gradients(policy), sdpa_kernel(SDPBackend.MATH), fake_tensors(policy):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -293,13 +343,16 @@ def acting(
         rows: Number of environments.
 
     Returns:
-        Peak in bytes; the observations and the decision as fake tensors, [rows, ..].
+        Peak in bytes; the observations and the decision as tensors [rows, ..] without memory.
     """
     assert isinstance(policy, nn.Module)
     specs = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
-    with fake_tensors(policy) as known:
+    shapes: Any = None
+
+    def act(rows: int, known: list[Tensor]) -> AllocationCounter:
+        nonlocal shapes
         named = {
-            name: torch.empty(rows, *spec.shape, dtype=spec.dtype, device=device)
+            name: torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=device)
             for name, spec in specs.items()
         }
         obs = named if isinstance(obs_spec, dict) else named["obs"]
@@ -307,11 +360,15 @@ def acting(
         noise = policy.noise(rows)
         with AllocationCounter([*known, *named.values()]) as counter:
             decision = policy.act(policy.encode(obs), noise=noise)
-    return counter.peak, obs, decision
+        shapes = obs, decision
+        return counter
+
+    peak = _peak(policy, rows, act)
+    return peak, *_zeros(shapes, rows, torch.device("meta"))
 
 
 def experience(obs: Any, decision: Decision, horizon: int) -> Trajectory:
-    """Return a trajectory of ``horizon`` steps with the shapes of one step, as fake tensors.
+    """Return a trajectory of ``horizon`` steps with the shapes and devices of one step.
 
     Args:
         obs: Observations of one step, [N, ..].
@@ -360,10 +417,12 @@ def language_step(
     Returns:
         Peak in bytes, without weights and gradients.
     """
-    with _freed_gradients(model), fake_tensors(model) as known:
-        ids = torch.zeros(rows, width, dtype=torch.int64)
-        place, action = ids[:, -length:], ids[:, -length:]
-        with AllocationCounter([*known, ids]) as counter:
+
+    def step(rows: int, known: list[Tensor]) -> AllocationCounter:
+        # Rows without a common prefix, and places up to their ends.
+        ids = torch.arange(rows).unsqueeze(1).repeat(1, width)
+        place, action = torch.arange(width - length, width).repeat(rows, 1), ids[:, -length:]
+        with AllocationCounter([*known, ids, place]) as counter:
             if isinstance(model, LanguageCritic):
                 loss = model.value(ids, place).sum()
             else:
@@ -372,7 +431,10 @@ def language_step(
                 loss = (view.log_prob + view.entropy).sum()
             loss.backward()
             del loss
-    return counter.peak
+        return counter
+
+    with _freed_gradients(model):
+        return _peak(model, rows, step)
 
 
 def predicted(
@@ -394,13 +456,19 @@ def predicted(
     share = c.global_batch_size // learner.ranks.world
     size = min(c.micro_batch_size or share, share)
     rows = t.version.numel()
-    with _freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:
+    # A column of a minibatch holds all its steps.
+    steps = t.mask.shape[0] if c.minibatch_unit == "column" else 1
+    parts = (c.logprob_forward_micro_batch_size or rows) < rows
+    encoded = copied = 0.0
+
+    def learn(units: int, known: list[Tensor]) -> AllocationCounter:
+        nonlocal encoded, copied
+        size = units * steps
         with encoding_of(policy, rows):
             batch = micro_batch(policy, device, t, size, c)
-            sample = tree.map(lambda x: x.new_empty(size, *x.shape[2:]), t.obs)
+            sample = _zeros(t.obs, size, device, batch_dims=2)
             inputs = policy.encode(sample)
         # Inputs that are observations themselves take no memory, unless they are encoded in parts.
-        parts = (c.logprob_forward_micro_batch_size or rows) < rows
         shared = set() if parts else {x.untyped_storage()._cdata for x in tree.leaves(sample)}
         new = [x for x in tree.leaves(inputs) if x.untyped_storage()._cdata not in shared]
         encoded, copied = nbytes(new) / size, nbytes(batch) / size
@@ -409,7 +477,10 @@ def predicted(
             loss, _ = learner.optimizer.loss(batch, denominator, denominator, entropy_coef=0.0)
             loss.backward()
             del loss
-        activations = counter.peak
+        return counter
+
+    with _freed_gradients(policy) as with_gradient:
+        activations = _peak(policy, size // steps, learn)
     gradients = nbytes(list(with_gradient))
     experience_bytes = nbytes(t) * (1 + surplus) + rows * encoded + share * copied
     weights = nbytes([*policy.parameters(), *policy.buffers()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,7 @@ from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import AlgorithmConfig, Config
 from embodied_ppo.core import tree
-from embodied_ppo.core.memory import memory_size
-from embodied_ppo.core.types import Discrete, Trajectory
-from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.core.types import Trajectory
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.trunk import VLAPolicy
 from embodied_ppo.modes.base import MemoryNeeds
@@ -23,9 +20,6 @@ from embodied_ppo.modes.embodied.components import share_of
 from embodied_ppo.placement import memory_estimate, update_time
 from embodied_ppo.placement.remote_envs import EnvDescription
 from embodied_ppo.rollout import group_filter
-
-CERTAIN_SHARE = 0.1
-"""Share of a device's memory below which a run is not estimated exactly."""
 
 
 class EmbodiedMemoryEstimator:
@@ -55,33 +49,6 @@ class EmbodiedMemoryEstimator:
         if sizes(config) != sizes(self.config):
             self._updating_by_learners.clear()
         self.config = config
-
-    def certainly_fits(self, placed: placement.Plan) -> bool:
-        """See ``MemoryEstimator.certainly_fits``."""
-        limit, bound = placed.hardware.memory, self.bound()
-        return limit is None or (bound is not None and bound < CERTAIN_SHARE * limit)
-
-    def bound(self) -> int | None:
-        """Return an upper bound of the memory of all roles together in bytes.
-
-        None if the policy is no MLP, whose activations only a trace knows, and for filtered groups.
-        """
-        parameters, a = list(self.policy.parameters()), self.config.algorithm
-        if not isinstance(self.policy, ActorCritic) or memory_size(self.policy) or a.group_filter:
-            return None
-        if any(p.ndim > 2 for p in parameters):
-            return None
-        spec, action = self.spaces.obs_spec, self.spaces.action_spec
-        specs = spec.values() if isinstance(spec, dict) else [spec]
-        inputs = sum(math.prod(x.shape) * 4 for x in specs) * max(1, self.config.model.history)
-        # One float32 for each unit in each of ten tensors: results, gradients and copies.
-        units = sum(p.shape[0] for p in parameters if p.ndim == 2)
-        actions = action.n if isinstance(action, Discrete) else action.size
-        row = inputs + 4 * 10 * (units + actions + 10)
-        rows = max(self.config.env.num_envs, a.global_batch_size)
-        steps = a.horizon * self.config.env.num_envs * (inputs + 4 * (4 * actions + 20))
-        weights = memory_estimate.nbytes([*parameters, *self.policy.buffers()])
-        return 8 * weights + rows * row + 4 * steps
 
     def needs(
         self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None

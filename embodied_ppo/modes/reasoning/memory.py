@@ -46,10 +46,6 @@ class ReasoningMemoryEstimator:
         self.critic = components.make_critic(config, self.policy, cpu) if uses_critic else None
         self._step_bytes: dict[tuple[str, int], int] = {}
 
-    def certainly_fits(self, placed: placement.Plan) -> bool:
-        """See ``MemoryEstimator.certainly_fits``."""
-        return False
-
     def needs(
         self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
     ) -> MemoryNeeds:
