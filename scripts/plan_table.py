@@ -194,8 +194,8 @@ def measure() -> None:
         noise = policy.noise(rows)
         d = policy.act(policy.encode(real), noise=noise)
         trajectory = memory_estimate.experience(real, d, 1)
-        batch = memory_estimate.micro_batch(policy, cpu, trajectory, rows, algorithm)
-        batch = replace(batch, inputs=policy.encode(real), action=d.action, replay=d.replay)
+        batch = memory_estimate.micro_batch(policy.encode(real), cpu, trajectory, rows, algorithm)
+        batch = replace(batch, action=d.action, replay=d.replay)
 
         def act(policy: PI0 = policy, real: Any = real, noise: Any = noise) -> None:
             policy.act(policy.encode(real), noise=noise)

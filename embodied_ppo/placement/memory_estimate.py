@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from embodied_ppo.algorithms import losses
 from embodied_ppo.algorithms.learner import Learner
@@ -36,7 +36,37 @@ SMALL_BATCHES = 2, 3
 """Rows of these batches. With one row, some copies would be views."""
 
 
-class AllocationCounter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):
+    """A dispatch mode that torch does not import its compiler for."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, torch's word for a mode that needs no protection from its compiler."""
+        return False
+
+
+class OperationCounter(_Counter):
+    """Counts the floating-point operations of matrix products, convolutions and attention.
+
+    torch's ``FlopCounterMode`` counts them for each module, which takes longer.
+
+    Attributes:
+        total: Number of operations; a multiplication and an addition are two.
+    """
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class AllocationCounter(_Counter):
     """Counts the bytes of the tensors that operations allocate, until they are freed.
 
     Attributes:
@@ -49,11 +79,6 @@ class AllocationCounter(TorchDispatchMode):
         super().__init__()
         self.now, self.totals = 0, list[int]()
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not import its compiler for this class."""
-        return False
 
     @property
     def peak(self) -> int:
@@ -240,12 +265,12 @@ def _freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
 
 
 def micro_batch(
-    policy: Policy, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig
+    inputs: Any, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig
 ) -> Batch:
     """Return a batch of zeros with the shapes of ``rows`` decisions of a trajectory.
 
     Args:
-        policy: Encodes the observations.
+        inputs: ``Policy.encode`` of ``rows`` observations.
         device: Device of the batch.
         t: Trajectory, [T, N, ..], possibly without memory.
         rows: Number of decisions.
@@ -254,7 +279,7 @@ def micro_batch(
     sample = _zeros(t, rows, device, batch_dims=2)
     scalars = torch.zeros(sample.value.shape, device=device)
     batch = Batch(
-        inputs=policy.encode(sample.obs),
+        inputs=inputs,
         action=sample.action,
         replay=sample.replay,
         log_prob=losses.reduce_log_prob(sample.log_prob, c.logprob_type, batch_dims=1),
@@ -304,30 +329,32 @@ def operations(
         kept: Whether the features of acting are kept for the update.
     """
     assert isinstance(policy, nn.Module)
-    keeps = isinstance(policy, VLAPolicy) and policy.keeps_features(rows) and not kept
+    has_features = isinstance(policy, VLAPolicy) and policy.keeps_features(rows)
     config, device = learner.config, next(policy.parameters()).device
-    totals: list[float] = []
-    # The other kernels of attention are not counted on a CPU.
     with fake_tensors(policy):
         count = min(2, len(decision.value))
         obs, decision = _zeros((obs, decision), count, device)
         trajectory = experience(obs, decision, 1)
+    # The other kernels of attention are not counted on a CPU.
     with _freed_gradients(policy), sdpa_kernel(SDPBackend.MATH), fake_tensors(policy):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            policy.act(policy.encode(obs), noise=policy.noise(count))
-        totals.append(counter.get_total_flops())
-        with encoding_of(policy, rows):
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                policy.encode(obs)
-            totals.append(counter.get_total_flops() if keeps else 0)
-            batch = micro_batch(policy, device, trajectory, count, config)
+        with torch.no_grad(), OperationCounter() as encode:
+            inputs = policy.encode(obs)
+        with torch.no_grad(), OperationCounter() as act:
+            policy.act(inputs, noise=policy.noise(count))
+        if not has_features:
+            with encoding_of(policy, rows):
+                inputs = policy.encode(obs)
+        batch = micro_batch(inputs, device, trajectory, count, config)
         denominator = losses.denominator(batch.mask)
-        with FlopCounterMode(display=False) as counter:
+        with OperationCounter() as learn:
             loss, _ = learner.optimizer.loss(batch, denominator, denominator, entropy_coef=0.0)
             loss.backward()
             del loss
-        totals.append(counter.get_total_flops())
-    return Operations(*(total / count for total in totals))
+    return Operations(
+        act=(encode.total + act.total) / count,
+        encode=encode.total / count if has_features and not kept else 0.0,
+        learn=learn.total / count,
+    )
 
 
 @torch.no_grad()
@@ -464,10 +491,10 @@ def predicted(
     def learn(units: int, known: list[Tensor]) -> AllocationCounter:
         nonlocal encoded, copied
         size = units * steps
+        sample = _zeros(t.obs, size, device, batch_dims=2)
         with encoding_of(policy, rows):
-            batch = micro_batch(policy, device, t, size, c)
-            sample = _zeros(t.obs, size, device, batch_dims=2)
             inputs = policy.encode(sample)
+        batch = micro_batch(inputs, device, t, size, c)
         # Inputs that are observations themselves take no memory, unless they are encoded in parts.
         shared = set() if parts else {x.untyped_storage()._cdata for x in tree.leaves(sample)}
         new = [x for x in tree.leaves(inputs) if x.untyped_storage()._cdata not in shared]
