@@ -734,7 +734,8 @@ class AlgorithmConfig:
     adam_beta1: Annotated[float, Limit(ge=0, lt=1)] = 0.9
     """Decay of AdamW's first moment."""
     adam_beta2: Annotated[float, Limit(ge=0, lt=1)] = 0.999
-    """Decay of AdamW's second moment."""
+    """Decay of AdamW's second moment. If it equals adam_beta1, no step changes a weight by more
+    than the learning rate, even where gradients were small for long."""
     adam_eps: Positive = 1e-5
     """Epsilon of AdamW."""
     weight_decay: NonNegative = 0.0

@@ -23,7 +23,7 @@ from tests.integration.option_cases import (
     final_weights,
 )
 
-POINT = {"env.id": "toy_envs/Point-v0", "env.num_threads": 0}
+POINT = {"env.id": "toy_envs:toy_envs/Point-v0", "env.num_threads": 0}
 PICTURES = {
     "env.id": "Pong-v5",
     "env.num_envs": 2,

@@ -229,7 +229,7 @@ def of_evaluate(key: str, option: str, needs: dict[str, Any] | None = None) -> C
 
 def evaluation_observations(value: dict[str, Any], option: str) -> Any:
     """Return the observations after 3 steps of the evaluation environment."""
-    base = {"env.id": "toy_envs/Point-v0", "env.num_threads": 0}
+    base = {"env.id": "toy_envs:toy_envs/Point-v0", "env.num_threads": 0}
     if option == "evaluation.randomize":
         base = {"env.id": "toy_envs:Balance", "env.randomize": True}
         base |= {"env.ranges": {"mass": [0.1, 0.2]}}
