@@ -37,11 +37,11 @@ SMALL_BATCHES = 2, 3
 
 
 class _Counter(TorchDispatchMode):
-    """A dispatch mode that torch does not import its compiler for."""
+    """A dispatch mode whose operations do not make torch import its compiler."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, torch's word for a mode that needs no protection from its compiler."""
+        """Return False. With True, torch imports its compiler to exclude this class from it."""
         return False
 
 
