@@ -5,7 +5,8 @@ SHELL := /bin/bash
 .PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers test-sb3 test-import check bench docs build clean
 
 ARGS ?=
-JOBS ?= 2
+# Tests of failures wait for time limits, so that two cores run three files at a time.
+JOBS ?= 3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c scripts/constraints.txt
 # An inherited PYTHONDONTWRITEBYTECODE would make hundreds of processes compile our modules again.
@@ -28,7 +29,7 @@ help: ## print this list
 train: .venv/base ## train experiment=quickstart, or the one named in ARGS='experiment=NAME ...'
 	$(BIN)/embodied-ppo train $(if $(filter experiment=%,$(ARGS)),,experiment=quickstart) $(ARGS)
 
-test: .venv/dev ## run all tests, JOBS=2 files at a time; ARGS="-m 'not slow'" for the fast ones
+test: .venv/dev ## run all tests, JOBS=3 files at a time; ARGS="-m 'not slow'" for the fast ones
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-mjlab: .venv-mjlab/ready ## run the tests with mjlab in a separate environment (4 GB)

@@ -12,7 +12,6 @@ transformers' `generate` run alternately. One thread.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
@@ -89,7 +88,9 @@ def generation() -> list[tuple[float, float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    options = sys.argv[1:]
+    parser = benchmark.argument_parser(__doc__)
+    parser.add_argument("options", nargs="*", help="any.option=value of the training")
+    options = parser.parse_args().options
     changes = " ".join(options) or "as shipped"
     print(f"PPO, response tokens per CPU second; {changes}; torch {torch.__version__}")
     columns = ["minibatches", "tokens per CPU second", "CPU us per token by phase"]

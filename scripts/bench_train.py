@@ -11,7 +11,6 @@ time and ratios within a run are reproducible; the wall-clock speed is printed f
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
@@ -132,8 +131,11 @@ def bench(experiment: str, options: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    experiments = [word for word in sys.argv[1:] if "=" not in word] or list(EXPERIMENTS)
-    options = [word for word in sys.argv[1:] if "=" in word]
+    parser = benchmark.argument_parser(__doc__)
+    parser.add_argument("words", nargs="*", help="EXPERIMENT or any.option=value")
+    words = parser.parse_args().words
+    experiments = [word for word in words if "=" not in word] or list(EXPERIMENTS)
+    options = [word for word in words if "=" in word]
     changes = " ".join(options) or "as shipped"
     print(f"CPU us per environment step; {changes}; torch {torch.__version__}")
     columns = ("total", *PHASES, "simulator", "matrix")
