@@ -30,6 +30,8 @@ from typing import Any
 import ray_fork_client
 from ray_fork_client import ADDRESS
 
+_servers = list[subprocess.Popen[bytes]]()
+"""The running server. It ends with its standard input, which a reference keeps open."""
 PROBLEMS = "TESTS_ARITHMETIC_PROBLEMS"
 """Environment variable with a number of problems, to which workers reduce the task arithmetic."""
 PRELOADED = (
@@ -68,7 +70,8 @@ def install() -> None:
     os.environ[ADDRESS] = f"{folder}/socket"
     server = subprocess.Popen(
         [sys.executable, __file__], stdout=subprocess.PIPE, stdin=subprocess.PIPE
-    )  # it ends with its standard input, and so with this process
+    )
+    _servers.append(server)
     assert server.stdout is not None and server.stdout.read(1) == b"."
     update_if_absent = RayParams.update_if_absent
 
@@ -112,11 +115,12 @@ def serve() -> None:
                 return
             connection, _ = server.accept()
             header, streams, _, _ = socket.recv_fds(connection, 8, 3)
-            content = b""
-            while len(content) < int.from_bytes(header, "big"):
-                content += connection.recv(1 << 16)
+            content, length = b"", int.from_bytes(header, "big")
+            while len(content) < length and (part := connection.recv(1 << 16)):
+                content += part
             connection.close()
-            if os.fork() == 0:
+            # A client that was killed may have sent a part only.
+            if header and len(content) == length and os.fork() == 0:
                 server.close()
                 _run_worker(*json.loads(content), streams)
             for stream in streams:

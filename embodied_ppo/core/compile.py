@@ -106,6 +106,9 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     Args:
         program: The program; modules in its attributes count with their options.
         example: Arguments of the program.
+
+    Raises:
+        RuntimeError: The class of a module is defined in no file.
     """
     digest = hashlib.sha256()
     package = Path(embodied_ppo.__file__).parent
@@ -114,7 +117,7 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     modules = dict(pair for part, value in parts.items() for pair in _all_modules(part, value))
     for kind in {type(m) for m in modules.values()}:
         if not kind.__module__.startswith("torch."):
-            sources.add(Path(inspect.getsourcefile(kind) or package / "types.py"))
+            sources.add(_source_of(kind))
     for path in sorted(sources):
         digest.update(path.read_bytes())
     entries = [
@@ -132,6 +135,20 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     entries += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
     digest.update("\n".join(entries).encode())
     return digest.hexdigest()[:20]
+
+
+def _source_of(kind: type) -> Path:
+    """Return the file that defines a class. Raises RuntimeError if there is none."""
+    try:
+        file = inspect.getsourcefile(kind)
+    except TypeError:  # a class of a module without a file
+        file = None
+    if file is None:
+        raise RuntimeError(
+            f"{kind.__qualname__} is defined in no file, so that a changed definition could not be"
+            " detected; define it in a module"
+        )
+    return Path(file)
 
 
 def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -266,7 +283,8 @@ class Library:
             example: Arguments, of which shapes, types and strides are read.
 
         Raises:
-            RuntimeError: The program cannot be pickled, or the cache cannot be used.
+            RuntimeError: The program cannot be pickled, the class of one of its modules is defined
+                in no file, or the cache cannot be used.
         """
         self.path = _libraries() / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
@@ -616,6 +634,7 @@ class CompileSchedule:
         """Whether the compiled function is a CUDA graph."""
         self._library: Library | None = None
         self._function: Function | None = None
+        self._closed = False
 
     def get(self, update: int, make_example: Callable[[], Example]) -> Function | None:
         """Return the compiled function for ``update``, None before it is due.
@@ -627,9 +646,11 @@ class CompileSchedule:
             make_example: Returns the program and its example arguments.
 
         Raises:
-            TrainingError: The compilation failed and is required.
+            TrainingError: The compilation failed and is required, or ``close`` ended it.
         """
-        if self.first_update is None or self._function is not None or update < self.start_update:
+        if self.first_update is None or self._closed or update < self.start_update:
+            return self._function
+        if self._function is not None:
             return self._function
         try:
             if self._library is None:
@@ -652,16 +673,19 @@ class CompileSchedule:
                 finally:
                     CompileSchedule.waiting -= 1
         except (RuntimeError, OSError) as error:
+            if self._closed:
+                raise TrainingError("the compilation was ended") from error
             if self.required:
                 raise TrainingError(
                     f"compile=always: {one_line(error)}; repair it, or use compile=auto"
                 ) from error
-            self.notice(f"compile: {error}; training continues without compiled code")
+            self.notice(f"compile: {one_line(error)}; training continues without compiled code")
             self.first_update = None
         return self._function
 
     def close(self) -> None:
-        """Stop a compilation in progress."""
+        """Stop a compilation in progress. Another thread may be waiting for it in ``get``."""
+        self._closed = True
         if self._library is not None:
             self._library.close()
 

@@ -259,9 +259,11 @@ def _freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
     hooks = [
         p.register_post_accumulate_grad_hook(free) for p in model.parameters() if p.requires_grad
     ]
-    yield with_gradient
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield with_gradient
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def micro_batch(

@@ -608,9 +608,13 @@ class Rollout:
                 metrics["rollout/success"] = Mean.of(e[2] for e in window)
         return metrics
 
+    def stop_compilation(self) -> None:
+        """End a compilation in progress. A ``collect`` that waits for it raises TrainingError."""
+        self.acting.schedule.close()
+
     def close(self) -> None:
         """End compilation and close the simulator."""
-        self.acting.schedule.close()
+        self.stop_compilation()
         self.env.close()
 
     def state(self) -> dict[str, Any]:
@@ -733,6 +737,11 @@ class Staged:
         """Continue from ``state`` of as many stages."""
         for r, s in zip(self.rollouts, state["stages"], strict=True):
             r.load_state(s, notice=notice)
+
+    def stop_compilation(self) -> None:
+        """End the compilation of every stage, see ``Rollout.stop_compilation``."""
+        for r in self.rollouts:
+            r.stop_compilation()
 
     def close(self) -> None:
         """Close every stage."""

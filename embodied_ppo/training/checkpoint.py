@@ -188,11 +188,14 @@ def save(
 def set_score(path: Path, score: float) -> None:
     """Record the evaluation score of a checkpoint; point ``best`` at the highest of the run.
 
+    A score that is not a number is recorded as null, like that of a checkpoint without evaluation.
+
     Raises:
         CheckpointError: Writing fails. The checkpoint is unchanged.
     """
     best = _score(path.parent / "best")
-    manifest = json.loads((path / MANIFEST).read_text()) | {"score": score}
+    recorded = None if math.isnan(score) else score
+    manifest = json.loads((path / MANIFEST).read_text()) | {"score": recorded}
     new = path / (MANIFEST + ".new")
     try:
         _write(new, json.dumps(manifest, indent=1, sort_keys=True).encode())

@@ -27,16 +27,23 @@ class PipelinedSystem(LocalSystem):
     do not hold Python's interpreter lock, so that both threads run at the same time.
     """
 
-    def __init__(self, *args: Any, acting: nn.Module, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        acting: nn.Module,
+        stop_compilation: Callable[[], None],
+        **options: Any,
+    ) -> None:
         """Create a system.
 
         Args:
             args: As for ``LocalSystem``.
             acting: The copy of the policy that ``rollout`` acts with.
+            stop_compilation: Ends a compilation that ``rollout`` may be waiting for.
             options: As for ``LocalSystem``.
         """
         super().__init__(*args, **options)
-        self.acting = acting
+        self.acting, self._stop_compilation = acting, stop_compilation
         self._thread = ThreadPoolExecutor(
             1, "rollout", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
@@ -74,7 +81,7 @@ class PipelinedSystem(LocalSystem):
         return {update: experience.result() for update, experience in self._pending.items()}
 
     def _measure(self) -> Result:
-        self._finished()  # only one thread at a time may call simulators, see ``core.watchdog``
+        self._finished()  # ``core.watchdog`` records the calls of one thread only
         return super()._measure()
 
     def _training_state(self) -> dict[str, Any]:
@@ -99,6 +106,7 @@ class PipelinedSystem(LocalSystem):
             experience.set_result((Trajectory(**stored["trajectory"]), metrics))
 
     def close(self) -> None:
+        self._stop_compilation()
         self._thread.shutdown(cancel_futures=True)
         super().close()
 

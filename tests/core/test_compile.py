@@ -31,8 +31,16 @@ from embodied_ppo.algorithms.ppo_loss import SETTINGS, STEP_OPTIONS, ActorLoss, 
 from embodied_ppo.config.schema import AlgorithmConfig, Config
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.random import env_seeds
-from embodied_ppo.core.types import Batch, ConfigError, TrainingError, Trajectory
+from embodied_ppo.core.types import (
+    ArraySpec,
+    Batch,
+    Box,
+    ConfigError,
+    TrainingError,
+    Trajectory,
+)
 from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.modes.base import RunRequest
 from embodied_ppo.modes.embodied import components as embodied
 from embodied_ppo.rollout.simulation import Acting, ActProgram
 from tests.algorithms.test_actor_critic_learner import experience, make, numbers, weights
@@ -218,6 +226,18 @@ def test_intact_library_that_fails_to_load_is_kept(
 
 
 @pytest.mark.slow
+def test_class_without_file_is_not_compiled() -> None:
+    """The file of its definition is a part of the fingerprint."""
+    names: dict[str, Any] = {"__name__": "typed_at_a_prompt"}
+    exec("from torch import nn\nclass Typed(nn.Linear): pass", names)
+    program, x, notices = Double(), torch.zeros(3), list[str]()
+    program.module = names["Typed"](3, 3)
+    schedule = compile.CompileSchedule(0, notice=notices.append)
+    assert schedule.get(0, lambda: compile.Example(program, [x], [x])) is None
+    (notice,) = notices
+    assert "Typed is defined in no file" in notice and "continues without compiled" in notice
+
+
 def test_fingerprint_is_the_same_in_all_processes() -> None:
     # The order of a set of strings depends on PYTHONHASHSEED.
     # This process has another seed than each of the two.
@@ -425,6 +445,31 @@ def test_first_compiled_update() -> None:
         )[0]
         == 0
     )  # a CUDA graph
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        ((5, 10), "minibatches from update 6 on, acting from update 11 on"),
+        ((5, None), "minibatches from update 6 on"),
+        ((None, None), "never (training ends before it would be used)"),
+    ],
+)
+def test_log_says_what_is_compiled(updates: tuple[int | None, int | None], expected: str) -> None:
+    schedules = dict(
+        zip(("minibatches", "acting"), map(compile.CompileSchedule, updates), strict=True)
+    )
+    c, lines = run_helpers.tiny_config(), list[str]()
+    request = RunRequest(c, torch.device("cpu"), Path(), 9, "", {}, print, print, lines)
+    env: Any = SimpleNamespace(
+        num_envs=4,
+        action_spec=Box((-1.0,), (1.0,)),
+        obs_spec=ArraySpec((3,)),
+        max_episode_steps=None,
+    )
+    policy: Any = torch.nn.Identity()
+    embodied.log_settings(request, env, policy, schedules, "")
+    assert lines[-1].endswith(f"compiled code: {expected}")
 
 
 # ---------------------------------------------------------------------------- run, learner, acting
@@ -812,8 +857,12 @@ def test_compiled_acting_equals_eager_acting() -> None:
 
 
 # --------------------------------------------------------------------------------------- whole runs
+PIPELINE = ["pipeline=true", "algorithm.off_policy_correction=token"]
+
+
 @pytest.mark.slow
-def test_interrupt_ends_wait_for_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], PIPELINE], ids=["one thread", "pipeline"])
+def test_interrupt_ends_wait_for_compiler(options: list[str], tmp_path: Path) -> None:
     """No update runs in the meantime, and no process remains."""
     env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
     command = [
@@ -823,6 +872,7 @@ def test_interrupt_ends_wait_for_compiler(tmp_path: Path) -> None:
         "train",
         "experiment=cartpole",
         "compile=always",
+        *options,
     ]
     command += [
         "evaluation.episodes=2",
@@ -839,6 +889,7 @@ def test_interrupt_ends_wait_for_compiler(tmp_path: Path) -> None:
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the whole group
     output = run.stderr.read()
     assert run.wait(20) == 130 and "interrupted" in output and "compiler failed" not in output
+    assert not list((tmp_path / "cache").rglob("*.pt2"))  # the compilation did not end
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -311,7 +312,8 @@ def test_manifest_paths_outside_checkpoint_are_not_read(run_dir: Path) -> None:
 
 def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    for update, score in ((1, 5.0), (2, 9.0), (3, 7.0), (4, None), (5, float("-1"))):
+    scores = ((0, math.nan), (1, 5.0), (2, 9.0), (3, 7.0), (4, None), (5, -1.0))
+    for update, score in scores:
         path = checkpoint.save(
             folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -576,13 +576,20 @@ def clone(request: RunRequest, policy: AnyPolicy) -> dict[str, float]:
 
 
 def log_settings(
-    request: RunRequest, env: VectorEnv, policy: AnyPolicy, compiled_since: int | None, reason: str
+    request: RunRequest,
+    env: VectorEnv,
+    policy: AnyPolicy,
+    schedules: Mapping[str, compile.CompileSchedule],
+    reason: str,
 ) -> None:
     """Add the lines of the log that precede the first update.
 
     Args:
-        compiled_since: First update with compiled minibatches, from ``compile_from``.
-        reason: Why there is none, from ``compile_from``.
+        request: The run.
+        env: The simulators.
+        policy: The policy.
+        schedules: Name of what is compiled -> its schedule.
+        reason: Why nothing is compiled, from ``compile_from``.
     """
     config = request.config
     request.early_log_lines.extend(_unread_options(config, env))
@@ -590,12 +597,13 @@ def log_settings(
     if isinstance(policy, PI0) and (line := policy.memory_notice(samples)):
         request.early_log_lines.append(line)
     simulators = config.env.num_threads or "as many as there are cores"
-    compiled = (
-        f"never ({reason})"
-        if compiled_since is None
-        else f"minibatches from update {compiled_since + 1} on, acting from update"
-        f" {2 * compiled_since + 1} on"
+    compiled = ", ".join(
+        f"{name} from update {schedule.first_update + 1} on"
+        for name, schedule in schedules.items()
+        if schedule.first_update is not None
     )
+    reason = reason or "training ends before it would be used"
+    compiled = compiled or f"never ({reason})"
     request.early_log_lines.append(
         f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled"
         f" code: {compiled}"

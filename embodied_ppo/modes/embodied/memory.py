@@ -34,7 +34,8 @@ class EmbodiedMemoryEstimator:
         self.config, self.cpu = config, torch.device("cpu")
         self.spaces = EnvDescription(components.describe_spaces(config), self.cpu)
         self.policy: Any = components.make_policy(config, self.spaces, weights=False)
-        self._acting_by_rows: dict[int, tuple[int, Any, Any]] = {}
+        self._acting_by_rows: dict[tuple[int, float | None], tuple[int, Any, Any]] = {}
+        """Environments and memory of the device in GB -> ``memory_estimate.acting``."""
         self._updating_by_learners: dict[
             tuple[int, int | None, float | None], memory_estimate.Memory
         ] = {}
@@ -54,6 +55,7 @@ class EmbodiedMemoryEstimator:
         self, placed: placement.Plan, micro: int | None = None, *, shard: bool | None = None
     ) -> MemoryNeeds:
         """See ``MemoryEstimator.needs``."""
+        _set_memory(self.policy, self._device_gb(placed))
         peak, trajectory = self._acting(placed.processes("rollout") * placed.stages)
         copies, _ = self._filter_copies()
         learners = placed.processes("actor")
@@ -75,6 +77,12 @@ class EmbodiedMemoryEstimator:
                 need.update(weights=weights, experience=experience, activations=acting)
             if "actor" in group.roles:
                 learns = vars(update)
+                if self.config.pipeline:
+                    # Both run at the same time. Beside the weights of the learner there are those
+                    # that act and those that the next rollout will copy.
+                    need["weights"] *= 2
+                    needs[group.name] = {name: need[name] + size for name, size in learns.items()}
+                    continue
                 # Rollout and update follow one another, so the larger one counts.
                 if learns["experience"] + learns["activations"] < experience + acting and rolls:
                     learns = learns | {"experience": experience, "activations": acting}
@@ -132,11 +140,11 @@ class EmbodiedMemoryEstimator:
 
     def _act(self, rows: int) -> tuple[int, Any, Any]:
         """Return ``memory_estimate.acting`` of ``rows`` environments."""
-        if rows not in self._acting_by_rows:
+        key = rows, getattr(self.policy, "planned_memory_gb", None)
+        if key not in self._acting_by_rows:
             spec = self.spaces.obs_spec
-            acting = memory_estimate.acting(self.policy, spec, self.cpu, rows)
-            self._acting_by_rows[rows] = acting
-        return self._acting_by_rows[rows]
+            self._acting_by_rows[key] = memory_estimate.acting(self.policy, spec, self.cpu, rows)
+        return self._acting_by_rows[key]
 
     def _filter_copies(self) -> tuple[float, float]:
         """Return ``group_filter.peak_copies``; (1, 0) without a filter."""
@@ -155,14 +163,13 @@ class EmbodiedMemoryEstimator:
     def _updating(
         self, learners: int, micro: int | None, device_gb: float | None
     ) -> memory_estimate.Memory:
-        """Return the memory of an update in one of ``learners`` processes.
+        """Return the memory of an update in one of ``learners`` processes, after ``_set_memory``.
 
         Args:
             learners: Number of learners.
             micro: Samples of a micro-batch; None: as the options say.
             device_gb: Memory of the device, which limits the features of a frozen trunk.
         """
-        _set_memory(self.policy, device_gb)
         key = (learners, micro or self.config.algorithm.micro_batch_size, device_gb)
         if key not in self._updating_by_learners:
             a, num_envs = self.config.algorithm, self.config.env.num_envs

@@ -87,9 +87,13 @@ def build_worker(
         compiled_since, reason = components.compile_from(
             config, request.device, request.notice, parts=stages
         )
+    # Compiled minibatches do not exchange gradients.
+    schedule = compile_schedule(request, compiled_since if learners.world == 1 else None)
     if envs and not rank:
         components.check_evaluation(config, request.device)
-        components.log_settings(request, envs[0], policy, compiled_since, reason)
+        acting_schedule = components.acting_schedule(request, compiled_since)
+        schedules = {"minibatches": schedule, "acting": acting_schedule}
+        components.log_settings(request, envs[0], policy, schedules, reason)
     facts: Mapping[str, Any] = {}
     learner: Learner | DistillationLearner | None = None
     if "actor" in roles:
@@ -101,8 +105,6 @@ def build_worker(
             request.notice(
                 f"compile: minibatches are not compiled, {learners.world} processes learn together"
             )
-        since = compiled_since if learners.world == 1 else None
-        schedule = compile_schedule(request, since)
         if guided is not None:
             learner = distillation.make_learner(request, guided, schedule)
         else:

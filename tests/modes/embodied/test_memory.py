@@ -243,3 +243,15 @@ def test_group_filter_is_counted() -> None:
     one_round = {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 1}
     single = needs(run_helpers.tiny_config({**options, **one_round}))
     assert filtered["experience"] / single["experience"] == pytest.approx(5.5 / 4)
+
+
+def test_pipeline_needs_rollout_and_update_at_the_same_time() -> None:
+    """With three sets of weights: those that learn, act, and act in the next rollout."""
+    options: dict[str, Any] = {"algorithm.off_policy_correction": "token"}
+    plain = needs(run_helpers.tiny_config(options))
+    both = needs(run_helpers.tiny_config({**options, "pipeline": True}))
+    assert both["weights"] == 3 * plain["weights"]
+    larger, sum_of_both = (x["experience"] + x["activations"] for x in (plain, both))
+    assert larger < sum_of_both <= 2 * larger  # without a pipeline the larger one counts
+    fixed = {"gradients", "optimizer"}
+    assert {k: both[k] for k in fixed} == {k: plain[k] for k in fixed}
