@@ -65,7 +65,7 @@ check: .venv/dev ## check format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: .venv/dev ## measure training and generation on this machine
+bench: .venv/dev ## measure training (ARGS: experiments and options of it) and generation
 	$(BIN)/python scripts/bench_train.py $(ARGS)
 	$(BIN)/python scripts/bench_language.py
 

@@ -46,15 +46,15 @@ def measure(experiment: str, options: tuple[str, ...], cores: set[int], updates:
             *(f"experiment={experiment}", *options, f"updates={updates}", "env_steps=null"),
             *(f"run_dir={run_dir}", "evaluation.episodes=1", "evaluation.video_episodes=0"),
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             capture_output=True,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
-        if done.returncode:
-            raise SystemExit(f"{experiment} {' '.join(options)}: {done.stderr[-2000:]}")
+        if process.returncode:
+            raise SystemExit(f"{experiment} {' '.join(options)}: {process.stderr[-2000:]}")
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["update"] >= FIRST_UPDATE]
     steps = rows[1]["env_steps"] - rows[0]["env_steps"]
@@ -66,16 +66,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("experiments", nargs="*", default=EXPERIMENTS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3, help="at least 1 (default: 3)")
+    least = FIRST_UPDATE + 1
+    help = f"of each training, at least {least} (default: 60)"
+    parser.add_argument("--updates", type=int, default=60, help=help)
     args = parser.parse_args()
-    first, second = sorted(os.sched_getaffinity(0))[:2]
+    if args.rounds < 1 or args.updates < least:
+        parser.error(f"--rounds must be at least 1, and --updates at least {least}")
+    cores_of_process = sorted(os.sched_getaffinity(0))
+    if len(cores_of_process) < 2:
+        parser.error("this process may use one core only; two are needed")
+    first, second = cores_of_process[:2]
     for experiment in args.experiments:
         times: dict[str, list[float]] = {name: [] for name in ARRANGEMENTS}
         for _ in range(args.rounds):
             for name, options in ARRANGEMENTS.items():
                 cores = {first} if name == "one core" else {first, second}
                 times[name].append(measure(experiment, options, cores, args.updates))
+                print(f"{experiment}, {name}: {times[name][-1]:.1f} us", file=sys.stderr)
         print(
             f"\n{experiment}\n| options | us per step | times as fast as one core |\n|---|---|---|"
         )

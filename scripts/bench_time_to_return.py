@@ -69,13 +69,13 @@ class Evaluation(NamedTuple):
 def run(command: Sequence[str]) -> str:
     """Run a command and return its stdout."""
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr[-2000:]}")
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: {process.stderr[-2000:]}")
+    return process.stdout
 
 
-def train_ours(task: str, seed: int, overrides: Sequence[str] = ()) -> list[Evaluation]:
+def train_ours(task: str, seed: int) -> list[Evaluation]:
     """Train this project's experiment of a task."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -84,7 +84,7 @@ def train_ours(task: str, seed: int, overrides: Sequence[str] = ()) -> list[Eval
                 *(sys.executable, "-m", "embodied_ppo.commands.main", "train"),
                 *(f"experiment={EXPERIMENTS[task]}", f"seed={seed}", f"run_dir={run_dir}"),
                 *(f"eval_every={EVALUATION_UPDATES}", "save_every=0", "evaluation.episodes=10"),
-                *("evaluation.video_episodes=0", *overrides),
+                "evaluation.video_episodes=0",
             ]
         )
         rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
@@ -137,9 +137,11 @@ def cell(times: Sequence[float | None]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--tasks", nargs="+", default=list(RETURNS))
+    parser.add_argument("--tasks", nargs="+", default=list(RETURNS), choices=list(RETURNS))
     parser.add_argument("--sb3", help="Python with Stable-Baselines3 and gymnasium[mujoco]")
     parser.add_argument("--cleanrl", nargs=2, metavar=("PYTHON", "FILE"))
     parser.add_argument("--rl-games", nargs=2, metavar=("PYTHON", "FOLDER"))
@@ -158,7 +160,10 @@ def main() -> None:
         trainers["rl_games"] = partial(train_other, [python, str(RL_GAMES), folder], args.limit)
     if args.trainers:
         if unknown := set(args.trainers) - {*trainers}:
-            parser.error(f"--trainers {' '.join(unknown)}: must be of {', '.join(trainers)}")
+            parser.error(
+                f"--trainers {' '.join(unknown)}: unknown, or without its option (--sb3, --cleanrl,"
+                f" --rl-games); available: {', '.join(trainers)}"
+            )
         trainers = {name: trainers[name] for name in args.trainers}
     evaluations: dict[str, dict[str, list[list[Evaluation]]]] = {}
     names = " | ".join(trainers)

@@ -47,8 +47,8 @@ def supervise(run: Callable[[], int]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return _supervised(run, parent)
     status, interrupted = _wait(child)
-    if watchdog.numbers[watchdog.DONE]:
-        return int(watchdog.numbers[watchdog.DONE]) - 1
+    if watchdog.numbers[watchdog.EXIT_CODE_PLUS_ONE]:
+        return int(watchdog.numbers[watchdog.EXIT_CODE_PLUS_ONE]) - 1
     code = os.waitstatus_to_exitcode(status)
     if interrupted:  # the user sent a signal before the command handled signals
         print("error: interrupted", file=sys.stderr)
@@ -69,7 +69,7 @@ def _supervised(run: Callable[[], int], parent: int) -> int:
         signal.signal(signal.SIGINT, _interrupt)
     code = run()
     # A crash at the exit of the interpreter does not change the result.
-    watchdog.numbers[watchdog.DONE] = code + 1
+    watchdog.numbers[watchdog.EXIT_CODE_PLUS_ONE] = code + 1
     return code
 
 

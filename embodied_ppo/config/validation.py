@@ -91,8 +91,8 @@ def check(
         mode, value = mode_of(path), attrgetter(path)(config)
         if mode not in (None, config.mode) and value not in UNSET:
             raise ConfigError(
-                f"{path} = {show(value)} is set but not read; set mode={mode}, or remove this"
-                " option"
+                f"{path} = {show(value)} is set but not read: only mode={mode} reads it; remove it,"
+                f" or set mode={mode}"
             )
     if config.model.checkpoint == "":
         raise ConfigError(

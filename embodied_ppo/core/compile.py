@@ -215,8 +215,11 @@ def _load(path: Path) -> Function:
     can run. torch's own loader holds it. Only that loader can call operations without a C
     interface, so it is used if there are any.
 
+    Returns:
+        The function. It raises RuntimeError if a call fails.
+
     Raises:
-        RuntimeError: The file is no such package, or a call of the function fails.
+        RuntimeError: The file is no such package.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -394,7 +397,8 @@ class Example:
     """A program with example arguments.
 
     Attributes:
-        program: Function of all tensors. It must not change the state where all arguments are 0.
+        program: Function of all tensors. A call with arguments of 0 must leave the state unchanged:
+            ``CudaGraph`` warms up with such calls.
         state: First arguments: tensors that have the same storage in every call. The program may
             change them.
         arguments: The other arguments.
@@ -531,12 +535,12 @@ def warn_uncompiled(name: str, error: Exception, stacklevel: int = 3) -> None:
     """Warn that a function runs eagerly, with the reason.
 
     Args:
-        name: Of the function.
+        name: Name of the function.
         error: Raised by ``torch.compile`` or compiled code.
         stacklevel: See ``warnings.warn``.
 
     Raises:
-        torch.OutOfMemoryError: It is the reason.
+        torch.OutOfMemoryError: The cause is a lack of GPU memory.
     """
     cause = getattr(error, "inner_exception", error)
     if isinstance(cause, torch.OutOfMemoryError):

@@ -2,7 +2,8 @@
 
 The record holds the kind of call, its start and its time limit. It is in memory shared with a
 supervising parent process (``supervisor``). The parent can therefore report the cause even if this
-process hangs in the call, crashes in it or is killed by it.
+process hangs in the call, crashes in it or is killed by it. There is one record, so that only one
+thread of a process may call simulators at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from embodied_ppo.core.errors import ProcessLost, TrainingError
 
 CALLS = ("its constructor", "reset()", "step()")
 """Simulator calls, by their index in the record."""
-SINCE, CALL, LIMIT, DONE, FORWARDED = range(5)
+SINCE, CALL, LIMIT, EXIT_CODE_PLUS_ONE, FORWARDED = range(5)
 """Indices into ``numbers``.
 
 SINCE: monotonic time in seconds at which the call began, 0 without a call. CALL: index into CALLS.
-LIMIT: time limit of the call in seconds. DONE: 1 once the command has reported its end. FORWARDED:
-number of signals that the supervisor forwarded.
+LIMIT: time limit of the call in seconds. EXIT_CODE_PLUS_ONE: exit code of the command plus 1, 0
+while it runs. FORWARDED: number of signals that the supervisor forwarded.
 """
 _TEXT, _PATH = 64, 1024
 """Byte offsets of the description and of the path of the log."""

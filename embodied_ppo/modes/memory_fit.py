@@ -78,9 +78,8 @@ def fit(config: Config, devices: int) -> FittedRecipe:
     notes = [f"uses {used} of {devices} devices"] if used < devices else []
     if batch_sizes.batches(config).actor.minibatches > 1 and learners != _learners(config, device):
         notes.append(
-            f"{learners} learning now: which samples share a minibatch is drawn anew (each process"
-            " draws its share from its own environments or prompts); how many, how often and with"
-            " what step size stays"
+            f"{learners} learning now: other samples share a minibatch, because each process draws"
+            " from its own environments or prompts; minibatch size, epochs and learning rate stay"
         )
     cuts_minibatches = fitted.algorithm != config.algorithm and config.compile != "never"
     if cuts_minibatches and mode(config).compiles_complete_minibatches_only:

@@ -441,14 +441,14 @@ def language_step(
         model: Policy or critic.
         rows: Number of sequences.
         width: Tokens of a sequence.
-        length: Tokens of a sequence that are responses.
+        length: Number of response tokens at the end of a sequence.
 
     Returns:
         Peak in bytes, without weights and gradients.
     """
 
     def step(rows: int, known: list[Tensor]) -> AllocationCounter:
-        # Rows without a common prefix, and places up to their ends.
+        # The rows share no prefix. The places are those of the responses.
         ids = torch.arange(rows).unsqueeze(1).repeat(1, width)
         place, action = torch.arange(width - length, width).repeat(rows, 1), ids[:, -length:]
         with AllocationCounter([*known, ids, place]) as counter:

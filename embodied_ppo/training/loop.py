@@ -21,7 +21,7 @@ class Schedule:
     Attributes:
         updates: Updates of the complete run.
         horizon: Steps (or tokens) of one rollout.
-        save_every: Updates between checkpoints; 0: only at the end.
+        save_every: Updates between checkpoints; 0: only before evaluations and at the end.
         eval_every: Updates between evaluations; 0: only at the end.
         max_lag: Rollouts that may wait between acting and learning; 0: strictly on-policy.
         stop_after: Update after which the loop saves and ends without an evaluation; None: the
@@ -42,7 +42,7 @@ class Outcome:
 
     Attributes:
         updates: Completed updates.
-        interrupted: Whether the loop ended before the last update.
+        interrupted: Whether a signal ended the loop before its last update.
         metrics: Metrics of the last update.
     """
 

@@ -25,6 +25,7 @@ from embodied_ppo.config import loader
 from embodied_ppo.config.batch_sizes import total_updates
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import watchdog
+from embodied_ppo.core.errors import show
 from embodied_ppo.core.types import CheckpointError, ConfigError
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_files import PARENT, Parent
@@ -283,7 +284,7 @@ def check_resume(
     for path, now in loader.flat(loader.relevant(config)).items():
         if path.split(".")[0] in (*FREE_ON_RESUME, *ROUNDING_OPTIONS) or old.get(path) == now:
             continue
-        say(f"resume: {path} was {old.get(path)}, is {now}")
+        say(f"resume: {path} was {show(old.get(path))}, is {show(now)}")
     now, then = arithmetic(config, device), source.arithmetic()
     if then.keys() <= {"torch"}:  # written by an older version: its options are what is known
         now |= {name: getattr(config, name) for name in ROUNDING_OPTIONS}

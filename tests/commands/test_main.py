@@ -189,12 +189,12 @@ REFUSALS = [
     ),
     (
         "train mode=reasoning experiment=hopper",
-        "env.id = Hopper-v4 is set but not read; set mode=embodied",
+        "env.id = Hopper-v4 is set but not read: only mode=embodied",
     ),
-    ("train mode=embodied experiment=arithmetic", "is set but not read; set mode=reasoning"),
+    ("train mode=embodied experiment=arithmetic", "is set but not read: only mode=reasoning"),
     (
         "train experiment=arithmetic env.num_envs=3",
-        "env.num_envs = 3 is set but not read; set mode=embodied",
+        "env.num_envs = 3 is set but not read: only mode=embodied",
     ),
     ("train experiment=arithmetic algorithm.clip_ratio_c=1", "algorithm.clip_ratio_c = 1 .. > 1"),
     (

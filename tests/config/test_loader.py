@@ -398,7 +398,8 @@ def test_option_of_the_other_mode_is_refused() -> None:
         ((path, value),) = flat.items()
         line = refused(Config, {**(LANGUAGE if mode == "reasoning" else {}), **flat})
         assert (
-            line == f"{path} = {value} is set but not read; set mode={other}, or remove this option"
+            line == f"{path} = {value} is set but not read: only mode={other} reads it; remove it,"
+            f" or set mode={other}"
         )
 
 

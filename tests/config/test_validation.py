@@ -85,7 +85,7 @@ GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
             {"learner_threads": 3},
             (
                 "algorithm.global_batch_size = 256 is not a multiple of learner_threads = 3;"
-                " and no minibatch of these 2048 samples is; write learner_threads=2, 4"
+                " and no minibatch of these 2048 samples is; learner_threads may be 2, 4"
             ),
         ),
         (

@@ -459,7 +459,7 @@ def test_log_says_what_is_compiled(updates: tuple[int | None, int | None], expec
     schedules = dict(
         zip(("minibatches", "acting"), map(compile.CompileSchedule, updates), strict=True)
     )
-    c, lines = run_helpers.tiny_config(), list[str]()
+    c, lines = run_helpers.tiny_config({"learner_threads": 2}), list[str]()
     request = RunRequest(c, torch.device("cpu"), Path(), 9, "", {}, print, print, lines)
     env: Any = SimpleNamespace(
         num_envs=4,
@@ -470,6 +470,8 @@ def test_log_says_what_is_compiled(updates: tuple[int | None, int | None], expec
     policy: Any = torch.nn.Identity()
     embodied.log_settings(request, env, policy, schedules, "")
     assert lines[-1].endswith(f"compiled code: {expected}")
+    unread = "learner_threads=2: not used, minibatches are not compiled"
+    assert (unread in lines) == (updates[0] is None)
 
 
 # ---------------------------------------------------------------------------- run, learner, acting

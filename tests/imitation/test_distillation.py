@@ -465,7 +465,7 @@ def refusal(
         ("~model.actor_obs ~model.critic_obs model.history=2", "write model.actor_obs=[state]"),
         ("placement=fused", "distill runs in one process"),
         ("model.policy=gaussian", "distill trains model.policy=actor_critic"),
-        ("mode=reasoning", "is set but not read; set mode=embodied"),
+        ("mode=reasoning", "is set but not read: only mode=embodied"),
     ],
 )
 def test_bad_input_is_refused_with_one_line(

@@ -191,7 +191,7 @@ def _check_learner_threads(config: Config) -> None:
         total = a.horizon * config.env.num_envs
         if total % unit:
             others = nearest_values(divisors(total * threads // unit), threads)
-            cure = f"and no minibatch of these {total} samples is; write learner_threads={others}"
+            cure = f"and no minibatch of these {total} samples is; learner_threads may be {others}"
         else:
             sizes = [unit * d for d in divisors(total // unit)]
             cure = f"nearest: {nearest_values(sizes, a.global_batch_size)}"

@@ -196,7 +196,7 @@ def training_env(config: Config) -> EnvConfig:
 
 
 def _realism(config: Config) -> RealismConfig:
-    """Return ``env.realism``; with ``model.actor_obs`` it changes what the actor reads only."""
+    """Return ``env.realism``, with ``model.actor_obs`` restricted to the actor's observations."""
     realism = config.env.realism
     if realism.obs_keys is not None or config.model.actor_obs is None:
         return realism
@@ -228,7 +228,7 @@ def evaluation_env(config: Config) -> EnvConfig:
 def action_mapper(config: EnvConfig, env: VectorEnv) -> Callable[[Tensor], Tensor]:
     """Return the function of ``config.action_mapping`` that ``env.step`` applies to its actions.
 
-    It is on the CPU; for choices it returns its argument.
+    The function runs on the CPU. For discrete actions it returns its argument.
     """
     spec = env.action_spec
     if isinstance(spec, Discrete):
@@ -240,7 +240,7 @@ def action_mapper(config: EnvConfig, env: VectorEnv) -> Callable[[Tensor], Tenso
 
 
 def _simulator(env: VectorEnv) -> Any:
-    """Return our own simulator below chunks, delays and history; others: any part of ``env``."""
+    """Return the innermost environment below wrappers for chunks, delays and history."""
     inner: Any = env
     while not hasattr(inner, "mechanism") and hasattr(inner, "env"):
         inner = inner.env
@@ -604,6 +604,10 @@ def log_settings(
     )
     reason = reason or "training ends before it would be used"
     compiled = compiled or f"never ({reason})"
+    if config.learner_threads > 1 and schedules["minibatches"].first_update is None:
+        request.early_log_lines.append(
+            f"learner_threads={config.learner_threads}: not used, minibatches are not compiled"
+        )
     request.early_log_lines.append(
         f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled"
         f" code: {compiled}"
