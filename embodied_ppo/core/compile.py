@@ -41,6 +41,8 @@ T = TypeVar("T")
 Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 """A loaded library: the program's tensors in, its results out."""
 
+COMPILER_VERSION_S = 20.0
+"""Time limit of ``$CXX --version``, seconds."""
 DEADLINE_S = 900.0
 """Time limit of one compilation, seconds; a small network takes 15 to 40 s on one core."""
 PARENT_CHECK_S = 0.5
@@ -85,6 +87,11 @@ def unavailable_reason() -> str:
     """Return the reason why nothing can be compiled on this machine; "" if there is none."""
     if shutil.which(_compiler()) is None:
         return f"no C++ compiler ({_compiler()} is not on the path; Debian: apt-get install g++)"
+    try:
+        command = [_compiler(), "--version"]
+        subprocess.run(command, capture_output=True, check=True, timeout=COMPILER_VERSION_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the C++ compiler does not run ({one_line(error)}); set CXX to another one"
     try:
         with tempfile.TemporaryFile(dir=_libraries()):
             return ""
@@ -236,7 +243,10 @@ def _load(path: Path) -> Function:
             functions = ctypes.CDLL(file.name)
         return _Functions(path, functions).call
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        raise RuntimeError(f"{path}: is no package of compiled code ({error})") from error
+        raise RuntimeError(
+            f"{path}: the compiled code cannot be loaded ({error}); delete this file, if it is"
+            " damaged"
+        ) from error
 
 
 class _Functions:
@@ -287,14 +297,17 @@ class Library:
 
         Raises:
             RuntimeError: The program cannot be pickled, the class of one of its modules is defined
-                in no file, or the cache cannot be used.
+                in no file, the cache cannot be used, or its library cannot be loaded.
         """
         self.path = _libraries() / f"{fingerprint(program, example)}.pt2"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = None
         self.work: tempfile.TemporaryDirectory[str] | None = None
         """Working folder of a compilation in progress."""
+        self._function: Function | None = None
         if _intact(self.path):
+            # Load it now, because the cache may be emptied before it is used.
+            self._function = _load(self.path)
             return
         example = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in example
@@ -360,9 +373,13 @@ class Library:
                 reason = self._last_error()
                 if code < 0 and not reason.startswith("TimeoutError"):
                     reason = f"signal {-code}"
-                raise RuntimeError(f"the compiler failed ({reason})")
+                raise RuntimeError(
+                    f"the compiler failed ({reason}); its folder is {cache_folder()}"
+                )
             self._child = None
-        return _load(self.path)
+        if self._function is None:
+            self._function = _load(self.path)
+        return self._function
 
     def is_compiling(self) -> bool:
         """Return whether the compilation is in progress."""
@@ -388,7 +405,9 @@ class Library:
         self._errors.seek(0)
         output = self._errors.read().decode(errors="replace")
         lines = [line.strip() for line in output.splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        # Some of torch's exceptions have other names, such as GuardOnDataDependentSymNode.
+        exception = r"[\w.]*(Error|Exception)\b|\w+(\.\w+)+: "
+        errors = [line for line in lines if re.match(exception, line)]
         return [*lines, *errors][-1] if lines else "without output"
 
 

@@ -434,9 +434,7 @@ class Mode(ABC):
             assert isinstance(learner, Learner)
             # The clock of the process would count the time of both threads.
             rollout.cpu_clock = learner.cpu_clock = time.thread_time
-            make_system = partial(
-                PipelinedSystem, acting=rollout.policy, stop_compilation=rollout.stop_compilation
-            )
+            make_system = partial(PipelinedSystem, acting=rollout.policy, stop_rollout=rollout.stop)
         system = make_system(
             self.records(request),
             policy=policy,

@@ -279,6 +279,7 @@ class Rollout:
         self.rows = rows
         schedule = schedule or compile.CompileSchedule(None)
         self.acting = Acting(policy, schedule, rows, kept_inputs)
+        self._stopped = False
         self.generator = torch.Generator(device=self.device)
         self.obs: Obs | None = None
         self.memory = EpisodeMemory(policy, env.num_envs, self.device)
@@ -410,6 +411,8 @@ class Rollout:
         own = slice(self.first, self.first + env.num_envs)
         noises = [policy.noise(self.total, self.generator.manual_seed(key))[own] for key in keys]
         for t, noise in enumerate(noises):
+            if self._stopped:
+                raise TrainingError("the rollout was stopped")
             obs = self.memory.attach(self.obs)
             decision = self.acting(obs, noise, update)
             if t == 0:  # they are large, so a stack at the end would not fit into memory
@@ -608,13 +611,14 @@ class Rollout:
                 metrics["rollout/success"] = Mean.of(e[2] for e in window)
         return metrics
 
-    def stop_compilation(self) -> None:
-        """End a compilation in progress. A ``collect`` that waits for it raises TrainingError."""
-        self.acting.schedule.close()
+    def stop(self) -> None:
+        """Let a ``collect`` that runs in another thread raise TrainingError at its next step."""
+        self._stopped = True
+        self.acting.schedule.close()  # it may be waiting for a compilation
 
     def close(self) -> None:
         """End compilation and close the simulator."""
-        self.stop_compilation()
+        self.stop()
         self.env.close()
 
     def state(self) -> dict[str, Any]:
@@ -738,10 +742,10 @@ class Staged:
         for r, s in zip(self.rollouts, state["stages"], strict=True):
             r.load_state(s, notice=notice)
 
-    def stop_compilation(self) -> None:
-        """End the compilation of every stage, see ``Rollout.stop_compilation``."""
+    def stop(self) -> None:
+        """Stop every stage, see ``Rollout.stop``."""
         for r in self.rollouts:
-            r.stop_compilation()
+            r.stop()
 
     def close(self) -> None:
         """Close every stage."""

@@ -31,7 +31,7 @@ class PipelinedSystem(LocalSystem):
         self,
         *args: Any,
         acting: nn.Module,
-        stop_compilation: Callable[[], None],
+        stop_rollout: Callable[[], None],
         **options: Any,
     ) -> None:
         """Create a system.
@@ -39,11 +39,11 @@ class PipelinedSystem(LocalSystem):
         Args:
             args: As for ``LocalSystem``.
             acting: The copy of the policy that ``rollout`` acts with.
-            stop_compilation: Ends a compilation that ``rollout`` may be waiting for.
+            stop_rollout: Lets ``rollout.collect`` end at its next step.
             options: As for ``LocalSystem``.
         """
         super().__init__(*args, **options)
-        self.acting, self._stop_compilation = acting, stop_compilation
+        self.acting, self._stop_rollout = acting, stop_rollout
         self._thread = ThreadPoolExecutor(
             1, "rollout", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
@@ -106,7 +106,7 @@ class PipelinedSystem(LocalSystem):
             experience.set_result((Trajectory(**stored["trajectory"]), metrics))
 
     def close(self) -> None:
-        self._stop_compilation()
+        self._stop_rollout()
         self._thread.shutdown(cancel_futures=True)
         super().close()
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_helpers import tiny_config, tiny_training
 
 from embodied_ppo import run
 from embodied_ppo.analysis.state_differences import state_differences
 from embodied_ppo.config.schema import Config
+from embodied_ppo.core.compile import CompileSchedule
 from embodied_ppo.core.errors import TrainingError
-from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.core.random import env_seeds
+from embodied_ppo.modes.embodied import components
+from embodied_ppo.rollout.simulation import Acting, Rollout
 from embodied_ppo.training import checkpoint
 
 TINY = {
@@ -122,6 +128,34 @@ def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Rollout, "collect", failing)
     with pytest.raises(TrainingError, match="the simulator failed"):
         run.train(config(tmp_path / "run"), quiet=True)
+
+
+def test_rollout_in_progress_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a second signal, a command ends without the remainder of a long rollout."""
+    c, started = tiny_config(TINY), threading.Event()
+    env = components.make_env(
+        env_seeds(1, 0, c.env.num_envs, 1),
+        config=components.training_env(c),
+        device=torch.device("cpu"),
+        model=c.model,
+    )
+    policy, schedule = components.make_policy(c, env), CompileSchedule(None)
+    rollout = components.make_rollout(c, env, policy, schedule)
+    act = Acting.__call__
+
+    def slowly(self: Acting, *args: Any) -> Any:
+        started.set()
+        time.sleep(0.1)
+        return act(self, *args)
+
+    monkeypatch.setattr(Acting, "__call__", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(rollout.collect, 2000, update=0, version=0)  # takes 200 s
+        assert started.wait(60)
+        rollout.stop()
+        error = future.exception(60)
+    rollout.close()
+    assert isinstance(error, TrainingError) and "stopped" in str(error)
 
 
 def test_chunks(tmp_path: Path) -> None:

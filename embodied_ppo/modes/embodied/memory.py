@@ -11,7 +11,8 @@ from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import AlgorithmConfig, Config
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import Trajectory
+from embodied_ppo.core.host_memory import free_memory
+from embodied_ppo.core.types import ConfigError, Trajectory
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.trunk import VLAPolicy
 from embodied_ppo.modes.base import MemoryNeeds
@@ -32,8 +33,14 @@ class EmbodiedMemoryEstimator:
             ConfigError, EnvError: An option is refused by what it configures.
         """
         self.config, self.cpu = config, torch.device("cpu")
-        self.spaces = EnvDescription(components.describe_spaces(config), self.cpu)
-        self.policy: Any = components.make_policy(config, self.spaces, weights=False)
+        spaces = components.describe_spaces(config)
+        self.spaces = EnvDescription(spaces, self.cpu)
+        # Memory does not depend on the values of weights. Orthogonal ones take minutes to compute
+        # for layers of ten thousand units.
+        sizes = replace(config, model=replace(config.model, orthogonal_init=False))
+        if config.model.policy == "actor_critic" and config.model.network is None:
+            _check_weights(sizes, EnvDescription(spaces, torch.device("meta")))
+        self.policy: Any = components.make_policy(sizes, self.spaces, weights=False)
         self._acting_by_rows: dict[tuple[int, float | None], tuple[int, Any, Any]] = {}
         """Environments and memory of the device in GB -> ``memory_estimate.acting``."""
         self._updating_by_learners: dict[
@@ -184,6 +191,23 @@ class EmbodiedMemoryEstimator:
             )
             self._updating_by_learners[key] = memory
         return self._updating_by_learners[key]
+
+
+def _check_weights(config: Config, spaces: EnvDescription) -> None:
+    """Raise ConfigError if this machine has less memory than the weights need.
+
+    Args:
+        config: The options.
+        spaces: Spaces on the device meta, on which a policy has no memory.
+    """
+    with torch.device("meta"):
+        policy = components.make_policy(config, spaces, weights=False)
+    size, free = memory_estimate.nbytes(list(policy.parameters())), free_memory()
+    if free is not None and size > free:
+        raise ConfigError(
+            f"model: the weights alone need {size / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB"
+            " are free on this machine; lower model.hidden"
+        )
 
 
 def _set_memory(policy: Any, device_gb: float | None) -> None:

@@ -22,7 +22,7 @@ from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import AlgorithmConfig, Config, ModelConfig
 from embodied_ppo.core import tree
-from embodied_ppo.core.types import ArraySpec, Box, ObsSpec, Trajectory
+from embodied_ppo.core.types import ArraySpec, Box, ConfigError, ObsSpec, Trajectory
 from embodied_ppo.models.vla import published
 from embodied_ppo.models.vla.pi05 import PI05
 from embodied_ppo.models.vla.smolvla import SmolVLA
@@ -254,3 +254,11 @@ def test_pipeline_needs_rollout_and_update_at_the_same_time() -> None:
     larger, sum_of_both = (x["experience"] + x["activations"] for x in (plain, both))
     assert larger < sum_of_both <= 2 * larger  # without a pipeline the larger one counts
     assert all(both[name] == plain[name] for name in ("gradients", "optimiser"))
+
+
+def test_weights_that_exceed_the_memory_are_not_allocated() -> None:
+    """The message names the option; it was a failed allocation in the constructor of a layer."""
+    c = run_helpers.tiny_config({"model.hidden": [100_000] * 26})
+    message = r"model: the weights alone need 1000\.\d GB .*model\.hidden"
+    with pytest.raises(ConfigError, match=message):
+        EmbodiedMemoryEstimator(c)
