@@ -74,6 +74,10 @@ def read_numbers(*scalars: Tensor) -> list[float]:
     return torch.stack([x.double() for x in scalars]).tolist()
 
 
+BLOCK = 1 << 22
+"""Numbers of which moments are computed at a time; their float64 copies take 32 MB each."""
+
+
 def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     """Return population moments of each feature.
 
@@ -84,7 +88,15 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     Returns:
         float64 mean and var [*shape], scalar count.
     """
-    x = x.double() if mask is None else x[mask.bool()].double()
+    keep = None if mask is None else mask.bool()
+    if (
+        x.numel() > BLOCK and x.ndim > 1 and x[0].numel() > 1
+    ):  # features in turn: the float64 copies would be large
+        columns = x.reshape(x.shape[0], -1).split(max(1, BLOCK // x.shape[0]), dim=1)
+        mean, var, count = zip(*(batch_moments(part, keep) for part in columns), strict=True)
+        shape = x.shape[1:]
+        return Moments(torch.cat(mean).view(shape), torch.cat(var).view(shape), count[0])
+    x = x.double() if keep is None else x[keep].double()
     count = torch.tensor(float(x.shape[0]), dtype=torch.float64, device=x.device)
     if x.shape[0] == 0:
         zero = torch.zeros(x.shape[1:], dtype=torch.float64, device=x.device)
@@ -173,7 +185,7 @@ class RunningMoments(nn.Module):
         inv = (1.0 / (var.sqrt() + self.std_eps) if self.std_eps else torch.rsqrt(var)).float()
         inv = torch.where(self.count > 0, inv, 1.0)
         x = x if x.dtype is torch.float64 else x.to(torch.float32)
-        y = (x - self.mean.float()) * inv
+        y = (x - self.mean.float()).mul_(inv)  # in place: observations of a rollout may be large
         if clip is not None:
             y.clamp_(-clip, clip)
         return y.to(torch.float32)

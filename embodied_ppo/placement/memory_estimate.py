@@ -22,9 +22,10 @@ from torch.utils.flop_counter import flop_registry
 from embodied_ppo.algorithms import losses
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config.schema import AlgorithmConfig
-from embodied_ppo.core import tree
+from embodied_ppo.core import running_stats, tree
 from embodied_ppo.core.memory import EpisodeMemory
 from embodied_ppo.core.types import Batch, Decision, ObsSpec, Policy, Trajectory
+from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.models.vla.trunk import VLAPolicy
 
@@ -121,7 +122,7 @@ class Memory:
         gradients: Gradients of trained parameters.
         optimiser: State of AdamW.
         experience: Trajectory, its encoding by the policy where it is no view of the observations,
-            and a minibatch's copy.
+            a minibatch's copy, and what normalising the observations needs beyond activations.
         activations: Peak of the forward and backward pass of one micro-batch.
     """
 
@@ -466,6 +467,19 @@ def language_step(
         return _peak(model, rows, step)
 
 
+def _normalisation(numbers: int) -> int:
+    """Return the temporary bytes of normalising the observations of a rollout, before and after it.
+
+    They are joined and shifted. For their moments they are joined, and a block is selected by the
+    mask, copied as float64 and squared.
+
+    Args:
+        numbers: Float32 numbers of all observations.
+    """
+    block = min(numbers, running_stats.BLOCK)
+    return max(2 * 4 * numbers, 4 * numbers + (4 + 8 + 8) * block)
+
+
 def predicted(
     policy: Policy, learner: Learner, device: torch.device, t: Trajectory, *, surplus: float = 0.0
 ) -> Memory:
@@ -512,5 +526,9 @@ def predicted(
         activations = _peak(policy, size // steps, learn)
     gradients = nbytes(list(with_gradient))
     experience_bytes = nbytes(t) * (1 + surplus) + rows * encoded + share * copied
+    if isinstance(policy, ActorCritic) and policy.encoder.moments is not None:
+        # There are no activations at that time.
+        normalisation = _normalisation(rows * policy.encoder.vector_size)
+        experience_bytes += max(0, normalisation - activations)
     weights = nbytes([*policy.parameters(), *policy.buffers()])
     return Memory(weights, gradients, 2 * gradients, round(experience_bytes), activations)
