@@ -194,7 +194,7 @@ def _train(
                         run.system,
                         run.log,
                         session.schedule,
-                        first_update=run.first,
+                        completed_updates=run.first,
                         should_stop=stop,
                         timer=session.timer,
                         after_first=session.after_first_update,
@@ -626,7 +626,7 @@ def _opened(
             log = Log(
                 run_dir,
                 total_updates=updates,
-                first_update=first,
+                completed_updates=first,
                 unit=components.system.unit,
                 quiet=quiet,
             )

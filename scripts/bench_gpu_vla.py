@@ -45,7 +45,7 @@ from embodied_ppo.models.vla.openvla_files import ActionTokens, write_config
 from embodied_ppo.models.vla.pi0 import PI0
 from embodied_ppo.models.vla.pretrained import CheckpointVLA, OpenVLA
 from embodied_ppo.models.vla.trunk import word_ids
-from embodied_ppo.placement.memory_estimate import Memory, nbytes, predicted
+from embodied_ppo.placement.memory_estimate import Memory, estimate_update, nbytes
 from embodied_ppo.rollout.simulation import Rollout
 
 PARTS = ("oft", "pi0_frozen", "pi0_trained")
@@ -411,7 +411,7 @@ def measure(
         (t,) = trajectories
         if update == 0:
             memory = report.attempt(
-                f"{prefix}predicted_gb", lambda t=t: predicted(policy, learner, device, t)
+                f"{prefix}predicted_gb", lambda t=t: estimate_update(policy, learner, device, t)
             )
         else:
             report(f"{prefix}decisions", t.mask.numel())

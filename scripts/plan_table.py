@@ -188,12 +188,12 @@ def measure() -> None:
         algorithm = AlgorithmConfig(horizon=1, global_batch_size=rows, micro_batch_size=rows)
         learner = actor_critic_learner(policy, algorithm, num_envs=rows, updates=1, seed=0)
         cpu = torch.device("cpu")
-        _, obs, decision = memory_estimate.acting(policy, spaces.obs_spec, cpu, rows)
-        counted = memory_estimate.operations(policy, learner, obs, decision, rows)
+        _, obs, decision = memory_estimate.estimate_acting(policy, spaces.obs_spec, cpu, rows)
+        counted = memory_estimate.count_operations(policy, learner, obs, decision, rows)
         real = {n: torch.zeros(rows, *s.shape, dtype=s.dtype) for n, s in spaces.obs_spec.items()}
         noise = policy.noise(rows)
         d = policy.act(policy.encode(real), noise=noise)
-        trajectory = memory_estimate.experience(real, d, 1)
+        trajectory = memory_estimate.empty_trajectory(real, d, 1)
         batch = memory_estimate.micro_batch(policy.encode(real), cpu, trajectory, rows, algorithm)
         batch = replace(batch, action=d.action, replay=d.replay)
 

@@ -17,7 +17,7 @@ from embodied_ppo.algorithms.ppo_loss import ActorCriticLoss, kl_distance
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.collectives import Ranks
-from embodied_ppo.core.memory import memory_size
+from embodied_ppo.core.recurrent_state import memory_size
 from embodied_ppo.core.running_stats import Moments, RunningMoments
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import Evaluation, Policy, Trajectory

@@ -228,7 +228,7 @@ class MinibatchOptimizer:
         self.compile_schedule = schedule = compile_schedule or compile.CompileSchedule(None)
         self.threads = threads
         self._gradient_schedule = compile.CompileSchedule(
-            schedule.first_update, required=schedule.required, notice=schedule.notice
+            schedule.first_compiled_update, required=schedule.required, notice=schedule.notice
         )
         """Schedule of ``GradientPart``, with several threads."""
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "learner")

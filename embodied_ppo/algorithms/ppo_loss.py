@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from embodied_ppo.algorithms import kl, losses
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
-from embodied_ppo.core.memory import memory_size
+from embodied_ppo.core.recurrent_state import memory_size
 from embodied_ppo.core.running_stats import masked_sum
 from embodied_ppo.core.types import Batch, Policy
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy, ModuleReference

@@ -636,7 +636,7 @@ class CompileSchedule:
 
     def __init__(
         self,
-        first_update: int | None,
+        first_compiled_update: int | None,
         *,
         start_update: int = 0,
         required: bool = False,
@@ -645,13 +645,13 @@ class CompileSchedule:
         """Create a schedule.
 
         Args:
-            first_update: The first update that uses compiled code. None: never.
+            first_compiled_update: The first update that uses compiled code. None: never.
             start_update: The update in which the compilation starts.
             required: Whether a failure to compile is a TrainingError; otherwise ``notice`` receives
                 the reason.
             notice: Called with messages for the user.
         """
-        self.first_update, self.start_update = first_update, start_update
+        self.first_compiled_update, self.start_update = first_compiled_update, start_update
         self.required, self.notice = required, notice
         self.captures = False
         """Whether the compiled function is a CUDA graph."""
@@ -671,7 +671,7 @@ class CompileSchedule:
         Raises:
             TrainingError: The compilation failed and is required, or ``close`` ended it.
         """
-        if self.first_update is None or self._closed or update < self.start_update:
+        if self.first_compiled_update is None or self._closed or update < self.start_update:
             return self._function
         if self._function is not None:
             return self._function
@@ -679,11 +679,11 @@ class CompileSchedule:
             if self._library is None:
                 example = make_example()
                 if example.arguments[0].is_cuda:
-                    if update >= self.first_update:
+                    if update >= self.first_compiled_update:
                         self._function, self.captures = CudaGraph(example), True
                     return self._function
                 self._library = Library(example.program, [*example.state, *example.arguments])
-            if update >= self.first_update:
+            if update >= self.first_compiled_update:
                 # Count before the notice: an interrupt in response to it must end the wait.
                 CompileSchedule.waiting += 1
                 try:
@@ -703,7 +703,7 @@ class CompileSchedule:
                     f"compile=always: {one_line(error)}; repair it, or use compile=auto"
                 ) from error
             self.notice(f"compile: {one_line(error)}; training continues without compiled code")
-            self.first_update = None
+            self.first_compiled_update = None
         return self._function
 
     def close(self) -> None:

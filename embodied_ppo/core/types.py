@@ -133,7 +133,7 @@ class Decision:
         replay: Tensors besides observation and action that ``Policy.evaluate`` needs to recompute
             ``log_prob`` exactly.
         memory: float32 [N, S], state of a policy with memory after these observations
-            (``core.memory``). None for a policy without.
+            (``core.recurrent_state``). None for a policy without.
     """
 
     action: Tensor
@@ -169,7 +169,7 @@ class Trajectory:
 
     Attributes:
         obs: [T, N, ..], s_t. For a policy with memory it contains the state before s_t and the
-            marks of first steps, see ``core.memory``.
+            marks of first steps, see ``core.recurrent_state``.
         action: [T, N, ..], a_t.
         log_prob: [T, N, ..], log-probability under the behaviour policy.
         value: [T, N], V(s_t) at the time of acting.
@@ -366,7 +366,7 @@ class Policy(Protocol):
 
     A policy with memory has in addition:
         memory_size: int, numbers of its state, S. Observations contain the state and the marks of
-            first steps (``core.memory``); ``Decision.memory`` is the state after them.
+            first steps (``core.recurrent_state``); ``Decision.memory`` is the state after them.
         evaluate_columns: ``evaluate`` for columns [T, B, ..] with gradients through time, see
             ``ActorCritic.evaluate_columns``.
     """

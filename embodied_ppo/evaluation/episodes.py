@@ -15,8 +15,8 @@ from torch import Generator, Tensor, nn
 
 from embodied_ppo.core import tree, watchdog
 from embodied_ppo.core.intervals import wilson_interval
-from embodied_ppo.core.memory import EpisodeMemory, starts
 from embodied_ppo.core.random import TRAINING_SEEDS, sampling_key
+from embodied_ppo.core.recurrent_state import EpisodeMemory, starts
 from embodied_ppo.core.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
 
 EVAL_SEED_BASE = TRAINING_SEEDS

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from embodied_ppo.core.memory import EpisodeMemory
+from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import Obs, Policy, VectorEnv
 from embodied_ppo.data.video_encoder import encoder
 from embodied_ppo.evaluation import episodes as evaluate

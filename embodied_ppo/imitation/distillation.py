@@ -30,7 +30,7 @@ from embodied_ppo.algorithms.ppo_loss import Statistics, statistic_names
 from embodied_ppo.config.schema import Config, DistillationConfig
 from embodied_ppo.core import compile, tree
 from embodied_ppo.core.history import SINGLE, ObservationHistory, named
-from embodied_ppo.core.memory import MEMORY, START
+from embodied_ppo.core.recurrent_state import MEMORY, START
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
     ArraySpec,

@@ -21,7 +21,7 @@ from torch.nn import functional
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.history import PREVIOUS_ACTIONS
-from embodied_ppo.core.memory import MEMORY, START
+from embodied_ppo.core.recurrent_state import MEMORY, START
 from embodied_ppo.core.types import (
     ActionSpec,
     ArraySpec,

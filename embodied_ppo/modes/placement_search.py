@@ -302,7 +302,7 @@ def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int
         log = Log(
             request.run_dir,
             total_updates=request.updates,
-            first_update=first,
+            completed_updates=first,
             unit=system.unit,
             quiet=True,
         )
@@ -320,6 +320,11 @@ def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int
         )
         with suppress(_EnoughUpdates):
             loop.train(
-                system, log, schedule, first_update=first, should_stop=stop_if_enough, timer=timer
+                system,
+                log,
+                schedule,
+                completed_updates=first,
+                should_stop=stop_if_enough,
+                timer=timer,
             )
     return statistics.median(after - before for before, after in pairwise(sums[warm_up:]))

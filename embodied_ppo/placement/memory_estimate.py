@@ -23,15 +23,15 @@ from embodied_ppo.algorithms import losses
 from embodied_ppo.algorithms.learner import Learner
 from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import running_stats, tree
-from embodied_ppo.core.memory import EpisodeMemory
+from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import Batch, Decision, ObsSpec, Policy, Trajectory
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.models.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.models.vla.trunk import VLAPolicy
 
-TOKEN = 64
+EXPERIENCE_BYTES_PER_TOKEN = 64
 """Bytes per response token of experience: a ``Trajectory``, and what the learner adds to it."""
-SMALL_MODEL = 32 * 2**20
+MAX_COMPUTED_BYTES = 32 * 2**20
 """Bytes of weights below which batches of ``SMALL_BATCHES`` are computed instead of traced."""
 SMALL_BATCHES = 2, 3
 """Rows of these batches. With one row, some copies would be views."""
@@ -138,7 +138,7 @@ class Memory:
         return sum(vars(self).values())
 
 
-def sharded(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
+def sharded_bytes(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
     """Return the memory of one learner with sharded parameters.
 
     Besides its shards a learner holds the gathered parameters that belong to no unit, and two
@@ -210,7 +210,7 @@ def _peak(
     """
     known = [*model.parameters(), *model.buffers()]
     computes = all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in known)
-    if computes and nbytes(known) < SMALL_MODEL:
+    if computes and nbytes(known) < MAX_COMPUTED_BYTES:
         with torch.random.fork_rng(devices=[]):
             first, second = (run(n, known).totals for n in SMALL_BATCHES)
         if len(first) == len(second):
@@ -312,7 +312,7 @@ class Operations:
     learn: float
 
 
-def operations(
+def count_operations(
     policy: Policy,
     learner: Learner,
     obs: Any,
@@ -337,7 +337,7 @@ def operations(
     with fake_tensors(policy):
         count = min(2, len(decision.value))
         obs, decision = _zeros((obs, decision), count, device)
-        trajectory = experience(obs, decision, 1)
+        trajectory = empty_trajectory(obs, decision, 1)
     # The other kernels of attention are not counted on a CPU.
     with _freed_gradients(policy), sdpa_kernel(SDPBackend.MATH), fake_tensors(policy):
         with torch.no_grad(), OperationCounter() as encode:
@@ -361,7 +361,7 @@ def operations(
 
 
 @torch.no_grad()
-def acting(
+def estimate_acting(
     policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int
 ) -> tuple[int, Any, Any]:
     """Estimate the memory of acting.
@@ -397,7 +397,7 @@ def acting(
     return peak, *_zeros(shapes, rows, torch.device("meta"))
 
 
-def experience(obs: Any, decision: Decision, horizon: int) -> Trajectory:
+def empty_trajectory(obs: Any, decision: Decision, horizon: int) -> Trajectory:
     """Return a trajectory of ``horizon`` steps with the shapes and devices of one step.
 
     Args:
@@ -426,7 +426,7 @@ def experience(obs: Any, decision: Decision, horizon: int) -> Trajectory:
     )
 
 
-def cache(policy: LanguagePolicy, slots: int, width: int) -> int:
+def kv_cache_bytes(policy: LanguagePolicy, slots: int, width: int) -> int:
     """Return the bytes of a KV cache for ``slots`` rows of ``width`` tokens."""
     decoder, weight = policy.decoder.module, policy.model.lm_head.weight
     dtype = policy.compute if weight.dtype == torch.float32 else weight.dtype
@@ -480,7 +480,7 @@ def _normalisation(numbers: int) -> int:
     return max(2 * 4 * numbers, 4 * numbers + (4 + 8 + 8) * block)
 
 
-def predicted(
+def estimate_update(
     policy: Policy, learner: Learner, device: torch.device, t: Trajectory, *, surplus: float = 0.0
 ) -> Memory:
     """Estimate the memory of an update after its first step; existing gradients are freed.

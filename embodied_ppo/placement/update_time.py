@@ -5,8 +5,8 @@
     exchange  all-reduce of the gradients, all-gather of the shards
     simulate  environment steps / (steps per core and second x cores)
 
-``memory_estimate.operations`` counts the operations. Peaks and bandwidths come from data sheets.
-The shares of the peak are assumptions with a range, because no GPU was available.
+``memory_estimate.count_operations`` counts the operations. Peaks and bandwidths come from data
+sheets. The shares of the peak are assumptions with a range, because no GPU was available.
 """
 
 from __future__ import annotations

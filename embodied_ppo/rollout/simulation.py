@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from embodied_ppo.core import compile, tree, watchdog
-from embodied_ppo.core.memory import EpisodeMemory, starts, with_memory
 from embodied_ppo.core.random import env_seeds, sampling_key
+from embodied_ppo.core.recurrent_state import EpisodeMemory, starts, with_memory
 from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
     ConfigError,

@@ -110,7 +110,7 @@ class Log:
         run_dir: Path,
         *,
         total_updates: int,
-        first_update: int = 0,
+        completed_updates: int = 0,
         unit: Literal["env_steps", "tokens"] = "env_steps",
         quiet: bool = False,
     ) -> None:
@@ -119,7 +119,7 @@ class Log:
         Args:
             run_dir: Directory of the run.
             total_updates: Updates of the complete run.
-            first_update: Updates that a resumed run has completed. Later rows are dropped.
+            completed_updates: Updates that a resumed run has completed. Later rows are dropped.
             unit: Unit of progress.
             quiet: Whether nothing is printed.
         """
@@ -139,35 +139,35 @@ class Log:
                 " pip install tensorboard. metrics.jsonl has all metrics"
             )
         self.trackers = Trackers()
-        self._open(first_update)
+        self._open(completed_updates)
         self._last: dict[str, float] = {}
         self._evaluated_at = 0
         self._started = time.perf_counter()
         self._last_line = -math.inf
         self._monitor = HealthMonitor()
 
-    def _open(self, first_update: int) -> None:
-        """Open metrics.jsonl and TensorBoard after ``first_update``."""
-        self.first_update = first_update
+    def _open(self, completed_updates: int) -> None:
+        """Open metrics.jsonl and TensorBoard after ``completed_updates``."""
+        self.completed_updates = completed_updates
         path = self.run_dir / "metrics.jsonl"
-        self._rows, purge_step, damaged = _open_rows(path, first_update, self.unit)
+        self._rows, purge_step, damaged = _open_rows(path, completed_updates, self.unit)
         if damaged:
             self.say(f"{path.name}: damaged rows are left out: {', '.join(damaged)}")
-        is_logged = bool(first_update and self.row(first_update))
-        self.digest = MetricsDigest(self.run_dir, first_update, is_logged=is_logged)
+        is_logged = bool(completed_updates and self.row(completed_updates))
+        self.digest = MetricsDigest(self.run_dir, completed_updates, is_logged=is_logged)
         self.board: SummaryWriter | None = None
         if self._summary is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
 
-    def rewind(self, first_update: int) -> None:
+    def rewind(self, completed_updates: int) -> None:
         """Drop the rows after an update, which the run will repeat."""
         if self.board is not None:
             self.board.close()
         self._rows.close()
         self.digest.close()
-        self._open(first_update)
+        self._open(completed_updates)
         self._monitor = HealthMonitor()
 
     def row(self, update: int) -> dict[str, Any]:
@@ -221,13 +221,13 @@ class Log:
                     self.board.add_text("warnings", warning, steps)
         if "eval/return" in row:
             self._evaluated_at = update
-        if update <= self.first_update:  # before the training of this session
+        if update <= self.completed_updates:  # before the training of this session
             self._started = time.perf_counter()
             return
         if self.speed not in row:  # an evaluation beside the training
             return
         # Only the log file needs the estimate: the console shows the time left after each update.
-        if update == self.first_update + 1 < self.total_updates:
+        if update == self.completed_updates + 1 < self.total_updates:
             end = time.localtime(time.time() + self._remaining_s(update))
             self.say(
                 f"update {update} is done; all {self.total_updates} will be at about"
@@ -240,12 +240,12 @@ class Log:
     def _remaining_s(self, update: int) -> float:
         """Return the seconds to the end of the run at the mean speed so far."""
         elapsed = time.perf_counter() - self._started
-        return elapsed / max(1, update - self.first_update) * (self.total_updates - update)
+        return elapsed / max(1, update - self.completed_updates) * (self.total_updates - update)
 
     def _show(self, update: int) -> None:
         """Show the progress after an update."""
         if self._bar is None and shows_bars():
-            self._bar = _progress_bar(self.total_updates, self.first_update)
+            self._bar = _progress_bar(self.total_updates, self.completed_updates)
             self._bar.start()
         robot = self.unit == "env_steps"
         score, digits = ("eval/return", ".1f") if robot else ("eval/accuracy", ".3f")
@@ -365,32 +365,37 @@ def _format(value: float | None, spec: str) -> str:
     return "-" if value is None or math.isnan(value) else format(value, spec)
 
 
-def _open_rows(path: Path, first_update: int, unit: str) -> tuple[TextIO, int | None, list[str]]:
-    """Open metrics.jsonl without the rows after ``first_update`` and without damaged lines.
+def _open_rows(
+    path: Path, completed_updates: int, unit: str
+) -> tuple[TextIO, int | None, list[str]]:
+    """Open metrics.jsonl without the rows after ``completed_updates`` and without damaged lines.
 
-    A new run (``first_update`` 0) starts with an empty file: an earlier run in the same directory
-    ended before its first checkpoint.
+    A new run (``completed_updates`` 0) starts with an empty file: an earlier run in the same
+    directory ended before its first checkpoint.
 
     Returns:
         The file; the first step (in ``unit``) that TensorBoard must drop, None if the rows up to
-        ``first_update`` are lost; and the damaged lines among those rows, as text. An incomplete
-        last line is not one of them: the run was killed while writing it, and writes it again.
+        ``completed_updates`` are lost; and the damaged lines among those rows, as text. An
+        incomplete last line is not one of them: the run was killed while writing it, and writes it
+        again.
     """
     lines: list[bytes] = []
     damaged: list[str] = []
-    purge_step, update = None if first_update else 0, 0
-    if first_update and path.exists():
+    purge_step, update = None if completed_updates else 0, 0
+    if completed_updates and path.exists():
         content = path.read_bytes()
         written = content.splitlines()
         for number, line in enumerate(written, 1):
             try:
                 row = json.loads(line)
                 update, step = int(row["update"]), int(row[unit])
-                if update <= first_update:
+                if update <= completed_updates:
                     purge_step = step + 1
                     lines.append(line)
             except (ValueError, KeyError, TypeError, OverflowError):
-                if update < first_update and (number < len(written) or content.endswith(b"\n")):
+                if update < completed_updates and (
+                    number < len(written) or content.endswith(b"\n")
+                ):
                     damaged.append(f"line {number} (after update {update})")
     temporary = path.with_suffix(".new")
     temporary.write_bytes(b"".join(line + b"\n" for line in lines))

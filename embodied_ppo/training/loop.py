@@ -56,7 +56,7 @@ def train(
     log: Log,
     schedule: Schedule,
     *,
-    first_update: int = 0,
+    completed_updates: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
     timer: Timer | None = None,
     after_first: Callable[[], None] = lambda: None,
@@ -69,7 +69,7 @@ def train(
         system: Collects, learns and saves.
         log: Receives the metrics.
         schedule: Lengths and intervals.
-        first_update: Updates that a resumed run has completed.
+        completed_updates: Updates that a resumed run has completed.
         should_stop: Called between updates; if it returns True, the loop saves and ends.
         timer: Timer of the phases.
         after_first: Called after the first update, which builds the simulators and loads compiled
@@ -84,7 +84,7 @@ def train(
     timer = timer or Timer()
     pending: deque[tuple[Any, Metrics]] = deque()
     metrics: Metrics = {}
-    done, saved, collected = first_update, first_update, first_update
+    done, saved, collected = completed_updates, completed_updates, completed_updates
     end = schedule.updates if schedule.stop_after is None else schedule.stop_after
     # With a lag, rollouts after the last update of this call belong to its checkpoint.
     last_rollout = min(schedule.updates, end + schedule.max_lag)
@@ -112,7 +112,7 @@ def train(
                 system.save(done, row)
             saved = done
         metrics = evaluate_and_log(system, log, timer, row, update=done)
-        if done == first_update + 1:
+        if done == completed_updates + 1:
             after_first()
     if saved != done or done == 0:
         system.save(done)

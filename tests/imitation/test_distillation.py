@@ -24,7 +24,7 @@ from embodied_ppo.config import loader
 from embodied_ppo.config.schema import Config, DistillationConfig, ModelConfig
 from embodied_ppo.core import compile
 from embodied_ppo.core.history import ObservationHistory
-from embodied_ppo.core.memory import MEMORY
+from embodied_ppo.core.recurrent_state import MEMORY
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, EnvError
 from embodied_ppo.imitation.distillation import (
     GuidedPolicy,

@@ -135,7 +135,7 @@ def test_compile_option_applies_to_worker_processes(tmp_path: Path) -> None:
             worker.learner.critic, LocalCritic
         )
         schedules = [x.optimizer.compile_schedule for x in (worker.learner, worker.learner.critic)]
-        assert [x.first_update for x in schedules] == [since] * 2
+        assert [x.first_compiled_update for x in schedules] == [since] * 2
         worker.close()
 
 

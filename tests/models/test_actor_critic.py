@@ -13,7 +13,7 @@ from torch import Tensor
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core import tree
-from embodied_ppo.core.memory import EpisodeMemory
+from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import (
     ArraySpec,
     Box,

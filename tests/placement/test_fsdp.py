@@ -446,10 +446,10 @@ def test_memory_estimate_equals_allocated_memory(
     learner = actor_critic_learner(
         policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0
     )
-    full = memory_estimate.predicted(
+    full = memory_estimate.estimate_update(
         policy, learner, torch.device("cpu"), experience(policy, obs, 0)
     )
-    sharded = replace(full, **memory_estimate.sharded(policy, processes.world))
+    sharded = replace(full, **memory_estimate.sharded_bytes(policy, processes.world))
     largest = max(sizes for *_, sizes in results(processes.world, TOKENS[processes.world], True))
     # Two moments, and gradients of half their size.
     assert sharded.optimiser * 1.5 == pytest.approx(largest[1], rel=0.1)
@@ -461,7 +461,7 @@ def test_memory_estimate_equals_allocated_memory(
         outside_units + 2 * unit, rel=0.01
     )
     assert (sharded.activations, sharded.experience) == (full.activations, full.experience)
-    acting = memory_estimate.sharded(policy, processes.world, acts=True)
+    acting = memory_estimate.sharded_bytes(policy, processes.world, acts=True)
     assert acting["weights"] == pytest.approx(full.weights * (1 + 1 / processes.world), rel=0.01)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embodied_ppo.config import loader
 from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core.memory import MEMORY, START, EpisodeMemory, with_memory
+from embodied_ppo.core.recurrent_state import MEMORY, START, EpisodeMemory, with_memory
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.models.actor_critic import ActorCritic
 from embodied_ppo.rollout.simulation import Rollout

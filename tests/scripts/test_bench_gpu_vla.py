@@ -23,7 +23,7 @@ from embodied_ppo.config.schema import AlgorithmConfig
 from embodied_ppo.core import tree
 from embodied_ppo.core.types import ArraySpec, Batch, Box, Decision, Trajectory
 from embodied_ppo.models.vla.pi0 import PI0
-from embodied_ppo.placement.memory_estimate import AllocationCounter, fake_tensors, predicted
+from embodied_ppo.placement.memory_estimate import AllocationCounter, estimate_update, fake_tensors
 
 pytest.importorskip("transformers")
 PARTS = ("oft", "pi0_frozen", "pi0_trained")
@@ -127,7 +127,7 @@ def test_predicted_memory_equals_that_of_a_micro_batch(part: str) -> None:
     policy, env = policy_and_env(part)
     learner = actor_critic_learner(policy, CONFIG, num_envs=ROWS, updates=2, seed=0)
     t = trajectory(policy, env)
-    memory = predicted(policy, learner, env.device, t)
+    memory = estimate_update(policy, learner, env.device, t)
     assert all(p.grad is None for p in policy.parameters()), "the prediction leaves no gradients"
     gradient_bytes: list[int] = []
 
@@ -253,7 +253,7 @@ def test_failed_figure_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(bench, "predicted", broken)
+    monkeypatch.setattr(bench, "estimate_update", broken)
     monkeypatch.setattr(bench, "offload_s", broken)
     monkeypatch.setattr(bench, "TINY", {"oft": replace(bench.TINY["oft"], horizon=1)})
     figures, failures = run("oft")

@@ -66,9 +66,11 @@ def training(update: int, **more: Any) -> Metrics:
 
 
 def write(
-    run_dir: Path, updates: range, *, first_update: int = 0, total: int = 10, **options: Any
+    run_dir: Path, updates: range, *, completed_updates: int = 0, total: int = 10, **options: Any
 ) -> None:
-    log = Log(run_dir, total_updates=total, first_update=first_update, quiet=True, **options)
+    log = Log(
+        run_dir, total_updates=total, completed_updates=completed_updates, quiet=True, **options
+    )
     for update in updates:
         log.metrics(training(update), update=update, steps=64 * update)
     log.close()
@@ -182,7 +184,7 @@ def test_resumed_log_drops_rows_after_checkpoint(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"update": 8, "env_st')  # killed while writing
     time.sleep(1.1)  # event files are named by the second
-    log = Log(tmp_path, total_updates=10, first_update=4, quiet=True)
+    log = Log(tmp_path, total_updates=10, completed_updates=4, quiet=True)
     assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4]
     for update in (5, 6):
         log.metrics({SPEED: -1.0}, update=update, steps=64 * update)
@@ -202,7 +204,7 @@ def test_damaged_rows_are_reported(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
     lines[1], lines[3], lines[5] = b'{"update": 2, "env', lines[3] + b"\xff}", b"[6]"
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:-1], lines[-1][:20]]))
-    write(tmp_path, range(6, 7), first_update=5)
+    write(tmp_path, range(6, 7), completed_updates=5)
     assert [r["update"] for r in rows(tmp_path)] == [1, 3, 5, 6]
     line = (
         "metrics.jsonl: damaged rows are left out: line 2 (after update 1), line 4 (after update 3)"
@@ -225,7 +227,7 @@ def test_resumed_log_without_rows_keeps_tensorboard_points(tmp_path):
     write(tmp_path, range(1, 5))
     (tmp_path / "metrics.jsonl").unlink()
     time.sleep(1.1)
-    write(tmp_path, range(5, 7), first_update=4)
+    write(tmp_path, range(5, 7), completed_updates=4)
     assert [step for step, _ in scalars(tmp_path)[SPEED]] == [64 * u for u in range(1, 7)]
 
 
@@ -272,7 +274,7 @@ def test_progress_lines_are_rate_limited(tmp_path, capsys):
 def test_time_left_counts_this_session(tmp_path, capsys, monkeypatch):
     """A resumed run with 5 of 105 updates completed and one update per second has 99 s left."""
     write(tmp_path, range(1, 6))
-    log = Log(tmp_path, total_updates=105, first_update=5)
+    log = Log(tmp_path, total_updates=105, completed_updates=5)
     now = time.perf_counter()
     monkeypatch.setattr(log, "_started", now - 1.0)
     log.metrics(training(6), update=6, steps=6)
@@ -312,7 +314,7 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
-        log = Log(tmp_path, total_updates=4, first_update=0)
+        log = Log(tmp_path, total_updates=4, completed_updates=0)
         log.metrics(training(1), update=1, steps=64)
         log.say("a word in between")
         log.metrics(training(2, **{"rollout/return": 3.25}), update=2, steps=128)

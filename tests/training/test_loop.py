@@ -28,9 +28,9 @@ class Notes:
 
     unit = "env_steps"
 
-    def __init__(self, first_update: int = 0) -> None:
+    def __init__(self, completed_updates: int = 0) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.version, self.steps = first_update, 64 * first_update
+        self.version, self.steps = completed_updates, 64 * completed_updates
 
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         assert horizon == 16
@@ -62,15 +62,22 @@ class Notes:
 
 
 def train(
-    tmp_path: Path, updates: int, *, first_update: int = 0, should_stop=lambda: False, **due: int
+    tmp_path: Path,
+    updates: int,
+    *,
+    completed_updates: int = 0,
+    should_stop=lambda: False,
+    **due: int,
 ):
     """Run the loop; return calls, rows and outcome."""
     system, log = (
-        Notes(first_update),
-        Log(tmp_path, total_updates=updates, first_update=first_update, quiet=True),
+        Notes(completed_updates),
+        Log(tmp_path, total_updates=updates, completed_updates=completed_updates, quiet=True),
     )
     schedule = loop.Schedule(updates=updates, horizon=16, **due)
-    outcome = loop.train(system, log, schedule, first_update=first_update, should_stop=should_stop)
+    outcome = loop.train(
+        system, log, schedule, completed_updates=completed_updates, should_stop=should_stop
+    )
     log.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     return system.calls, rows, outcome
@@ -146,7 +153,7 @@ def test_loop_stops_and_saves(tmp_path, after):
 
 
 def test_loop_resumes(tmp_path):
-    calls, rows, outcome = train(tmp_path, 6, first_update=4, save_every=5)
+    calls, rows, outcome = train(tmp_path, 6, completed_updates=4, save_every=5)
     assert only(calls, "collect") == [(4,), (5,)] and only(calls, "update") == [(4, 4), (5, 5)]
     assert only(calls, "publish") == [(5,), (6,)]
     assert only(calls, "save") == [(5, 320), (6, 384)]
@@ -154,7 +161,7 @@ def test_loop_resumes(tmp_path):
         (5, 320),
         (6, 384),
     ] and not outcome.interrupted
-    calls, _, outcome = train(tmp_path / "done", 4, first_update=4)
+    calls, _, outcome = train(tmp_path / "done", 4, completed_updates=4)
     assert calls == [] and (outcome.updates, outcome.interrupted) == (4, False)
 
 

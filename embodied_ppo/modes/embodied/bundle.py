@@ -31,7 +31,7 @@ from embodied_ppo.config import loader
 from embodied_ppo.config.schema import RealismConfig
 from embodied_ppo.core.errors import one_line
 from embodied_ppo.core.history import SINGLE, ObservationHistory, named
-from embodied_ppo.core.memory import EpisodeMemory, starts, with_memory
+from embodied_ppo.core.recurrent_state import EpisodeMemory, starts, with_memory
 from embodied_ppo.core.types import (
     ArraySpec,
     Box,

@@ -598,13 +598,13 @@ def log_settings(
         request.early_log_lines.append(line)
     simulators = config.env.num_threads or "as many as there are cores"
     compiled = ", ".join(
-        f"{name} from update {schedule.first_update + 1} on"
+        f"{name} from update {schedule.first_compiled_update + 1} on"
         for name, schedule in schedules.items()
-        if schedule.first_update is not None
+        if schedule.first_compiled_update is not None
     )
     reason = reason or "training ends before it would be used"
     compiled = compiled or f"never ({reason})"
-    if config.learner_threads > 1 and schedules["minibatches"].first_update is None:
+    if config.learner_threads > 1 and schedules["minibatches"].first_compiled_update is None:
         request.early_log_lines.append(
             f"learner_threads={config.learner_threads}: not used, minibatches are not compiled"
         )

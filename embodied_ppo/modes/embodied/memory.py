@@ -42,7 +42,7 @@ class EmbodiedMemoryEstimator:
             _check_weights(sizes, EnvDescription(spaces, torch.device("meta")))
         self.policy: Any = components.make_policy(sizes, self.spaces, weights=False)
         self._acting_by_rows: dict[tuple[int, float | None], tuple[int, Any, Any]] = {}
-        """Environments and memory of the device in GB -> ``memory_estimate.acting``."""
+        """Environments and memory of the device in GB -> ``memory_estimate.estimate_acting``."""
         self._updating_by_learners: dict[
             tuple[int, int | None, float | None], memory_estimate.Memory
         ] = {}
@@ -69,7 +69,9 @@ class EmbodiedMemoryEstimator:
         update = self._updating(learners, micro, self._device_gb(placed))
         if self.config.cluster.shard if shard is None else shard:
             acts = placed.fused("rollout", "actor")
-            update = replace(update, **memory_estimate.sharded(self.policy, learners, acts=acts))
+            update = replace(
+                update, **memory_estimate.sharded_bytes(self.policy, learners, acts=acts)
+            )
         weights = memory_estimate.nbytes([*self.policy.parameters(), *self.policy.buffers()])
         # The steps are stacked after the last one, when nothing acts: each tensor is then there
         # twice, or as often as the group filter holds it.
@@ -109,7 +111,9 @@ class EmbodiedMemoryEstimator:
         kept = placed.fused("rollout", "actor") and a.group_filter is None
         kept = kept and _keeps(policy, a.horizon, num_envs // learners)
         _, obs, decision = self._act(num_envs // placed.processes("rollout"))
-        operations = memory_estimate.operations(policy, learner, obs, decision, rows, kept=kept)
+        operations = memory_estimate.count_operations(
+            policy, learner, obs, decision, rows, kept=kept
+        )
         share = a.global_batch_size // learners
         steps = a.update_epoch * decisions // a.global_batch_size
         trained = [p for p in policy.parameters() if p.requires_grad]
@@ -143,14 +147,16 @@ class EmbodiedMemoryEstimator:
         limit = self.config.algorithm.rollout_micro_batch_size
         if limit is not None and limit < rows:
             peak = self._act(limit)[0]
-        return peak, memory_estimate.experience(obs, decision, self.config.algorithm.horizon)
+        return peak, memory_estimate.empty_trajectory(obs, decision, self.config.algorithm.horizon)
 
     def _act(self, rows: int) -> tuple[int, Any, Any]:
-        """Return ``memory_estimate.acting`` of ``rows`` environments."""
+        """Return ``memory_estimate.estimate_acting`` of ``rows`` environments."""
         key = rows, getattr(self.policy, "planned_memory_gb", None)
         if key not in self._acting_by_rows:
             spec = self.spaces.obs_spec
-            self._acting_by_rows[key] = memory_estimate.acting(self.policy, spec, self.cpu, rows)
+            self._acting_by_rows[key] = memory_estimate.estimate_acting(
+                self.policy, spec, self.cpu, rows
+            )
         return self._acting_by_rows[key]
 
     def _filter_copies(self) -> tuple[float, float]:
@@ -186,7 +192,7 @@ class EmbodiedMemoryEstimator:
             local = tree.map(lambda x: x.new_empty(x.shape[0], columns, *x.shape[2:]), trajectory)
             learner = actor_critic_learner(self.policy, share, num_envs=num_envs, updates=1, seed=0)
             surplus = self._filter_copies()[1]
-            memory = memory_estimate.predicted(
+            memory = memory_estimate.estimate_update(
                 self.policy, learner, self.cpu, local, surplus=surplus
             )
             self._updating_by_learners[key] = memory

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from embodied_ppo.config.schema import Config
 from embodied_ppo.core import tree
 from embodied_ppo.core.history import ObservationHistory
-from embodied_ppo.core.memory import EpisodeMemory, memory_size
+from embodied_ppo.core.recurrent_state import EpisodeMemory, memory_size
 from embodied_ppo.core.types import ActionSpec, EnvError, Obs, ObsSpec, Policy
 from embodied_ppo.evaluation.episodes import GROUP, policy_device
 

@@ -65,7 +65,7 @@ class ReasoningMemoryEstimator:
                 need["weights"] += full_weights
             if rolls_out:
                 slots = min(components.slots(config), sequences // acts)
-                need["cache"] = memory_estimate.cache(policy, slots, longest)
+                need["cache"] = memory_estimate.kv_cache_bytes(policy, slots, longest)
                 if hardware.kind == "cuda" and config.rollout.engine == "builtin":
                     need["weights"] += decode_model.copy_bytes(policy)
             models: dict[str, Any] = {"actor": policy, "critic": self.critic}
@@ -81,10 +81,12 @@ class ReasoningMemoryEstimator:
                 )
                 need["activations"] = max(need["activations"], step)
             if "reference" in group.roles:
-                sharded = memory_estimate.sharded(policy, learners)["weights"] if shard else None
+                sharded = (
+                    memory_estimate.sharded_bytes(policy, learners)["weights"] if shard else None
+                )
                 need["weights"] += full_weights if sharded is None else sharded
             if learns or rolls_out:
-                row = 8 * longest + memory_estimate.TOKEN * a.response_length
+                row = 8 * longest + memory_estimate.EXPERIENCE_BYTES_PER_TOKEN * a.response_length
                 copies = 1.0
                 if a.group_filter is not None:
                     rounds = a.group_filter_rounds
@@ -101,7 +103,9 @@ class ReasoningMemoryEstimator:
         The weights of an actor that is not sharded are not included.
         """
         if shard:
-            return memory_estimate.sharded(model, learners, acts=role == "actor" and rolls_out)
+            return memory_estimate.sharded_bytes(
+                model, learners, acts=role == "actor" and rolls_out
+            )
         size = memory_estimate.nbytes([p for p in model.parameters() if p.requires_grad])
         sizes = {"gradients": size, "optimiser": 2 * size}
         if role == "critic":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.core.history import ObservationHistory, named
-from embodied_ppo.core.memory import starts
+from embodied_ppo.core.recurrent_state import starts
 from embodied_ppo.core.types import Obs, Step, VectorEnv
 
 

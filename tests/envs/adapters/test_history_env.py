@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embodied_envs import HistoryEnv
 from embodied_ppo.core.history import PREVIOUS_ACTIONS
-from embodied_ppo.core.memory import starts
+from embodied_ppo.core.recurrent_state import starts
 from embodied_ppo.core.types import Obs
 
 LENGTHS, CLOCK = [2, 3, 5], [False, True, False]

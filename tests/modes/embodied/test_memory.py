@@ -112,7 +112,7 @@ def test_estimate_without_weights_equals_a_micro_batch(
         actor_critic_learner(p, algorithm, num_envs=ROWS, updates=1, seed=0)
         for p in (sizes, policy)
     ]
-    memory = memory_estimate.predicted(sizes, learners[0], cpu, t)
+    memory = memory_estimate.estimate_update(sizes, learners[0], cpu, t)
     learner = learners[1]
     prepared, _ = learner._prepare(t)
     batch = tree.index(prepared, slice(0, ROWS))
@@ -181,7 +181,7 @@ def test_two_small_batches_give_the_memory_of_a_traced_one(
     with monkeypatch.context() as patch:
         patch.delattr(memory_estimate, "fake_tensors")  # tracing would fail
         small = needs(config)
-    monkeypatch.setattr(memory_estimate, "SMALL_MODEL", 0)
+    monkeypatch.setattr(memory_estimate, "MAX_COMPUTED_BYTES", 0)
     assert small == needs(config)
 
 

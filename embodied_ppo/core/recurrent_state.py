@@ -1,7 +1,7 @@
 """State of a policy with memory (``model.recurrent``) between the steps of its episodes.
 
-The state is a part of what the policy reads. It therefore travels with the observations: ``attach``
-adds it to a dictionary of observations, and ``Decision.memory`` is the state after them.
+The state is a part of what the policy reads. It is therefore stored in the dictionary of
+observations, to which ``attach`` adds it. ``Decision.memory`` is the state after them.
 """
 
 from __future__ import annotations
