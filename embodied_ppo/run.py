@@ -841,7 +841,7 @@ class _Session:
         """Return CPU seconds of training by phase, and their "total" over all processes."""
         phases = dict(self.run.system.cpu_s())
         workers = phases.pop("process") - self.worker_cpu_s
-        return phases | {"total": self.timer.total(loop.TRAINING)[1] + workers}
+        return phases | {"total": self.timer.total(loop.TRAINING_PHASES)[1] + workers}
 
     def after_first_update(self) -> None:
         """Record what the first update has cost."""
@@ -853,7 +853,7 @@ class _Session:
         Raises SystemExit(130) if the run was interrupted.
         """
         run, system = self.run, self.run.system
-        train_s, cpu = self.timer.total(loop.TRAINING)[0], self._cpu_s()
+        train_s, cpu = self.timer.total(loop.TRAINING_PHASES)[0], self._cpu_s()
         # The first update is not counted, unless there is no other.
         warm_up = self.warm_up if outcome.updates > run.first + 1 else {}
         counted = system.steps - warm_up.get("steps", self.steps_before) or 1

@@ -310,7 +310,7 @@ def _update_seconds(request: RunRequest, plan: placement.Plan | None, first: int
         timer, sums = Timer(), list[float]()  # seconds since the start, at the end of each update
 
         def stop_if_enough() -> bool:
-            sums.append(timer.total(loop.TRAINING)[0])
+            sums.append(timer.total(loop.TRAINING_PHASES)[0])
             if len(sums) > warm_up + 2 and sums[-1] - sums[warm_up] > MEASURE_S:
                 raise _EnoughUpdates
             return False

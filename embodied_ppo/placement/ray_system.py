@@ -39,7 +39,7 @@ from embodied_ppo.placement.ray_worker import (
 from embodied_ppo.placement.worker import Worker, WorkerSpec
 from embodied_ppo.rollout.simulation import add_metrics
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.loop import TRAINING
+from embodied_ppo.training.loop import TRAINING_PHASES
 from embodied_ppo.training.system import Records, RunSystem
 
 P = ParamSpec("P")
@@ -615,7 +615,7 @@ class ClusterSystem(RunSystem):
             for line in reply.log_lines:
                 self.notice(line)
             roles = call.handle.name.partition(" ")[0].replace(",", "+")
-            if phase in TRAINING:
+            if phase in TRAINING_PHASES:
                 self.training_cpu_s += reply.cpu_s
                 for device in self.devices[call.handle.name]:
                     self.busy_s[device] += reply.busy_s

@@ -10,7 +10,7 @@ from typing import Any
 from embodied_ppo.core.types import Metrics, PendingRow, System
 from embodied_ppo.training.logging import Log, Timer, peak_rss_mb
 
-TRAINING = ("collect", "update", "publish")
+TRAINING_PHASES = ("collect", "update", "publish")
 """Phases of the timer that count as training; evaluating and saving do not."""
 
 
@@ -100,7 +100,7 @@ def train(
         done += 1
         with timer("publish"):
             system.publish(done)
-        seconds = timer.wall["collect"] + timer.wall["update"] + timer.wall["publish"]
+        seconds = sum(timer.wall[phase] for phase in TRAINING_PHASES)
         metrics |= {f"speed/{system.unit}_per_s": (system.steps - before) / seconds}
         last = done == schedule.updates and schedule.stop_after is None
         row = PendingRow(

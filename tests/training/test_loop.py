@@ -182,12 +182,12 @@ def test_loop_uses_timer_of_caller(tmp_path):
     loop.train(Notes(), log, loop.Schedule(updates=2, horizon=16), timer=timer)
     log.close()
     assert not timer.wall and timer.cpu.keys() == {
-        *loop.TRAINING,
+        *loop.TRAINING_PHASES,
         "evaluate",
         "save",
     }  # CPU time adds up over the run
-    wall, cpu = timer.total(loop.TRAINING)
-    assert wall == sum(timer.run_wall[p] for p in loop.TRAINING) > 0 and cpu >= 0
+    wall, cpu = timer.total(loop.TRAINING_PHASES)
+    assert wall == sum(timer.run_wall[p] for p in loop.TRAINING_PHASES) > 0 and cpu >= 0
 
 
 def test_version_lag_of_local_system(tmp_path):
