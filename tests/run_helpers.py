@@ -82,15 +82,9 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         c: Options of the run.
         max_lag: Updates between acting and learning, as in ``loop.train``.
     """
-    env = embodied.make_env(
-        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
-        config=embodied.training_env(c),
-        device=torch.device("cpu"),
-        model=c.model,
-    )
+    rollout = tiny_rollout(c)
+    env, policy = rollout.env, rollout.policy
     try:
-        policy = embodied.make_policy(c, env)
-        rollout = embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
         updates = total_updates(c)
         never = compile.CompileSchedule(None)
         request = RunRequest(c, env.device, Path(), updates, "", {}, print, print, [])
@@ -108,6 +102,18 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         return rows
     finally:
         env.close()
+
+
+def tiny_rollout(c: Config) -> Rollout:
+    """Return the rollout of a run in one process, without compiled code."""
+    env = embodied.make_env(
+        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
+        config=embodied.training_env(c),
+        device=torch.device("cpu"),
+        model=c.model,
+    )
+    policy = embodied.make_policy(c, env)
+    return embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
 
 
 def train_mean_rewards(c: Config, env: VectorEnv, *, stagger: bool = False) -> list[float]:

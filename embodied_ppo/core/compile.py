@@ -671,10 +671,10 @@ class CompileSchedule:
         Raises:
             TrainingError: The compilation failed and is required, or ``close`` ended it.
         """
-        if self.first_compiled_update is None or self._closed or update < self.start_update:
+        if self._function is not None or self._closed or update < self.start_update:
             return self._function
-        if self._function is not None:
-            return self._function
+        if self.first_compiled_update is None:
+            return None
         try:
             if self._library is None:
                 example = make_example()

@@ -468,10 +468,10 @@ def language_step(
 
 
 def _normalisation(numbers: int) -> int:
-    """Return the temporary bytes of normalising the observations of a rollout, before and after it.
+    """Return the temporary bytes of normalising the observations of a rollout, or of their moments.
 
-    They are joined and shifted. For their moments they are joined, and a block is selected by the
-    mask, copied as float64 and squared.
+    To normalise them, they are joined and shifted. For the moments, they are joined, and a block is
+    selected by the mask, copied as float64 and squared.
 
     Args:
         numbers: Float32 numbers of all observations.

@@ -216,3 +216,16 @@ def test_cast_of_module_keeps_float64_statistics():
     nn.Sequential(nn.Linear(4, 4), m).to(torch.bfloat16)
     assert m.mean.dtype is torch.float64 and m.mean.equal(state)
     assert m.normalize(x).equal(before)
+
+
+@pytest.mark.parametrize("block", [1, 40, 10**6])
+def test_moments_of_blocks_equal_those_of_all_features(block, monkeypatch):
+    """Large batches are computed in blocks of features; 1 is less than a feature's rows."""
+    x, mask = torch.randn(20, 3, 4), torch.arange(20) % 3 > 0
+    var, mean = torch.var_mean(x[mask].double(), dim=0, correction=0)
+    monkeypatch.setattr(running_stats, "BLOCK", block)
+    moments = running_stats.batch_moments(x, mask)
+    assert moments.mean.shape == (3, 4) and float(moments.count) == int(mask.sum())
+    torch.testing.assert_close(moments.mean, mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moments.var, var, rtol=1e-12, atol=1e-12)
+    assert not running_stats.batch_moments(x, mask & False).mean.any()

@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from run_helpers import tiny_config, tiny_training
+from run_helpers import tiny_config, tiny_rollout, tiny_training
 
 from embodied_ppo import run
 from embodied_ppo.analysis.state_differences import state_differences
 from embodied_ppo.config.schema import Config
-from embodied_ppo.core.compile import CompileSchedule
 from embodied_ppo.core.errors import TrainingError
-from embodied_ppo.core.random import env_seeds
-from embodied_ppo.modes.embodied import components
 from embodied_ppo.rollout.simulation import Acting, Rollout
 from embodied_ppo.training import checkpoint
 
@@ -132,15 +128,7 @@ def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_rollout_in_progress_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a second signal, a command ends without the remainder of a long rollout."""
-    c, started = tiny_config(TINY), threading.Event()
-    env = components.make_env(
-        env_seeds(1, 0, c.env.num_envs, 1),
-        config=components.training_env(c),
-        device=torch.device("cpu"),
-        model=c.model,
-    )
-    policy, schedule = components.make_policy(c, env), CompileSchedule(None)
-    rollout = components.make_rollout(c, env, policy, schedule)
+    rollout, started = tiny_rollout(tiny_config(TINY)), threading.Event()
     act = Acting.__call__
 
     def slowly(self: Acting, *args: Any) -> Any:

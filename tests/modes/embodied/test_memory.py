@@ -22,8 +22,6 @@ from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
 from embodied_ppo.config import placement
 from embodied_ppo.config.schema import AlgorithmConfig, Config, ModelConfig
 from embodied_ppo.core import tree
-from embodied_ppo.core.compile import CompileSchedule
-from embodied_ppo.core.random import env_seeds
 from embodied_ppo.core.types import ArraySpec, Box, ConfigError, ObsSpec, Trajectory
 from embodied_ppo.models.vla import published
 from embodied_ppo.models.vla.pi05 import PI05
@@ -271,15 +269,8 @@ def test_normalisation_of_long_histories_is_counted() -> None:
     """The observations of a rollout are encoded at once, which needs copies of them."""
     options = {"model.history": 50, "algorithm.horizon": 256, "algorithm.global_batch_size": 64}
     c = run_helpers.tiny_config(options)
-    env = components.make_env(
-        env_seeds(1, 0, c.env.num_envs, 1),
-        config=components.training_env(c),
-        device=torch.device("cpu"),
-        model=c.model,
-    )
-    policy, schedule = components.make_policy(c, env), CompileSchedule(None)
-    rollout = components.make_rollout(c, env, policy, schedule)
-    learner = actor_critic_learner(policy, c.algorithm, num_envs=4, updates=3, seed=1)
+    rollout = run_helpers.tiny_rollout(c)
+    learner = actor_critic_learner(rollout.policy, c.algorithm, num_envs=4, updates=3, seed=1)
     trajectory, _ = rollout.collect(c.algorithm.horizon, update=0, version=0)
     with AllocationCounter() as counter:
         learner.update(trajectory, update=0)
