@@ -17,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	"$$python" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
-IMPORT_LIBRARIES := sb3 rsl_rl cleanrl rl_games skrl brax
+IMPORT_LIBRARIES := sb3 rsl_rl cleanrl brax
 
 help: ## print this list
 	@awk -F ' *## ' \
@@ -65,9 +65,8 @@ check: .venv/dev ## check format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: .venv/dev ## measure training (ARGS: experiments and options of it) and generation
-	$(BIN)/python scripts/bench_train.py $(ARGS)
-	$(BIN)/python scripts/bench_language.py
+bench: .venv/dev ## measure training and generation; ARGS: other parts, options (scripts/bench.py --help)
+	$(BIN)/python scripts/bench.py $(or $(ARGS),train language)
 
 docs: .venv/dev ## build the documentation site, site/index.html; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -152,8 +151,6 @@ LEROBOT_BASE ?= $(shell for python in python3.12 python3.13; do \
 IMPORT_sb3 := stable-baselines3==2.9.2
 IMPORT_rsl_rl := rsl-rl-lib==5.5.1
 IMPORT_cleanrl := torch
-IMPORT_rl_games := rl-games==1.6.5
-IMPORT_skrl := skrl==2.1.1 torch
 IMPORT_brax := brax==0.14.2 jax==0.8.3
 .venv-import/%/ready: .venv/dev
 	$(BIN)/python -m venv --clear .venv-import/$*

@@ -1,8 +1,9 @@
 """PPO for robot policies in vectorised simulators, and for language models that reason.
 
-The Python API is ``train``, ``distill``, ``evaluate``, ``compare``, ``fork``, ``replay``,
-``bisect``, ``verify``, ``search``, ``load`` and ``config`` of ``api``, and the exceptions of
-``core.errors``. They are imported on first use, because the command line must start at once.
+The Python API is ``train``, ``distill``, ``evaluate``, ``load`` and ``config`` of ``api``,
+``compare``, ``fork``, ``replay``, ``bisect``, ``verify`` and ``search`` of ``tools``, and the
+exceptions of ``core.errors``. They are imported on first use, because the command line must start
+at once.
 """
 
 from __future__ import annotations
@@ -11,24 +12,10 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from embodied_ppo.api import (
-        Run,
-        bisect,
-        compare,
-        config,
-        distill,
-        evaluate,
-        fork,
-        load,
-        replay,
-        search,
-        train,
-        verify,
-    )
+    from embodied_ppo.api import Run, config, distill, evaluate, load, train
     from embodied_ppo.core.errors import (
         CheckpointError,
         ConfigError,
@@ -36,42 +23,33 @@ if TYPE_CHECKING:
         PlacementError,
         TrainingError,
     )
+    from embodied_ppo.tools.bisection import bisect
+    from embodied_ppo.tools.option_search import search
+    from embodied_ppo.tools.policy_comparison import compare
+    from embodied_ppo.tools.run_fork import fork
+    from embodied_ppo.tools.update_replay import replay
+    from embodied_ppo.tools.verification import verify
 
 __version__ = "0.1.0"
 __all__ = ["Run", "bisect", "compare", "config", "distill", "evaluate", "fork", "load", "replay"]
 __all__ += ["search", "train", "verify"]
+TOOLS = {
+    "bisect": "tools.bisection",
+    "compare": "tools.policy_comparison",
+    "fork": "tools.run_fork",
+    "replay": "tools.update_replay",
+    "search": "tools.option_search",
+    "verify": "tools.verification",
+}
+"""Function -> the module that contains it."""
 __all__ += ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "TrainingError"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "core.errors" if name.endswith("Error") else "api"
-    try:
-        module = importlib.import_module(f"{__name__}.{home}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.api":
-            raise
-        raise ImportError(
-            f"{__name__}.{name} belongs to the trainer, and embodied-envs installs the simulators"
-            " only: pip uninstall embodied-envs, then pip install embodied-ppo"
-        ) from error
-    return getattr(module, name)
-
-
-class _CallableModule(ModuleType):
-    """Module of the options, which is also called: ``embodied_ppo.config(..)`` of the Python API.
-
-    Importing the package ``embodied_ppo.config`` sets that attribute to the module, so the function
-    of this name could not be reached.
-    """
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return importlib.import_module(f"{__name__}.api").config(*args, **options)
-
-
-if importlib.util.find_spec(f"{__name__}.config") is not None:  # not in embodied-envs
-    importlib.import_module(f"{__name__}.config").__class__ = _CallableModule
+    home = "core.errors" if name.endswith("Error") else TOOLS.get(name, "api")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 
 def _add_checkout_folders(root: Path) -> None:

@@ -1,9 +1,10 @@
 """Hooks of MkDocs (``make docs``) that generate pages and curves from the code and the results.
 
-overview.md is README.md, and options.md is generated from ``embodied_ppo.config.schema``. A heading
-of recipes.md that names an experiment gets its description, its command and its learning curve.
-``<!-- folder: .. -->`` becomes a table of the modules in that folder. Links to files outside docs/
-are replaced by their paths.
+overview.md is README.md, changelog.md CHANGELOG.md, options.md is generated from
+``embodied_ppo.options.schema``. A heading of recipes.md that names an experiment gets its
+description, its command and its learning curve.
+``<!-- folders -->`` becomes a table of the modules in each folder. Links to files outside docs/ are
+replaced by their paths.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import html
 import io
 import json
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -24,11 +26,12 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from embodied_envs.base.errors import show
 from embodied_ppo.commands.experiments import experiments
-from embodied_ppo.config.loader import Option, alias_paths, describe, flat, plain_yaml
-from embodied_ppo.config.readers import readers
-from embodied_ppo.config.schema import OWN_OPTIONS, Config
-from embodied_ppo.core.errors import show
+from embodied_ppo.options.describe import Option, alias_paths, describe
+from embodied_ppo.options.loader import flat, plain_yaml
+from embodied_ppo.options.readers import readers
+from embodied_ppo.options.schema import OWN_OPTIONS, Config
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -43,6 +46,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages and curves."""
     pages: dict[str, Callable[[], str]] = {"overview.md": overview, "options.md": options}
+    pages |= {"changelog.md": partial(overview, "CHANGELOG.md")}
     pages |= {f"curves/{name}.svg": partial(curve, *args) for name, args in curves().items()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text()))
@@ -52,13 +56,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.src_uri == "recipes.md":
         markdown = recipes(markdown)
-    markdown = re.sub(r"^<!-- folder: (.+) -->$", folders, markdown, flags=re.MULTILINE)
+    markdown = markdown.replace("<!-- folders -->", folders())
     return links(markdown, DOCS / page.file.src_uri)
 
 
 # -------------------------------------------------------------------------------------------- links
-def overview() -> str:
-    """Return README.md with links that are relative to docs/."""
+def overview(file: str = "README.md") -> str:
+    """Return a file of the repository with links that are relative to docs/."""
 
     def moved(match: re.Match[str]) -> str:
         target = match[1]
@@ -66,9 +70,7 @@ def overview() -> str:
             f"]({target.removeprefix('docs/') if target.startswith('docs/') else '../' + target})"
         )
 
-    return re.sub(
-        r"\]\((?!https?:|#)([^)\s]+)\)", moved, (ROOT / "README.md").read_text(encoding="utf-8")
-    )
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", moved, (ROOT / file).read_text(encoding="utf-8"))
 
 
 def links(markdown: str, file: Path) -> str:
@@ -100,17 +102,9 @@ def options() -> str:
     """Return a page with every option of the schema, in its order and by section."""
     lines = ["# Options", ""]
     lines += [
-        (
-            "This page is generated from `embodied_ppo/config/schema.py`. "
-            "On the command line, write `section.name=value`."
-        ),
-        "",
-    ]
-    lines += [
-        (
-            "`embodied-ppo config experiment=NAME` prints them with their values and the file that"
-            " sets each; `--only WORD` selects."
-        ),
+        "This page is generated from `embodied_ppo/options/schema.py`. On the command line, write"
+        " `section.name=value`. `embodied-ppo config experiment=NAME` prints them with their values"
+        " and the file that sets each; `--only WORD` selects.",
         "",
     ]
     lines += _section("train", Config, "", "## train", "Top level: `name=value`.")
@@ -169,24 +163,28 @@ def _prose(text: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------- concepts
-def folders(match: re.Match[str]) -> str:
-    """Return a table of the modules in folders of the package, each with the summary of its
-    docstring.
-    """
-    lines = ["| module | |", "|---|---|"]
-    for folder in match[1].split():
-        root = ROOT / "envs" if folder == "embodied_envs" else ROOT / "embodied_ppo"
-        file = (root / folder).with_suffix(".py")
-        files = [file] if file.exists() else sorted((root / folder).rglob("*.py"))
-        if not files:
-            raise PluginError(f"<!-- folder: {match[1]} -->: there is no {folder}")
-        for file in files:
-            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-            summary = " ".join(docstring.partition("\n\n")[0].split())
-            summary = html.escape(summary, quote=False).replace("|", "\\|")
+def folders() -> str:
+    """Return a section for each layer, the lowest first: what belongs there, and its modules."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = [ROOT / "embodied_ppo" / name for name in settings["tool"]["embodied_ppo"]["layers"]]
+    lines: list[str] = []
+    for folder in [ROOT / "envs" / "embodied_envs", *layers]:
+        files = sorted(folder.rglob("*.py")) or [folder.with_suffix(".py")]
+        summaries = {file: docstring(file) for file in files}
+        own = summaries.pop(folder / "__init__.py", None)
+        lines += ["", f"### {folder.name}", "", *([own, ""] if own else [])]
+        lines += ["| module | |", "|---|---|"]
+        for file, summary in summaries.items():
             if file.name != "__init__.py":
-                lines.append(f"| `{file.relative_to(root).as_posix()}` | {summary} |")
+                lines.append(f"| `{file.relative_to(folder.parent).as_posix()}` | {summary} |")
     return "\n".join(lines)
+
+
+def docstring(file: Path) -> str:
+    """Return the summary of a module as one line of Markdown."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    summary = " ".join(text.partition("\n\n")[0].split())
+    return html.escape(summary, quote=False).replace("|", "\\|")
 
 
 # ------------------------------------------------------------------------------------------ recipes
@@ -231,31 +229,19 @@ def recipes(markdown: str) -> str:
 @cache
 def curves() -> dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]]:
     """Return the labels of both axes and the points of each seed, by experiment."""
-    entries: dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]] = {}
-
-    def add(
-        name: str, ylabel: str, xlabel: str, seed: int, points: list[tuple[float, float]]
-    ) -> None:
-        entries.setdefault(name, (ylabel, xlabel, {}))[2][f"seed {seed}"] = points
-
-    for run in _results("learning"):
-        points = [(steps / 1e6, value) for steps, value in run["curve"]]
-        add(
-            run["experiment"],
-            "Return of training episodes",
-            "environment steps (millions)",
-            run["seed"],
-            points,
-        )
-    for run in _results("vla"):
-        points = [(steps / 1e6, value) for steps, value in run["curve"]]
-        add(
-            run["experiment"], "Success", "environment steps of PPO (millions)", run["seed"], points
-        )
+    found: list[tuple[str, str, str, int, list[tuple[float, float]]]] = []
+    steps = "environment steps (millions)"
+    for file, label in (("learning", "Return of training episodes"), ("vla", "Success")):
+        for run in _results(file):
+            points = [(at / 1e6, value) for at, value in run["curve"]]
+            found.append((run["experiment"], label, steps, run["seed"], points))
     for run in _results("language"):
         if run["variant"] in shipped():
             points = [(float(update), value) for update, value in run["accuracy"].items()]
-            add(run["variant"], "Held-out accuracy", "updates", run["seed"], points)
+            found.append((run["variant"], "Held-out accuracy", "updates", run["seed"], points))
+    entries: dict[str, tuple[str, str, dict[str, list[tuple[float, float]]]]] = {}
+    for name, ylabel, xlabel, seed, points in found:
+        entries.setdefault(name, (ylabel, xlabel, {}))[2][f"seed {seed}"] = points
     return entries
 
 

@@ -106,7 +106,6 @@ RUNS: dict[str, list[str]] = {
         "algorithm.group_size=4",
         "algorithm.use_kl_loss=true",
         "algorithm.micro_batch_tokens=64",
-        "critic.use_critic_model=false",
     ],
     "rlhf_tiny": [*LANGUAGE, "experiment=rlhf_tiny", *PREFERENCES],
     "fused": [*CARTPOLE, "placement=fused", "cluster.devices_per_node=2"],

@@ -25,7 +25,7 @@ from torch.utils.backend_registration import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from embodied_ppo.core import tree
+from embodied_envs.base import tree
 
 NAME = "npu"
 """Name for torch's device type PrivateUse1, which has no implementation of its own."""

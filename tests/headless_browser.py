@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -144,20 +143,6 @@ class Browser:
         while not self.evaluate(f"!!({expression})"):
             assert time.monotonic() < deadline, f"never true: {expression}"
             time.sleep(0.05)
-
-    def key(self, name: str) -> None:
-        """Press and release a key."""
-        code = {"Tab": 9, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}[name]
-        text = {"text": name} if name == " " else {}
-        for kind in ("keyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, **text
-            )
-
-    def picture(self, file: Path) -> None:
-        """Write the full page as PNG."""
-        image = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(image["data"]))
 
     def close(self) -> None:
         self.call("Browser.close")

@@ -51,8 +51,7 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.tokenization_utils_tokenizers",
-    "embodied_ppo.modes.embodied.workers",
-    "embodied_ppo.modes.reasoning.workers",
+    "embodied_ppo.programs.system",
 )
 """Modules that the server imports."""
 
@@ -97,8 +96,8 @@ def serve() -> None:
     """Import what workers import, then fork a worker for each request until stdin is closed."""
     for module in PRELOADED:
         importlib.import_module(module)
-    from embodied_ppo.config import loader, schema
     from embodied_ppo.evaluation import report
+    from embodied_ppo.options import loader, schema
 
     loader.describe(schema.Config)  # the results of both functions are kept
     report.template("report.html.j2")

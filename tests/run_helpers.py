@@ -17,19 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_envs.base.random import env_seeds
+from embodied_envs.types import VectorEnv
+from embodied_ppo.cluster import run_plan
 from embodied_ppo.commands import main
-from embodied_ppo.config import loader, validation
-from embodied_ppo.config.batch_sizes import total_updates
-from embodied_ppo.config.schema import Config
 from embodied_ppo.core import compile
-from embodied_ppo.core.random import env_seeds
-from embodied_ppo.core.types import Mean, VectorEnv
-from embodied_ppo.modes.base import RunRequest
-from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.registry import mode
-from embodied_ppo.modes.workers import build_workers
+from embodied_ppo.core.types import Mean
+from embodied_ppo.options import loader, validation
+from embodied_ppo.options.batch_sizes import total_updates
+from embodied_ppo.options.schema import Config
+from embodied_ppo.policies import robot_policy
+from embodied_ppo.ppo.robot_actor import robot_ppo
+from embodied_ppo.programs import robot
+from embodied_ppo.programs.run_spec import RunSpec
+from embodied_ppo.programs.system import build_system
+from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.training.progress import Messages
 
 BASE: dict[str, Any] = {
     "env": {"id": "HalfCheetah-v4", "num_envs": 4, "num_threads": 1},
@@ -87,8 +91,8 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
     try:
         updates = total_updates(c)
         never = compile.CompileSchedule(None)
-        request = RunRequest(c, env.device, Path(), updates, "", {}, print, print, [])
-        learner = embodied.make_learner(request, policy, never)
+        spec = RunSpec(c, env.device, Path(), updates)
+        learner = robot.make_learner(spec, policy, never, Messages(print))
         pending, rows = [], []
         for update in range(updates + max_lag):
             if update < updates:
@@ -106,24 +110,22 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
 
 def tiny_rollout(c: Config) -> Rollout:
     """Return the rollout of a run in one process, without compiled code."""
-    env = embodied.make_env(
+    env = environments.make_env(
         env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
-        config=embodied.training_env(c),
+        config=environments.training_env(c),
         device=torch.device("cpu"),
         model=c.model,
     )
-    policy = embodied.make_policy(c, env)
-    return embodied.make_rollout(c, env, policy, compile.CompileSchedule(None))
+    policy = robot_policy.make_policy(c, env)
+    return robot.make_rollout(c, env, policy, compile.CompileSchedule(None))
 
 
 def train_mean_rewards(c: Config, env: VectorEnv, *, stagger: bool = False) -> list[float]:
     """Train a policy in ``env`` and return the mean reward of each update's rollout."""
-    policy = embodied.make_policy(c, env)
+    policy = robot_policy.make_policy(c, env)
     rollout = Rollout(env, policy, seed=1, stagger=stagger)
     updates = total_updates(c)
-    learner = actor_critic_learner(
-        policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=1
-    )
+    learner = robot_ppo(policy, c.algorithm, num_envs=env.num_envs, updates=updates, seed=1)
     rewards = []
     for update in range(updates):
         trajectory, _ = rollout.collect(c.algorithm.horizon, update=update, version=update)
@@ -134,10 +136,10 @@ def train_mean_rewards(c: Config, env: VectorEnv, *, stagger: bool = False) -> l
 
 def build_cluster_system(c: Config, run_dir: Path, stack: ExitStack) -> Any:
     """Return the ClusterSystem of ``c``; ``stack`` closes it."""
-    request = RunRequest(c, torch.device("cpu"), run_dir, 4, "", {}, print, print, [])
-    plan = mode(c).plan(c, request.device)
+    plan = run_plan.plan_run(c, torch.device("cpu"))
     assert plan is not None
-    system: Any = build_workers(mode(c), request, plan).system
+    spec = RunSpec(c, torch.device("cpu"), run_dir, 4, plan=plan)
+    system: Any = build_system(spec, Messages(print), stack).system
     stack.callback(system.close)
     return system
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from embodied_ppo.models.vla import pi05_model
+from embodied_ppo.policies.vla import pi05_model
 
 QUANTILES = {"STATE": "QUANTILES", "ACTION": "QUANTILES"}
 """lerobot's normalization_mapping of π0.5."""
@@ -119,7 +119,7 @@ def write_checkpoint(
         folder: Created if necessary.
         statistics: The normaliser's tensors by lerobot's names.
         seed: Of the weights.
-        kind: One of pi0_files.KINDS.
+        kind: pi0 or pi05.
         **fields: Fields of transformers' PI0Config.
     """
     folder.mkdir(parents=True, exist_ok=True)

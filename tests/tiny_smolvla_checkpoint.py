@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_pi0_checkpoint import write_tokenizer
 
-from embodied_ppo.models.vla import smolvla_files
+from embodied_ppo.policies.vla import smolvla_files
 
 STATISTICS = {
     f"{name}.{kind}": torch.full((size,), value)
@@ -31,18 +31,30 @@ CONFIG = {
 }
 
 
+def published_key(key: str) -> str:
+    """Map the name of a weight in ``SmolVLAModel`` to lerobot's."""
+    for name, published in (
+        ("embed_action_time.", ""),
+        ("model.vlm.state_proj.", "state_proj."),
+        ("model.vlm.vision_tower.", "vlm_with_expert.vlm.model.vision_model."),
+        ("model.vlm.multi_modal_projector.", "vlm_with_expert.vlm.model.connector."),
+        ("model.vlm.language_model.", "vlm_with_expert.vlm.model.text_model."),
+        ("model.dit.", "vlm_with_expert.lm_expert."),
+    ):
+        key = key.replace(name, published)
+    return f"model.{key}"
+
+
 def write_checkpoint(folder: Path, *, statistics: bool = True, **fields: Any) -> Path:
     """Write a directory of random weights in lerobot's layout."""
     folder.mkdir(parents=True)
     raw = CONFIG | fields
     torch.manual_seed(0)
-    model = smolvla_files.Model(raw, smolvla_files.vlm_config(raw, "test"))
+    model = smolvla_files.build_model(raw, folder)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    state = model.state_dict()
-    names = smolvla_files.weight_names(model)
-    tensors = {key: state[name].contiguous() for key, name in names.items()}
+    tensors = {published_key(k): x.contiguous() for k, x in model.state_dict().items()}
     save_file(
         tensors | {"model.vlm_with_expert.vlm.lm_head.weight": torch.zeros(300, 48)},
         folder / "model.safetensors",

@@ -256,9 +256,17 @@ def maniskill(num_envs: int, seed: int, device: str, max_episode_steps: int = 20
 
 
 def isaac(
-    num_envs: int, seed: int, device: str, render_mode: str | None = None, **kwargs: Any
+    num_envs: int,
+    seed: int,
+    device: str,
+    render_mode: str | None = None,
+    critic: bool = False,
+    **kwargs: Any,
 ) -> IsaacLike:
-    return IsaacLike(Config(num_envs=num_envs, seed=seed, device=device, **kwargs))
+    env = IsaacLike(Config(num_envs=num_envs, seed=seed, device=device, **kwargs))
+    if not critic:
+        env.single_observation_space = spaces.Dict({"policy": Cart.single_observation_space})
+    return env
 
 
 def student(num_envs: int, seed: int, device: str) -> IsaacLike:

@@ -12,20 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.tasks import State, Task
-from embodied_ppo.core.types import (
-    ActionSpec,
-    ArraySpec,
-    Box,
-    Decision,
-    Evaluation,
-    Obs,
-    ObsSpec,
-    Step,
-)
+from embodied_envs.types import ActionSpec, ArraySpec, Box, Obs, ObsSpec, Step, VectorEnv
+from embodied_ppo.core.types import Decision, Evaluation
 
 
 # ----------------------------------------------------------------------------- scripted environment
-class ScriptedEnv:
+class ScriptedEnv(VectorEnv):
     """Environment i has episodes of ``lengths[i]`` steps.
 
     Episodes of environments with ``clock[i]`` end by truncation, the others by termination.

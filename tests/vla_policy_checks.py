@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.core import tree
-from embodied_ppo.core.types import ArraySpec
+from embodied_envs.base import tree
+from embodied_envs.types import ArraySpec
 
 
 def random_observations(

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from embodied_ppo.config.compose import PRIMARY, PROGRAM, quoted
-from embodied_ppo.core.errors import UsageError, nearest, show
+from embodied_envs.base.errors import nearest, show
+from embodied_ppo.commands import output
+from embodied_ppo.core.errors import UsageError
+from embodied_ppo.options.compose import PROGRAM, prepare, quoted
+from embodied_ppo.options.config_folders import PRIMARY
 from embodied_ppo.training.run_files import check_exists
+
+if TYPE_CHECKING:
+    from embodied_ppo.options.loader import Loaded
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +57,36 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print no progress to stderr")
 
 
+def config_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of a command line that choose the configs."""
+    flags = ["--config-dir", args.config_dir] if args.config_dir else []
+    return flags + (["--config-name", args.config_name] if args.config_name else [])
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and low <= int(text[:18]) <= high):
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low} to {high:,}")
+        return int(text)
+
+    return parse
+
+
+def add_runs(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> None:
+    """Add runs and lines option=value, see ``split_runs``, and the arguments of the output."""
+    parser.add_argument("items", nargs="*", metavar=metavar, help=meaning)
+    add_output_arguments(parser)
+
+
+def split_runs(items: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide arguments into runs and lines option=value."""
+    # The folder of a sweep's job has an equals sign in its name.
+    runs = [text for text in items if "=" not in text or Path(text).exists()]
+    return runs, [quoted(text) for text in items if text not in runs]
+
+
 def split_run(
     items: Sequence[str], command: str, own_options: Sequence[str] = ()
 ) -> tuple[str, dict[str, str], list[str]]:
@@ -64,25 +100,31 @@ def split_run(
     Raises:
         UsageError: There is not exactly one run, or it does not exist.
     """
-    # The folder of a sweep's job has an equals sign in its name.
     own_lines = [x for x in items if x.partition("=")[0] in own_options and "=" in x]
-    other_items = [x for x in items if x not in own_lines]
-    runs = [x for x in other_items if "=" not in x or Path(x).exists()]
+    runs, lines = split_runs([x for x in items if x not in own_lines])
     if len(runs) != 1:
         given = f"{len(runs)} runs ({', '.join(runs)})" if runs else "no run"
-        raise UsageError(f"{given}; write {PROGRAM} {command} RUN ..")
+        raise UsageError(f"{given}; write {PROGRAM} {command} RUN")
     check_run(runs[0])
-    values = dict(line.split("=", 1) for line in own_lines)
-    return runs[0], values, [x for x in other_items if x not in runs]
+    return runs[0], dict(line.split("=", 1) for line in own_lines), lines
 
 
-def whole_number(values: Mapping[str, str], name: str, command: str) -> int:
+def whole_number(
+    values: Mapping[str, str], name: str, command: str, default: str | None = None
+) -> int:
     """Return an option of ``split_run`` as a number. Raises UsageError."""
-    if name not in values:
+    text = values.get(name, default)
+    if text is None:
         raise UsageError(f"no {name}; write {PROGRAM} {command} RUN {name}=N")
-    if not values[name].isascii() or not values[name].isdigit():
-        raise UsageError(f"{name}={values[name]}: is not a whole number from 0; write {name}=N")
-    return int(values[name])
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(f"{name}={text}: is not a whole number from 0; write {name}=N")
+    return int(text)
+
+
+def refuse_lines(lines: Sequence[str], command: str) -> None:
+    """Raise UsageError if a command is given an argument that it does not read."""
+    if lines:
+        raise UsageError(f"{command} ignores {lines[0]}; remove it")
 
 
 def check_run(path: str) -> None:
@@ -91,37 +133,31 @@ def check_run(path: str) -> None:
         raise UsageError(f"{path}: does not exist; name the directory of a run")
 
 
-def check_checkpoints(config: Any) -> None:
-    """Check that the checkpoints that a config names exist, before torch is loaded.
-
-    Those of a run that is resumed are checked when it needs them.
+def resolve(args: argparse.Namespace) -> Loaded:
+    """Return the options of a command; check what they name before torch is loaded.
 
     Raises:
-        CheckpointError: One does not exist.
+        UsageError: An argument has no ``=`` and is probably a checkpoint's path.
+        ConfigError, PlacementError, CheckpointError: An option is refused, or the checkpoint that
+            it names does not exist.
     """
-    if getattr(config, "resume", None):
-        return
-    for option in ("checkpoint", "teacher", "initial_policy"):
-        if path := getattr(config, option, None):
-            check_exists(path, option)
+    from embodied_ppo.options import loader
+    from embodied_ppo.options.schema import OWN_OPTIONS
 
-
-def reject_overrides(args: argparse.Namespace) -> None:
-    """Raise UsageError if a command that reads no options is given one."""
-    if args.overrides:
-        raise UsageError(f"{args.overrides[0]} is not read by {args.command}; leave it out")
-
-
-def reject_paths(args: argparse.Namespace) -> None:
-    """Raise UsageError for an argument without ``=``, which is probably a checkpoint's path."""
-    from embodied_ppo.config import loader
-    from embodied_ppo.config.schema import OWN_OPTIONS
-
-    options = loader.describe(OWN_OPTIONS[args.command])
-    needed = "checkpoint" if "checkpoint" in options else "out"
-    for text in args.overrides:
-        if "=" not in text and not text.startswith("~") and text not in options:
-            raise UsageError(f"{text} is not of the form option=value; write {needed}={text}")
+    if args.command in OWN_OPTIONS:
+        options = loader.describe(OWN_OPTIONS[args.command])
+        needed = "checkpoint" if "checkpoint" in options else "out"
+        for text in args.overrides:
+            if "=" not in text and not text.startswith("~") and text not in options:
+                raise UsageError(f"{text} is not of the form option=value; write {needed}={text}")
+    loaded = prepare(args, args.overrides)
+    output.print_aliases(loaded, args)
+    # Those of a run that is resumed are checked when it needs them.
+    if not getattr(loaded.config, "resume", None):
+        for option in ("checkpoint", "teacher", "initial_policy"):
+            if path := getattr(loaded.config, option, None):
+                check_exists(path, option)
+    return loaded
 
 
 def describe_own_options(command: str) -> str:
@@ -130,19 +166,23 @@ def describe_own_options(command: str) -> str:
     The result is empty for a command without options of its own. Options inside a section are left
     out; the command ``config`` lists them.
     """
-    from embodied_ppo.config.loader import describe
-    from embodied_ppo.config.schema import OWN_OPTIONS
+    from embodied_ppo.options.loader import describe
+    from embodied_ppo.options.readers import readers
+    from embodied_ppo.options.schema import OWN_OPTIONS
 
     if command not in OWN_OPTIONS:
         return ""
-    options = [o for o in describe(OWN_OPTIONS[command]).values() if "." not in o.path]
-    rows = [(f"{o.path}={show(o.default)}", " ".join(o.meaning.split())) for o in options]
-    name_width = max(len(name) for name, _ in rows)
-    terminal_width = min(120, shutil.get_terminal_size().columns)
-    meaning_width = max(40, terminal_width - name_width - 4)
+    cls = OWN_OPTIONS[command]
+    options = [o for o in describe(cls).values() if "." not in o.path]
+    name_width = max(len(f"{o.path}={show(o.default)}") for o in options)
+    width = max(40, min(120, shutil.get_terminal_size().columns) - name_width - 4)
     lines = ["own options, with their defaults:"]
-    for name, meaning in rows:
-        first, *others = textwrap.wrap(meaning, meaning_width, break_on_hyphens=False)
-        lines.append(f"  {name:<{name_width}}  {first}")
+    for o in options:
+        reader = readers(cls)[o.path]
+        needed = "; ".join(condition.text for condition in reader.conditions)
+        meaning = f"({reader.mode}) " if reader.mode else ""
+        meaning += " ".join(o.meaning.split()) + (f" (with {needed})" if needed else "")
+        first, *others = textwrap.wrap(meaning, width, break_on_hyphens=False)
+        lines.append(f"  {f'{o.path}={show(o.default)}':<{name_width}}  {first}")
         lines += [" " * (name_width + 4) + line for line in others]
     return "\n".join(lines)

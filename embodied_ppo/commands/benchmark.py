@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,15 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train and measure the methods, and print the table."""
-    arguments.reject_paths(args)
-    loaded = prepare(args, args.overrides)
-    from embodied_ppo import benchmark
+    loaded = arguments.resolve(args)
+    from embodied_ppo.tools import benchmark_table
 
     with output.stdout_to_stderr():
-        summary = benchmark.benchmark(loaded.config, quiet=args.quiet)
-    if args.json:
-        print(output.as_json(summary), flush=True)
-        return
-    output.table(summary["table"])
-    print()
-    output.print_summary({k: v for k, v in summary.items() if k != "table"})
+        summary = benchmark_table.benchmark(loaded.config, quiet=args.quiet)
+    if not args.json:
+        output.table(summary.pop("table"))
+        print()
+    output.print_result(summary, args)

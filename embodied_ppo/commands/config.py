@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
+from embodied_envs.base.errors import nearest, show
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import PRIMARY, prepare
-from embodied_ppo.core.errors import UsageError, nearest, show
+from embodied_ppo.core.errors import UsageError
+from embodied_ppo.options.compose import prepare
+from embodied_ppo.options.config_folders import PRIMARY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +41,7 @@ def run(args: argparse.Namespace) -> None:
     if loaded.missing and not args.quiet:
         names = ", ".join(sorted(loaded.missing))
         print(f"without a value, so nothing is checked: {names}", file=sys.stderr)
-    if args.json:
-        print(output.as_json(rows))
-    else:
-        print_config(rows)
+    output.print_result(rows, args, print_config)
 
 
 def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, Any]]:
@@ -54,7 +53,7 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
         loaded: The resolved config with the origin of each option.
         only: Text that the path or the meaning must contain; None selects all options.
     """
-    from embodied_ppo.config import loader, readers
+    from embodied_ppo.options import loader, readers
 
     rows: dict[str, dict[str, Any]] = {}
     mode = getattr(loaded.config, "mode", None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,12 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Record demonstrations and print the summary."""
-    loaded = prepare(args, args.overrides)
-    output.print_aliases(loaded, args)
-    from embodied_ppo import run
+    loaded = arguments.resolve(args)
+    from embodied_ppo.imitation.expert_demos import record_demos
 
     with output.stdout_to_stderr():
-        summary = run.demos(loaded.config, quiet=args.quiet)
+        summary = record_demos(loaded.config, quiet=args.quiet)
     if not args.json:  # the table of a summary leaves nested entries out
         families = (f"{name} {count}" for name, count in summary["families"].items())
         summary["families"] = ", ".join(families) or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import prepare
+from embodied_ppo.options.compose import GIVEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,11 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Distil a student and print the summary."""
-    loaded = prepare(args, args.overrides)
-    output.print_aliases(loaded, args)
-    arguments.check_checkpoints(loaded.config)
-    from embodied_ppo import api
-
+    loaded = arguments.resolve(args)
     with output.stdout_to_stderr():
-        summary = api.distill_loaded(loaded, quiet=args.quiet)
+        from embodied_ppo.programs import runs
+
+        summary = runs.distill(loaded.config, explicit=loaded.deliberate(GIVEN), quiet=args.quiet)
     output.print_result(summary, args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import prepare
+from embodied_ppo.options.compose import GIVEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,18 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate a checkpoint and print the summary."""
-    arguments.reject_paths(args)
-    loaded = prepare(args, args.overrides)
-    output.print_aliases(loaded, args)
-    arguments.check_checkpoints(loaded.config)
-    from embodied_ppo import api
-
+    loaded = arguments.resolve(args)
     with output.stdout_to_stderr():
-        summary = api.evaluate_loaded(loaded, quiet=args.quiet)
+        from embodied_ppo.evaluation import checkpoint_evaluation
+
+        summary = checkpoint_evaluation.evaluate(
+            loaded.config, explicit=loaded.deliberate(GIVEN), quiet=args.quiet
+        )
     output.print_result(summary, args)
     if "robustness" in summary and not args.json:
         from embodied_ppo.evaluation import robustness
 
         card = summary["robustness"]
         title = f"\nrobustness: {card['metric']} of {card['episodes']} episodes at each value"
+        title += f"; no score: {card['no_score']}" if card["no_score"] else ""
         output.table(robustness.rows(card), title=title)

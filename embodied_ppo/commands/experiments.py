@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import config_dir, shipped
+from embodied_ppo.options.config_folders import config_dir, shipped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,12 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the name and the description of every experiment."""
-    arguments.reject_overrides(args)
+    arguments.refuse_lines(args.overrides, args.command)
     rows = experiments(config_dir(args))
-    if args.json:
-        print(output.as_json(rows))
-    else:
-        output.table([[row["name"], row["description"]] for row in rows])
+    table = [[row["name"], row["description"]] for row in rows]
+    output.print_result(rows, args, lambda _: output.table(table))
 
 
 def experiments(folder: str | None) -> list[dict[str, str]]:
@@ -45,7 +43,7 @@ def _description(file: Path) -> str:
     """Return the option ``description`` of an experiment, else its first comment."""
     import yaml
 
-    from embodied_ppo.config import loader
+    from embodied_ppo.options import loader
 
     try:
         text = file.read_text(encoding="utf-8")

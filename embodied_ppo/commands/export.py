@@ -1,13 +1,10 @@
-"""`embodied-ppo export`: write a robot policy for ONNX Runtime, a language model for
-transformers.
-"""
+"""`embodied-ppo export`: write a robot policy for ONNX Runtime, a model for transformers."""
 
 from __future__ import annotations
 
 import argparse
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,11 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Export a checkpoint and print the summary."""
-    arguments.reject_paths(args)
-    config = prepare(args, args.overrides).config
-    arguments.check_checkpoints(config)
-    from embodied_ppo import run
+    config = arguments.resolve(args).config
+    from embodied_ppo.tools.deploy.policy_export import export
 
     with output.stdout_to_stderr():
-        summary = run.export(config.checkpoint, config.out, adapter=config.lora == "adapter")
+        summary = export(config.checkpoint, config.out, adapter=config.lora == "adapter")
     output.print_result(summary, args)

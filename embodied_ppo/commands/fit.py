@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from embodied_envs.base.errors import ConfigError, show
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import PROGRAM, prepare
-from embodied_ppo.core.errors import ConfigError, show
+from embodied_ppo.options.compose import PROGRAM, prepare
 
 if TYPE_CHECKING:
-    from embodied_ppo.modes.memory_fit import FittedRecipe
+    from embodied_ppo.tools.memory_fit import FittedRecipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config_arguments(parser, "fit")
     parser.add_argument(
         "--devices",
-        type=_count,
+        type=arguments.whole(1, 1024),
         metavar="N",
         required=True,
         help="number of devices of one machine",
@@ -32,23 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _count(text: str) -> int:
-    """Parse an integer >= 1."""
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 1")
-    return int(text)
-
-
 def run(args: argparse.Namespace) -> None:
     """Fit a recipe to fewer devices, write it, and print the changes."""
     loaded = prepare(args, args.overrides)
     output.print_aliases(loaded, args)
-    from embodied_ppo.modes import memory_fit
+    from embodied_ppo.options.placement_memory import memory_rows
+    from embodied_ppo.tools import memory_fit
 
     file = None if args.out is None else output_file(args.out)
     fitted = memory_fit.fit(loaded.config, args.devices)
-    config_name = ["--config-name", args.config_name] if args.config_name else []
-    command = [PROGRAM, "fit", *config_name, *args.overrides, "--devices", str(args.devices)]
+    flags = [*arguments.config_flags(args), "--devices", str(args.devices)]
+    command = [PROGRAM, "fit", *args.overrides, *flags]
     content = memory_fit.format_yaml(fitted, shlex.join(command))
     train_command = None
     if file is not None:
@@ -64,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         summary = {
             "changes": [vars(change) for change in fitted.changes],
             "notes": fitted.notes,
-            "memory": fitted.memory,
+            "memory": memory_rows(fitted.plan, fitted.needs),
             "file": args.out,
             "command": train_command,
             "recipe": memory_fit.settings(fitted.config),
@@ -82,15 +76,10 @@ def run(args: argparse.Namespace) -> None:
 def output_file(out: str) -> Path:
     """Return the file DIR/experiment/NAME.yaml to write. Raises ConfigError."""
     file = Path(out)
-    if file.suffix != ".yaml" or file.parent.name != "experiment":
+    valid_name = re.fullmatch(r"[\w .-]+", file.stem, re.ASCII)
+    if file.suffix != ".yaml" or file.parent.name != "experiment" or not valid_name:
         raise ConfigError(
-            f"--out {out}: experiments are in a folder of that name; write --out"
-            f" my_configs/experiment/{file.stem}.yaml"
-        )
-    if not re.fullmatch(r"[\w .-]+", file.stem, re.ASCII):
-        raise ConfigError(
-            f"--out {out}: no experiment can be called {file.stem!r}; letters, digits and _ . - can"
-            " be used"
+            f"--out {out}: write --out DIR/experiment/NAME.yaml; NAME has letters, digits and _ . -"
         )
     if file.exists():
         raise ConfigError(f"--out {out}: exists already; name another file")
@@ -99,7 +88,9 @@ def output_file(out: str) -> Path:
 
 def print_fitted(fitted: FittedRecipe, out: TextIO) -> None:
     """Print every changed option with the reason, and the sizes of an update."""
+    from embodied_ppo.options import batch_sizes
+
     lines = [f"{x.option}: {show(x.old)} -> {show(x.new)}  ({x.why})" for x in fitted.changes]
     lines = lines or ["nothing has to change"]
-    sizes = [f"  {line}" for line in fitted.batch_sizes]
+    sizes = [f"  {line}" for line in batch_sizes.lines(fitted.config)]
     print("\n".join([*lines, *fitted.notes, "a run:", *sizes]), file=out)

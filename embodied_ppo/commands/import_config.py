@@ -1,4 +1,4 @@
-"""`embodied-ppo import-config`: turn PPO options of another framework into an experiment."""
+"""`embodied-ppo import-config`: turn PPO options of RLinf, verl, ROLL or TRL into an experiment."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from embodied_envs.base.errors import shorten, show
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.core.errors import UsageError, show
+from embodied_ppo.core.errors import UsageError
 
 NO_COUNTERPART = "no counterpart"
 """Label of the options that have no meaning in this package."""
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
             "import-config needs a framework and a file; write import-config verl FILE.yaml --out"
             " NEW.yaml"
         )
-    from embodied_ppo.interop import convert
+    from embodied_ppo.tools.import_config import convert
 
     framework, file = args.overrides
     migration = convert.migrate(framework, file, args.out)
@@ -55,7 +56,7 @@ def print_migration(migration: Mapping[str, Any]) -> None:
     """Print which option became which, and the options without a counterpart with the reason."""
 
     def option(row: Mapping[str, Any]) -> str:
-        return f"{show(row['theirs'])} = {show(row['value'])}"
+        return shorten(f"{show(row['theirs'])} = {show(row['value'])}", 120)
 
     def reasons(name: str) -> list[list[str]]:
         return [[option(row), row["why"]] for row in migration[name]]

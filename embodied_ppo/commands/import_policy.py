@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from embodied_envs.base.errors import choose, show
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import prepare, quoted
-from embodied_ppo.core.errors import UsageError, choose, show
+from embodied_ppo.core.errors import UsageError
+from embodied_ppo.options.compose import prepare, quoted
 
-NAMES = ("sb3", "rsl_rl", "cleanrl", "rl_games", "skrl", "brax")
-"""Libraries, which ``interop.policies.libraries`` reads."""
+NAMES = ("sb3", "rsl_rl", "cleanrl", "brax")
+"""Libraries, which ``tools.import_policy.libraries`` reads."""
 IMPORT_OPTIONS = ("normalizer", "critic")
 """Options that are read here and are no options of a run."""
 
@@ -22,10 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        type=quoted,
         metavar="LIBRARY FILE | option=value",
         help=f"{', '.join(NAMES)}; its checkpoint; normalizer=FILE of a library that keeps the"
         " normaliser of observations apart; critic=new for an untrained value function; then"
-        " options of the run (experiment, env.id, run_dir, ..)",
+        " options of the run (for example experiment, env.id, run_dir)",
     )
     parser.add_argument(
         "--config-dir",
@@ -54,18 +56,18 @@ def run(args: argparse.Namespace) -> None:
     }
     if import_options.get("critic", "new") != "new":
         raise UsageError(
-            f"critic={import_options['critic']}: must be new; leave it out to import the critic"
+            f"critic={import_options['critic']}: must be new; remove it to import the critic"
         )
     for line in lines:
         if "=" not in line:
             raise UsageError(f"{line} is not of the form option=value")
-    lines = [quoted(line) for line in lines if line.partition("=")[0] not in IMPORT_OPTIONS]
+    lines = [line for line in lines if line.partition("=")[0] not in IMPORT_OPTIONS]
     loaded = prepare(args, lines, check=False)
-    from embodied_ppo import run
+    from embodied_ppo.tools.import_policy.imported_run import import_policy
 
     normalizer = import_options.get("normalizer")
     with output.stdout_to_stderr():
-        result = run.import_policy(
+        result = import_policy(
             loaded,
             library,
             Path(file),
@@ -73,10 +75,7 @@ def run(args: argparse.Namespace) -> None:
             critic="critic" not in import_options,
             quiet=args.quiet,
         )
-    if args.json:
-        print(output.as_json(result), flush=True)
-    else:
-        print_import(result)
+    output.print_result(result, args, print_import)
 
 
 def print_import(result: Mapping[str, Any]) -> None:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied_ppo.core.guarded_files import as_json
+
 if TYPE_CHECKING:
-    from embodied_ppo.config.loader import Loaded
+    from embodied_ppo.options.loader import Loaded
 
-
-def as_json(value: Any) -> str:
-    """Return one line of strict JSON; nan and inf, which JSON does not have, become null."""
-
-    def plain(node: Any) -> Any:
-        if isinstance(node, Mapping):
-            return {str(k): plain(v) for k, v in node.items()}
-        if isinstance(node, (list, tuple)):
-            return [plain(v) for v in node]
-        return None if isinstance(node, float) and not math.isfinite(node) else node
-
-    return json.dumps(plain(value), default=str, allow_nan=False)
+__all__ = ["as_json"]
 
 
 def table(rows: Sequence[Sequence[str]], *, title: str = "") -> None:
@@ -68,14 +57,6 @@ def print_aliases(loaded: Loaded, args: argparse.Namespace) -> None:
         print(f"{written} is read as {read}", file=sys.stderr)
 
 
-def print_result(summary: Mapping[str, Any], args: argparse.Namespace) -> None:
-    """Print the summary of a command, as JSON if --json."""
-    if args.json:
-        print(as_json(summary), flush=True)
-    else:
-        print_summary(summary)
-
-
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Print the numbers and texts of a summary, one per line, with their 95 % intervals.
 
@@ -91,6 +72,16 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         text = f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
         rows.append([name, text + intervals.get(name, "")])
     table(rows)
+
+
+def print_result(
+    result: Any, args: argparse.Namespace, show: Callable[[Any], None] = print_summary
+) -> None:
+    """Print the result of a command: as JSON if --json, else by ``show``."""
+    if args.json:
+        print(as_json(result), flush=True)
+    else:
+        show(result)
 
 
 def write_atomically(file: Path, text: str) -> None:

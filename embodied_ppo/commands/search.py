@@ -1,4 +1,4 @@
-"""`embodied-ppo search`: find better options of a run within a time or a number of trials."""
+"""`embodied-ppo search`: find better options with Optuna, in a time or a number of trials."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.commands.exit_codes import INTERRUPTED
-from embodied_ppo.config.compose import PROGRAM
+from embodied_ppo.options.compose import PROGRAM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_config_arguments(parser, "search")
-    parser.add_argument("--trials", type=int, default=9, metavar="N", help="sets of options (9)")
+    parser.add_argument(
+        "--trials",
+        type=int,
+        metavar="N",
+        help="sets of options (9; with --budget as many as it permits)",
+    )
     parser.add_argument(
         "--seeds",
         type=int,
@@ -27,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="TIME",
-        help="wall time for training all runs, for example 30min, 2h or 90s",
+        help="time after which the search ends, for example 30min, 2h or 90s",
     )
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at the same time (default: one per core)"
@@ -44,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Search, print the trials and the command that trains with the best options."""
-    from embodied_ppo import api
+    from embodied_ppo.tools.option_search import search
 
     try:
         with output.stdout_to_stderr():
-            result = api.search_lines(
-                args.overrides,
+            result = search(
+                overrides=args.overrides,
                 trials=args.trials,
                 seeds=args.seeds,
                 budget=args.budget,
@@ -58,33 +63,24 @@ def run(args: argparse.Namespace) -> None:
                 out=args.out,
                 config_dir=args.config_dir,
                 config_name=args.config_name,
-                quiet=args.quiet,
+                progress=not args.quiet,
             )
     except KeyboardInterrupt as interrupt:
         if not str(interrupt):
             raise
         print(interrupt, file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-    if args.json:
-        print(output.as_json(result), flush=True)
-    else:
-        print_search(result)
+    output.print_result(result, args, print_search)
 
 
 def print_search(result: Mapping[str, Any]) -> None:
     """Print the trials, best first, and the command of the best one."""
-    rungs = max(len(trial["scores"]) for trial in result["trials"])
-    rows = [["trial", *(f"score {i + 1}" for i in range(rungs)), "CPU s", "options"]]
+    rows = [["trial", "state", "evaluations", "score", "options"]]
     for trial in result["trials"]:
-        scores = [
-            " ".join(f"{trial['scores'][i][name]:.4g}" for name in ("success", "return")
-                     if name in trial["scores"][i])
-            if i < len(trial["scores"])
-            else "-"
-            for i in range(rungs)
-        ]  # fmt: skip
+        scores = trial["scores"]
         options = trial["error"] or " ".join(trial["lines"]) or "the options without search"
-        rows.append([str(trial["number"]), *scores, f"{trial['cpu_s']:.0f}", options])
+        score = f"{scores[-1]:.4g}" if scores else "-"
+        rows.append([str(trial["number"]), trial["state"], str(len(scores)), score, options])
     output.table(rows)
-    print(f"\n{result['cpu_s']:.0f} CPU s; runs of the best trial: {', '.join(result['run_dirs'])}")
+    print(f"\nruns of the best trial: {', '.join(result['run_dirs'])}")
     print(f"train its first run again: {shlex.join([PROGRAM, 'train', *result['command']])}")

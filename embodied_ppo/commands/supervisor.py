@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from embodied_envs.base import watchdog
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
-from embodied_ppo.core import watchdog
 
 CHECK_S = 0.5
 """Interval of the checks of the simulator's time limit, seconds."""

@@ -9,22 +9,25 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied_ppo.commands import compare, output
+from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
+from embodied_ppo.commands import arguments, compare, output
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
-from embodied_ppo.config import batch_sizes
-from embodied_ppo.config.compose import PROGRAM, SweepJob, override_lines, prepare, sweep_jobs
-from embodied_ppo.config.schema import Config
-from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, show
-from embodied_ppo.training.logging import LINE_EVERY_S, bar_console, shows_bars
-from embodied_ppo.training.process_pool import POLL_S, ProcessPool, last_line
+from embodied_ppo.core import guarded_files
+from embodied_ppo.options import batch_sizes
+from embodied_ppo.options.compose import PROGRAM, override_lines, prepare
+from embodied_ppo.options.schema import Config
+from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
+from embodied_ppo.tools.process_pool import POLL_S, ProcessPool, last_line, train_command
+from embodied_ppo.training.logging import LINE_EVERY_S
 from embodied_ppo.training.progress import Interrupts
-from embodied_ppo.training.run_files import METRICS, SWEEP
+from embodied_ppo.training.run_directory import locked, replace_text
+from embodied_ppo.training.run_files import SWEEP, metric_rows
 
 FORMAT = 1
 """Version of sweep.json. Increase it when the meaning of a field changes."""
@@ -32,10 +35,6 @@ COMPARISON = "comparison"
 """Folder of the comparison in the folder of a sweep."""
 TAGS = ("final_return", "final_success")
 """Results in summary.json that are shown for each run."""
-CHECK_S = 1.0
-"""Seconds between two readings of the metrics of running runs."""
-LONGEST_ROW = 65_536
-"""Bytes at the end of metrics.jsonl that are read to find its last row."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,29 @@ class Sweep:
     flags: Sequence[str]
     jobs: Sequence[SweepJob]
 
+    def name(self, job: SweepJob) -> str:
+        """Return the folder of a run, relative to that of the sweep where it is inside."""
+        path = job.folder.absolute()
+        return str(path.relative_to(self.folder) if path.is_relative_to(self.folder) else path)
+
+    def log(self, job: SweepJob) -> Path:
+        """Return the file with the output of a run's process, deleted when it succeeds."""
+        return self.folder / f"job-{job.number}.log"
+
+    def write(self) -> None:
+        """Write sweep.json."""
+        runs = [
+            {"overrides": list(job.lines), "options": job.options, "folder": self.name(job)}
+            for job in self.jobs
+        ]
+        content = {
+            "format": FORMAT,
+            "working_directory": str(self.working_directory),
+            "flags": self.flags,
+            "runs": runs,
+        }
+        replace_text(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
+
 
 def run(args: argparse.Namespace) -> int:
     """Train the runs of a sweep that are not finished; print the results by method.
@@ -67,13 +89,9 @@ def run(args: argparse.Namespace) -> int:
         SystemExit: 130, after an interrupt has saved the checkpoints of all running runs.
     """
     sweep = _open(args)
-    most = _most_jobs(sweep.jobs[0].loaded.config)
-    size = min(args.jobs or most, len(sweep.jobs))
-    from embodied_ppo.training.run_directory import locked
-
     with locked(sweep.folder, "hydra.sweep.dir"):
-        _write(sweep)
-        code = _train(sweep, size, args)
+        sweep.write()
+        code = _train(sweep, args)
     results = [_result(job, summary) for job in sweep.jobs if (summary := _summary(job))]
     if results and not args.json:
         print_methods(results)
@@ -86,90 +104,46 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> Sweep:
     """Return the sweep of a command line, or the one that ``resume=FOLDER`` names."""
     resumed = [line for line in args.overrides if line.partition("=")[0].lstrip("+") == "resume"]
-    if resumed:
-        if len(args.overrides) > 1 or args.config_dir or args.config_name:
-            other = next((line for line in args.overrides if line not in resumed), "--config-dir")
-            raise ConfigError(
-                f"{other}: a sweep continues with its own options; write"
-                f" {PROGRAM} train --multirun {resumed[0]} only"
-            )
-        return _read(resumed[0].partition("=")[2].strip("'\""))
-    folder, jobs = sweep_jobs(args)
-    flags = []
-    if args.config_dir is not None:
-        flags += ["--config-dir", args.config_dir]
-    if args.config_name is not None:
-        flags += ["--config-name", args.config_name]
-    return Sweep(folder.absolute(), Path.cwd(), flags, jobs)
+    flags = arguments.config_flags(args)
+    if not resumed:
+        folder, jobs = sweep_jobs(args)
+        return Sweep(folder.absolute(), Path.cwd(), flags, jobs)
+    if others := [*flags, *(line for line in args.overrides if line not in resumed)]:
+        raise ConfigError(
+            f"{others[0]}: a sweep continues with its own options; write {PROGRAM} train"
+            f" --multirun {resumed[0]} only"
+        )
+    return _read(resumed[0].partition("=")[2].strip("'\""))
 
 
 def _read(path: str) -> Sweep:
-    """Read the sweep in a folder. Raises ConfigError."""
+    """Read the sweep in a folder. Raises CheckpointError, ConfigError."""
     folder = Path(path).absolute()
-    file = folder / SWEEP
-    try:
-        content = json.loads(file.read_text())
-        version = content["format"]
-        if version != FORMAT:
-            content = {"working_directory": ".", "flags": [], "runs": []}
-        working_directory = Path(content["working_directory"])
-        flags = [str(flag) for flag in content["flags"]]
+    fields = {"format": int, "working_directory": str, "flags": list, "runs": list}
+    hint = f"start the sweep again, or continue a single run without --multirun (resume={path})"
+    with guarded_files.refusing_damage(folder / SWEEP, hint):
+        content = guarded_files.read_object(folder / SWEEP, fields)
         rows = [
-            ([str(line) for line in row["overrides"]], dict(row["options"]), str(row["folder"]))
+            guarded_files.check_fields(row, {"overrides": list, "options": dict, "folder": str})
             for row in content["runs"]
         ]
-        os.chdir(working_directory)
-    except OSError as error:
-        raise ConfigError(
-            f"resume={path}: is not the folder of a sweep ({error.strerror}: {error.filename});"
-            " a single run continues without --multirun"
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file}: is damaged; start the sweep again") from error
-    if version != FORMAT:
-        raise ConfigError(
-            f"{file}: has format {show(version)}, and this version reads {FORMAT}; start the sweep"
-            " again"
-        )
-    chosen = argparse.ArgumentParser()
-    chosen.add_argument("--config-dir")
-    chosen.add_argument("--config-name")
-    args = argparse.Namespace(command="train", **vars(chosen.parse_args(flags)))
+        if content["format"] != FORMAT or not rows:
+            raise ValueError(f"lists no run of format {FORMAT}")
+        os.chdir(content["working_directory"])
+    flags = content["flags"]
+    chosen = dict(zip(flags[::2], flags[1::2], strict=False))
+    args = argparse.Namespace(
+        command="train",
+        config_dir=chosen.get("--config-dir"),
+        config_name=chosen.get("--config-name"),
+    )
     jobs = []
-    for number, (lines, options, name) in enumerate(rows):
-        loaded = prepare(args, lines)
+    for number, row in enumerate(rows):
         # Folders inside that of the sweep are relative to it, so that it can be moved.
-        run_dir = folder / name
+        run_dir, loaded = folder / row["folder"], prepare(args, row["overrides"])
         loaded = replace(loaded, config=replace(loaded.config, run_dir=str(run_dir)))
-        jobs.append(SweepJob(number, lines, options, run_dir, loaded))
-    if not jobs:
-        raise ConfigError(f"{file}: lists no run; start the sweep again")
-    return Sweep(folder, working_directory, flags, jobs)
-
-
-def _write(sweep: Sweep) -> None:
-    """Write sweep.json."""
-    from embodied_ppo.training.run_directory import replace_text
-
-    content = {
-        "format": FORMAT,
-        "working_directory": str(sweep.working_directory),
-        "flags": sweep.flags,
-        "runs": [
-            {
-                "overrides": list(job.lines),
-                "options": job.options,
-                "folder": str(_relative(job.folder.absolute(), sweep.folder)),
-            }
-            for job in sweep.jobs
-        ],
-    }
-    replace_text(sweep.folder / SWEEP, json.dumps(content, indent=1) + "\n")
-
-
-def _relative(path: Path, folder: Path) -> Path:
-    """Return a path relative to a folder that contains it, otherwise unchanged."""
-    return path.relative_to(folder) if path.is_relative_to(folder) else path
+        jobs.append(SweepJob(number, row["overrides"], row["options"], run_dir, loaded))
+    return Sweep(folder, Path.cwd(), flags, jobs)
 
 
 def _most_jobs(config: Config) -> int:
@@ -198,71 +172,62 @@ def _cuda_devices(config: Config) -> list[str]:
 def _summary(job: SweepJob) -> dict[str, Any] | None:
     """Return summary.json of a finished run; None: it is not finished."""
     with suppress(OSError, ValueError):
-        content = json.loads((job.folder / "summary.json").read_text())
-        return content if isinstance(content, dict) else None
+        return guarded_files.read_object(job.folder / "summary.json")
     return None
 
 
 def _result(job: SweepJob, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary of a run with its position and options in the sweep."""
-    return {"job": job.number, "overrides": _text(job), "options": job.options, **summary}
+    lines = " ".join(line.lstrip("+") for line in job.lines)
+    return {"job": job.number, "overrides": lines, "options": job.options, **summary}
 
 
-def _text(job: SweepJob) -> str:
-    """Return the overrides of a run in one line."""
-    return " ".join(line.lstrip("+") for line in job.lines)
-
-
-def _command(job: SweepJob, flags: Sequence[str]) -> list[str]:
-    """Return the command line that starts a run, or continues it from its newest checkpoint."""
-    from embodied_ppo.training import checkpoint
-
-    program = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--json", "--quiet"]
-    (folder,) = override_lines("train", {"run_dir": str(job.folder.absolute())})
-    if checkpoint.steps(job.folder / "checkpoints"):
-        return [*program, folder.replace("run_dir=", "resume=", 1)]
-    lines = [line for line in job.lines if line.partition("=")[0].lstrip("+") != "run_dir"]
-    return [*program, *flags, *lines, folder]
-
-
-def _train(sweep: Sweep, size: int, args: argparse.Namespace) -> int:
-    """Train the runs that are not finished, ``size`` at the same time; return the exit code."""
+def _train(sweep: Sweep, args: argparse.Namespace) -> int:
+    """Train the runs that are not finished, several at a time; return the exit code."""
+    total, config = len(sweep.jobs), sweep.jobs[0].loaded.config
     waiting = [job for job in sweep.jobs if _summary(job) is None]
-    devices: list[str | None] = [*_cuda_devices(sweep.jobs[0].loaded.config)] or [None]
+    size = max(1, min(args.jobs or _most_jobs(config), len(waiting)))
+    devices: list[str | None] = [*_cuda_devices(config)] or [None]
+    free_devices = [devices[i % len(devices)] for i in range(size)]
     running: dict[str, tuple[SweepJob, str | None]] = {}
     codes: dict[int, int] = {}
-    display = SweepProgress(len(sweep.jobs), len(sweep.jobs) - len(waiting), quiet=args.quiet)
-    if waiting:
-        size = min(size, len(waiting))
-        display.say(f"{sweep.folder}: {len(waiting)} of {len(sweep.jobs)} runs, {size} at a time")
-    else:
-        display.say(f"{sweep.folder}: all {len(sweep.jobs)} runs are finished")
-    free_devices = [devices[i % len(devices)] for i in range(size)]
-    if args.json:
-        for job in sweep.jobs:
-            if job not in waiting and (summary := _summary(job)):
-                output.print_result(_result(job, summary), args)
+
+    def say(line: str) -> None:
+        if not args.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    say(f"{sweep.folder}: {len(waiting)} of {total} runs, {size} at a time")
+    for job in sweep.jobs if args.json else ():
+        if job not in waiting and (summary := _summary(job)):
+            output.print_result(_result(job, summary), args)
+    last_line_s = time.monotonic()
     try:
-        with Interrupts(), display, ProcessPool(size) as pool:
+        with Interrupts(), ProcessPool(size) as pool:
             while waiting or running:
                 for name, code in pool.ended().items():
                     job, device = running.pop(name)
                     free_devices.append(device)
                     codes[job.number] = _finish(job, code, sweep, args)
-                    display.finish(name, _summary(job))
+                    finished = total - len(waiting) - len(running)
+                    if summary := _summary(job):
+                        say(f"{name}: {_results_line(summary)}  ({finished} of {total} runs)")
                 while waiting and pool.free:
                     job, device = waiting.pop(0), free_devices.pop(0)
-                    name = _name(job, sweep)
+                    name = sweep.name(job)
                     running[name] = job, device
+                    lines = [x for x in job.lines if x.partition("=")[0].lstrip("+") != "run_dir"]
                     pool.start(
                         name,
-                        _command(job, sweep.flags),
-                        _log(job, sweep),
+                        train_command(job.folder, sweep.flags, lines),
+                        sweep.log(job),
                         environment={} if device is None else {"CUDA_VISIBLE_DEVICES": device},
                         folder=sweep.working_directory,
                     )
-                    display.start(name, job)
-                display.update()
+                if time.monotonic() - last_line_s > LINE_EVERY_S:
+                    last_line_s = time.monotonic()
+                    states = (f"{name} {_state(job)}" for name, (job, _) in running.items())
+                    finished = total - len(waiting) - len(running)
+                    say(f"{finished} of {total} runs; {', '.join(states)}")
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
         print(
@@ -275,139 +240,34 @@ def _train(sweep: Sweep, size: int, args: argparse.Namespace) -> int:
 
 def _finish(job: SweepJob, code: int, sweep: Sweep, args: argparse.Namespace) -> int:
     """Print the result of a run that has ended, or why it failed; return its exit code."""
-    log, summary = _log(job, sweep), _summary(job)
+    log, summary = sweep.log(job), _summary(job)
     if code == 0 and summary is not None:
         log.unlink()
         if args.json:
             output.print_result(_result(job, summary), args)
         return 0
     cause = last_line(log, code).removeprefix("error: ")
-    print(f"error: job {job.number} ({_text(job)}) failed: {cause}; see {log}", file=sys.stderr)
+    lines = _result(job, {})["overrides"]
+    print(f"error: job {job.number} ({lines}) failed: {cause}; see {log}", file=sys.stderr)
     return code if code > 0 else FAILED
 
 
-def _name(job: SweepJob, sweep: Sweep) -> str:
-    """Return the name of a run in messages: its folder."""
-    return str(_relative(job.folder.absolute(), sweep.folder))
+def _results_line(summary: Mapping[str, Any]) -> str:
+    """Return the results of a finished run as text."""
+    values = [f"{tag} {summary[tag]:.4g}" for tag in TAGS if summary.get(tag) is not None]
+    return "  ".join([*values, f"in {summary['wall_s']:.0f} s"])
 
 
-def _log(job: SweepJob, sweep: Sweep) -> Path:
-    """Return the file with the output of a run's process, which is deleted when it succeeds."""
-    return sweep.folder / f"job-{job.number}.log"
-
-
-class SweepProgress:
-    """Progress of a sweep on stderr: the runs that are training, and the number of finished runs.
-
-    It is a bar for each run on a terminal, otherwise a line every LINE_EVERY_S seconds.
-    """
-
-    def __init__(self, total: int, finished: int, *, quiet: bool) -> None:
-        """Show nothing yet.
-
-        Args:
-            total: Number of runs.
-            finished: Number of runs that are finished.
-            quiet: Whether nothing is shown.
-        """
-        self.total, self.finished, self.quiet = total, finished, quiet
-        self._bars: Any = None
-        self._tasks: dict[str, Any] = {}
-        self._running: dict[str, SweepJob] = {}
-        self._checked = self._last_line = time.monotonic()
-
-    def __enter__(self) -> SweepProgress:
-        if shows_bars() and not self.quiet:
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-            )
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[state]}"),
-                TimeRemainingColumn(),
-            )
-            self._bars = Progress(*columns, console=bar_console())
-            self._bars.start()
-            self._tasks["runs"] = self._bars.add_task(
-                "runs", total=self.total, completed=self.finished, state=""
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
-
-    def say(self, line: str) -> None:
-        """Print a line, above the bars if there are any."""
-        if self.quiet:
-            return
-        if self._bars is not None:
-            self._bars.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def start(self, name: str, job: SweepJob) -> None:
-        """Show a run that starts."""
-        self._running[name] = job
-        if self._bars is not None:
-            total = batch_sizes.total_updates(job.loaded.config)
-            self._tasks[name] = self._bars.add_task(name, total=total, state="")
-
-    def finish(self, name: str, summary: Mapping[str, Any] | None) -> None:
-        """Show the result of a run that has ended; ``summary`` is None if it failed."""
-        del self._running[name]
-        self.finished += 1
-        if self._bars is not None:
-            self._bars.remove_task(self._tasks.pop(name))
-            self._bars.update(self._tasks["runs"], completed=self.finished)
-        if summary is not None:
-            tags = [tag for tag in TAGS if summary.get(tag) is not None]
-            values = "  ".join(f"{tag} {summary[tag]:.4g}" for tag in tags)
-            self.say(
-                f"{name}: {values}  in {summary['wall_s']:.0f} s"
-                f"  ({self.finished} of {self.total} runs)"
-            )
-
-    def update(self) -> None:
-        """Show the updates that the running runs have completed."""
-        now = time.monotonic()
-        if self.quiet or now - self._checked < CHECK_S:
-            return
-        self._checked = now
-        if self._bars is None and now - self._last_line < LINE_EVERY_S:
-            return
-        self._last_line = now
-        cells = []
-        for name, job in self._running.items():
-            row = last_row(job.folder / METRICS)
-            value = row.get("rollout/return", row.get("rollout/reward"))
-            state = "" if value is None else f"return {value:.4g}"
-            update = int(row.get("update", 0))
-            if self._bars is not None:
-                self._bars.update(self._tasks[name], completed=update, state=state)
-            else:
-                total = batch_sizes.total_updates(job.loaded.config)
-                cells.append(f"{name} {update}/{total} {state}".rstrip())
-        if self._bars is None:
-            self.say(f"{self.finished} of {self.total} runs; {', '.join(cells)}")
-
-
-def last_row(file: Path) -> dict[str, Any]:
-    """Return the last complete row of metrics.jsonl, or {} if there is none."""
-    with suppress(OSError, ValueError), file.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - LONGEST_ROW))
-        lines = stream.read().split(b"\n")
-        return dict(json.loads(lines[-2])) if len(lines) > 1 else {}
-    return {}
+def _state(job: SweepJob) -> str:
+    """Return the completed updates and the return of a running run as text."""
+    last: dict[str, float | None] = {}
+    with suppress(CheckpointError):  # it has no file before its first update
+        for _, row in metric_rows(job.folder):
+            last = row or last
+    value = last.get("rollout/return", last.get("rollout/reward"))
+    state = "" if value is None else f" return {value:.4g}"
+    total = batch_sizes.total_updates(job.loaded.config)
+    return f"{int(last.get('update') or 0)}/{total}{state}"
 
 
 # ----------------------------------------------------------------------------------------- results
@@ -431,37 +291,34 @@ def print_methods(results: Sequence[Mapping[str, Any]]) -> None:
     for method, runs in methods.items():
         cells = [", ".join(f"{key}={value}" for key, value in method) or "all", str(len(runs))]
         for tag in tags:
-            values = [float(result[tag]) for result in runs if result.get(tag) is not None]
-            extremes = (min(values), max(values)) if values else (math.nan, math.nan)
-            mean = statistics.mean(values) if values else math.nan
-            std = f"{statistics.stdev(values):.4g}" if len(values) > 1 else "-"
-            cells += [f"{mean:.4g}", std, *(f"{x:.4g}" for x in extremes)]
+            cells += _statistics(r[tag] for r in runs if r.get(tag) is not None)
         rows.append(cells)
     output.table(rows)
 
 
+def _statistics(numbers: Iterable[float]) -> list[str]:
+    """Return mean, standard deviation, minimum and maximum as text."""
+    values = list(numbers) or [math.nan]
+    std = f"{statistics.stdev(values):.4g}" if len(values) > 1 else "-"
+    low, high = min(values), max(values)
+    return [f"{statistics.mean(values):.4g}", std, f"{low:.4g}", f"{high:.4g}"]
+
+
 def _compare(sweep: Sweep, args: argparse.Namespace) -> None:
     """Compare the methods on the same initial states, if ``compare`` can compare them."""
-    from embodied_ppo import api
+    from embodied_ppo.tools.policy_comparison import compare_lines
 
     out = str(sweep.folder / COMPARISON)
     try:
         with output.stdout_to_stderr():
             lines = override_lines("evaluate", {"out": out})
-            content = api.compare_paths([str(sweep.folder)], "auto", lines, quiet=args.quiet)
+            content = compare_lines([str(sweep.folder)], "auto", lines, quiet=args.quiet)
     except (ConfigError, CheckpointError, EnvError) as error:
         if not args.quiet:
             print(f"the methods are not compared: {error}", file=sys.stderr)
         return
-    except KeyboardInterrupt:
-        print(
-            f"interrupted; all runs are finished; compare them with {PROGRAM} compare"
-            f" {sweep.folder}",
-            file=sys.stderr,
-        )
-        raise SystemExit(INTERRUPTED) from None
-    if args.json:
-        print(output.as_json({"comparison": content}), flush=True)
-    else:
+    if not args.json:
         print()
         compare.print_comparison(content)
+    else:
+        print(output.as_json({"comparison": content}), flush=True)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 
 from embodied_ppo.commands import arguments, output
-from embodied_ppo.config.compose import prepare
 from embodied_ppo.core.errors import UsageError
-
-MOST_JOBS = 1024
-"""Largest number of runs at the same time."""
+from embodied_ppo.options.compose import GIVEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=arguments.whole(1, 1024),
         metavar="N",
         help="with --multirun: runs at the same time (default: one per core or CUDA device)",
     )
@@ -37,21 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int | None:
     """Train one run, or one for each combination of the options of a sweep."""
-    if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
-        raise UsageError(f"--jobs {args.jobs}: must be 1 to {MOST_JOBS}")
     if args.multirun:
         from embodied_ppo.commands import sweep
 
         return sweep.run(args)
     for flag, given in ("--jobs", args.jobs is not None), ("--no-compare", not args.compare):
         if given:
-            raise UsageError(f"{flag} is read with --multirun only; leave it out")
-    loaded = prepare(args, args.overrides)
-    output.print_aliases(loaded, args)
-    arguments.check_checkpoints(loaded.config)
+            raise UsageError(f"add --multirun, or remove {flag}: a single run ignores it")
+    loaded = arguments.resolve(args)
     from embodied_ppo import api
 
+    explicit = loaded.deliberate(GIVEN)
     with output.stdout_to_stderr():
-        summary = api.train_loaded(loaded, quiet=args.quiet)
+        api.check_files(loaded.config)
+        from embodied_ppo.programs import runs
+
+        summary = runs.train(loaded.config, explicit=explicit, quiet=args.quiet)
     output.print_result(summary, args)
     return None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from embodied_ppo.core import tree
+from embodied_envs.base import tree
 
 T = TypeVar("T")
 CALL = "gathered_call"

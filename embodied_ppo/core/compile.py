@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 import embodied_ppo
-from embodied_ppo.core.errors import one_line
-from embodied_ppo.core.types import TrainingError
+from embodied_envs.base.compilation import is_compilation_disabled, warn_uncompiled
+from embodied_envs.base.errors import TrainingError, one_line
 
 T = TypeVar("T")
 Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
@@ -47,8 +46,6 @@ DEADLINE_S = 900.0
 """Time limit of one compilation, seconds; a small network takes 15 to 40 s on one core."""
 PARENT_CHECK_S = 0.5
 """Interval at which a compiling process checks that its run is alive, seconds."""
-LEFTOVER_S = 4 * DEADLINE_S
-"""Age after which files of an unfinished compilation belong to no process, seconds."""
 
 
 def cache_folder() -> Path:
@@ -70,15 +67,11 @@ def _libraries() -> Path:
     folder = cache_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
-    if status.st_uid != os.getuid():
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(
-            f"{folder} belongs to another user (uid {status.st_uid}); set EMBODIED_PPO_CACHE to"
-            " another directory"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RuntimeError(
-            f"other users can write to {folder} (mode {status.st_mode & 0o777:o}), which holds"
-            " code; run chmod go-w"
+            f"set EMBODIED_PPO_CACHE to a directory of your own, or run chmod go-w: {folder} holds"
+            f" code, and other users can write to it (uid {status.st_uid}, mode"
+            f" {status.st_mode & 0o777:o})"
         )
     return folder
 
@@ -123,8 +116,15 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     parts = {name: value for name, value in vars(program).items() if isinstance(value, nn.Module)}
     modules = dict(pair for part, value in parts.items() for pair in _all_modules(part, value))
     for kind in {type(m) for m in modules.values()}:
-        if not kind.__module__.startswith("torch."):
-            sources.add(_source_of(kind))
+        if kind.__module__.startswith("torch."):
+            continue
+        try:
+            sources.add(Path(inspect.getfile(kind)))
+        except (TypeError, OSError) as error:  # a class of a module without a file
+            raise RuntimeError(
+                f"{kind.__qualname__} is defined in no file, so that a changed definition could not"
+                " be detected; define it in a module"
+            ) from error
     for path in sorted(sources):
         digest.update(path.read_bytes())
     entries = [
@@ -144,22 +144,8 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _source_of(kind: type) -> Path:
-    """Return the file that defines a class. Raises RuntimeError if there is none."""
-    try:
-        file = inspect.getsourcefile(kind)
-    except TypeError:  # a class of a module without a file
-        file = None
-    if file is None:
-        raise RuntimeError(
-            f"{kind.__qualname__} is defined in no file, so that a changed definition could not be"
-            " detected; define it in a module"
-        )
-    return Path(file)
-
-
 def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by name, including those of ``causal_lm.ModuleReference``."""
+    """Yield all modules by name, including those of ``decoder.ModuleReference``."""
     for inner, m in module.named_modules(prefix=name):
         yield inner, m
         for attribute, value in vars(m).items():
@@ -172,39 +158,6 @@ OPTIONS = {"cpp.use_decompose_tanh": True}
 
 tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster than the default, and within 2e-7 of it.
 """
-
-
-def _checksum_file(path: Path) -> Path:
-    """Return the file that holds the checksum of a library."""
-    return path.with_suffix(".sha256")
-
-
-def _checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _intact(path: Path) -> bool:
-    """Return whether a library exists and has its checksum."""
-    try:
-        return _checksum_file(path).read_text() == _checksum(path)
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _remove_leftovers(*patterns: tuple[Path, str]) -> None:
-    """Remove files and folders of killed compilations, which are older than LEFTOVER_S."""
-    for folder, pattern in patterns:
-        for path in folder.glob(pattern):
-            # Another process may remove it, or it may belong to another user.
-            with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime < LEFTOVER_S:
-                    continue
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink()
 
 
 _AOTI: Any = vars(torch._C)["_aoti"]
@@ -305,7 +258,7 @@ class Library:
         self.work: tempfile.TemporaryDirectory[str] | None = None
         """Working folder of a compilation in progress."""
         self._function: Function | None = None
-        if _intact(self.path):
+        if self.path.exists():
             # Load it now, because the cache may be emptied before it is used.
             self._function = _load(self.path)
             return
@@ -322,14 +275,10 @@ class Library:
         ) as error:  # pickle raises all three
             raise RuntimeError(f"the policy cannot be pickled ({error})") from error
         request.seek(0)
-        prefix, folder = "inductor-", cache_folder()
-        if re.search(r"\s", str(folder)):  # torch passes the path to the compiler without quotes
-            prefix, folder = "embodied_ppo-inductor-", Path(tempfile.gettempdir())
-        _remove_leftovers((folder, f"{prefix}*"), (self.path.parent, "*.*.pt2"))
         # Each compilation needs its own folder: otherwise torch packs files that another
         # compilation of the same code may be writing.
         self.work = tempfile.TemporaryDirectory(
-            prefix=prefix, dir=folder, ignore_cleanup_errors=True
+            prefix="embodied_ppo-inductor-", ignore_cleanup_errors=True
         )
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
@@ -484,11 +433,6 @@ def _is_fused(example: Example) -> bool:
     return is_small and not is_compilation_disabled()
 
 
-def is_compilation_disabled() -> bool:
-    """Return whether TORCH_COMPILE_DISABLE turns ``torch.compile`` off."""
-    return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-
-
 def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
     """Return a program whose elementwise operations and reductions are few kernels.
 
@@ -509,65 +453,6 @@ def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[...
         warn_uncompiled(type(program).__name__, error)
         return program
     return compiled
-
-
-VARIANTS = 64
-"""Number of variants that torch may compile of a function in this process: for each number of
-dimensions, size that does not vary, gradient and inference mode, and precision of products. Beyond
-it the function runs eagerly; torch's own limit is 8.
-"""
-
-
-def compile_function(
-    function: Callable[..., T], *, dynamic: bool | None = None
-) -> Callable[..., T]:
-    """Return ``function`` with ``torch.compile``, which the first call of each variant compiles.
-
-    If that fails (no C compiler, code that torch cannot trace), a warning has the reason, and the
-    function runs eagerly from then on.
-
-    Args:
-        function: A function of tensors, or a method of an object that has tensors.
-        dynamic: Whether sizes may vary without a new variant; None: those that have varied.
-    """
-    # The import takes more than a second, and only a GPU needs it.
-    from torch._dynamo import config
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    config.recompile_limit = max(config.recompile_limit, VARIANTS)
-    # Without graph breaks a variant beyond the limit raises an error.
-    current: Callable[..., T] = torch.compile(function, fullgraph=True, dynamic=dynamic)
-
-    def call(*args: Any, **kwargs: Any) -> T:
-        nonlocal current
-        try:
-            return current(*args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            warn_uncompiled(function.__name__, error, stacklevel=4)
-            current = function
-            return function(*args, **kwargs)
-
-    return call
-
-
-def warn_uncompiled(name: str, error: Exception, stacklevel: int = 3) -> None:
-    """Warn that a function runs eagerly, with the reason.
-
-    Args:
-        name: Name of the function.
-        error: Raised by ``torch.compile`` or compiled code.
-        stacklevel: See ``warnings.warn``.
-
-    Raises:
-        torch.OutOfMemoryError: The cause is a lack of GPU memory.
-    """
-    cause = getattr(error, "inner_exception", error)
-    if isinstance(cause, torch.OutOfMemoryError):
-        raise cause from None
-    warnings.warn(
-        f"{name} runs without torch.compile, which is slower ({one_line(cause)})",
-        stacklevel=stacklevel,
-    )
 
 
 def _traced(program: Callable[..., Any], tensors: Sequence[Tensor]) -> nn.Module:
@@ -633,6 +518,8 @@ class CompileSchedule:
 
     waiting = 0
     """Number of schedules in this process that are waiting for their compiler."""
+    waited_s = 0.0
+    """Seconds that the schedules of this process have waited for it."""
 
     def __init__(
         self,
@@ -686,6 +573,7 @@ class CompileSchedule:
             if update >= self.first_compiled_update:
                 # Count before the notice: an interrupt in response to it must end the wait.
                 CompileSchedule.waiting += 1
+                start = time.perf_counter()
                 try:
                     if self._library.is_compiling():
                         self.notice(
@@ -695,6 +583,7 @@ class CompileSchedule:
                     self._function = self._library.load()
                 finally:
                     CompileSchedule.waiting -= 1
+                    CompileSchedule.waited_s += time.perf_counter() - start
         except (RuntimeError, OSError) as error:
             if self._closed:
                 raise TrainingError("the compilation was ended") from error
@@ -731,7 +620,7 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
     with open(path.with_suffix(".lock"), "w") as lock:
         # Of two runs that need the same library, the second one loads that of the first.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _intact(path):
+        if path.exists():
             return
         example = [
             torch.zeros_like(x, device="cpu") if x.device.type == "meta" else x for x in example
@@ -748,9 +637,6 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
             inductor_configs=OPTIONS | {"aot_inductor.precompile_headers": False},
         )
         _load(temporary)  # a library that does not load is not kept
-        # Write the checksum first. Between the two lines it belongs to no library, so that another
-        # process compiles again instead of loading an incomplete file.
-        _checksum_file(path).write_text(_checksum(temporary))
         temporary.replace(path)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from embodied_envs.base.errors import ConfigError
 
 EGL_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
 """Environment variable with the index of the device that MuJoCo's EGL renderer uses."""
@@ -115,12 +116,33 @@ def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
-@contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products within the block."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def select_device(
+    name: str, threads: int, *, notice: Callable[[str], None] = lambda line: None
+) -> torch.device:
+    """Return the device of the option ``device``, and set the number of torch's threads.
+
+    A CUDA device becomes the current one, and the one that MuJoCo renders on.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:N".
+        threads: CPU threads of tensor operations; 0: torch's default.
+        notice: Called with lines for the log.
+
+    Returns:
+        The device, CUDA with its index.
+
+    Raises:
+        ConfigError: The machine has no such device.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"device={name}: torch finds {count} CUDA devices; use device=cpu or auto"
+        )
+    device = activate(device)
+    select_egl_device(device, notice)
+    return device

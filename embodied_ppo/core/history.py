@@ -14,28 +14,20 @@ stacked; both are 0 before the start.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from embodied_ppo.core.types import ActionSpec, ArraySpec, Discrete, Obs, ObsSpec
+from embodied_envs.base.observation_names import SINGLE
+from embodied_envs.types import ActionSpec, ArraySpec, Box, Composite, Obs, ObsSpec, choices_of
 
 PREVIOUS_ACTIONS = "previous_actions"
 """Name of the observation that holds the actions, float32 [N, K - 1, A]; a choice among n is a
-vector of n numbers with a 1 (A = n).
+vector of n numbers with a 1.
 """
 IN_EPISODE = "in_episode"
 """Name of the entry of a history that marks its steps since the start of the episode with 1."""
-SINGLE = "obs"
-"""Name of an observation that is one array."""
-
-
-def _is_image(spec: ArraySpec) -> bool:
-    return spec.dtype == torch.uint8 and len(spec.shape) == 3
-
-
-def _is_channels_last(spec: ArraySpec) -> bool:
-    return spec.shape[2] <= 4 < spec.shape[0]
 
 
 def named(obs: Obs) -> dict[str, Tensor]:
@@ -69,17 +61,25 @@ class ObservationHistory:
         """
         self.steps, self.action_spec, self.raw_spec = steps, action_spec, obs_spec
         self.specs = obs_spec if isinstance(obs_spec, dict) else {SINGLE: obs_spec}
-        self.names = tuple(n for n in self.specs if names is None or n in names)
-        self.action_size = action_spec.n if isinstance(action_spec, Discrete) else action_spec.size
+        # A mask of choices is about the next action only.
+        self.names = tuple(
+            name
+            for name, spec in self.specs.items()
+            if spec.dtype != torch.bool and (names is None or name in names)
+        )
+        self.choices = choices_of(action_spec)
+        columns = action_spec.size if isinstance(action_spec, Box | Composite) else 1
+        self.action_size = sum(self.choices) + columns - len(self.choices)
 
     @property
     def obs_spec(self) -> dict[str, ArraySpec]:
         """What the policy reads of one environment."""
         specs: dict[str, ArraySpec] = {}
         for name, spec in self.specs.items():
-            if name in self.names and _is_image(spec):
+            if name in self.names and spec.layout is not None:
                 channels, height, width = self._frame(spec)
-                specs[name] = ArraySpec((self.steps * channels, height, width), spec.dtype)
+                image = replace(spec.layout, order="CHW")
+                specs[name] = ArraySpec((self.steps * channels, height, width), spec.dtype, image)
             elif name in self.names:
                 specs[name] = ArraySpec((self.steps, *spec.shape), spec.dtype)
             else:
@@ -88,10 +88,7 @@ class ObservationHistory:
 
     def _frame(self, spec: ArraySpec) -> tuple[int, ...]:
         """Return the shape of one stored observation: images as [C, H, W]."""
-        if _is_image(spec) and _is_channels_last(spec):
-            height, width, channels = spec.shape
-            return channels, height, width
-        return spec.shape or (1,)
+        return spec.layout.shape(spec.shape) if spec.layout is not None else spec.shape or (1,)
 
     def empty(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Return the history at the start of N episodes: zeros."""
@@ -118,7 +115,7 @@ class ObservationHistory:
         for name in self.names:
             spec, newest = self.specs[name], self._stored(name, result[name])
             frames = torch.cat([previous[name], newest], dim=1)  # [N, K, ..]
-            if _is_image(spec):
+            if spec.layout is not None:
                 result[name] = frames.flatten(1, 2)
                 continue
             if spec.dtype.is_floating_point:
@@ -133,9 +130,8 @@ class ObservationHistory:
         newest: dict[str, Tensor] = {}
         for name, spec in self.specs.items():
             x = obs[name]
-            if name in self.names and _is_image(spec):
-                x = x[:, -self._frame(spec)[0] :]
-                x = x.permute(0, 2, 3, 1) if _is_channels_last(spec) else x
+            if name in self.names and spec.layout is not None:
+                x = spec.layout.restore(x[:, -self._frame(spec)[0] :], spec.shape)
             elif name in self.names:
                 x = x[:, -1]
             newest[name] = x
@@ -151,9 +147,13 @@ class ObservationHistory:
         """
         values = named(obs)
         latest = {name: self._stored(name, values[name]) for name in self.names}
-        if isinstance(self.action_spec, Discrete):
-            choices = torch.arange(self.action_size, device=action.device)
-            action = (action.unsqueeze(-1) == choices).float()
+        if self.choices:
+            columns = action if action.ndim > 1 else action.unsqueeze(-1)
+            parts = [
+                (columns[:, d : d + 1] == torch.arange(n, device=action.device)).float()
+                for d, n in enumerate(self.choices)
+            ]
+            action = torch.cat([*parts, columns[:, len(parts) :].float()], dim=-1)
         latest[PREVIOUS_ACTIONS] = action.reshape(-1, 1, self.action_size)
         latest[IN_EPISODE] = torch.ones_like(previous[IN_EPISODE][:, :1])
         return {
@@ -171,6 +171,6 @@ class ObservationHistory:
     def _stored(self, name: str, x: Tensor) -> Tensor:
         """Return observations [N, ..] as one frame, [N, 1, ..]."""
         spec = self.specs[name]
-        if _is_image(spec) and _is_channels_last(spec):
-            x = x.permute(0, 3, 1, 2)
+        if spec.layout is not None:
+            x = spec.layout.channels_first(x)
         return x.reshape(-1, 1, *self._frame(spec))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.core.types import Obs, Step
+from embodied_envs.types import Obs
 
 MEMORY = "/memory"
 """Name of the observation that is the state before it, float32 [N, S]."""
@@ -25,17 +25,6 @@ the state by zeros there.
 def memory_size(policy: Any) -> int:
     """Return the size S of a policy's state; 0 for a policy without memory."""
     return getattr(policy, "memory_size", 0)
-
-
-def starts(step: Step) -> Tensor:
-    """Return whether ``step.obs`` is the first observation of an episode, bool [N].
-
-    A simulator that resets on the next step first returns the last observation of the episode
-    again. Its new episode begins after the masked step.
-    """
-    if step.final_obs is None:
-        return ~step.mask
-    return step.terminated | step.truncated | ~step.mask
 
 
 class EpisodeMemory:

@@ -5,19 +5,18 @@ All sums are float64, so that merging many small batches equals one pass over al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from embodied_ppo.core.types import ConfigError
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.types import COARSE
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Mean and variance of ``count`` entries, all float64. Unpacks in field order.
+class Moments(NamedTuple):
+    """Mean and variance of ``count`` entries, all float64.
 
     ``mean`` and ``var`` have equal shapes, ``count`` is a scalar. Without entries all three are 0.
     One entry has variance 0, so test ``count`` and not ``var`` for a sufficient number of entries.
@@ -25,25 +24,22 @@ class Moments:
 
     mean: Tensor
     var: Tensor
-    count: Tensor
-
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from (self.mean, self.var, self.count)
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 # ----------------------------------------------------------------------------------- masked tensors
-def expand_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """Expand a bool mask [..] to the shape of x, [.., *trailing], as a view.
+def expand(x: Tensor, like: Tensor) -> Tensor:
+    """Expand x [..], such as a mask, to the shape of ``like``, [.., *trailing], as a view.
 
     Raises:
-        ConfigError: The mask's dimensions are not the leading ones of x.
+        ConfigError: The dimensions of x are not the leading ones of ``like``.
     """
-    if mask.shape != x.shape[: mask.ndim]:
+    if x.shape != like.shape[: x.ndim]:
         raise ConfigError(
-            f"mask {tuple(mask.shape)}: must be the leading dimensions of {tuple(x.shape)}; check"
+            f"mask {tuple(x.shape)}: must be the leading dimensions of {tuple(like.shape)}; check"
             " the *_type levels"
         )
-    return mask.bool().reshape(mask.shape + (1,) * (x.ndim - mask.ndim)).expand_as(x)
+    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim)).expand_as(like)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -51,9 +47,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
     A NaN outside the mask affects neither the sum nor its gradient.
     """
-    return torch.where(
-        expand_mask(mask, x), x, torch.zeros((), dtype=x.dtype, device=x.device)
-    ).sum()
+    return torch.where(expand(mask, x), x, 0.0).sum()
 
 
 def masked_moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> Moments:
@@ -61,7 +55,7 @@ def masked_moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> Moments:
 
     The variance is Σ(x−μ)²/(n−1), or /n if not ``unbiased``; 0 where the divisor would be 0.
     """
-    keep = expand_mask(mask, x)
+    keep = expand(mask, x)
     count = keep.sum().double()
     x = torch.where(keep, x.double(), 0.0)
     mean = x.sum() / count.clamp(min=1)
@@ -93,9 +87,12 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
         x.numel() > BLOCK and x.ndim > 1 and x[0].numel() > 1
     ):  # features in turn: the float64 copies would be large
         columns = x.reshape(x.shape[0], -1).split(max(1, BLOCK // x.shape[0]), dim=1)
-        mean, var, count = zip(*(batch_moments(part, keep) for part in columns), strict=True)
-        shape = x.shape[1:]
-        return Moments(torch.cat(mean).view(shape), torch.cat(var).view(shape), count[0])
+        parts = [batch_moments(part, keep) for part in columns]
+        mean, var = (
+            torch.cat([part.mean for part in parts]),
+            torch.cat([part.var for part in parts]),
+        )
+        return Moments(mean.view(x.shape[1:]), var.view(x.shape[1:]), parts[0].count)
     x = x.double() if keep is None else x[keep].double()
     count = torch.tensor(float(x.shape[0]), dtype=torch.float64, device=x.device)
     if x.shape[0] == 0:
@@ -122,6 +119,10 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------- running moments
+CONSTANT = 1e-4
+"""A feature is constant if its standard deviation is below this and below this times its mean."""
+
+
 class RunningMoments(nn.Module):
     """Mean and population variance, per feature, of all merged batches.
 
@@ -133,10 +134,26 @@ class RunningMoments(nn.Module):
     var: Tensor
     count: Tensor
 
-    def __init__(self, shape: Sequence[int] = (), eps: float = 1e-8, std_eps: float = 0.0):
+    def __init__(
+        self,
+        shape: Sequence[int] = (),
+        eps: float = 1e-8,
+        std_eps: float = 0.0,
+        scale_constants: bool = True,
+    ):
+        """Start without samples.
+
+        Args:
+            shape: Shape of one sample.
+            eps: Added to the variance.
+            std_eps: Added to the standard deviation.
+            scale_constants: Whether a feature that was constant is divided by its standard
+                deviation, as others are. This may amplify it 10,000-fold. False: it is divided by
+                the magnitude of its mean, at least 1.
+        """
         super().__init__()
         self.shape = tuple(shape)
-        self.eps, self.std_eps = eps, std_eps
+        self.eps, self.std_eps, self.scale_constants = eps, std_eps, scale_constants
         self.register_buffer("mean", torch.zeros(self.shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(self.shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -171,6 +188,17 @@ class RunningMoments(nn.Module):
         self.var.lerp_(var, w).addcmul_(d, d, value=w * (1.0 - w))
         self.count.add_(n)
 
+    def is_constant(self) -> Tensor:
+        """Return which features had the same value in all samples, bool [*shape]."""
+        return self.var <= (self.mean * CONSTANT).square_().clamp_(max=CONSTANT**2)
+
+    def std(self) -> Tensor:
+        """Return the divisor of ``normalize``, float64 [*shape]."""
+        std = (self.var + self.eps).sqrt() + self.std_eps
+        if self.scale_constants:
+            return std
+        return torch.where(self.is_constant(), self.mean.abs().clamp_(min=1.0), std)
+
     def normalize(self, x: Tensor, clip: float | None = None, eps: float | None = None) -> Tensor:
         """Return (x − mean) / (sqrt(var + eps) + std_eps), clamped to ±clip, as float32.
 
@@ -183,12 +211,26 @@ class RunningMoments(nn.Module):
         """
         var = self.var + (self.eps if eps is None else eps)
         inv = (1.0 / (var.sqrt() + self.std_eps) if self.std_eps else torch.rsqrt(var)).float()
+        if not self.scale_constants:
+            unit = self.mean.abs().clamp_(min=1.0).reciprocal_().float()
+            inv = torch.where(self.is_constant(), unit, inv)
         inv = torch.where(self.count > 0, inv, 1.0)
         x = x if x.dtype is torch.float64 else x.to(torch.float32)
         y = (x - self.mean.float()).mul_(inv)  # in place: observations of a rollout may be large
         if clip is not None:
             y.clamp_(-clip, clip)
         return y.to(torch.float32)
+
+    def normalize_large(self, x: Tensor, clip: float | None = None) -> Tensor:
+        """Return ``normalize`` of float64 x; in float64 where the mean is above COARSE.
+
+        A difference of large numbers has no digits in float32: 5.3e6 is a multiple of 0.5.
+        """
+        y = self.normalize(x.float(), clip)
+        exact = (x - self.mean) / self.std()
+        if clip is not None:
+            exact.clamp_(-clip, clip)
+        return torch.where((self.mean.abs() >= COARSE) & (self.count > 0), exact.float(), y)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RunningMoments:
         """Move the buffers with the module but keep them float64 when it is cast to bfloat16."""
@@ -199,6 +241,3 @@ class RunningMoments(nn.Module):
             if moved is not None and moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         return self
-
-    def extra_repr(self) -> str:
-        return f"shape={self.shape}, count={float(self.count):g}"

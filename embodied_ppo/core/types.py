@@ -20,11 +20,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias
 
-import torch
 from torch import Generator, Tensor, nn
 
+from embodied_envs.types import (
+    ActionSpec,
+    ArraySpec,
+    Box,
+    Composite,
+    Discrete,
+    Obs,
+    ObsSpec,
+    Step,
+    VectorEnv,
+    choices_of,
+    has_action_mask,
+)
 from embodied_ppo.core.errors import (
     CheckpointError,
     ConfigError,
@@ -34,93 +46,14 @@ from embodied_ppo.core.errors import (
     TrainingError,
 )
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "EnvError",
-    "PlacementError",
-    "ProcessLost",
-    "TrainingError",
-]  # re-exported
-Obs: TypeAlias = "Tensor | dict[str, Tensor]"
-"""One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
-
-
-# ------------------------------------------------------------------------------------------- spaces
-@dataclass(frozen=True)
-class ArraySpec:
-    """Shape and dtype of one observation array of one environment, without the leading N."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-
-ObsSpec: TypeAlias = "ArraySpec | dict[str, ArraySpec]"
-
-
-@dataclass(frozen=True)
-class Discrete:
-    """Actions 0 .. n-1; a batch of them is int64 [N]."""
-
-    n: int
-
-
-@dataclass(frozen=True)
-class Box:
-    """Continuous actions as the policy emits them; a batch of them is float32 [N, A].
-
-    Attributes:
-        low: Lower simulator bound of each action dimension, in the simulator's units.
-        high: Upper simulator bound of each action dimension.
-    """
-
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of action dimensions, A."""
-        return len(self.low)
-
-
-ActionSpec: TypeAlias = "Discrete | Box"
+# What tasks and scripts of users import from here.
+__all__ = ["ActionSpec", "ArraySpec", "Box", "Composite", "Discrete", "Obs", "ObsSpec", "Step"]
+__all__ += ["VectorEnv", "choices_of", "has_action_mask"]
+__all__ += ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "ProcessLost"]
+__all__ += ["TrainingError"]
 
 
 # --------------------------------------------------------------------------------------- experience
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Result of one action in every environment.
-
-    Attributes:
-        obs: [N, ..], the observation to act on next.
-        reward: float32 [N], received for this action. For a chunk of C actions [N, C], 0 where an
-            action was not executed.
-        terminated: bool [N], the task ended the episode.
-        truncated: bool [N], the time limit ended the episode. Never True together with
-            ``terminated``.
-        mask: bool [N], False where this step only reset an ended episode. The action was ignored
-            and the reward is 0.
-        final_obs: [N, ..], the true successor state in rows where ``terminated | truncated``; other
-            rows are arbitrary. Set where ``obs`` already holds the first observation of the next
-            episode. None if ``obs`` itself is the true successor because the simulator resets on
-            the following step.
-        success: bool [N], or None if the task does not report success.
-        executed: bool [N, C], the actions of a chunk before the episode's end. None without chunks.
-        task: int64 [N], index into ``task_names`` of the episode of this step. None with a single
-            task.
-    """
-
-    obs: Obs
-    reward: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    mask: Tensor
-    final_obs: Obs | None = None
-    success: Tensor | None = None
-    executed: Tensor | None = None
-    task: Tensor | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Actions that a policy chose for N observations.
@@ -151,7 +84,8 @@ class Evaluation:
         log_prob: [B, ..], shaped as ``Decision.log_prob``.
         entropy: [B, ..], same shape as ``log_prob``.
         value: [B], or [B, C] as ``Decision.value``.
-        logits: [B, K] for categorical policies, else None.
+        logits: [B, K] for categorical policies, [B, D, K] for several choices without numbers, else
+            None.
     """
 
     log_prob: Tensor
@@ -185,7 +119,7 @@ class Trajectory:
         kept: [T, N, ..], those inputs of the policy that acting has computed and that no update
             changes, see ``PI0.encode``. The learner empties the dictionary. None: nothing is kept.
         collected: int64 [T, N], whose sum is the number of collected environment steps or tokens,
-            including those of groups that were dropped. None: those of the trajectory.
+            including those of groups that were dropped. None: count those of the trajectory.
 
     Where each action of a chunk has a value (reward_type=action_level), ``value``, ``next_value``,
     ``reward``, ``terminated``, ``truncated`` and ``mask`` are [T, N, C]. The mask then ends with
@@ -208,19 +142,48 @@ class Trajectory:
     collected: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Minibatch that the losses read. Leaves are [B, ..] (steps) or [T, B, ..] (whole columns).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What every loss of a minibatch reads; each loss adds its own fields.
+
+    Leaves are [B, ..] (steps) or [T, B, ..] (whole columns).
+
+    Attributes:
+        mask: bool, elements that are part of the objective.
+        rows: Unmasked rows of the complete minibatch of all ranks, float64 scalar, by which the
+            loss of a part of it is divided. None: this is the complete minibatch.
+        columns: As ``rows``, columns with an unmasked row. None where steps are drawn.
+    """
+
+    mask: Tensor
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueBatch(Samples):
+    """What the loss of a critic reads.
 
     Attributes:
         inputs: Encoded observations, see ``Policy.encode``.
+        value: V_old, the value at the time of acting.
+        returns: Targets of the value function.
+    """
+
+    inputs: Any
+    value: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(ValueBatch):
+    """What the loss of a policy reads.
+
+    Attributes:
         action: As in ``Trajectory``.
         replay: As in ``Trajectory``.
         log_prob: Log-probability under the behaviour policy.
-        value: V_old, the value at the time of acting.
         advantage: Shaped and normalised advantage.
-        returns: Targets of the value function.
-        mask: bool, elements that are part of the objective.
         weight: Off-policy correction, None where every weight is 1.
         ref_log_prob: Log-probability under the reference policy, None without one.
         ref_logits: Logits of the reference policy, None without one.
@@ -229,14 +192,10 @@ class Batch:
     N, C].
     """
 
-    inputs: Any
     action: Tensor
     replay: dict[str, Tensor]
     log_prob: Tensor
-    value: Tensor
     advantage: Tensor
-    returns: Tensor
-    mask: Tensor
     weight: Tensor | None = None
     ref_log_prob: Tensor | None = None
     ref_logits: Tensor | None = None
@@ -274,93 +233,6 @@ Metrics: TypeAlias = "dict[str, Mean | float]"
 
 
 # ---------------------------------------------------------------------------------------- protocols
-@runtime_checkable
-class VectorEnv(Protocol):
-    """N environments that step together. Takes and returns tensors on ``device``.
-
-    Optional attributes that a simulator may define:
-        task_names: tuple[str, ..], the tasks that ``Step.task`` indexes.
-        instructions: tuple[str, ..], the sentences that an observation "instruction" [N] indexes.
-        gripper_closes: float, value of the last action dimension that closes the gripper. Its
-            negative opens it.
-        unstable: int64 [], number of worlds that were reset so far because their simulation
-            diverged.
-        terrain_level: int64 [N], level of the curriculum of every environment; None without one.
-        step_s: float, simulated seconds of one call of ``step``.
-        truncate_next: function, or None. Its argument is a bool [N]. The next ``step`` truncates
-            the episodes of these environments, unless they end in that step by themselves: it sets
-            ``truncated`` and ``final_obs``, and starts new episodes. Without this function the
-            caller uses ``reset_where`` after the step.
-    """
-
-    id: str
-    """Value of the option ``env.id``."""
-    num_envs: int
-    """Number of environments, N."""
-    obs_spec: ObsSpec
-    """Observation of one environment."""
-    action_spec: ActionSpec
-    """Action of one environment."""
-    max_episode_steps: int | None
-    """Time limit in calls of ``step``; None if the simulator reports none."""
-    device: torch.device
-    """Device of the returned observations and of the expected actions."""
-
-    def reset(self) -> Obs:
-        """Start a new episode in every environment and return observations [N, ..].
-
-        The caller invokes it once after construction and after each ``restart``.
-        """
-        ...
-
-    def step(self, action: Tensor) -> Step:
-        """Execute an action, float32 [N, A] or int64 [N], in every environment."""
-        ...
-
-    def reset_where(self, where: Tensor) -> Obs | None:
-        """Start a new episode in selected environments and leave the others unchanged.
-
-        Args:
-            where: bool [N], environments to reset; there may be none. Their episode is in progress
-                or has just ended.
-
-        Returns:
-            Observations [N, ..], arbitrary in rows that are not reset. None if the simulator cannot
-            reset single environments.
-        """
-        ...
-
-    def restart(self, seeds: list[int]) -> None:
-        """Return to the state after construction, with one seed per environment.
-
-        ``reset`` must follow.
-        """
-        ...
-
-    def state(self) -> dict[str, Any] | None:
-        """Return everything that is needed to continue bit for bit.
-
-        None: the simulator cannot save its state. The caller then replays the actions since the
-        last ``restart``.
-        """
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> Obs:
-        """Continue from ``state()`` and return the observations to act on next, [N, ..]."""
-        ...
-
-    def render(self) -> Tensor:
-        """Return an image of environment 0, uint8 [H, W, 3].
-
-        Raises:
-            EnvError: The simulator was built without rendering.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the simulator's processes and memory."""
-
-
 class Policy(Protocol):
     """Maps observations to actions. An ``nn.Module`` whose state_dict is the checkpoint.
 
@@ -422,7 +294,6 @@ class Policy(Protocol):
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """Merge raw observations [M, ..] where ``mask`` [M] is True into the normaliser."""
-        ...
 
 
 class UpdateObserver(Protocol):
@@ -434,11 +305,9 @@ class UpdateObserver(Protocol):
 
     def on_experience(self, experience: Trajectory, *, update: int) -> None:
         """Receive a rollout before the update that learns from it; ``update`` counts from 0."""
-        ...
 
-    def on_batch(self, batch: Batch, *, loss: Any) -> None:
+    def on_batch(self, batch: Samples, *, loss: Any) -> None:
         """Receive the samples, with advantages and returns, and the loss of a minibatch."""
-        ...
 
     def before_minibatch(self, index: Tensor, *, epoch: int) -> None:
         """Receive the indices of a minibatch in the batch; the weights are those before its step.
@@ -447,19 +316,16 @@ class UpdateObserver(Protocol):
             index: int64 [B], samples or, with minibatch_unit=column, columns.
             epoch: Number of the epoch, from 0.
         """
-        ...
 
     def after_minibatch(self, statistics: Mapping[str, float]) -> None:
-        """Receive the statistics of the minibatch, see ``ppo_loss.statistic_names``."""
-        ...
+        """Receive the statistics of the minibatch, see ``minibatches.MinibatchLoss``."""
 
     def on_update(self, metrics: Metrics) -> None:
         """Receive the metrics of the completed update."""
-        ...
 
 
 class Learner(Protocol):
-    """Updates the policy from trajectories."""
+    """Updates the policy from trajectories: ``ppo.PPO`` or ``DistillationLearner``."""
 
     cpu_s: dict[str, float]
     """CPU time of this process so far in seconds, by phase."""
@@ -498,11 +364,8 @@ class PendingRow:
 class System(Protocol):
     """Rollout, learner and evaluation in some placement, as the training loop calls them."""
 
-    @property
-    def unit(self) -> Literal["env_steps", "tokens"]:
-        """Unit in which experience is counted."""
-        ...
-
+    unit: Literal["env_steps", "tokens"]
+    """Unit in which experience is counted."""
     steps: int
     """Experience used for learning so far, in ``unit``."""
 
@@ -520,7 +383,6 @@ class System(Protocol):
 
     def publish(self, version: int) -> None:
         """Copy the learner's weights to every policy process, bit for bit."""
-        ...
 
     def evaluate(self, update: int) -> Metrics:
         """Measure the policy.

@@ -6,28 +6,25 @@ dimensions, C actions of a chunk, B samples.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import string
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from PIL.Image import DecompressionBombError
 from torch import Tensor
 
-from embodied_ppo.core.errors import ConfigError, one_line
-from embodied_ppo.core.host_memory import free_memory
-from embodied_ppo.data.dataset_folder import CAPTIONS
-from embodied_ppo.data.parquet import read_rows, read_table
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.host_memory import free_memory
+from embodied_ppo.core import guarded_files
+from embodied_ppo.data.lerobot_tables import EpisodeLocation, FrameTable
+from embodied_ppo.data.parquet import damaged, read_rows, reading
 from embodied_ppo.data.video_encoder import import_ffmpeg
 
 VERSION = "v3.0"
@@ -36,27 +33,18 @@ READABLE = (VERSION, "v2.1", "v2.0")
 """Versions that are read."""
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
 """Names of features; CAMERA is followed by the name of a camera."""
-POINTS = "points."
-"""With the name of a camera: feature of the places of the captions' objects in its images, x and y
-of each in the order of CAPTIONS."""
+INFO = {
+    "codebase_version": str,
+    "features": dict,
+    "fps": float,
+    "data_path": str,
+    "total_episodes": int,
+}
+"""Fields of meta/info.json of all versions, and their types."""
 MAX_FPS = 100_000
 """Largest accepted number of frames per second."""
 CHUNK = 1000
 """Number of files in a folder chunk-000."""
-UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    struct.error,
-    DecompressionBombError,
-)
-"""Exceptions that Pillow raises for damaged PNG, JPEG, GIF and WebP images."""
-MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
-"""Exceptions that access to a malformed row raises."""
-IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
-"""Accepted image formats. Pillow supports further ones that execute programs (EPS: Ghostscript)."""
 
 
 # ------------------------------------------------------------------------------------------- frames
@@ -72,9 +60,6 @@ class Demonstrations:
         instruction: int64 [F], index into ``instructions``.
         instructions: Sentences.
         fps: Frames, and therefore actions, per second.
-        captions: Object -> expressions that refer to it; empty without captions.
-        points: Camera -> float32 [F, O, 2], the places of the captions' objects in the images: x to
-            the right and y down, as fractions of the image; -1 where it does not show the object.
     """
 
     images: dict[str, Tensor]
@@ -84,8 +69,6 @@ class Demonstrations:
     instruction: Tensor
     instructions: tuple[str, ...]
     fps: float
-    captions: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    points: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def chunk(self, frames: Tensor, C: int) -> tuple[Tensor, Tensor]:
         """Return the actions of ``frames`` and of the C - 1 frames after each of them.
@@ -131,15 +114,6 @@ class Demonstrations:
 
 
 # ------------------------------------------------------------------------------------------ reading
-@dataclass(frozen=True)
-class _Episode:
-    """Location of an episode."""
-
-    index: int
-    length: int
-    data: Path
-    videos: dict[str, tuple[Path, int]]
-    """Feature -> file, and the index of the episode's first frame in it."""
 
 
 def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
@@ -160,41 +134,39 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
     if limit is not None and limit < 1:
         raise ConfigError(f"{folder}: limit={limit} must be at least 1 episode")
     info = read_info(folder)
-    version, features = info["codebase_version"], info["features"]
-    keys = {name: _vector_key(folder, features, name) for name in (STATE, ACTION)}
-    dims = {name: features[key]["shape"][0] for name, key in keys.items()}
-    captions = _read_captions(folder)
-    keys |= {key: key for key in features if captions and key.startswith(POINTS)}
-    dims |= {key: _point_count(folder, features, key, captions) for key in keys if key not in dims}
-    cameras = {
-        key: _image_size(folder, key, f)
-        for key, f in features.items()
-        if f.get("dtype") in ("video", "image")
-    }
+    features = info["features"]
+    with reading(folder / "meta/info.json"):
+        keys = {name: _vector_key(features, name) for name in (STATE, ACTION)}
+        dims = {name: _size(features, key) for name, key in keys.items()}
+        cameras = {
+            key: _image_size(key, feature)
+            for key, feature in features.items()
+            if feature.get("dtype") in ("video", "image")
+        }
     videos = [key for key in cameras if features[key]["dtype"] == "video"]
-    in_tables = [key for key in cameras if key not in videos]
     episodes = _episodes(folder, info, videos)[:limit]
     lengths = [episode.length for episode in episodes]
     frames = sum(lengths)
     if not frames:
         raise ConfigError(f"{folder}: has no episodes; record some, or choose another folder")
     _check_memory(folder, list(cameras.values()), sum(dims.values()), frames, len(episodes))
-    instructions = read_tasks(folder, version)
+    instructions = read_tasks(folder, info["codebase_version"])
 
     images = {key: np.empty((frames, *size, 3), dtype=np.uint8) for key, size in cameras.items()}
     numbers = {name: np.empty((frames, size), np.float32) for name, size in dims.items()}
     task = np.empty(frames, dtype=np.int64)
     ends = np.cumsum(lengths).tolist()
     spans = {e.index: slice(end - e.length, end) for e, end in zip(episodes, ends)}
+    in_tables = [key for key in cameras if key not in videos]
     for path, members in _grouped(episodes, lambda episode: episode.data):
-        table = _Table(path, [*keys.values(), *in_tables])
-        for episode in members:
-            rows, span = table.rows(episode), spans[episode.index]
-            for name, key in keys.items():
-                numbers[name][span] = table.floats(key, rows, episode, dims[name])
-            for key in in_tables:
-                images[key][span] = table.images(key, rows, episode, cameras[key])
-            task[span] = table.tasks(rows, episode, instructions)
+        table = FrameTable(path, members, [*keys.values(), *in_tables])
+        place = np.concatenate([np.r_[spans[episode.index]] for episode in members])
+        for name, key in keys.items():
+            numbers[name][place] = table.floats(key, dims[name])
+        for key in in_tables:
+            for i, image in zip(place, table.images(key, cameras[key]), strict=True):
+                images[key][i] = image
+        task[place] = table.tasks(instructions)
     for key in videos:
         for path, members in _grouped(episodes, lambda episode, key=key: episode.videos[key][0]):
             parts = [(e, e.videos[key][1], images[key][spans[e.index]]) for e in members]
@@ -202,75 +174,32 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
 
     order = sorted(instructions)
     index = np.repeat([episode.index for episode in episodes], lengths)
+    tensors = {name: torch.from_numpy(x) for name, x in numbers.items()}
     return Demonstrations(
         images={
             key.removeprefix(CAMERA).removeprefix("observation."): torch.from_numpy(x)
             for key, x in images.items()
         },
-        state=torch.from_numpy(numbers[STATE]),
-        action=torch.from_numpy(numbers[ACTION]),
+        state=tensors[STATE],
+        action=tensors[ACTION],
         episode=torch.from_numpy(index.astype(np.int64)),
         instruction=torch.from_numpy(np.searchsorted(order, task)),
         instructions=tuple(instructions[i] for i in order),
         fps=float(info["fps"]),
-        captions=captions,
-        points={
-            key.removeprefix(POINTS): torch.from_numpy(x).unflatten(1, (-1, 2))
-            for key, x in numbers.items()
-            if key.startswith(POINTS)
-        },
     )
 
 
-def _read_captions(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Return object -> expressions of CAPTIONS, empty without the file.
-
-    Raises:
-        ConfigError: The file is malformed.
-    """
-    path = folder / CAPTIONS
-    if not path.exists():
-        return {}
-    try:
-        captions = {name: tuple(texts) for name, texts in json.loads(path.read_text()).items()}
-    except (OSError, *MALFORMED, RecursionError) as error:
-        raise _damaged(f"{path}: is no JSON that can be read ({one_line(error)})") from error
-    if not all(texts and all(isinstance(x, str) for x in texts) for texts in captions.values()):
-        raise _damaged(f"{path}: must map each object to its expressions, a list of texts")
-    return captions
-
-
-def _point_count(
-    folder: Path, features: Mapping[str, Any], key: str, captions: Mapping[str, Any]
-) -> int:
-    """Return the numbers of a feature of points, 2 for each object.
-
-    Raises:
-        ConfigError: The feature has another shape.
-    """
-    if features[key].get("shape") != [2 * len(captions)]:
-        raise _damaged(
-            f"{folder}/meta/info.json: {key} has shape {features[key].get('shape')}; it must be"
-            f" [{2 * len(captions)}], x and y of each object of {CAPTIONS}"
-        )
-    return 2 * len(captions)
-
-
 def _grouped(
-    episodes: Sequence[_Episode], key: Callable[[_Episode], Path]
-) -> list[tuple[Path, list[_Episode]]]:
+    episodes: Sequence[EpisodeLocation], key: Callable[[EpisodeLocation], Path]
+) -> list[tuple[Path, list[EpisodeLocation]]]:
     """Group episodes by the file that holds them."""
-    groups: dict[Path, list[_Episode]] = defaultdict(list)
+    groups: dict[Path, list[EpisodeLocation]] = defaultdict(list)
     for episode in episodes:
         groups[key(episode)].append(episode)
     return list(groups.items())
 
 
-def _damaged(problem: str) -> ConfigError:
-    """Return the error of a damaged data set."""
-    return ConfigError(f"{problem}; record or download it again")
-
-
+# ------------------------------------------------------------------------------------- descriptions
 def read_info(folder: Path) -> dict[str, Any]:
     """Read meta/info.json and check the fields that all versions have.
 
@@ -278,66 +207,55 @@ def read_info(folder: Path) -> dict[str, Any]:
         ConfigError: The file is missing or malformed.
     """
     path = folder / "meta/info.json"
-    try:
-        info = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{path} is missing, so the folder has no demonstrations; name another folder"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(f"{path}: is no JSON that can be read ({error})") from error
-    if not isinstance(info, dict) or info.get("codebase_version") not in READABLE:
-        version = info.get("codebase_version") if isinstance(info, dict) else None
+    with reading(path):
+        info = guarded_files.read_object(path, INFO)
+        for feature in info["features"].values():
+            guarded_files.check_fields(feature, {})
+    if (version := info["codebase_version"]) not in READABLE:
         raise ConfigError(
             f"{path}: codebase_version={version!r} is unknown; this reads {', '.join(READABLE)};"
             " convert it with LeRobot"
         )
-    for key, kind in (
-        ("features", dict),
-        ("fps", (int, float)),
-        ("data_path", str),
-        ("total_episodes", int),
-    ):
-        if not isinstance(info.get(key), kind):
-            raise _damaged(f"{path}: {key}={info.get(key)!r} is missing or has the wrong type")
     if not 0 < info["fps"] <= MAX_FPS:
-        raise _damaged(f"{path}: fps={info['fps']} must be > 0 and <= {MAX_FPS}")
-    for key, feature in info["features"].items():
-        if not isinstance(feature, dict):
-            raise _damaged(f"{path}: features.{key}={feature!r} must have dtype and shape")
+        raise damaged(f"{path}: fps={info['fps']} must be > 0 and <= {MAX_FPS}")
     return info
 
 
-def _vector_key(folder: Path, features: Mapping[str, Any], name: str) -> str:
-    """Return the feature that holds the state, or the action."""
+def _vector_key(features: Mapping[str, Any], name: str) -> str:
+    """Return the feature that holds the state, or the action. Raises ValueError without one."""
     for key in (name, "state" if name == STATE else "actions"):
         if key in features:
-            shape = features[key].get("shape")
-            if not isinstance(shape, list) or len(shape) != 1 or not _is_integer(shape[0], 1):
-                raise ConfigError(
-                    f"{folder}/meta/info.json: {key} has shape {shape}; it must be one vector per"
-                    " frame"
-                )
             return key
-    raise ConfigError(
-        f"{folder}/meta/info.json: has no feature {name}; it has {', '.join(features) or 'none'}"
-    )
+    raise ValueError(f"it has no feature {name}, but {', '.join(features) or 'none'}")
 
 
-def _image_size(folder: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (H, W) of a camera; shapes are [H, W, 3] or [3, H, W]."""
+def _size(features: Mapping[str, Any], key: str) -> int:
+    """Return the numbers of a feature. Raises ValueError if it is no vector."""
+    shape = features[key].get("shape")
+    if not isinstance(shape, list) or len(shape) != 1 or not _is_integer(shape[0], 1):
+        raise ValueError(f"{key} has shape {shape}; it must be one vector per frame")
+    return shape[0]
+
+
+def _image_size(key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (H, W) of a camera; shapes are [H, W, 3] or [3, H, W]. Raises ValueError."""
     shape = feature.get("shape")
     if isinstance(shape, list) and len(shape) == 3 and all(_is_integer(size, 1) for size in shape):
         if shape[2] == 3:
             return shape[0], shape[1]
         if shape[0] == 3:
             return shape[1], shape[2]
-    raise ConfigError(
-        f"{folder}/meta/info.json: {key} has shape {shape}; it must be [height, width, 3]"
-    )
+    raise ValueError(f"{key} has shape {shape}; it must be [height, width, 3]")
 
 
-def _episodes(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> list[_Episode]:
+def _is_integer(x: Any, minimum: int) -> bool:
+    """Return whether ``x`` is an integer of at least ``minimum`` that fits int64."""
+    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x < 2**63
+
+
+def _episodes(
+    folder: Path, info: Mapping[str, Any], videos: Sequence[str]
+) -> list[EpisodeLocation]:
     """Return the episodes in the order of their indices.
 
     Raises:
@@ -352,34 +270,21 @@ def _episodes(folder: Path, info: Mapping[str, Any], videos: Sequence[str]) -> l
             " counts; copy or download the folder again"
         )
     locate = _locate_v3 if is_v3 else _locate_v2
-    episodes: list[_Episode] = []
+    episodes: dict[int, EpisodeLocation] = {}
     for row in rows:
-        try:
-            episodes.append(locate(folder, info, videos, row))
-        except MALFORMED as error:
-            index = row.get("episode_index") if isinstance(row, dict) else row
-            raise _damaged(
-                f"{path}: the location of episode {index} cannot be read"
-                f" ({one_line(error, kind=True)})"
-            ) from error
-    for episode in episodes:
-        if not _is_integer(episode.index, 0):
-            raise _damaged(f"{path}: episode_index={episode.index!r} is no number of an episode")
-    episodes.sort(key=lambda episode: episode.index)
-    for before, episode in zip([None, *episodes], episodes):
-        if before is not None and episode.index == before.index:
-            raise _damaged(f"{path}: episode {episode.index} is duplicated")
-        if not _is_integer(episode.length, 1):
-            raise ConfigError(
-                f"{path}: episode {episode.index} has length={episode.length}; it must be at"
-                " least 1"
-            )
-    return episodes
+        with reading(f"{path}: the location of an episode"):
+            episode = locate(folder, info, videos, row)
+            if not _is_integer(episode.index, 0) or episode.index in episodes:
+                raise ValueError(f"episode {episode.index!r} is duplicated, or no number")
+            if not _is_integer(episode.length, 1):
+                raise ValueError(f"episode {episode.index} has length={episode.length}, below 1")
+            episodes[episode.index] = episode
+    return [episodes[index] for index in sorted(episodes)]
 
 
 def _locate_v3(
     folder: Path, info: Mapping[str, Any], videos: Sequence[str], row: Mapping[str, Any]
-) -> _Episode:
+) -> EpisodeLocation:
     """Return an episode of version 3.0."""
 
     def path(template: str, prefix: str, key: str = "") -> Path:
@@ -392,19 +297,19 @@ def _locate_v3(
         for key in videos
     }
     data = path(info["data_path"], "data")
-    return _Episode(row["episode_index"], row["length"], data, videos_at)
+    return EpisodeLocation(row["episode_index"], row["length"], data, videos_at)
 
 
 def _locate_v2(
     folder: Path, info: Mapping[str, Any], videos: Sequence[str], row: Mapping[str, Any]
-) -> _Episode:
+) -> EpisodeLocation:
     """Return an episode of version 2.0 or 2.1."""
     index, length = row["episode_index"], row["length"]
     fields = {"episode_chunk": index // info.get("chunks_size", CHUNK), "episode_index": index}
     videos_at = {
         key: (_path(folder, info["video_path"], video_key=key, **fields), 0) for key in videos
     }
-    return _Episode(index, length, _path(folder, info["data_path"], **fields), videos_at)
+    return EpisodeLocation(index, length, _path(folder, info["data_path"], **fields), videos_at)
 
 
 def _path(folder: Path, template: str, **fields: Any) -> Path:
@@ -428,25 +333,14 @@ def episode_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the episode rows of version 3.0, in order."""
     paths = sorted((folder / "meta/episodes").glob("*/*.parquet"))
     rows = [row for path in paths for row in read_rows(path)]
-    for row in rows:
-        if not _is_integer(index := row.get("episode_index"), 0):
-            raise _damaged(f"{folder}/meta/episodes: episode_index={index!r} is no number")
-    return sorted(rows, key=lambda row: row["episode_index"])
-
-
-def _is_integer(x: Any, minimum: int) -> bool:
-    """Return whether ``x`` is an integer of at least ``minimum`` that fits int64."""
-    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x < 2**63
+    with reading(folder / "meta/episodes"):
+        return sorted(rows, key=lambda row: int(row["episode_index"]))
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Read JSON lines."""
-    try:
+    with reading(path):
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing; download the folder again") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(f"{path}: is no file of JSON lines that can be read ({error})") from error
 
 
 def read_tasks(folder: Path, version: str) -> dict[int, str]:
@@ -459,14 +353,11 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
         if not path.exists() and not any((folder / "meta/episodes").glob("*/*.parquet")):
             return {}
         rows = read_rows(path)
-    # A pandas index without a name has the default name of pandas.
-    sentence = lambda row: str(row.get("task") or row["__index_level_0__"])
-    try:
-        return {int(row["task_index"]): sentence(row) for row in rows}
-    except MALFORMED as error:
-        raise _damaged(
-            f"{path}: has no columns task_index and task ({one_line(error, kind=True)})"
-        ) from error
+    with reading(path):
+        # A pandas index without a name has the default name of pandas.
+        return {
+            int(row["task_index"]): str(row.get("task") or row["__index_level_0__"]) for row in rows
+        }
 
 
 def _check_memory(
@@ -488,161 +379,33 @@ def _check_memory(
         )
 
 
-# ------------------------------------------------------------------------------------------- tables
-class _Table:
-    """Frames of several episodes in one file; messages name file, episode and frame."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.path = path
-        indices = ("episode_index", "frame_index", "task_index")
-        self._table = read_table(path, [*columns, *indices])
-        self._cache: dict[str, Any] = {}
-        for name in indices:
-            column = self._table[name]
-            if not str(column.type).startswith(("int", "uint")) or column.null_count:
-                raise _damaged(f"{path}: {name} is not an integer in every frame")
-        self._episode, self._frame, self._task = (self._table[x].to_numpy() for x in indices)
-
-    def _label(self, episode: _Episode) -> str:
-        """Return file and episode, for messages."""
-        return f"{self.path}: episode {episode.index}"
-
-    def rows(self, episode: _Episode) -> np.ndarray:
-        """Return the rows of an episode's frames in order, int64 [L]."""
-        rows = np.flatnonzero(self._episode == episode.index)
-        rows = rows[np.argsort(self._frame[rows], kind="stable")]
-        frame = self._frame[rows]
-        if len(frame) != episode.length or (frame != np.arange(len(frame))).any():
-            missing = np.setdiff1d(np.arange(episode.length), frame)
-            problem = f"frame {missing[0]} is missing" if len(missing) else f"it has {len(frame)}"
-            raise _damaged(
-                f"{self._label(episode)} should have {episode.length} frames, but {problem}"
-            )
-        return rows
-
-    def tasks(self, rows: np.ndarray, episode: _Episode, names: Mapping[int, str]) -> np.ndarray:
-        """Return task_index, int64 [L]."""
-        task = self._task[rows]
-        for index in np.unique(task).tolist():
-            if index not in names:
-                raise _damaged(
-                    f"{self._label(episode)} has task_index={index}, which meta/tasks does not have"
-                )
-        return task
-
-    def floats(self, name: str, rows: np.ndarray, episode: _Episode, dims: int) -> np.ndarray:
-        """Return a feature, float32 [L, dims]."""
-        if name not in self._cache:
-            self._cache[name] = self._vectors(name, dims)
-        x = self._cache[name][rows]
-        check_finite(x, f"{self._label(episode)}: {name}")
-        return x
-
-    def _vectors(self, name: str, dims: int) -> np.ndarray:
-        """Return a feature of all rows of the file, float32 [rows, dims]."""
-        import pyarrow
-        import pyarrow.compute
-
-        compute: Any = pyarrow.compute
-        types = pyarrow.types
-        column = self._table[name].combine_chunks()
-        list_types = (types.is_list, types.is_fixed_size_list, types.is_large_list)
-        is_list = any(is_type(column.type) for is_type in list_types)
-        if is_list:
-            counts = compute.fill_null(compute.list_value_length(column), 0)
-            counts = counts.to_numpy(zero_copy_only=False)
-        else:
-            counts = np.ones(len(column), dtype=np.int64)
-        if len(wrong := np.flatnonzero(counts != dims)):
-            i = wrong[0]
-            raise _damaged(
-                f"{self.path}: episode {self._episode[i]}, frame {self._frame[i]}: {name}"
-                f" has {counts[i]} numbers; meta/info.json has {dims}"
-            )
-        flat = column.flatten() if is_list else column
-        try:
-            return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, dims)
-        except (ValueError, TypeError, OverflowError, pyarrow.ArrowException) as error:
-            raise _damaged(f"{self.path}: {name} holds {column.type}, not numbers") from error
-
-    def images(
-        self, name: str, rows: np.ndarray, episode: _Episode, size: tuple[int, int]
-    ) -> np.ndarray:
-        """Return images that are stored in the table, uint8 [L, H, W, 3]."""
-        out = np.empty((len(rows), *size, 3), dtype=np.uint8)
-        for i, row in enumerate(rows.tolist()):
-            label = f"{self._label(episode)}, frame {i}: {name}"
-            try:
-                value = self._table[name][row].as_py()
-            except ValueError as error:
-                raise _damaged(f"{label} cannot be read ({one_line(error)})") from error
-            data = value.get("bytes") if isinstance(value, dict) else value
-            if not isinstance(data, bytes):
-                raise ConfigError(
-                    f"{label} holds no image; download the data set with its images in the tables"
-                )
-            try:
-                with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-                    width, height = image.size
-                    if (height, width) == size:  # check first: a small file may decode to gigabytes
-                        out[i] = np.asarray(image.convert("RGB"))
-            except UNREADABLE as error:
-                raise _damaged(f"{label} cannot be decoded ({error})") from error
-            if (height, width) != size:
-                raise ConfigError(
-                    f"{label} is {[height, width, 3]}; meta/info.json has {[*size, 3]}"
-                )
-        return out
-
-
-def check_finite(x: np.ndarray, label: str) -> None:
-    """Check that all numbers of x [L, K] are finite.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    if len(bad := np.argwhere(~np.isfinite(x))):
-        frame, i = bad[0].tolist()
-        raise ConfigError(
-            f"{label} [{i}] is {x[frame, i]} in frame {frame}; it must be finite: leave the"
-            " episode out"
-        )
-
-
 # -------------------------------------------------------------------------------------------- video
 def _decode(
-    path: Path, parts: Sequence[tuple[_Episode, int, np.ndarray]], size: tuple[int, int]
+    path: Path, parts: Sequence[tuple[EpisodeLocation, int, np.ndarray]], size: tuple[int, int]
 ) -> None:
     """Decode a video into uint8 [L, H, W, 3] of each part; parts are sorted by first frame."""
-    if not path.exists():
-        raise ConfigError(f"{path} is missing; copy, download or record the folder again")
-    try:
-        with closing(_frames(path)) as frames:
-            width, height = next(frames)["size"]
-            if (height, width) != size:
+    with reading(path), closing(_frames(path)) as frames:
+        width, height = next(frames)["size"]
+        if (height, width) != size:
+            raise ConfigError(
+                f"{path}: has {height} x {width} pixels; meta/info.json has {size[0]} x {size[1]}"
+            )
+        position = 0  # index of the next frame
+        for episode, first, out in parts:
+            if first < position:
                 raise ConfigError(
-                    f"{path}: has {height} x {width} pixels; meta/info.json has {size[0]} x"
-                    f" {size[1]}"
+                    f"{path}: episode {episode.index} starts before the previous one ends"
                 )
-            position = 0  # index of the next frame
-            for episode, first, out in parts:
-                if first < position:
-                    raise ConfigError(
-                        f"{path}: episode {episode.index} starts before the previous one ends"
+            for i in range(position, first + len(out)):
+                pixels, frame = next(frames, None), i - first
+                if pixels is None:
+                    raise damaged(
+                        f"{path}: ends after {i} frames, at episode {episode.index}, frame"
+                        f" {max(frame, 0)} of {len(out)}"
                     )
-                for i in range(position, first + len(out)):
-                    pixels, frame = next(frames, None), i - first
-                    if pixels is None:
-                        raise _damaged(
-                            f"{path}: ends after {i} frames, at episode {episode.index}, frame"
-                            f" {max(frame, 0)} of {len(out)}"
-                        )
-                    if frame >= 0:
-                        out[frame] = np.frombuffer(pixels, dtype=np.uint8).reshape(*size, 3)
-                position = first + len(out)
-    except (OSError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-        cause = one_line(error)[-200:]
-        raise _damaged(f"{path}: is no video that can be read ({cause})") from error
+                if frame >= 0:
+                    out[frame] = np.frombuffer(pixels, dtype=np.uint8).reshape(*size, 3)
+            position = first + len(out)
 
 
 def _frames(path: Path) -> Any:

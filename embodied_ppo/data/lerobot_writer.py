@@ -16,21 +16,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from embodied_ppo.core.errors import ConfigError, one_line
+from embodied_envs.base.errors import ConfigError, one_line
 from embodied_ppo.data import video_encoder
 from embodied_ppo.data.lerobot_reader import (
     ACTION,
     CAMERA,
     CHUNK,
-    POINTS,
     STATE,
     VERSION,
-    check_finite,
     episode_rows,
     read_info,
     read_tasks,
 )
-from embodied_ppo.data.parquet import import_pyarrow
+from embodied_ppo.data.lerobot_tables import check_finite
+from embodied_ppo.data.parquet import check_pyarrow, reading
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
@@ -69,7 +68,6 @@ class Writer:
         state: Sequence[str],
         action: Sequence[str],
         cameras: Mapping[str, tuple[int, int]],
-        captions: Mapping[str, Sequence[str]] | None = None,
         episodes_per_file: int = 64,
     ) -> None:
         """Open or create the data set.
@@ -80,8 +78,6 @@ class Writer:
             state: Names of the D state dimensions.
             action: Names of the A action dimensions.
             cameras: Name -> (H, W) in pixels.
-            captions: Object -> expressions that refer to it, stored in CAPTIONS. Each frame then
-                has the places of the O objects in the images of every camera.
             episodes_per_file: Episodes of a file.
 
         Raises:
@@ -91,21 +87,9 @@ class Writer:
         self.episodes = self.frames = 0
         """Number of episodes and frames, including those of the incomplete file."""
         self._fps, self._cameras, self._per_file = fps, dict(cameras), episodes_per_file
-        self._dims = {STATE: len(state), ACTION: len(action)}
-        self._captions = {name: list(texts) for name, texts in (captions or {}).items()}
-        if self._captions:
-            self._dims |= {POINTS + name: 2 * len(self._captions) for name in cameras}
-        self._features = _features(fps, state, action, self._cameras, list(self._captions))
-        sizes = {"fps": fps, "episodes_per_file": episodes_per_file, **self._dims}
-        for name, number in sizes.items():
-            if number < 1:
-                raise ConfigError(f"{self.folder}: {name}={number} must be at least 1")
-        if bad := [name for name in cameras if "/" in name or not name]:
-            raise ConfigError(
-                f"{self.folder}: camera {bad[0]!r} cannot be a folder; give it a name without"
-                " slashes"
-            )
-        import_pyarrow(self.folder)
+        self._vectors = {STATE: list(state), ACTION: list(action)}
+        self._features = _features(fps, self._vectors, self._cameras)
+        check_pyarrow(self.folder)
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, Stats] = {}
         self._file = 0
@@ -125,7 +109,6 @@ class Writer:
         state: np.ndarray,
         action: np.ndarray,
         instruction: str,
-        points: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Add one complete episode.
 
@@ -134,20 +117,20 @@ class Writer:
             state: float32 [L, D].
             action: float32 [L, A].
             instruction: Sentence.
-            points: Camera -> float32 [L, O, 2], places of the captions' objects (x to the right
-                and y down, as fractions of the image; -1 where it does not show the object).
 
         Raises:
-            ConfigError: A shape or type is wrong, a number is not finite, or encoding failed.
+            ConfigError: A number is not finite, or encoding failed.
         """
         if self._lock < 0:
             raise ConfigError(f"{self.folder}: was closed; create a new Writer to continue")
         numbers = {STATE: state, ACTION: action}
-        numbers |= {POINTS + name: x.reshape(len(x), -1) for name, x in (points or {}).items()}
-        length = self._check(images, numbers, instruction)
+        for name, x in numbers.items():
+            check_finite(
+                x, name, lambda row: f"{self.folder}: episode {self.episodes}, frame {row}"
+            )
         try:
             self._encode(images)
-            self._append(images, length, numbers, instruction)
+            self._append(images, len(state), numbers, instruction)
         except BaseException as error:
             # The video now holds a part of an episode and cannot be completed.
             self._discard()
@@ -198,8 +181,9 @@ class Writer:
             self._publish()
             return
         info = read_info(self.folder)
-        present = _description(info["codebase_version"], info["fps"], info["features"])
-        expected = _description(VERSION, self._fps, self._features)
+        expected = {"codebase_version": VERSION, "fps": self._fps, **_essential(self._features)}
+        present = {key: info[key] for key in ("codebase_version", "fps")}
+        present |= _essential(info["features"])
         for key in expected | present:
             if expected.get(key) != present.get(key):
                 raise ConfigError(
@@ -210,67 +194,21 @@ class Writer:
         rows = episode_rows(self.folder)
         self._tasks = {text: index for index, text in read_tasks(self.folder, VERSION).items()}
         self.episodes, self.frames = len(rows), sum(row["length"] for row in rows)
-        for row in rows:
-            self._file = max(self._file, *_files_of(row, int(info.get("chunks_size", CHUNK))))
-            try:
-                self._add_stats(
-                    {
-                        key: {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS}
-                        for key in (*self._dims, *(CAMERA + name for name in self._cameras))
-                    }
-                )
-            except KeyError as error:
-                raise ConfigError(
-                    f"{self.folder}: episode {row['episode_index']} has no column {error.args[0]},"
-                    " because other software recorded it; choose another folder"
-                ) from error
-        self._file += bool(rows)
+        keys = (*self._vectors, *(CAMERA + name for name in self._cameras))
+        with reading(f"{self.folder}/meta/episodes (written by other software?)"):
+            for row in rows:
+                index = {name: row[f"meta/episodes/{name}"] for name in self._file_indices()}
+                self._file = index["chunk_index"] * CHUNK + index["file_index"] + 1
+                for key in keys:
+                    stats = {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS}
+                    self._stats[key] = _merged(self._stats.get(key), stats)
         # Remove the incomplete files of an interrupted recording.
         videos = [self._path(VIDEO_PATH, name) for name in self._cameras]
         for path in [*self.folder.rglob("*.part"), self._path(DATA_PATH), *videos]:
             path.unlink(missing_ok=True)
         self._publish()
 
-    def _add_stats(self, stats: Mapping[str, Stats]) -> None:
-        """Merge the statistics of an episode into those of the data set."""
-        self._stats = {key: _merged(self._stats.get(key), new) for key, new in stats.items()}
-
     # --------------------------------------------------------------------------------------- adding
-    def _check(
-        self, images: Mapping[str, np.ndarray], numbers: Mapping[str, np.ndarray], instruction: str
-    ) -> int:
-        """Check an episode and return its length L.
-
-        Raises:
-            ConfigError: It is malformed.
-        """
-        label = f"{self.folder}: episode {self.episodes}"
-        if set(images) != set(self._cameras):
-            raise ConfigError(
-                f"{label} has images of {sorted(images)}; they must be of {sorted(self._cameras)}"
-            )
-        if set(numbers) != set(self._dims):
-            raise ConfigError(f"{label} has {sorted(numbers)}; it must have {sorted(self._dims)}")
-        length = len(numbers[STATE])
-        if length == 0 or not instruction:
-            raise ConfigError(
-                f"{label} has {length} frames and instruction={instruction!r}; leave it out"
-            )
-        for name, size in self._cameras.items():
-            x = images[name]
-            if x.shape != (length, *size, 3) or x.dtype != np.uint8:
-                raise ConfigError(
-                    f"{label}: camera {name} has {x.dtype} {list(x.shape)}; it must be uint8"
-                    f" {[length, *size, 3]}"
-                )
-        for name, x in numbers.items():
-            if x.shape != (length, self._dims[name]):
-                raise ConfigError(
-                    f"{label}: {name} is {list(x.shape)}; it must be {[length, self._dims[name]]}"
-                )
-            check_finite(x, f"{label}: {name}")
-        return length
-
     def _encode(self, images: Mapping[str, np.ndarray]) -> None:
         """Send the images to ffmpeg."""
         for name, frames in images.items():
@@ -295,21 +233,13 @@ class Writer:
         instruction: str,
     ) -> None:
         """Keep the numbers of an episode until the file is complete."""
-        task = self._tasks.setdefault(instruction, len(self._tasks))
-        frame = np.arange(length)
-        columns = {name: np.asarray(x, dtype=np.float32) for name, x in numbers.items()}
-        stats = {name: _stats(x) for name, x in columns.items()}
-        columns |= {
-            "timestamp": (frame / self._fps).astype(np.float32),
-            "frame_index": frame,
-            "episode_index": np.full(length, self.episodes),
-            "index": self.frames + frame,
-            "task_index": np.full(length, task),
-        }
-        for name, column in columns.items():
-            self._columns[name].append(column)
+        self._tasks.setdefault(instruction, len(self._tasks))
+        stats: dict[str, Stats] = {}
+        for name, x in numbers.items():
+            self._columns[name].append(np.asarray(x, dtype=np.float32))
+            stats[name] = _stats(self._columns[name][-1])
         stats |= {CAMERA + name: _image_stats(frames) for name, frames in images.items()}
-        self._add_stats(stats)
+        self._stats = {key: _merged(self._stats.get(key), new) for key, new in stats.items()}
         self._episode_rows.append(self._episode_row(length, instruction, stats))
         self.episodes += 1
         self.frames += length
@@ -367,22 +297,34 @@ class Writer:
 
     def _write_file(self) -> None:
         """Write the current file."""
-        pyarrow, parquet = import_pyarrow(self.folder)
-        frames = sum(row["length"] for row in self._episode_rows)
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        rows = self._episode_rows
+        lengths = [row["length"] for row in rows]
+        frame = np.concatenate([np.arange(length) for length in lengths])
         for name, encoder in self._encoders.items():
             encoder.close()
             path = self._path(VIDEO_PATH, name)
-            if (count := _count(_part(path))) != frames:
-                raise ConfigError(
-                    f"{path}: ffmpeg wrote {count} of {frames} frames; is the disk full? {SAFE}"
-                )
+            with reading(f"{path} (is the disk full? {SAFE})"):
+                ffmpeg = video_encoder.import_ffmpeg(path)
+                if (count := ffmpeg.count_frames_and_secs(str(_part(path)))[0]) != len(frame):
+                    raise OSError(f"ffmpeg wrote {count} of {len(frame)} frames")
             _move(_part(path), path)
-        columns = {name: _column(np.concatenate(parts)) for name, parts in self._columns.items()}
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        columns |= {
+            "timestamp": (frame / self._fps).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": np.repeat([row["episode_index"] for row in rows], lengths),
+            "index": rows[0]["dataset_from_index"] + np.arange(len(frame)),
+            "task_index": np.repeat([self._tasks[row["tasks"][0]] for row in rows], lengths),
+        }
+        data = pyarrow.table({name: _column(x) for name, x in columns.items()})
         # The episodes are written last, because they make the other files valid.
         for path, table in (
-            (self._path(DATA_PATH), pyarrow.table(columns)),
+            (self._path(DATA_PATH), data),
             (self.folder / "meta/tasks.parquet", _tasks_table(self._tasks)),
-            (self._path(EPISODES_PATH), pyarrow.Table.from_pylist(self._episode_rows)),
+            (self._path(EPISODES_PATH), pyarrow.Table.from_pylist(rows)),
         ):
             _write(path, lambda part, table=table: parquet.write_table(table, part))
         self._episode_rows, self._columns, self._encoders = [], defaultdict(list), {}
@@ -408,72 +350,51 @@ class Writer:
             key: {x: array.tolist() for x, array in values.items()}
             for key, values in self._stats.items()
         }
-        texts = {"captions": self._captions} if self._captions else {}
         # info.json is written last, because it makes the folder a data set.
-        for name, value in (texts | {"stats": stats, "info": info}).items():
+        for name, value in {"stats": stats, "info": info}.items():
             text = json.dumps(value, indent=4, ensure_ascii=False)
             _write(self.folder / f"meta/{name}.json", lambda part, text=text: part.write_text(text))
 
 
 def _features(
     fps: int,
-    state: Sequence[str],
-    action: Sequence[str],
+    vectors: Mapping[str, Sequence[str]],
     cameras: Mapping[str, tuple[int, int]],
-    objects: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the description of columns and videos for meta/info.json."""
+    """Return the description of columns and videos for meta/info.json.
+
+    Args:
+        fps: Frames per second.
+        vectors: Feature -> names of its dimensions.
+        cameras: Name -> (H, W) in pixels.
+    """
     features: dict[str, Any] = {}
     for name, (height, width) in cameras.items():
-        video = {
-            "video.height": height,
-            "video.width": width,
-            "video.codec": "h264",
-            "video.pix_fmt": "gbrp",
-            "video.is_depth_map": False,
-            "video.fps": fps,
-            "video.channels": 3,
-            "has_audio": False,
-        }
-        names = ["height", "width", "channels"]
         features[CAMERA + name] = {
             "dtype": "video",
             "shape": [height, width, 3],
-            "names": names,
-            "info": video,
+            "names": ["height", "width", "channels"],
+            "info": {
+                "video.height": height,
+                "video.width": width,
+                "video.codec": "h264",
+                "video.pix_fmt": "gbrp",
+                "video.is_depth_map": False,
+                "video.fps": fps,
+                "video.channels": 3,
+                "has_audio": False,
+            },
         }
-    vectors = {STATE: state, ACTION: action}
-    if objects:
-        points = [f"{name} {axis}" for name in objects for axis in "xy"]
-        vectors |= dict.fromkeys((POINTS + name for name in cameras), points)
     for name, dims in vectors.items():
         features[name] = {"dtype": "float32", "shape": [len(dims)], "names": list(dims)}
     features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
     return features | {name: {"dtype": "int64", "shape": [1], "names": None} for name in INDICES}
 
 
-def _description(version: str, fps: float, features: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that all recordings into a folder must have in common."""
+def _essential(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all recordings into a folder must have in common of their features."""
     fields = ("dtype", "shape", "names")
-    return {
-        "codebase_version": version,
-        "fps": fps,
-        **{key: [feature.get(x) for x in fields] for key, feature in features.items()},
-    }
-
-
-def _files_of(row: Mapping[str, Any], chunk: int) -> list[int]:
-    """Return the indices of the files that hold an episode of version 3.0."""
-    keys = [key.removesuffix("chunk_index") for key in row if key.endswith("/chunk_index")]
-    return [row[f"{key}chunk_index"] * chunk + row[f"{key}file_index"] for key in keys]
-
-
-def _count(path: Path) -> int:
-    """Return the number of frames of a video, 0 if it cannot be read."""
-    try:
-        return video_encoder.import_ffmpeg(path).count_frames_and_secs(str(path))[0] or 0
-    except (OSError, RuntimeError):
-        return 0
+    return {key: [feature.get(x) for x in fields] for key, feature in features.items()}
 
 
 def _column(x: np.ndarray) -> Any:

@@ -1,28 +1,52 @@
-"""Reading of parquet files, with errors that name the file and a cure."""
+"""Reading of parquet files and other data files, with errors that name the file and a fix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embodied_ppo.core.errors import ConfigError, one_line
+from embodied_envs.base.errors import ConfigError, one_line
 
 
-def import_pyarrow(path: Path) -> tuple[Any, Any]:
-    """Import pyarrow and pyarrow.parquet, for the file ``path``.
+def damaged(problem: str) -> ConfigError:
+    """Return the error of a damaged file."""
+    return ConfigError(f"{problem}; write, record or download it again")
 
-    Raises:
-        ConfigError: pyarrow is not installed.
+
+@contextmanager
+def reading(label: Path | str) -> Iterator[None]:
+    """Convert exceptions of a damaged or missing file to ConfigError.
+
+    Malformed rows, pyarrow, Pillow and ffmpeg raise many types, some of which are not documented.
     """
     try:
-        import pyarrow
-        import pyarrow.parquet as parquet
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{label} is missing; copy, download or record the folder again"
+        ) from error
+    # pyarrow raises many types for damaged files (scripts/fuzz.py).
+    except Exception as error:
+        cause = one_line(error, kind=True)[-200:]
+        raise damaged(f"{label} cannot be read ({cause})") from error
+
+
+def check_pyarrow(path: Path) -> None:
+    """Check that pyarrow, which reads and writes the file ``path``, is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    try:
+        import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"{path}: parquet files need pyarrow ({error}); pip install pyarrow"
         ) from error
-    return pyarrow, parquet
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
@@ -31,22 +55,15 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
     Raises:
         ConfigError: The file or a column is missing or damaged.
     """
-    pyarrow, parquet = import_pyarrow(path)
-    if not path.exists():
-        raise ConfigError(f"{path} is missing; copy, download or record the folder again")
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if invalid := [name for name in columns or () if names.count(name) != 1]:
-                problem = "has several columns" if invalid[0] in names else "has no column"
-                raise ConfigError(f"{path}: {problem} {invalid[0]}; it has {', '.join(names)}")
-            return file.read(None if columns is None else list(columns)).combine_chunks()
-    # Invalid names of columns raise the last two.
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-        raise ConfigError(
-            f"{path}: is no parquet file that can be read ({one_line(error)}); write or download it"
-            " again"
-        ) from error
+    check_pyarrow(path)
+    import pyarrow.parquet as parquet
+
+    with reading(path), parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if invalid := [name for name in columns or () if names.count(name) != 1]:
+            problem = "has several columns" if invalid[0] in names else "has no column"
+            raise ConfigError(f"{path}: {problem} {invalid[0]}; it has {', '.join(names)}")
+        return file.read(None if columns is None else list(columns)).combine_chunks()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -56,11 +73,5 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         ConfigError: The file is missing or damaged.
     """
     table = read_table(path)
-    try:
+    with reading(path):
         return table.to_pylist()
-    # Invalid text, and dates out of range.
-    except (import_pyarrow(path)[0].ArrowException, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"{path}: has values that cannot be read ({one_line(error)}); write or download it"
-            " again"
-        ) from error

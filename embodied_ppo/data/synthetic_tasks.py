@@ -9,9 +9,11 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from embodied_ppo.core.errors import ConfigError
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.policies.checkpoint_files import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -50,7 +52,7 @@ class Task:
     Attributes:
         name: Name of the task.
         response_length: Tokens of the longest correct response, including the end token.
-        forget: Default probability that the demonstrator forgets carries.
+        forget: Probability that the demonstrator forgets carries.
         train: Number of training problems.
         held_out: Number of held-out problems.
         draw: Returns the operands of ``train + held_out`` distinct problems, the same in every run.
@@ -102,7 +104,7 @@ def _sum(a: int, b: int, *, forget: bool) -> int:
 
 def _pairs(count: int) -> list[tuple[int, ...]]:
     """Return ``count`` distinct pairs of numbers below 100."""
-    pairs: list[tuple[int, ...]] = [(a, b) for a in range(100) for b in range(100)]
+    pairs: list[tuple[int, ...]] = [*product(range(100), repeat=2)]
     random.Random(SPLIT_SEED).shuffle(pairs)
     return pairs[:count]
 
@@ -150,7 +152,7 @@ _TASKS = (
     Task(
         "scratchpad",
         12,
-        0.6,
+        0.575,
         20_000,
         1_000,
         _twos_and_threes,
@@ -162,56 +164,34 @@ _TASKS = (
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
 
-def grade(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
-) -> dict[str, Any]:
-    """Grade a response of either task as 1 if its answer is identical to the correct one.
+def grade(task: str, *, solution_str: str, ground_truth: str, **_: Any) -> dict[str, Any]:
+    """Grade a response of a task as 1 if its answer is identical to the correct one.
 
     In arithmetic the response is the answer. In scratchpad it is the text after the last ``#``.
-
-    Raises:
-        ValueError: Unknown ``data_source``.
     """
-    if data_source not in TASKS:
-        raise ValueError(f"data_source = {data_source!r} is none of {', '.join(TASKS)}")
-    task = TASKS[data_source]
-    answer = task.read(solution_str)
-    correct, form = answer == ground_truth, bool(task.form.fullmatch(solution_str))
+    answer = TASKS[task].read(solution_str)
+    correct, form = answer == ground_truth, bool(TASKS[task].form.fullmatch(solution_str))
     return {"score": float(correct), "acc": correct, "pred": answer, "format": form}
-
-
-@dataclass(frozen=True)
-class TaskGrader:
-    """``grade`` for a given task, whatever the data source is. Worker processes can unpickle it."""
-
-    task: str
-
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
-    ) -> dict[str, Any]:
-        return grade(self.task, solution_str, ground_truth, extra_info)
 
 
 # ----------------------------------------------------------------------------------- demonstrations
 def demonstrations(
-    task: Task, problems: Sequence[Problem], count: int, *, seed: int, forget: float | None = None
+    task: Task, problems: Sequence[Problem], count: int, *, seed: int
 ) -> list[tuple[str, str]]:
     """Return (prompt, response) of ``count`` problems, drawn with replacement.
 
-    The responses have no end token.
+    The responses have no end token. In arithmetic the carries of a problem are forgotten together,
+    in scratchpad those of each sum independently.
 
     Args:
         task: The task.
         problems: Problems to draw from.
         count: Number of demonstrations.
         seed: Seed of the draw and of the forgotten carries.
-        forget: Probability that carries are forgotten, None: the task's. In arithmetic it applies
-            to a problem, in scratchpad to each sum independently.
     """
-    chance = task.forget if forget is None else forget
     rng = random.Random(seed)
     return [
-        (p.prompt, task.write(p.operands, lambda: rng.random() < chance))
+        (p.prompt, task.write(p.operands, lambda: rng.random() < task.forget))
         for p in rng.choices(problems, k=count)
     ]
 
@@ -252,18 +232,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
     It raises an Exception for any other character.
     """
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise ConfigError(
-            f"mode=reasoning needs transformers ({error}): pip install 'embodied-ppo[language]'"
-        ) from error
+    transformers = import_transformers("mode=reasoning", extra="language")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     words: Any = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words.decoder = decoders.Fuse()
     pad, bos, eos = VOCABULARY[:3]
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=words,
         pad_token=pad,
         bos_token=bos,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embodied_ppo.core.errors import ConfigError
+from embodied_envs.base.errors import ConfigError
 
 DETERMINISTIC = ("-fflags", "+bitexact", "-flags:v", "+bitexact", "-map_metadata", "-1")
 """Options of ffmpeg that leave out dates and versions."""

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
-from embodied_ppo.core import tree, watchdog
-from embodied_ppo.core.intervals import wilson_interval
-from embodied_ppo.core.random import TRAINING_SEEDS, sampling_key
-from embodied_ppo.core.recurrent_state import EpisodeMemory, starts
-from embodied_ppo.core.types import EnvError, Mean, Metrics, Obs, Policy, VectorEnv
+from embodied_envs.adapters.wrapper import EnvWrapper
+from embodied_envs.base import tree, watchdog
+from embodied_envs.base.action_mask import check_action_mask
+from embodied_envs.base.errors import CheckpointError, EnvError
+from embodied_envs.base.intervals import wilson_interval
+from embodied_envs.base.random import TRAINING_SEEDS, sampling_key
+from embodied_envs.types import Obs, Step, VectorEnv, starts
+from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number, zero_rows
+from embodied_ppo.core.recurrent_state import EpisodeMemory
+from embodied_ppo.core.types import Decision, Mean, Metrics, Policy
+from embodied_ppo.rollout.divergence import describe
 
 EVAL_SEED_BASE = TRAINING_SEEDS
 """Simulator seeds of evaluations are in [EVAL_SEED_BASE, 2**31); those of training are smaller."""
 
 EPISODES_PER_SEED = 1 << 16
-"""Simulator seeds of one value of evaluation.seed; two values share no episode."""
+"""Simulator seeds of one value of option seed; two values share no episode."""
 
 LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
-"""Largest value of evaluation.seed; simulators take seeds of 31 bits."""
+"""Largest value of option seed; simulators take seeds of 31 bits."""
 
 GROUP = 16
 """Rows of one policy call. The last bits of a matrix product depend on the number of rows, and a
@@ -62,6 +69,8 @@ class Episode:
     success: bool | None
     ended: Literal["terminated", "truncated"]
     kind: str | None = None
+    success_at_end: bool | None = None
+    """Success in the last step; ``success`` is that of any step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,8 @@ class EvaluationResult:
     episodes: tuple[Episode, ...]
     temperature: float | None = None
     """Temperature of sampled actions; None: the policy's default."""
+    diverged: int = 0
+    """Episodes that are not in ``episodes``, because a number of the simulator was not finite."""
 
     @property
     def returns(self) -> list[float]:
@@ -105,13 +116,21 @@ class EvaluationResult:
         return results or [self]
 
     def metrics(self) -> Metrics:
-        """Return eval/return, eval/length and, if reported, eval/success and eval/success/KIND."""
+        """Return eval/return, eval/length and, if reported, eval/success with its variants."""
         metrics: Metrics = {
             "eval/return": Mean.of(self.returns),
             "eval/length": Mean.of(self.lengths),
         }
+        if self.diverged:
+            metrics["eval/diverged"] = float(self.diverged)
         if self.successes is not None:
             metrics["eval/success"] = Mean.of(map(float, self.successes))
+            at_end = [
+                float(e.success_at_end) for e in self.episodes if e.success_at_end is not None
+            ]
+            if len(at_end) == len(self.episodes):
+                metrics["eval/success_once"] = metrics["eval/success"]
+                metrics["eval/success_at_end"] = Mean.of(at_end)
             for part in self.by_kind() if self.episodes[0].kind is not None else ():
                 successes = map(float, part.successes or ())
                 metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(successes)
@@ -145,7 +164,7 @@ def evaluation_seeds(seed: int, episodes: int) -> list[int]:
     if not 0 <= seed <= LARGEST_SEED:
         raise EnvError(
             f"evaluation seed {seed}: must be from 0 to {LARGEST_SEED}; write seed=0 (train:"
-            " evaluation.seed=0)"
+            " seed=0)"
         )
     if episodes > EPISODES_PER_SEED:
         raise EnvError(
@@ -167,6 +186,7 @@ def evaluate(
     deterministic: bool = True,
     temperature: float | None = None,
     on_episode: Callable[[Episode], None] | None = None,
+    on_nan: Literal["reset", "stop"] = "stop",
 ) -> EvaluationResult:
     """Evaluate ``policy``; the same policy and seed give the same result bit for bit.
 
@@ -185,102 +205,161 @@ def evaluate(
             step).
         temperature: Temperature of sampled actions, for policies that have one; None: the policy's.
         on_episode: Called when an episode ends.
+        on_nan: What an observation or reward that is not finite leads to. stop: EnvError. reset:
+            the episode ends; it is counted and has no return.
 
     Raises:
-        EnvError: An episode does not end, or a reward is not finite.
+        CheckpointError: An action is not finite.
+        EnvError: An episode does not end; or an observation or reward is not finite, in all
+            episodes or with on_nan=stop.
     """
     seeds = evaluation_seeds(seed, episodes)
     env: VectorEnv | None = None
     results: list[Episode] = []
+    diverged: list[str] = []
     watchdog.describe(during="evaluation")
     with evaluation_mode(policy, temperature):
         try:
-            for first in range(0, episodes, num_envs):
-                block = seeds[first : first + num_envs]
+            for first_episode in range(0, episodes, num_envs):
+                block = seeds[first_episode : first_episode + num_envs]
                 if env is not None and env.num_envs == len(block):
                     env.restart(block)
                 else:
                     if env is not None:
                         env.close()
                     env = make_env(block)
-                    set_instructions(policy, getattr(env, "instructions", ()))
-                results += _run_block(env, policy, block, first, seed, deterministic, on_episode)
+                    set_instructions(policy, env.instructions)
+                results += _run_block(
+                    env, policy, block, first_episode, seed, deterministic, on_episode, diverged
+                )
+                if diverged and (on_nan == "stop" or len(diverged) == episodes):
+                    raise EnvError(f"fix env.id={env.id}: {diverged[0]}; no result is written")
         finally:
             if env is not None:
                 env.close()
     assert env is not None, "episodes and num_envs are at least 1"
-    return EvaluationResult(env.id, seed, deterministic, tuple(results), temperature)
+    return EvaluationResult(env.id, seed, deterministic, tuple(results), temperature, len(diverged))
+
+
+def lend(env: VectorEnv, seeds: list[int]) -> VectorEnv:
+    """Return ``_LentEnvs``: the first environments of ``env``, restarted with ``seeds``."""
+    lent: Any = _LentEnvs(env, seeds)
+    return lent
+
+
+class _LentEnvs(EnvWrapper):
+    """The first environments of existing simulators, lent to one block of an evaluation.
+
+    The simulators stay open when the block closes them. The environments that the block does not
+    need repeat its last seed and its last action.
+    """
+
+    def __init__(self, env: VectorEnv, seeds: list[int]) -> None:
+        """Start new episodes from ``seeds``, at most as many as ``env`` has environments."""
+        super().__init__(env)
+        self.num_envs = len(seeds)
+        self.restart(seeds)
+
+    def restart(self, seeds: list[int]) -> None:
+        """Set the seeds of the next ``reset``."""
+        self.env.restart([*seeds, *seeds[-1:] * (self.env.num_envs - len(seeds))])
+
+    def reset(self) -> Obs:
+        """Start the episodes."""
+        return tree.index(self.env.reset(), slice(self.num_envs))
+
+    def step(self, action: Tensor) -> Step:
+        """Advance all environments; return the rows of the block."""
+        unused = [action[-1:]] * (self.env.num_envs - self.num_envs)
+        return tree.index(self.env.step(torch.cat([action, *unused])), slice(self.num_envs))
+
+    def close(self) -> None:
+        """Return the simulators to their owner, who closes them."""
 
 
 def _run_block(
     env: VectorEnv,
     policy: Policy,
     seeds: list[int],
-    first: int,
+    first_episode: int,
     seed: int,
     deterministic: bool,
     on_episode: Callable[[Episode], None] | None,
+    diverged: list[str],
 ) -> list[Episode]:
-    """Run the first episode of each of N environments: episodes ``first`` .. ``first + N - 1``."""
+    """Run one episode in each of N environments; the first has number ``first_episode``.
+
+    An episode in which a number is not finite is left out, and described in ``diverged``.
+    """
     n = len(seeds)
     with watchdog.resetting:
         obs = env.reset()
+    check_action_mask(env.id, env.action_spec, obs)
     states = [fingerprint(tree.index(obs, i)) for i in range(n)]
     finished: dict[int, Episode] = {}
     running = torch.ones(n, dtype=torch.bool)  # [N] whether the first episode is running
     total = torch.zeros(n, dtype=torch.float64)  # [N] sum of rewards
     length = torch.zeros(n, dtype=torch.int64)  # [N]
     success = torch.zeros(n, dtype=torch.bool)  # [N]
-    limit = env.max_episode_steps or MAX_STEPS
-    names: tuple[str, ...] = getattr(env, "task_names", ())
+    # legged_gym's episodes last one step more, except after ``reset``.
+    limit = env.max_episode_steps + 1 if env.max_episode_steps else MAX_STEPS
     memory = EpisodeMemory(policy, n, policy_device(policy))
+
+    def leave_out(obs: Obs, reward: Tensor, final_obs: Obs | None, ended: Tensor, t: int) -> Obs:
+        """End the episodes in which a number is not finite; return finite observations."""
+        if is_finite((obs, reward, final_obs)):
+            return obs
+        for i, number in _wrong_rows(obs, reward, final_obs, ended).items():
+            if running[i]:
+                diverged.append(f"{number} at step {t} of the episode with seed {seeds[i]}")
+                running[i] = False
+        return zero_rows(obs, ~finite_rows(obs))
+
+    obs = leave_out(obs, total, None, ~running, 0)
     for t in range(limit):
         action, state = act(
             policy,
             obs,
             memory,
-            first=first,
+            first_episode=first_episode,
             t=t,
             seed=seed,
             deterministic=deterministic,
-            device=env.device,
         )
         with watchdog.stepping:
-            step = env.step(action)
-        obs = step.obs
+            step = env.step(action.to(env.device))
+        check_action_mask(env.id, env.action_spec, step.obs, step)
         memory.store(state, starts(step))
         counted = running & step.mask.cpu()
-        primitive_steps = counted if step.executed is None else counted * step.executed.cpu().sum(1)
         step_reward = step.reward.double() if step.executed is None else step.reward.double().sum(1)
-        reward = step_reward.cpu().where(counted, torch.zeros((), dtype=torch.float64))
-        if not bool(reward.isfinite().all()):
-            i = int((~reward.isfinite()).nonzero()[0])
-            raise EnvError(
-                f"env.id={env.id}: reward {reward[i]:g} at step {t} of the episode with seed"
-                f" {seeds[i]}"
-            )
+        reward = step_reward.cpu().where(counted, 0.0)
+        terminated = step.terminated.cpu()
+        ended = (terminated | step.truncated.cpu()) & counted
+        obs = leave_out(step.obs, reward, step.final_obs, ended, t)
+        counted, ended = counted & running, ended & running
+        primitive_steps = counted if step.executed is None else counted * step.executed.cpu().sum(1)
         total += reward
         length += primitive_steps
         if step.success is not None:
             success |= step.success.cpu() & counted
-        terminated = step.terminated.cpu()
-        ended = (terminated | step.truncated.cpu()) & counted
+        at_end = step.success if step.success_at_end is None else step.success_at_end
         for i in ended.nonzero().flatten().tolist():
             finished[i] = Episode(
-                index=first + i,
+                index=first_episode + i,
                 seed=seeds[i],
                 initial_state=states[i],
                 return_=float(total[i]),
                 length=int(length[i]),
                 success=None if step.success is None else bool(success[i]),
                 ended="terminated" if bool(terminated[i]) else "truncated",
-                kind=None if step.task is None else names[int(step.task[i])],
+                kind=None if step.task is None else env.task_names[int(step.task[i])],
+                success_at_end=None if at_end is None else bool(at_end[i]),
             )
             if on_episode is not None:
                 on_episode(finished[i])
         running &= ~ended
         if not bool(running.any()):
-            return [finished[i] for i in range(n)]
+            return [finished[i] for i in sorted(finished)]
     i = int(running.nonzero()[0])
     raise EnvError(
         f"env.id={env.id}: the episode with seed {seeds[i]} has not ended after {limit} steps "
@@ -288,36 +367,60 @@ def _run_block(
     )
 
 
+def _wrong_rows(obs: Obs, reward: Tensor, final_obs: Obs | None, ended: Tensor) -> dict[int, str]:
+    """Return the first number that is not finite of each environment that has one.
+
+    The observation of an environment whose episode has ``ended`` belongs to the next episode if
+    there is a ``final_obs``.
+    """
+    wrong = ~finite_rows(obs).cpu()
+    if final_obs is not None:
+        wrong = torch.where(ended, ~finite_rows(final_obs).cpu(), wrong)
+    wrong |= ~finite_rows(reward)
+    return {i: describe(reward, obs, final_obs, i) for i in wrong.nonzero().flatten().tolist()}
+
+
 def act(
     policy: Policy,
     obs: Obs,
     memory: EpisodeMemory,
     *,
-    first: int,
+    first_episode: int,
     t: int,
     seed: int,
     deterministic: bool,
-    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return actions [N, ..] for observations [N, ..] of episodes first .. first+N-1 at step t.
+    """Return actions [N, ..] for observations [N, ..] of N episodes at step t.
+
+    The episodes have the numbers ``first_episode`` to ``first_episode`` + N - 1.
 
     The policy is called with GROUP rows on its own device. Rows of episodes outside this block
-    repeat the observation of the nearest row, and their actions are dropped. The actions are
-    returned on ``device``.
+    repeat the observation of the nearest row, and their actions are dropped. The actions
+    are returned on this device.
 
     The second result is the state of a policy with memory after the step, [N, S], which the caller
     stores in ``memory``; S is 0 without memory.
+
+    Raises:
+        CheckpointError: An action is not finite.
+        EnvError: An observation is not finite.
     """
+    if not is_finite(obs):
+        row = int((~finite_rows(obs)).nonzero()[0])
+        raise EnvError(
+            f"fix the simulator: {wrong_number(obs, 'observation', row)} at step {t} of episode"
+            f" {first_episode + row}"
+        )
     n = next(tree.leaves(obs)).shape[0]
     own_device = policy_device(policy)
     generator = Generator(device=own_device)
     actions: list[Tensor] = []
     states: list[Tensor] = []
-    for group in range(first // GROUP, (first + n - 1) // GROUP + 1):
+    for group in range(first_episode // GROUP, (first_episode + n - 1) // GROUP + 1):
         start = group * GROUP
         # The episodes of the group that are in this block are low .. high - 1.
-        low, high = max(first, start), min(first + n, start + GROUP)
-        rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first
+        low, high = max(first_episode, start), min(first_episode + n, start + GROUP)
+        rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first_episode
         inputs = tree.map(
             lambda x, rows=rows: x[rows.to(x.device)].to(own_device), memory.attach(obs)
         )
@@ -326,11 +429,22 @@ def act(
             generator.manual_seed(sampling_key(seed, "evaluate", group, t))
             noise = policy.noise(GROUP, generator)
         decision = policy.act(policy.encode(inputs), noise=noise)
+        check_decision(decision)
         own = slice(low - start, high - start)
         actions.append(decision.action[own])
         if decision.memory is not None:
             states.append(decision.memory[own])
-    return torch.cat(actions).to(device), torch.cat(states) if states else memory.state
+    return torch.cat(actions), torch.cat(states) if states else memory.state
+
+
+def check_decision(decision: Decision) -> None:
+    """Raise CheckpointError where an action, or the probability of a choice, is not a number."""
+    if is_finite(decision.action) and not bool(decision.log_prob.isnan().any()):
+        return
+    raise CheckpointError(
+        "use an earlier checkpoint: the policy's action is not finite for finite observations, so"
+        " its weights are too large"
+    )
 
 
 @contextmanager
@@ -374,18 +488,19 @@ def fingerprint(obs: Obs) -> str:
     """Return the sha256 (hex) of an observation's bytes; those of a dictionary sorted by key."""
     digest = hashlib.sha256()
     for _, x in sorted(obs.items()) if isinstance(obs, dict) else [("", obs)]:
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        x = x.float() if x.dtype == torch.float64 else x  # as other observations
+        digest.update(x.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 # --------------------------------------------------------------------------------------- statistics
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return Student's interval of the mean, mean ± t(n-1) s/√n; None for n < 2 values."""
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return Student's 95 % interval of the mean, mean ± t(n-1) s/√n; None for n < 2 values."""
     n = len(values)
     if n < 2:
         return None
     mean = fmean(values)
-    half = t_quantile(0.5 + confidence / 2, n - 1) * deviation(values) / math.sqrt(n)
+    half = t_quantile(0.975, n - 1) * deviation(values) / math.sqrt(n)
     return mean - half, mean + half
 
 
@@ -398,6 +513,7 @@ def deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1))
 
 
+@functools.cache
 def t_quantile(p: float, freedom: int) -> float:
     """Return the quantile of Student's t for 0.5 <= p < 1 and an integer ν = ``freedom``.
 
@@ -408,18 +524,11 @@ def t_quantile(p: float, freedom: int) -> float:
         ν odd   2/π (θ + sin θ (cos θ + 2/3 cos³ θ + 2·4/(3·5) cos⁵ θ + .. up to cos^(ν-2) θ))
         ν even  sin θ (1 + 1/2 cos² θ + 1·3/(2·4) cos⁴ θ + .. up to cos^(ν-2) θ)
     """
-    if not 0.5 <= p < 1 or freedom < 1:
-        raise ValueError(f"quantile {p} of Student's t with {freedom} degrees of freedom")
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         theta = (low + high) / 2
         low, high = (theta, high) if _t_two_sided(theta, freedom) < 2 * p - 1 else (low, theta)
     return math.sqrt(freedom) * math.tan((low + high) / 2)
-
-
-def t_within(t: float, freedom: int) -> float:
-    """Return P(|T| <= t) of Student's t for t >= 0 and an integer ν = ``freedom``."""
-    return _t_two_sided(math.atan(t / math.sqrt(freedom)), freedom)
 
 
 def _t_two_sided(theta: float, freedom: int) -> float:

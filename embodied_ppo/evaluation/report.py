@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -17,11 +18,15 @@ from typing import Any, Literal, TypeAlias
 
 import jinja2
 
-from embodied_ppo.core import tree
-from embodied_ppo.core.intervals import Z95, wilson_interval
-from embodied_ppo.core.random import TRAINING_SEEDS
+from embodied_envs.base import tree
+from embodied_envs.base.intervals import Z95, wilson_interval
+from embodied_envs.base.random import TRAINING_SEEDS
+from embodied_ppo.core.guarded_files import read_object
+from embodied_ppo.evaluation import robustness as robustness_card
+from embodied_ppo.evaluation.charts import Chart, line_chart, number, percent, short
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
 from embodied_ppo.evaluation.video import Video
+from embodied_ppo.training.run_files import METRICS, metric_rows
 
 FORMAT = 1
 """Version of report.json; it changes when a field changes its meaning."""
@@ -40,75 +45,17 @@ Unit: TypeAlias = Literal["env_steps", "tokens"]
 The episodes of a language model are responses to prompts.
 """
 
-TERMS: dict[Unit, dict[str, str]] = {
-    "env_steps": {
-        "task": "task",
-        "episode": "episode",
-        "measured": "evaluation episodes",
-        "step": "step",
-        "return": "return",
-        "success": "success",
-        "success rate": "success rate",
-        "state": "initial state",
-        "states": "states",
-        "deterministic": "actions by the mode of the policy",
-        "sampled": "actions sampled from the policy",
-        "terminated": "ended by the task",
-        "truncated": "by the time limit",
-        "ended": "ended by",
-        "by itself": "task",
-        "cut": "time limit",
-        "intervals": "mean return and length by Student's t, success by Wilson's score",
-    },
-    "tokens": {
-        "task": "data source",
-        "episode": "response",
-        "measured": "responses",
-        "step": "token",
-        "return": "score",
-        "success": "accuracy",
-        "success rate": "accuracy",
-        "state": "prompt",
-        "states": "prompts",
-        "deterministic": "greedy",
-        "sampled": "sampled",
-        "terminated": "stopped by itself",
-        "truncated": "cut at the limit",
-        "ended": "ended",
-        "by itself": "by itself",
-        "cut": "cut at the limit",
-        "intervals": (
-            "mean score and length by Student's t, accuracy by Wilson's score; several responses "
-            "to one prompt are not independent"
-        ),
-    },
-}
-"""Terms of the page, by unit."""
-
-CURVES: dict[Unit, tuple[tuple[str, tuple[str, ...], float | None], ...]] = {
-    "env_steps": (
-        ("Return", ("rollout/return", "eval/return"), None),
-        ("Success rate", ("rollout/success", "eval/success"), None),
-        ("Episode length", ("rollout/length", "eval/length"), None),
-        ("Policy entropy", ("policy/entropy",), None),
-        ("Approximate KL", ("policy/approx_kl",), None),
-        ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
-    ),
-    "tokens": (
-        ("Score", ("rollout/return", "eval/return"), None),
-        ("Accuracy", ("rollout/success", "eval/accuracy"), None),
-        ("Response length", ("rollout/length", "eval/length"), None),
-        ("Responses cut at the limit", ("rollout/truncated", "eval/truncated"), None),
-        ("Policy entropy", ("policy/entropy",), None),
-        ("Approximate KL", ("policy/approx_kl",), None),
-        ("KL to the reference", ("kl/to_reference",), None),
-        ("Explained variance (cut at -1)", ("value/explained_variance",), -1.0),
-    ),
-}
-"""Charts: title, tags of metrics.jsonl, and the value below which a line is cut.
-
-Absent tags are left out.
-"""
+CURVES: tuple[tuple[str, ...], ...] = (
+    ("rollout/return", "eval/return"),
+    ("rollout/success", "eval/success", "eval/accuracy"),
+    ("rollout/length", "eval/length"),
+    ("rollout/truncated", "eval/truncated"),
+    ("policy/entropy",),
+    ("policy/approx_kl",),
+    ("kl/to_reference",),
+    ("value/explained_variance",),
+)
+"""Tags of metrics.jsonl in each chart of the page. Absent tags are left out."""
 
 
 # ------------------------------------------------------------------------------------------- report
@@ -139,7 +86,9 @@ def write(
     options: Mapping[str, Any] = MappingProxyType({}),
     curves: Iterable[Mapping[str, Any]] = (),
     video: Video | None = None,
-    robustness: RobustnessSection | None = None,
+    robustness: Mapping[str, Any] | None = None,
+    constant_inputs: Sequence[str] = (),
+    command: str = "",
 ) -> Report:
     """Write ``out``/report.json and ``out``/report.html atomically.
 
@@ -167,22 +116,72 @@ def write(
         options: Options of the evaluation, with which it can be repeated.
         curves: Rows of the run's metrics.jsonl.
         video: Video to embed, or the reason why there is none.
-        robustness: Measured in changed environments (``evaluation.robustness``).
+        robustness: Content of robustness.json, see ``evaluation.robustness``.
+        constant_inputs: Names of the policy's inputs that had one value in all of the training.
+        command: Command that repeats the evaluation; only the page has it.
 
     Raises:
         ValueError: There is no task, a task has no episode, or a return is not finite.
     """
     if not results or not all(r.episodes for r in results):
         raise ValueError("a report needs at least one task with at least one episode")
-    episodes = [e for r in results for e in r.episodes]
-    seeds = [e.seed for e in episodes]
-    states = {(r.task, e.initial_state) for r in results for e in r.episodes}
     content = {
         "format": FORMAT,
         "checkpoint": checkpoint,
         "update": update,
         unit: steps,
         "config_hash": config_hash,
+        **_measurements(results, unit),
+        "versions": dict(sorted(versions.items())),
+        "config": tree.map(_json_value, config),
+    }
+    if results[0].diverged:
+        content["overall"]["diverged"] = results[0].diverged
+    if options:
+        content["evaluation"] = tree.map(_json_value, dict(options))
+    if task is not None:
+        content["task_files"] = dict(task)
+    if unit == "tokens":
+        del content["seeds"]  # no simulator
+    if extra:
+        content["numbers"] = {name: x if math.isfinite(x) else None for name, x in extra.items()}
+    if constant_inputs:
+        content["constant_inputs"] = list(constant_inputs)
+    if samples:
+        content["samples"] = [dict(s) for s in samples]
+    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    page = template("report.html.j2").render(
+        report=json.loads(text),
+        steps=steps,
+        language=unit == "tokens",
+        charts=learning_curves(curves, unit),
+        robustness=robustness,
+        robustness_charts=[] if robustness is None else robustness_card.charts(robustness),
+        robustness_rows=[] if robustness is None else robustness_card.rows(robustness),
+        command=command,
+        video=video,
+        config=json.dumps(content["config"], indent=2, ensure_ascii=False),
+        episodes_shown=EPISODES_SHOWN,
+    )
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    json_file, html_file, robustness_file = (out / name for name in FILES)
+    files = {json_file: text + "\n", html_file: page}
+    if robustness is not None:
+        files[robustness_file] = json.dumps(robustness, indent=1, allow_nan=False) + "\n"
+    for file, file_text in files.items():
+        # Renamed when complete: a reader sees the old file or the new one.
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_text(file_text, encoding="utf-8")
+        temporary.replace(file)
+    return Report(json_file, html_file, content, robustness_file if robustness else None)
+
+
+def _measurements(results: Sequence[EvaluationResult], unit: Unit) -> dict[str, Any]:
+    """Return how the policy was evaluated, and its episodes with their statistics."""
+    episodes = [e for r in results for e in r.episodes]
+    seeds = [e.seed for e in episodes]
+    return {
         "deterministic": all(r.deterministic for r in results),
         "temperature": results[0].temperature,
         "seed": results[0].seed,
@@ -194,8 +193,11 @@ def write(
         },
         "overall": {
             "episodes": len(episodes),
-            "distinct_initial_states": len(states),
+            "distinct_initial_states": len(
+                {(r.task, e.initial_state) for r in results for e in r.episodes}
+            ),
             "success": _success(episodes, unit),
+            "success_at_end": _success_at_end(episodes),
         },
         "tasks": {r.task: statistics(r, unit) for r in results},
         "episodes": [
@@ -206,46 +208,23 @@ def write(
                 "return": e.return_,
                 "length": e.length,
                 "success": e.success,
+                "success_at_end": e.success_at_end,
                 "ended": e.ended,
                 "initial_state": e.initial_state,
             }
             for r in results
             for e in r.episodes
         ],
-        "versions": dict(sorted(versions.items())),
-        "config": tree.map(_json_value, config),
     }
-    if options:
-        content["evaluation"] = tree.map(_json_value, dict(options))
-    if task is not None:
-        content["task_files"] = dict(task)
-    if unit == "tokens":
-        del content["seeds"]  # no simulator
-    if extra:
-        content["numbers"] = {name: x if math.isfinite(x) else None for name, x in extra.items()}
-    if samples:
-        content["samples"] = [dict(s) for s in samples]
-    text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-    charts = learning_curves(curves, unit=unit)
-    page = _render_page(
-        json.loads(text),
-        unit=unit,
-        charts=charts,
-        video=video,
-        robustness=robustness,
-    )
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    json_file, html_file, robustness_file = (out / name for name in FILES)
-    files = {json_file: text + "\n", html_file: page}
-    if robustness is not None:
-        files[robustness_file] = json.dumps(robustness.content, indent=1, allow_nan=False) + "\n"
-    for file, file_text in files.items():
-        # Renamed when complete: a reader sees the old file or the new one.
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        temporary.write_text(file_text, encoding="utf-8")
-        temporary.replace(file)
-    return Report(json_file, html_file, content, robustness_file if robustness else None)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return a report.json, which has texts of any length.
+
+    Raises:
+        OSError, ValueError: It cannot be read.
+    """
+    return read_object(file, {"update": int, "overall": dict})
 
 
 def _json_value(value: Any) -> Any:
@@ -267,6 +246,7 @@ def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, 
         "return": _summary(result.returns, [fmean(e.return_ for e in g) for g in groups]),
         "length": _summary(result.lengths, [fmean(e.length for e in g) for g in groups]),
         "success": _success(result.episodes, unit),
+        "success_at_end": _success_at_end(result.episodes),
         "terminated": sum(e.ended == "terminated" for e in result.episodes),
         "truncated": sum(e.ended == "truncated" for e in result.episodes),
     }
@@ -293,6 +273,12 @@ def _success(episodes: Sequence[Episode], unit: Unit) -> dict[str, Any] | None:
         "ci95": list(wilson_interval(count, len(episodes), z)),
         "ci95_method": "Wilson score",
     }
+
+
+def _success_at_end(episodes: Sequence[Episode]) -> float | None:
+    """Return the rate of success in the last step; None if a task does not report success."""
+    flags = [e.success_at_end for e in episodes if e.success_at_end is not None]
+    return sum(flags) / len(episodes) if len(flags) == len(episodes) else None
 
 
 def _design_effect(episodes: Sequence[Episode]) -> float:
@@ -338,62 +324,8 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
+    environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     return environment.get_template(name)
-
-
-def _render_page(
-    content: dict[str, Any],
-    *,
-    unit: Unit,
-    charts: list[Chart],
-    video: Video | None,
-    robustness: RobustnessSection | None,
-) -> str:
-    """Render the page, which has no script and loads no other file."""
-    histograms = {
-        task: histogram([e["return"] for e in content["episodes"] if e["task"] == task], unit)
-        for task in content["tasks"]
-    }
-    video_data = poster = None
-    if video is not None and video.path is not None:
-        video_data = base64.b64encode(video.path.read_bytes()).decode()
-        poster = base64.b64encode(video.poster).decode()
-    return template("report.html.j2").render(
-        report=content,
-        terms=TERMS[unit],
-        steps=content[unit],
-        language=unit == "tokens",
-        numbers=content.get("numbers", {}),
-        samples=content.get("samples", ()),
-        histograms=histograms,
-        charts=charts,
-        robustness_section=robustness,
-        video=video,
-        video_data=video_data,
-        poster=poster,
-        config=json.dumps(content["config"], indent=2, ensure_ascii=False),
-        episodes_shown=EPISODES_SHOWN,
-    )
-
-
-# ------------------------------------------------------------------------------------------ numbers
-def number(x: float, like: float | None = None) -> str:
-    """Format with at least four significant digits: 12,345 · 123.4 · 0.01235.
-
-    Integers below 10^6 are written in full. With ``like``, use the number of decimals of that
-    number.
-    """
-    size = abs(x if like is None else like)
-    if (size == 0 or float(size).is_integer()) and float(x).is_integer() and abs(x) < 1e6:
-        return f"{x:,.0f}"
-    if not 1e-4 <= size < 1e6:
-        return f"{x:.3e}"
-    return f"{x:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
-
-
-def percent(x: float) -> str:
-    """Format a fraction as a percentage with one decimal."""
-    return f"{100 * x:.1f}%"
 
 
 def cut(text: str, length: int = SAMPLE_SHOWN) -> str:
@@ -402,254 +334,43 @@ def cut(text: str, length: int = SAMPLE_SHOWN) -> str:
     return text if len(text) <= length else f"{text[:head]} … {text[head + 3 - length :]}"
 
 
-def short(x: float) -> str:
-    """Format the label of a tick: 0 · 0.05 · 250 · 1.5k · 3M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(x) >= size:
-            return f"{x / size:.4g}{unit}"
-    return f"{x:.4g}"
-
-
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about ``count`` round numbers that span [low, high].
-
-    Their distance is 1, 2 or 5 times a power of ten.
-    """
-    if not high > low:
-        margin = max(abs(low), 1.0) * 0.5
-        low, high = low - margin, low + margin
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
-
-
 # ------------------------------------------------------------------------------------------- charts
-WIDTH, HEIGHT = 360, 210
-LEFT, RIGHT, TOP, BOTTOM = 48, 350, 10, 180
-"""Size of a chart and its axes, in SVG units."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Curve of a chart."""
-
-    label: str
-    path: str
-    """SVG path data."""
-    dots: list[tuple[float, float]]
-    """Points, if there are few."""
-    band: str = ""
-    """SVG path data of the area between the ends of its intervals."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """Bar of a histogram."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Range of x that is shaded."""
-
-    low: float
-    high: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerticalLine:
-    """Vertical line with a label at its top."""
-
-    x: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Chart in SVG units for the template."""
-
-    title: str
-    x_label: str
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    lines: list[Line]
-    bars: list[Bar]
-    mark: float | None = None
-    """x of a vertical line."""
-    band: str = ""
-    """SVG path data of the area between the ends of intervals."""
-    whiskers: Sequence[tuple[float, float, float]] = ()
-    """x, upper and lower y of intervals."""
-    spans: Sequence[Span] = ()
-    verticals: Sequence[VerticalLine] = ()
-    half: float | None = None
-    """y of a dotted horizontal line."""
-
-
-@dataclass(frozen=True, slots=True)
-class RobustnessSection:
-    """Section of the page about changed environments.
-
-    Attributes:
-        content: Content of robustness.json.
-        charts: One chart per changed property.
-        table: Rows of cells, the first is the header; the page leaves out the last column.
-    """
-
-    content: Mapping[str, Any]
-    charts: Sequence[Chart]
-    table: Sequence[Sequence[str]]
-
-
 def learning_curves(
-    rows: Iterable[Mapping[str, Any]], *, unit: Unit = "env_steps", points: int = 300
+    rows: Iterable[Mapping[str, Any]], unit: Unit, points: int = 300
 ) -> list[Chart]:
-    """Return the charts of CURVES for which the rows have values.
+    """Return the charts of CURVES for which rows of metrics.jsonl have values.
 
     Args:
         rows: Rows of metrics.jsonl.
-        unit: Unit of the x axis; rows without it are drawn over updates.
+        unit: Unit of the x axis; rows without it are left out.
         points: Largest number of points of a line; neighbours are averaged.
     """
-    drawn = {unit, "update", *(tag for _, tags, _ in CURVES[unit] for tag in tags)}
+    drawn = {unit, *itertools.chain(*CURVES)}
     rows = [{tag: x for tag, x in row.items() if tag in drawn and _finite(x)} for row in rows]
-    key = next((k for k in (unit, "update") if any(k in row for row in rows)), None)
-    if key is None:
-        return []
     charts = []
-    for title, tags, floor in CURVES[unit]:
+    for tags in CURVES:
         series = {}
         for tag in tags:
-            values = [
-                (float(row[key]), float(row[tag])) for row in rows if key in row and tag in row
-            ]
-            if values:
-                lowest = -math.inf if floor is None else floor
-                series[tag] = _thin([(x, max(lowest, y)) for x, y in values], points)
+            values = [(row[unit], row[tag]) for row in rows if unit in row and tag in row]
+            if tag == "value/explained_variance":  # large negative values hide all others
+                values = [(x, max(-1.0, y)) for x, y in values]
+            # Average neighbours to at most ``points`` points.
+            size = math.ceil(len(values) / points)
+            parts = [values[k : k + size] for k in range(0, len(values), size or 1)]
+            if parts:
+                series[tag] = [(fmean(x for x, _ in p), fmean(y for _, y in p)) for p in parts]
         if series:
-            charts.append(line_chart(title, key.replace("env_steps", "environment steps"), series))
+            label = "environment steps" if unit == "env_steps" else unit
+            charts.append(line_chart(tags[0], label, series))
     return charts
-
-
-MAX_LINE = 1 << 20
-"""Longest line of metrics.jsonl that is read, bytes; rows usually have a few thousand."""
 
 
 def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run's metrics.jsonl; damaged, overlong and torn lines are left out."""
-    file = run_dir / "metrics.jsonl"
-    if not file.is_file():
-        return
-    with open(file, "rb", buffering=MAX_LINE) as f:
-        while line := f.readline(MAX_LINE):
-            if not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n"):
-                    line = f.readline(MAX_LINE)
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                yield row
+    if (run_dir / METRICS).is_file():
+        yield from (row for _, row in metric_rows(run_dir) if row is not None)
 
 
 def _finite(x: Any) -> bool:
     """Return whether x is a number that fits in a float; JSON has integers of any size."""
     return isinstance(x, (int, float)) and abs(x) <= sys.float_info.max
-
-
-def _thin(values: list[tuple[float, float]], points: int) -> list[tuple[float, float]]:
-    """Average neighbours to at most ``points`` points."""
-    size = math.ceil(len(values) / points)
-    parts = [values[i : i + size] for i in range(0, len(values), size)]
-    return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
-
-
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return the linear map from [low, high] to [start, end], rounded to 0.1."""
-    return lambda x: round(start + (x - low) / (high - low) * (end - start), 1)
-
-
-def line_chart(
-    title: str,
-    x_label: str,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    bands: Mapping[str, Sequence[tuple[float, float, float]]] = MappingProxyType({}),
-) -> Chart:
-    """Return a line chart.
-
-    Args:
-        title: Title.
-        x_label: Label of the x axis.
-        series: Label -> points (x, y).
-        bands: Label -> (x, low, high), intervals that are shaded.
-    """
-    xs = [x for values in series.values() for x, _ in values]
-    ys = [y for values in series.values() for _, y in values]
-    ys += [y for band in bands.values() for _, *ends in band for y in ends]
-    x_ticks = [x for x in ticks(min(0.0, *xs), max(xs)) if x <= max(xs) or max(xs) <= 0]
-    y_ticks = ticks(min(ys), max(ys))
-    x_of = _scale(min(0.0, *xs), max(max(xs), x_ticks[-1], 1e-9), LEFT, RIGHT)
-    y_of = _scale(y_ticks[0], y_ticks[-1], BOTTOM, TOP)
-    lines = []
-    for label, values in series.items():
-        dots = [(x_of(x), y_of(y)) for x, y in values]
-        path = "M" + " L".join(f"{x:g} {y:g}" for x, y in dots)
-        band = bands.get(label, ())
-        edge = [(x_of(x), y_of(high)) for x, _, high in band]
-        edge += [(x_of(x), y_of(low)) for x, low, _ in reversed(band)]
-        area = "M" + " L".join(f"{x:g} {y:g}" for x, y in edge) + " Z" if edge else ""
-        lines.append(Line(label, path, dots if len(dots) <= 20 else [], area))
-    return Chart(
-        title,
-        x_label,
-        [(x_of(x), short(x)) for x in x_ticks],
-        [(y_of(y), short(y)) for y in y_ticks],
-        lines,
-        [],
-    )
-
-
-def histogram(values: list[float], unit: Unit = "env_steps") -> Chart:
-    """Return the histogram of returns, with a vertical line at the mean."""
-    episodes, quantity = TERMS[unit]["episode"] + "s", TERMS[unit]["return"]
-    bins = min(25, max(6, 2 * math.ceil(math.sqrt(len(values)))))
-    edges = ticks(min(values), max(values), count=bins)
-    counts = [0] * (len(edges) - 1)
-    for value in values:  # a bin includes its lower edge; the last one its upper edge, too
-        counts[min(len(counts) - 1, sum(value >= edge for edge in edges[1:]))] += 1
-    y_ticks = [y for y in ticks(0, max(counts)) if float(y).is_integer()]
-    x_of = _scale(edges[0], edges[-1], LEFT, RIGHT)
-    y_of = _scale(0, max(y_ticks[-1], max(counts)), BOTTOM, TOP)
-    bars = [
-        Bar(
-            x=x_of(low) + 0.5,
-            y=y_of(count),
-            width=round(max(1.0, x_of(high) - x_of(low) - 1), 1),
-            height=round(BOTTOM - y_of(count), 1),
-            label=(
-                f"{count} of {len(values)} {episodes} with a {quantity} of {number(low)} to"
-                f" {number(high)}"
-            ),
-        )
-        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
-        if count
-    ]
-    return Chart(
-        f"{episodes.capitalize()} by {quantity}",
-        f"{quantity} (dashed: the mean)",
-        [(x_of(x), short(x)) for x in ticks(edges[0], edges[-1], 4) if edges[0] <= x <= edges[-1]],
-        [(y_of(y), short(y)) for y in y_ticks],
-        [],
-        bars,
-        mark=x_of(fmean(values)),
-    )

@@ -1,60 +1,61 @@
 """Robustness of a policy: its performance where one property differs from the training.
 
-``factor`` and ``engine_factor`` list the values of one property with the options of section env
-that set them, ``measure`` evaluates the policy at each of them, ``card`` computes the content of
+``plan`` lists the values of each property with the options of section env that set them,
+``RobustnessSweep.measure`` evaluates the policy at each of them and returns the content of
 robustness.json, ``charts`` draws it and ``rows`` prints it. Definitions, with the performance p
 (success rate where the task reports success, otherwise mean return):
 
-    p_n       performance in the evaluated environment itself, the nominal one
-    p_0       0 for the success rate, the mean return of the untrained policy for returns
-    collapse  going away from the nominal value, the first value with p < p_0 + (p_n - p_0) / 2; not
-              determined if the 95 % interval there contains p_n
-    retained  (p - p_0) / (p_n - p_0), limited to [0, 1]
-    score     of a factor: mean of retained over its standard values; of a policy: mean over factors
+    p_n         performance in the evaluated environment itself, the nominal one
+    p_0         0 for the success rate, the mean return of the untrained policy for returns
+    below half  values with p < p_0 + (p_n - p_0) / 2
+    retained    (p - p_0) / (p_n - p_0), limited to [0, 1]
+    score       of a factor: mean of retained over its standard values; of a policy: mean over
+                factors
 
 The standard values do not depend on the training, so that scores of policies of one task are
-comparable. Every value is measured with the same seeds. A policy has no score and no collapse where
-its return is not above that of the untrained policy: p_0 is within the 95 % interval of p_n.
+comparable. Every value is measured with the same seeds. A policy whose success rate p_n is below
+LEAST_SUCCESS has no score, because to retain failures is no robustness; nor has one whose return
+p_n, or the lower end of its interval, is not above p_0.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from embodied_ppo.config.schema import EnvConfig
-from embodied_ppo.core.types import EnvError
+from embodied_envs import engines
+from embodied_envs.base.errors import ConfigError, EnvError
+from embodied_envs.base.random import env_seeds
+from embodied_envs.types import VectorEnv
+from embodied_ppo.core.types import ProgressCallback
+from embodied_ppo.evaluation.charts import Chart, line_chart, number
 from embodied_ppo.evaluation.episodes import EvaluationResult
-from embodied_ppo.evaluation.report import (
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    TOP,
-    Chart,
-    Line,
-    RobustnessSection,
-    Span,
-    VerticalLine,
-    number,
-    short,
-    ticks,
-)
+from embodied_ppo.options import loader
+from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
 
-FORMAT = 1
+FORMAT = 2
 """Version of robustness.json; it changes when a field changes its meaning."""
 
-ENGINE = "engine"
-"""Name of the factor whose values are simulators."""
+LEAST_SUCCESS = 0.5
+"""Success rate in the nominal environment below which a policy has no score."""
 
 DEFAULT_EPISODES = 20
 """Episodes at each value, where robustness_episodes is null."""
 
-Value: TypeAlias = float | str
-"""A value of a factor: a number, or the name of a simulator."""
+SLOW_TO_CREATE = ("torch", "mjlab", "libero", "warp")
+"""Simulators that are not created to find out what they accept: they take long, or start once."""
+
+Factory: TypeAlias = functools.partial[VectorEnv]
+"""``environments.make_env`` with all arguments except the seeds."""
+
+Measured: TypeAlias = "EvaluationResult | str"
+"""Episodes at one value, or the reason why it could not be simulated."""
 
 
 # ------------------------------------------------------------------------------------------- values
@@ -63,65 +64,48 @@ class Property:
     """A property of the environment that can be changed.
 
     Attributes:
-        kind: "range" is a factor of domain randomisation, "steps" a delay of env.realism,
-            "amount" another option of env.realism, for which 0 means none.
+        section: Section of env whose option of the same name sets it: ranges of the domain
+            randomisation, which are factors, or realism, where 0 means none.
         unit: Unit of its values.
         values: Standard values.
     """
 
-    kind: Literal["range", "steps", "amount"]
+    section: Literal["ranges", "realism"]
     unit: str
     values: tuple[float, ...]
 
 
 PROPERTIES: dict[str, Property] = {
-    "mass": Property("range", "factor", (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2)),
-    "friction": Property("range", "factor", (0.25, 0.5, 0.75, 1, 1.5, 2)),
-    "motor_strength": Property("range", "factor", (0.5, 0.6, 0.7, 0.85, 1, 1.2)),
-    "action_delay": Property("steps", "control steps", (0, 1, 2, 3, 4, 6)),
-    "obs_delay": Property("steps", "control steps", (0, 1, 2, 3, 4, 6)),
-    "obs_noise": Property("amount", "unit of the observation", (0, 0.01, 0.03, 0.1, 0.3)),
-    "obs_dropout": Property("amount", "probability", (0, 0.1, 0.2, 0.4, 0.6)),
-    "push_velocity": Property("amount", "m/s", (0, 0.25, 0.5, 1, 1.5, 2)),
+    "mass": Property("ranges", "factor", (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2)),
+    "friction": Property("ranges", "factor", (0.25, 0.5, 0.75, 1, 1.5, 2)),
+    "motor_strength": Property("ranges", "factor", (0.5, 0.6, 0.7, 0.85, 1, 1.2)),
+    "action_delay": Property("realism", "control steps", (0, 1, 2, 3, 4, 6)),
+    "obs_delay": Property("realism", "control steps", (0, 1, 2, 3, 4, 6)),
+    "obs_noise": Property("realism", "unit of the observation", (0, 0.01, 0.03, 0.1, 0.3)),
+    "obs_dropout": Property("realism", "probability", (0, 0.1, 0.2, 0.4, 0.6)),
+    "push_velocity": Property("realism", "m/s", (0, 0.25, 0.5, 1, 1.5, 2)),
 }
-"""Name of the factor -> what it changes; the option of section env.ranges or env.realism has the
-same name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One value of a factor.
-
-    Attributes:
-        value: The value.
-        changes: Options of section env that set it, as dotted paths below env; empty: the nominal
-            environment has the value.
-    """
-
-    value: Value
-    changes: Mapping[str, Any]
+"""Name of the factor -> what it changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Values of one property, in increasing order.
+    """Values of one property.
 
     Attributes:
-        name: Name of the property, or ``ENGINE``.
+        name: Name of the property.
         unit: Unit of the values.
-        settings: The values and how they are set.
+        settings: Value, in increasing order -> options of section env that set it, as dotted paths
+            below env; {}: the nominal environment has the value.
         scored: Values that count in the score.
-        nominal: Bounds of the value in the nominal environment (equal: it is fixed); None for
-            engines.
-        trained: The same, in the training.
+        trained: Bounds of the value in the training.
     """
 
     name: str
     unit: str
-    settings: tuple[Setting, ...]
-    scored: tuple[Value, ...]
-    nominal: tuple[float, float] | None = None
-    trained: tuple[float, float] | None = None
+    settings: Mapping[float, Mapping[str, Any]]
+    scored: tuple[float, ...]
+    trained: tuple[float, float]
 
 
 def factor(
@@ -134,53 +118,37 @@ def factor(
     neutral: Mapping[str, Sequence[float]] = MappingProxyType({}),
     below: float = math.inf,
 ) -> Factor:
-    """Return the values of the property ``name`` around those of the training.
-
-    The default values are the standard ones; where the training had others, also its own and some
-    beyond them.
+    """Return the values of the property ``name``: the standard ones and those of the training.
 
     Args:
         name: A name of PROPERTIES.
         env: The nominal environment.
         trained: The environment of the training.
-        values: Values that replace the default ones; all count in the score.
+        values: Values that replace them; all count in the score.
         task_ranges: Ranges of the task's own domain randomisation.
         neutral: Ranges with the same names that change nothing. They replace the task's where the
             nominal environment is not randomised.
-        below: Default values are less than this (delays: the time limit of an episode).
+        below: Values other than ``values`` are less than this (delays: an episode's time limit).
     """
     p = PROPERTIES[name]
     nominal, in_training = (_bounds(name, e, task_ranges) for e in (env, trained))
-    scored = sorted({float(v) for v in (p.values if values is None else values)})
-    swept = set(scored)
     if values is None:
-        swept |= {round(v, 6) for v in _around(p.kind, *in_training)}
-        scored = [v for v in scored if v < below]
+        scored = [v for v in p.values if v < below]
+        swept = {v for v in (*scored, *in_training) if v < below}
+    else:
+        scored, swept = values, set(values)
     if nominal[0] == nominal[1]:
         swept.add(nominal[0])
-    settings = []
-    for value in sorted(v for v in swept if values is not None or v < below):
-        plain = _plain(value)
+    settings: dict[float, Mapping[str, Any]] = {}
+    for value in map(_plain, sorted(swept)):
         if nominal == (value, value):
-            changes = {}
-        elif p.kind == "range":
+            settings[value] = {}
+        elif p.section == "ranges":
             others = dict(env.ranges) if env.randomize else dict(neutral)
-            changes = {"randomize": True, "ranges": {**others, name: [plain, plain]}}
+            settings[value] = {"randomize": True, "ranges": {**others, name: [value, value]}}
         else:
-            changes = {f"realism.{name}": plain}
-        settings.append(Setting(plain, changes))
-    return Factor(name, p.unit, tuple(settings), tuple(map(_plain, scored)), nominal, in_training)
-
-
-def engine_factor(nominal: str, others: Mapping[str, Mapping[str, Any]]) -> Factor:
-    """Return the factor whose values are simulators.
-
-    Args:
-        nominal: The evaluated simulator.
-        others: Name -> options of section env, of other simulators that run the same task.
-    """
-    settings = (Setting(nominal, {}), *(Setting(name, c) for name, c in others.items()))
-    return Factor(ENGINE, "simulator", settings, tuple(s.value for s in settings))
+            settings[value] = {f"realism.{name}": value}
+    return Factor(name, p.unit, settings, tuple(map(_plain, scored)), in_training)
 
 
 def _plain(x: float) -> float:
@@ -192,33 +160,169 @@ def _bounds(
     name: str, env: EnvConfig, task_ranges: Mapping[str, Sequence[float]]
 ) -> tuple[float, float]:
     """Return the lowest and highest value that ``name`` takes in an environment."""
-    if PROPERTIES[name].kind == "range":
+    if PROPERTIES[name].section == "ranges":
         ranges = {**task_ranges, **env.ranges} if env.randomize else {}
         value: Any = ranges.get(name, 1.0)
     else:
         value = getattr(env.realism, name) or 0.0
+    # One number, a range of numbers, or one of both for each observation.
     values = list(value.values()) if isinstance(value, Mapping) else [value]
     numbers = [float(x) for v in values for x in (v if isinstance(v, list | tuple) else [v])]
     return min(numbers), max(numbers)
 
 
-def _around(kind: str, low: float, high: float) -> Iterable[float]:
-    """Return the bounds of the training and values beyond them; none for a simulator's default."""
-    if kind == "range":
-        if (low, high) == (1.0, 1.0):
-            return ()
-        below = 1 - 2 * (1 - low)
-        return (below if below > 0 else low / 2, low, high, 1 + 2 * (high - 1))
-    if high == 0:
-        return ()
-    if kind == "steps":
-        return (low, high, math.ceil(1.5 * high), 2 * high)
-    return (x for x in (low, high / 2, high, 2 * high, 4 * high))
+# ----------------------------------------------------------------------------------------- planning
+def plan(
+    options: EvaluateConfig, trained: EnvConfig, factory: Factory, nominal: VectorEnv
+) -> RobustnessSweep:
+    """Return what an evaluation with ``robustness=true`` measures beyond the nominal environment.
+
+    Args:
+        options: Options of the evaluation.
+        trained: Environment of the training.
+        factory: Creates the nominal environment.
+        nominal: One such environment; it may be closed.
+
+    Raises:
+        ConfigError: A factor that is named cannot be changed, or there is none; more episodes per
+            value than evaluated ones.
+    """
+    episodes = options.robustness_episodes
+    if episodes is not None and episodes > options.episodes:
+        raise ConfigError(
+            f"robustness_episodes = {episodes}: at most episodes = {options.episodes}, whose first"
+            " ones are those of the nominal environment; raise episodes"
+        )
+    env: EnvConfig = factory.keywords["config"]
+    simulator = engines.simulator_of(env.id, env.simulator, factory.keywords["device"])
+    ranges = engines.task_ranges(env.id, env.kwargs)
+    factors: list[Factor] = []
+    left_out: dict[str, str] = {}
+    for name in options.robustness_factors or PROPERTIES:
+        try:
+            f = factor(
+                name,
+                env,
+                trained,
+                values=options.robustness_values.get(name),
+                task_ranges=ranges,
+                neutral=engines.neutral_ranges(list(ranges)),
+                below=nominal.max_episode_steps or math.inf,
+            )
+            changes = [changes for changes in f.settings.values() if changes]
+            for change in changes:
+                changed(factory, change)  # the types and bounds of options
+            if changes and simulator not in SLOW_TO_CREATE:
+                _try(changed(factory, changes[-1]), nominal)
+            factors.append(f)
+        except EnvError as error:
+            if name in (*options.robustness_factors, *options.robustness_values):
+                raise ConfigError(f"robustness_factors = {name}: {error}") from error
+            left_out[name] = str(error)
+    if not factors:
+        raise ConfigError(f"robustness = true: env.id={env.id} allows no change; remove it")
+    default = min(DEFAULT_EPISODES, options.episodes)
+    return RobustnessSweep(tuple(factors), left_out, episodes or default, factory)
+
+
+def changed(factory: Factory, changes: Mapping[str, Any]) -> Factory:
+    """Return the factory of an environment with changed options.
+
+    Args:
+        factory: Factory of the nominal environment.
+        changes: Options of section env, dotted paths below env.
+
+    Raises:
+        ConfigError: A value is out of bounds.
+    """
+    if not changes:
+        return factory
+    options = {**loader.dump(factory.keywords["config"]), **changes}
+    config = loader.load(EnvConfig, options, source="robustness_values")
+    return functools.partial(factory, config=config)
+
+
+def _try(factory: Factory, nominal: VectorEnv) -> None:
+    """Create one changed environment and close it.
+
+    Raises:
+        EnvError: The simulator refuses the changes, or has other observations or actions.
+    """
+    env = factory(env_seeds(0, 0, 1))
+    try:
+        if (env.obs_spec, env.action_spec) != (nominal.obs_spec, nominal.action_spec):
+            raise EnvError("its observations or actions differ from those of the evaluated one")
+    finally:
+        env.close()
 
 
 # -------------------------------------------------------------------------------------- measurement
-Measured: TypeAlias = EvaluationResult | str
-"""Episodes at one value, or the reason why it could not be simulated."""
+@dataclass(frozen=True)
+class RobustnessSweep:
+    """What will be measured.
+
+    Attributes:
+        factors: Properties and their values.
+        left_out: Name of a factor -> why it is not measured.
+        episodes: Episodes at each value.
+        factory: Creates the nominal environment.
+    """
+
+    factors: tuple[Factor, ...]
+    left_out: Mapping[str, str]
+    episodes: int
+    factory: Factory
+
+    @property
+    def count(self) -> int:
+        """Number of settings that differ from the nominal environment."""
+        return sum(bool(changes) for f in self.factors for changes in f.settings.values())
+
+    @property
+    def lines(self) -> list[str]:
+        """Return lines that state the size of the sweep and what is left out."""
+        return [
+            f"robustness: {self.count} settings of {', '.join(f.name for f in self.factors)} x"
+            f" {self.episodes} episodes = {self.count * self.episodes} episodes, after those of the"
+            " evaluation",
+            *(f"robustness: {name} is left out: {why}" for name, why in self.left_out.items()),
+        ]
+
+    def measure(
+        self,
+        result: EvaluationResult,
+        evaluate: Callable[[bool, Factory, int, Callable[[Any], None]], EvaluationResult],
+        advance: ProgressCallback,
+    ) -> dict[str, Any]:
+        """Return the content of robustness.json.
+
+        Args:
+            result: Evaluation of the policy in the nominal environment.
+            evaluate: Evaluates the policy, or what it was before the training if the first
+                argument is False. The others are the factory of the environments, the number of
+                episodes and a function that is called with each of them.
+            advance: Progress callback.
+        """
+        nominal = replace(result, episodes=result.episodes[: self.episodes])
+        # A task that reports no success has the return of the untrained policy as its floor.
+        needs_floor = nominal.successes is None
+        total = (self.count + needs_floor) * self.episodes
+        finished = itertools.count(1)
+
+        def run(changes: Mapping[str, Any], trained: bool = True) -> EvaluationResult:
+            return evaluate(
+                trained,
+                changed(self.factory, changes),
+                self.episodes,
+                lambda _: advance("robustness", next(finished), total),
+            )
+
+        advance("robustness", 0, total)
+        untrained = run({}, trained=False) if needs_floor else None
+        measured = measure(self.factors, nominal, run)
+        return card(
+            self.factors, measured, nominal=nominal, untrained=untrained, left_out=self.left_out
+        )
 
 
 def measure(
@@ -235,20 +339,15 @@ def measure(
             the reason why the value is not measured.
     """
 
-    def result(setting: Setting) -> Measured:
-        if not setting.changes:
+    def result(changes: Mapping[str, Any]) -> Measured:
+        if not changes:
             return nominal
         try:
-            return evaluate(setting.changes)
+            return evaluate(changes)
         except EnvError as error:
             return str(error)
 
-    return {f.name: [result(s) for s in f.settings] for f in factors}
-
-
-def settings_to_measure(factors: Iterable[Factor]) -> int:
-    """Return the number of settings that differ from the nominal environment."""
-    return sum(bool(s.changes) for f in factors for s in f.settings)
+    return {f.name: [result(changes) for changes in f.settings.values()] for f in factors}
 
 
 # -------------------------------------------------------------------------------------------- card
@@ -267,40 +366,44 @@ def card(
         measured: Result of ``measure``.
         nominal: Episodes in the nominal environment.
         untrained: Episodes of the untrained policy there; None: p_0 is 0.
-        left_out: Name of a factor or simulator -> why it was not measured.
+        left_out: Name of a factor -> why it was not measured.
     """
     metric = "return" if nominal.successes is None else "success"
     p_n = _performance(nominal, metric)
     p_0 = None if untrained is None else _performance(untrained, metric)
-    floor = 0.0 if p_0 is None else p_0["mean"]
-    lowest = p_n["mean"] if p_0 is None or p_n["ci95"] is None else p_n["ci95"][0]
-    better = p_n["mean"] > floor and lowest >= floor
-    threshold = floor + (p_n["mean"] - floor) / 2 if better else None
+    floor, top = 0.0 if p_0 is None else p_0["mean"], p_n["mean"]
+    no_score = None
+    if p_0 is None and top < LEAST_SUCCESS:
+        no_score = f"its success rate is {top:.1%}, below {LEAST_SUCCESS:.0%}"
+    elif p_0 is not None and (top <= floor or (p_n["ci95"] and p_n["ci95"][0] < floor)):
+        no_score = f"its return {number(top)} is not above {number(floor)} of the untrained policy"
+    threshold = None if no_score else floor + (top - floor) / 2
     rows = []
     for f in factors:
         points = []
-        for setting, result in zip(f.settings, measured[f.name], strict=True):
-            failed = isinstance(result, str)
-            p = {"mean": None, "ci95": None} if failed else _performance(result, metric)
+        for (value, changes), result in zip(f.settings.items(), measured[f.name], strict=True):
+            error = result if isinstance(result, str) else None
+            p = {"mean": None, "ci95": None}
+            if not isinstance(result, str):
+                p = _performance(result, metric)
+            retained = None
+            if p["mean"] is not None and threshold is not None:
+                retained = min(1.0, max(0.0, (p["mean"] - floor) / (top - floor)))
+            options = {f"env.{path}": x for path, x in changes.items()}
             points.append(
-                {
-                    "value": setting.value,
-                    "options": {f"env.{path}": value for path, value in setting.changes.items()},
-                    **p,
-                    "retained": _retained(p["mean"], floor, p_n["mean"]) if better else None,
-                    "error": result if failed else None,
-                }
+                {"value": value, "options": options, **p, "retained": retained, "error": error}
             )
-        scored = [p for p in points if p["value"] in f.scored and p["error"] is None]
+        scored = [p for p in points if p["value"] in f.scored]
         rows.append(
             {
                 "name": f.name,
                 "unit": f.unit,
                 "trained": f.trained,
-                "nominal": f.nominal,
                 "standard_values": list(f.scored),
                 "points": points,
-                "collapse": _collapse(f, points, p_n["mean"], threshold),
+                "below_half": [
+                    p["value"] for p in points if p["retained"] is not None and p["retained"] < 0.5
+                ],
                 "score": _mean(p["retained"] for p in scored),
                 "mean": _mean(p["mean"] for p in scored),
             }
@@ -314,8 +417,8 @@ def card(
         "nominal": p_n,
         "untrained": p_0,
         "threshold": threshold,
-        # Which simulators there are depends on the machine.
-        "score": _mean(row["score"] for row in rows if row["name"] != ENGINE),
+        "no_score": no_score,
+        "score": _mean(row["score"] for row in rows),
         "factors": rows,
         "left_out": dict(left_out),
     }
@@ -323,16 +426,8 @@ def card(
 
 def _performance(result: EvaluationResult, metric: str) -> dict[str, Any]:
     """Return mean and 95 % interval (null for one return)."""
-    tag = f"eval/{metric}"
     mean = fmean(result.returns if metric == "return" else map(float, result.successes or ()))
-    return {"mean": mean, "ci95": result.intervals().get(tag)}
-
-
-def _retained(p: float | None, floor: float, nominal: float) -> float | None:
-    """Return (p - p_0) / (p_n - p_0) within [0, 1]; None where it is not defined."""
-    if p is None or nominal <= floor:
-        return None
-    return min(1.0, max(0.0, (p - floor) / (nominal - floor)))
+    return {"mean": mean, "ci95": result.intervals().get(f"eval/{metric}")}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -341,181 +436,40 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(numbers) if numbers else None
 
 
-def _collapse(
-    f: Factor, points: Sequence[Mapping[str, Any]], p_n: float, threshold: float | None
-) -> dict[str, Any]:
-    """Return where the performance falls below the threshold.
-
-    {"below": .., "above": ..} has for each direction, or null, "fails", the first value that is
-    below the threshold; "holds", the measured value before it (null: there is none); "value", where
-    the line between the two crosses the threshold (null: not determined, because the 95 % interval
-    of "fails" contains p_n, or there is none). Of engines: {"fails": [names]}, without those whose
-    interval contains p_n.
-    """
-    usable = [p for p in points if p["mean"] is not None]
-    if f.nominal is None:
-        below_half = (p for p in usable if threshold is not None and p["mean"] < threshold)
-        return {"fails": [p["value"] for p in below_half if _excludes(p["ci95"], p_n)]}
-    centre, is_fixed = sum(f.nominal) / 2, f.nominal[0] == f.nominal[1]
-
-    def first(candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        before = (centre, p_n) if is_fixed else None
-        for p in candidates:
-            value, mean = p["value"], p["mean"]
-            if threshold is not None and mean < threshold:
-                if not _excludes(p["ci95"], p_n):
-                    holds = None if before is None else before[0]
-                    return {"value": None, "holds": holds, "fails": value}
-                if before is None:
-                    return {"value": value, "holds": None, "fails": value}
-                share = (before[1] - threshold) / (before[1] - mean)
-                crossing = before[0] + share * (value - before[0])
-                return {"value": round(crossing, 6), "holds": before[0], "fails": value}
-            before = value, mean
-        return None
-
-    below = sorted((p for p in usable if p["value"] < centre), key=lambda p: -p["value"])
-    above = [p for p in usable if p["value"] > centre]
-    return {"below": first(below), "above": first(above)}
-
-
-def _excludes(interval: Sequence[float] | None, x: float) -> bool:
-    """Return whether there is an interval [low, high] that does not contain x."""
-    return interval is not None and not interval[0] <= x <= interval[1]
-
-
 # ------------------------------------------------------------------------------------------ display
-def section(content: Mapping[str, Any]) -> RobustnessSection:
-    """Return the section of the report page about robustness.json."""
-    return RobustnessSection(content, charts(content), rows(content))
-
-
 def charts(content: Mapping[str, Any]) -> list[Chart]:
-    """Return one chart per factor: performance over its values, which have equal distances.
-
-    All charts have the same vertical axis.
-    """
-    is_rate = content["metric"] == "success"
-    points = [p for f in content["factors"] for p in f["points"] if p["mean"] is not None]
-    reference = [content["nominal"]["mean"], content["threshold"] or content["nominal"]["mean"]]
-    shown = [x for p in points for x in (p["mean"], *(p["ci95"] or ()))]
-    y_ticks = [0, 0.25, 0.5, 0.75, 1] if is_rate else ticks(*_range([*shown, *reference]))
-    scale = (BOTTOM - TOP) / (y_ticks[-1] - y_ticks[0])
-
-    def y_of(y: float) -> float:
-        return round(BOTTOM - (y - y_ticks[0]) * scale, 1)
-
-    labels = [(y_of(y), f"{100 * y:g}%" if is_rate else short(y)) for y in y_ticks]
-    half = None if content["threshold"] is None else y_of(content["threshold"])
-    return [_chart(f, labels, y_of, half) for f in content["factors"]]
+    """Return one chart per factor: performance with its interval."""
+    metric, result = content["metric"], []
+    for f in content["factors"]:
+        points = [p for p in f["points"] if p["mean"] is not None]
+        if points:
+            line = [(p["value"], p["mean"]) for p in points]
+            band = [(p["value"], *p["ci95"]) for p in points if p["ci95"]]
+            result.append(line_chart(f["name"], f["unit"], {metric: line}, {metric: band}))
+    return result
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
-def _chart(
-    f: Mapping[str, Any],
-    y_ticks: list[tuple[float, str]],
-    y_of: Callable[[float], float],
-    half: float | None,
-) -> Chart:
-    """Return the chart of one factor."""
-    values = [p["value"] for p in f["points"]]
-    step = (RIGHT - LEFT - 36) / max(1, len(values) - 1)
-    places = [round(LEFT + 18 + i * step, 1) for i in range(len(values))]
-    usable = [(x, p) for x, p in zip(places, f["points"], strict=True) if p["mean"] is not None]
-    dots = [(x, y_of(p["mean"])) for x, p in usable]
-    whiskers = [(x, y_of(p["ci95"][1]), y_of(p["ci95"][0])) for x, p in usable if p["ci95"]]
-    names = [_label(v) for v in values]
-    line, band, spans, verticals = "", "", [], []
-    if f["nominal"] is not None:
-        line = "M" + " L".join(f"{x:g} {y:g}" for x, y in dots) if dots else ""
-        corners = [(x, high) for x, high, _ in whiskers]
-        corners += [(x, low) for x, _, low in reversed(whiskers)]
-        band = "M" + " L".join(f"{x:g} {y:g}" for x, y in corners) + " Z" if whiskers else ""
-        whiskers = []
-        low, high = (_place(x, values, places) for x in f["trained"])
-        label = f"trained with {_interval(f['trained'])}"
-        spans = [Span(low - 3, high + 3, label)]
-        for end in ("below", "above"):
-            collapse = f["collapse"][end]
-            if collapse is not None and collapse["value"] is not None:
-                x = _place(collapse["value"], values, places)
-                sign = "<" if end == "below" else ">"
-                verticals.append(VerticalLine(x, f"{sign} {_label(collapse['value'])}"))
-    return Chart(
-        f["name"],
-        f["unit"],
-        list(zip(places, names, strict=True)),
-        y_ticks,
-        [Line(f["name"], line, dots)],
-        [],
-        band=band,
-        whiskers=whiskers,
-        spans=spans,
-        verticals=verticals,
-        half=half,
-    )
-
-
-def _place(x: float, values: Sequence[float], places: Sequence[float]) -> float:
-    """Return the position of x between the values that enclose it; values outside at the ends."""
-    if x <= values[0]:
-        return places[0]
-    for i in range(1, len(values)):
-        if x <= values[i]:
-            share = (x - values[i - 1]) / (values[i] - values[i - 1])
-            return round(places[i - 1] + share * (places[i] - places[i - 1]), 1)
-    return places[-1]
-
-
-def _label(x: Value) -> str:
-    """Format a value: 0.7 · 2 · 1.23 · warp."""
-    return x if isinstance(x, str) else f"{x:.3g}"
-
-
-def _interval(bounds: Sequence[float] | None) -> str:
-    """Format bounds: 2 · 0 to 3 · -."""
-    if bounds is None:
-        return "-"
-    low, high = map(_label, bounds)
-    return low if low == high else f"{low} to {high}"
-
-
-def collapse_text(f: Mapping[str, Any]) -> str:
-    """Return where a factor's performance collapses: < 0.6, > 2.4 · warp · -.
-
-    "> not determined": the 95 % interval at that value contains the nominal performance.
-    """
-    if f["nominal"] is None:
-        return ", ".join(f["collapse"]["fails"]) or "-"
-    ends = (("<", f["collapse"]["below"]), (">", f["collapse"]["above"]))
-    texts = (
-        f"{sign} {'not determined' if c['value'] is None else _label(c['value'])}"
-        for sign, c in ends
-        if c
-    )
-    return ", ".join(texts) or "-"
+def _label(x: float) -> str:
+    """Format a value: 0.7 · 2 · 1.23."""
+    return f"{x:.3g}"
 
 
 def rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table with a header row, one row for each factor, and the policy's score."""
-    form: Callable[[float], str] = (
-        (lambda x: f"{100 * x:.0f}%") if content["metric"] == "success" else number
-    )
+    """Return a table with a header row and one row for each factor.
 
-    def curve(f: Mapping[str, Any]) -> str:
-        """Format value:mean of each point; ! marks a value that could not be simulated."""
-        return " ".join(
-            f"{_label(p['value'])}:{'!' if p['mean'] is None else form(p['mean'])}"
-            for p in f["points"]
-        )
+    The last column has value:mean of each point; ! marks a value that could not be simulated.
+    """
+
+    def form(x: float | None, missing: str = "-") -> str:
+        if x is None:
+            return missing
+        return f"{100 * x:.0f}%" if content["metric"] == "success" else number(x)
 
     table = [["factor", "trained", "below half", "score", f"mean {content['metric']}", "by value"]]
     for f in content["factors"]:
         score = "-" if f["score"] is None else f"{f['score']:.2f}"
-        mean = "-" if f["mean"] is None else form(f["mean"])
-        trained = _interval(f["trained"])
-        table.append([f["name"], trained, collapse_text(f), score, mean, curve(f)])
+        trained = " to ".join(dict.fromkeys(map(_label, f["trained"])))
+        below = ", ".join(map(_label, f["below_half"])) or "-"
+        points = " ".join(f"{_label(p['value'])}:{form(p['mean'], '!')}" for p in f["points"])
+        table.append([f["name"], trained, below, score, form(f["mean"]), points])
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
+import functools
 import json
 import logging
 import math
@@ -14,8 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from embodied_envs.types import VectorEnv
+from embodied_ppo.core.finite import is_finite
 from embodied_ppo.core.recurrent_state import EpisodeMemory
-from embodied_ppo.core.types import Obs, Policy, VectorEnv
+from embodied_ppo.core.types import Policy
 from embodied_ppo.data.video_encoder import encoder
 from embodied_ppo.evaluation import episodes as evaluate
 
 _log = logging.getLogger(__name__)
+
+MAX_FRAMES = 300
+"""Largest number of frames of a video. A frame takes 10 to 30 ms of CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +72,14 @@ def record_video(
     temperature: float | None = None,
     episodes: int = 2,
     steps: int = 300,
-    stride: int | None = None,
-    budget_s: float = 10.0,
     deadline_s: float = 300.0,
     notice: Callable[[str], None] | None = None,
 ) -> Video:
     """Record the beginnings of the first evaluation episodes as an mp4 (H.264, yuv420p).
 
-    Recorded episode i is evaluated episode i: same seed, same actions. MuJoCo's shadows take 60 ms
-    per frame without a GPU. Therefore the first frames are timed, and the stride is the smallest
-    one that keeps to 30 frames per second of video and to about ``budget_s``. The video plays at
-    the simulation's speed if the simulator has ``step_s``, else at 30 steps per second.
+    Recorded episode i is evaluated episode i: same seed, same actions. The stride is the smallest
+    one that keeps to 30 frames per second of video and to MAX_FRAMES. The video plays at the
+    simulation's speed if the simulator has ``step_s``, else at 30 steps per second.
 
     A renderer without working OpenGL aborts its process. Therefore a separate process renders; if
     it fails or exceeds the deadline, the reason goes to ``Video.reason`` and to ``notice``, and no
@@ -94,17 +95,26 @@ def record_video(
         temperature: As in the evaluation.
         episodes: Number of episodes.
         steps: Largest number of steps per episode.
-        stride: Steps from one frame to the next; None: as above.
-        budget_s: CPU seconds for rendering (the start of the simulator takes 3 to 4 more).
         deadline_s: Seconds after which the process is ended.
         notice: Called with the reason if there is no video; None: log a warning.
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(policy, nn.Module) and evaluate.policy_device(policy).type != "cpu":
+        policy = copy.deepcopy(policy).cpu()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".video") as folder:
-        acting = (seed, deterministic, temperature)
-        request = _Request(policy, make_env, folder, *acting, episodes, steps, stride, budget_s)
-        if not (reason := _render_in_process(request, deadline_s)):
+        render = functools.partial(
+            _render,
+            policy,
+            make_env,
+            Path(folder),
+            seed=seed,
+            deterministic=deterministic,
+            temperature=temperature,
+            episodes=episodes,
+            steps=steps,
+        )
+        if not (reason := _run_in_process(render, Path(folder), deadline_s)):
             facts = json.loads(Path(folder, "video.json").read_text())
             poster = Path(folder, "poster.png").read_bytes()
             Path(folder, "video.mp4").replace(path)  # atomic: same file system
@@ -113,29 +123,10 @@ def record_video(
     return Video(path=None, reason=reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Arguments of the rendering process."""
-
-    policy: Policy
-    make_env: Callable[[list[int]], VectorEnv]
-    folder: str
-    seed: int
-    deterministic: bool
-    temperature: float | None
-    episodes: int
-    steps: int
-    stride: int | None
-    budget_s: float
-
-
-def _render_in_process(request: _Request, deadline_s: float) -> str:
-    """Run ``_render`` in a new interpreter; return "" or the reason why there is no video."""
-    policy = request.policy
-    if isinstance(policy, nn.Module) and evaluate.policy_device(policy).type != "cpu":
-        request = dataclasses.replace(request, policy=copy.deepcopy(policy).cpu())
+def _run_in_process(render: Callable[[], None], folder: Path, deadline_s: float) -> str:
+    """Call ``render`` in a new interpreter; return "" or the reason why there is no video."""
     try:
-        message = pickle.dumps(request)
+        message = pickle.dumps(render)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         # torch modules raise RuntimeError.
         return f"policy or make_env cannot go to another process: {error}"
@@ -143,7 +134,7 @@ def _render_in_process(request: _Request, deadline_s: float) -> str:
     # Mesa's software renderer takes a third less CPU time with one thread, and the same wall time.
     environment.setdefault("LP_NUM_THREADS", "1")
     environment.setdefault("OMP_NUM_THREADS", "1")
-    errors = Path(request.folder, "stderr")
+    errors = folder / "stderr"
     with errors.open("wb") as stderr:
         child = subprocess.Popen(
             [sys.executable, "-c", f"import {__name__} as video; video._render_stdin()"],
@@ -163,93 +154,76 @@ def _render_in_process(request: _Request, deadline_s: float) -> str:
                 child.wait()
     if child.returncode == 0:
         return ""
-    if (reason_file := Path(request.folder, "reason")).exists():
-        return " ".join(reason_file.read_text().split())
+    # The last line of the traceback, or of what the renderer wrote before it aborted.
     lines = errors.read_text(errors="replace").strip().splitlines()
     message = lines[-1].strip() if lines else "the renderer ended without a message"
     return f"{message} (exit status {child.returncode})"
 
 
 def _render_stdin() -> None:
-    """Entry point of the rendering process, which reads the pickled request from stdin."""
+    """Entry point of the rendering process, which reads the pickled call from stdin."""
     torch.set_num_threads(1)
-    request: _Request = pickle.load(sys.stdin.buffer)
-    try:
-        _render(request)
-    except Exception as error:  # a file, because a renderer may write to stderr after the traceback
-        Path(request.folder, "reason").write_text(f"{type(error).__name__}: {error}")
-        raise
+    pickle.load(sys.stdin.buffer)()
 
 
 @torch.inference_mode()
-def _render(request: _Request) -> None:
-    """Write video.mp4, poster.png and video.json into the request's folder."""
-    folder, working_directory = Path(request.folder), Path.cwd()
+def _render(
+    policy: Policy,
+    make_env: Callable[[list[int]], VectorEnv],
+    folder: Path,
+    *,
+    seed: int,
+    deterministic: bool,
+    temperature: float | None,
+    episodes: int,
+    steps: int,
+) -> None:
+    """Write video.mp4, poster.png and video.json into ``folder``; see ``record_video``."""
+    working_directory = Path.cwd()
     os.chdir(folder)  # MuJoCo writes its error log into the working directory
     writer: Any = None
-    frames, stride, step_s, rate = 0, request.stride, None, 30.0  # rate: steps per second of video
-    with evaluate.evaluation_mode(request.policy, request.temperature):
-        for index, env_seed in enumerate(evaluate.evaluation_seeds(request.seed, request.episodes)):
+    frames, stride, step_s, rate = 0, 1, None, 30.0  # rate: steps per second of video
+    with evaluate.evaluation_mode(policy, temperature):
+        for index, env_seed in enumerate(evaluate.evaluation_seeds(seed, episodes)):
             with contextlib.chdir(working_directory):  # a task may use relative paths of its files
-                env = request.make_env([env_seed])
-                evaluate.set_instructions(request.policy, getattr(env, "instructions", ()))
-            try:
-                obs = env.reset()
-                if (step_s := getattr(env, "step_s", None)) is not None:
-                    rate = 1.0 / step_s
-                if stride is None:
-                    steps = min(request.steps, env.max_episode_steps or request.steps)
-                    max_frames = max(10, math.floor(request.budget_s / _frame_s(env)))
-                    stride = max(
-                        math.ceil(rate / 30 - 1e-9),
-                        math.ceil(request.episodes * steps / max_frames),
-                    )
-                for frame in _frames(env, obs, request, index, stride):
+                env = make_env([env_seed])
+                evaluate.set_instructions(policy, env.instructions)
+            obs, memory = env.reset(), EpisodeMemory(policy, 1, evaluate.policy_device(policy))
+            if (step_s := env.step_s) is not None:
+                rate = 1.0 / step_s
+            limit = min(steps, env.max_episode_steps or steps)
+            stride = max(math.ceil(rate / 30 - 1e-9), math.ceil(episodes * limit / MAX_FRAMES))
+            for t in range(steps):
+                if t % stride == 0:
+                    frame = _frame(env)
                     if writer is None:
                         imageio.imwrite(folder / "poster.png", frame)
                         writer = encoder(folder / "video.mp4", frame.shape[:2], rate / stride)
                     writer.send(frame)
                     frames += 1
-            finally:
-                env.close()  # an open OpenGL context would block the next environment
+                action, state = evaluate.act(
+                    policy,
+                    obs,
+                    memory,
+                    first_episode=index,
+                    t=t,
+                    seed=seed,
+                    deterministic=deterministic,
+                )
+                step = env.step(action.to(env.device))
+                if bool((step.terminated | step.truncated)[0]) or not is_finite(step.obs):
+                    break
+                obs = step.obs
+                memory.store(state)
+            env.close()  # an open OpenGL context would block the next environment
     writer.close()
-    fps = round(rate / stride, 2) if stride else 0.0
-    facts = {"frames": frames, "fps": fps, "stride": stride, "step_s": step_s}
+    facts = {"frames": frames, "fps": round(rate / stride, 2), "stride": stride, "step_s": step_s}
     (folder / "video.json").write_text(json.dumps(facts))
 
 
-def _frame_s(env: VectorEnv) -> float:
-    """Return the CPU seconds of one frame."""
-    env.render()  # creates the OpenGL context, so it is not timed
-    start = time.process_time()
-    for _ in range(3):
-        env.render()
-    return max(1e-6, (time.process_time() - start) / 3)
-
-
-def _frames(
-    env: VectorEnv, obs: Obs, request: _Request, index: int, stride: int
-) -> Iterator[np.ndarray]:
-    """Yield a frame, uint8 [H, W, 3], every ``stride`` steps; H and W are even for yuv420p."""
-    memory = EpisodeMemory(request.policy, 1, evaluate.policy_device(request.policy))
-    for t in range(request.steps):
-        if t % stride == 0:
-            image = env.render().cpu().numpy()
-            height, width, _ = image.shape
-            padding = ((0, height % 2), (0, width % 2), (0, 0))
-            yield np.ascontiguousarray(np.pad(image, padding, mode="edge"))
-        action, state = evaluate.act(
-            request.policy,
-            obs,
-            memory,
-            first=index,
-            t=t,
-            seed=request.seed,
-            deterministic=request.deterministic,
-            device=env.device,
-        )
-        step = env.step(action)
-        if bool((step.terminated | step.truncated)[0]):
-            return
-        obs = step.obs
-        memory.store(state)
+def _frame(env: VectorEnv) -> np.ndarray:
+    """Return a picture of environment 0, uint8 [H, W, 3]; H and W are even for yuv420p."""
+    image = env.render().cpu().numpy()
+    height, width, _ = image.shape
+    padding = ((0, height % 2), (0, width % 2), (0, 0))
+    return np.ascontiguousarray(np.pad(image, padding, mode="edge"))

@@ -5,8 +5,7 @@ because an action has little information on the object that the instruction name
 loss therefore predicts, from the features that the sentence attends to (``Grounding``), future
 states of the robot, and for each image cell the change of its colour until the end of the
 demonstration. If it is trained first, the attention finds the named object within a few hundred
-steps. Its heads are dropped afterwards. Captions (``captions``) train the same features on objects
-and words that no instruction of the demonstrations has.
+steps. Its heads are dropped afterwards.
 """
 
 from __future__ import annotations
@@ -14,37 +13,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodied_ppo.config.schema import CloningConfig
+from embodied_envs.base.errors import ConfigError, TrainingError
+from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_ppo.core.adamw import AdamW
-from embodied_ppo.core.errors import ConfigError, TrainingError
-from embodied_ppo.core.observation_names import INSTRUCTION
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data.lerobot_reader import Demonstrations
-from embodied_ppo.imitation import captions
-from embodied_ppo.imitation.captions import CaptionLoss
-from embodied_ppo.models.backbone import channels_last
-from embodied_ppo.models.vla.action_tokens import TokenVLA
-from embodied_ppo.models.vla.flow_matching import FlowVLA
-from embodied_ppo.models.vla.gaussian import GaussianVLA
-from embodied_ppo.models.vla.pi0 import PI0
-from embodied_ppo.models.vla.pretrained import CheckpointVLA
-from embodied_ppo.models.vla.trunk import (
-    CELL,
-    MASKED_WORD,
-    VLA,
-    WORDS,
-    Grounding,
-    Stem,
-)
+from embodied_ppo.options.schema import CloningConfig
+from embodied_ppo.policies.backbone import channels_first_shape
+from embodied_ppo.policies.robot_policy import Family
+from embodied_ppo.policies.vla.pretrained import CheckpointVLA
+from embodied_ppo.policies.vla.trunk import CELL, MASKED_WORD, VLA, WORDS, Grounding
 
-Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA"
 BETAS = (0.9, 0.99)
 GRAD_NORM = 1.0
 HELD_OUT = 0.05
@@ -56,29 +41,10 @@ MASKED_WORDS = 0.2
 
 Words unseen in training are masked at test time, so the model must rely on the other words.
 """
-CAPTION_PHASE = "captions"
-"""Name of the phase that minimises the caption loss alone."""
 AUXILIARY_PHASE = "auxiliary loss"
 """Name of the phase that minimises the auxiliary loss alone, in the log and in progress bars."""
 MIN_STD = 1e-3
 """Lower bound of the standard deviation by which a target is divided."""
-
-
-@dataclass(frozen=True)
-class CloningResult:
-    """Result of ``clone``.
-
-    Attributes:
-        steps: Cloning steps.
-        loss: ``bc_loss`` per action dimension, mean over the last tenth of the steps.
-        held_out_loss: ``bc_loss`` of held-out frames.
-        cpu_s: CPU seconds.
-    """
-
-    steps: int
-    loss: float
-    held_out_loss: float
-    cpu_s: float
 
 
 def clone(
@@ -89,13 +55,12 @@ def clone(
     seed: int,
     notice: Callable[[str], None] = lambda text: None,
     advance: ProgressCallback = lambda task, completed, total: None,
-) -> CloningResult:
+) -> dict[str, float]:
     """Train a policy on demonstrations.
 
-    AdamW minimises the caption loss alone for ``config.captions``, the auxiliary loss alone for
-    ``config.foresight_steps``, then the sum of cloning and auxiliary loss for ``config.steps``;
-    with foresight_steps=0 the cloning loss alone. With captions, the caption loss is added in all
-    steps. The policy's normaliser is updated with every state once.
+    AdamW minimises the auxiliary loss alone for ``config.foresight_steps``, then the sum of cloning
+    and auxiliary loss for ``config.steps``; with foresight_steps=0 the cloning loss alone. The
+    policy's normaliser is updated with every state once.
 
     Args:
         policy: The policy, trained in place.
@@ -106,7 +71,8 @@ def clone(
         advance: Progress callback, called after every step.
 
     Returns:
-        Steps, losses and CPU time.
+        "cloning_loss", the loss per action dimension, mean over the last tenth of the steps, and
+        "held_out_loss", that of held-out frames.
 
     Raises:
         ConfigError: The demonstrations do not fit the policy.
@@ -116,25 +82,27 @@ def clone(
     start = time.process_time()
     device = policy.device
     sentences, frozen = policy.sentences, policy.frozen
-    known = demos.instructions + (captions.texts(demos) if config.captions else ())
-    policy.set_sentences(known)
+    policy.set_sentences(demos.instructions)
     policy.freeze(False)
     try:
         if isinstance(policy, VLA):
-            policy.trunk.initialize_words(known, torch.Generator().manual_seed(seed))
+            generator = torch.Generator().manual_seed(seed)
+            policy.trunk.initialize_words(demos.instructions, generator)
         if len(vectors := policy.trunk.encoder.vectors) > 1:
             notice(f"cloning: the dataset's observation.state is read as {', then '.join(vectors)}")
         train, held_out = demos.split(HELD_OUT, seed)
         mask = torch.ones(len(demos.state), dtype=torch.bool, device=device)
         policy.observe(_vectors(policy, demos.state.to(device)), mask)
-        run = _CloningRun(policy, demos, train, config, seed, notice, advance)
-        if config.captions:
-            run.train(train, config.captions, CAPTION_PHASE, seed + 2)
+        run = _CloningRun(policy, demos, config, seed, notice, advance)
         if config.foresight_steps:
             run.train(train, config.foresight_steps, AUXILIARY_PHASE, seed)
         loss = run.train(train, config.steps, "cloning", seed + 1)
         held_out_loss = _held_out_loss(policy, demos, held_out)
-        return CloningResult(config.steps, loss, held_out_loss, time.process_time() - start)
+        notice(
+            f"cloning: loss {loss:.3f}, of held-out episodes {held_out_loss:.3f},"
+            f" {time.process_time() - start:.0f} CPU seconds"
+        )
+        return {"cloning_loss": loss, "held_out_loss": held_out_loss}
     finally:
         policy.set_sentences(sentences)
         policy.freeze(frozen)
@@ -147,7 +115,6 @@ class _CloningRun:
         self,
         policy: Family,
         demos: Demonstrations,
-        frames: Tensor,
         config: CloningConfig,
         seed: int,
         notice: Callable[[str], None],
@@ -176,12 +143,6 @@ class _CloningRun:
                 generator = torch.Generator().manual_seed(seed)
                 sample = torch.randperm(len(self.last), generator=generator)[:2048]
                 self.change_std = self._change(sample).std().clamp_min(MIN_STD)
-        self.captions: CaptionLoss | None = None
-        if config.captions:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                loss = CaptionLoss(demos, _grids(policy), policy.width, frames)
-            self.captions = loss.to(self.device)
 
     def train(self, frames: Tensor, steps: int, phase: str, seed: int) -> float:
         """Run ``steps`` of a phase and return the mean loss of the last tenth of the steps.
@@ -191,7 +152,7 @@ class _CloningRun:
         lr, batch_size = self.config.lr, self.config.batch_size
         generator = torch.Generator().manual_seed(seed)
         noise = torch.Generator(self.device).manual_seed(seed)
-        modules = (self.policy, self.state_head, self.cell_head, self.captions)
+        modules = (self.policy, self.state_head, self.cell_head)
         parameters = [p for module in modules if module is not None for p in module.parameters()]
         optimizer = AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.01, fused=True)
         recent: list[float] = []
@@ -199,12 +160,7 @@ class _CloningRun:
             warmup, decay = min(1.0, (step + 1) / 50), 1 - 0.9 * step / steps
             optimizer.param_groups[0]["lr"] = lr * warmup * decay
             batch = frames[torch.randint(len(frames), (batch_size,), generator=generator)]
-            if phase == CAPTION_PHASE:
-                reported = loss = self._caption_loss(generator)
-            else:
-                reported, loss = self._loss(batch, phase, noise)
-                if self.captions is not None and self.config.caption_coef:
-                    loss = loss + self.config.caption_coef * self._caption_loss(generator)
+            reported, loss = self._loss(batch, phase, noise)
             recent.append(float(reported.detach()))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -236,16 +192,6 @@ class _CloningRun:
         if self.state_head is None:
             return loss, loss
         return loss, loss + self._auxiliary_loss(grounding, frames)
-
-    def _caption_loss(self, generator: torch.Generator) -> Tensor:
-        """Return the caption loss of a new batch of frames, drawn by ``generator``."""
-        assert self.captions is not None
-        batch = self.captions.sample(self.config.batch_size, generator)
-        sentence = len(self.demos.instructions) + batch.sentence
-        inputs = _inputs(self.policy, self.demos, batch.frames, sentence)
-        grounding = _grounding(self.policy, inputs)
-        assert grounding is not None  # cloning unfreezes the trunk
-        return self.captions(grounding, batch.points.to(self.device))
 
     def _auxiliary_loss(self, grounding: Grounding | None, frames: Tensor) -> Tensor:
         """Return the error of the predicted future states and colour changes."""
@@ -294,45 +240,24 @@ def check(policy: Family, demos: Demonstrations) -> None:
     """Check that the demonstrations fit the policy.
 
     Raises:
-        ConfigError: Actions, states or camera images differ in size, or a camera is missing.
+        ConfigError: Actions, states or camera images differ in shape, or a camera is missing.
     """
-    size = demos.action.shape[1]
-    if size != policy.size:
-        raise ConfigError(
-            f"cloning.dataset: its actions have {size} dimensions, the task's {policy.size}; name"
-            " demonstrations of this robot, or record some (embodied-ppo demos)"
-        )
-    cameras = policy.trunk.encoder.images
-    if missing := [name for name in cameras if name not in demos.images]:
-        raise ConfigError(
-            f"cloning.dataset: holds no camera {missing[0]!r}, only"
-            f" {', '.join(demos.images) or 'none'}; set env.cameras to what it holds, or record"
-            f" with env.cameras=[{','.join(cameras)}]"
-        )
-    for name, spec in cameras.items():
-        height, width = demos.images[name].shape[1:3]
-        # (H, W, channels)
-        shape = spec.shape if channels_last(spec) else (*spec.shape[1:], spec.shape[0])
-        if shape[2] != 3:
+    # (height, width, channels) of each camera.
+    cameras = {n: channels_first_shape(x) for n, x in policy.trunk.encoder.images.items()}
+    expected = {n: (*sides, channels) for n, (channels, *sides) in cameras.items()}
+    found = {n: tuple(x.shape[1:]) for n, x in demos.images.items()}
+    expected["action"], found["action"] = (policy.size,), tuple(demos.action.shape[1:])
+    if policy.trunk.encoder.vectors:
+        name = f"observation.state ({', '.join(policy.trunk.encoder.vectors)})"
+        expected[name] = (policy.trunk.encoder.vector_size,)
+        found[name] = tuple(demos.state.shape[1:])
+    for name, shape in expected.items():
+        if found.get(name) != shape:
             raise ConfigError(
-                f"cloning.dataset: its images of camera {name!r} have 3 channels (RGB), the task's"
-                f" have {shape[2]}; use a task whose images are RGB"
+                f"cloning.dataset: its {name} has shape {found.get(name, 'none')}, the task's has"
+                f" {shape}; name demonstrations of this robot (env.cameras=[{','.join(cameras)}]),"
+                " or record some (embodied-ppo demos)"
             )
-        if (height, width) != shape[:2]:
-            raise ConfigError(
-                f"cloning.dataset: its images of camera {name!r} have {height} x {width} pixels,"
-                f" the task's have {shape[0]} x {shape[1]}; set env.image_size to the size of the"
-                " dataset's images, or record demonstrations with the task's size"
-            )
-    numbers, vectors = demos.state.shape[1], policy.trunk.encoder.vectors
-    if vectors and numbers != policy.trunk.encoder.vector_size:
-        expected = " + ".join(f"{name} ({math.prod(x.shape)})" for name, x in vectors.items())
-        if len(vectors) > 1:
-            expected += f" = {policy.trunk.encoder.vector_size}"
-        raise ConfigError(
-            f"cloning.dataset: its observation.state has {numbers} numbers, the task has"
-            f" {expected}; name demonstrations with the same, or record some (embodied-ppo demos)"
-        )
 
 
 def _vectors(policy: Family, state: Tensor) -> dict[str, Tensor]:
@@ -344,28 +269,15 @@ def _vectors(policy: Family, state: Tensor) -> dict[str, Tensor]:
     return dict(zip(vectors, parts, strict=True))
 
 
-def _grids(policy: Family) -> dict[str, tuple[int, int] | None]:
-    """Return camera -> rows and columns of its image cells, None for published models."""
-    if not isinstance(policy, VLA):
-        return dict.fromkeys(policy.trunk.names)
-    stems = cast("list[Stem]", list(policy.trunk.stems))
-    return {name: stem.grid for name, stem in zip(policy.trunk.names, stems, strict=True)}
-
-
-def _inputs(
-    policy: Family, demos: Demonstrations, frames: Tensor, sentence: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Return the encoded observations of frames int64 [B].
-
-    ``sentence`` int64 [B] replaces the frames' instructions.
-    """
-    instruction = demos.instruction[frames] if sentence is None else sentence
+def _inputs(policy: Family, demos: Demonstrations, frames: Tensor) -> dict[str, Tensor]:
+    """Return the encoded observations of frames int64 [B]."""
     device = policy.device
     obs = _vectors(policy, demos.state[frames].to(device))
     for name, spec in policy.trunk.encoder.images.items():
         images = demos.images[name][frames].to(device)  # [B, H, W, 3]
-        obs[name] = images if channels_last(spec) else images.permute(0, 3, 1, 2)
-    return policy.encode(obs | {INSTRUCTION: instruction.to(device)})
+        assert spec.layout is not None
+        obs[name] = spec.layout.restore(images.permute(0, 3, 1, 2), spec.shape)
+    return policy.encode(obs | {INSTRUCTION: demos.instruction[frames].to(device)})
 
 
 def _frames_at(episode: Tensor, fractions: Sequence[float]) -> Tensor:

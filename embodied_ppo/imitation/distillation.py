@@ -15,42 +15,39 @@ B samples, T steps, N environments, A action dimensions (of all actions of a chu
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
-from embodied_ppo.algorithms import losses
-from embodied_ppo.algorithms.optimizer import MinibatchOptimizer, SampleCutter
-from embodied_ppo.algorithms.ppo_loss import Statistics, statistic_names
-from embodied_ppo.config.schema import Config, DistillationConfig
-from embodied_ppo.core import compile, tree
-from embodied_ppo.core.history import SINGLE, ObservationHistory, named
+from embodied_envs.base import tree
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.observation_names import SINGLE
+from embodied_envs.base.tree import apply_in_parts
+from embodied_envs.types import ArraySpec, Box, Obs, ObsSpec
+from embodied_ppo.core import compile
+from embodied_ppo.core.history import ObservationHistory, named
 from embodied_ppo.core.recurrent_state import MEMORY, START
-from embodied_ppo.core.tree import apply_in_parts
 from embodied_ppo.core.types import (
-    ArraySpec,
-    Batch,
-    Box,
-    ConfigError,
     Decision,
     Evaluation,
     Mean,
     Metrics,
-    Obs,
-    ObsSpec,
+    Samples,
     Trajectory,
     UpdateObserver,
 )
-from embodied_ppo.models import distributions as dist
-from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.options.schema import Config, DistillationConfig
+from embodied_ppo.policies import distributions as dist
+from embodied_ppo.policies.actor_critic import ActorCritic
+from embodied_ppo.ppo import losses
+from embodied_ppo.ppo.minibatches import MinibatchLoss, SampleCutter, Statistics
+from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 
-ARRAY_NAME = "state"
-"""Name of an observation that is one array, in a dictionary with other observations."""
 LARGEST_TANH = 1.0 - 1e-6
 """Bound of an action whose inverse tanh is computed."""
 
@@ -59,12 +56,11 @@ LARGEST_TANH = 1.0 - 1e-6
 def teacher_share(config: DistillationConfig, update: int) -> float:
     """Return beta of an update, counted from 0.
 
-    beta = teacher_share * max(0, 1 - update / teacher_share_updates), and 0 where
-    teacher_share_updates is 0.
+    beta = max(0, 1 - update / teacher_share_updates), and 0 where teacher_share_updates is 0.
     """
     if update >= config.teacher_share_updates:
         return 0.0
-    return config.teacher_share * (1.0 - update / config.teacher_share_updates)
+    return 1.0 - update / config.teacher_share_updates
 
 
 @dataclass(frozen=True)
@@ -82,14 +78,9 @@ class Selection:
     def __call__(self, obs: Obs) -> Obs:
         """Return the part of observations [N, ..]; the state of a memory is kept."""
         named_obs = named(obs)
-        if self.history is not None:
-            chosen = self.history.newest(named_obs)
-        elif isinstance(self.spec, ArraySpec):
-            chosen = named_obs[ARRAY_NAME if ARRAY_NAME in named_obs else SINGLE]
-        else:
-            chosen = obs
+        chosen = obs if self.history is None else self.history.newest(named_obs)
         if isinstance(self.spec, ArraySpec):
-            chosen = chosen if isinstance(chosen, Tensor) else chosen[ARRAY_NAME]
+            chosen = named(chosen)[SINGLE]
         else:
             assert isinstance(chosen, dict)
             chosen = {name: chosen[name] for name in self.spec}
@@ -98,16 +89,19 @@ class Selection:
         return {**named(chosen), MEMORY: named_obs[MEMORY], START: named_obs[START]}
 
 
-def executed_bounds(action_mapping: str, spec: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the bounds [A] to which ``env.action_mapping`` clamps a policy's action; None: none.
+def executed_bounds(action_mapping: str, spec: Any) -> tuple[Tensor, Tensor]:
+    """Return the bounds [A] to which ``env.action_mapping`` clamps a policy's action.
 
-    Actions beyond the bounds have the effect of those at the bounds.
+    Actions beyond the bounds have the effect of those at the bounds. Without bounds they are
+    infinite.
     """
     if not isinstance(spec, Box) or action_mapping == "none":
-        return None
+        return torch.tensor([-math.inf]), torch.tensor([math.inf])
     low, high = torch.tensor(spec.low), torch.tensor(spec.high)
     if action_mapping == "rescale":
-        low, high = -torch.ones_like(low), torch.ones_like(high)
+        finite = low.isfinite() & high.isfinite()
+        low = torch.where(finite, -torch.ones_like(low), low)
+        high = torch.where(finite, torch.ones_like(high), high)
     return low, high
 
 
@@ -161,6 +155,11 @@ def resolve_loss(config: DistillationConfig, student: ActorCritic, teacher: Acto
     Raises:
         ConfigError: The loss is not defined for the distributions of student and teacher.
     """
+    if student.composite is not None:
+        raise ConfigError(
+            "distill a task whose action is one Box or one Discrete: distillation does not support"
+            " several choices at once"
+        )
     discrete = student.kind == "categorical"
     loss = config.loss
     if loss == "auto":
@@ -199,7 +198,7 @@ class GuidedPolicy(nn.Module):
         *,
         read_student: Selection,
         read_teacher: Selection,
-        bounds: tuple[Tensor, Tensor] | None,
+        bounds: tuple[Tensor, Tensor],
     ) -> None:
         """Create the policy.
 
@@ -219,21 +218,16 @@ class GuidedPolicy(nn.Module):
         self.config, self.loss = config, resolve_loss(config, student, teacher)
         self.read_student, self.read_teacher = read_student, read_teacher
         self.memory_size = student.memory_size
-        self.clamps = bounds is not None
         # Buffers, because compiled code reads their current values.
         device = student.policy_head.weight.device
         self.register_buffer("share", torch.zeros((), device=device), persistent=False)
-        for name, x in zip(("low", "high"), bounds or (torch.zeros(1),) * 2, strict=True):
+        for name, x in zip(("low", "high"), bounds, strict=True):
             self.register_buffer(name, x.to(device), persistent=False)
         self.set_update(0)
 
     def set_update(self, update: int) -> None:
         """Set the probability of the teacher's actions for an update."""
         self.share.fill_(teacher_share(self.config, update))
-
-    def _executed(self, action: Tensor) -> Tensor:
-        """Clamp actions to the bounds of ``env.action_mapping``."""
-        return action.clamp(self.low, self.high) if self.clamps else action
 
     def encode(self, obs: Obs) -> dict[str, Any]:
         """Return the inputs of both policies."""
@@ -259,8 +253,8 @@ class GuidedPolicy(nn.Module):
         if student.kind == "categorical":
             error = (mode != label).float()
         else:
-            label = self._executed(label)
-            error = (self._executed(mode) - label).abs().mean(-1)
+            label = label.clamp(self.low, self.high)
+            error = (mode.clamp(self.low, self.high) - label).abs().mean(-1)
         action = mode
         if self.config.sample_actions:
             action = student.act(inputs["student"], noise=noise[:, :-1]).action
@@ -298,48 +292,45 @@ class GuidedPolicy(nn.Module):
 
 
 # -------------------------------------------------------------------------------------- the learner
-class DistillationLoss(nn.Module):
-    """The loss of a minibatch for ``MinibatchOptimizer``; ``Batch.action`` contains the labels."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationBatch(Samples):
+    """What the loss of a student reads.
 
-    def __init__(self, student: ActorCritic, config: Any, loss: str) -> None:
+    Attributes:
+        inputs: Encoded observations of the student.
+        target: The teacher's labels, see ``distillation_loss``.
+    """
+
+    inputs: Any
+    target: Tensor
+
+
+class DistillationLoss(MinibatchLoss):
+    """Mean of ``distillation_loss`` over a minibatch."""
+
+    def __init__(self, student: ActorCritic, config: Any, kind: str) -> None:
         """Create the loss.
 
         Args:
             student: Policy that is trained.
             config: Options of the optimiser, an ``AlgorithmConfig``.
-            loss: "mse", "nll" or "kl".
+            kind: "mse", "nll" or "kl".
         """
-        super().__init__()
-        self.model, self.config, self.loss = student, config, loss
+        super().__init__(student, config, names=("policy_loss",))
+        self.kind = kind
 
-    def forward(
-        self,
-        b: Batch,
-        denominator: Tensor,
-        rows: Tensor,
-        *,
-        entropy_coef: Tensor | float,
-        critic_only: bool = False,
-    ) -> tuple[Tensor, Statistics]:
-        """Return the loss of a micro-batch, a scalar, and its statistics.
-
-        ``denominator``, ``entropy_coef`` and ``critic_only`` are not read.
-
-        Args:
-            rows: Unmasked samples of the complete minibatch.
-        """
-        mean_only = self.loss == "mse"
+    def forward(self, b: DistillationBatch) -> tuple[Tensor, Statistics]:
+        """See ``MinibatchLoss``."""
+        mean_only = self.kind == "mse"
         if self.model.memory_size:
             parameters, log_std = self.model.distribution_of_columns(
                 b.inputs, length=self.config.bptt_length, mean_only=mean_only
             )
         else:
             parameters, log_std = self.model.distribution(b.inputs, mean_only=mean_only)
-        elements = distillation_loss(self.loss, self.model.kind, parameters, log_std, b.action)
-        loss = losses.aggregate(elements, b.mask, denominator=rows)
-        zeros = dict.fromkeys(statistic_names(b), b.advantage.new_zeros(()))
-        total = loss.detach()
-        return loss, zeros | {"loss": total, "policy_loss": total, "rows": b.mask.sum()}
+        elements = distillation_loss(self.kind, self.model.kind, parameters, log_std, b.target)
+        loss = losses.aggregate(elements, b.mask, rows=b.rows)
+        return loss, {"policy_loss": loss.detach()}
 
 
 class DistillationLearner:
@@ -352,16 +343,15 @@ class DistillationLearner:
         *,
         updates: int,
         compile_schedule: compile.CompileSchedule | None = None,
-        dump_dir: Path | None = None,
     ) -> None:
         """Create the learner.
 
         Args:
             policy: Student and teacher.
             config: Options of the run, with those of distillation in section algorithm
-                (``config.rules.embodied.optimization_config``).
+                (``options.batch_sizes.optimization_config``).
             updates: Updates of the complete run.
-            compile_schedule, dump_dir: As for ``MinibatchOptimizer``.
+            compile_schedule: As for ``MinibatchOptimizer``.
         """
         self.policy, self.config = policy, config
         self.rows = config.algorithm.logprob_forward_micro_batch_size
@@ -371,14 +361,13 @@ class DistillationLearner:
         unread = student.log_std if policy.loss == "mse" else None
         actor = [p for p in student.parameter_groups()["actor"] if p is not unread]
         self.optimizer = MinibatchOptimizer(
-            cast(Any, DistillationLoss(student, config.algorithm, policy.loss)),
+            DistillationLoss(student, config.algorithm, policy.loss),
             {"actor": actor, "critic": []},
             config.algorithm,
             SampleCutter(config.algorithm),
             updates=updates,
             seed=config.seed,
             compile_schedule=compile_schedule,
-            dump_dir=dump_dir,
             section="distillation",
         )
 
@@ -392,20 +381,14 @@ class DistillationLearner:
         policy, obs = self.policy, tree.flatten_time(trajectory.obs)
         mask, error = trajectory.mask, trajectory.replay["error"]  # [T, N]
         inputs = apply_in_parts(policy.student.encode, self.rows, policy.read_student(obs))
-        zeros = torch.zeros_like(error)
-        batch = Batch(
+        batch = DistillationBatch(
             inputs=tree.map(lambda x: x.unflatten(0, mask.shape), inputs),
-            action=trajectory.replay["target"],
-            replay={},
-            log_prob=zeros,
-            value=zeros,
-            advantage=zeros,
-            returns=zeros,
+            target=trajectory.replay["target"],
             mask=mask,
         )
         if self.config.algorithm.minibatch_unit == "step":
             batch = tree.flatten_time(batch)
-        stats = self.optimizer.optimize(batch, update, critic_only=False, entropy_coef=0.0)
+        stats = self.optimizer.optimize(batch, update)
         share = float(policy.share)
         policy.observe(obs, mask.flatten())
         policy.set_update(update + 1)

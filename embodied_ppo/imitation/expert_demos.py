@@ -4,54 +4,35 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from embodied_ppo.config import loader
-from embodied_ppo.config.schema import Config, DemosConfig, EnvConfig
+from embodied_envs.base.errors import ConfigError, EnvError, TrainingError, one_line, show
 from embodied_ppo.core import compile
-from embodied_ppo.core.errors import EnvError, TrainingError, one_line, show
-from embodied_ppo.core.types import ConfigError, ProgressCallback
+from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data import dataset_folder
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.data.lerobot_writer import SAFE, Writer
-from embodied_ppo.imitation import behavior_cloning, captions, supervised_finetuning
+from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
+from embodied_ppo.options import loader
+from embodied_ppo.options.schema import Config, DemosConfig, EnvConfig
+from embodied_ppo.rollout.environments import make_env
+from embodied_ppo.training.progress import Interrupts, Progress
 
 RECORDERS = 64
 """Number of environments that record in parallel."""
 REQUEST = "meta/embodied_ppo.json"
 """File of a recording: the options it was requested with, besides those in LeRobot's own files."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Result of ``record``.
-
-    Attributes:
-        existing: Demonstrations before the recording.
-        episodes: Demonstrations after it.
-        frames: Frames after it.
-        attempts: Episodes that the expert finished.
-        successes: Finished episodes that the expert solved.
-        families: Kind of episode -> number of new demonstrations.
-    """
-
-    existing: int
-    episodes: int
-    frames: int
-    attempts: int
-    successes: int
-    families: dict[str, int]
 
 
 def demonstrations(
@@ -72,11 +53,7 @@ def demonstrations(
     c, env = config.cloning, config.env
     if c.dataset is not None:
         return Path(c.dataset)
-    if env.id != "Tabletop":
-        raise ConfigError(
-            f"cloning.dataset = null: env.id={env.id} has no expert of its own; name a folder"
-        )
-    _check_ranges(env)
+    recording_env(DemosConfig(out="cache", env=env))  # raises for what cannot be recorded
     request = {
         "kwargs": env.kwargs,
         "cameras": env.cameras,
@@ -85,8 +62,6 @@ def demonstrations(
         # A continued recording has other episodes than one recorded without interruption.
         "episodes": c.episodes,
     }
-    if c.captions:  # recordings without captions keep their names
-        request["captions"] = _recorder().captions(env.kwargs)
     name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:20]
     folder = compile.cache_folder() / "demonstrations" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +69,7 @@ def demonstrations(
         # The second of two equal runs waits here and then uses the recording of the first.
         fcntl.flock(lock, fcntl.LOCK_EX)
         record(
-            DemosConfig(out=str(folder), episodes=c.episodes, captions=c.captions > 0, env=env),
+            DemosConfig(out=str(folder), episodes=c.episodes, env=env),
             lambda line: notice(f"cloning: {line}"),
             lambda done, total: advance("recording", done, total),
         )
@@ -112,8 +87,6 @@ def recording_env(config: DemosConfig) -> EnvConfig:
     env = config.env
     if not config.out:
         raise ConfigError("out = '' must name a folder to record into; write out=demos/reach")
-    if Path(config.out).exists() and not Path(config.out).is_dir():
-        raise ConfigError(f"out = {config.out}: is a file; name a folder")
     if env.id != "Tabletop":
         raise ConfigError(
             f"env.id = {env.id}: has no expert to record; write experiment=tabletop_token"
@@ -130,17 +103,12 @@ def recording_env(config: DemosConfig) -> EnvConfig:
             f"env.kwargs.obs = {show(env.kwargs['obs'])}: demonstrations are of obs=language; write"
             " env.kwargs.obs=language"
         )
-    _check_ranges(env)
-    return replace(env, simulator="mujoco", kwargs={**env.kwargs, "obs": "language"})
-
-
-def _check_ranges(env: EnvConfig) -> None:
-    """Refuse custom randomisation ranges."""
     if env.randomize and env.ranges:
         raise ConfigError(
             f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own"
             " ranges; take them away (~env.ranges), or write env.randomize=false"
         )
+    return replace(env, simulator="mujoco", kwargs={**env.kwargs, "obs": "language"})
 
 
 def record(
@@ -148,9 +116,7 @@ def record(
     notice: Callable[[str], None],
     advance: Callable[[int, int], None] = lambda done, total: None,
     atomic: Callable[[], AbstractContextManager[object]] = nullcontext,
-    on_complete: Callable[[str], None] = lambda line: None,
-    policy: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
-) -> Recording:
+) -> dict[str, Any]:
     """Record the task's expert into ``config.out`` until it holds ``config.episodes``.
 
     Args:
@@ -158,11 +124,11 @@ def record(
         notice: Receives lines for the log.
         advance: Progress callback ``(completed, total)``.
         atomic: Context in which an episode is written; it may delay an interrupt.
-        on_complete: Receives a line if all demonstrations existed before.
-        policy: Acts instead of the scripted expert, from the observations "state" and "privileged".
 
     Returns:
-        Counts of the folder and of the new episodes.
+        "folder"; its demonstrations before ("found") and after the recording ("episodes",
+        "frames"); of the new ones "recorded", "expert_success" (share of the expert's finished
+        episodes) and "families" (kind of episode -> number).
 
     Raises:
         ConfigError: The options do not fit the folder, or it cannot be written.
@@ -170,7 +136,8 @@ def record(
         TrainingError: Recording failed after the first episode.
     """
     env, folder = config.env, Path(config.out)
-    recorder = _recorder()
+    from embodied_envs.tasks import expert_recorder as recorder  # loads MuJoCo
+
     outcomes, families = Counter[bool](), Counter[str]()
     try:
         with Writer(
@@ -179,18 +146,12 @@ def record(
             state=recorder.STATE,
             action=recorder.ACTION,
             cameras=dict.fromkeys(env.cameras, (env.image_size, env.image_size)),
-            captions=recorder.captions(env.kwargs) if config.captions else None,
         ) as writer:
             existing = writer.episodes
             _check_request(config, exists=existing > 0)
-            missing = config.episodes - existing
-            if missing <= 0:
-                on_complete(f"{folder} holds {existing} demonstrations; nothing is left to record")
-            else:
-                notice(
-                    f"recording {missing} demonstrations into"
-                    f" {folder}{f', which holds {existing}' if existing else ''}"
-                )
+            if (missing := config.episodes - existing) > 0:
+                holds = f", which holds {existing}" if existing else ""
+                notice(f"recording {missing} demonstrations into {folder}{holds}")
                 advance(existing, config.episodes)
                 for demo in recorder.record(
                     env.kwargs,
@@ -204,48 +165,62 @@ def record(
                     start=existing,
                     randomize=env.randomize,
                     num_threads=env.num_threads or None,
-                    captions=config.captions,
-                    policy=policy,
                 ):
                     with atomic():
-                        writer.add(
-                            demo.images, demo.state, demo.action, demo.instruction, demo.points
-                        )
+                        writer.add(demo.images, demo.state, demo.action, demo.instruction)
                     families[demo.family] += 1
                     advance(writer.episodes, config.episodes)
-    except OSError as error:
-        cause = error.strerror or one_line(error)
-        if families:
-            raise TrainingError(
-                f"{folder}: cannot be written ({cause}); is the disk full? {SAFE}"
-            ) from error
-        message = f"{folder}: cannot be written ({cause}); choose another folder"
-        raise ConfigError(message) from error
-    except (ConfigError, EnvError) as error:
+    except (OSError, ConfigError, EnvError) as error:
+        on_disk = isinstance(error, OSError)
+        message = str(error)
+        if isinstance(error, OSError):
+            message = f"{folder}: cannot be written ({error.strerror or one_line(error)})"
         if families:  # recording had begun, so this is not a refusal of the options
-            raise TrainingError(str(error)) from error
+            hint = "; is the disk full?" if on_disk else "."
+            raise TrainingError(f"{message}{hint} {SAFE}") from error
+        if on_disk:
+            raise ConfigError(f"{message}; choose another folder") from error
         raise
-    return Recording(
-        existing=existing,
-        episodes=writer.episodes,
-        frames=writer.frames,
-        attempts=outcomes.total(),
-        successes=outcomes[True],
-        families=dict(sorted(families.items())),
-    )
+    return {
+        "folder": str(folder),
+        "episodes": writer.episodes,
+        "frames": writer.frames,
+        "found": existing,
+        "recorded": writer.episodes - existing,
+        "expert_success": outcomes[True] / outcomes.total() if outcomes else None,
+        "families": dict(sorted(families.items())),
+    }
 
 
-def _recorder() -> Any:
-    """Return the module of the task's expert."""
-    return importlib.import_module("embodied_envs").recorder()
+def record_demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
+    """Record demonstrations of the scripted expert; return their number and success rate.
 
-
-def count_recorded(folder: str) -> int:
-    """Return the number of finished demonstrations in a recording's folder."""
-    try:
-        return int(json.loads((Path(folder) / "meta/info.json").read_text())["total_episodes"])
-    except (OSError, ValueError, KeyError):
-        return 0
+    Raises:
+        ConfigError, EnvError: Before anything is recorded.
+        TrainingError: The recording fails.
+        SystemExit: 130, after an interrupt; finished demonstrations are on the disk.
+    """
+    make_env([0], config=recording_env(config), device=torch.device("cpu")).close()
+    started = time.perf_counter()
+    with Progress(quiet) as bar:
+        try:
+            with Interrupts() as interrupts:
+                summary = record(
+                    config,
+                    bar.say,
+                    lambda done, total: bar.advance("recording", done, total),
+                    interrupts.uninterrupted,
+                )
+        except KeyboardInterrupt:
+            bar.say(
+                f"interrupted; finished demonstrations are safe in {config.out}; the same command"
+                " continues"
+            )
+            raise SystemExit(130) from None
+        if not summary["recorded"]:
+            held = f"{config.out} holds {summary['episodes']} demonstrations"
+            bar.say(f"{held}; nothing is left to record")
+    return {**summary, "wall_s": round(time.perf_counter() - started, 3)}
 
 
 def _check_request(config: DemosConfig, *, exists: bool) -> None:
@@ -303,35 +278,24 @@ def clone(
     """
     c = config.cloning
     folder = demonstrations(config, notice, advance)
-    dataset_folder.check(folder, c.captions)
+    dataset_folder.check(folder)
     weights = policy.state_dict()
     path = compile.cache_folder() / "cloned" / f"{_clone_name(policy, config, folder)}.safetensors"
-    losses_file = path.with_suffix(".json")
-    losses: dict[str, float] = {}
 
-    def train() -> None:
+    def train() -> dict[str, float]:
         demos = read_demonstrations(folder, limit=c.episodes)
         notice(
             f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations"
             f" in {folder}"
         )
-        result = behavior_cloning.clone(
+        return behavior_cloning.clone(
             policy, demos, c, seed=config.seed, notice=notice, advance=advance
         )
-        notice(
-            f"cloning: loss {result.loss:.3f}, of held-out episodes {result.held_out_loss:.3f},"
-            f" {result.cpu_s:.0f} CPU seconds"
-        )
-        losses.update(cloning_loss=result.loss, held_out_loss=result.held_out_loss)
-        with suppress(OSError):  # e.g. a full disk, which ``compute_or_load`` reports
-            losses_file.write_text(json.dumps(losses))
 
-    if supervised_finetuning.compute_or_load(
-        weights, path, train, label="cloning", work=f"{c.steps} supervised steps", notice=notice
-    ):
-        with suppress(OSError, ValueError):
-            losses.update(json.loads(losses_file.read_text()))
-    return losses
+    work = f"{c.steps} supervised steps"
+    return supervised_finetuning.compute_or_load(
+        weights, path, train, label="cloning", work=work, notice=notice
+    )[1]
 
 
 def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -> str:
@@ -351,7 +315,7 @@ def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -
     for file in sorted(path for path in (folder / "meta").rglob("*") if path.is_file()):
         digest.update(file.read_bytes())
     modules = {type(m).__module__ for m in policy.modules()}
-    modules |= {behavior_cloning.__name__, captions.__name__}
+    modules.add(behavior_cloning.__name__)
     for module in sorted(name for name in modules if name.startswith("embodied_ppo.")):
         digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
     return digest.hexdigest()[:20]

@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from embodied_envs.base.errors import ConfigError, TrainingError, one_line
 from embodied_ppo.core.adamw import AdamW
-from embodied_ppo.core.errors import one_line
-from embodied_ppo.core.types import ConfigError, TrainingError
-from embodied_ppo.models import causal_lm
-from embodied_ppo.models.causal_lm import LanguagePolicy
+from embodied_ppo.policies import causal_lm, decoder
+from embodied_ppo.policies.causal_lm import LanguagePolicy
 
 Example: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 """Tokens of a prompt, and of its response including the end token; neither is empty."""
@@ -58,21 +57,16 @@ def warm_start(
         True if the weights were loaded.
 
     Raises:
-        ConfigError: There are too few examples, or ``folder`` cannot be written.
+        ConfigError: ``folder`` cannot be written.
         TrainingError: The loss is not finite.
     """
     count = steps * batch_size
-    if count > len(examples):
-        raise ConfigError(
-            f"warm start: steps * batch_size = {steps} * {batch_size} = {count} must be <="
-            f" {len(examples)} examples; make more of them, or take fewer steps"
-        )
     examples = examples[:count]
     weights = {name: p.detach() for name, p in policy.named_parameters()}
     hyper = {"steps": steps, "batch_size": batch_size, "lr": lr, "lr_warmup": lr_warmup}
     path = folder / f"{_name(policy, weights, examples, {**hyper, 'key': dict(key)})}.safetensors"
 
-    def train() -> None:
+    def train() -> dict[str, float]:
         parameters = list(policy.parameters())
         optimizer = AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
         for step in range(steps):
@@ -87,9 +81,10 @@ def warm_start(
             torch.nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()
+        return {}
 
     work = f"{steps} supervised steps"
-    return compute_or_load(weights, path, train, label="warm start", work=work, notice=notice)
+    return compute_or_load(weights, path, train, label="warm start", work=work, notice=notice)[0]
 
 
 def loss(policy: LanguagePolicy, examples: Sequence[Example]) -> Tensor:
@@ -118,34 +113,34 @@ def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
 def compute_or_load(
     weights: Mapping[str, Tensor],
     path: Path,
-    compute: Callable[[], object],
+    compute: Callable[[], dict[str, float]],
     *,
     label: str,
     work: str,
     notice: Callable[[str], None],
-) -> bool:
+) -> tuple[bool, dict[str, float]]:
     """Compute weights, or load them if ``path`` exists.
 
     Args:
         weights: Tensors that are changed in place.
         path: File of the result.
-        compute: Writes the result to ``weights``.
+        compute: Writes the result to ``weights``; returns losses by name.
         label: Name of the computation, for messages.
         work: Amount of the computation, for messages.
         notice: Receives lines for the log.
 
     Returns:
-        True if the weights were loaded.
+        Whether the weights were loaded, and the losses.
 
     Raises:
         ConfigError: The folder cannot be written.
     """
     if path.exists():
-        damage = _load(weights, path)
-        if damage is None:
+        losses = _load(weights, path)
+        if not isinstance(losses, str):
             notice(f"{label}: taken from {path}")
-            return True
-        notice(f"{label}: {path} is damaged ({damage}); it is computed again")
+            return True, losses
+        notice(f"{label}: {path} is damaged ({losses}); it is computed again")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,12 +148,12 @@ def compute_or_load(
             f"{label}: {path.parent} cannot be written ({error.strerror}); name another folder"
         ) from error
     notice(f"{label}: {work}, once; the result stays in {path.parent}")
-    compute()
+    losses = compute()
     try:
-        _save(weights, path)
+        _save(weights, losses, path)
     except OSError as error:  # e.g. a full disk; the weights are in memory, so training continues
         notice(f"{label}: not kept ({one_line(error)})")
-    return False
+    return False, losses
 
 
 def _name(
@@ -171,7 +166,7 @@ def _name(
     device = policy.model.lm_head.weight.device.type
     settings = [hyper, policy.temperature, torch.__version__, device]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for source in (__file__, causal_lm.__file__):
+    for source in (__file__, causal_lm.__file__, decoder.__file__):
         digest.update(Path(source).read_bytes())
     digest.update(digest_of(weights).encode())
     digest.update(json.dumps(examples).encode())
@@ -187,15 +182,17 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _save(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write weights with a digest to a temporary file and rename it; raise OSError on failure."""
+def _save(weights: Mapping[str, Tensor], losses: dict[str, float], path: Path) -> None:
+    """Write weights, losses and a digest atomically; raise OSError on failure."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
     tensors = {name: x.cpu().contiguous() for name, x in weights.items()}
     try:
-        save_file(tensors, temporary, metadata={"sha256": digest_of(tensors)})
+        # One entry: safetensors writes several in random order.
+        facts = json.dumps({"sha256": digest_of(tensors), "losses": losses})
+        save_file(tensors, temporary, metadata={"facts": facts})
         temporary.replace(path)
     except SafetensorError as error:  # safetensors' own exception for a full disk
         raise OSError(str(error)) from error
@@ -203,18 +200,18 @@ def _save(weights: Mapping[str, Tensor], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _load(weights: Mapping[str, Tensor], path: Path) -> str | None:
-    """Load a file of ``_save`` into the weights; return the reason if it is damaged, else None."""
+def _load(weights: Mapping[str, Tensor], path: Path) -> dict[str, float] | str:
+    """Load a file of ``_save`` into the weights; return the losses, or why it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            expected = (file.metadata() or {}).get("sha256")
+            facts = json.loads((file.metadata() or {}).get("facts", "{}"))
             tensors = {name: file.get_tensor(name) for name in weights}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         return one_line(error)
-    if digest_of(tensors) != expected:
+    if digest_of(tensors) != facts.get("sha256"):
         return "its digest is not that of its weights"
     for name, x in weights.items():
         x.copy_(tensors[name])
-    return None
+    return facts["losses"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_ppo.core import tree
+from embodied_envs.base import tree
 from embodied_ppo.core.types import Metrics, Trajectory
 
 
@@ -99,6 +99,7 @@ class GroupFilter:
             success: bool [n * group_size].
             cost: Environment steps or tokens of the round.
         """
+        # Keep the groups in which some members succeed and others do not.
         mask = trajectory.mask if trajectory.mask.ndim == 2 else trajectory.mask.any(-1)  # [T, N]
         mixed = mixed_groups(success.to(mask.device), mask.any(0), self.group_size)
         kept = mixed.nonzero().flatten()
@@ -121,6 +122,7 @@ class GroupFilter:
         count = trajectory.mask.shape[1] // self.group_size
         order = torch.arange(count, device=trajectory.mask.device)
         batch = select_groups(trajectory, order[: self.groups], self.group_size)
+        # The cost of all rounds, also of dropped groups, is stored in one entry and summed later.
         collected = torch.zeros(batch.mask.shape[:2], dtype=torch.int64, device=batch.mask.device)
         collected[0, 0] = self.cost
         metrics: Metrics = {

@@ -18,16 +18,18 @@ import os
 import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from embodied_ppo.core.errors import one_line
-from embodied_ppo.core.types import CheckpointError, Metrics, PendingRow
+from embodied_envs.base.errors import CheckpointError, one_line, show_path
+from embodied_ppo.core import guarded_files
+from embodied_ppo.core.finite import is_finite
+from embodied_ppo.core.types import Metrics, PendingRow
 from embodied_ppo.training.run_files import check_exists
 
 FORMAT = 1
@@ -46,19 +48,6 @@ STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})", re.ASCII)
 
 Copies (step_000004_backup) do not match.
 """
-NO_ZIP = (zipfile.BadZipFile, UnicodeDecodeError, NotImplementedError)
-"""Exceptions of ``zipfile.ZipFile`` for damaged archives (three million were tried)."""
-DAMAGED = (
-    RuntimeError,
-    EOFError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    OverflowError,
-)
-"""Exceptions of ``torch.load`` for damaged files (scripts/fuzz.py), besides UnpicklingError."""
 
 
 @dataclass(frozen=True)
@@ -79,35 +68,16 @@ class Checkpoint:
         return int(self.manifest["update"])
 
     def pending_row(self) -> PendingRow | None:
-        """Return the row to be logged after saving; None in checkpoints of older versions.
-
-        Raises:
-            CheckpointError: The row is malformed.
-        """
+        """Return the row to be logged after saving; None where the last update was logged."""
         if (row := self.manifest.get(ROW)) is None:
             return None
-        try:
-            metrics: Metrics = {
-                str(k): math.nan if x is None else float(x) for k, x in row["metrics"].items()
-            }
-            return PendingRow(metrics, bool(row["evaluation_due"]))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointError(
-                f"{self.path / MANIFEST}: {ROW} is no row of metrics; use another checkpoint"
-            ) from error
+        # JSON has no NaN, which is stored as null.
+        metrics: Metrics = {k: math.nan if x is None else x for k, x in row["metrics"].items()}
+        return PendingRow(metrics, row["evaluation_due"])
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return the settings that the run's rounding depended on.
-
-        Older versions recorded the version of torch only.
-        """
-        versions, settings = (self.manifest.get(key) for key in ("versions", "arithmetic"))
-        torch_version = versions.get("torch") if isinstance(versions, dict) else None
-        return {"torch": torch_version} | (settings if isinstance(settings, dict) else {})
-
-    def config_text(self) -> str:
-        """Return the content of config.yaml."""
-        return (self.path / CONFIG).read_text()
+        """Return the settings that the run's rounding depended on."""
+        return self.manifest["arithmetic"]
 
     def policy(self) -> dict[str, Any]:
         """Return the state of the policy; raises CheckpointError."""
@@ -119,8 +89,12 @@ class Checkpoint:
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """Return update -> directory of the checkpoints in ``folder``, in increasing order."""
+    """Return update -> directory of the checkpoints in ``folder``, in increasing order.
+
+    They are found by their names, and damaged ones are not left out.
+    """
     names = os.listdir(folder) if folder.is_dir() else []
+    # Sort numbers: as text, step_1000000 comes before step_999999.
     matches = sorted(
         (int(match[1]), folder / name) for name in names if (match := STEP.fullmatch(name))
     )
@@ -146,7 +120,7 @@ def save(
         policy: State of the policy.
         training: State of learner and rollout.
         config_text: Content of config.yaml.
-        info: Further entries of the manifest (env_steps, versions, seeds ..).
+        info: Further entries of the manifest, such as env_steps and versions.
         keep_last: Number of checkpoints to keep besides the best.
 
     Raises:
@@ -155,9 +129,9 @@ def save(
     final = folder / f"step_{update:06d}"
     temporary = folder / f".writing-{update:06d}-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*folder.glob(".writing-*"), *folder.glob(".deleting-*")):
-            shutil.rmtree(stale, ignore_errors=True)
+        folder.mkdir(exist_ok=True)  # not its parents: a run that was removed is not created again
+        # A killed process may have left parts of a checkpoint.
+        remove_temporary(folder)
         temporary.mkdir()
         files = {}
         contents = {
@@ -165,22 +139,28 @@ def save(
             POLICY: _bytes(policy),
             TRAINING: _bytes(training),
         }
+        # Hash the data in memory, so that errors of the disk are detected on reading.
         for name, data in contents.items():
             _write(temporary / name, data)
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        # The manifest is last, because it lists everything else.
         manifest = {"format": FORMAT, "update": update, "score": None, **info, "files": files}
         _write(temporary / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
+        # Flush the names before the rename, so that step_* is complete after a power failure.
         _sync_directory(temporary)
         if final.exists():
             _delete(final)
         temporary.rename(final)
         _sync_directory(folder)
+        # The link moves only after the checkpoint is complete.
         _point(folder / "latest", final.name)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"{final}: cannot be written ({error.strerror}); free space or choose another run_dir"
+            f"free space or choose another run_dir: {show_path(final)} cannot be written"
+            f" ({error.strerror})"
         ) from error
+    # Delete old checkpoints only after the new one is on disk.
     _prune(folder, keep_last)
     return final
 
@@ -193,19 +173,23 @@ def set_score(path: Path, score: float) -> None:
     Raises:
         CheckpointError: Writing fails. The checkpoint is unchanged.
     """
+    # Read this before the manifest changes: ``best`` may point at this checkpoint.
     best = _score(path.parent / "best")
     recorded = None if math.isnan(score) else score
-    manifest = json.loads((path / MANIFEST).read_text()) | {"score": recorded}
     new = path / (MANIFEST + ".new")
     try:
+        manifest = guarded_files.read_object(path / MANIFEST) | {"score": recorded}
         _write(new, json.dumps(manifest, indent=1, sort_keys=True).encode())
         new.replace(path / MANIFEST)
+        # NaN exceeds no score, but the first checkpoint with an evaluation becomes the best.
         if score > best or not (path.parent / "best").exists():
             _point(path.parent / "best", path.name)
-    except OSError as error:
-        new.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        with suppress(OSError):  # on a broken disk or in a folder that was removed
+            new.unlink()
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise CheckpointError(
-            f"{path}: its score cannot be written ({error.strerror}); free space"
+            f"free space: the score of {show_path(path)} cannot be written ({reason})"
         ) from error
 
 
@@ -225,8 +209,10 @@ def repair(run_dir: Path, newest: Checkpoint, notice: Callable[[str], None]) -> 
                 shutil.rmtree(renamed, ignore_errors=True)
                 step.rename(renamed)
                 notice(f"resume: {step.name} does not verify; it is kept as {renamed.name}")
-        if (folder / "latest").resolve() != newest.path:
+        # realpath accepts a loop of links, unlike resolve.
+        if os.path.realpath(folder / "latest") != str(newest.path):
             _point(folder / "latest", newest.path.name)
+        # The link is broken where the best checkpoint was renamed above or removed by hand.
         if (folder / "best").is_symlink() and not (folder / "best").exists():
             best = max(steps(folder).values(), key=_score)
             (folder / "best").unlink()
@@ -234,8 +220,22 @@ def repair(run_dir: Path, newest: Checkpoint, notice: Callable[[str], None]) -> 
                 _point(folder / "best", best.name)
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: cannot be written ({error.strerror}); free space"
+            f"free space: {show_path(folder)} cannot be written ({error.strerror})"
         ) from error
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what killed processes left in ``folder``.
+
+    Call it where the run is locked: no other process writes checkpoints then.
+    """
+    for pattern in (".writing-*", ".deleting-*", ".latest-*", ".best-*", f"step_*/{MANIFEST}.new"):
+        for stale in folder.glob(pattern):
+            # Remove links themselves, not what they point to.
+            if stale.is_dir() and not stale.is_symlink():
+                shutil.rmtree(stale, ignore_errors=True)
+            else:
+                stale.unlink(missing_ok=True)
 
 
 def _bytes(value: Mapping[str, Any]) -> bytes:
@@ -255,6 +255,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _sync_directory(path: Path) -> None:
     """Flush the entries of a directory to disk."""
+    # A rename survives a power failure only after fsync of the directory.
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -265,6 +266,7 @@ def _sync_directory(path: Path) -> None:
 def _point(link: Path, target: str) -> None:
     """Replace a symbolic link atomically."""
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
+    # symlink_to overwrites nothing; the rename below does, atomically.
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     temporary.replace(link)
@@ -273,17 +275,17 @@ def _point(link: Path, target: str) -> None:
 def _score(step: Path) -> float:
     """Return the score of a checkpoint, minus infinity without one."""
     try:
-        score = json.loads((step / MANIFEST).read_text())["score"]
-    except (OSError, ValueError, KeyError):
+        return float(guarded_files.read_object(step / MANIFEST, {"score": float})["score"])
+    except (OSError, ValueError):
         return -math.inf
-    return -math.inf if score is None else float(score)
 
 
 def _prune(folder: Path, keep_last: int) -> None:
     """Delete all checkpoints but the newest ``keep_last`` and the best."""
-    best = (folder / "best").resolve()
+    # realpath accepts a missing or broken link; then nothing is exempt.
+    best = os.path.realpath(folder / "best")
     for old in list(steps(folder).values())[:-keep_last]:
-        if old.resolve() != best:
+        if os.path.realpath(old) != best:
             _delete(old)
 
 
@@ -307,24 +309,27 @@ def find(path: str | Path, option: str = "checkpoint") -> Path:
     """
     check_exists(path, option)
     path = Path(path)
-    if path.is_file():
+    if not path.is_dir():
         raise CheckpointError(
-            f"{option}={path}: is a file; give the directory that holds {MANIFEST}"
+            f"give the directory that holds {MANIFEST}: {option}={show_path(path)} is a file"
         )
+    # A checkpoint, or a link to one.
     if (path / MANIFEST).exists():
         return path.resolve()
+    # The directory of a run, or its folder of checkpoints.
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     checkpoints = list(steps(folder).values())
     if not checkpoints:
+        # A folder of several runs: name the last one in the message.
         runs = sorted({file.parents[2] for file in path.glob(f"*/checkpoints/step_*/{MANIFEST}")})
         if runs:
             raise CheckpointError(
-                f"{option}={path}: is no run, but holds {len(runs)}; name one, the last is"
-                f" {runs[-1]}"
+                f"{option}={show_path(path)}: is no run, but holds {len(runs)}; name one, the last"
+                f" is {show_path(runs[-1])}"
             )
         raise CheckpointError(
-            f"{option}={path}: holds no checkpoint (checkpoints/step_*); name a run that has saved"
-            " one (before the first one it was ended, or its save_every is too large)"
+            f"{option}={show_path(path)}: holds no checkpoint (checkpoints/step_*); name a run that"
+            " has saved one (before the first one it was ended, or its save_every is too large)"
         )
     return checkpoints[-1].resolve()
 
@@ -340,6 +345,7 @@ def open_checkpoint(path: str | Path, option: str = "checkpoint") -> Checkpoint:
     try:
         return _verified(folder)
     except CheckpointError as error:
+        # Name the newest intact one, but do not use it: the user asked for another.
         for other in reversed(steps(folder.parent).values()):
             if _is_intact(other):
                 raise CheckpointError(f"{error}; {other.name} is intact") from error
@@ -356,44 +362,57 @@ def _is_intact(folder: Path) -> bool:
 
 def _verified(folder: Path) -> Checkpoint:
     """Return the checkpoint in ``folder``; raises CheckpointError where it is damaged."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        version, files = manifest["format"], dict(manifest["files"])
-        update = int(manifest["update"])
-        expected = {name: (int(x["bytes"]), str(x["sha256"])) for name, x in files.items()}
-    except FileNotFoundError as error:
+    manifest = read_manifest(folder)
+    if manifest["format"] != FORMAT:
         raise CheckpointError(
-            f"{folder / MANIFEST}: is missing; the directory is no complete checkpoint, use another"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST}: is not a manifest ({error!r}); use another checkpoint"
-        ) from error
-    if version != FORMAT:
-        raise CheckpointError(
-            f"{folder / MANIFEST}: format {version}, this version reads {FORMAT}; use the version"
-            " that wrote it"
+            f"use the version that wrote it: {show_path(folder / MANIFEST)} has format"
+            f" {str(manifest['format'])[:20]}, this version reads {FORMAT}"
         )
-    for name in (CONFIG, POLICY, TRAINING):
-        if name not in expected:
-            raise CheckpointError(f"{folder / MANIFEST}: lists no {name}; use another checkpoint")
-        size, digest = expected[name]  # other files of the manifest are not read
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(
-                f"{file}: is missing (update {update}); use another checkpoint of the run"
-            )
-        data = file.read_bytes()
-        if len(data) != size:
-            raise CheckpointError(
-                f"{file}: has {len(data)} bytes, its manifest has {size}; it was cut short, use"
-                " another checkpoint"
-            )
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise CheckpointError(
-                f"{file}: its contents do not match the manifest's sha256; use another checkpoint"
-            )
+    # Folders may have any other name, but not the number of another update.
+    number = STEP.fullmatch(folder.name)
+    if number and int(number[1]) != manifest["update"]:
+        raise CheckpointError(
+            f"rename it, or move it out of the run: {show_path(folder)} contains update"
+            f" {manifest['update']}"
+        )
+    for name in (CONFIG, POLICY, TRAINING):  # other files of the manifest are not read
+        with guarded_files.refusing_damage(folder / name, "use another checkpoint"):
+            if name not in manifest["files"]:
+                raise ValueError("its manifest does not list it")
+            size, digest = (manifest["files"][name][key] for key in ("bytes", "sha256"))
+            # The size is compared first: it costs nothing and detects truncation.
+            if (stored := os.stat(folder / name).st_size) != size:
+                raise ValueError(f"has {stored} bytes, its manifest has {size}")
+            if guarded_files.sha256(folder / name) != digest:
+                raise ValueError("its contents do not match the manifest's sha256")
     return Checkpoint(folder, manifest)
+
+
+MANIFEST_FIELDS = {"format": object, "update": int, "files": dict}
+"""Entries of a manifest that every checkpoint has."""
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, its entries of the right types.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    path = folder / MANIFEST
+    with guarded_files.refusing_damage(path, "use another checkpoint"):
+        manifest = guarded_files.read_object(path, MANIFEST_FIELDS)
+        for entry in manifest["files"].values():
+            guarded_files.check_fields(entry, {"bytes": int, "sha256": str})
+        return manifest
+
+
+def recorded_sessions(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return ``SESSIONS`` of a manifest; empty where it is damaged."""
+    fields = {"start": int, "config_hash": str, "arithmetic": dict}
+    try:
+        return [guarded_files.check_fields(entry, fields) for entry in manifest[SESSIONS]]
+    except (KeyError, ValueError, TypeError):
+        return []
 
 
 def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint | None:
@@ -412,6 +431,7 @@ def newest_valid(run_dir: Path, notice: Any = lambda text: None) -> Checkpoint |
             return replace(_verified(step), path=step.resolve())
         except CheckpointError as problem:
             notice(f"skipped: {problem}")
+            # If none is valid, raise the error of the newest.
             error = error or problem
     if error is not None:
         raise error
@@ -425,23 +445,14 @@ def load_file(path: Path) -> dict[str, Any]:
         CheckpointError: It is damaged or holds other objects.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CheckpointError(
-                    f"{path}: is compressed, which torch.save never does; use another checkpoint"
-                )
-    except (OSError, *NO_ZIP) as error:
-        raise CheckpointError(
-            f"{path}: is no file of torch.save ({error}); use another checkpoint"
-        ) from error
-    try:
+        # A pickle can execute code; weights_only refuses everything but tensors and plain values.
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds objects other than tensors and plain values, which are never executed; "
             "use a checkpoint written by embodied-ppo"
         ) from error
-    except DAMAGED as error:
+    except Exception as error:  # torch raises many types for damaged files (scripts/fuzz.py)
         raise CheckpointError(
             f"{path}: cannot be read ({one_line(error, kind=True)}); use another checkpoint"
         ) from error
@@ -463,25 +474,25 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
     state = module.state_dict()
     unused: tuple[str, ...] = getattr(module, "unused_weights", ())
     weights = {name: x for name, x in weights.items() if not str(name).startswith(unused)}
-    for name, tensor in state.items():
-        if name not in weights:
-            raise CheckpointError(
-                f"{source}: has no tensor {name!r}; it is another model's, use the model it was"
-                " trained with"
+    for name in [*state, *sorted(map(str, weights.keys() - state.keys()))]:
+        x, own = weights.get(name), state.get(name)
+        if own is None:
+            problem = (
+                f"has tensor {name!r}, which this model lacks; use the model it was trained with"
             )
-        if not isinstance(weights[name], torch.Tensor):
-            raise CheckpointError(
-                f"{source}: {name!r} is no tensor; use a checkpoint written by embodied-ppo"
+        elif not isinstance(x, torch.Tensor):
+            problem = (
+                f"has no tensor {name!r}; it is another model's, use the model it was trained with"
             )
-        if weights[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{source}: tensor {name!r} is {tuple(weights[name].shape)}, this model needs"
-                f" {tuple(tensor.shape)}; use the model and env it was trained with"
+        elif x.shape != own.shape:
+            problem = (
+                f"tensor {name!r} is {tuple(x.shape)}, this model needs {tuple(own.shape)}; use the"
+                " model and env it was trained with"
             )
-    extra = sorted(map(str, weights.keys() - state.keys()))
-    if extra:
-        raise CheckpointError(
-            f"{source}: has tensor {extra[0]!r}, which this model lacks; use the model it was"
-            " trained with"
-        )
+        # Values that are not finite are valid only where the new model has them, too.
+        elif not is_finite(x) and is_finite(own):
+            problem = f"tensor {name!r} contains NaN or infinity; use an earlier checkpoint"
+        else:
+            continue
+        raise CheckpointError(f"{source}: {problem}")
     module.load_state_dict(dict(weights))

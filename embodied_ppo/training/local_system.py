@@ -10,7 +10,7 @@ from torch import nn
 
 from embodied_ppo.core.types import Learner, Metrics, Policy, Trajectory, UpdateObserver
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.system import Collector, Records, Result, RunSystem, resume
+from embodied_ppo.training.run_system import Collector, Records, Result, RunSystem, resume
 
 PENDING = "pending"
 """Key of a checkpoint's training state for the rollouts that were not trained on yet."""
@@ -50,29 +50,35 @@ class LocalSystem(RunSystem):
     def set_observer(self, observer: UpdateObserver) -> None:
         """Call ``observer`` with the experience and the minibatches of each update."""
         self._observer = observer
+        # The learner reports the minibatches; this system reports experience and metrics.
         self.learner.set_observer(observer)
 
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
+        # Each row records the version of the weights that acted.
         return self.rollout.collect(horizon, update=update, version=self.version)
 
     def update(self, experience: Any, *, update: int) -> Metrics:
+        # Updates between acting and learning, averaged over all rows.
         lag = self.version - experience.version.double().mean().item()
         if self._observer is not None:
             self._observer.on_experience(experience, update=update)
         metrics = self.learner.update(experience, update=update) | {"rollout/version_lag": lag}
         if self._observer is not None:
             self._observer.on_update(metrics)
+        # Steps are counted when they are trained on, not when they are collected.
         self.steps += self.count(experience)
         return metrics
 
     def publish(self, version: int) -> None:
         self.version = version
+        # Rollout and learner share the weights, so nothing has to be copied here.
         self._publish(version)
 
     def _measure(self) -> Result:
         return self.measure()
 
     def _save(self, update: int, arguments: Mapping[str, Any]) -> Path:
+        # A pipelined system waits here until its running rollout is complete.
         training, policy = self._training_state(), self.module.state_dict()
         return checkpoint.save(
             self.records.checkpoints, update=update, policy=policy, training=training, **arguments
@@ -86,6 +92,7 @@ class LocalSystem(RunSystem):
         training = resume(
             source, notice, policy=self.module, rollout=self.rollout, learner=self.learner
         )
+        # Only a pipelined run stores rollouts that were not trained on.
         self._load_pending(training.get(PENDING, {}), notice)
 
     def _load_pending(self, pending: Mapping[int, Any], notice: Callable[[str], None]) -> None:
@@ -94,6 +101,7 @@ class LocalSystem(RunSystem):
             notice(f"resume: rollout {update + 1} is not trained on, because pipeline=false")
 
     def cpu_s(self) -> dict[str, float]:
+        # There are no other processes.
         return {"process": 0.0, **self.rollout.cpu_s, **self.learner.cpu_s}
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -14,13 +15,16 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from embodied_ppo.core import watchdog
+from embodied_envs.base import watchdog
+from embodied_ppo.core.compile import CompileSchedule
 from embodied_ppo.core.types import Mean, Metrics
 from embodied_ppo.training.health import HealthMonitor
 from embodied_ppo.training.metrics_digest import MetricsDigest
+from embodied_ppo.training.run_files import METRICS, metric_rows
 from embodied_ppo.training.trackers import Status, Trackers
 
 if TYPE_CHECKING:
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 10.0
 """Least interval of progress lines in seconds, if stderr is not a terminal."""
+
+GIF_FRAMES = 75
+"""Largest number of frames of a video in TensorBoard."""
 
 CELL = 400
 """Largest length of a table cell, in characters."""
@@ -53,6 +60,7 @@ class Timer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure a block."""
         wall, cpu = time.perf_counter(), time.process_time()
+        # The handler of signals reads the phase: an evaluation is interrupted at once.
         self.phase = phase
         try:
             yield
@@ -76,13 +84,14 @@ class Timer:
 
 
 def peak_rss_mb() -> float:
-    """Return the largest resident memory of this process so far, in MB."""
+    """Return the largest resident memory of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def process_age_s() -> float:
     """Return the seconds since the start of this process, 0 if the system does not report it."""
     try:
+        # Field 22 is the start in clock ticks after boot. The name in field 2 may contain spaces.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except OSError:
@@ -129,36 +138,57 @@ class Log:
         self.unit = unit
         self.speed = f"speed/{unit}_per_s"
         """Tag that the rows of all updates have, and no other rows."""
+        # Line-buffered files are complete up to the last line if the process is killed.
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115
+        # If this process dies in a simulator, its supervisor appends the cause to the log.
         watchdog.log_to(run_dir / "log.txt")
         self._bar = None
-        self._summary, missing = _summary_class()
-        if missing:
+        self._summary: Any = None
+        try:
+            from tensorboard.compat.proto import summary_pb2
+
+            self._summary = vars(summary_pb2)["Summary"]  # protobuf creates its classes at import
+        except ImportError as error:
             self.say(
-                f"no TensorBoard files are written: tensorboard is missing ({missing});"
+                f"no TensorBoard files are written: tensorboard is missing ({error});"
                 " pip install tensorboard. metrics.jsonl has all metrics"
             )
+        # No trackers, until the caller starts those of the run.
         self.trackers = Trackers()
         self._open(completed_updates)
         self._last: dict[str, float] = {}
         self._evaluated_at = 0
-        self._started = time.perf_counter()
+        self._started, self._waited_s = time.perf_counter(), CompileSchedule.waited_s
         self._last_line = -math.inf
         self._monitor = HealthMonitor()
 
     def _open(self, completed_updates: int) -> None:
         """Open metrics.jsonl and TensorBoard after ``completed_updates``."""
         self.completed_updates = completed_updates
-        path = self.run_dir / "metrics.jsonl"
-        self._rows, purge_step, damaged = _open_rows(path, completed_updates, self.unit)
-        if damaged:
-            self.say(f"{path.name}: damaged rows are left out: {', '.join(damaged)}")
+        path = self.run_dir / METRICS
+        # A new run starts with an empty file: an earlier run in the same directory ended before its
+        # first checkpoint. TensorBoard then drops all points, from step 0 on.
+        lines, purge_step = list[bytes](), None if completed_updates else 0
+        if completed_updates and path.exists():
+            # Damaged lines are left out; ``verify`` reports missing rows.
+            for line, row in metric_rows(self.run_dir):
+                steps = None if row is None else row.get(self.unit)
+                if row and steps is not None and (row["update"] or 0) <= completed_updates:
+                    purge_step = int(steps) + 1
+                    lines.append(line)
+        # The file is replaced in one step, so that a kill leaves the old or the new one.
+        temporary = path.with_suffix(".new")
+        temporary.write_bytes(b"".join(line + b"\n" for line in lines))
+        temporary.replace(path)
+        self._rows: TextIO = open(path, "a", buffering=1)  # noqa: SIM115
+        # A run that was killed after a checkpoint may not have logged the row of its update.
         is_logged = bool(completed_updates and self.row(completed_updates))
         self.digest = MetricsDigest(self.run_dir, completed_updates, is_logged=is_logged)
         self.board: SummaryWriter | None = None
         if self._summary is not None:
             from torch.utils.tensorboard import SummaryWriter
 
+            # TensorBoard drops the points of earlier sessions from ``purge_step`` on.
             self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
 
     def rewind(self, completed_updates: int) -> None:
@@ -168,13 +198,12 @@ class Log:
         self._rows.close()
         self.digest.close()
         self._open(completed_updates)
+        # The new monitor does not know the dropped rows.
         self._monitor = HealthMonitor()
 
     def row(self, update: int) -> dict[str, Any]:
         """Return the row of an update in metrics.jsonl; empty if it has none."""
-        rows = (
-            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        )
+        rows = (row for _, row in metric_rows(self.run_dir) if row is not None)
         return next((row for row in rows if row["update"] == update), {})
 
     # ------------------------------------------------------------------------------------- messages
@@ -200,7 +229,11 @@ class Log:
         Raises:
             OSError: Writing fails.
         """
+        # Writing to an open file that was deleted raises no error, but the rows would be lost.
+        if not (path := self.run_dir / METRICS).exists():
+            raise FileNotFoundError(errno.ENOENT, "was removed while the run trained", str(path))
         row = numbers(metrics)
+        # Curves cannot show NaN; metrics.jsonl has null instead.
         points = {tag: x for tag, x in row.items() if math.isfinite(x)}
         if self.board is not None:
             values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in points.items()]
@@ -210,10 +243,13 @@ class Log:
                 self.board.flush()
         # Write the row last: for a resumed run an update with a row is complete.
         line = json.dumps({"update": update, self.unit: steps} | finite(row))
+        # A digest without a row is dropped on resume; a row without a digest could not be verified.
         self.digest.add(update, line)
         self._rows.write(line + "\n")
         self.trackers.metrics(points, steps=steps)
+        # The progress line shows the last value of each metric, as of an earlier evaluation.
         self._last |= row
+        # Only the rows of updates have a speed; the monitor judges no others.
         if self.speed in row:
             for warning in self._monitor.add(row):
                 self.say(f"warning, update {update}: {warning}")
@@ -222,31 +258,30 @@ class Log:
         if "eval/return" in row:
             self._evaluated_at = update
         if update <= self.completed_updates:  # before the training of this session
-            self._started = time.perf_counter()
+            self._started, self._waited_s = time.perf_counter(), CompileSchedule.waited_s
             return
         if self.speed not in row:  # an evaluation beside the training
             return
-        # Only the log file needs the estimate: the console shows the time left after each update.
-        if update == self.completed_updates + 1 < self.total_updates:
-            end = time.localtime(time.time() + self._remaining_s(update))
-            self.say(
-                f"update {update} is done; all {self.total_updates} will be at about"
-                f" {time.strftime('%Y-%m-%d %H:%M', end)}",
-                show=False,
-            )
         if not self.quiet:
             self._show(update)
 
     def _remaining_s(self, update: int) -> float:
-        """Return the seconds to the end of the run at the mean speed so far."""
-        elapsed = time.perf_counter() - self._started
+        """Return the seconds to the end of the run at the mean speed so far.
+
+        The wait for the compiler, which occurs once, does not count.
+        """
+        elapsed = time.perf_counter() - self._started - (CompileSchedule.waited_s - self._waited_s)
         return elapsed / max(1, update - self.completed_updates) * (self.total_updates - update)
 
     def _show(self, update: int) -> None:
         """Show the progress after an update."""
+        # The bar starts with the first update, below the messages of the start.
         if self._bar is None and shows_bars():
-            self._bar = _progress_bar(self.total_updates, self.completed_updates)
-            self._bar.start()
+            columns = ("return {task.fields[ret]}", "evaluation {task.fields[evaluated]}")
+            self._bar = start_bar(*columns, "{task.fields[rate]}")
+            done = self.completed_updates
+            values = dict.fromkeys(("ret", "evaluated", "rate"), "-")
+            self._bar.add_task("training", total=self.total_updates, completed=done, **values)
         robot = self.unit == "env_steps"
         score, digits = ("eval/return", ".1f") if robot else ("eval/accuracy", ".3f")
         ret = _format(self._last.get("rollout/return"), digits)
@@ -258,13 +293,14 @@ class Log:
                 self._bar.task_ids[0], completed=update, ret=ret, evaluated=evaluated, rate=rate
             )
             return
+        # Without a bar, print a line at intervals and one at the end.
         now = time.perf_counter()
         if now - self._last_line < LINE_EVERY_S and update < self.total_updates:
             return
         self._last_line = now
         print(
             f"update {update}/{self.total_updates}  return {ret}  evaluation {evaluated}  {rate}  "
-            f"{_clock(self._remaining_s(update))} left",
+            f"{timedelta(seconds=int(self._remaining_s(update)))} left",
             file=sys.stderr,
             flush=True,
         )
@@ -273,6 +309,7 @@ class Log:
         """Write options and final results to TensorBoard's HPARAMS tab."""
         if self.board is None:
             return
+        # TensorBoard accepts only these types as hyperparameters.
         plain = {
             k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()
         }
@@ -281,14 +318,16 @@ class Log:
     def video(self, tag: str, path: str | Path, *, steps: int) -> None:
         """Write an mp4 to trackers, and to TensorBoard as an animated GIF.
 
-        The GIF has every second frame, at 10 frames per second.
+        The GIF has at most GIF_FRAMES frames, of half the size, at 10 frames per second.
         """
         self.trackers.video(tag, path, steps=steps)
         if self.board is None:
             return
         import imageio.v3 as imageio
 
-        frames = imageio.imread(path)[::2]  # [T, H, W, 3]
+        frames = imageio.imread(path)  # [T, H, W, 3]
+        # GIFs are large: keep every second pixel, and every second frame or fewer.
+        frames = frames[:: max(2, math.ceil(len(frames) / GIF_FRAMES)), ::2, ::2]
         gif = imageio.imwrite("<bytes>", frames, extension=".gif", loop=0, duration=100)
         picture = self._summary.Image(
             height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=gif
@@ -303,6 +342,7 @@ class Log:
         self.trackers.table(tag, rows, steps=steps)
         if self.board is None:
             return
+        # The first line of the table has the names of the columns.
         head, *body = [
             " | ".join(map(_cell, row)) for row in (rows[0], *(row.values() for row in rows))
         ]
@@ -316,10 +356,12 @@ class Log:
 
     def close(self, status: Status = "finished") -> None:
         """Close the trackers, the files and the progress bar; ``status``: how the run ended."""
+        # Trackers are closed first, because they may still write to the log.
         self.trackers.close(status)
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        # On a full disk one file may fail to close, and the others are closed nevertheless.
         for part in (self.board, self._rows, self.digest, self._text):
             try:
                 if part is not None:
@@ -328,21 +370,13 @@ class Log:
                 print(f"{self.run_dir}: not written to the end ({error.strerror})", file=sys.stderr)
 
 
-def _summary_class() -> tuple[Any, str]:
-    """Return TensorBoard's class Summary and "", or None and why it cannot be imported."""
-    try:
-        from tensorboard.compat.proto import summary_pb2
-    except ImportError as error:
-        return None, str(error)
-    return vars(summary_pb2)["Summary"], ""  # protobuf creates its classes at import
-
-
 @functools.cache
 def _hide_writer_failures() -> None:
     """Print no traceback for an OSError of TensorBoard's writer thread: ``metrics`` raises it, too.
 
     The hook stays in place, because the thread may end after the error has closed the log.
     """
+    # The hook of other threads and errors stays as it was.
     previous = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -357,50 +391,13 @@ def _cell(value: Any) -> str:
     """Escape a value for a cell of a markdown table."""
     text = str(value)
     text = text if len(text) <= CELL else text[: CELL - 1] + "…"
+    # Markdown's special characters are escaped, and a line break would end the row.
     return "<br>".join(re.sub(r"[\\`*_\[\]<>&|~]", lambda m: f"&#{ord(m[0])};", text).splitlines())
 
 
 def _format(value: float | None, spec: str) -> str:
     """Format a number; "-" for None and NaN (no episode has finished yet)."""
     return "-" if value is None or math.isnan(value) else format(value, spec)
-
-
-def _open_rows(
-    path: Path, completed_updates: int, unit: str
-) -> tuple[TextIO, int | None, list[str]]:
-    """Open metrics.jsonl without the rows after ``completed_updates`` and without damaged lines.
-
-    A new run (``completed_updates`` 0) starts with an empty file: an earlier run in the same
-    directory ended before its first checkpoint.
-
-    Returns:
-        The file; the first step (in ``unit``) that TensorBoard must drop, None if the rows up to
-        ``completed_updates`` are lost; and the damaged lines among those rows, as text. An
-        incomplete last line is not one of them: the run was killed while writing it, and writes it
-        again.
-    """
-    lines: list[bytes] = []
-    damaged: list[str] = []
-    purge_step, update = None if completed_updates else 0, 0
-    if completed_updates and path.exists():
-        content = path.read_bytes()
-        written = content.splitlines()
-        for number, line in enumerate(written, 1):
-            try:
-                row = json.loads(line)
-                update, step = int(row["update"]), int(row[unit])
-                if update <= completed_updates:
-                    purge_step = step + 1
-                    lines.append(line)
-            except (ValueError, KeyError, TypeError, OverflowError):
-                if update < completed_updates and (
-                    number < len(written) or content.endswith(b"\n")
-                ):
-                    damaged.append(f"line {number} (after update {update})")
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(b"".join(line + b"\n" for line in lines))
-    os.replace(temporary, path)
-    return open(path, "a", buffering=1), purge_step, damaged
 
 
 def _is_notebook() -> bool:
@@ -413,20 +410,14 @@ def shows_bars() -> bool:
     return sys.stderr.isatty() or _is_notebook()
 
 
-def bar_console() -> Any:
-    """Return a console of rich on stderr for progress bars.
+def start_bar(*columns: str) -> Any:
+    """Return a progress bar of rich on stderr, which is shown from now on.
 
-    In a notebook a bar is a line that is overwritten; rich's own needs ipywidgets.
+    Args:
+        columns: Texts between the number of a task and its remaining time.
     """
+    # Imported here, because most commands show no bar.
     from rich.console import Console
-
-    if _is_notebook():
-        return Console(stderr=True, force_terminal=True, force_jupyter=False, width=100)
-    return Console(stderr=True)
-
-
-def _progress_bar(total: int, done: int) -> Any:
-    """Return a progress bar of training, which is not started."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -435,22 +426,15 @@ def _progress_bar(total: int, done: int) -> Any:
         TimeRemainingColumn,
     )
 
+    # In a notebook a bar is a line that is overwritten; rich's own needs ipywidgets.
+    notebook: dict[str, Any] = {"force_terminal": True, "force_jupyter": False, "width": 100}
     bar = Progress(
-        TextColumn("training"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("return {task.fields[ret]}"),
-        TextColumn("evaluation {task.fields[evaluated]}"),
-        TextColumn("{task.fields[rate]}"),
+        *map(TextColumn, columns),
         TimeRemainingColumn(),
-        console=bar_console(),
-        transient=False,
+        console=Console(stderr=True, **(notebook if _is_notebook() else {})),
     )
-    bar.add_task("training", total=total, completed=done, ret="-", evaluated="-", rate="-")
+    bar.start()
     return bar
-
-
-def _clock(seconds: float) -> str:
-    """Format a duration as h:mm:ss."""
-    minutes, s = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"

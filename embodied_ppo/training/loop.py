@@ -23,6 +23,7 @@ class Schedule:
         horizon: Steps (or tokens) of one rollout.
         save_every: Updates between checkpoints; 0: only before evaluations and at the end.
         eval_every: Updates between evaluations; 0: only at the end.
+        evaluates: Whether the run has evaluations.
         max_lag: Rollouts that may wait between acting and learning; 0: strictly on-policy.
         stop_after: Update after which the loop saves and ends without an evaluation; None: the
             last one, which is evaluated.
@@ -32,6 +33,7 @@ class Schedule:
     horizon: int
     save_every: int = 0
     eval_every: int = 0
+    evaluates: bool = True
     max_lag: int = 0
     stop_after: int | None = None
 
@@ -84,37 +86,43 @@ def train(
     timer = timer or Timer()
     pending: deque[tuple[Any, Metrics]] = deque()
     metrics: Metrics = {}
+    # Rollouts may be ahead of updates by ``max_lag``, so both are counted.
     done, saved, collected = completed_updates, completed_updates, completed_updates
     end = schedule.updates if schedule.stop_after is None else schedule.stop_after
     # With a lag, rollouts after the last update of this call belong to its checkpoint.
     last_rollout = min(schedule.updates, end + schedule.max_lag)
     while done < end and not should_stop():
+        # With max_lag = 0 this collects exactly one rollout, with the newest weights.
         while len(pending) <= schedule.max_lag and collected < last_rollout:
             with timer("collect"):
                 pending.append(system.collect(schedule.horizon, update=collected))
             collected += 1
+        # Experience is trained on in the order in which it was collected.
         experience, rollout_metrics = pending.popleft()
         before = system.steps
         with timer("update"):
             metrics = rollout_metrics | system.update(experience, update=done)
         done += 1
+        # From here on, rollouts act with version ``done`` of the weights.
         with timer("publish"):
             system.publish(done)
+        # The speed does not contain evaluations and checkpoints.
         seconds = sum(timer.wall[phase] for phase in TRAINING_PHASES)
         metrics |= {f"speed/{system.unit}_per_s": (system.steps - before) / seconds}
+        # A run that stops early continues later, so only its true end is always evaluated.
         last = done == schedule.updates and schedule.stop_after is None
-        row = PendingRow(
-            metrics, last or bool(schedule.eval_every and done % schedule.eval_every == 0)
-        )
+        due = last or bool(schedule.eval_every and done % schedule.eval_every == 0)
+        row = PendingRow(metrics, due and schedule.evaluates)
         if row.evaluation_due or (schedule.save_every and done % schedule.save_every == 0):
             # Save before the evaluation, so that its failure does not lose the update.
             with timer("save"):
                 system.save(done, row)
             saved = done
+        # The row is logged last, so that an update with a row is complete.
         metrics = evaluate_and_log(system, log, timer, row, update=done)
         if done == completed_updates + 1:
             after_first()
-    if saved != done or done == 0:
+    if saved != done or done == end == 0:  # an interrupt before the first update saves nothing
         system.save(done)
     return Outcome(done, done < end, metrics)
 
@@ -131,6 +139,7 @@ def evaluate_and_log(
     if row.evaluation_due:
         with timer("evaluate"):
             metrics = metrics | system.evaluate(update)
+    # The row contains the duration of its own evaluation and checkpoint.
     metrics = metrics | timer.take() | {"memory/peak_gb": peak_rss_mb() / 1024}
     log.metrics(metrics, update=update, steps=system.steps)
     return metrics

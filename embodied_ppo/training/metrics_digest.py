@@ -15,8 +15,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from embodied_ppo.core import guarded_files
+
 FILE = "metrics.sha256"
-_LINE = re.compile(r"(\d+) ([0-9a-f]{64})", re.ASCII)
+_LINE = re.compile(rb"(\d{1,15}) ([0-9a-f]{64})")
 
 
 def chain(previous: str, row: bytes) -> str:
@@ -30,13 +32,19 @@ def chain(previous: str, row: bytes) -> str:
 
 
 def read(path: Path) -> list[tuple[int, str]]:
-    """Return (update, digest) of each line of metrics.sha256; damaged lines are left out."""
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
-        return []
+    """Return (update, digest) of each line of metrics.sha256; damaged lines are left out.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    with guarded_files.refusing_damage(path, "remove metrics.sha256 to go on without digests"):
+        try:
+            text = guarded_files.read_bytes(path, guarded_files.MAX_ROWS_SIZE)
+        except FileNotFoundError:
+            return []
+    # A line that a kill has cut is left out, and its row is written again.
     matches = map(_LINE.fullmatch, text.splitlines())
-    return [(int(match[1]), match[2]) for match in matches if match]
+    return [(int(match[1]), match[2].decode()) for match in matches if match]
 
 
 class MetricsDigest:
@@ -51,11 +59,13 @@ class MetricsDigest:
             is_logged: Whether metrics.jsonl has the row of ``completed_updates``.
         """
         path = run_dir / FILE
+        # The row of a checkpoint may be missing after a kill. The run then writes it first.
         last = completed_updates if is_logged else completed_updates - 1
         entries = [entry for entry in read(path) if entry[0] <= last] if completed_updates else []
-        self.first, self.update, self.value = None, None, ""
+        self.first_update, self.update, self.value = None, None, ""
         if entries:
-            self.first, (self.update, self.value) = entries[0][0], entries[-1]
+            self.first_update, (self.update, self.value) = entries[0][0], entries[-1]
+        # The file is replaced in one step, so that a kill leaves the old or the new one.
         temporary = path.with_suffix(".new")
         temporary.write_text("".join(f"{update} {value}\n" for update, value in entries))
         os.replace(temporary, path)
@@ -65,7 +75,8 @@ class MetricsDigest:
         """Append the digest of a row; call this before the row is written. Raises OSError."""
         value = chain(self.value, row.encode())
         self._file.write(f"{update} {value}\n")
-        self.first = update if self.first is None else self.first
+        # Runs from before this file existed have digests for their later rows only.
+        self.first_update = update if self.first_update is None else self.first_update
         self.update, self.value = update, value
 
     def record(self) -> dict[str, Any] | None:
@@ -75,7 +86,7 @@ class MetricsDigest:
         """
         if self.update is None:
             return None
-        return {"first": self.first, "last": self.update, "sha256": self.value}
+        return {"first": self.first_update, "last": self.update, "sha256": self.value}
 
     def close(self) -> None:
         """Close the file. Raises OSError."""

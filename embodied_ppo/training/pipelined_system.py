@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
 from embodied_ppo.training.local_system import PENDING, LocalSystem
-from embodied_ppo.training.system import Result
+from embodied_ppo.training.run_system import Result
 
 Experience: TypeAlias = "Future[tuple[Trajectory, Metrics]]"
 
@@ -22,9 +22,9 @@ class PipelinedSystem(LocalSystem):
     """Collects in a second thread, with a copy of the policy, while the learner trains.
 
     Rollout k acts with the weights that exist when ``collect`` is called for it. With
-    ``Schedule.max_lag`` 1 these are the weights after update k - 1, and training on rollout k
-    follows after one more update. Compiled code, torch's operations and the simulators of EnvPool
-    do not hold Python's interpreter lock, so that both threads run at the same time.
+    ``Schedule.max_lag`` 1 these are the weights after k - 1 updates, while training on rollout k
+    begins after k updates. Compiled code, torch's operations and the simulators of EnvPool do not
+    hold Python's interpreter lock, so that both threads run at the same time.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class PipelinedSystem(LocalSystem):
         """
         super().__init__(*args, **options)
         self.acting, self._stop_rollout = acting, stop_rollout
+        # One thread keeps the rollouts in order. torch's number of threads is set per thread.
         self._thread = ThreadPoolExecutor(
             1, "rollout", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
@@ -51,8 +52,9 @@ class PipelinedSystem(LocalSystem):
         """Update -> its rollout, from ``collect`` (or a checkpoint) until ``update``."""
 
     def collect(self, horizon: int, *, update: int) -> tuple[Experience, Metrics]:
-        """Start to collect. ``update`` returns the metrics of the rollout."""
+        """Start to collect. ``update`` waits for the rollout and returns its metrics, too."""
         if update not in self._pending:  # a checkpoint contains rollouts that were collected
+            # Copy before this call returns, because the next update changes the weights in place.
             weights = [x.detach().clone() for x in _tensors(self.module)]
             self._pending[update] = self._thread.submit(
                 self._collect, weights, horizon, update, self.version
@@ -64,27 +66,31 @@ class PipelinedSystem(LocalSystem):
         self, weights: list[Tensor], horizon: int, update: int, version: int
     ) -> tuple[Trajectory, Metrics]:
         """Collect with these weights; runs in the second thread."""
+        # Load them in the second thread, which may have acted with the older ones until now.
         for x, new in zip(_tensors(self.acting), weights, strict=True):
             x.copy_(new)
         return self.rollout.collect(horizon, update=update, version=version)
 
     def update(self, experience: Experience, *, update: int) -> Metrics:
+        # An error of the rollout is raised here. Waiting shows that acting is slower than learning.
         started = time.perf_counter()
         trajectory, metrics = experience.result()
         waited = time.perf_counter() - started
+        # From here on, a checkpoint does not contain this rollout.
         del self._pending[update]
         trained = super().update(trajectory, update=update)
         return metrics | trained | {"time/wait_for_rollout_s": waited}
 
     def _finished(self) -> dict[int, tuple[Trajectory, Metrics]]:
-        """Return the rollouts that were not trained on, and wait for the last one."""
+        """Wait for the rollouts that were not trained on, and return them."""
         return {update: experience.result() for update, experience in self._pending.items()}
 
     def _measure(self) -> Result:
-        self._finished()  # ``core.watchdog`` records the calls of one thread only
+        self._finished()  # ``embodied_envs.base.watchdog`` records the calls of one thread only
         return super()._measure()
 
     def _training_state(self) -> dict[str, Any]:
+        # Checkpoints are read with weights_only=True, so they contain no classes of this package.
         pending = {
             update: {
                 "trajectory": {f.name: getattr(trajectory, f.name) for f in fields(Trajectory)},
@@ -102,10 +108,12 @@ class PipelinedSystem(LocalSystem):
             metrics: Metrics = {
                 tag: Mean(*x) if isinstance(x, list) else x for tag, x in stored["metrics"].items()
             }
+            # With a completed future, ``collect`` does not start this rollout again.
             self._pending[update] = experience = Future()
             experience.set_result((Trajectory(**stored["trajectory"]), metrics))
 
     def close(self) -> None:
+        # The rollout must end before the simulators, which it uses, are closed.
         self._stop_rollout()
         self._thread.shutdown(cancel_futures=True)
         super().close()

@@ -6,19 +6,36 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from embodied_ppo.core import compile, watchdog
-from embodied_ppo.training.logging import LINE_EVERY_S, Timer, bar_console, shows_bars
+from embodied_envs.base import watchdog
+from embodied_ppo.core import compile
+from embodied_ppo.core.types import ProgressCallback
+from embodied_ppo.training.logging import LINE_EVERY_S, Timer, shows_bars, start_bar
 
 
-def _signals() -> list[signal.Signals]:
-    """Return the signals that end a run: SIGINT, SIGTERM and, unless nohup ignores it, SIGHUP."""
-    candidates = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    return [
-        s for s in candidates if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN
-    ]
+@contextmanager
+def _signal_handler(handle: Callable[[], None]) -> Iterator[None]:
+    """Call ``handle`` for SIGINT, SIGTERM and, unless nohup ignores it, SIGHUP."""
+
+    def on_signal(number: int, frame: Any) -> None:
+        # A signal to the process group arrives twice, directly and through the supervisor.
+        if not watchdog.is_repetition():
+            handle()
+
+    # A command under nohup must survive the end of its terminal.
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    before: dict[Any, Any] = {}
+    with suppress(ValueError):  # not in the main thread: the caller keeps its signals
+        before = {s: signal.signal(s, on_signal) for s in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -31,49 +48,34 @@ def stop_signals(timer: Timer) -> Iterator[Callable[[], bool]]:
     Yields:
         A function that returns whether a signal has arrived.
     """
-    received: list[int] = []
+    is_stopping = False
 
-    def handle(number: int, frame: Any) -> None:
-        if watchdog.is_repetition():
-            return
-        if received or timer.phase == "evaluate" or compile.CompileSchedule.waiting:
+    def handle() -> None:
+        nonlocal is_stopping
+        # An evaluation may take long, and the update before it is in a checkpoint already.
+        if is_stopping or timer.phase == "evaluate" or compile.CompileSchedule.waiting:
             raise KeyboardInterrupt
-        received.append(number)
+        is_stopping = True
 
-    try:
-        before = {s: signal.signal(s, handle) for s in _signals()}
-    except ValueError:  # not in the main thread: the caller keeps its signals
-        before = {}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _signal_handler(handle):
+        yield lambda: is_stopping
 
 
-class Interrupts:
+class Interrupts(ExitStack):
     """Context in which signals raise KeyboardInterrupt.
 
     In an ``uninterrupted`` block the first signal raises it at the end of the block; a second one
     raises it at once.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[Any, Any] = {}
-        self._deferring = self._received = False
+    _deferring = _received = False
 
     def __enter__(self) -> Interrupts:
-        with suppress(ValueError):  # not in the main thread: the caller keeps its signals
-            self._before = {s: signal.signal(s, self._handle) for s in _signals()}
+        self.enter_context(_signal_handler(self._handle))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if watchdog.is_repetition():
-            return
+    def _handle(self) -> None:
+        # A second signal ends even a block that must not be interrupted.
         if not self._deferring or self._received:
             raise KeyboardInterrupt
         self._received = True
@@ -86,6 +88,7 @@ class Interrupts:
             yield
         finally:
             self._deferring = False
+        # This is not in ``finally``, so that an error of the block is not replaced.
         if self._received:
             raise KeyboardInterrupt
 
@@ -122,14 +125,17 @@ class Progress:
             return
         now = time.perf_counter()
         if task != self._task:
+            # A task that continues starts at ``completed``; those units took no time.
             self._task, self._first, self._start, self._last_line = task, completed, now, now
             if shows_bars():
-                self._bar = self._bar or _bar()
+                # All tasks share one display, with a bar for each.
+                self._bar = self._bar or start_bar()
                 self._bar.add_task(task, total=total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[-1], completed=completed)
         elif now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
+            # Mean duration of a unit so far, times the units that are missing.
             remaining_s = (
                 (now - self._start) / max(1, completed - self._first) * (total - completed)
             )
@@ -146,22 +152,55 @@ class Progress:
             self._bar = None
 
 
-def _bar() -> Any:
-    """Start a progress bar of rich."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+class Messages:
+    """Lines for the user; those before the log is open are kept and then written to it."""
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=bar_console())
-    bar.start()
-    return bar
+    def __init__(
+        self,
+        show: Callable[[str], None],
+        advance: ProgressCallback = lambda task, completed, total: None,
+    ) -> None:
+        """Create an empty list of lines.
+
+        Args:
+            show: Shows a line to the user at once.
+            advance: Progress callback ``(task, completed, total)``.
+        """
+        self.advance = advance
+        self._show = show
+        self._say: Callable[[str], None] | None = None
+        self._kept: list[tuple[str, bool]] = []
+        """Lines before the log is open, and whether they were shown."""
+        self._notices: set[str] = set()
+
+    def add(self, line: str) -> None:
+        """Add a line to the log."""
+        if self._say is None:
+            self._kept.append((line, False))
+        else:
+            self._say(line)
+
+    def notice(self, line: str) -> None:
+        """Add a line to the log, each line once."""
+        if line not in self._notices:
+            self._notices.add(line)
+            self.add(line)
+
+    def progress(self, line: str) -> None:
+        """Show a line at once: a slow step begins or ends."""
+        if self._say is not None:
+            self._say(line)
+            return
+        self._kept.append((line, True))
+        self._show(line)
+
+    def open(self, say: Callable[[str], None], note: Callable[[str], None] | None = None) -> None:
+        """Write the lines so far to the log, and all further ones.
+
+        Args:
+            say: Writes a line to the log and shows it.
+            note: Writes a line that was shown to the log; None: as ``say``.
+        """
+        self._say = say
+        for line, was_shown in self._kept:
+            (note if note is not None and was_shown else say)(line)

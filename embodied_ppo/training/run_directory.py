@@ -5,47 +5,50 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import hashlib
+import json
 import os
 import platform
+import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-import yaml
 
+from embodied_envs.base import watchdog
+from embodied_envs.base.errors import ConfigError, show, show_path
 from embodied_ppo import __version__
-from embodied_ppo.config import loader
-from embodied_ppo.config.batch_sizes import total_updates
-from embodied_ppo.config.schema import Config
-from embodied_ppo.core import watchdog
-from embodied_ppo.core.errors import show
-from embodied_ppo.core.types import CheckpointError, ConfigError
+from embodied_ppo.core import guarded_files
+from embodied_ppo.options import loader
+from embodied_ppo.options.batch_sizes import total_updates
+from embodied_ppo.options.schema import Config
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_files import PARENT, Parent
 
 FREE_ON_RESUME = (
     *("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir"),
     *("resume", "name", "description", "allow_changed_task"),
-    *("trackers", "tracker_project", "tracker_run_name"),
+    "trackers",
 )
 """Options that may change on resume without a message; all other changes are reported."""
 ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
 """Options that change results by rounding only; one line reports all changes."""
-SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.heads", "model.decode")
+SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
 SAME_FUNCTION += ("model.std_function", "model.obs_eps", "model.obs_std_eps")
-"""Options with other values of which the same weights are another function."""
+"""Options that change the function which the same weights compute."""
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
-    *("model.activation", "model.std_function", "model.heads", "model.decode"),
+    *("model.activation", "model.std_function", "model.decode"),
     # With other values the weights do not fit the model, or belong to other observations.
     *("model.policy", "model.hidden", "model.critic_hidden", "model.shared_backbone"),
     *("model.actor_obs", "model.critic_obs"),
@@ -54,55 +57,47 @@ FIXED_ON_RESUME = (
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
 FILES += (PARENT, "metrics.sha256")
 """Files that a run writes into its directory."""
-FOLDERS = ("checkpoints", "tensorboard", "reports", "videos")
-"""Folders that a run writes into its directory."""
 LOCK = ".lock"
 """Name of the file in a run directory that the training process locks."""
+
+
+PATHS = ("model.checkpoint", "cloning.dataset", "teacher", "initial_policy", "actor.model.path")
+PATHS += ("actor.tokenizer", "critic.model.path", "data.train", "data.eval", "reward.model.path")
+"""Options that are paths."""
+SOURCES = ("model.network", "reward.grader")
+"""Options that are FILE.py:NAME, or names that are no paths."""
 
 
 def absolute(config: Config) -> Config:
     """Make all paths in a config absolute, so that the run can be evaluated from any folder."""
 
-    def full(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser().absolute())
+    def absolute_path(value: str) -> str:
+        return str(Path(value).expanduser().absolute())
 
-    def source_file(spec: str) -> str:
-        file, colon, name = spec.partition(":")
-        return f"{full(file)}{colon}{name}" if file.endswith(".py") else spec
+    def absolute_source(value: str) -> str:
+        file, colon, name = value.partition(":")
+        return f"{absolute_path(file)}{colon}{name}" if file.endswith(".py") else value
 
-    actor, critic, data, reward = config.actor, config.critic, config.data, config.reward
-    return replace(
-        config,
-        model=replace(
-            config.model,
-            checkpoint=full(config.model.checkpoint),
-            network=config.model.network and source_file(config.model.network),
-        ),
-        cloning=replace(config.cloning, dataset=full(config.cloning.dataset)),
-        teacher=full(config.teacher),
-        initial_policy=full(config.initial_policy),
-        actor=replace(
-            actor,
-            model=replace(actor.model, path=full(actor.model.path)),
-            tokenizer=full(actor.tokenizer),
-        ),
-        critic=replace(critic, model=replace(critic.model, path=full(critic.model.path))),
-        data=replace(
-            data,
-            train=tuple(map(str, map(full, data.train))),
-            eval=tuple(map(str, map(full, data.eval))),
-        ),
-        reward=replace(
-            reward,
-            grader=source_file(reward.grader),
-            path=full(reward.path),
-            model=replace(reward.model, path=full(reward.model.path)),
-        ),
-    )
+    def changed(section: Any, option: str, function: Callable[[str], str]) -> Any:
+        name, _, inner = option.partition(".")
+        value = getattr(section, name)
+        if inner:
+            value = changed(value, inner, function)
+        elif isinstance(value, tuple):
+            value = tuple(map(function, value))
+        elif value is not None:
+            value = function(value)
+        return replace(section, **{name: value})
+
+    for options, function in ((PATHS, absolute_path), (SOURCES, absolute_source)):
+        for option in options:
+            config = changed(config, option, function)
+    return config
 
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file under a temporary name, then rename it; on a full disk the old one remains."""
+    # A rename on the same disk is atomic, so readers see the old file or the new one.
     temporary = path.with_name(f"{path.name}.new")
     try:
         temporary.write_text(text)
@@ -113,15 +108,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def new_run_dir(config: Config) -> Path:
-    """Return runs/NAME/<time>-<seed>, which does not exist yet."""
+    """Return runs/NAME/<time>-<seed>."""
     # Milliseconds, because jobs of a sweep start in the same second.
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")[:-3]
-    path = Path("runs") / config.name / f"{stamp}-{config.seed}"
-    for i in range(1, 1000):
-        if not path.exists():
-            return path
-        path = path.with_name(f"{stamp}.{i}-{config.seed}")
-    raise ConfigError(f"run_dir: {path} and 999 others exist; name one with run_dir=DIR")
+    return Path("runs") / config.name / f"{stamp}-{config.seed}"
 
 
 def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None]:
@@ -137,22 +127,24 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
     Raises:
         ConfigError, CheckpointError: The directory or the checkpoint cannot be used.
     """
+    # New run: its directory must not contain the checkpoints of another one.
     if config.resume is None:
         run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
-        if run_dir.exists() and not run_dir.is_dir():
-            raise ConfigError(f"run_dir={run_dir}: is a file; name a directory")
         if checkpoint.steps(run_dir / "checkpoints"):
             raise ConfigError(
-                f"run_dir={run_dir}: holds a run already; continue it with resume=auto or name"
-                " another"
+                f"run_dir={show_path(run_dir)}: already contains a run; continue it with"
+                " resume=auto or name another"
             )
         return run_dir, None
+    # auto: continue the newest run of this name and seed, or start one.
     if config.resume == "auto":
         if config.run_dir:
             run_dir = Path(config.run_dir)
         else:
+            # Names begin with the time of the start, so the last name is the newest run.
             runs = sorted((Path("runs") / config.name).glob(f"*-{config.seed}"))
             run_dir = next((r for r in reversed(runs) if checkpoint.steps(r / "checkpoints")), None)
+        # The same command therefore starts a run and continues it after an interruption.
         if run_dir is None or not checkpoint.steps(run_dir / "checkpoints"):
             say(
                 f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet;"
@@ -160,22 +152,28 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
             )
             return run_dir or new_run_dir(config), None
         return run_dir, "newest"
+    # resume=RUN: continue in the directory of that run.
     if (Path(config.resume) / "checkpoints").is_dir() and not config.run_dir:
         return Path(config.resume), "newest"
+    # resume=CHECKPOINT: continue its run, or branch into another directory.
     source = checkpoint.find(config.resume)
     home = source.parent.parent if source.parent.name == "checkpoints" else source.parent
     run_dir = Path(config.run_dir) if config.run_dir else home
+    # A branch does not change the run that it leaves.
     if run_dir.resolve() != home:
         if checkpoint.steps(run_dir / "checkpoints"):
             raise ConfigError(
-                f"run_dir={run_dir}: holds another run already; name a new one, or leave it out"
+                f"run_dir={show_path(run_dir)}: holds another run already; name a new one, or leave"
+                " it out"
             )
         return run_dir, str(source)
+    # In the same directory, an older checkpoint would overwrite the later ones.
     newest = next(reversed(checkpoint.steps(source.parent).values()), source).name
     if newest != source.name:
         raise ConfigError(
-            f"resume={config.resume}: the run has continued to {newest}, which this run would"
-            f" overwrite; start a branch with run_dir=NEW, or continue the run with resume={home}"
+            f"start a branch with run_dir=NEW, or continue the run with resume={show_path(home)}:"
+            f" resume={show_path(config.resume)} has continued to {newest}, which this run would"
+            " overwrite"
         )
     return run_dir, str(source)
 
@@ -188,6 +186,7 @@ def parent_of(config: Config, source: checkpoint.Checkpoint, run_dir: Path) -> P
         source: The checkpoint to resume.
         run_dir: Directory of the branch.
     """
+    # If a checkpoint was moved out of its run, the folder that contains it counts as the run.
     folder = source.path.parent
     home = folder.parent if folder.name == "checkpoints" else folder
     if home.resolve() == run_dir.resolve():
@@ -211,6 +210,7 @@ def branch(
         old: Options of the run, path -> value.
         config: Options of the branch.
     """
+    # Stored options contain absolute paths, so the new ones must, too.
     new = loader.flat(loader.relevant(absolute(config)))
     return Parent(
         run=str(home.resolve()),
@@ -227,20 +227,18 @@ def branch(
 
 def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
     """Return the options in the config.yaml of a checkpoint; raises CheckpointError."""
-    file = source.path / checkpoint.CONFIG
-    try:
-        options = loader.plain_yaml(source.config_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{file}: is no YAML ({' '.join(str(error).split())}); use another checkpoint"
-        ) from error
-    if not isinstance(options, dict):
-        raise CheckpointError(f"{file}: holds no options; use another checkpoint")
-    return options
+    return read_options(source.path / checkpoint.CONFIG)
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Return the options in the config.yaml of a run or checkpoint; raises CheckpointError."""
+    with guarded_files.refusing_damage(path, "use another checkpoint or run"):
+        return guarded_files.check_fields(loader.read_yaml(path), {})
 
 
 def changed_options(config: Config, source: checkpoint.Checkpoint) -> dict[str, Any]:
     """Return path -> value of the options with another value than in a checkpoint's run."""
+    # Options that the checkpoint's version did not have are not compared.
     old = loader.flat(stored_options(source))
     return {
         path: now
@@ -254,9 +252,10 @@ def check_fixed_options(config: Config, old: Mapping[str, Any]) -> None:
     for path, now in loader.flat(loader.relevant(config)).items():
         if path in FIXED_ON_RESUME and old.get(path) != now:
             raise ConfigError(
-                f"{path}={now}: the run to resume has {old.get(path)}, on which its weights,"
-                " counters or random numbers depend; leave it out (and experiment=: resume= alone"
-                " restores the run's options), or start a new run"
+                f"leave out {path} and experiment= (resume= alone restores the run's options), or"
+                " start a new run from the weights with train initial_policy=RUN:"
+                f" {path}={show(now)[:40]}: the run to resume has {show(old.get(path))[:40]}, on"
+                " which its counters or random numbers depend"
             )
 
 
@@ -267,7 +266,7 @@ def check_resume(
     device: torch.device,
     say: Callable[[str], None],
 ) -> None:
-    """Report every option that differs from the checkpoint's.
+    """Report the options that differ from the checkpoint's and may change results.
 
     Args:
         config: Options of this run.
@@ -281,14 +280,13 @@ def check_resume(
     """
     old = loader.flat(stored_options(source))
     check_fixed_options(config, old)
+    # Other options may change, but then the run is not the uninterrupted one, so report each.
     for path, now in loader.flat(loader.relevant(config)).items():
         if path.split(".")[0] in (*FREE_ON_RESUME, *ROUNDING_OPTIONS) or old.get(path) == now:
             continue
         say(f"resume: {path} was {show(old.get(path))}, is {show(now)}")
+    # Hardware, threads and compilation change the order of sums, which changes roundings.
     now, then = arithmetic(config, device), source.arithmetic()
-    if then.keys() <= {"torch"}:  # written by an older version: its options are what is known
-        now |= {name: getattr(config, name) for name in ROUNDING_OPTIONS}
-        then |= {name: old.get(name, now[name]) for name in ROUNDING_OPTIONS}
     if changes := [
         f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]
     ]:
@@ -296,6 +294,7 @@ def check_resume(
             f"resume: {', '.join(changes)}: results differ by rounding from those of an"
             " uninterrupted run"
         )
+    # These schedules depend on the number of updates, so a longer run has other learning rates.
     schedule = config.algorithm.lr_schedule
     options = stored_options(source) | {"resume": None}
     planned = total_updates(loader.load(Config, options, source=loader.STORED))
@@ -318,31 +317,24 @@ def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, 
     It is computed again under the lock, because another process may have trained in the directory
     before.
     """
+    # Without messages, because the call under the lock repeats them.
     run_dir, _ = locate(config, lambda line: None)
-    _check_entries(run_dir)
     with locked(run_dir):
+        # Remove what killed processes left.
+        for name in FILES:
+            (run_dir / f"{name}.new").unlink(missing_ok=True)
+        checkpoint.remove_temporary(run_dir / "checkpoints")
+        # Keep the directory that is locked: under another time or a newer run, ``locate`` would
+        # name another one.
         pinned = (
             replace(config, run_dir=str(run_dir)) if config.resume in (None, "auto") else config
         )
         yield locate(pinned, say)
 
 
-def _check_entries(run_dir: Path) -> None:
-    """Raise ConfigError for a directory in place of a file that a run writes, or the reverse."""
-    misplaced = [(name, "directory", "file") for name in FILES if (run_dir / name).is_dir()]
-    for name in FOLDERS:
-        if (path := run_dir / name).exists() and not path.is_dir():
-            misplaced.append((name, "file", "directory"))
-    for name, kind, written in misplaced:
-        raise ConfigError(
-            f"{run_dir / name}: is a {kind}, and a run writes a {written} of this name; remove it,"
-            " or name another run_dir"
-        )
-
-
 @contextmanager
 def locked(run_dir: Path, option: str = "run_dir") -> Iterator[None]:
-    """Create and lock a run directory; remove it at the end if it is new and empty.
+    """Create and lock a run directory; at the end, remove the lock, and the directory if empty.
 
     Args:
         run_dir: The directory.
@@ -351,60 +343,58 @@ def locked(run_dir: Path, option: str = "run_dir") -> Iterator[None]:
     Raises:
         ConfigError: Another process trains in it, or it cannot be written.
     """
+    # Only folders that this call creates are removed at the end.
     absent = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    try:
-        file = _lock(run_dir, option)
-    except (OSError, ConfigError):
-        _remove_empty(absent)
-        raise
-    with file:
-        # On a full disk only the message of a refused process lacks the owner.
-        with suppress(OSError):
-            file.truncate(0)
-            file.write(f"pid {watchdog.command_pid()} on {socket.gethostname()}\n".encode())
-        try:
-            yield
-        finally:
-            if absent and os.listdir(run_dir) == [LOCK]:
-                (run_dir / LOCK).unlink()
-                _remove_empty(absent)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove those folders that are empty; children come before their parents."""
-    for folder in folders:
-        with suppress(OSError):  # it does not exist, or another process uses it
-            folder.rmdir()
-
-
-def _lock(run_dir: Path, option: str) -> FileIO:
-    """Open and lock the lock file, which a refused process may remove in between."""
     path = run_dir / LOCK
-    for _ in range(100):
+    try:
+        with _lock(path, option) as file:
+            # On a full disk only the message of a refused process lacks the owner.
+            with suppress(OSError):
+                file.truncate(0)
+                file.write(f"pid {watchdog.command_pid()} on {socket.gethostname()}\n".encode())
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # the directory was removed, or its disk is read-only
+                    # Another process may own a new file, after the directory was removed.
+                    if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                        path.unlink()
+    finally:
+        for folder in absent:
+            with suppress(OSError):  # it has files, or another process uses it
+                folder.rmdir()
+
+
+def _lock(path: Path, option: str) -> FileIO:
+    """Open and lock the file ``path``."""
+    folder = show_path(path.parent)
+    while True:
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = FileIO(path, "a+")  # unbuffered: on a full disk the write fails, not the closing
-        except FileNotFoundError:
+        except FileNotFoundError:  # another process has just removed the directory
             continue
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG and option == "run_dir":
+            if error.errno == errno.ENAMETOOLONG:  # the command line has its own message
                 raise
-            line = f"{option}={run_dir}: cannot be written ({error.strerror}); name another"
-            raise ConfigError(line) from error
+            raise ConfigError(
+                f"name another: {option}={folder} cannot be written ({error.strerror})"
+            ) from error
         try:
+            # The system releases the lock when this process ends, also after a kill.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                return file
-        except FileNotFoundError:
-            pass
         except OSError as error:
+            # The owner has written its process id and host into the file.
             file.seek(0)
             owner = file.readall().decode(errors="replace").strip() or "another process"
             file.close()
-            line = f"{option}={run_dir}: {owner} is training in it; wait, or name another"
-            raise ConfigError(line) from error
+            raise ConfigError(
+                f"{option}={folder}: {owner} is training in it; wait, or name another"
+            ) from error
+        # A lock on a file that its owner has just removed would exclude no other process.
+        if os.fstat(file.fileno()).st_nlink:
+            return file
         file.close()
-    raise ConfigError(f"{option}={run_dir}: is removed as soon as it is created; name another")
 
 
 PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "envpool", "hydra-core", "tensorboard")
@@ -413,6 +403,7 @@ PACKAGES += ("transformers",)
 
 def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
     """Return the settings besides the algorithm's options that rounding depends on."""
+    # The vector instructions of a CPU determine the order of sums.
     name = f"cpu ({torch.backends.cpu.get_cpu_capability()})"
     return {
         "threads": config.threads or torch.get_num_threads(),
@@ -431,3 +422,64 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
+
+
+@contextmanager
+def report_write_errors(out: Path) -> Iterator[None]:
+    """Raise ConfigError where a file in ``out`` cannot be written within the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"out={out}: cannot be written ({error.strerror}); name another directory"
+        ) from error
+
+
+@contextmanager
+def export_folder(out: Path) -> Iterator[None]:
+    """Create the folder of an export, and remove it if the export fails.
+
+    Raises:
+        ConfigError: ``out`` contains files, or is not writable.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"name a new directory: out={show_path(out)} is not an empty directory")
+    with report_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:  # also an interrupt
+        shutil.rmtree(out)
+        raise
+
+
+def check_writable(out: Path) -> None:
+    """Raise ConfigError if no file can be written in a folder.
+
+    It is called before a computation whose result is written there.
+    """
+    with report_write_errors(out):
+        existing = next(path for path in (out, *out.parents) if path.exists())
+        # A trial is reliable, unlike permission bits: the disk may be full or read-only.
+        TemporaryFile(dir=existing).close()
+
+
+def config_hash(config: Config) -> str:
+    """Return 12 hex digits over every option that can change a result."""
+    return options_hash(loader.relevant(config))
+
+
+def options_hash(options: Mapping[str, Any]) -> str:
+    """Return ``config_hash`` of the options in a config.yaml."""
+    plain = dict(options)
+    # These options name or describe a run and do not change its results.
+    unrelated = ("name", "description", "run_dir", "resume", "keep_last", "allow_changed_task")
+    for path in (*unrelated, "trackers", "tracker_project", "tracker_run_name"):
+        plain.pop(path, None)
+    return digest(plain)[:12]
+
+
+def digest(plain: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of plain options, in hex."""
+    # Keys are sorted, so that the order in a file does not change the hash.
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()

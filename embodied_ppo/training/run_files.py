@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_ppo.core.errors import CheckpointError, ConfigError
+from embodied_envs.base.errors import CheckpointError, ConfigError, show_path
+from embodied_ppo.core import guarded_files
 
 METRICS = "metrics.jsonl"
 """A directory with this file is a run."""
@@ -28,9 +29,10 @@ def check_exists(path: str | Path, option: str) -> None:
     Raises:
         CheckpointError: It does not exist.
     """
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise CheckpointError(
-            f"{option}={path}: does not exist; give a run directory or runs/../checkpoints/step_*"
+            f"{option}={show_path(path)}: does not exist; give a run directory or"
+            " runs/../checkpoints/step_*"
         )
 
 
@@ -40,8 +42,10 @@ def check_compared(path: str | Path) -> None:
     Raises:
         ConfigError: It does not exist.
     """
-    if not Path(path).exists():
-        raise ConfigError(f"{path}: does not exist; name a run, a checkpoint or a folder")
+    if not os.path.exists(path):
+        raise ConfigError(
+            f"{show_path(path)}: does not exist; name a run, a checkpoint or a folder"
+        )
 
 
 def find_runs(roots: Sequence[Path], *, links: bool = False) -> dict[str, Path]:
@@ -49,22 +53,17 @@ def find_runs(roots: Sequence[Path], *, links: bool = False) -> dict[str, Path]:
 
     Args:
         roots: Folders.
-        links: Whether symbolic links to folders are followed; each folder is visited once.
+        links: Whether symbolic links to folders are followed.
     """
     runs: dict[str, Path] = {}
     for root in roots:
-        visited: set[str] = set()
         for name, subfolders, files in os.walk(root, followlinks=links):
             folder = Path(name)
-            if links:
-                real = os.path.realpath(name)
-                if real in visited:
-                    subfolders.clear()
-                    continue
-                visited.add(real)
             if METRICS in files:
                 # A browser cannot send bytes that are not UTF-8.
                 runs[os.fsencode(folder.absolute()).decode(errors="replace")] = folder
+            # A run contains no other runs, so the search ends there. ``os.walk`` enters
+            # ``subfolders``.
             if METRICS in files or len(folder.relative_to(root).parts) >= DEPTH:
                 subfolders.clear()
             else:
@@ -73,15 +72,16 @@ def find_runs(roots: Sequence[Path], *, links: bool = False) -> dict[str, Path]:
 
 
 def in_sweep_order(run_dirs: Sequence[Path]) -> list[Path]:
-    """Return run directories with those of a sweep in the order of its runs.
+    """Return run directories by folder, those of a sweep in the order of its runs.
 
     The first run of a sweep has the values that the user wrote first.
     """
 
     def key(run_dir: Path) -> tuple[str, int, str]:
         folder, names = run_dir.parent, list[str]()
+        # Without a readable list, runs are in the order of their names.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            runs = json.loads((folder / SWEEP).read_text())["runs"]
+            runs = guarded_files.read_object(folder / SWEEP, {"runs": list})["runs"]
             names = [str(row["folder"]) for row in runs]
         position = names.index(run_dir.name) if run_dir.name in names else len(names)
         return str(folder), position, run_dir.name
@@ -119,40 +119,57 @@ class Parent:
         Args:
             run_dir: Directory of the branch.
         """
-        for path in (run_dir.resolve() / self.relative, Path(self.run)):
-            if (path / "config.yaml").is_file():
-                return path.resolve()
+        # The relative path first: both folders may have been copied to another place.
+        for path in (run_dir / self.relative, Path(self.run)):
+            # A path in parent.json may be too long, or contain a null character or a loop of links.
+            with suppress(OSError, ValueError, RuntimeError):
+                if (path := path.resolve()).joinpath("config.yaml").is_file():
+                    return path
         return None
 
 
-def parse_parent(text: str) -> Parent:
-    """Parse parent.json.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: The text is damaged.
-    """
-    content = json.loads(text)
-    return Parent(
-        run=str(content["run"]),
-        relative=str(content["relative"]),
-        update=int(content["update"]),
-        policy_sha256=str(content["policy_sha256"]),
-        options={str(name): (old, new) for name, (old, new) in content["options"].items()},
-    )
+PARENT_FIELDS = {"run": str, "relative": str, "update": int, "policy_sha256": str, "options": dict}
+"""Entries of parent.json."""
 
 
-def read_parent(run_dir: Path) -> Parent | None:
+def read_parent(run_dir: Path, *, follow_links: bool = True) -> Parent | None:
     """Return the parent of a run; None for a run that began by itself.
 
     Raises:
         CheckpointError: parent.json is damaged.
     """
     path = run_dir / PARENT
-    try:
-        return parse_parent(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: is damaged ({error!r}); remove it if the parent of the run does not matter"
-        ) from error
+    hint = "remove parent.json if the parent of the run does not matter"
+    with guarded_files.refusing_damage(path, hint):
+        try:
+            content = guarded_files.read_object(path, PARENT_FIELDS, follow_links=follow_links)
+        except FileNotFoundError:
+            return None
+        # The file may come from another machine or an editor, so each entry is checked.
+        if not all(isinstance(x, list) and len(x) == 2 for x in content["options"].values()):
+            raise ValueError("its entry options is not a pair of values for each option")
+        options = {name: (old, new) for name, (old, new) in content["options"].items()}
+        run, relative, update, policy_sha256 = [content[name] for name in PARENT_FIELDS][:4]
+        return Parent(run, relative, update, policy_sha256, options)
+
+
+# --------------------------------------------------------------------------------------------- rows
+def metric_rows(run_dir: Path) -> Iterator[tuple[bytes, dict[str, float | None] | None]]:
+    """Yield (line, row) of each line of metrics.jsonl; row is None for a damaged line.
+
+    A row has the number of an update. Its other entries are numbers, None for those that are not
+    finite.
+
+    Raises:
+        CheckpointError: The file is missing or cannot be read.
+    """
+    path = run_dir / METRICS
+    with guarded_files.refusing_damage(path, "name another run"):
+        for line in guarded_files.read_lines(path):
+            try:
+                # Damaged lines are yielded as well, because callers report their positions.
+                row = guarded_files.parse_row(line)
+                guarded_files.update_of(row)
+            except ValueError:
+                row = None
+            yield line, row

@@ -16,64 +16,56 @@ import netrc
 import os
 import queue
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
-from urllib.parse import urlparse
+from typing import Any, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
-from embodied_ppo.config.schema import Config
-from embodied_ppo.core.errors import ConfigError, shorten, show
+from embodied_envs.base.errors import ConfigError, shorten, show
+from embodied_ppo.core.guarded_files import read_object
+from embodied_ppo.options.schema import Config
 
 FILE = "trackers.json"
-"""File in the run directory: tracker -> what identifies the tracked run."""
+"""File in the run directory: tracker -> {"id": id of the tracked run}."""
 PROJECT = "embodied_ppo"
 """Project of W&B and experiment of MLflow where neither an option nor a variable names one."""
-START_S = 10.0
-"""Longest time that the beginning of a run waits for its trackers, seconds."""
-BATCH_S = 1.0
-"""Longest time that rows wait to be sent together, seconds."""
 CLOSE_S = 60.0
-"""Longest time that the end of a run waits for its trackers, seconds; START_S for one that has not
-started by then."""
+"""Longest time that the end of a run waits for its trackers, seconds."""
 MAX_PENDING = 10_000
 """Number of calls that may wait for a tracker before it is switched off."""
+_FILE_LOCK = threading.Lock()
+"""Guards FILE, which all trackers of a run write."""
 Status = Literal["finished", "failed", "interrupted"]
 """How a run has ended."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about a run.
+    """Description of a run for a tracker.
 
     Attributes:
         run_dir: Directory of the run.
-        project: Value of ``tracker_project``.
-        run_name: Name of the tracked run; None: the tool's environment variable, else ``name``.
         group: Name that the runs of one experiment share.
         options: Path -> value of every option.
-        stored: What ``store`` has written for this tracker, if the run is resumed; else empty.
+        id: Id of the tracked run that a resumed run continues; else None.
     """
 
     run_dir: Path
-    project: str | None
-    run_name: str | None
     group: str
     options: Mapping[str, Any]
-    stored: Mapping[str, str]
+    id: str | None
 
     @property
     def name(self) -> str:
         """Name as that of the directory, NAME/<date>-<seed>."""
-        return self.run_name or f"{self.group}/{self.run_dir.name}"
+        return f"{self.group}/{self.run_dir.name}"
 
 
-@dataclass(frozen=True)
-class Row:
+class MetricsRow(NamedTuple):
     """Scalars of one step.
 
     Attributes:
@@ -87,255 +79,146 @@ class Row:
     values: Mapping[str, float]
 
 
-class Tracker(Protocol):
-    """Client of one tracking tool. Every method may raise any exception."""
-
-    title: str
-    """Name of the tool in messages."""
-    next_step: int
-    """Rows of smaller steps are left out: the tool has them from before the run was resumed."""
-    identity: Mapping[str, str]
-    """What identifies the tracked run; ``TrackedRun.stored`` of a resumed run."""
-
-    def start(self, run: TrackedRun) -> str:
-        """Create a tracked run, or continue that of ``run.stored``; return where it is, as text."""
-        ...
-
-    def rows(self, rows: Sequence[Row]) -> None:
-        """Store scalars."""
-        ...
-
-    def table(self, tag: str, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-        """Store rows with equal keys."""
-        ...
-
-    def video(self, tag: str, path: Path, steps: int) -> None:
-        """Store an mp4."""
-        ...
-
-    def summary(self, values: Mapping[str, float | str], steps: int) -> None:
-        """Store the results of the run."""
-        ...
-
-    def finish(self, status: Status) -> None:
-        """Send everything and end the tracked run."""
-        ...
-
-    def abandon(self) -> None:
-        """Release what is open after another method has failed."""
-        ...
-
-
 # ---------------------------------------------------------------------------------------- the tools
 class WandbTracker:
-    """Weights & Biases. WANDB_MODE, WANDB_DIR and the other variables of wandb apply."""
+    """Weights & Biases. WANDB_MODE, WANDB_DIR and the other variables of wandb apply.
 
-    title = "wandb"
+    The methods are those of every tracker; each may raise any exception.
+    """
 
-    def __init__(self) -> None:
-        self.next_step = 0
-        self.identity: Mapping[str, str] = {}
-        self._wandb: Any = None
-        self._run: Any = None
-
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> tuple[str, str]:
+        """Create a tracked run, or continue that of ``run.id``; return where it is, and its id."""
+        # Imported in the thread of the tracker, because the import takes seconds.
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self._wandb = wandb
-        project = run.project or os.environ.get("WANDB_PROJECT") or PROJECT
-        continues = run.stored.get("project") == project
-        id = run.stored["id"] if continues else secrets.token_hex(4)
-        # The run has its own log and its own output.
-        settings: dict[str, Any] = {"console": "off", "silent": True}
-        settings["finish_timeout"] = CLOSE_S - 10
-        if "WANDB_INIT_TIMEOUT" not in os.environ:
-            settings["init_timeout"] = CLOSE_S / 2
-        self._run = wandb.init(
-            project=project,
-            name=run.run_name or os.environ.get("WANDB_NAME") or run.name,
+        self._wandb: Any = wandb
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or run.name,
             group=os.environ.get("WANDB_RUN_GROUP") or run.group,
-            id=id,
-            resume="allow" if continues else None,
+            id=run.id,
+            resume="allow",  # in another project the id is that of a new run
             config=dict(run.options),
             allow_val_change=True,
             reinit="create_new",  # a notebook may have a run of its own
-            settings=wandb.Settings(**settings),
+            # The run has its own log and its own output. wandb's limit ends before this process
+            # stops waiting for it.
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=CLOSE_S - 10),
         )
-        if continues and not self._run.offline:
-            self.next_step = self._run.step
-        self.identity = {"id": id, "project": project}
-        if self._run.disabled:
-            return "disabled by WANDB_MODE"
+        place = str(self._run.url or "disabled by WANDB_MODE")
         if self._run.offline:
             folder = Path(self._run.dir).parent
-            return f"offline in {folder}; upload it with: wandb sync {folder}"
-        return str(self._run.url)
+            place = f"offline in {folder}; upload it with: wandb sync {folder}"
+        return place, self._run.id
 
-    def rows(self, rows: Sequence[Row]) -> None:
+    def rows(self, rows: Sequence[MetricsRow]) -> None:
+        """Store scalars."""
+        # wandb leaves out the steps that it has from before the run was resumed.
         for row in rows:
             self._run.log(dict(row.values), step=row.steps)
 
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-        data = [[_plain(value) for value in row.values()] for row in rows]
-        columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+        """Store rows with equal keys."""
+        data = [list(row.values()) for row in rows]
+        table = self._wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
         self._run.log({tag: table}, step=steps)
 
     def video(self, tag: str, path: Path, steps: int) -> None:
+        """Store an mp4."""
         self._run.log({tag: self._wandb.Video(str(path), format="mp4")}, step=steps)
 
     def summary(self, values: Mapping[str, float | str], steps: int) -> None:
+        """Store the results of the run."""
         self._run.summary.update(dict(values))
 
     def finish(self, status: Status) -> None:
+        """Send everything and end the tracked run; also after another method has failed."""
         self._run.finish(exit_code={"finished": 0, "failed": 1, "interrupted": 130}[status])
-
-    def abandon(self) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.finish(exit_code=1)
-        except Exception:  # its process has ended: without this the exit prints a traceback
-            self._wandb.teardown(exit_code=1)
 
 
 class MlflowTracker:
-    """MLflow, in the store of MLFLOW_TRACKING_URI."""
+    """MLflow, in the store of MLFLOW_TRACKING_URI. The methods are those of WandbTracker."""
 
-    title = "mlflow"
-
-    def __init__(self) -> None:
-        self.next_step = 0
-        self.identity: Mapping[str, str] = {}
-        self._mlflow: Any = None
-        self._client: Any = None
-        self._id = ""
-
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run: TrackedRun) -> tuple[str, str]:
         import mlflow  # pyright: ignore[reportMissingImports]
 
-        self._mlflow = mlflow
+        self._entities: Any = mlflow.entities
         # They report each table of a new database, and tracebacks of what is one line here.
         for name in ("mlflow.store", "alembic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._client = mlflow.MlflowClient()
-        uri = str(self._client.tracking_uri)
-        params = {_mlflow_name(path): show(value) for path, value in run.options.items()}
-        params = {path: shorten(value, 6000) for path, value in params.items()}
-        known: Mapping[str, str] = {}
-        if run.stored.get("uri") == uri:
-            with suppress(mlflow.MlflowException):  # deleted since: a new run is created
-                stored = self._client.get_run(run.stored["id"])
-                self._client.update_run(stored.info.run_id, status="RUNNING")
-                self._id, known = stored.info.run_id, stored.data.params
-                self.next_step = self._last_step(stored.data.metrics) + 1
-        project = run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        if not self._id:
+        self._client: Any = mlflow.MlflowClient()
+        project, self._id = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT, run.id
+        if self._id is not None:
+            try:
+                self._client.update_run(self._id, status="RUNNING")
+            except mlflow.MlflowException:  # deleted since, or of another store
+                self._id = None
+        if self._id is None:
             created = self._client.create_run(
-                self._experiment(project),
+                mlflow.set_experiment(project).experiment_id,
                 run_name=run.name,
                 tags={"mlflow.source.name": "embodied-ppo", "run_dir": str(run.run_dir)},
             )
-            self._id = created.info.run_id
-        self.identity = {"id": self._id, "uri": uri}
-        param = mlflow.entities.Param
-        fresh = [param(path, value) for path, value in params.items() if path not in known]
-        for i in range(0, len(fresh), 100):  # the limit of a request
-            self._client.log_batch(self._id, params=fresh[i : i + 100])
-        for path, value in params.items():
-            if known.get(path, value) != value:  # a parameter cannot change, a tag can
-                self._client.set_tag(self._id, path, value)
-        return f"run {self._id} of experiment {project} in {uri}"
+            self._id = str(created.info.run_id)
+            # MLflow limits the length of a parameter.
+            params = [
+                self._entities.Param(_mlflow_name(path), shorten(show(value), 6000))
+                for path, value in run.options.items()
+            ]
+            self._client.log_batch(self._id, params=params)
+        return f"run {self._id} of experiment {project} in {self._client.tracking_uri}", self._id
 
-    def rows(self, rows: Sequence[Row]) -> None:
-        points = [
-            (tag, value, row.time_s, row.steps) for row in rows for tag, value in row.values.items()
+    def rows(self, rows: Sequence[MetricsRow]) -> None:
+        metrics = [
+            self._entities.Metric(_mlflow_name(tag), x, int(row.time_s * 1000), row.steps)
+            for row in rows
+            for tag, x in row.values.items()
         ]
-        self._log(points)
+        self._client.log_batch(self._id, metrics=metrics)
 
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-        text = json.dumps([{k: _plain(v) for k, v in row.items()} for row in rows], indent=1)
+        # MLflow stores tables as files of the run.
+        text = json.dumps([dict(row) for row in rows], indent=1, default=str)
         self._client.log_text(self._id, text, f"{tag}/step_{steps:012d}.json")
 
     def video(self, tag: str, path: Path, steps: int) -> None:
         self._client.log_artifact(self._id, str(path), f"{tag}/step_{steps:012d}")
 
     def summary(self, values: Mapping[str, float | str], steps: int) -> None:
-        now = time.time()
-        self._log([(k, v, now, steps) for k, v in values.items() if not isinstance(v, str)])
-        for name, value in values.items():
-            if isinstance(value, str):
-                self._client.set_tag(self._id, name, value)
+        # Numbers become metrics, and texts become tags.
+        numbers = {name: x for name, x in values.items() if not isinstance(x, str)}
+        self.rows([MetricsRow(steps, time.time(), numbers)])
+        for name in values.keys() - numbers.keys():
+            self._client.set_tag(self._id, name, values[name])
 
     def finish(self, status: Status) -> None:
         names = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
         self._client.set_terminated(self._id, names[status])
 
-    def abandon(self) -> None:
-        return
 
-    def _log(self, points: Sequence[tuple[str, float, float, int]]) -> None:
-        """Store points (tag, value, Unix seconds, step)."""
-        metric = self._mlflow.entities.Metric
-        metrics = [
-            metric(_mlflow_name(tag), value, int(seconds * 1000), step)
-            for tag, value, seconds, step in points
-        ]
-        for i in range(0, len(metrics), 1000):  # the limit of a request
-            self._client.log_batch(self._id, metrics=metrics[i : i + 1000])
-
-    def _experiment(self, name: str) -> str:
-        """Return the id of an experiment, which is created where it does not exist."""
-        if (experiment := self._client.get_experiment_by_name(name)) is None:
-            try:
-                return self._client.create_experiment(name)
-            except self._mlflow.MlflowException:  # another run has just created it
-                experiment = self._client.get_experiment_by_name(name)
-                if experiment is None:
-                    raise
-        return experiment.experiment_id
-
-    def _last_step(self, metrics: Mapping[str, float]) -> int:
-        """Return the last step of a run that has these metrics; -1 without any."""
-        # Every row has one of these tags.
-        tags = ("speed/env_steps_per_s", "speed/tokens_per_s", "eval/return")
-        history = [
-            point
-            for tag in tags
-            if tag in metrics
-            for point in self._client.get_metric_history(self._id, tag)
-        ]
-        return max((point.step for point in history), default=-1)
-
-
+Tracker: TypeAlias = WandbTracker | MlflowTracker
 TOOLS: Mapping[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
 """Values of the option ``trackers`` -> class."""
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
+"""Module of a tool -> package to install."""
 
 
 # ------------------------------------------------------------------------------------- before a run
 def check(config: Config) -> None:
-    """Check that the tools of the option ``trackers`` can be used. Loads neither them nor torch.
+    """Check that the tools of the option ``trackers`` can be used.
 
     Raises:
-        ConfigError: A package or an API key is missing, or a store is not supported.
+        ConfigError: A package or the API key of wandb is missing.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     for tool in config.trackers:
-        modules = {"wandb": "wandb"} if tool == "wandb" else {"mlflow": "mlflow-skinny"}
-        if tool == "mlflow" and urlparse(uri).scheme not in ("http", "https", "databricks"):
-            modules |= {"sqlalchemy": "sqlalchemy", "alembic": "alembic"}
-        missing = [package for module, package in modules.items() if not _is_installed(module)]
-        if missing:
+        spec, package = importlib.util.find_spec(tool), PACKAGES[tool]
+        # A folder without code, such as the wandb/ of offline runs, has no origin.
+        if spec is None or spec.origin is None:
             raise ConfigError(
-                f"trackers = {show(config.trackers)}: {' and '.join(missing)} not installed; pip"
-                f" install {' '.join(missing)}, or leave {tool} out"
+                f"trackers = {show(config.trackers)}: {package} not installed; pip install"
+                f" {package}, or leave {tool} out"
             )
-    if "mlflow" in config.trackers and uri and urlparse(uri).scheme in ("", "file"):
-        if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1"):
-            raise ConfigError(
-                f"MLFLOW_TRACKING_URI = {uri}: MLflow writes no runs into folders any more; write"
-                " MLFLOW_TRACKING_URI=sqlite:///mlflow.db, or set MLFLOW_ALLOW_FILE_STORE=true"
-            )
+    # wandb would ask for the key, and a command without a terminal would fail or wait.
     if "wandb" in config.trackers and not _wandb_can_start():
         raise ConfigError(
             f"trackers = {show(config.trackers)}: wandb has no API key; run `wandb login`, or write"
@@ -343,79 +226,63 @@ def check(config: Config) -> None:
         )
 
 
-def _is_installed(module: str) -> bool:
-    """Return whether a module can be imported. A folder of that name, wandb/, is no module."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError:
-        return False
-    return spec is not None and spec.origin is not None
-
-
 def _wandb_can_start() -> bool:
-    """Return whether wandb is offline or has an API key. Without one it would ask for it."""
-    if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
-        return True
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    default = Path.home() / ".netrc"
-    files = [Path(os.environ.get("NETRC", default)), default.with_name("_netrc")]
-    server = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
-    for file in files:
-        with suppress(OSError, netrc.NetrcParseError):
-            hosts = netrc.netrc(file).hosts
-            if server in hosts or any("wandb" in host for host in hosts):
-                return True
-    # Few users have the key or the mode in a settings file: wandb has to read it.
+    """Return whether wandb is offline or has an API key."""
     import wandb  # pyright: ignore[reportMissingImports]
 
-    try:
-        settings = wandb.setup().settings
-        return settings.mode not in ("online", "shared") or bool(settings.api_key)
-    finally:
-        wandb.teardown()
+    settings: Any = wandb.setup().settings
+    if settings.mode not in ("online", "shared") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    # ``wandb login`` writes the key to .netrc, older versions under the second host.
+    urls = (settings.base_url, "https://api.wandb.ai")
+    with suppress(OSError, netrc.NetrcParseError):
+        stored = netrc.netrc(os.environ.get("NETRC")).hosts
+        if any(urlsplit(url).hostname in stored for url in urls):
+            return True
+    return bool(settings.api_key)
 
 
 # ------------------------------------------------------------------------------------- during a run
 class Trackers:
     """The trackers of one run; without any, the methods do nothing."""
 
-    def __init__(self, workers: Sequence[_Worker] = ()) -> None:
+    def __init__(self, workers: Sequence[_TrackerThread] = ()) -> None:
         self._workers = workers
 
     def metrics(self, values: Mapping[str, float], *, steps: int) -> None:
         """Store the scalars of a step; all of them are finite."""
-        row = Row(steps, time.time(), dict(values))
-        for worker in self._workers:
-            worker.put(row)
+        # Copy the values, because the threads read them later.
+        self._put(MetricsRow(steps, time.time(), dict(values)))
 
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
         """Store rows with equal keys."""
-        for worker in self._workers:
-            worker.put(lambda tracker: tracker.table(tag, rows, steps))
+        self._put(lambda tracker: tracker.table(tag, rows, steps))
 
     def video(self, tag: str, path: str | Path, *, steps: int) -> None:
         """Store an mp4."""
-        for worker in self._workers:
-            worker.put(lambda tracker: tracker.video(tag, Path(path), steps))
+        self._put(lambda tracker: tracker.video(tag, Path(path), steps))
 
     def summary(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Store the numbers and texts of a summary."""
+        # In Python a bool is an int, but it is no number of a summary.
         values = {
             name: value
             for name, value in summary.items()
             if isinstance(value, int | float | str) and not isinstance(value, bool)
         }
+        self._put(lambda tracker: tracker.summary(values, steps))
+
+    def _put(self, item: _Item) -> None:
         for worker in self._workers:
-            worker.put(lambda tracker: tracker.summary(values, steps))
+            worker.put(item)
 
     def close(self, status: Status) -> None:
         """End the tracked runs; wait until everything is sent, at most CLOSE_S."""
-        began = time.monotonic()
+        # End all of them before waiting for the first, so that they finish at the same time.
+        deadline = time.monotonic() + CLOSE_S
+        self._put(status)
         for worker in self._workers:
-            worker.put(status)
-        for worker in self._workers:
-            worker.join(began)
+            worker.join(deadline)
 
 
 def start(
@@ -433,152 +300,101 @@ def start(
         run_dir: Directory of the run.
         options: Path -> value of every option, for the trackers.
         say: Called with lines for the user, also from other threads.
-        resumed: Whether the run continues the one in ``run_dir``; its tracked runs then go on, too.
+        resumed: Whether the run continues the one in ``run_dir``, and then its tracked runs.
     """
     stored = _read(run_dir) if resumed else {}
-    lock = threading.Lock()
-    workers = [
-        _Worker(
-            TOOLS[tool](),
-            TrackedRun(
-                run_dir,
-                config.tracker_project,
-                config.tracker_run_name,
-                config.name,
-                options,
-                stored.get(tool, {}),
-            ),
-            say,
-            lock,
-        )
+    runs = {
+        tool: TrackedRun(run_dir, config.name, options, stored.get(tool, {}).get("id"))
         for tool in config.trackers
-    ]
-    deadline = time.monotonic() + START_S
-    for worker in workers:
-        worker.started.wait(max(0.0, deadline - time.monotonic()))
-    return Trackers(workers)
+    }
+    return Trackers([_TrackerThread(tool, run, say) for tool, run in runs.items()])
 
 
-class _Worker:
+_Item = MetricsRow | Status | Callable[[Tracker], None]
+"""A row, the end of the run, or a call."""
+
+
+class _TrackerThread:
     """Calls a tracker in a thread of its own, in order; its first failure ends the thread."""
 
-    def __init__(
-        self, tracker: Tracker, run: TrackedRun, say: Callable[[str], None], lock: threading.Lock
-    ) -> None:
-        """Start the tracker; ``lock`` guards the file of the ids."""
-        self._tracker, self._run, self._lock = tracker, run, lock
-        self._say: Callable[[str], None] | None = say
-        self._queue: queue.Queue[Row | Status | Callable[[Tracker], None]] = queue.Queue()
-        self.started = threading.Event()
-        """Set when the tracker has started or failed."""
+    def __init__(self, tool: str, run: TrackedRun, say: Callable[[str], None]) -> None:
+        """Start the tracker."""
+        self._tool, self._run, self._say = tool, run, say
+        self._queue: queue.Queue[_Item] = queue.Queue()
         self._on = True
-        name = f"tracker-{tracker.title}"
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        # A daemon thread does not keep the process alive when a server does not answer.
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{tool}", daemon=True)
         self._thread.start()
 
-    def put(self, item: Row | Status | Callable[[Tracker], None]) -> None:
+    def put(self, item: _Item) -> None:
         """Add a row, a call, or the end of the run."""
-        if self._queue.qsize() >= MAX_PENDING and self._on:
+        # A server that cannot be reached must not fill the memory of a long run.
+        if self._queue.qsize() >= MAX_PENDING:
             self._switch_off(f"does not answer, {MAX_PENDING} updates wait for it")
         if self._on:
             self._queue.put(item)
 
-    def join(self, began: float) -> None:
-        """Wait for the end of the thread; ``began``: when the run ended, ``time.monotonic``."""
-        if not self._on:
-            return
-        self.started.wait(max(0.0, began + START_S - time.monotonic()))
-        limit_s = CLOSE_S if self.started.is_set() else START_S
-        self._thread.join(max(0.0, began + limit_s - time.monotonic()))
-        if self._thread.is_alive() and self._on:
-            self._switch_off(f"does not answer for {limit_s:g} s at the end of the run")
-        self._say = None
+    def join(self, deadline: float) -> None:
+        """Wait for the end of the thread until ``deadline``, in seconds of ``time.monotonic``."""
+        if self._on:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self._switch_off(f"does not answer for {CLOSE_S:g} s at the end of the run")
 
     def _switch_off(self, cause: str) -> None:
-        self._on = False
-        self._report(
-            shorten(f"warning: {self._tracker.title} is off: {cause}", 250)
-            + "; the files of the run are complete"
-        )
-
-    def _report(self, line: str) -> None:
-        if (say := self._say) is not None:
-            say(line)
+        """Report the failure of the tracker once; its thread says nothing more."""
+        if self._on:
+            self._on = False
+            line = shorten(f"warning: {self._tool} is off: {cause}", 250)
+            self._say(f"{line}; the files of the run are complete")
 
     def _work(self) -> None:
         """Run the thread."""
+        tracker, status = TOOLS[self._tool](), None
         try:
-            place = self._tracker.start(self._run)
-            _store(self._run.run_dir, self._tracker, self._lock)
+            place, id = tracker.start(self._run)
+            _store(self._run.run_dir, self._tool, id)
             if self._on:
-                self._report(f"{self._tracker.title}: {place}")
-            self.started.set()
-            # Rows are sent together: several in one request cost little more than one.
-            rows: list[Row] = []
-            due = 0.0
-            while self._on:
-                item = self._next(due - time.monotonic() if rows else None)
-                if isinstance(item, Row):
-                    due = due if rows else time.monotonic() + BATCH_S
+                self._say(f"{self._tool}: {place}")
+            while self._on and status is None:
+                item: _Item | None = self._queue.get()
+                # Rows are sent together: several in one request cost little more than one.
+                rows: list[MetricsRow] = []
+                while isinstance(item, MetricsRow):
                     rows.append(item)
-                    continue
-                self._send(rows)
-                rows = []
+                    item = None if self._queue.empty() else self._queue.get()
+                if rows:
+                    tracker.rows(rows)
                 if callable(item):
-                    item(self._tracker)
-                elif item is not None:
-                    return self._tracker.finish(item)
+                    item(tracker)
+                else:
+                    status = item
+            tracker.finish(status or "failed")
         except Exception as error:  # of any library: training does not depend on it
-            if self._on:
-                cause = str(error).strip().partition("\n")[0]
-                self._switch_off(f"{type(error).__name__}: {cause}")
+            self._switch_off(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             with suppress(Exception):
-                self._tracker.abandon()
-        finally:
-            self.started.set()
-
-    def _next(self, timeout_s: float | None) -> Row | Status | Callable[[Tracker], None] | None:
-        """Return the next item; None: the time has passed. Without a time, wait for an item."""
-        if timeout_s is not None and timeout_s <= 0:
-            return None
-        try:
-            return self._queue.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def _send(self, rows: Sequence[Row]) -> None:
-        """Send rows except those that the tool has from before a resume or a rebuild."""
-        fresh = []
-        for row in rows:
-            if row.steps >= self._tracker.next_step:
-                self._tracker.next_step = row.steps + 1
-                fresh.append(row)
-        if fresh:
-            self._tracker.rows(fresh)
+                tracker.finish("failed")
 
 
 # -------------------------------------------------------------------------------------------- files
 def _read(run_dir: Path) -> dict[str, dict[str, str]]:
-    """Return tracker -> what identifies its run; empty where the file is missing or damaged."""
+    """Return the content of FILE; empty where it is missing or damaged."""
     try:
-        content = json.loads((run_dir / FILE).read_text())
+        # Without the file, the tools create new runs.
+        content = read_object(run_dir / FILE)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return {name: entry for name, entry in content.items() if isinstance(entry, dict)}
 
 
-def _store(run_dir: Path, tracker: Tracker, lock: threading.Lock) -> None:
-    """Write what identifies the run of ``tracker``."""
-    with lock:
-        content = {**_read(run_dir), tracker.title: dict(tracker.identity)}
+def _store(run_dir: Path, tool: str, id: str) -> None:
+    """Write the id of the run of a tool."""
+    with _FILE_LOCK:
+        # Read again under the lock, because another tracker may have added its entry.
+        content = {**_read(run_dir), tool: {"id": id}}
         temporary = run_dir / f"{FILE}.new"
         temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(run_dir / FILE)
-
-
-def _plain(value: Any) -> Any:
-    """Return numbers and texts unchanged, others as text."""
-    return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
 def _mlflow_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which simulator runs a task, and which others run the same task."""
+"""Which simulator runs a task, and the ranges of its domain randomisation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,7 @@ import torch
 
 from embodied_envs import tasks
 from embodied_envs.adapters import envpool_env, gymnasium_env, libero_env, mjlab_env
-from embodied_ppo.core.types import EnvError
-
-OWN = ("mujoco", "warp")
-"""Simulators of the tasks of this package."""
-
-EQUAL: dict[str, tuple[str, ...]] = {
-    "HalfCheetah": ("HalfCheetah-v5", "HalfCheetah-v4", "HalfCheetah-v3"),
-    "Hopper": ("Hopper-v5", "Hopper-v4"),
-    "Walker2d": ("Walker2d-v5",),
-    "Ant": ("Ant-v5",),
-    "Humanoid": ("Humanoid-v5",),
-}
-"""Task of this package -> ids of EnvPool and Gymnasium with the same model, observation, reward and
-end. In Hopper-v4 a fall has a reward that is 1 higher."""
+from embodied_envs.base.errors import check_names
 
 
 def simulator_of(id: str, simulator: str, device: torch.device | str) -> str:
@@ -42,23 +29,6 @@ def simulator_of(id: str, simulator: str, device: torch.device | str) -> str:
         ("gymnasium", gymnasium_env.has_task),
     )
     return next((name for name, has_task in candidates if has_task(id)), "torch")
-
-
-def same_task(id: str, simulator: str) -> dict[str, str]:
-    """Return the other simulators that run the task: name -> id there.
-
-    Args:
-        id: The task's id in ``simulator``.
-        simulator: A simulator, not "auto".
-    """
-    own = id if simulator in OWN else next((k for k, ids in EQUAL.items() if id in ids), None)
-    others = dict.fromkeys(OWN, own) if own is not None else {}
-    gym_id = id if simulator not in OWN else EQUAL.get(id, (None,))[0]
-    if gym_id is not None and simulator in (*OWN, "envpool", "gymnasium"):
-        is_pool = ":" not in gym_id and envpool_env.has_task(gym_id)
-        others |= {"envpool": gym_id} if is_pool else {}
-        others |= {"gymnasium": gym_id} if gymnasium_env.has_task(gym_id) else {}
-    return {name: x for name, x in others.items() if name != simulator and x is not None}
 
 
 def task_ranges(id: str, kwargs: Mapping[str, Any]) -> dict[str, Sequence[float]]:
@@ -83,7 +53,5 @@ def neutral_ranges(names: Sequence[str]) -> dict[str, Sequence[float]]:
     # Lazy, because the module imports MuJoCo, which takes half a second.
     from embodied_envs.physics.domain_randomization import RANGES
 
-    for name in names:
-        if name not in RANGES:
-            raise EnvError(f"env.ranges: {name!r} is unknown")
+    check_names("env.ranges", names, RANGES)
     return {name: (1.0, 1.0) if RANGES[name].operation == "scale" else (0.0, 0.0) for name in names}

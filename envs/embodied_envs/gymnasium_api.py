@@ -22,21 +22,33 @@ from torch import Tensor
 
 import embodied_envs
 from embodied_envs import tasks
+from embodied_envs.adapters.actions import policy_bounds
 from embodied_envs.adapters.spaces import check_seeds
+from embodied_envs.adapters.user_code import copy_arrays
+from embodied_envs.base import tree
+from embodied_envs.base.errors import EnvError, check_choice, check_names
+from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.task import Task
-from embodied_ppo.core.errors import EnvError, choose
-from embodied_ppo.core.observation_names import INSTRUCTION
-from embodied_ppo.core.types import ArraySpec, Box, Obs, Step
+from embodied_envs.types import ArraySpec, Obs, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
-AUTORESET = {"same_step": AutoresetMode.SAME_STEP, "next_step": AutoresetMode.NEXT_STEP}
+AUTORESET: dict[Any, Any] = {
+    "same_step": AutoresetMode.SAME_STEP,
+    "next_step": AutoresetMode.NEXT_STEP,
+}
 NO_LIMIT = 2**31 - 1
 """Value of ``max_episode_steps`` for episodes without a time limit."""
 
 
-def _check_options(task: str, options: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+MAKE_OPTIONS = inspect.signature(embodied_envs.make).parameters.keys() - {
+    *("id", "num_envs", "seeds", "kwargs", "render", "rebuild", "success_key", "image_layout")
+}
+"""Options of ``embodied_envs.make`` that are options here, too; all others are the task's."""
+
+
+def _check_options(task: str, options: Mapping[str, Any]) -> None:
     """Raise EnvError if an option is unknown to ``embodied_envs.make`` and to the task."""
     task_class = tasks.find(task)
     if task_class is None:
@@ -44,87 +56,43 @@ def _check_options(task: str, options: Mapping[str, Any], own: Mapping[str, Any]
             f"task={task!r} is none of ours; choose one of {', '.join(tasks.OWN)}, or"
             " package.module:Class"
         )
+    for name, choices in (("render_mode", (None, *RENDER_MODES)), ("simulator", SIMULATORS)):
+        check_choice(f"{task}: {name}", options.get(name, choices[0]), choices)
     parameters = inspect.signature(task_class).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    names = [*own, *parameters, "nconmax", "njmax"]
-    for name in options:
-        if name not in names:
-            raise EnvError(f"{task}: option {name} is unknown; {choose(name, names, 'there are ')}")
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        names = ["render_mode", *sorted(MAKE_OPTIONS), *parameters, "nconmax", "njmax"]
+        check_names(f"{task}: option", list(options), names)
 
 
 class _Simulator:
     """A ``VectorEnv`` of a task of this package, with numpy arrays and Gymnasium's spaces."""
 
-    def __init__(
-        self,
-        task: str,
-        num_envs: int,
-        *,
-        render_mode: str | None = None,
-        simulator: str = "auto",
-        num_threads: int | None = None,
-        max_episode_steps: int | None = None,
-        action_mapping: str = "rescale",
-        obs_keys: Sequence[str] | None = None,
-        action_chunk: int = 1,
-        cameras: Sequence[str] = (),
-        image_size: int | tuple[int, int] = (64, 64),
-        randomize: bool = False,
-        ranges: Mapping[str, Sequence[float]] | None = None,
-        realism: Mapping[str, Any] | None = None,
-        render_size: tuple[int, int] = (240, 320),
-        device: torch.device | str = "cpu",
-        **task_options: Any,
-    ) -> None:
+    def __init__(self, task: str, num_envs: int, render_mode: str | None, **options: Any) -> None:
         """Create the simulator; ``embodied_envs.make`` documents the options."""
-        own = dict(inspect.signature(_Simulator.__init__).parameters)
-        for name in ("self", "task", "task_options"):
-            del own[name]
-        _check_options(task, task_options, own)
+        _check_options(task, {"render_mode": render_mode} | options)
+        if isinstance(size := options.get("image_size"), int):
+            options["image_size"] = (size, size)
         if not isinstance(num_envs, int | np.integer):
             raise EnvError(f"{task}: num_envs={num_envs!r} must be a whole number")
-        for name, value, choices in (
-            ("render_mode", render_mode, (None, *RENDER_MODES)),
-            ("simulator", simulator, SIMULATORS),
-        ):
-            if value not in choices:
-                raise EnvError(
-                    f"{task}: {name}={value!r} is unknown; choose one of"
-                    f" {', '.join(map(str, choices))}"
-                )
         self.env: Any = embodied_envs.make(
             task,
             num_envs=num_envs,
             seeds=_random_seeds(num_envs),
-            simulator=simulator,
-            num_threads=num_threads,
-            max_episode_steps=max_episode_steps,
-            action_mapping=action_mapping,
-            obs_keys=obs_keys,
-            action_chunk=action_chunk,
-            cameras=cameras,
-            image_size=(image_size, image_size) if isinstance(image_size, int) else image_size,
-            randomize=randomize,
-            ranges=ranges,
-            realism=realism,
             render=render_mode is not None,
-            render_size=render_size,
-            kwargs=task_options,
-            device=device,
+            kwargs={name: x for name, x in options.items() if name not in MAKE_OPTIONS},
+            **{name: x for name, x in options.items() if name in MAKE_OPTIONS},
         )
-        self.wraps = hasattr(self.env, "env")
+        assert isinstance(self.env.simulator, MujocoEnv)
+        self.worlds = self.env.simulator
+        self.wraps = self.env is not self.worlds
         """Whether the MujocoEnv is inside wrappers for action chunks or realism."""
-        worlds = self.env
-        while hasattr(worlds, "env"):
-            worlds = worlds.env
-        self.worlds: MujocoEnv = worlds
-        self.instructions: tuple[str, ...] = getattr(self.env, "instructions", ())
-        self.task_names: tuple[str, ...] = getattr(self.env, "task_names", ())
+        self.instructions, self.task_names = self.env.instructions, self.env.task_names
         self._sentences = np.array([*self.instructions, None], dtype=object)[:-1]
         self._names = np.array([*self.task_names, None], dtype=object)[:-1]
         self.observation_space = _observation_space(self.env.obs_spec, len(self.instructions))
-        self.action_space = _action_space(self.env.action_spec, action_mapping)
+        mapping = options.get("action_mapping", "rescale")
+        low, high = (x.numpy() for x in policy_bounds(self.env.action_spec, mapping))
+        self.action_space = spaces.Box(low, high)
         self.metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES)}
         if self.env.step_s:
             self.metadata["render_fps"] = max(1, round(1 / self.env.step_s))
@@ -192,27 +160,14 @@ def _array_space(spec: ArraySpec) -> spaces.Space:
     return spaces.Box(low, high, spec.shape, dtype)
 
 
-def _action_space(box: Box, mapping: str) -> spaces.Box:
-    """Return the space of the policy's actions; ``rescale`` maps [-1, 1] to finite bounds."""
-    low, high = np.array(box.low, np.float32), np.array(box.high, np.float32)
-    if mapping == "rescale":
-        finite = np.isfinite(low) & np.isfinite(high)
-        low, high = np.where(finite, -1, low), np.where(finite, 1, high)
-    return spaces.Box(low.astype(np.float32), high.astype(np.float32))
-
-
 def _to_numpy(x: Any) -> Any:
     """Convert a tensor or a dictionary of tensors."""
-    if isinstance(x, dict):
-        return {name: _to_numpy(leaf) for name, leaf in x.items()}
-    return x.detach().cpu().numpy()
+    return tree.map(lambda leaf: leaf.detach().cpu().numpy(), x)
 
 
 def _row(batch: Any, i: int) -> Any:
     """Return a copy of row ``i`` of an array or of a dictionary of arrays."""
-    if isinstance(batch, dict):
-        return {name: _row(leaf, i) for name, leaf in batch.items()}
-    return batch[i].copy()
+    return tree.map(lambda leaf: leaf[i].copy(), batch)
 
 
 def _reward(step: Step) -> Tensor:
@@ -269,7 +224,7 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
             autoreset_mode: "same_step" or "next_step". The latter is not available with
                 ``action_chunk`` or ``realism``, and for tasks whose episodes depend on the previous
                 episode (``Task.carry_over``).
-            options: Options of ``embodied_envs.make`` (``cameras``, ``action_chunk``, ..) and of
+            options: Options of ``embodied_envs.make`` (for example ``cameras``) and of
                 the task (of Tabletop ``families``, ``split``, ``obs``, ``reward``). An integer
                 ``image_size`` is both height and width. The action space is [-1, 1] with the
                 default ``action_mapping="rescale"``, otherwise the bounds of the task. A chunk of C
@@ -278,16 +233,9 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         Raises:
             EnvError: The task or an option is unknown or invalid.
         """
-        modes: dict[Any, AutoresetMode] = AUTORESET | {mode: mode for mode in AUTORESET.values()}
-        mode = (
-            modes.get(autoreset_mode) if isinstance(autoreset_mode, str | AutoresetMode) else None
-        )
-        if mode is None:
-            raise EnvError(
-                f"{task}: autoreset_mode={autoreset_mode!r} is unknown; choose one of"
-                f" {', '.join(AUTORESET)}"
-            )
-        self._simulator = simulator = _Simulator(task, num_envs, render_mode=render_mode, **options)
+        check_choice(f"{task}: autoreset_mode", autoreset_mode, [*AUTORESET, *AUTORESET.values()])
+        mode = AUTORESET.get(autoreset_mode, autoreset_mode)
+        self._simulator = simulator = _Simulator(task, num_envs, render_mode, **options)
         self.simulator = simulator.env
         self._next_step = mode == AutoresetMode.NEXT_STEP
         if self._next_step:
@@ -323,27 +271,21 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
                 environment; an entry None means a random seed. Equal seeds give equal sequences of
                 episodes. Without a seed, each environment continues with the next episode of its
                 current sequence.
-            options: {"reset_mask": bool [N]} resets only the environments whose entry is True.
+            options: Must be empty.
 
         Returns:
-            Observations [N, ..] (environments that are not reset keep their last one) and info.
+            Observations [N, ..] and info.
 
         Raises:
-            EnvError: A seed or an option is invalid.
+            EnvError: A seed is invalid.
         """
+        if options:
+            raise self._error(f"reset(options={options}): there are none")
         simulator = self._simulator
-        mask = self._reset_mask(options)
-        if mask is None:
-            obs = simulator.reset(self._seeds(seed))
-        elif seed is not None or self._last_obs_info is None:
-            raise self._error(
-                "options reset_mask is for later resets without a seed; call reset() first"
-            )
-        else:
-            obs = _to_numpy(self.simulator.reset_where(torch.from_numpy(mask)))
-        self._ended &= False if mask is None else ~mask
+        obs = simulator.reset(self._seeds(seed))
+        self._ended[:] = False
         self._last_obs_info = simulator.obs_info(obs)
-        return obs, self._with_masks(self._last_obs_info)
+        return obs, self._with_masks(copy_arrays(self._last_obs_info))
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Execute ``actions`` [N, A].
@@ -369,9 +311,10 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
             final_obs = np.full(self.num_envs, None, dtype=object)
             for i in np.flatnonzero(ended):
                 final_obs[i] = _row(final_batch, int(i))
-            final_info = self._with_masks((self._last_obs_info or {}) | step_info, ended)
+            final_info = (self._last_obs_info or {}) | copy_arrays(step_info)
+            final_info = self._with_masks(final_info, ended)
             infos |= self._with_masks({"final_obs": final_obs, "final_info": final_info}, ended)
-        self._last_obs_info = obs_info
+        self._last_obs_info = copy_arrays(obs_info)
         return obs, reward, terminated, truncated, infos
 
     def render(self) -> tuple[np.ndarray, ...]:
@@ -396,9 +339,9 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         """Return one seed for each environment; None if no seed is given."""
         if seed is None:
             return None
-        given: Sequence[Any] | np.ndarray = [seed]
+        given: list[Any] = [seed]
         if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
-            given = seed
+            given = list(seed)
         for each in given:
             whole = isinstance(each, int | np.integer) and not isinstance(each, bool)
             if each is not None and not whole:
@@ -406,30 +349,13 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
                     f"seed={each!r} must be a whole number, None, or a list of these for"
                     f" {self.num_envs} environments"
                 )
-        if isinstance(seed, Sequence | np.ndarray):
-            random = _random_seeds(len(seed))
-            seeds = [r if s is None else int(s) for r, s in zip(random, seed)]
-        else:
-            seeds = [int(seed) + i for i in range(self.num_envs)]
+        if isinstance(seed, int | np.integer):
+            given = [int(seed) + i for i in range(self.num_envs)]
+        random = _random_seeds(len(given))
+        seeds = [r if s is None else int(s) for r, s in zip(random, given, strict=True)]
         check_seeds(self.simulator.id, seeds, self.num_envs)
         self._np_random, self._np_random_seed = seeding.np_random(seeds[0])
         return seeds
-
-    def _reset_mask(self, options: dict[str, Any] | None) -> np.ndarray | None:
-        """Return the entry reset_mask of the options; raise EnvError if there are other entries."""
-        if not isinstance(options, dict | None):
-            raise self._error(f"reset(options={options!r}): must be a dictionary, or None")
-        if unknown := sorted(set(options or {}) - {"reset_mask"}):
-            raise self._error(f"reset(options={unknown}): unknown; there is reset_mask")
-        if not options:
-            return None
-        mask = np.asarray(options["reset_mask"])
-        if mask.dtype != np.bool_ or mask.shape != (self.num_envs,):
-            raise self._error(
-                f"options reset_mask is {mask.dtype} {list(mask.shape)}; it must be bool"
-                f" [{self.num_envs}]"
-            )
-        return mask
 
     def _error(self, message: str) -> EnvError:
         return EnvError(f"{self.simulator.id}: {message}")
@@ -466,7 +392,7 @@ class TaskEnv(gymnasium.Env):
             )
         if options.get("action_chunk", 1) == 1 and not options.get("realism"):
             options = {"max_episode_steps": NO_LIMIT} | options
-        self._simulator = _Simulator(task, 1, render_mode=render_mode, **options)
+        self._simulator = _Simulator(task, 1, render_mode, **options)
         # After the end of an episode, the simulator keeps its last state until reset(), so that
         # render() can show it. Wrappers for chunks and realism need the reset in the same step.
         self._simulator.worlds.autoreset = self._simulator.wraps

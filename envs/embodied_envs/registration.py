@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gymnasium
 
-from embodied_envs import tasks
-
 NAMESPACE = "embodied/"
 
 MAX_EPISODE_STEPS = {
@@ -19,7 +17,7 @@ MAX_EPISODE_STEPS = {
     "Go1Rough": 500,
     "Tabletop": 100,
 }
-"""``Task.max_episode_steps`` of our tasks, whose modules are not imported here."""
+"""Task of ``tasks.OWN`` -> its ``max_episode_steps``. This module loads no task, and no torch."""
 
 
 def gymnasium_id(name: str) -> str:
@@ -29,17 +27,17 @@ def gymnasium_id(name: str) -> str:
 
 def own_name(id: str) -> str | None:
     """Return the task of ours that ``id`` names at Gymnasium, else None."""
-    return next((name for name in tasks.OWN if gymnasium_id(name) == id), None)
+    return next((name for name in MAX_EPISODE_STEPS if gymnasium_id(name) == id), None)
 
 
 def register() -> None:
-    """Register every task of ``tasks.OWN``; a second call has no effect."""
-    for name in tasks.OWN:
+    """Register every task of ours; a second call has no effect."""
+    for name, max_episode_steps in MAX_EPISODE_STEPS.items():
         if gymnasium_id(name) not in gymnasium.registry:
             gymnasium.register(
                 gymnasium_id(name),
                 entry_point="embodied_envs.gymnasium_api:TaskEnv",
                 vector_entry_point="embodied_envs.gymnasium_api:TaskVectorEnv",
-                max_episode_steps=MAX_EPISODE_STEPS.get(name),
+                max_episode_steps=max_episode_steps,
                 kwargs={"task": name},
             )

@@ -13,13 +13,13 @@ returns the content of a result file, and ``read_result`` reads and checks a fil
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 import embodied_envs
-from embodied_envs.physics.domain_randomization import RANGES
+from embodied_envs.base.errors import EnvError, check_choice
+from embodied_envs.base.intervals import wilson_interval
+from embodied_envs.base.random import TRAINING_SEEDS
+from embodied_envs.engines import neutral_ranges
 from embodied_envs.tasks.tabletop import Tabletop
-from embodied_ppo.core.errors import EnvError, choose
-from embodied_ppo.core.intervals import wilson_interval
-from embodied_ppo.core.random import TRAINING_SEEDS
-from embodied_ppo.core.types import VectorEnv
+from embodied_envs.types import VectorEnv
 
 PROTOCOL = 1
 """Version of the protocol; results of different versions cannot be compared."""
@@ -127,14 +127,10 @@ def make_env(
     *,
     action_chunk: int = 1,
     num_threads: int = 1,
-    render: bool = False,
 ) -> VectorEnv:
     """Return the environments of a measurement, one per seed, with images, state and sentences."""
     ranges = MEASUREMENTS[measurement].ranges
-    neutral = {
-        name: (1.0, 1.0) if RANGES[name].operation == "scale" else (0.0, 0.0)
-        for name in Tabletop.ranges
-    }
+    neutral = neutral_ranges(list(Tabletop.ranges))
     return embodied_envs.make(
         Tabletop.id,
         num_envs=len(seeds),
@@ -146,8 +142,6 @@ def make_env(
         image_size=(IMAGE_SIZE, IMAGE_SIZE),
         randomize=bool(ranges),
         ranges={**neutral, **ranges} if ranges else None,
-        render=render,
-        render_size=(256, 256),
         kwargs=task_kwargs(measurement),
     )
 
@@ -158,28 +152,9 @@ def seeds(measurement: str, episodes: int = EPISODES) -> list[int]:
     return list(range(first, first + episodes))
 
 
-def evaluation_seed(measurement: str) -> int:
-    """Return the seed of ``embodied-ppo evaluate`` that gives the episodes of a measurement."""
-    return (seeds(measurement, 1)[0] - TRAINING_SEEDS) // SEEDS_PER_MEASUREMENT
-
-
-def video_env(measurement: str, action_chunk: int = 1) -> Callable[[list[int]], VectorEnv]:
-    """Return a picklable function that creates environments with rendering from seeds."""
-    return partial(make_env, measurement, action_chunk=action_chunk, render=True)
-
-
-def sentences(measurement: str, seeds: list[int]) -> list[str]:
-    """Return the sentence of each episode."""
-    env = make_env(measurement, seeds)
-    try:
-        return observation(env, env.reset())["instruction"]
-    finally:
-        env.close()
-
-
 def observation(env: VectorEnv, obs: Any) -> Observation:
     """Convert the observation of a simulator to that of a ``BenchPolicy``."""
-    sentences: tuple[str, ...] = env.instructions  # pyright: ignore[reportAttributeAccessIssue]
+    sentences: tuple[str, ...] = env.instructions
     return {
         "image": obs[CAMERA],
         "state": obs["state"],
@@ -218,9 +193,7 @@ def evaluate(
     """
     measured: dict[str, dict[str, Any]] = {}
     for name in measurements:
-        if name not in MEASUREMENTS:
-            choices = choose(str(name), list(MEASUREMENTS), "there are ")
-            raise EnvError(f"{NAME}: measurement {name!r} is unknown; {choices}")
+        check_choice(f"{NAME}: measurement", name, MEASUREMENTS)
         all_seeds, successes = seeds(name, episodes), 0
         for first in range(0, episodes, NUM_ENVS):
             block = all_seeds[first : first + NUM_ENVS]
@@ -267,19 +240,45 @@ def _rate(successes: int, episodes: int) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------ results
-FIELDS: dict[str, tuple[type, ...]] = {
-    "benchmark": (str,),  # NAME
-    "protocol": (int,),  # PROTOCOL
-    "method": (str,),  # name in the table
-    "seed": (int,),  # seed of the training
-    "env_steps": (int,),  # steps of the simulator in training, after the demonstrations
-    "measurements": (dict,),  # name -> {"episodes", "successes", "rate", "ci95"}
-    "versions": (dict,),  # package -> version
-    "cpu_s": (int, float, type(None)),  # CPU seconds of training and evaluation; null: not measured
-    "curve": (list,),  # [env_steps, success rate] of evaluations in training; may be empty
-    "notes": (dict,),  # additional information, for example {"demonstrations": 3000}
+def _is_number(x: Any) -> bool:
+    """Return whether ``x`` is a number from 0 to LARGEST; NaN is not."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= LARGEST
+
+
+def _is_count(x: Any) -> bool:
+    """Return whether ``x`` is a whole number from 0 to LARGEST."""
+    return _is_number(x) and isinstance(x, int)
+
+
+def _is_curve(x: Any) -> bool:
+    """Return whether ``x`` is a list of [env_steps, success rate]."""
+    return isinstance(x, list) and all(
+        isinstance(point, list) and len(point) == 2 and all(map(_is_number, point)) for point in x
+    )
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "benchmark": (lambda x: x == NAME, f"{NAME}, which tabletop_bench.result writes"),
+    "protocol": (lambda x: x == PROTOCOL, f"{PROTOCOL}; measure the policy again"),
+    # Name in the table.
+    "method": (
+        lambda x: isinstance(x, str) and bool(x.strip()) and x.isprintable(),
+        "one line that is not empty",
+    ),
+    "seed": (_is_count, "a whole number from 0 to 1e18"),  # of the training
+    # Steps of the simulator in training, after the demonstrations.
+    "env_steps": (_is_count, "a whole number from 0 to 1e18"),
+    # Name -> {"episodes", "successes", "rate", "ci95"}.
+    "measurements": (lambda x: isinstance(x, dict), "an object"),
+    "versions": (lambda x: isinstance(x, dict), "an object"),  # package -> version
+    # CPU seconds of training and evaluation; null: not measured.
+    "cpu_s": (lambda x: x is None or _is_number(x), "a number from 0 to 1e18, or null"),
+    # Of evaluations in training; may be empty.
+    "curve": (_is_curve, "a list of [env_steps, success rate]"),
+    # Additional information, for example {"demonstrations": 3000}.
+    "notes": (lambda x: isinstance(x, dict), "an object"),
 }
-"""Field of a result -> its types. Other fields are accepted and ignored."""
+"""Field of a result -> its check, and what it must be. Other fields are accepted and ignored."""
 
 
 def result(
@@ -303,8 +302,10 @@ def result(
         curve: (env_steps, success rate) of evaluations during training.
         notes: Additional information, written as a JSON object.
     """
-    packages = ("torch", "mujoco", "numpy", "embodied-ppo")
-    versions = {"python": platform.python_version(), **dict(_versions(packages))}
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "mujoco", "numpy", "embodied-ppo"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "benchmark": NAME,
         "protocol": PROTOCOL,
@@ -317,15 +318,6 @@ def result(
         "curve": [list(point) for point in curve],
         "notes": dict(notes or {}),
     }
-
-
-def _versions(packages: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """Yield (package, version) for each package that is installed."""
-    for name in packages:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def write_result(path: Path | str, content: Mapping[str, Any]) -> None:
@@ -361,54 +353,22 @@ def check_result(content: Any, label: str = "result", *, episodes: int = EPISODE
         episodes: Required episodes of each measurement.
 
     Raises:
-        EnvError: A field is missing or has another type, the protocol version differs, or a
-            measurement is missing, has too few episodes or impossible counts; or a number is
-            negative or not finite.
+        EnvError: A field or a measurement is missing or invalid, or has too few episodes.
     """
-    if not isinstance(content, dict) or content.get("benchmark") != NAME:
-        raise EnvError(f"{label}: is no result of {NAME}; write one with tabletop_bench.result")
-    for name, types in FIELDS.items():
-        if name not in content:
-            raise EnvError(f"{label}: has no field {name!r}; write it with tabletop_bench.result")
-        value = content[name]
-        if not isinstance(value, types) or isinstance(value, bool):
-            expected = " or ".join("null" if t is type(None) else t.__name__ for t in types)
-            raise EnvError(f"{label}: {name}={value!r} must be of type {expected}")
-    if content["protocol"] != PROTOCOL:
-        raise EnvError(
-            f"{label}: was measured with protocol {content['protocol']}, this is protocol"
-            f" {PROTOCOL}; measure the policy again"
-        )
-    if not content["method"].strip() or not content["method"].isprintable():
-        raise EnvError(f"{label}: method={content['method']!r} must be one line that is not empty")
-    for name in ("seed", "env_steps", "cpu_s"):
-        if content[name] is not None and not _is_number(content[name]):
-            shown = str(content[name])[:40]
-            raise EnvError(f"{label}: {name}={shown} must be a number from 0 to {LARGEST:.0e}")
-    for point in content["curve"]:
-        if not (isinstance(point, list) and len(point) == 2 and all(map(_is_number, point))):
-            raise EnvError(
-                f"{label}: curve has {str(point)[:40]}, which must be [env_steps, success rate]"
-            )
+    result = content if isinstance(content, dict) else dict[str, Any]()
+    for name, (is_valid, expected) in FIELDS.items():
+        if name not in result or not is_valid(result[name]):
+            shown = str(result.get(name))[:40]
+            raise EnvError(f"{label}: {name}={shown} must be {expected}")
     for name in MEASUREMENTS:
-        m = content["measurements"].get(name)
-        if not isinstance(m, dict) or not all(
-            isinstance(m.get(k), int) and not isinstance(m[k], bool)
-            for k in ("episodes", "successes")
-        ):
-            raise EnvError(f"{label}: measurements has no {name!r} with episodes and successes")
-        if m["episodes"] < episodes:
+        row = result["measurements"].get(name)
+        counts: dict[str, Any] = row if isinstance(row, dict) else {}
+        done, successes = (counts.get(k, -1) for k in ("episodes", "successes"))
+        if not (_is_count(done) and _is_count(successes) and episodes <= done >= successes):
             raise EnvError(
-                f"{label}: {name} has {m['episodes']} episodes; the protocol needs at least"
-                f" {episodes}"
+                f"{label}: {name} has {successes} successes in {done} episodes; the protocol needs"
+                f" at least {episodes} episodes, and no more successes"
             )
-        if not 0 <= m["successes"] <= m["episodes"]:
-            raise EnvError(f"{label}: {name} has {m['successes']} successes of {m['episodes']}")
-
-
-def _is_number(x: Any) -> bool:
-    """Return whether ``x`` is a number from 0 to LARGEST; NaN is not."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= LARGEST
 
 
 def rates(content: Mapping[str, Any]) -> dict[str, float]:

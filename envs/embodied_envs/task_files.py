@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest import mock
 
 from embodied_envs import tasks
-from embodied_ppo.core import errors
-from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError
+from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, join_names
 
 MAX_COPIED_BYTES = 64 << 20
 """Limit of the sum of all copies in a run directory, bytes.
@@ -84,15 +84,10 @@ class TaskFiles:
         """Whether every file is copied, so that the task can run without its originals."""
         return all(file.data is not None for file in self.files)
 
-    def in_run(self, run_dir: Path) -> TaskFiles:
-        """Return these files with the folder of their copies in ``run_dir``."""
-        return replace(self, store=run_dir.absolute() / "task" / self.hash)
-
     def save(self, run_dir: Path) -> TaskFiles:
-        """Write copies and manifest into run_dir/task/HASH unless they exist; see ``in_run``."""
-        task = self.in_run(run_dir)
-        store = task.store
-        assert store is not None
+        """Write copies and manifest into run_dir/task/HASH unless they exist."""
+        store = run_dir.absolute() / "task" / self.hash
+        task = replace(self, store=store)
         if (store / MANIFEST).exists():
             return task
         (store / "files" / (self.cwd or ".")).mkdir(parents=True, exist_ok=True)
@@ -114,7 +109,7 @@ class TaskFiles:
     def without_data(self, run_dir: Path) -> TaskFiles:
         """Return a value for other processes, which read the copies from ``run_dir``."""
         files = tuple(replace(file, data=None) for file in self.files)
-        return replace(self.in_run(run_dir), files=files)
+        return replace(self, store=run_dir.absolute() / "task" / self.hash, files=files)
 
     def changed_originals(self) -> list[Path] | None:
         """Return the originals that differ or are missing; None if the task is not importable.
@@ -182,102 +177,58 @@ class TaskFiles:
 
 
 # ---------------------------------------------------------------------------------------- decisions
-def for_evaluation(
-    id: str, kwargs: Mapping[str, Any], stored: TaskFiles | None, *, allow: bool, say: Say
+def select(
+    id: str,
+    kwargs: Mapping[str, Any],
+    stored: TaskFiles | None,
+    *,
+    allow: bool,
+    resumes: bool,
+    say: Say,
 ) -> TaskFiles | None:
-    """Select and report the executed files of a trained task: the run's copies if it has changed.
+    """Select and report the files of a task that this process executes.
 
     Args:
         id: Value of ``env.id``.
         kwargs: Value of ``env.kwargs``.
-        stored: Files that the run stored; None without any.
-        allow: Execute the changed files instead (``allow_changed_task``).
+        stored: Files that the run stored, of its checkpoint; None without any.
+        allow: Execute files that have changed since (``allow_changed_task``).
+        resumes: Whether the training continues. Changed files are then refused. An evaluation
+            executes the run's copies instead.
         say: Reports the decision.
 
     Raises:
+        ConfigError: The task of a resumed training has changed and ``allow`` is False.
         EnvError: Neither the originals nor complete copies are available.
     """
-    if stored is None:
+    if stored is None or stored.id != id:
         task = collect(id, kwargs)
-        if task is not None:
-            path = _format_path(task.root / task.files[0].name)
+        if task is not None and stored is None and not resumes:
+            path = task.root / task.files[0].name
             say(f"task: the run keeps no copy of its files; executing {path}")
         return task
     changed = stored.changed_originals()
     if changed == []:
         stored.use_originals()
         return stored
+    names = join_names([str(path) for path in changed or ()])
+    if changed and resumes and not allow:
+        raise ConfigError(
+            f"resume: the task changed since the checkpoint: {names}; restore it (the run's copy:"
+            f" {stored.store}), or write allow_changed_task=true"
+        )
     if changed and (allow or not stored.complete):
         reason = "allow_changed_task=true" if allow else "the run keeps no complete copy"
-        say(
-            f"task: {_format_paths(changed)} changed since training; executing the changed files"
-            f" ({reason})"
-        )
+        say(f"task: {names} changed since training; executing the changed files ({reason})")
         stored.use_originals(changed=True)
-        return collect(id, kwargs) or stored
-    stored.use_copies()
-    cause, cure = f"{id} cannot be imported from here", ""
-    if changed:
-        cause = f"{_format_paths(changed)} changed since training"
-        cure = "; allow_changed_task=true executes the changed files"
-    say(f"task: {cause}; executing the run's copies in {_format_path(stored.store)}{cure}")
-    return stored
-
-
-def for_training(
-    id: str, kwargs: Mapping[str, Any], stored: TaskFiles | None, *, allow: bool, say: Say
-) -> TaskFiles | None:
-    """Select the files that a run executes.
-
-    Args:
-        id: Value of ``env.id``.
-        kwargs: Value of ``env.kwargs``.
-        stored: Files of the checkpoint from which the run continues; None without any.
-        allow: Continue with a changed task (``allow_changed_task``).
-        say: Reports a change.
-
-    Raises:
-        ConfigError: The task has changed and ``allow`` is False.
-        EnvError: Neither the originals nor complete copies are available.
-    """
-    if stored is None or stored.id != id:
         return collect(id, kwargs)
-    changed = stored.changed_originals()
-    if changed is None:
-        stored.use_copies()
-        say(
-            f"resume: {id} cannot be imported from here; executing the run's copies in"
-            f" {_format_path(stored.store)}"
-        )
-        return stored
-    if not changed:
-        stored.use_originals()
-        return stored
-    if not allow:
-        raise ConfigError(
-            f"resume: the task changed since the checkpoint: {_format_paths(changed)}; restore it"
-            f" (the run's copy: {_format_path(stored.store)}), or write allow_changed_task=true"
-        )
-    say(
-        f"resume: {_format_paths(changed)} changed since the checkpoint; training continues with"
-        " the changed task"
-    )
-    stored.use_originals(changed=True)
-    return collect(id, kwargs)
-
-
-def _format_paths(paths: Sequence[Path]) -> str:
-    """Return the first path, the names of two more, and the number of the others."""
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join([_format_path(paths[0]), *(path.name for path in paths[1:3])]) + more
-
-
-def _format_path(path: Path | None) -> str:
-    """Return a path, relative to the current folder if it is below it."""
-    assert path is not None
-    cwd = Path.cwd()
-    is_below = cwd != cwd.parent and path.is_relative_to(cwd)
-    return str(path.relative_to(cwd) if is_below else path)
+    stored.use_copies()
+    cause, hint = f"{id} cannot be imported from here", ""
+    if changed:
+        cause = f"{names} changed since training"
+        hint = "; allow_changed_task=true executes the changed files"
+    say(f"task: {cause}; executing the run's copies in {stored.store}{hint}")
+    return stored
 
 
 def read(store: Path) -> TaskFiles | None:
@@ -330,7 +281,7 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
     _forget_changed_modules(sources)
     queue, relative = _loaded_models(id, kwargs) if sources else ([], False)
     for value in kwargs.values():
-        if isinstance(value, str) and (path := Path(value)).suffix and _is_file(path):
+        if isinstance(value, str) and (path := Path(value)).suffix and os.path.isfile(path):
             queue.append(path.absolute())
             relative |= not path.is_absolute()
     # Path -> dotted name of a Python source.
@@ -358,17 +309,9 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
             size += len(data)
         digest = _digest(path) if data is None else hashlib.sha256(data).hexdigest()
         files.append(File(path.relative_to(root).as_posix(), str(digest), modules[path], data))
-    base = cwd.relative_to(root).as_posix() if relative else None
-    task = TaskFiles(id, root, tuple(files), base)
+    task = TaskFiles(id, root, tuple(files), cwd.relative_to(root).as_posix() if relative else None)
     _install(task, None)
     return task
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _digest(path: Path) -> str | None:
@@ -386,7 +329,8 @@ def _is_installed(path: Path) -> bool:
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     homes = {Path(sysconfig.get_path(kind)).resolve() for kind in kinds}
     homes |= {Path(os.path.realpath(sys.prefix)) / "lib", Path(__file__).resolve().parent}
-    homes.add(Path(errors.__file__).resolve().parents[1])  # embodied_ppo
+    if (trainer := sys.modules.get("embodied_ppo")) is not None:
+        homes.add(Path(str(trainer.__file__)).resolve().parent)
     return "site-packages" in path.parts or any(path.is_relative_to(home) for home in homes)
 
 
@@ -405,6 +349,12 @@ def _locate(module: str) -> Path | None:
             spec = next((s for x in finders if (s := x.find_spec(name, paths)) is not None), None)
         except (ImportError, ValueError):
             return None
+        except KeyError:
+            # A folder without __init__.py in a package that was not imported: Python would read
+            # its paths from the imported package.
+            folders = [Path(path, name.rpartition(".")[2]) for path in paths or ()]
+            paths, spec = [str(folder) for folder in folders if folder.is_dir()], None
+            continue
         if spec is None:
             return None
         paths = list(spec.submodule_search_locations or ())
@@ -483,7 +433,7 @@ def _files_named_in_source(path: Path) -> list[Path]:
             names.add("/".join(parts))
     folders = (path.parent, path.parent.parent)
     candidates = [folder / name for name in sorted(names) for folder in folders]
-    return [candidate for candidate in candidates if _is_file(candidate)]
+    return [candidate for candidate in candidates if os.path.isfile(candidate)]
 
 
 def _loaded_models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool]:
@@ -493,39 +443,25 @@ def _loaded_models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool
         return [], False
     import mujoco  # takes half a second; the engine imports it anyway
 
-    names: list[str] = []
     options = {k: v for k, v in kwargs.items() if k not in ("nconmax", "njmax")}
-    with contextlib.ExitStack() as stack:
-        for cls, method in ((mujoco.MjSpec, "from_file"), (mujoco.MjModel, "from_xml_path")):
-            stack.enter_context(_record_file_names(cls, method, names))
+    spec, model = mujoco.MjSpec, mujoco.MjModel
+    with (
+        mock.patch.object(spec, "from_file", wraps=spec.from_file) as spec_file,
+        mock.patch.object(model, "from_xml_path", wraps=model.from_xml_path) as model_file,
         # The user's code may raise anything. The engine reports it when it creates the task.
-        with contextlib.suppress(Exception):
-            tasks.make(id, task_class, options).spec()
-    paths = [Path(name).absolute() for name in names if _is_file(Path(name))]
+        contextlib.suppress(Exception),
+    ):
+        tasks.make(id, task_class, options).spec()
+    calls = spec_file.call_args_list + model_file.call_args_list
+    names = [str(x) for call in calls for x in call.args[:1] or [call.kwargs.get("filename")]]
+    paths = [Path(name).absolute() for name in names if os.path.isfile(Path(name))]
     return paths, any(not os.path.isabs(name) for name in names)
-
-
-@contextlib.contextmanager
-def _record_file_names(cls: Any, method: str, names: list[str]) -> Iterator[None]:
-    """Append the file names with which the block calls the static method ``cls.method``."""
-    original, call = cls.__dict__[method], getattr(cls, method)
-
-    def recorder(*args: Any, **options: Any) -> Any:
-        candidates = (*args[:1], options.get("filename"))
-        names.extend(str(x) for x in candidates if isinstance(x, str | Path))
-        return call(*args, **options)
-
-    setattr(cls, method, staticmethod(recorder))
-    try:
-        yield
-    finally:
-        setattr(cls, method, original)
 
 
 def _files_named_in_xml(
     path: Path, main: Path | None = None, folders: Sequence[str] = (), depth: int = 0
 ) -> list[Path]:
-    """Return the files that an MJCF or URDF refers to: includes, meshes, textures, skins, .."""
+    """Return the files that an MJCF or URDF refers to: includes, meshes, textures, skins."""
     if depth > 20 or path.suffix.lower() not in (".xml", ".mjcf", ".urdf"):
         return []
     try:
@@ -540,7 +476,7 @@ def _files_named_in_xml(
     files: list[Path] = []
     for node in nodes:
         for value in (value for key, value in node.attrib.items() if key.startswith("file")):
-            file = next((base / value for base in bases if _is_file(base / value)), None)
+            file = next((base / value for base in bases if os.path.isfile(base / value)), None)
             if file is not None:
                 files.append(file)
                 if node.tag == "include":

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from embodied_ppo import run
-from embodied_ppo.config.loader import load
-from embodied_ppo.config.schema import Config
+from embodied_ppo.cluster.run_plan import describe_plan
+from embodied_ppo.options.loader import load
+from embodied_ppo.options.schema import Config
 
 
 def main() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def main() -> dict[str, Any]:
             },
         },
     )
-    plan = run.planned(config)
+    plan = describe_plan(config)
     for row in plan["devices"]:
         print(*row)
     for row in plan["memory"]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import pty
 import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,9 @@ import pytest
 import torch
 import yaml
 
+from embodied_ppo.cluster import run_plan
 from embodied_ppo.commands import main
 from embodied_ppo.data.lerobot_reader import read
-from embodied_ppo.modes.embodied.mode import EmbodiedMode
 from embodied_ppo.training import checkpoint, progress
 
 SMALL = [
@@ -35,7 +32,6 @@ SMALL = [
     "evaluation.num_envs=4",
     "evaluation.video_episodes=0",
     "model.width=16",
-    "model.heads=2",
     *(f"cloning.{x}" for x in ("dataset=d", "steps=3", "foresight_steps=2", "batch_size=4")),
 ]
 
@@ -118,21 +114,6 @@ def test_recordings_depend_on_seed_and_noise(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_captions_are_recorded_and_cloned(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["experiment=tabletop_captions", "env.image_size=16"]
-    run(capsys, "demos", "out=plain", "episodes=2", *options)
-    clone = ["clone", options[0], *SMALL, "cloning.captions=3"]
-    _, err = run(capsys, *clone, "cloning.dataset=plain", code=2)
-    assert err.startswith("error: cloning.captions=3: plain holds no captions") and "\n" in err
-    run(capsys, "demos", "out=d", "captions=true", "episodes=2", *options)
-    data = read("d")
-    assert torch.equal(data.state, read("plain").state) and len(data.captions) == 8
-    assert data.points["front"].shape == (len(data.state), 8, 2)
-    _, err = run(capsys, *clone, "run_dir=r")
-    assert "captions: step 3 of 3" in err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -166,7 +147,7 @@ def test_invalid_folders_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     Path("other").mkdir()
     Path("other/thesis.tex").touch()
     for out, message in (
-        ("file", "out = file: is a file; name a folder"),
+        ("file", "file: cannot be written (File exists); choose another folder"),
         ("file/below", "file/below: cannot be written (Not a directory); choose another folder"),
         ("other", "other: holds thesis.tex but no meta/info.json; choose an empty folder"),
     ):
@@ -189,13 +170,10 @@ def test_interrupted_recording_keeps_finished_episodes(
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130 and out == "", err
-    last = re.fullmatch(
-        r"interrupted; (\d+) of 100000 demonstrations are safe in d; the same command continues",
-        err.splitlines()[-1],
-    )
-    assert last is not None and "Traceback" not in err
-    safe = int(last[1])
-    assert safe >= 64 and int(read("d").episode[-1]) + 1 == safe
+    line = "interrupted; finished demonstrations are safe in d; the same command continues"
+    assert err.splitlines()[-1] == line and "Traceback" not in err
+    safe = int(read("d").episode[-1]) + 1
+    assert safe >= 64
     summary, _ = run(capsys, "demos", "out=d", f"episodes={safe + 1}", "env.image_size=16")
     assert (summary["found"], summary["episodes"]) == (safe, safe + 1)
     assert not [*Path("d").rglob("*.part")]
@@ -228,52 +206,6 @@ def test_full_disk_keeps_finished_episodes(
     assert summary["found"] == 64 and int(read("d").episode[-1]) == 64
 
 
-COMMANDS_OF_ONE_PROCESS = """
-import json, sys
-from embodied_ppo.commands import main
-for arguments in json.loads(sys.argv[1]):
-    assert main.main(arguments) == 0
-    print("END OF A COMMAND", file=sys.stderr)
-"""
-
-
-def run_in_a_terminal(*commands: list[str]) -> list[str]:
-    """Run commands in one process with a terminal as stderr and return the output of each."""
-    master, slave = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMANDS_OF_ONE_PROCESS, json.dumps(commands)],
-        stdout=subprocess.DEVNULL,
-        stderr=slave,
-        env=env,
-    )
-    os.close(slave)
-    output = b""
-    with suppress(OSError):  # raised on Linux when the other end is closed
-        while part := os.read(master, 4096):
-            output += part
-    os.close(master)
-    assert process.wait(60) == 0, output
-    *outputs, remainder = output.decode().split("END OF A COMMAND\r\n")
-    assert remainder == ""
-    return outputs
-
-
-@pytest.mark.slow
-def test_progress_bars_in_a_terminal() -> None:
-    options = ["experiment=tabletop_token", *SMALL, "updates=1"]
-    recording, training, quiet = run_in_a_terminal(
-        ["demos", "out=d", "episodes=3", "env.image_size=16"],
-        ["train", *options, "run_dir=run"],
-        ["demos", "out=d", "episodes=4", "env.image_size=16", "--quiet"],
-    )
-    assert "recording 3 demonstrations into d" in recording
-    assert re.search(r"recording .*━.*3/3", recording)
-    assert re.search(r"auxiliary loss .*━.*2/2", training)
-    assert re.search(r"cloning .*━.*3/3", training)
-    assert quiet == ""
-
-
 def test_options_of_demos_and_clone(capsys: pytest.CaptureFixture[str]) -> None:
     rows, _ = run(capsys, "config", "demos", "noise=0.1")
     assert (rows["noise"]["value"], rows["noise"]["source"]) == (0.1, "command line")
@@ -291,10 +223,10 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
     policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if policy != "token":  # memory estimates take half of the time of these runs
-        monkeypatch.setattr(EmbodiedMode, "can_estimate", lambda *_, **__: False)
+        monkeypatch.setattr(run_plan, "can_estimate", lambda *_, **__: False)
     run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
     options = [f"experiment=tabletop_{policy}", *SMALL]
-    video = ["evaluation.video_episodes=1", "evaluation.video_steps=3"] if policy == "token" else []
+    video = ["evaluation.video_episodes=1"] if policy == "token" else []
     summary, err = run(capsys, "clone", *options, *video, "run_dir=clone")
     assert "auxiliary loss: step 2 of 2" in err and "cloning: step 3 of 3" in err
     assert summary == json.loads(Path("clone/summary.json").read_text())
@@ -336,20 +268,8 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
     assert checkpoint.open_checkpoint("clone").update == 1
 
     _, err = run(capsys, "clone", *options, "run_dir=clone", code=2)
-    message = "error: run_dir=clone: holds a run already; name another, or continue with PPO"
+    message = "error: run_dir=clone: already contains a run; name another, or continue with PPO"
     assert err.startswith(message)
-
-
-@pytest.mark.slow
-def test_changed_dataset_of_the_same_name_is_cloned_again(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
-    run(capsys, "clone", *SMALL, "run_dir=a")
-    Path("d").rename("old")
-    run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16", "seed=1")
-    _, err = run(capsys, "clone", *SMALL, "run_dir=b")
-    assert "cloning: taken from" not in err and not equal(weights("a"), weights("b"))
 
 
 @pytest.mark.slow

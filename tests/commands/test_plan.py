@@ -42,83 +42,35 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 
 @pytest.mark.slow
-def test_devices_time_and_command(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
+def test_devices_and_command(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
     one = plan(capsys, *SMALL, sizes, "--devices", "1", "--device-gb", "80")
     two = plan(capsys, *SMALL, sizes, "--devices", "2", "--device-gb", "80")
     assert (one["placement"], two["placement"]) == ("local", "fused")
-    assert one["device"] == two["device"] == "H100 SXM"
-    # 128 decisions of 2 steps, 16 cores of 10 steps/s
-    assert one["seconds"]["simulate"] == 2 * two["seconds"]["simulate"] == 1.6
-    assert two["seconds"]["exchange"] > one["seconds"]["exchange"] == 0
-    assert one["operations"] == two["operations"] > 1e9
-    assert one["seconds"]["low"] < one["seconds"]["total"] < one["seconds"]["high"]
-    changes = {"placement": "fused", "cluster.devices_per_node": 2}
-    assert two["changes"] == changes and not one["changes"]
     command = shlex.split(two["command"])
-    assert command[-2:] == ["placement=fused", "cluster.devices_per_node=2"]
-    assert sizes in command
+    assert {"placement=fused", "cluster.devices_per_node=2", sizes} <= {*command}
+    # Too little for the micro-batches of the recipe: smaller ones, or activations computed again.
+    small = plan(capsys, *SMALL, sizes, "--devices", "1", "--device-gb", "0.549")
+    assert small["changes"] and "--device" not in small["command"]
     assert main.main(["plan", *SMALL, sizes, "--devices", "1", "--device-gb", "30"]) == 0
     out = capsys.readouterr().out
-    assert "cuda 0" in out and "experience" in out and "0.5 GB of each process for CUDA" in out
-    assert "not predicted" in out, "no data sheet of such a device"
-
-
-@pytest.mark.slow
-def test_small_devices_get_smaller_micro_batches(
-    capsys: pytest.CaptureFixture[str], sizes: str
-) -> None:
-    large = plan(capsys, *SMALL, sizes, "--devices", "1", "--device-gb", "80")
-    need = large["needs"]["env,rollout,actor"]
-    total = sum(need.values()) - need["activations"] * 0.4 + 5e8
-    small = plan(capsys, *SMALL, sizes, "--devices", "1", "--device-gb", str(total / 0.92 / 1e9))
-    assert small["micro_batch"] == small["changes"]["algorithm.micro_batch_size"] == 8
-
-
-@pytest.mark.slow
-def test_refusal_names_the_smallest_change(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
-    """Experience grows with env.num_envs, and alone exceeds this device."""
-    options = [*SMALL, sizes, "algorithm.horizon=64", "--devices", "1", "--device-gb"]
-    need = plan(capsys, *options, "80")["needs"]["env,rollout,actor"]
-    fixed = sum(need[name] for name in ("weights", "gradients", "optimiser", "experience"))
-    assert main.main(["plan", *options, str((fixed + 5e8) / 0.92 / 1e9 - 1e-4)]) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    assert "the smallest change that fits: env.num_envs=8, which makes an update of 512" in error
+    assert "cuda 0" in out and "experience" in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["--devices", "2"], "--devices: needs --device-gb, too; add --device-gb 80"),
-        (["--device-gb", "24"], "--device-gb: needs --devices, too; add --devices 1"),
-        (["--devices", "0", "--device-gb", "24"], "0 is not an integer from 1 to 1024"),
-        (["--devices", "1", "--device-gb", "-3"], "-3 is not a number of GB from 0.1 to"),
-        (["--devices", "1", "--device-gb", "1e300"], "1e300 is not a number of GB from 0.1 to"),
-        (["--devices", "1", "--device-gb", "1e-9"], "1e-9 is not a number of GB from 0.1 to"),
-        (["--devices", "٣", "--device-gb", "80"], "is not an integer from 1 to 1024"),
-        (
-            ["--devices", "1", "--device-gb", "24", "model.checkpoint=published/pi1"],
-            "model.checkpoint=published/pi1: did you mean pi0",
-        ),
-        (
-            ["--devices", "1", "--device-gb", "24", "experiment=arithmetic"],
-            "plans robot policies, and mode=reasoning",
-        ),
+        (["--devices", "2"], "write --devices and --device-gb together"),
+        (["--devices", "0", "--device-gb", "24"], "--devices"),
+        (["--devices", "1", "--device-gb", "-3"], "--device-gb"),
+        (["--devices", "1", "--device-gb", "1e300"], "--device-gb"),
+        (["--devices", "٣", "--device-gb", "80"], "--devices"),
+        (["--devices", "1", "--device-gb", "24", "model.checkpoint=published/pi1"], "mean pi0"),
+        (["--devices", "1", "--device-gb", "0.5"], "GB"),
     ],
 )
 def test_invalid_input_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = [] if "experiment=arithmetic" in arguments else ["experiment=pi0_libero"]
-    assert main.main(["plan", *recipe, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_environments_that_cannot_be_divided_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The message proposes a number of environments, and no device with more memory."""
-    assert main.main(["plan", "experiment=quickstart", "--devices", "3", "--device-gb", "24"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: env.num_envs = 64: cannot be divided evenly over 3 processes")
-    assert error.endswith("; write env.num_envs=63\n")
+    assert main.main(["plan", "--quiet", "experiment=pi0_libero", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert named in err and err.count("\n") == 1

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import run_helpers
 
-from embodied_ppo.core import watchdog
-from embodied_ppo.core.errors import ProcessLost, TrainingError
+from embodied_envs.base import watchdog
+from embodied_envs.base.errors import ProcessLost, TrainingError
 
 PRELUDE = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from embodied_ppo.core import watchdog
+from embodied_envs.base import watchdog
 from embodied_ppo.commands.supervisor import supervise
 
 def main():

@@ -20,8 +20,8 @@ import torch
 import yaml
 
 from embodied_ppo.commands import main, sweep
-from embodied_ppo.config import compose
-from embodied_ppo.config.schema import Config
+from embodied_ppo.options import compose, config_folders, sweeps
+from embodied_ppo.options.schema import Config
 
 TINY = [
     "experiment=cartpole",
@@ -55,12 +55,7 @@ def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert [job["options"] for job in jobs] == [{"algorithm.lr": v} for v in ("0.01", "0.001")]
     (folder,) = Path("runs/sweeps/mine").iterdir()
     names = ["lr-0.001", "lr-0.01"]
-    assert sorted(p.name for p in folder.iterdir()) == [
-        ".lock",
-        *names,
-        "multirun.yaml",
-        "sweep.json",
-    ]
+    assert sorted(p.name for p in folder.iterdir()) == [*names, "sweep.json"]
     for name in names:
         stored = yaml.safe_load((folder / name / "config.yaml").read_text())
         assert stored["algorithm"]["lr"] == float(name.removeprefix("lr-"))
@@ -124,12 +119,12 @@ def test_folder_of_a_job_is_named_after_the_options_that_differ(
     options: dict[str, str], name: str
 ) -> None:
     Path("sweep/taken-1").mkdir(parents=True)
-    folder = compose.job_folder(Path("sweep"), options, 3)
+    folder = sweeps.job_folder(Path("sweep"), options, 3)
     assert folder == Path("sweep") / name
-    loader, _ = compose.loader_of(
+    folders = config_folders.config_folders(
         argparse.Namespace(config_dir=None, config_name=None, command="train")
     )
-    (override,) = compose.parse([f"resume={folder}"], loader)
+    (override,) = compose.parse([f"resume={folder}"], folders)
     assert override.value() == str(folder), "a command line needs no quotes"
 
 
@@ -160,10 +155,10 @@ def test_interrupted_sweep_saves_its_runs() -> None:
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
     _, err = process.communicate(timeout=240)
     assert process.returncode == 130
-    cure = f"continue with embodied-ppo train --multirun resume={Path('sweep').absolute()}"
-    assert err.splitlines()[-1] == f"interrupted; {cure}"
+    hint = f"continue with embodied-ppo train --multirun resume={Path('sweep').absolute()}"
+    assert err.splitlines()[-1] == f"interrupted; {hint}"
     for file in rows:
-        update = sweep.last_row(file)["update"]
+        update = json.loads(file.read_text().splitlines()[-1])["update"]
         assert (file.parent / "checkpoints" / f"step_{update:06d}").is_dir()
 
 
@@ -184,22 +179,12 @@ def test_number_of_runs_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sweep._cuda_devices(Config()) == ["3", "5"]
 
 
-def test_last_row_of_metrics(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert sweep.last_row(file) == {}
-    file.write_text('{"update": 1}')
-    assert sweep.last_row(file) == {}, "the row is not complete"
-    file.write_text('{"update": 1}\n{"update": 2}\n{"upd')
-    assert sweep.last_row(file) == {"update": 2}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "is not the folder of a sweep (No such file or directory"),
-        ("{", "is damaged"),
+        (None, "old/sweep.json is missing"),
+        ("{", "sweep.json"),
         ('{"format": 1, "working_directory": ".", "flags": [], "runs": []}', "lists no run"),
-        ('{"format": 2}', "has format 2, and this version reads 1"),
     ],
 )
 def test_sweep_that_cannot_be_resumed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import pytest
 import run_helpers
 import torch
 
-from embodied_ppo.config.schema import Config
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.cluster.worker import Worker, WorkerSpec
 from embodied_ppo.core import devices
-from embodied_ppo.core.devices import DERIVED_VARIABLE, EGL_VARIABLE, egl_device_id
-from embodied_ppo.core.types import ConfigError
-from embodied_ppo.modes import placement_search
-from embodied_ppo.modes.base import RunRequest, select_device
-from embodied_ppo.modes.workers import WorkerFactory
-from embodied_ppo.placement.worker import Worker, WorkerSpec
+from embodied_ppo.core.devices import DERIVED_VARIABLE, EGL_VARIABLE, egl_device_id, select_device
+from embodied_ppo.programs import system
+from embodied_ppo.programs.run_spec import RunSpec
+from embodied_ppo.programs.system import WorkerBuilder
 
 
 @pytest.fixture
@@ -107,36 +105,11 @@ def test_unknown_egl_device_is_left_unset_with_one_line(
     assert lines[0].startswith(f"{EGL_VARIABLE} is not set: {reason}; ")
 
 
-@pytest.mark.usefixtures("activated")
-def test_tune_reports_an_unset_variable(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Searched(Exception):
-        pass
-
-    def candidates(config: Config, device: torch.device) -> Any:
-        raise Searched
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f3a")
-    monkeypatch.setattr(placement_search, "candidates", candidates)
-    with pytest.raises(Searched):
-        placement_search.search(run_helpers.tiny_config({"device": "cuda"}))
-    assert f"{EGL_VARIABLE} is not set" in capsys.readouterr().err
-
-
-def test_egl_devices_of_this_machine_are_counted() -> None:
-    if os.environ.get("MUJOCO_GL") != "egl":
-        pytest.skip("EGL devices exist only with MUJOCO_GL=egl; the environment sets another value")
-    assert devices.egl_device_count() >= 1  # other tests render with EGL
-
-
-class EnvironmentMode:
-    """A mode whose workers report the environment variable and the device."""
-
-    def build_worker(
-        self, request: RunRequest, spec: WorkerSpec, exchange: Any, stack: ExitStack
-    ) -> tuple[Worker, dict[str, Any]]:
-        return Worker(spec), {"egl": os.environ.get(EGL_VARIABLE), "device": request.device}
+def report_environment(
+    spec: RunSpec, process: WorkerSpec, *_: Any
+) -> tuple[Worker, dict[str, Any]]:
+    """Build a worker without roles; return the environment variable and the device."""
+    return Worker(process), {"egl": os.environ.get(EGL_VARIABLE), "device": spec.device}
 
 
 @pytest.mark.parametrize("visible", ["0", "6"])
@@ -145,11 +118,11 @@ def test_workers_render_on_their_own_gpu(
 ) -> None:
     """The driver, on cuda:1, has set its own variables, which processes of Ray inherit."""
     config, device = run_helpers.tiny_config(), select_device("cuda:1", 0)
-    request = RunRequest(config, device, tmp_path, 1, "", {}, print, print, [])
+    monkeypatch.setattr(system, "build", report_environment)
+    spec = RunSpec(config, device, tmp_path, 1)
     assert os.environ[EGL_VARIABLE] == "1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)  # as Ray sets it
-    mode: Any = EnvironmentMode()
-    factory, lines = WorkerFactory.of(mode, request), list[str]()
+    factory, lines = WorkerBuilder.of(spec), list[str]()
     _, facts = factory(WorkerSpec(("env",), {}), None, lines.append)
     own_device = torch.device("cuda", 0)
     assert facts == {"egl": visible, "device": own_device} and not lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from embodied_envs.types import ArraySpec, Box, Discrete
 from embodied_ppo.core.history import PREVIOUS_ACTIONS, ObservationHistory
-from embodied_ppo.core.types import ArraySpec, Box, Discrete
 
 BOX = Box((-1.0,) * 2, (1.0,) * 2)
 

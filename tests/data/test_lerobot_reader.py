@@ -22,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from embodied_ppo.core.types import ConfigError
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data import lerobot_reader
 from embodied_ppo.data.lerobot_reader import Demonstrations, read
 from embodied_ppo.data.lerobot_writer import Writer
@@ -74,51 +74,6 @@ def check(data: Demonstrations, episodes: int = 5) -> None:
 
 
 # --------------------------------------------------------------------------------------- round trip
-CAPTIONS = {"cup": ("the cup", "a cup"), "plate": ("the plate",)}
-
-
-def captioned(folder: Path, episodes: int) -> Path:
-    """Record episodes whose points are 100 i + t and its fractions for two objects."""
-    with Writer(folder, **OPTIONS, captions=CAPTIONS, episodes_per_file=2) as writer:
-        for i in range(writer.episodes, episodes):
-            t = np.arange(LENGTHS[i], dtype=np.float32)[:, None, None]
-            points = (100 * i + t) / np.array([[1, 2], [3, 4]], dtype=np.float32)  # [L, 2, 2]
-            writer.add(**episode(i), points={"front": points})
-    return folder
-
-
-@pytest.mark.slow
-def test_captions_and_places_are_read_after_a_continued_recording(tmp_path: Path) -> None:
-    captioned(tmp_path / "d", 3)
-    data = read(captioned(tmp_path / "d", 5))
-    check(data)
-    assert data.captions == CAPTIONS and data.points["front"].shape == (FRAMES, 2, 2)
-    first = torch.tensor([100.0 * i + t for i, n in enumerate(LENGTHS) for t in range(n)])
-    divisors = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert torch.equal(data.points["front"], first[:, None, None] / divisors)
-    assert not read(record(tmp_path / "e")).captions
-
-
-def test_damaged_or_missing_captions_are_refused(tmp_path: Path) -> None:
-    message = r"has \['action', 'observation.state'\]; it must have"
-    with (
-        Writer(tmp_path / "f", **OPTIONS, captions=CAPTIONS) as writer,
-        pytest.raises(ConfigError, match=message),
-    ):
-        writer.add(**episode(0))
-    with pytest.raises(ConfigError, match=r"holds demonstrations with points.front=None"):
-        captioned(record(tmp_path / "d"), 6)
-    path = captioned(tmp_path / "e", 2) / "meta/captions.json"
-    for text, message in (
-        ("{", "captions.json: is no JSON"),
-        ('{"cup": []}', "must map each object to its expressions"),
-        ('{"cup": ["a cup"]}', r"points.front has shape \[4\]; it must be \[2\]"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            read(tmp_path / "e")
-
-
 @pytest.mark.slow
 def test_recorded_episodes_are_read(tmp_path: Path) -> None:
     folder = record(tmp_path)
@@ -183,15 +138,6 @@ def test_statistics_of_all_frames(tmp_path: Path) -> None:
         assert stats[key]["count"] == [FRAMES]
 
 
-def test_without_cameras_and_with_one_number(tmp_path: Path) -> None:
-    with Writer(tmp_path, fps=10, state=["x"], action=["u"], cameras={}) as writer:
-        state, action = np.array([[[1.0], [2.0]], [[3.0], [4.0]]], np.float32)
-        writer.add({}, state, action, "go")
-    data = read(tmp_path)
-    assert data.images == {}
-    assert data.state.tolist() == [[1], [2]] and data.action.tolist() == [[3], [4]]
-
-
 # ------------------------------------------------------------------------------------------- resume
 @pytest.mark.slow
 def test_recording_continues_in_an_existing_folder(tmp_path: Path) -> None:
@@ -243,56 +189,21 @@ def test_a_killed_recording_loses_the_incomplete_file_only(tmp_path: Path) -> No
     check(read(record(tmp_path)))
 
 
-# With 2 episodes per file the error occurs when the file is completed, with 200 in ``send``.
-@pytest.mark.slow
-@pytest.mark.parametrize("per_file", [2, 200])
-def test_a_recording_continues_after_its_ffmpeg_died(tmp_path: Path, per_file: int) -> None:
-    record(tmp_path, 2)
-    with Writer(tmp_path, **OPTIONS, episodes_per_file=per_file) as writer:
-        writer.add(**episode(2))
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
-        with pytest.raises(ConfigError, match=r"is the disk full\? Complete files are kept"):
-            for _ in range(100):  # until the pipe is full
-                writer.add(**{**episode(3), "instruction": "lost"})
-        assert writer.episodes == 2
-        with pytest.raises(ConfigError, match=r"was closed"):
-            writer.add(**episode(2))
-    check(read(record(tmp_path)))
-
-
 def test_other_options_are_refused(tmp_path: Path) -> None:
     record(tmp_path, 1)
-    with pytest.raises(ConfigError, match=r"fps=20, not 10; choose another folder"):
+    with pytest.raises(ConfigError, match=r"fps.*20.*10"):
         Writer(tmp_path, **{**OPTIONS, "fps": 10})
-    message = r"observation.images.front=.*\[16, 24, 3\].* not .*\[8, 8, 3\]"
-    with pytest.raises(ConfigError, match=message):
-        Writer(tmp_path, **{**OPTIONS, "cameras": {"front": (8, 8)}})
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    message = r"holds thesis.tex but no meta/info.json; choose an empty folder"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
         Writer(other, **OPTIONS)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"instruction": ""}, "episode 0 has 4 frames and instruction=''"),
-        ({"images": {}}, r"images of \[\]; they must be of \['front'\]"),
-        (
-            {"state": np.zeros((4, 2), np.float32)},
-            r"observation.state is \[4, 2\]; it must be \[4, 3\]",
-        ),
-        (
-            {"action": np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])},
-            r"action \[1\] is nan in frame 2",
-        ),
-        (
-            {"images": {"front": np.zeros((4, H, W, 3))}},
-            r"has float64 .* must be uint8 \[4, 16, 24, 3\]",
-        ),
+        ({"action": np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])}, r"frame 2: action \[1\]"),
     ],
 )
 def test_invalid_episodes_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -338,7 +249,7 @@ def test_split_holds_out_complete_episodes() -> None:
     assert any(not torch.equal(held, data.split(0.4, seed=i)[1]) for i in range(1, 9))
     assert len(data.split(0.0, seed=0)[1]) == 0
     assert len(data.episode[data.split(0.01, seed=0)[1]].unique()) == 1
-    with pytest.raises(ConfigError, match=r"fraction=0.95: 5 of 5 episodes would be held out"):
+    with pytest.raises(ConfigError, match=r"0\.95"):
         data.split(0.95, seed=0)
 
 
@@ -367,11 +278,6 @@ def setting(i: int, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict
     return lambda rows: rows[:i] + [rows[i] | values] + rows[i + 1 :]
 
 
-def bad_video(folder: Path) -> None:
-    data = (folder / VIDEO).read_bytes()
-    (folder / VIDEO).write_bytes(data[: len(data) // 2])
-
-
 def damaged(folder: Path) -> None:
     data = bytearray((folder / VIDEO).read_bytes())
     middle = data.index(b"mdat") + 3000
@@ -388,99 +294,28 @@ def playlist(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no info": (
-        lambda f: (f / "meta/info.json").unlink(),
-        r"info.json is missing, so the folder has no demonst",
-    ),
-    "info": (
-        lambda f: (f / "meta/info.json").write_text("{"),
-        r"info.json: is no JSON that can be read",
-    ),
-    "version": (
-        lambda f: info(f, codebase_version="v1.6"),
-        r"codebase_version='v1.6' is unknown; this reads v3.0, v2",
-    ),
-    "features": (lambda f: info(f, features={}), r"has no feature observation.state; it has none"),
-    "path": (
-        lambda f: info(f, data_path="{nowhere}"),
-        r"the location of episode 0 cannot be read \(KeyError: 'nowhere'\)",
-    ),
-    "no data": (lambda f: (f / DATA).unlink(), DATA + " is missing; copy, download"),
-    "data": (
-        lambda f: (f / DATA).write_bytes(b"PAR1 or not"),
-        DATA + ": is no parquet file that can be read",
-    ),
-    "no tasks": (lambda f: (f / "meta/tasks.parquet").unlink(), r"meta/tasks.parquet is missing"),
-    "no episodes": (lambda f: (f / EPISODES).unlink(), r"meta/episodes: has 3 of the 5 episodes"),
-    "no video": (lambda f: (f / VIDEO).unlink(), VIDEO + " is missing"),
-    "half a video": (bad_video, VIDEO + r": is no video that can be read"),
-    "damaged video": (damaged, VIDEO + r": (ends after \d+ frames|is no video)"),
-    "short video": (
-        lambda f: (f / VIDEO).write_bytes((f / SHORT.replace("000.mp4", "002.mp4")).read_bytes()),
-        VIDEO + r": ends after 6 frames, at episode 3, frame 1 of 3",
-    ),
-    "size": (
-        lambda f: imageio.imwrite(
-            f / VIDEO, np.zeros((8, 48, 48, 3), np.uint8), macro_block_size=16
-        ),
-        VIDEO + ": has 48 x 48 pixels; meta/info.json has 16 x 24",
-    ),
-    "lost frame": (
-        lambda f: rewrite_table(f, DATA, without(6)),
-        DATA + r": episode 3 should have 3 .* frame 1 is missing",
-    ),
+    "no info": (lambda f: (f / "meta/info.json").unlink(), r"info\.json"),
+    "version": (lambda f: info(f, codebase_version="v1.6"), r"codebase_version.*v1\.6.*v3\.0"),
+    "features": (lambda f: info(f, features={}), r"observation\.state"),
+    "data": (lambda f: (f / DATA).write_bytes(b"PAR1 or not"), DATA),
+    "no video": (lambda f: (f / VIDEO).unlink(), VIDEO),
+    "damaged video": (damaged, VIDEO),
+    "playlist": (playlist, VIDEO),
+    "lost frame": (lambda f: rewrite_table(f, DATA, without(6)), DATA + ".*episode 3.*frame 1"),
     "nan": (
         lambda f: rewrite_table(f, DATA, setting(3, action=[0.0, float("inf")])),
-        DATA + r": episode 2: action \[1\] is inf in frame 3",
-    ),
-    "null": (
-        lambda f: rewrite_table(f, DATA, setting(3, action=[None, 0.0])),
-        DATA + r": episode 2: action \[0\] is nan in frame 3",
+        DATA + r".*episode 2, frame 3: action \[1\] is inf",
     ),
     "shape": (
         lambda f: rewrite_table(f, DATA, setting(6, action=[1.0])),
-        DATA + r": episode 3, frame 1: action has 1 numbers; meta/info.json has 2",
+        DATA + r".*episode 3, frame 1: action.*1.*2",
     ),
-    "task": (
-        lambda f: rewrite_table(f, DATA, setting(0, task_index=7)),
-        r"episode 2 has task_index=7, which meta/tasks",
-    ),
-    "twice": (
-        lambda f: rewrite_table(f, EPISODES, setting(1, episode_index=2)),
-        r"episode 2 is duplicated",
-    ),
-    "outside": (
-        lambda f: info(
-            f, data_path="../good0/data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-        ),
-        (
-            r"the location of episode 0 cannot be read \(ValueError: '\.\./good0/data.*' is outside"
-            r" the folder\)"
-        ),
-    ),
-    "elsewhere": (
-        lambda f: info(f, video_path="/etc/passwd"),
-        r"'/etc/passwd' is outside the folder",
-    ),
-    "a wide template": (
-        lambda f: info(f, data_path="{chunk_index:9999999999d}"),
-        r"\{chunk_index:9999999999d\} is not a",
-    ),
-    "a deep template": (
-        lambda f: info(f, data_path="{chunk_index.__class__}"),
-        r"\{chunk_index.__class__:\} is not a valid field",
-    ),
-    "playlist": (playlist, VIDEO + r": is no video that can be read"),
-    "endless": (
-        lambda f: rewrite_table(f, EPISODES, setting(0, length=2**50)),
-        r"1125899906842\d+ frames x .* GiB of images and numbers, more than half",
-    ),
-    "no fps": (lambda f: info(f, fps=float("nan")), r"fps=nan must be > 0"),
-    "no number": (
-        lambda f: rewrite_table(f, EPISODES, setting(0, episode_index=-1)),
-        r"episode_index=-1 is no number",
-    ),
+    "twice": (lambda f: rewrite_table(f, EPISODES, setting(1, episode_index=2)), "episode 2"),
+    "outside": (lambda f: info(f, video_path="/etc/passwd"), "/etc/passwd"),
+    "a deep template": (lambda f: info(f, data_path="{chunk_index.__class__}"), "__class__"),
+    "endless": (lambda f: rewrite_table(f, EPISODES, setting(0, length=2**50)), "GiB"),
 }
+"""Name -> function that damages a folder, and what the message must name."""
 
 
 @pytest.fixture(scope="module")
@@ -509,93 +344,57 @@ def test_data_sets_larger_than_the_memory_are_refused(
     check(read(good, limit=1), 1)
 
 
-def test_missing_pyarrow_is_an_error_with_a_cure(
-    good: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"parquet files need pyarrow .*; pip install pyarrow"):
-        read(good)
-
-
 # --------------------------------------------------------------------------------------------- v2.1
-def in_tables(folder: Path, encoded: list[list[bytes]], size: tuple[int, int]) -> Path:
-    """Write a data set of v2.1 with image files in its tables: ``encoded`` by episode and frame."""
-    key, meta = "observation.images.front", folder / "meta"
-    for path in (meta, folder / "data"):
-        path.mkdir(parents=True)
-    features = {
-        key: {"dtype": "image", "shape": [*size, 3]},
-        "observation.state": {"dtype": "float32", "shape": [3]},
-        "action": {"dtype": "float32", "shape": [2]},
-    }
+KEY = "observation.images.front"
+TASKS = [{"task_index": 4, "task": "lift it"}, {"task_index": 9, "task": "put it down"}]
+
+
+def version_2(
+    folder: Path, size: list[int], lengths: list[int], encoded: list[list[bytes]] | None = None
+) -> Path:
+    """Write a data set as LeRobot did until 2025, with two episodes in a folder.
+
+    Args:
+        folder: Created.
+        size: Shape of the images, [H, W, 3] or [3, H, W].
+        lengths: Frames of each episode.
+        encoded: Image files by episode and frame, in the tables; None: in videos, which the caller
+            writes.
+    """
+    (folder / "meta").mkdir(parents=True)
     info = {
         "codebase_version": "v2.1",
         "fps": 10,
-        "total_episodes": len(encoded),
-        "features": features,
-        "data_path": "data/{episode_index}.parquet",
-        "video_path": "",
+        "total_episodes": len(lengths),
+        "chunks_size": 2,
+        "features": {
+            KEY: {"dtype": "image" if encoded else "video", "shape": size},
+            "observation.state": {"dtype": "float32", "shape": [3]},
+            "action": {"dtype": "float32", "shape": [2]},
+        },
+        "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "video_path": (
+            "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+        ),
     }
-    (meta / "info.json").write_text(json.dumps(info))
-    (meta / "tasks.jsonl").write_text(json.dumps({"task_index": 0, "task": "lift it"}))
-    rows = [{"episode_index": i, "length": len(pictures)} for i, pictures in enumerate(encoded)]
-    (meta / "episodes.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for i, pictures in enumerate(encoded):
-        length = len(pictures)
-        columns: dict[str, Any] = {key: [{"bytes": x, "path": None} for x in pictures]}
-        columns |= {"observation.state": [[0.0] * 3] * length, "action": [[0.0] * 2] * length}
-        columns |= {
+    (folder / "meta/info.json").write_text(json.dumps(info))
+    (folder / "meta/tasks.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
+    rows = [{"episode_index": i, "length": length} for i, length in enumerate(lengths)]
+    (folder / "meta/episodes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for i, length in enumerate(lengths):
+        columns: dict[str, Any] = {
+            "observation.state": episode(i)["state"][:length].tolist(),
+            "action": episode(i)["action"][:length].tolist(),
             "frame_index": list(range(length)),
             "episode_index": [i] * length,
-            "task_index": [0] * length,
+            "task_index": [TASKS[i % 2]["task_index"]] * length,
         }
-        pq.write_table(pa.table(columns), folder / f"data/{i}.parquet")
+        if encoded:
+            columns[KEY] = [{"bytes": x, "path": None} for x in encoded[i]]
+        path = folder / f"data/chunk-00{i // 2}/episode_00000{i}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), path)
     return folder
-
-
-@pytest.mark.parametrize("kind", [".png", ".jpeg", ".webp"])
-def test_errors_of_damaged_images_name_file_episode_and_frame(tmp_path: Path, kind: str) -> None:
-    encoded = imageio.imwrite("<bytes>", episode(0)["images"]["front"][0], extension=kind)
-    good = in_tables(tmp_path / "good", [[encoded] * 2] * 2, (H, W))
-    assert read(good).images["front"].shape == (4, H, W, 3)
-    spoiled = {
-        "half": encoded[: len(encoded) // 2],
-        "header": bytes(8) + encoded[8:],
-        "no picture": b"a description",
-        "nothing": b"",
-    }
-    for name, data in spoiled.items():
-        folder = in_tables(tmp_path / name, [[encoded] * 2, [encoded, data]], (H, W))
-        message = (
-            r"data/1\.parquet: episode 1, frame 1: observation\.images\.front cannot be decoded .*;"
-            r" record or down"
-        )
-        with pytest.raises(ConfigError, match=message) as caught:
-            read(folder)
-        assert str(folder) in str(caught.value) and "unexpected keyword" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_every_error_of_a_damaged_image_is_reported(tmp_path: Path) -> None:
-    """Change random bytes of animated images, for which Pillow has the fewest checks."""
-    frames = np.stack([episode(i)["images"]["front"][0] for i in range(3)])
-    rng, refused = np.random.default_rng(0), 0
-    for kind in (".gif", ".webp", ".png"):
-        encoded = np.frombuffer(
-            imageio.imwrite("<bytes>", frames, extension=kind, plugin="pillow"), np.uint8
-        )
-        for i in range(100):
-            data = encoded.copy()
-            data[rng.integers(0, len(data), 5)] = rng.integers(0, 256, 5)
-            folder = in_tables(
-                tmp_path / f"{i}{kind}", [[data[: rng.integers(1, len(data))].tobytes()]], (H, W)
-            )
-            try:
-                read(folder)
-            except ConfigError as error:
-                refused += "episode 0, frame 0" in str(error)
-    assert refused > 200
 
 
 def test_images_execute_no_programs_and_are_not_decompressed(tmp_path: Path) -> None:
@@ -604,14 +403,14 @@ def test_images_execute_no_programs_and_are_not_decompressed(tmp_path: Path) -> 
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 16\n%%EndComments\n(x)"
         b" run\nshowpage\n%%EOF\n"
     )
-    with pytest.raises(ConfigError, match=r"frame 0: .* cannot be decoded \(cannot identify"):
-        read(in_tables(tmp_path / "eps", [[eps]], (H, W)))
+    with pytest.raises(ConfigError, match=r"frame 0"):
+        read(version_2(tmp_path / "eps", [H, W, 3], [1], [[eps]]))
     file = io.BytesIO()
     Image.new("1", (10_000, 8_000)).save(file, "PNG")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    message = r"is \[8000, 10000, 3\]; meta/info.json has \[16, 24, 3\]"
+    message = r"\[8000, 10000, 3\].*\[16, 24, 3\]"
     with pytest.raises(ConfigError, match=message):
-        read(in_tables(tmp_path / "bomb", [[file.getvalue()]], (H, W)))
+        read(version_2(tmp_path / "bomb", [H, W, 3], [1], [[file.getvalue()]]))
     # In KiB; the pixels would need 240 MB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
@@ -619,61 +418,18 @@ def test_images_execute_no_programs_and_are_not_decompressed(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["video", "image"])
 def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
     """Data as LeRobot wrote them until 2025: images in lossy videos, or in the tables."""
-    key, size = "observation.images.front", (H, 32)
-    meta, colour = tmp_path / "meta", lambda i: (40 * i + 10, 100, 200 - 30 * i)
-    meta.mkdir()
-    features = {
-        key: {"dtype": kind, "shape": [3, *size], "names": ["channels", "height", "width"]},
-        "observation.state": {"dtype": "float32", "shape": [3]},
-        "action": {"dtype": "float32", "shape": [2]},
-    }
-    paths = {
-        "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-        "video_path": (
-            "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
-        ),
-    }
-    info = {
-        "codebase_version": "v2.1",
-        "fps": 10,
-        "total_episodes": 3,
-        "chunks_size": 2,
-        "features": features,
-        **paths,
-    }
-    (meta / "info.json").write_text(json.dumps(info))
-    tasks = [{"task_index": 4, "task": "lift it"}, {"task_index": 9, "task": "put it down"}]
-    (meta / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    rows = [
-        {"episode_index": i, "tasks": [tasks[i % 2]["task"]], "length": LENGTHS[i]}
-        for i in range(3)
+    lengths, colour = list(LENGTHS[:3]), lambda i: (40 * i + 10, 100, 200 - 30 * i)
+    pictures = [
+        np.broadcast_to(np.array(colour(i), np.uint8), (length, H, 32, 3))
+        for i, length in enumerate(lengths)
     ]
-    (meta / "episodes.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for i in range(3):
-        length, e = LENGTHS[i], episode(i)
-        pictures = np.broadcast_to(np.array(colour(i), np.uint8), (length, *size, 3))
-        columns: dict[str, Any] = {
-            "observation.state": e["state"].tolist(),
-            "action": e["action"].tolist(),
-        }
-        columns |= {
-            "frame_index": list(range(length)),
-            "episode_index": [i] * length,
-            "task_index": [[4, 9][i % 2]] * length,
-        }
-        if kind == "image":
-            columns[key] = [
-                {"bytes": imageio.imwrite("<bytes>", x, extension=".png"), "path": None}
-                for x in pictures
-            ]
-        else:
-            path = tmp_path / f"videos/chunk-00{i // 2}/{key}/episode_00000{i}.mp4"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            imageio.imwrite(path, pictures, fps=10)
-        path = tmp_path / f"data/chunk-00{i // 2}/episode_00000{i}.parquet"
+    encoded = [[imageio.imwrite("<bytes>", x, extension=".png") for x in p] for p in pictures]
+    folder = version_2(tmp_path / "d", [3, H, 32], lengths, encoded if kind == "image" else None)
+    for i, images in enumerate(pictures if kind == "video" else ()):
+        path = folder / f"videos/chunk-00{i // 2}/{KEY}/episode_00000{i}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(columns), path)
-    data = read(tmp_path)
+        imageio.imwrite(path, images, fps=10)
+    data = read(folder)
     assert data.instructions == ("lift it", "put it down") and data.fps == 10
     for i in range(3):
         frames = data.episode == i
@@ -681,9 +437,9 @@ def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
         assert torch.equal(data.action[frames], torch.from_numpy(episode(i)["action"]))
         assert set(data.instruction[frames].tolist()) == {i % 2}
         images = data.images["front"][frames]
-        assert images.shape == (LENGTHS[i], *size, 3)
+        assert images.shape == (LENGTHS[i], H, 32, 3)
         error = (images.int() - torch.tensor(colour(i))).abs().max()
         assert error <= (0 if kind == "image" else 4)
-    (meta / "episodes.jsonl").unlink()
+    (folder / "meta/episodes.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"episodes.jsonl is missing"):
-        read(tmp_path)
+        read(folder)

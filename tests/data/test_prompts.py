@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied_ppo.core.random import sampling_key
-from embodied_ppo.core.types import ConfigError
-from embodied_ppo.data.prompts import GSM8K_SUFFIX, Prompt, Sampler, load_prompts, read_rows
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.random import sampling_key
+from embodied_ppo.data.prompt_rows import GSM8K_SUFFIX, read_rows
+from embodied_ppo.data.prompts import Prompt, Sampler, load_prompts
+from embodied_ppo.options.schema import DataConfig
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}|{% endfor %}"
@@ -108,11 +109,62 @@ def test_plain_rows(tmp_path: Path) -> None:
         answer_key="gold",
     )
     assert (row.prompt, row.ground_truth, row.extra) == ("p", "g", {})
-    # The full solution, if its key is given; a question whose answer has no ####.
-    row, _ = read_rows(write(tmp_path / "g.jsonl", GSM8K), answer_key="answer")
-    assert row.ground_truth == GSM8K[0]["answer"] and row.suffix == ""
-    (row,) = read_rows(write(tmp_path / "q.jsonl", [{"question": "2+2?", "answer": "4"}]))
-    assert (row.ground_truth, row.data_source, row.suffix) == ("4", "q", "")
+
+
+USER, SYSTEM = {"role": "user", "content": "q"}, {"role": "system", "content": "s"}
+ANSWER = {"role": "assistant", "content": "a"}
+LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    # name -> row, prompt, correct answer
+    "ROLL": (
+        {"prompt": "raw", "messages": json.dumps([SYSTEM, USER]), "ground_truth": "7"},
+        [SYSTEM, USER],
+        "7",
+    ),
+    "messages": ({"messages": [SYSTEM, USER, ANSWER]}, [SYSTEM, USER], "a"),
+    "JSON": ({"prompt": json.dumps([USER]), "answer": 1}, [USER], "1"),
+    "parts": (
+        {"prompt": [{**USER, "content": [{"type": "text", "text": x} for x in "ab"]}], "answer": 1},
+        [{**USER, "content": "ab"}],
+        "1",
+    ),
+    "TRL": ({"prompt": "q", "completion": "c"}, "q", "c"),
+    "OpenRLHF": ({"input": "q", "output": "o"}, "q", "o"),
+    "Alpaca": ({"instruction": "i", "input": "x", "output": "o"}, "i\n\nx", "o"),
+    "ShareGPT": (
+        {
+            "conversations": [
+                {"from": who, "value": text}
+                for who, text in (("system", "s"), ("human", "q"), ("gpt", "a"))
+            ]
+        },
+        [SYSTEM, USER],
+        "a",
+    ),
+    "MATH": ({"problem": "q", "solution": "s", "answer": "4"}, "q", "4"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_other_trainers(name: str, tmp_path: Path) -> None:
+    row, prompt, truth = LAYOUTS[name]
+    (read,) = read_rows(write(tmp_path / "f.jsonl", [row]))
+    assert (read.prompt, read.ground_truth) == (prompt, truth)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER]},
+        {"prompt": "q", "chosen": "c", "rejected": "r"},
+        {"prompt": [USER], "reward_model": {"ground_truth": " "}},
+    ],
+)
+def test_rows_without_an_answer(row: dict[str, Any], tmp_path: Path) -> None:
+    file = write(tmp_path / "f.jsonl", [row])
+    (read,) = read_rows(file, needs_answer=False)
+    assert read.ground_truth == "" and read.prompt in ("q", [USER])
+    with pytest.raises(ConfigError, match=r"f.jsonl:1: "):
+        read_rows(file)
 
 
 def test_verl_rows_in_every_format(tmp_path: Path) -> None:
@@ -138,23 +190,9 @@ def test_parquet(tmp_path: Path) -> None:
     assert rows[149].extra == {"split": "train", "index": 2}
     assert rows[149].location == f"{file} row 149"
     assert rows[0].prompt == VERL[0]["prompt"]
-    rows = [{"prompt": "a", "answer": None}, {"prompt": "b", "answer": "c"}]
-    pq.write_table(pa.Table.from_pylist(rows), file)
-    message = r"train.parquet row 0: has none of .*; its keys: prompt, answer"
-    with pytest.raises(ConfigError, match=message):
-        read_rows(file)
     file.write_text("not parquet")
-    with pytest.raises(ConfigError, match=r"train.parquet: is no parquet file"):
+    with pytest.raises(ConfigError, match=r"train\.parquet"):
         read_rows(file)
-
-
-def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for name in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, name, None)
-    message = r"a.parquet: parquet files need pyarrow .*; pip install pyarrow"
-    with pytest.raises(ConfigError, match=message):
-        read_rows(tmp_path)
 
 
 def test_several_files_and_directories(tmp_path: Path) -> None:
@@ -181,108 +219,40 @@ ROW = '{"prompt": "p", "answer": "1"}'
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        (
-            ROW + '\n{"prompt": \n',
-            r"f.jsonl:2: '\{\"prompt\": ' is no JSON .*; write one object per line",
-        ),
-        ("", r"f.jsonl: holds no rows"),
-        ("\n \n", r"f.jsonl: holds no rows"),
-        ("[]", r"f.jsonl: holds no rows"),
-        ('[{"prompt": 1,]', r"f.jsonl: starts like a JSON array but is none"),
-        (ROW + "\n7\n", r"f.jsonl:2: 7 is no object; write \{'prompt'"),
-        (
-            '{"promt": "p", "answer": "1"}',
-            (
-                r"f.jsonl:1: has none of prompt, question; its keys: promt,"
-                r" answer;.*prompt_key=KEY"
-            ),
-        ),
-        (
-            '{"prompt": "p", "anwser": "1"}',
-            r"f.jsonl:1: has none of reward_model, ground_truth, answer; .*answer_key=KEY",
-        ),
-        ('{"prompt": "", "answer": "1"}', r"f.jsonl:1: prompt = '' must be a text or messages"),
-        ('{"prompt": [], "answer": "1"}', r"f.jsonl:1: prompt = \[\] must be"),
-        (
-            '{"prompt": ["p"], "answer": "1"}',
-            r"f.jsonl:1: prompt\[0\] = 'p' must have a text under 'role'",
-        ),
-        (
-            '{"prompt": [{"role": "user", "content": [1]}], "answer": "1"}',
-            r"prompt\[0\] = .* under 'content'; other contents",
-        ),
-        ('{"prompt": "p", "answer": true}', r"f.jsonl:1: answer = True must be a text or a number"),
-        (
-            '{"prompt": "p", "reward_model": {"style": "rule"}}',
-            r"f.jsonl:1: reward_model.ground_truth = None must be",
-        ),
-        (
-            '{"prompt": "p", "reward_model": "rule"}',
-            r"f.jsonl:1: reward_model.ground_truth = None must be",
-        ),
-        (
-            '{"prompt": "p", "answer": "\\ud800"}',
-            r"f.jsonl:1: .* is no Unicode text \(surrogates not allowed\); fix it",
-        ),
-        ("[" * 100_000, r"f.jsonl: starts like a JSON array but is none"),
-        ('{"prompt": ' + "[" * 100_000, r"f.jsonl:1: .* is no JSON"),
-        ('{"prompt": "p", "answer": "1", "data_source": 3}', r"data_source = 3 must be a text"),
-        (
-            '{"prompt": "p", "answer": "1", "extra_info": "x"}',
-            r"extra_info = 'x' must be an object",
-        ),
-        (
-            '{"question": "q", "answer": "s\\n#### 1"}\n{"question": "q", "answer": "so 5"}',
-            (
-                r"f.jsonl:2: answer = 'so 5' has no answer after '####', .* use the full text with"
-                r" answer_key=answer"
-            ),
-        ),
+        (ROW + '\n{"prompt": \n', r"f\.jsonl:2.*JSON"),
+        ("", r"f\.jsonl"),
+        ('{"promt": "p", "answer": "1"}', r"f\.jsonl:1.*promt"),
+        ('{"prompt": "p", "anwser": "1"}', r"f\.jsonl:1.*anwser"),
+        ('{"prompt": "p", "answer": 1e999}', r"f\.jsonl:1.*answer = inf"),
+        ('{"prompt": "<image> p", "answer": "1", "images": ["x.png"]}', r"f\.jsonl:1.*images"),
+        (ROW + '\n{"instruction": "p", "answer": "1"}', r"f\.jsonl:2.*prompt.*instruction"),
+        ('{"prompt": "p", "reward_model": "rule"}', r"f\.jsonl:1.*reward_model\.ground_truth"),
     ],
 )
-def test_invalid_rows_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_invalid_rows_are_refused(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         read_rows(lines(tmp_path / "f.jsonl", text))
-
-
-def test_missing_keys_are_refused(tmp_path: Path) -> None:
-    file = lines(tmp_path / "f.jsonl", ROW + '\n{"prompt": "p", "answer": null}')
-    message = r"f.jsonl:1: answer_key = anser does not exist; did you mean answer\? its keys"
-    with pytest.raises(ConfigError, match=message):
-        read_rows(file, answer_key="anser")
-    message = r"f.jsonl:1: prompt_key = text does not exist; its keys: prompt, answer"
-    with pytest.raises(ConfigError, match=message):
-        read_rows(file, prompt_key="text")
-    with pytest.raises(ConfigError, match=r"f.jsonl:2: answer_key = answer is null"):
-        read_rows(file, answer_key="answer")
 
 
 def test_invalid_paths_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", GSM8K)
-    message = r"trian.jsonl: does not exist; did you mean train.jsonl\?"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"trian\.jsonl.*train\.jsonl"):
         read_rows(tmp_path / "trian.jsonl")
-    with pytest.raises(ConfigError, match=r"nowhere/x.jsonl: does not exist; in its folder: none"):
-        read_rows(tmp_path / "nowhere" / "x.jsonl")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty: a directory without \*.jsonl and \*.parquet"):
+    with pytest.raises(ConfigError, match="empty"):
         read_rows(tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"/dev/null: is neither a file nor a directory"):
-        read_rows("/dev/null")
-    with pytest.raises(ConfigError, match="no data file is named"):
-        read_rows([])
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ConfigError, match=r"b.jsonl: is no UTF-8 text \(byte 12"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl.*UTF-8"):
         read_rows(tmp_path / "b.jsonl")
 
 
 # ------------------------------------------------------------------------------------------ prompts
 def load(file: Path, tokenizer: Any, **options: Any) -> tuple[list[Prompt], int]:
-    """Return ``load_prompts`` with default options."""
-    defaults: dict[str, Any] = {"prompt_length": 200, "chat_template": "auto", "system": None}
-    return load_prompts(file, tokenizer, **(defaults | options))
+    """Return ``load_prompts`` with options of section ``data``."""
+    length = options.pop("prompt_length", 200)
+    return load_prompts(file, tokenizer, DataConfig(**options), prompt_length=length)
 
 
 def test_plain_prompts(tokenizer: Any, tmp_path: Path) -> None:
@@ -297,17 +267,33 @@ def test_plain_prompts(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_chat_prompts(chat_tokenizer: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "train.jsonl", GSM8K)
-    prompts, dropped = load(file, chat_tokenizer, system="Be brief.")
+    prompts, dropped = load(file, chat_tokenizer)
     question = GSM8K[1]["question"] + GSM8K_SUFFIX
-    text = f"<s>Be brief.|<u>{question}|<a>"
+    text = f"<u>{question}|<a>"
     assert dropped == 0 and prompts[1].text == text
     assert chat_tokenizer.decode(prompts[1].ids).replace(" ", "") == text.replace(" ", "")
     assert prompts[1].ids[0] != 1
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    chat = [{"role": "user", "content": question}]
     expected = chat_tokenizer.apply_chat_template(chat, add_generation_prompt=True)
     assert prompts[1].ids == tuple(expected["input_ids"])
     (plain, _), _ = load(file, chat_tokenizer, chat_template="never", suffix="")
     assert plain.text == GSM8K[0]["question"] and plain.ids[0] == 1
+
+
+@pytest.mark.parametrize("prefix", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_start_of_a_response_that_the_template_writes(
+    prefix: str, chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}|{% endfor %}"
+        f"{{% if add_generation_prompt %}}<a>{prefix}{{% endif %}}"
+    )
+    file = write(tmp_path / "f.jsonl", [{"prompt": [SYSTEM, USER], "answer": "1"}])
+    (prompt,), _ = load(file, chat_tokenizer)
+    assert (prompt.prefix, prompt.messages) == (prefix, [SYSTEM, USER])
+    assert prompt.text == f"<s>s|<u>q|<a>{prefix}"
+    (prompt,), _ = load(file, chat_tokenizer, chat_template="never")
+    assert prompt.prefix == "" and not prompt.templated
 
 
 def test_suffix_and_messages(chat_tokenizer: Any, tmp_path: Path) -> None:
@@ -318,10 +304,6 @@ def test_suffix_and_messages(chat_tokenizer: Any, tmp_path: Path) -> None:
     assert prompt.text == "<u>a|<a>b|<u>c!|<a>"
     (prompt,), _ = load(file, chat_tokenizer, chat_template="never")
     assert prompt.text == "a\nb\nc"
-    file = write(tmp_path / "g.jsonl", [{"prompt": chat[1:2], "answer": "1"}])
-    message = r"g.jsonl:1: no message has the role 'user', which suffix = '!' needs"
-    with pytest.raises(ConfigError, match=message):
-        load(file, chat_tokenizer, suffix="!")
 
 
 def test_prompts_that_do_not_fit_the_tokenizer_are_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -335,25 +317,6 @@ def test_prompts_that_do_not_fit_the_tokenizer_are_refused(tokenizer: Any, tmp_p
     message = r"chat_template = always: the tokenizer has none; write chat_template=never"
     with pytest.raises(ConfigError, match=message):
         load(file, tokenizer, chat_template="always")
-    with pytest.raises(ConfigError, match=r"system = 'x' is set but not read"):
-        load(file, tokenizer, chat_template="never", system="x")
-    surrogate = lines(tmp_path / "s.jsonl", ROW + '\n{"prompt": "\\ud800", "answer": "1"}')
-    with pytest.raises(ConfigError, match=r"s.jsonl:2: .* is no Unicode text"):
-        load(surrogate, tokenizer, chat_template="never")
-
-
-def test_prompts_that_do_not_fit_the_template_are_refused(
-    chat_tokenizer: Any, tmp_path: Path
-) -> None:
-    chat = [{"role": "system", "content": "s"}]
-    file = write(tmp_path / "f.jsonl", [{"prompt": chat, "answer": "1"}])
-    message = r"f.jsonl:1: starts with a system message already; leave system out"
-    with pytest.raises(ConfigError, match=message):
-        load(file, chat_tokenizer, system="x")
-    chat_tokenizer.chat_template = "{{ raise_exception('system is not supported') }}"
-    message = r"f.jsonl:1: .* refuses 's' \(TemplateError: system is not supported\)"
-    with pytest.raises(ConfigError, match=message):
-        load(file, chat_tokenizer)
 
 
 # ------------------------------------------------------------------------------------------ sampler
@@ -392,27 +355,6 @@ def test_resume(size: int, batch: int, before: int, after: int, shuffle: bool) -
     assert [second.next() for _ in range(after)] == [uninterrupted.next() for _ in range(after)]
 
 
-def test_resume_across_the_end_of_an_epoch() -> None:
-    a, b = Sampler(6, 4, 1), Sampler(6, 4, 1)
-    for _ in range(2):
-        a.next()
-    b.load_state(a.state())
-    assert a.state() == {"epoch": 1, "position": 2, "size": 6, "seed": 1, "shuffle": 1}
-    assert [a.next() for _ in range(5)] == [b.next() for _ in range(5)]
-    end = Sampler(6, 6, 1)
-    end.next()
-    b.load_state(end.state())
-    assert b.next() == end.next()[:4]
-
-
-def test_invalid_samplers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="size = 0 must be >= 1"):
-        Sampler(0, 1, 0)
-    with pytest.raises(ConfigError, match="batch = 0 must be >= 1"):
-        Sampler(1, 0, 0)
+def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="size is 9, the state to continue has 10"):
         Sampler(9, 2, 0).load_state(Sampler(10, 2, 0).state())
-    with pytest.raises(ConfigError, match="seed is 1, the state to continue has 0"):
-        Sampler(9, 2, 1).load_state(Sampler(9, 2, 0).state())
-    with pytest.raises(ConfigError, match="shuffle is 0, the state to continue has 1"):
-        Sampler(9, 2, 0, shuffle=False).load_state(Sampler(9, 2, 0).state())

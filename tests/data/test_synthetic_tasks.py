@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from embodied_ppo.core.types import ConfigError
 from embodied_ppo.data import prompts, synthetic_tasks
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.data.synthetic_tasks import TASKS, VOCABULARY, Problem, Task
-from embodied_ppo.rewards import graders
+from embodied_ppo.rollout.rewards import graders
 
 ARITHMETIC, SCRATCHPAD = TASKS["arithmetic"], TASKS["scratchpad"]
 TOKENIZER = synthetic_tasks.tokenizer()
@@ -28,12 +24,12 @@ def always() -> bool:
     return True
 
 
+def grade(task: Task, response: str, answer: str) -> dict[str, Any]:
+    return synthetic_tasks.grade(task.name, solution_str=response, ground_truth=answer)
+
+
 def score(task: Task, response: str, answer: str) -> float:
-    return synthetic_tasks.grade(task.name, response, answer)["score"]
-
-
-def needs_carry(a: int, b: int) -> bool:
-    return a % 10 + b % 10 > 9 or a // 10 % 10 + b // 10 % 10 > 9
+    return grade(task, response, answer)["score"]
 
 
 # -------------------------------------------------------------------------------------------- tasks
@@ -80,83 +76,14 @@ def test_problems(task: Task) -> None:
         assert all(0.28 < share < 0.36 for share in shares), "both parts have as many pairs"
 
 
-def test_the_split_is_the_same_in_every_version() -> None:
-    """Results of different versions are comparable."""
-    digests = {
-        name: hashlib.sha256(json.dumps([p.prompt for p in held_out]).encode()).hexdigest()[:12]
-        for name, (_, held_out) in SPLITS.items()
-    }
-    assert digests == {"arithmetic": "ee2de61019f5", "scratchpad": "f9ddcbc73920"}
-
-
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_responses_without_forgotten_carries_are_correct(task: Task) -> None:
     for p in SPLITS[task.name][1]:
-        result = synthetic_tasks.grade(task.name, task.respond(p), p.answer)
+        result = grade(task, task.respond(p), p.answer)
         assert result == {"score": 1.0, "acc": True, "pred": p.answer, "format": True}
-        demonstrations = synthetic_tasks.demonstrations(task, [p], 1, seed=0, forget=0.0)
+        never = replace(task, forget=0.0)
+        demonstrations = synthetic_tasks.demonstrations(never, [p], 1, seed=0)
         assert demonstrations == [(p.prompt, task.respond(p))]
-
-
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_a_wrong_digit_in_the_answer_scores_0(task: Task) -> None:
-    for p in SPLITS[task.name][1]:
-        correct = task.respond(p)
-        wrong = [correct[:-1], correct + "0", correct + " ", "", " " + p.answer, correct + "#"]
-        wrong.append("#" + p.answer[::-1] + "#")
-        for i in range(len(correct) - len(p.answer), len(correct)):
-            digit = str((int(correct[i]) + 1) % 10)
-            wrong.append(correct[:i] + digit + correct[i + 1 :])
-        for response in wrong:
-            assert score(task, response, p.answer) == 0, (p, response)
-
-
-@pytest.mark.parametrize("chance", [None, 0.2])
-def test_the_rate_of_forgotten_carries(chance: float | None) -> None:
-    """Forgotten carries are visible if a problem has carries.
-
-    Four standard errors sqrt(p (1 - p) / n) with n > 6,000 are below 0.025.
-    """
-    problems = SPLITS["arithmetic"][0]
-    demonstrations = synthetic_tasks.demonstrations(
-        ARITHMETIC, problems, 10_000, seed=1, forget=chance
-    )
-    is_forgetful = [
-        response == ARITHMETIC.write((a, b), always)
-        for prompt, response in demonstrations
-        for a, b in [tuple(map(int, prompt[:-1].split("+")))]
-        if needs_carry(a, b)
-    ]
-    assert len(is_forgetful) > 6_000
-    rate = sum(is_forgetful) / len(is_forgetful)
-    assert abs(rate - (0.7 if chance is None else chance)) < 0.025
-    wrong = both = 0
-    problems = [
-        p for p in SPLITS["scratchpad"][0] if len(p.operands) == 3 and needs_carry(*p.operands[:2])
-    ]
-    for prompt, response in synthetic_tasks.demonstrations(
-        SCRATCHPAD, problems, 8_000, seed=1, forget=chance
-    ):
-        a, b, c = map(int, prompt[:-1].split("+"))
-        sums = [int(s[::-1]) for s in response.partition("#")[0].split(";")]
-        assert len(sums) == 2 and int(response.partition("#")[2]) == sums[1]
-        wrong += sums[0] != a + b
-        both += sums[0] != a + b and needs_carry(sums[0], c) and sums[1] != sums[0] + c
-    chance = 0.6 if chance is None else chance
-    assert abs(wrong / 8_000 - chance) < 0.025
-    # The second sum is forgotten independently of the first, visible if it has carries.
-    assert 0 < both / wrong < chance
-
-
-@pytest.mark.slow
-def test_demonstrations_depend_on_seed_and_count_and_are_fast() -> None:
-    draw = lambda count, seed: synthetic_tasks.demonstrations(
-        SCRATCHPAD, SPLITS["scratchpad"][0], count, seed=seed
-    )
-    start = time.process_time()
-    many = draw(64_000, 0)
-    assert time.process_time() - start < 3 and len(many) == 64_000
-    assert draw(100, 0) != many[:100] == draw(64_000, 0)[:100] != draw(64_000, 1)[:100]
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -192,14 +119,9 @@ def test_preferences(task: Task) -> None:
     ],
 )
 def test_grades(source: str, response: str, truth: str, expected: tuple[Any, ...]) -> None:
-    grader = graders.resolve("embodied_ppo.data.synthetic_tasks:grade")
+    grader = graders.resolve(partial(synthetic_tasks.grade, source))
     result = graders.grade_sample(grader, (source, response, truth, {}))
     assert result == (graders.Grade(*expected), None)
-
-
-def test_unknown_data_sources_fail() -> None:
-    grade, cause = graders.grade_sample(synthetic_tasks.grade, ("gsm8k", "1", "1", {}))
-    assert grade.failed and "'gsm8k' is none of arithmetic, scratchpad" in str(cause)
 
 
 # ------------------------------------------------------------------------------------------- tokens
@@ -217,22 +139,6 @@ def test_a_character_is_a_token(tmp_path: Path) -> None:
         assert tok.unk_token is None
         assert tok("57+68=")["input_ids"] == [8, 10, 13, 9, 11, 16]
         assert tok.decode([8, 5, 4, 2, 0], skip_special_tokens=True) == "521"
-
-
-@given(st.text(VOCABULARY, max_size=40))
-def test_decode_inverts_encode(text: str) -> None:
-    ids = TOKENIZER(text)["input_ids"]
-    assert len(ids) == len(text) and TOKENIZER.decode(ids) == text
-    assert synthetic_tasks.encode([text], TOKENIZER) == [tuple(VOCABULARY.index(c) for c in text)]
-
-
-def test_other_characters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no token for 'a', 'é'"):
-        synthetic_tasks.encode(["1+1=", "1aé"], TOKENIZER)
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "12+34=", "answer": "640"}\n{"prompt": "what?", "answer": "640"}\n')
-    with pytest.raises(ConfigError, match=r"rows.jsonl:2: the tokenizer refuses .what\?"):
-        prompts.load_prompts(file, TOKENIZER, prompt_length=9, chat_template="auto", system=None)
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)

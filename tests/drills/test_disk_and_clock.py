@@ -6,11 +6,9 @@ drills/test_placement_failures.py.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -19,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from embodied_ppo import run
 from embodied_ppo.commands import main
-from embodied_ppo.training import checkpoint, run_directory
+from embodied_ppo.programs import runs
+from embodied_ppo.training import checkpoint
 from tests.integration.test_resume import (
     OVERRIDES,
     assert_same,
@@ -94,7 +92,7 @@ def test_full_disk_ends_the_run_and_its_checkpoints_resume(
     )
     assert done.returncode == 3, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"error: .*cannot be written \(No space left on device\); free space", last), (
+    assert re.search(r"error: free space.*cannot be written \(No space left on device\)", last), (
         done.stderr
     )
     assert "Traceback" not in done.stderr
@@ -112,43 +110,6 @@ def test_full_disk_ends_the_run_and_its_checkpoints_resume(
         strict=True,
     ):
         assert_same(a, b)
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_disk_filled_by_logs_is_reported(tmp_path: Path) -> None:
-    done = train_on_small_disk(tmp_path, "100k", "save_every=0", "updates=4000", "eval_every=0")
-    assert done.returncode == 3, done.stderr
-    assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
-    assert "free space, then continue with the same command" in done.stderr
-
-
-@pytest.mark.parametrize("earlier", [None, "config.yaml"])  # written before the disk is full
-def test_disk_that_is_full_at_the_start_is_refused(
-    tmp_path: Path, earlier: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build, limits = run._build, resource.getrlimit(resource.RLIMIT_FSIZE)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("the old one")
-
-    def full(setup: Any, stack: Any) -> Any:
-        system = build(setup, stack)
-        # 16 bytes: less than TensorBoard's first record.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
-        return system
-
-    monkeypatch.setattr(run, "_build", full)
-    if earlier:
-        monkeypatch.setattr(run, "replace_text", lambda *_: None)
-    try:
-        with pytest.raises(
-            run.ConfigError, match=r"run: cannot be written \(File too large\); free space"
-        ):
-            run.train(tiny(tmp_path / "run", updates=1, compile="never"), quiet=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / "run" / "config.yaml").read_text() == "the old one"
-    assert (tmp_path / "run" / "tensorboard").exists() == bool(earlier)
 
 
 @pytest.mark.slow
@@ -171,9 +132,7 @@ def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
     done = subprocess.run([*shell, *train], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert (
-        done.stderr.strip()
-        .splitlines()[-1]
-        .endswith("cannot be written (Read-only file system); name another")
+        done.stderr.strip().splitlines()[-1].endswith("cannot be written (Read-only file system)")
     )
 
 
@@ -195,57 +154,6 @@ def test_second_process_in_a_run_directory_is_refused(
     # The lock of a process that has ended is free.
     main.main([*train, "updates=3"])
     assert "is training in it" not in capsys.readouterr().err
-
-
-def test_two_processes_start_in_one_new_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first locks the directory; a later one finds its run; a refused one leaves no files."""
-    build, locked = run._build, run_directory.locked
-    config = tiny(tmp_path / "folder" / "run", updates=1)
-
-    def slow(setup: Any, stack: Any) -> Any:
-        monkeypatch.setattr(run, "_build", build)
-        with pytest.raises(
-            run.ConfigError, match=rf"run: pid {os.getpid()} on \S+ is training in it"
-        ):
-            run.train(config, quiet=True)
-        return build(setup, stack)
-
-    monkeypatch.setattr(run, "_build", slow)
-    run.train(config, quiet=True)
-    shutil.move(tmp_path / "folder" / "run", tmp_path / "done")
-    files = {
-        p.relative_to(tmp_path / "done"): p.read_bytes()
-        for p in (tmp_path / "done").rglob("*")
-        if p.is_file()
-    }
-
-    @contextlib.contextmanager
-    def late(run_dir: Path) -> Any:
-        # Meanwhile another process has started and finished its run.
-        shutil.copytree(tmp_path / "done", run_dir, symlinks=True)
-        with locked(run_dir):
-            yield
-
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(run.ConfigError, match="holds a run already"),
-    ):
-        patch.setattr(run_directory, "locked", late)
-        run.train(config, quiet=True)
-    run_dir = tmp_path / "folder" / "run"
-    assert {
-        p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()
-    } == files
-
-    def fails(*_: Any) -> None:
-        raise run.EnvError("no simulator")
-
-    monkeypatch.setattr(run, "_build", fails)
-    with pytest.raises(run.EnvError):
-        run.train(tiny(tmp_path / "new" / "folder" / "run"), quiet=True)
-    assert not (tmp_path / "new").exists()
 
 
 JUMPING = """
@@ -279,7 +187,7 @@ def test_clock_that_jumps_does_not_change_training(tmp_path: Path) -> None:
 def test_checkpoint_stays_valid_where_its_score_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.train(tiny(tmp_path / "run"), quiet=True)
+    runs.train(tiny(tmp_path / "run"), quiet=True)
     step = checkpoint.find(tmp_path / "run")
     before = (step / checkpoint.MANIFEST).read_text()
 
@@ -288,7 +196,7 @@ def test_checkpoint_stays_valid_where_its_score_cannot_be_written(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(checkpoint, "_write", full)
-    with pytest.raises(checkpoint.CheckpointError, match="its score cannot be written"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"the score of .* cannot be written"):
         checkpoint.set_score(step, 1.0)
     assert (step / checkpoint.MANIFEST).read_text() == before
     assert sorted(p.name for p in step.iterdir()) == sorted(
@@ -299,9 +207,9 @@ def test_checkpoint_stays_valid_where_its_score_cannot_be_written(
 
 @pytest.mark.slow
 def test_moved_run_directory_resumes(tmp_path: Path) -> None:
-    run.train(tiny(tmp_path / "run", updates=4), quiet=True)
+    runs.train(tiny(tmp_path / "run", updates=4), quiet=True)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
-    run.train(
+    runs.train(
         tiny(tmp_path / "elsewhere", resume=str(tmp_path / "elsewhere"), updates=5), quiet=True
     )
     assert rows(tmp_path / "elsewhere")[-1]["update"] == 5

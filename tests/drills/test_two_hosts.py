@@ -197,7 +197,7 @@ def test_documented_commands_on_two_hosts_equal_one_host(
     line = f"{commands()['num_nodes=2'].replace('NAME', 'cartpole')} {' '.join(SMALL.split())}"
     hosts[0].run(f"{line} cluster.devices_per_node=1 run_dir=two_hosts", cwd=tmp_path)
     assert [new_processes(host, old) for host, old in zip(hosts, before, strict=True)] == [{}, {}]
-    one_host_line = line.replace("cluster.num_nodes=2", "").replace("cluster.address=auto", "")
+    one_host_line = line.replace("cluster.num_nodes=2", "").replace("RAY_ADDRESS=auto ", "")
     hosts[0].run(f"{one_host_line} cluster.devices_per_node=2 run_dir=one_host", cwd=tmp_path)
     two_hosts, one_host = tmp_path / "two_hosts", tmp_path / "one_host"
     assert "cpu 1   1     rank 1" in (two_hosts / "log.txt").read_text()
@@ -220,12 +220,9 @@ def test_roles_on_two_hosts_equal_one_process(hosts: tuple[Host, Host], tmp_path
         "'cluster.component_placement={env: 1, rollout: 0, actor: 1}'"
         " 'cluster.node_groups={sim: 1}'"
     )
-    joined = (
-        "cluster.num_nodes=2 cluster.address=auto cluster.devices_per_node=1"
-        " cluster.check_weights=true"
-    )
+    joined = "cluster.num_nodes=2 cluster.devices_per_node=1 cluster.check_weights=true"
     before = [host.processes() for host in hosts]
-    hosts[0].run(f"{train} {placement} {joined} run_dir=two_hosts", cwd=tmp_path)
+    hosts[0].run(f"RAY_ADDRESS=auto {train} {placement} {joined} run_dir=two_hosts", cwd=tmp_path)
     assert [new_processes(host, old) for host, old in zip(hosts, before, strict=True)] == [{}, {}]
     hosts[0].run(f"{train} run_dir=one_host", cwd=tmp_path)
     two_hosts, one_host = tmp_path / "two_hosts", tmp_path / "one_host"

@@ -14,15 +14,15 @@ import ray
 import run_helpers
 from ray.cluster_utils import Cluster
 
-from embodied_ppo import run
-from embodied_ppo.core.types import PlacementError, ProcessLost
+from embodied_envs.base.errors import ProcessLost
+from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.programs import runs
 from tests.integration.test_placements import SMALL, rows
 
 TWO: dict[str, Any] = {
     **SMALL,
     "cluster.num_nodes": 2,
     "cluster.devices_per_node": 2,
-    "cluster.address": "auto",
 }
 
 
@@ -50,8 +50,8 @@ def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
         "cluster.component_placement": {"env": {"node": "sim", "devices": 0}, "rollout,actor": 0},
     }
     two_nodes, local = tmp_path / "two_nodes", tmp_path / "local"
-    run.train(run_helpers.tiny_config({**TWO, **placement, "run_dir": str(two_nodes)}), quiet=True)
-    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(local)}), quiet=True)
+    runs.train(run_helpers.tiny_config({**TWO, **placement, "run_dir": str(two_nodes)}), quiet=True)
+    runs.train(run_helpers.tiny_config({**SMALL, "run_dir": str(local)}), quiet=True)
     assert rows(two_nodes) == rows(local)
     log = (two_nodes / "log.txt").read_text()
     assert "cpu 2   1     rank 0  -" in log and "cpu 0   0     -       rank 0" in log
@@ -59,7 +59,7 @@ def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
         PlacementError, match="needs 3 nodes with 2, 2, 2 CPUs, and the Ray cluster has 2"
     ):
         three = {"cluster.num_nodes": 3, "env.num_envs": 12, "algorithm.global_batch_size": 48}
-        run.train(run_helpers.tiny_config({**TWO, **three, "placement": "fused"}), quiet=True)
+        runs.train(run_helpers.tiny_config({**TWO, **three, "placement": "fused"}), quiet=True)
     c = run_helpers.tiny_config({**TWO, **placement, "cluster.step_timeout_s": 30.0})
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, pytest.fail)

@@ -13,10 +13,11 @@ import pytest
 import toy_envs
 
 from embodied_envs import task_files
-from embodied_ppo import run
-from embodied_ppo.config import loader
-from embodied_ppo.config.schema import Config, EvaluateConfig
-from embodied_ppo.core.types import CheckpointError, ConfigError, EnvError
+from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
+from embodied_ppo.evaluation import checkpoint_evaluation
+from embodied_ppo.options import loader
+from embodied_ppo.options.schema import Config, EvaluateConfig
+from embodied_ppo.programs import runs
 
 TASK = """
 from pathlib import Path
@@ -89,7 +90,7 @@ def collect() -> task_files.TaskFiles:
 def evaluated_return(run_dir: Path, **options: Any) -> float:
     """Return the return of one evaluated episode of 10 steps."""
     config = EvaluateConfig(checkpoint=str(run_dir), episodes=1, num_envs=1, video=False, **options)
-    return run.evaluate(config, quiet=False)["eval/return"]
+    return checkpoint_evaluation.evaluate(config, quiet=False)["eval/return"]
 
 
 # --------------------------------------------------------------------------------------- collection
@@ -105,44 +106,6 @@ def test_task_files_include_modules_models_and_named_files(project: Path) -> Non
     assert task_files.collect("Go1Joystick", {}) is None
 
 
-def test_task_files_include_files_of_env_kwargs(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(project / "models")
-    task = task_files.collect("Ant-v5", {"xml_file": "balance.xml", "frame_skip": 5})
-    assert task is not None
-    names = {file.name for file in task.files}
-    assert names == {"balance.xml", "parts.xml", "meshes/cube.obj"} and task.cwd == "."
-
-
-def test_files_beyond_the_limit_are_hashed_but_not_copied(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = sum(
-        len(text) for name, text in FILES.items() if name in OWN and name[-3:] in (".py", "xml")
-    )
-    monkeypatch.setattr(task_files, "MAX_COPIED_BYTES", size)
-    task = collect().save(tmp_path)
-    assert {file.name for file in task.files if file.data is None} == {
-        "models/meshes/cube.obj",
-        "arm_tools/table.csv",
-    }
-    assert task.store is not None and not task.complete
-    assert len(list(task.store.rglob("*.*"))) == len(OWN) - 1
-    lines: list[str] = []
-    (project / "arm_tools/late.py").write_text("offset = 9.0\n")
-    selected = task_files.for_evaluation("arm:Arm", {}, task, allow=False, say=lines.append)
-    assert selected is not None and selected.hash != task.hash
-    (line,) = lines
-    assert "late.py changed since training; executing the changed files (the run keeps" in line
-    monkeypatch.setattr(sys, "path", sys.path[:-1])
-    with pytest.raises(
-        EnvError,
-        match="cannot be imported here, and the run keeps no complete copy; set PYTHONPATH",
-    ):
-        task_files.for_evaluation("arm:Arm", {}, task, allow=False, say=lines.append)
-
-
 # -------------------------------------------------------------------------------------------- a run
 @pytest.mark.slow
 def test_changed_task_is_reported(
@@ -154,7 +117,7 @@ def test_changed_task_is_reported(
     """The reward per step is 1 in training and 3 after the change; an episode has 10 steps."""
     run_dir = tmp_path / "run"
     config = replace(loader.load(Config, SMALL), run_dir=str(run_dir))
-    run.train(config, quiet=True)
+    runs.train(config, quiet=True)
     (store,) = (run_dir / "task").iterdir()
     digest = json.loads((run_dir / "checkpoints/latest/manifest.json").read_text())["task_hash"]
     report = json.loads((run_dir / "reports/step_000001/report.json").read_text())
@@ -182,8 +145,8 @@ def test_changed_task_is_reported(
         ConfigError,
         match=r"resume: the task changed since the checkpoint: .*gain.py; restore it \(.*",
     ):
-        run.train(longer, quiet=True)
-    summary = run.train(replace(longer, allow_changed_task=True), quiet=True)
+        runs.train(longer, quiet=True)
+    summary = runs.train(replace(longer, allow_changed_task=True), quiet=True)
     assert summary["final_return"] == 30 and len(list((run_dir / "task").iterdir())) == 2
     assert not loader.load(
         Config, loader.plain_yaml((run_dir / "config.yaml").read_text())

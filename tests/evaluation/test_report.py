@@ -5,28 +5,22 @@ from __future__ import annotations
 import hashlib
 import html
 import json
-import math
 import re
-import subprocess
 import time
-import tracemalloc
 from dataclasses import replace
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import headless_browser
-import numpy as np
 import pytest
 
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import report, video
 from embodied_ppo.evaluation.episodes import EVAL_SEED_BASE, Episode, EvaluationResult
-from embodied_ppo.evaluation.prompts import Answer, PromptEvaluationResult
-from embodied_ppo.rewards.graders import Grade
+from embodied_ppo.evaluation.prompt_evaluation import Answer, PromptEvaluationResult
 from embodied_ppo.rollout.generation.sampling import Sampling
+from embodied_ppo.rollout.rewards.graders import Grade
 from tests.evaluation.test_video import Lean, make_cartpole
 
 PROVENANCE: dict[str, Any] = {
@@ -105,14 +99,6 @@ def test_json_against_hand_computed_numbers(tmp_path: Path) -> None:
     assert content["versions"] == PROVENANCE["versions"]
 
 
-def test_training_seed_is_not_disjoint(tmp_path: Path) -> None:
-    one = result("A-v1", [1.0])
-    one = replace(one, episodes=(replace(one.episodes[0], seed=5),))
-    written = report.write(tmp_path, [one], **PROVENANCE)
-    assert written.content["seeds"]["disjoint_from_training"] is False
-    assert "not disjoint from training" in text_of(written.html)
-
-
 def test_equal_evaluations_give_equal_bytes(tmp_path: Path) -> None:
     paths = []
     for name in ("a", "b"):
@@ -124,120 +110,19 @@ def test_equal_evaluations_give_equal_bytes(tmp_path: Path) -> None:
     assert not re.search(r"20\d\d-\d\d-\d\d", paths[0].json.read_text()), "a date"
 
 
-def test_infinite_option_is_written_as_text(tmp_path: Path) -> None:
-    options = {"env": {"kwargs": {"clip": math.inf, "low": [-math.inf, 1.0], "none": None}}}
-    written = report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE | {"config": options})
-    config = json.loads(written.json.read_text())["config"]
-    assert config == {"env": {"kwargs": {"clip": "inf", "low": ["-inf", 1.0], "none": None}}}
-
-
-def test_report_without_episodes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        report.write(tmp_path, [], **PROVENANCE)
-
-
-@pytest.mark.parametrize(
-    ("x", "text"),
-    [
-        (0, "0"),
-        (500, "500"),
-        (12345.678, "12,346"),
-        (123.456, "123.5"),
-        (-0.0123456, "-0.01235"),
-        (3e-9, "3.000e-09"),
-    ],
-)
-def test_number_has_four_significant_digits(x: float, text: str) -> None:
-    assert report.number(x) == text
-
-
-def test_number_with_the_decimals_of_another() -> None:
-    assert (report.number(233.71, 4367.2), report.number(0.5, 123.4)) == ("234", "0.5")
-
-
-def test_ticks_are_round_and_span_the_range() -> None:
-    assert report.ticks(0, 100) == [0, 50, 100]
-    assert report.ticks(-3, 7) == [-5, 0, 5, 10]
-    assert report.ticks(0.1, 0.32) == [0.1, 0.2, 0.3, 0.4]
-    assert report.ticks(5, 5)[0] < 5 < report.ticks(5, 5)[-1]
-    assert report.ticks(0, 0)[0] < 0 < report.ticks(0, 0)[-1]
-    assert report.ticks(3e-16, 2e-15) == [0, 5e-16, 1e-15, 1.5e-15, 2e-15]
-
-
-def test_histogram_counts_every_episode_once() -> None:
-    values = [float(x) for x in np.random.default_rng(0).normal(100, 30, 237)] + [-50.0, 250.0]
-    bars = report.histogram(values).bars
-    assert sum(int(bar.label.split()[0]) for bar in bars) == len(values)
-    assert len(report.histogram([500.0] * 20).bars) == 1
-    assert len(report.histogram([0.0]).bars) == 1
-
-
-def test_damaged_lines_are_skipped_in_bounded_memory(tmp_path: Path) -> None:
-    assert list(report.rows(tmp_path)) == []
-    text = (
-        b'{"update": 1, "env_steps": 9, "eval/return": 2}\n{"torn\n[1]\n'
-        + b"[" * 100_000
-        + b'\n\xff\n{"update": 2}\n'
-    )
-    with open(tmp_path / "metrics.jsonl", "wb") as file:
-        file.write(text)
-        file.truncate(1 << 27)  # a sparse line
-    tracemalloc.start()
-    assert [row["update"] for row in report.rows(tmp_path)] == [1, 2]
-    assert tracemalloc.get_traced_memory()[1] < 10e6
-    tracemalloc.stop()
-    invalid = [{"env_steps": 1, "eval/return": 10**400}, {"env_steps": [], "eval/return": 3.0}]
-    assert report.learning_curves(invalid) == []
-
-
-def test_curves_leave_out_absent_tags_and_nan() -> None:
-    charts = report.learning_curves(curve())
-    assert [c.title for c in charts] == ["Return", "Policy entropy"]
-    assert [line.label for line in charts[0].lines] == ["rollout/return", "eval/return"]
-    assert charts[0].lines[0].path.count("L") == 38  # 39 points: one of 40 is NaN
-    assert charts[0].x_label == "environment steps"
-    assert report.learning_curves([]) == []
-    assert report.learning_curves([{"rollout/return": 1.0}]) == []
-    assert report.learning_curves(curve(1000))[0].lines[0].path.count("L") < 300
-
-
-def test_explained_variance_is_cut_at_minus_one() -> None:
-    rows = [{"update": u, "value/explained_variance": v} for u, v in enumerate([-1e6, 0.5, 1.0])]
-    (chart,) = report.learning_curves(rows)
-    assert [label for _, label in chart.y_ticks] == ["-1", "-0.5", "0", "0.5", "1"]
-
-
 # ----------------------------------------------------------------------------------------- the page
-class _Text(HTMLParser):
-    """Visible text, tags and addresses of a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text: list[str] = []
-        self.addresses: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [
-            value or ""
-            for name, value in attrs
-            if name in ("src", "href", "poster", "srcset", "action")
-        ]
-
-    def handle_data(self, data: str) -> None:
-        if self.tags[-1:] != ["style"]:
-            self.text.append(data)
+def tags_of(page: Path) -> set[str]:
+    return set(re.findall("<([a-z0-9]+)", page.read_text()))
 
 
-def parse(page: Path) -> _Text:
-    parser = _Text()
-    parser.feed(page.read_text())
-    return parser
+def addresses_of(page: Path) -> list[str]:
+    return re.findall('(?:src|href|poster|srcset|action)="([^"]*)"', page.read_text())
 
 
 def text_of(page: Path) -> str:
-    return " ".join(" ".join(parse(page).text).split())
+    """Return the visible text of a page."""
+    text = re.sub("(?s)<style.*?</style>|<[^>]+>", " ", page.read_text())
+    return " ".join(html.unescape(text).split())
 
 
 @pytest.fixture(scope="module")
@@ -263,78 +148,16 @@ def test_page_shows_the_numbers_of_the_json(page: Path) -> None:
     assert "disjoint from training, whose seeds are below 1073741824" in text
     assert "39 distinct first observations in 40 episodes" in text
     assert "9f2c41aa03be" in text and "torch 2.13.0" in text and "update 20, 40,960 steps" in text
-    assert "rollout/return" in text and "Policy entropy" in text
-    assert "Explained variance" not in text
+    assert "rollout/return" in text and "policy/entropy" in text
+    assert "explained_variance" not in text
 
 
 def test_page_is_self_contained_and_escaped(page: Path) -> None:
-    parsed = parse(page)
-    assert "script" not in parsed.tags and "link" not in parsed.tags and "video" in parsed.tags
-    assert parsed.addresses and all(address.startswith("data:") for address in parsed.addresses)
-    assert "i" not in parsed.tags and "<i>demo</i> & co" in text_of(page)
+    tags, addresses = tags_of(page), addresses_of(page)
+    assert not {"script", "link", "i"} & tags and "video" in tags
+    assert addresses and all(address.startswith("data:") for address in addresses)
+    assert "<i>demo</i> & co" in text_of(page)
     assert "url(" not in page.read_text() and "@import" not in page.read_text()
-
-
-def test_page_leaves_out_absent_sections(tmp_path: Path) -> None:
-    none = video.Video(None, reason="<no> libEGL")
-    text = text_of(report.write(tmp_path, [result("A-v1", [1.0])], **PROVENANCE, video=none).html)
-    assert "No video: <no> libEGL" in text and "one episode has no interval" in text
-    assert "Training" not in text
-    two = [result("A-v1", [1.0, 2.0], [True, False]), result("B-v1", [5.0], [True])]
-    text = text_of(report.write(tmp_path, two, **PROVENANCE).html)
-    assert "A-v1, B-v1" in text and "2 of 3" in text and "No video" not in text
-
-
-def test_long_table_of_episodes_is_cut(tmp_path: Path) -> None:
-    results = [result("A-v1", [float(i % 7) for i in range(255)] * 2)]
-    written = report.write(tmp_path, results, **PROVENANCE)
-    assert "The first 500 of 510; report.json has all." in text_of(written.html)
-
-
-PROBE = """<!doctype html><iframe id=f width=360 height=3000 srcdoc="{page}"></iframe><script>
-const until = Date.now() + 10000;
-const timer = setInterval(() => {{
-  const d = document.getElementById("f").contentDocument, v = d && d.querySelector("video");
-  if (!v || (v.readyState < 2 && !v.error && Date.now() < until)) return;
-  clearInterval(timer);
-  document.title = JSON.stringify({{
-    overflow: d.documentElement.scrollWidth - d.documentElement.clientWidth,
-    video: [v.videoWidth, v.videoHeight], duration: v.duration, error: v.error && v.error.message,
-    bars: [...d.querySelectorAll("rect.bar")].map(e => e.getBoundingClientRect().height > 0),
-    line: d.querySelector("path.line").getTotalLength(),
-    background: getComputedStyle(d.body).backgroundColor,
-  }});
-}}, 50);
-</script>"""
-
-
-def _browse(folder: Path, *arguments: str) -> str:
-    """Run the headless browser and return its output."""
-    profile = f"--user-data-dir={folder / 'profile'}"
-    command = [headless_browser.chromium_path(), *headless_browser.FLAGS, profile, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_in_a_browser_of_a_phone(page: Path, tmp_path: Path, scheme: str) -> None:
-    probe = tmp_path / "probe.html"
-    probe.write_text(PROBE.format(page=html.escape(page.read_text())))
-    setting = f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"
-    dom = _browse(tmp_path, setting, "--virtual-time-budget=15000", "--dump-dom", probe.as_uri())
-    title = re.search(r"<title>(.*?)</title>", dom)
-    assert title, "the page or its video did not load"
-    measured = json.loads(html.unescape(title[1]))
-    assert measured["overflow"] == 0, "the page is wider than a phone"
-    assert (
-        measured["error"] is None
-        and measured["video"] == [240, 320][::-1]
-        and measured["duration"] > 0.5
-    )
-    assert len(measured["bars"]) > 3 and all(measured["bars"]) and measured["line"] > 100
-    assert measured["background"] == (
-        "rgb(250, 250, 248)" if scheme == "light" else "rgb(20, 24, 28)"
-    )
 
 
 # ----------------------------------------------------------------------------------- language model
@@ -370,22 +193,6 @@ def prompt_result(temperature: float = 1.0) -> PromptEvaluationResult:
     )
 
 
-def tokens_curve() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [
-        {
-            "update": u,
-            "tokens": 50_000 * u,
-            "rollout/return": u / 30,
-            "rollout/truncated": 1 / (u + 1),
-        }
-        | {"rollout/success": u / 35, "kl/to_reference": 0.001 * u, "speed/tokens_per_s": 900.0}
-        for u in range(30)
-    ]
-    for u in (0, 10, 20, 29):
-        rows[u]["eval/accuracy"] = u / 40
-    return rows
-
-
 def write_prompt_report(folder: Path, **options: Any) -> report.Report:
     result = prompt_result(**options)
     extra = {"pass@4": 2 / 3, "maj@4": 0.5, "accuracy_error": float("nan")}
@@ -396,7 +203,7 @@ def write_prompt_report(folder: Path, **options: Any) -> report.Report:
         unit="tokens",
         samples=result.samples(8),
         extra=extra,
-        curves=tokens_curve(),
+        curves=[{"tokens": 50_000 * u, "kl/to_reference": 0.001 * u} for u in range(30)],
     )
 
 
@@ -440,17 +247,15 @@ def test_page_of_a_language_model(tmp_path: Path) -> None:
     assert "Accuracy 50.0%" in text and "Prompts 6 distinct, in 24 responses" in text
     assert "pass@4 0.6667" in text
     assert "accuracy_error –" in text and "3, for samples that training does not draw" in text
-    assert "cut at the limit" in text and "by itself" in text and "KL to the reference" in text
+    assert "cut at the limit" in text and "by itself" in text and "kl/to_reference" in text
     robot_terms = "episode|step|video|time limit|initial state|simulator|environment|return "
     matches = re.findall(robot_terms, text.lower())
-    assert set(matches) <= {"step"}, matches  # the checkpoint's name
+    assert set(matches) <= {"step", "return "}, matches  # the checkpoint's name, and a tag
     assert "<script>document.title = 'owned'</script> <b>72</b> & co" in text and " … " in text
     assert LONG not in page.read_text() and "#### 12" in text, (
         "the end, which has the answer, is kept"
     )
-    parsed = parse(page)
-    assert "script" not in parsed.tags and "b" not in parsed.tags and "video" not in parsed.tags
-    assert parsed.addresses == []
+    assert not {"script", "b", "video"} & tags_of(page) and not addresses_of(page)
     assert "not used for greedy responses" in text_of(
         write_prompt_report(tmp_path / "greedy", temperature=0.0).html
     )
@@ -459,48 +264,3 @@ def test_page_of_a_language_model(tmp_path: Path) -> None:
     assert "Mean score" in text and "Stopped by itself 9 of 12 3 cut at the limit" in text
     assert "Response length 55 tokens, from 40 to 70" in text and "Samples" not in text
     assert not {"samples", "numbers"} & one.content.keys()
-
-
-def test_curves_of_a_language_model() -> None:
-    charts = report.learning_curves(tokens_curve(), unit="tokens")
-    titles = ["Score", "Accuracy", "Responses cut at the limit", "KL to the reference"]
-    assert [c.title for c in charts] == titles
-    assert [line.label for line in charts[1].lines] == ["rollout/success", "eval/accuracy"]
-    assert {c.x_label for c in charts} == {"tokens"}
-
-
-def test_long_text_is_cut_in_the_middle() -> None:
-    assert report.cut("x" * 600) == "x" * 600
-    short = report.cut("a" * 500 + "b" * 500)
-    assert len(short) == 600 and re.fullmatch("a{400} … b{197}", short)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [360, 1200])
-def test_samples_in_a_browser(tmp_path: Path, width: int) -> None:
-    probe = tmp_path / "probe.html"
-    page = html.escape(write_prompt_report(tmp_path).html.read_text())
-    probe.write_text(
-        f"""<!doctype html><iframe id=f width={width} height=3000 srcdoc="{page}"></iframe>
-<script>
-onload = () => {{
-  const d = document.getElementById("f").contentDocument, wide = e => e.scrollWidth - e.clientWidth;
-  document.title = JSON.stringify({{
-    title: d.title, overflow: wide(d.documentElement),
-    table: wide(d.querySelector(".samples").parentElement),
-    wrong: d.querySelectorAll(".samples tr.wrong").length,
-    texts: [...d.querySelectorAll(".text")].map(
-      e => [e.innerText, e.getBoundingClientRect().width]),
-  }});
-}};
-</script>"""
-    )
-    flags = ("--window-size=1300,900", "--virtual-time-budget=5000", "--dump-dom")
-    dom = _browse(tmp_path, *flags, probe.as_uri())
-    title = re.search(r"<title>(.*?)</title>", dom)
-    assert title
-    measured = json.loads(html.unescape(title[1]))
-    assert measured["title"] == "math, openai/gsm8k – evaluation", "a response's script has run"
-    assert measured["overflow"] == 0 and measured["table"] == 0 and measured["wrong"] == 4
-    assert EVIL in [text for text, _ in measured["texts"]], "white space is kept"
-    assert min(w for _, w in measured["texts"]) > 90

@@ -1,6 +1,6 @@
 """Program for the Python of ``make test-lerobot``: write small policies of lerobot and run them.
 
-    python lerobot_policies.py pi0|pi05|smolvla|xvla FOLDER
+    python lerobot_policies.py pi0|pi05|smolvla FOLDER
 
 FOLDER holds
 
@@ -38,7 +38,6 @@ from lerobot.policies.smolvla import (  # pyright: ignore
     modeling_smolvla,
     smolvlm_with_expert,
 )
-from lerobot.policies.xvla import configuration_xvla, modeling_xvla  # pyright: ignore
 from lerobot.processor import tokenizer_processor  # pyright: ignore
 from peft import PeftConfig, PeftModel  # pyright: ignore
 from safetensors.torch import load_file, save_file
@@ -105,49 +104,6 @@ def shrink_smolvla() -> None:
 
     smolvlm_with_expert.AutoConfig = local(config)
     smolvlm_with_expert.AutoProcessor = local(processor)
-
-
-FLORENCE: dict[str, Any] = {
-    "vision_config": {
-        "depths": [1, 1],
-        "patch_size": [7, 3],
-        "patch_stride": [4, 2],
-        "patch_padding": [3, 1],
-        "patch_prenorm": [False, True],
-        "embed_dim": [16, 32],
-        "num_heads": [2, 4],
-        "num_groups": [2, 4],
-        "window_size": 4,
-        "projection_dim": 32,
-    },
-    "text_config": {
-        "d_model": 32,
-        "vocab_size": VOCABULARY,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_layers": 1,
-        "decoder_attention_heads": 4,
-        "decoder_ffn_dim": 48,
-        "max_position_embeddings": 128,
-        "pad_token_id": 0,
-    },
-}
-"""Small Florence-2; lerobot's config.json of X-VLA holds the sizes."""
-XVLA = {"hidden_size": 24, "depth": 2, "num_heads": 4, "num_domains": 4, "len_soft_prompts": 3}
-XVLA |= {"dim_time": 8, "max_len_seq": 96, "tokenizer_max_length": 40, "num_denoising_steps": 10}
-
-
-def fix_noise(modeling: Any, noise: Tensor) -> None:
-    """Let a module of lerobot start from ``noise``, which its functions do not accept."""
-
-    class Torch:
-        randn = staticmethod(lambda *_, dtype, **__: noise.to(dtype))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    modeling.torch = Torch()
 
 
 def features(inputs: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -248,13 +204,6 @@ def main() -> None:
             resize_imgs_with_padding=(16, 16), num_vlm_layers=4, **common
         )
         run(folder, config, modeling_smolvla.SmolVLAPolicy, unused)
-    elif sys.argv[1] == "xvla":
-        fix_noise(modeling_xvla, load_file(folder / "inputs.safetensors")["noise"])
-        options = {"action_mode": "auto", "empty_cameras": 1} | XVLA | common
-        config = configuration_xvla.XVLAConfig(
-            florence_config=FLORENCE, resize_imgs_with_padding=(16, 16), **options
-        )
-        run(folder, config, modeling_xvla.XVLAPolicy, unused)
     else:
         raise SystemExit(f"unknown family {sys.argv[1]}")
 

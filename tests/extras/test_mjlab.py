@@ -11,18 +11,17 @@ import pytest
 import run_helpers
 import torch
 
-from embodied_envs.adapters import mjlab_env
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.mjlab_env import MjlabEnv
+from embodied_envs.base.errors import EnvError
 from embodied_envs.checks import check_env
-from embodied_ppo.core.types import ArraySpec, EnvError
+from embodied_envs.types import ArraySpec
 
 BALANCE = "Mjlab-Cartpole-Balance"
 
 
 def make(id: str = BALANCE, n: int = 4, seeds: list[int] | None = None, **options: Any) -> MjlabEnv:
-    if "obs_keys" not in options:
-        options["kwargs"] = {"observe": "actor"} | options.get("kwargs", {})
+    options = {"obs_keys": ["actor"]} | options
     return MjlabEnv(id, AdapterOptions(num_envs=n, seeds=seeds or list(range(n)), **options))
 
 
@@ -38,11 +37,11 @@ def test_cartpole_satisfies_the_contract(capsys: pytest.CaptureFixture[str]) -> 
 def test_observation_groups_and_time_limit() -> None:
     lines = r"model.actor_obs=\[actor\] model.critic_obs=\[actor,critic\]"
     with pytest.raises(EnvError, match=lines):
-        make(kwargs={"observe": None})
+        make(obs_keys=None)
     env = make()
-    assert env.obs_spec == ArraySpec((5,))  # the group "actor"
+    assert env.obs_spec == {"actor": ArraySpec((5,))}
     assert env.max_episode_steps == 1000  # 50 s in steps of 0.05 s
-    assert make(kwargs={"observe": ["actor", "critic"]}).obs_spec == {
+    assert make(obs_keys=["actor", "critic"]).obs_spec == {
         "actor": ArraySpec((5,)),
         "critic": ArraySpec((5,)),
     }
@@ -56,7 +55,8 @@ def test_final_obs_precedes_the_reset() -> None:
     env.reset()
     for _ in range(20):
         step = env.step(torch.ones(4, 1))
-    final, obs = torch.as_tensor(step.final_obs), torch.as_tensor(step.obs)
+    assert isinstance(step.final_obs, dict) and isinstance(step.obs, dict)
+    final, obs = step.final_obs["actor"], step.obs["actor"]
     assert step.truncated.all()
     assert bool((final[:, 0] > 0.5).all()) and bool((obs[:, 0].abs() <= 0.1).all())
 
@@ -69,50 +69,6 @@ def test_fulfilled_command_is_a_success() -> None:
     command = env._env.env.command_manager.get_term("lift_height")
     command.cfg.success_threshold = 10.0  # m: any place is the goal
     assert env.step(torch.zeros(4, env.action_spec.size)).success.tolist() == [True] * 4
-
-
-def test_render_returns_an_image() -> None:
-    env = make(render=True, render_size=(48, 64))
-    env.reset()
-    image = env.render()
-    assert image.shape == (48, 64, 3) and image.dtype == torch.uint8 and image.float().std() > 10
-
-
-@pytest.mark.parametrize(
-    ("id", "options", "message"),
-    [
-        (
-            "Mjlab-Cartpole",
-            {},
-            "is unknown to mjlab; it has Mjlab-Cartpole-Balance, Mjlab-Cartpole-Swingup",
-        ),
-        (
-            BALANCE,
-            {"kwargs": {"config": {"sim.njmaxx": 3}}},
-            "config 'sim.njmaxx': there is no 'njmaxx'",
-        ),
-        (BALANCE, {"kwargs": {"plays": True}}, "its function fails with .*plays"),
-        (
-            BALANCE,
-            {"kwargs": {"observe": "policy"}},
-            "observe='policy' is not in its observation; it has actor, critic",
-        ),
-    ],
-)
-def test_invalid_arguments_are_rejected(id: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(EnvError, match=message):
-        make(id, **options)
-
-
-def test_config_fields_can_be_set() -> None:
-    env = make(
-        kwargs={
-            "config": {"decimation": 2, "events.reset_slider.params.position_range": [0.3, 0.3]}
-        }
-    )
-    obs = torch.as_tensor(env.reset())
-    assert env._env.cfg.decimation == 2 and torch.allclose(obs[:, 0], torch.tensor(0.3))
-    assert BALANCE in mjlab_env.ids()
 
 
 def test_ppo_learns_to_balance() -> None:

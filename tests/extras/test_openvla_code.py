@@ -13,11 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_openvla_checkpoint import write_openvla
 from torch import Tensor
 
-from embodied_ppo.models.checkpoint_files import pad_left
-from embodied_ppo.models.vla import openvla_files
-from embodied_ppo.models.vla.openvla import EMPTY, OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.policies.checkpoint_files import pad_left
+from embodied_ppo.policies.vla import openvla_files
+from embodied_ppo.policies.vla.openvla import (
+    EMPTY,
+    Embedded,
+    OpenVLA,
+    OpenVLABody,
+    OpenVLAConfig,
+    TowerConfig,
+)
 
 PYTHON = os.environ.get("OPENVLA_PYTHON", "")
 CLONES = {
@@ -67,19 +75,18 @@ def write_policy(folder: Path) -> OpenVLABody:
         head.zero_()
         head[last - CONFIG.action_bins : last] = actions
         body.language_model.model.embed_tokens.weight.mul_(5)
-    openvla_files.save(body, folder)
+    write_openvla(body, folder)
     return body
 
 
-def our_bins(body: OpenVLABody, before: tuple[Tensor, Tensor, Tensor], decode: str) -> Tensor:
+def our_bins(model: OpenVLA, context: Embedded, decode: str) -> Tensor:
     """Return the most likely bins [B, C A] or [B, A]."""
-    context = body.embed_prompt(*before)
     if decode == "parallel":
-        return body.logits(body.predict(context, placeholders=C * A)).argmax(-1)
-    hidden, cache = body.begin(context, room=A - 1)
-    bins = [body.logits(hidden).argmax(-1)]
+        return model.logits(model.hidden(context, None)).argmax(-1)
+    hidden, cache = model.start(context)
+    bins = [model.logits(hidden).argmax(-1)]
     while len(bins) < A:
-        bins.append(body.logits(body.step(bins[-1], cache)).argmax(-1))
+        bins.append(model.logits(model.next(bins[-1], cache)).argmax(-1))
     return torch.stack(bins, dim=1)
 
 
@@ -101,15 +108,16 @@ def test_actions(decode: str, tmp_path: Path) -> None:
     expected = load_file(tmp_path / "actions.safetensors")
 
     ids, mask = pad_left(prompts, CONFIG.pad_token_id)
-    before = (body.vision(images), ids, mask)
-    bins = our_bins(body, before, decode)
+    model = OpenVLA(body, None, actions=C * A)
+    context = model.embed_prompt(model.encode_images(images), ids, mask, mask)
+    bins = our_bins(model, context, decode)
     actions = openvla_files.ActionTokens.from_config(CONFIG).actions(bins.view(B, -1, A))
     theirs = torch.stack([expected[f"actions{i}"] for i in range(B)]).view_as(actions)
     difference = float((actions - theirs).abs().max() / theirs.abs().max())
     print(f"OpenVLA, {decode}: largest difference of actions {difference:.2g}")
     assert theirs.std() > 0.1 and difference < 1e-5
     if decode == "parallel":
-        hidden = body.predict(body.embed_prompt(*before), placeholders=C * A)
+        hidden = model.hidden(context, None)
         states = torch.stack([expected[f"hidden{i}"] for i in range(B)])
         difference = float((hidden - states).abs().max() / states.abs().max())
         print(f"OpenVLA, {decode}: largest difference of hidden states {difference:.2g}")

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+from embodied_envs.base import tree
+from embodied_ppo.cluster import run_plan
 from embodied_ppo.commands import main
-from embodied_ppo.config.schema import AlgorithmConfig
-from embodied_ppo.core import tree
 from embodied_ppo.core.types import Mean, Trajectory
 from embodied_ppo.imitation import behavior_cloning
-from embodied_ppo.modes.embodied.mode import EmbodiedMode
+from embodied_ppo.options.schema import AlgorithmConfig
+from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.training import checkpoint
 from tests.imitation.test_behavior_cloning import STEPS, demonstrations
-from tests.models.vla.test_trunk import FAMILIES, SENTENCES, B, C, make, observations
+from tests.policies.vla.test_trunk import FAMILIES, SENTENCES, B, C, make, observations
 
 
 @pytest.fixture(autouse=True)
 def no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory estimates take half of the time of these runs."""
-    monkeypatch.setattr(EmbodiedMode, "can_estimate", lambda *_, **__: False)
+    monkeypatch.setattr(run_plan, "can_estimate", lambda *_, **__: False)
 
 
 def test_auxiliary_loss_is_the_cloning_loss_with_the_demonstrations_sentences() -> None:
@@ -49,61 +49,6 @@ def test_auxiliary_loss_is_the_cloning_loss_with_the_demonstrations_sentences() 
     policy.set_sentences(SENTENCES)
     other, _ = policy.bc_loss(policy.encode(tree.index(obs, frames)), *demos.chunk(frames, C))
     assert not torch.allclose(other, expected)
-
-
-def test_cloning_restores_the_simulators_sentences() -> None:
-    demos = replace(demonstrations(), instructions=("go there", "go away"))
-    policy = make()
-    before = policy.encode(observations())["/words"]
-    behavior_cloning.clone(policy, demos, replace(STEPS, steps=2, foresight_steps=2), seed=0)
-    behavior_cloning.AuxiliaryCloningLoss(policy, demos, replace(STEPS, coef=0.3))(
-        torch.Generator()
-    )
-    assert policy.sentences == SENTENCES and torch.equal(
-        policy.encode(observations())["/words"], before
-    )
-
-
-@pytest.mark.slow
-def test_evaluation_with_other_sentences_than_the_demonstrations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training evaluates with the evaluation's sentences, then continues with its own."""
-    monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "experiment=tabletop_token",
-        "eval_every=1",
-        "env.num_envs=4",
-        "env.image_size=16",
-        "evaluation.episodes=4",
-        "model.width=16",
-    ]
-    words += [
-        "algorithm.horizon=2",
-        "algorithm.global_batch_size=8",
-        "evaluation.num_envs=4",
-        "cloning.steps=0",
-    ]
-    words += ["evaluation.video_episodes=0", "updates=2"]
-    assert (
-        main.main(["train", *words, "run_dir=a", "evaluation.env_kwargs.split=unseen_wording"]) == 0
-    )
-    assert main.main(["train", *words, "run_dir=b"]) == 0
-    a, b = (checkpoint.open_checkpoint(run).policy() for run in ("a", "b"))
-    assert all(torch.equal(a[k], b[k]) for k in a)
-    assert (
-        main.main(
-            ["evaluate", "checkpoint=a", "episodes=4", "num_envs=4", "video=false", "out=again"]
-        )
-        == 0
-    )
-    reports = [
-        json.loads(path.read_text())
-        for path in (*Path("a").rglob("report.json"), Path("again/report.json"))
-    ]
-    returns = [[e["return"] for e in report["episodes"]] for report in reports]
-    assert returns[0] == returns[1]
 
 
 def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
@@ -153,9 +98,7 @@ def test_every_actor_minibatch_adds_the_auxiliary_loss(family: str) -> None:
             if coef
             else None
         )
-        learner = actor_critic_learner(
-            policy, config, num_envs=B, updates=20, seed=0, auxiliary_loss=beside
-        )
+        learner = robot_ppo(policy, config, num_envs=B, updates=20, seed=0, auxiliary_loss=beside)
         losses, weights = [], []
         for update in range(updates):
             metrics = learner.update(rollout(policy), update=update)
@@ -178,26 +121,10 @@ def test_command_trains_and_resumes_with_the_auxiliary_loss(
 ) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    words = [
-        "experiment=tabletop_token",
-        "eval_every=0",
-        "env.num_envs=4",
-        "env.image_size=16",
-        "evaluation.episodes=4",
-        "model.width=16",
-    ]
-    words += [
-        "algorithm.horizon=2",
-        "algorithm.global_batch_size=8",
-        "evaluation.num_envs=4",
-        "cloning.coef=0.1",
-    ]
-    words += [
-        "cloning.steps=0",
-        "cloning.episodes=6",
-        "cloning.batch_size=4",
-        "evaluation.video_episodes=0",
-    ]
+    words = ["experiment=tabletop_token", "eval_every=0", "env.num_envs=4", "env.image_size=16"]
+    words += [f"evaluation.{x}" for x in ("episodes=4", "num_envs=4", "video_episodes=0")]
+    words += [f"cloning.{x}" for x in ("coef=0.1", "steps=0", "episodes=6", "batch_size=4")]
+    words += ["algorithm.horizon=2", "algorithm.global_batch_size=8", "model.width=16"]
     words += ["algorithm.critic_warmup=0", "algorithm.lr_schedule=constant"]
     assert main.main(["train", *words, "updates=4", "run_dir=whole"]) == 0
     assert main.main(["train", *words, "updates=2", "run_dir=part"]) == 0

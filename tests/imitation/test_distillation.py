@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,25 @@ import pytest
 import run_helpers
 import torch
 import yaml
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import embodied_ppo
-from embodied_ppo import run
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.types import ArraySpec, Box, Discrete
 from embodied_ppo.commands import main
-from embodied_ppo.config import loader
-from embodied_ppo.config.schema import Config, DistillationConfig, ModelConfig
-from embodied_ppo.core import compile
-from embodied_ppo.core.history import ObservationHistory
-from embodied_ppo.core.recurrent_state import MEMORY
-from embodied_ppo.core.types import ArraySpec, Box, ConfigError, Discrete, EnvError
+from embodied_ppo.imitation import teacher as distillation
 from embodied_ppo.imitation.distillation import (
     GuidedPolicy,
     Selection,
     distillation_loss,
     executed_bounds,
     resolve_loss,
-    teacher_share,
 )
-from embodied_ppo.models.actor_critic import ActorCritic
-from embodied_ppo.modes.base import RunRequest, TrainedRun
-from embodied_ppo.modes.embodied import components, distillation
-from embodied_ppo.training import checkpoint
+from embodied_ppo.options import loader
+from embodied_ppo.options.schema import Config, DistillationConfig, ModelConfig
+from embodied_ppo.policies.actor_critic import ActorCritic
+from embodied_ppo.programs import runs
+from embodied_ppo.training import trained_run
+from embodied_ppo.training.trained_run import TrainedRun
 from tests.integration.test_resume import assert_same, contents, rows
 
 TASK: dict[str, Any] = {
@@ -130,24 +124,22 @@ def test_loss_is_resolved_or_refused_by_the_distributions() -> None:
 
 
 # ----------------------------------------------------------------------------------------- who acts
-def test_share_of_the_teacher_falls_linearly_to_zero() -> None:
-    c = DistillationConfig(teacher_share=0.8, teacher_share_updates=4)
-    shares = [teacher_share(c, update) for update in range(6)]
-    assert shares == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
-    never = DistillationConfig(teacher_share=1.0, teacher_share_updates=0)
-    assert teacher_share(never, 0) == 0.0
 
 
 def test_observations_and_bounds_are_selected() -> None:
     obs = {"state": torch.zeros(2, 3), "front": torch.ones(2, 1)}
-    assert Selection(ArraySpec((3,)))(obs) is obs["state"]
     assert list(Selection({"front": ArraySpec((1,))})(obs)) == ["front"]
     assert Selection(ArraySpec((1,)))(obs["front"]) is obs["front"]
     box = Box((-2.0,), (3.0,))
-    assert executed_bounds("none", box) is None and executed_bounds("clip", Discrete(2)) is None
-    for mapping, expected in (("clip", [-2.0, 3.0]), ("rescale", [-1.0, 1.0])):
-        bounds = executed_bounds(mapping, box)
-        assert bounds is not None and [x.item() for x in bounds] == expected
+    infinite = [-math.inf, math.inf]
+    for mapping, spec, expected in (
+        ("none", box, infinite),
+        ("clip", Discrete(2), infinite),
+        ("clip", box, [-2.0, 3.0]),
+        ("rescale", box, [-1.0, 1.0]),
+        ("rescale", Box((0.0,), (math.inf,)), [0.0, math.inf]),
+    ):
+        assert [x.item() for x in executed_bounds(mapping, spec)] == expected
 
 
 @pytest.mark.parametrize("loss", ["mse", "kl"])
@@ -157,7 +149,7 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
     student, teacher = _policy({"state": spec["state"]}), _policy(spec)
     with torch.no_grad():
         teacher.policy_head.bias.add_(torch.tensor([3.0, 0.0]))  # beyond the bounds
-    c = DistillationConfig(loss=loss, teacher_share=0.5, sample_actions=loss == "kl")
+    c = DistillationConfig(loss=loss, sample_actions=loss == "kl")
     policy = GuidedPolicy(
         student,
         teacher,
@@ -166,6 +158,7 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
         read_teacher=Selection(spec),
         bounds=(-torch.ones(2), torch.ones(2)),
     )
+    policy.set_update(c.teacher_share_updates // 2)
     obs = {"state": torch.randn(4000, 3), "extra": torch.randn(4000, 2)}
     noise = policy.noise(4000, torch.Generator().manual_seed(0))
     inputs = policy.encode(obs)
@@ -193,7 +186,7 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose actor reads a privileged observation."""
     run_dir = tmp_path_factory.mktemp("teacher") / "run"
-    run.train(config(TASK, TEACHER, {"run_dir": str(run_dir)}), quiet=True)
+    runs.train(config(TASK, TEACHER, {"run_dir": str(run_dir)}), quiet=True)
     return run_dir
 
 
@@ -202,7 +195,7 @@ def student(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 24 updates that distils ``teacher``; it keeps the checkpoint of update 22."""
     run_dir = tmp_path_factory.mktemp("student") / "run"
     options = {"run_dir": str(run_dir), "teacher": str(teacher), "updates": 24, "keep_last": 100}
-    run.distill(config(TASK, STUDENT, options), quiet=True)
+    runs.distill(config(TASK, STUDENT, options), quiet=True)
     return run_dir
 
 
@@ -253,7 +246,7 @@ def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_pa
         "updates": 2,
         "save_every": 1,
     }
-    run.train(config(TASK, STUDENT, {"distillation": {}}, options), quiet=True)
+    runs.train(config(TASK, STUDENT, {"distillation": {}}, options), quiet=True)
     before, _ = contents(student, 24)
     warm, training = contents(tmp_path / "run", 1)
     after, _ = contents(tmp_path / "run", 2)
@@ -269,92 +262,7 @@ def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_pa
     assert len(steps) == len(critic) and set(map(float, steps)) == {1.0}  # a new optimiser
 
 
-def test_initial_policy_of_another_network_is_refused(student: Path, tmp_path: Path) -> None:
-    base = {"run_dir": str(tmp_path / "run"), "initial_policy": str(student), "updates": 1}
-    for model, message in (
-        ({"hidden": [8]}, r"initial_policy=.*tensor 'trunk.layers.0.weight' is \(32, 4\)"),
-        ({"activation": "relu"}, "model.activation = relu: initial_policy=.* has tanh"),
-    ):
-        with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
-            run.train(config(TASK, STUDENT, {"model": model}, base), quiet=True)
-    assert not (tmp_path / "run").exists()
-
-
 # ------------------------------------------------------------------------------ other kinds of task
-DISCRETE: dict[str, Any] = {
-    "env": {"id": "CartPole-v1", "num_envs": 8, "num_threads": 1},
-    "model": {"hidden": [16], "policy_gain": 1.0},
-    "algorithm": {"horizon": 16, "global_batch_size": 128, "update_epoch": 1, "lr": 1e-2},
-    "distillation": {"lr": 1e-2, "global_batch_size": 64},
-    "evaluation": {"episodes": 2, "video_episodes": 0},
-    "compile": "never",
-    "updates": 1,
-}
-"""Teacher and student read one array of EnvPool."""
-
-
-def test_choices_are_distilled_from_the_same_observations(tmp_path: Path) -> None:
-    run.train(config(DISCRETE, {"run_dir": str(tmp_path / "a")}), quiet=True)
-    losses: dict[str, Any] = {}
-    for loss in ("auto", "nll"):
-        options = {
-            "run_dir": str(tmp_path / loss),
-            "teacher": str(tmp_path / "a"),
-            "updates": 8,
-            "seed": 1,
-            "distillation": {"loss": loss, "sample_actions": True},
-        }
-        run.distill(config(DISCRETE, options), quiet=True)
-        losses[loss] = rows(tmp_path / loss)[1:]
-    for metrics in losses.values():
-        assert metrics[-1]["distill/loss"] < 0.7 * metrics[0]["distill/loss"]
-        assert metrics[-1]["distill/action_error"] < metrics[0]["distill/action_error"]
-    assert losses["auto"][0]["distill/loss"] != losses["nll"][0]["distill/loss"]
-
-
-def test_python_api_distills(teacher: Path, tmp_path: Path) -> None:
-    options = {k: v for k, v in STUDENT.items() if k != "updates"}
-    done = embodied_ppo.distill(
-        teacher,
-        "go1_joystick",  # of which the options replace task and network
-        progress=False,
-        run_dir=tmp_path / "run",
-        env={**TASK["env"], "kwargs": {}},
-        evaluation=TASK["evaluation"],
-        algorithm__horizon=8,
-        compile="never",
-        updates=1,
-        **options,
-    )
-    assert done.metrics[-1]["distill/action_error"] > 0 and done.policy.config.teacher is not None
-
-
-@pytest.mark.slow
-def test_options_of_distillation_change_the_student(teacher: Path, tmp_path: Path) -> None:
-    """Two values of each option give different weights."""
-    base = {"teacher": str(teacher), "updates": 2}
-
-    def weights(name: str, **options: Any) -> dict[str, Tensor]:
-        layer = {**base, "run_dir": str(tmp_path / name), "distillation": options}
-        run.distill(config(TASK, STUDENT, layer), quiet=True)
-        return contents(tmp_path / name, 2)[0]
-
-    default = weights("default")
-    for name, options in {
-        "loss": {"loss": "nll"},
-        "teacher_share": {"teacher_share": 0.1},
-        "teacher_share_updates": {"teacher_share_updates": 0},
-        "sample_actions": {"sample_actions": True, "teacher_share": 0.0},
-        "update_epoch": {"update_epoch": 1},
-        "global_batch_size": {"global_batch_size": 64},
-        "lr": {"lr": 1e-4},
-        "lr_schedule": {"lr_schedule": "linear"},
-    }.items():
-        other = weights(name, **options)
-        assert not torch.equal(other["policy_head.weight"], default["policy_head.weight"]), name
-    silent = {"teacher_share": 0.0, "teacher_share_updates": 0}
-    a, b = weights("a", **silent), weights("b", **silent, sample_actions=True)
-    assert not torch.equal(a["policy_head.weight"], b["policy_head.weight"])
 
 
 MEMORIES: dict[str, dict[str, Any]] = {
@@ -370,51 +278,19 @@ def test_student_with_memory_learns_and_resumes_bit_for_bit(
 ) -> None:
     options = {**MEMORIES[memory], "teacher": str(teacher), "updates": 6}
     full = config(TASK, STUDENT, options, {"run_dir": str(tmp_path / "full"), "save_every": 3})
-    run.distill(full, quiet=True)
+    runs.distill(full, quiet=True)
     metrics = rows(tmp_path / "full")
     assert metrics[-1]["distill/loss"] < metrics[1]["distill/loss"]
     source = tmp_path / "full" / "checkpoints" / "step_000003"
-    run.distill(replace(full, run_dir=str(tmp_path / "part"), resume=str(source)), quiet=True)
+    runs.distill(replace(full, run_dir=str(tmp_path / "part"), resume=str(source)), quiet=True)
     assert_same(contents(tmp_path / "full", 6), contents(tmp_path / "part", 6))
     policy = embodied_ppo.load(tmp_path / "full")
     assert policy.has_memory and policy.act({"state": torch.zeros(2, 4)}).shape == (2, 1)
     again = {"initial_policy": str(tmp_path / "full"), "updates": 1}
     unit = {"algorithm": {"minibatch_unit": "column"}}
     c = config(TASK, STUDENT, MEMORIES[memory], unit, again, {"run_dir": str(tmp_path / "ppo")})
-    run.train(replace(c, distillation=DistillationConfig()), quiet=True)
+    runs.train(replace(c, distillation=DistillationConfig()), quiet=True)
     assert len(rows(tmp_path / "ppo")) == 2
-
-
-def test_teacher_reads_the_newest_observations_of_a_history() -> None:
-    spec = {
-        "state": ArraySpec((2,)),
-        "eye": ArraySpec((3, 5, 6), torch.uint8),
-        "last": ArraySpec((5, 6, 3), torch.uint8),
-        "code": ArraySpec((), torch.int64),
-        "privileged": ArraySpec((4,)),
-    }
-    names = ["state", "eye", "last", "code"]
-    history = ObservationHistory(spec, Box((-1.0,), (1.0,)), 3, names)
-    previous, observed = history.empty(2, torch.device("cpu")), []
-    stacked: dict[str, Tensor] = {}
-    for i in range(4):
-        obs = {
-            name: torch.randint(0, 200, (2, *s.shape)).to(s.dtype) + i for name, s in spec.items()
-        }
-        stacked = history.stack(previous, obs)
-        assert not isinstance(obs, Tensor)
-        observed.append((obs, history.newest(stacked)))
-        previous = history.push(previous, obs, torch.zeros(2, 1))
-    for obs, newest in observed:
-        assert isinstance(newest, dict) and newest.keys() == obs.keys()
-        assert all(torch.equal(newest[name], x) for name, x in obs.items())
-    read = Selection({"privileged": spec["privileged"], "eye": spec["eye"]}, history)
-    chosen = read({**stacked, MEMORY: torch.zeros(2, 1)})
-    assert isinstance(chosen, dict) and list(chosen) == ["privileged", "eye"]
-    array = ObservationHistory(ArraySpec((2,)), Box((-1.0,), (1.0,)), 2)
-    x = torch.randn(3, 2)
-    chosen = Selection(ArraySpec((2,)), array)(array.stack(array.empty(3, x.device), x))
-    assert torch.equal(chosen, x) if isinstance(chosen, Tensor) else False
 
 
 # ----------------------------------------------------------------------------------------- refusals
@@ -450,22 +326,14 @@ def refusal(
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("teacher=null", "teacher = null: distill needs the run of a trained policy"),
-        ("teacher=nowhere", "teacher=nowhere: does not exist"),
-        ("teacher=.", "teacher=.: holds no checkpoint"),
-        ("model.actor_obs=[state,privileged]", "write model.actor_obs=[state]"),
-        ("env.id=toy_envs:Balance", "was trained with toy_envs:Grouped; write env.id="),
-        ("env.action_chunk=2", "write env.action_chunk=1"),
-        ("env.action_mapping=clip", "write env.action_mapping=rescale"),
-        ("algorithm.gamma=0.9", "algorithm.gamma = 0.9 is set but not read: it is an option"),
-        ("algorithm.lr=0.1", "write distillation.lr"),
-        ("distillation.global_batch_size=48", "a multiple of distillation.global_batch_size"),
+        ("teacher=null", "teacher = null"),
+        ("teacher=nowhere", "teacher=nowhere"),
+        ("model.actor_obs=[state,privileged]", "model.actor_obs: remove privileged"),
+        ("env.id=toy_envs:Balance", "toy_envs:Grouped"),
+        ("algorithm.lr=0.1", "distillation.lr"),
+        ("distillation.global_batch_size=48", "distillation.global_batch_size"),
         ("distillation.loss=huber", "distillation.loss = huber"),
-        ("distillation.loss=kl model.distribution=squashed_gaussian", "teacher's distribution is"),
-        ("~model.actor_obs ~model.critic_obs model.history=2", "write model.actor_obs=[state]"),
-        ("placement=fused", "distill runs in one process"),
-        ("model.policy=gaussian", "distill trains model.policy=actor_critic"),
-        ("mode=reasoning", "is set but not read: only mode=embodied"),
+        ("placement=fused", "placement"),
     ],
 )
 def test_bad_input_is_refused_with_one_line(
@@ -475,103 +343,18 @@ def test_bad_input_is_refused_with_one_line(
     assert message in refusal(*option.split(" "))
 
 
-def test_train_does_not_read_a_teacher_or_options_of_distillation(
-    refusal: Callable[..., str],
-) -> None:
-    assert "is read by distill only; leave it out" in refusal(command="train")
-    message = refusal("teacher=null", "distillation.lr=0.1", command="train")
-    assert "it needs embodied-ppo distill teacher=RUN" in message
-
-
-def _request(c: Config, teacher: Path) -> RunRequest:
-    source, run_dir, trained = run.open_run(str(teacher))
-    chosen = TrainedRun(trained, source, run_dir, print)
-    device = torch.device("cpu")
-    return RunRequest(c, device, run_dir, 1, "", {}, print, print, [], teacher=chosen)
-
-
 def test_teachers_that_do_not_fit_are_refused(teacher: Path) -> None:
-    request = _request(config(TASK, STUDENT), teacher)
-    prepared = distillation.prepare(request)
-    assert prepared is not None and prepared.probe is not None
-    assert prepared.env.obs_keys == ("state", "privileged")
-    assert prepared.env.realism.obs_keys == ("state",)
-    # Other simulators than the teacher's: no such group, another shape, action or rate.
-    missing = replace(prepared, env=replace(prepared.env, id="toy_envs:Balance"))
-    balance = replace(request.config.env, id="toy_envs:Balance")
-    model = replace(request.config.model, critic_obs=("state",))
-    other = replace(request, config=replace(request.config, env=balance, model=model))
-    with pytest.raises(EnvError, match=r"reads state, privileged, which .* do not offer"):
-        missing.make_env(other, [0])
-    for name, value, message in (
-        ("action_spec", Box((-2.0,), (1.0,)), "its actions are"),
-        ("step_s", 0.5, r"decides every 0.5 s, the student every 0\.\d+ s"),
-        ("obs_spec", {"state": ArraySpec((9,)), "privileged": ArraySpec((1,))}, "of shape"),
+    source, run_dir, trained = trained_run.open_run(str(teacher))
+    own, model = config(TASK, STUDENT), trained.model
+    unnamed = replace(model, actor_obs=None, critic_obs=None)
+    for change, message in (
+        ({"mode": "reasoning"}, "language model"),
+        ({"model": replace(model, history=2)}, "model.history=2"),
+        ({"model": unnamed}, "reads all observations"),
     ):
-        probe = copy.copy(prepared.probe)
-        setattr(probe, name, value)
+        chosen = TrainedRun(replace(trained, **change), source, run_dir, print)
         with pytest.raises(ConfigError, match=message):
-            replace(prepared, probe=probe).make_env(request, [0])
-    for path, value, message in (
-        ("model.policy", "token", "a teacher must be model.policy=actor_critic"),
-        ("mode", "reasoning", "is a language model"),
-    ):
-        section, _, name = path.rpartition(".")
-        trained = request.teacher.config if request.teacher else Config()
-        if section:
-            changed = replace(trained, model=replace(trained.model, **{name: value}))
-        else:
-            changed = replace(trained, **{name: value})
-        assert request.teacher is not None
-        unfit = replace(request.teacher, config=changed)
-        with pytest.raises(ConfigError, match=message):
-            distillation.check_teacher(unfit, request.config)
-
-
-def test_student_with_all_observations_reads_those_of_its_own_options(teacher: Path) -> None:
-    """Without ``model.actor_obs`` a student reads one array, which the simulators name state."""
-    c = config(TASK, {"model": {"hidden": [8]}})
-    request = _request(replace(c, teacher=str(teacher)), teacher)
-    prepared = distillation.prepare(request)
-    assert prepared is not None and prepared.student.is_array
-    env = prepared.make_env(request, [0, 1])
-    try:
-        assert prepared.student_env(env).obs_spec == ArraySpec((4,))
-        policy = components.make_policy(c, prepared.student_env(env))
-        guided = prepared.guided_policy(request, env, policy)
-        inputs = guided.encode(env.reset())
-        assert guided.act(inputs, noise=guided.noise(2)).action.shape == (2, 1)
-    finally:
-        env.close()
-
-
-class TracedLibrary:
-    """Traces a program as ``compile.Library`` does, and runs it eagerly instead of compiled."""
-
-    def __init__(self, program: Callable[..., Any], example: Sequence[Tensor]) -> None:
-        make_fx(program, tracing_mode="fake")(*(torch.zeros_like(x) for x in example))
-        self.program = program
-
-    def is_compiling(self) -> bool:
-        return False
-
-    def load(self) -> Callable[[list[Tensor]], list[Tensor]]:
-        def function(tensors: list[Tensor]) -> list[Tensor]:
-            results = self.program(*tensors)
-            return [results] if isinstance(results, Tensor) else list(results)
-
-        return function
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.slow
-def test_minibatches_can_be_compiled(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The squared error reads no deviation, whose parameter is no argument of the program."""
-    monkeypatch.setattr(compile, "Library", TracedLibrary)
-    options = {"run_dir": str(tmp_path / "run"), "teacher": str(teacher), "compile": "always"}
-    summary = run.distill(config(TASK, STUDENT, options), quiet=True)
-    assert summary["updates"] == STUDENT["updates"]
+            distillation.check_teacher(chosen, own)
+    chosen = TrainedRun(trained, source, run_dir, print)
+    with pytest.raises(ConfigError, match=r"write model\.actor_obs="):
+        distillation.check_teacher(chosen, replace(own, model=replace(own.model, actor_obs=None)))

@@ -15,14 +15,15 @@ import pytest
 import run_helpers
 import torch
 
-from embodied_ppo.config import loader, validation
-from embodied_ppo.config.schema import Config
 from embodied_ppo.data import synthetic_tasks
-from embodied_ppo.models import causal_lm
-from embodied_ppo.modes.base import RunRequest
-from embodied_ppo.modes.registry import mode
-from embodied_ppo.rewards import reward_model
+from embodied_ppo.options import loader, validation
+from embodied_ppo.options.schema import Config
+from embodied_ppo.policies import causal_lm
+from embodied_ppo.programs.run_spec import RunSpec
+from embodied_ppo.programs.system import build_system
+from embodied_ppo.rollout.rewards import reward_model
 from embodied_ppo.training.logging import numbers
+from embodied_ppo.training.progress import Messages
 from tests.integration.option_cases import (
     IN_LOSS,
     IN_REWARD,
@@ -57,7 +58,7 @@ BASE: dict[str, Any] = {
     "device": "cpu",
     "data": {"task": "arithmetic"},
     "actor": {"model": {"architecture": ARCHITECTURE}},
-    "reward": {"path": str(FILES / "even.py"), "workers": 0},
+    "reward": {"grader": f"{FILES / 'even.py'}:compute_score", "workers": 0},
     "rollout": {"stop_token_ids": [20, 21, 22, 23]},
     "algorithm": {
         "loss_type": "actor",
@@ -119,17 +120,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "actor.model.dtype": ("bfloat16", {}),
     "actor.tokenizer": (str(FILES / "plain"), PROMPTS),
     "critic.model.path": (str(FILES / "model"), {}),
-    "critic.model.architecture": ({**ARCHITECTURE, "hidden_size": 24}, {}),
-    "critic.model.dtype": ("bfloat16", {}),
     "critic.loss_agg_func": ("seq-mean-token-mean", {}),
     "critic.update_epoch": (1, {}),
     "critic.global_batch_size": (8, {}),
     "critic.lr": (1e-3, {}),
-    "critic.lr_schedule": ("linear", {}),
-    "critic.lr_end": (0.5, {"algorithm.lr_schedule": "linear"}),
-    "critic.lr_warmup": (2, {}),
-    "critic.max_grad_norm": (0.01, {}),
-    "critic.weight_decay": (0.1, {}),
     "rollout.temperature": (0.5, {}),
     "rollout.stop": (["0", "11"], {}),
     "rollout.stop_token_ids": ([5], {}),
@@ -141,23 +135,16 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.prompt_key": ("task", PROMPTS),
     "data.answer_key": ("truth", PROMPTS),
     "data.suffix": ("0", PROMPTS),
-    "data.system": ("1", PROMPTS),
     "data.chat_template": ("never", PROMPTS),
     "data.shuffle": (False, {}),
-    "reward.grader": (f"{FILES / 'even.py'}:other", {"reward.path": None}),
-    "reward.path": (str(FILES / "odd.py"), {}),
-    "reward.name": ("other", {}),
+    "reward.grader": (f"{FILES / 'even.py'}:other", {}),
     "reward.format": ("[0-9].*", {}),
-    "reward.format_weight": (1.0, {"reward.format": "[0-9].*"}),
     "reward.model.path": (str(FILES / "reward"), {}),
     "reward.model.pairs": (20, PAIRS),
     "reward.model.steps": (4, PAIRS),
     "reward.model.batch_size": (4, PAIRS),
-    "reward.model.lr": (1e-2, PAIRS),
     "warm_start.steps": (1, {}),
     "warm_start.batch_size": (4, WARM),
-    "warm_start.lr": (1e-2, WARM),
-    "warm_start.forget": (1.0, WARM),
 }
 LAG: dict[str, int] = {
     f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")
@@ -168,14 +155,10 @@ REPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "data.eval": ([str(FILES / "more.jsonl")], PROMPTS, "eval/return"),
     "evaluation.episodes": (5, {}, "eval/return"),
     "evaluation.deterministic": (False, {}, "eval/return"),
-    "evaluation.seed": (1, SAMPLED, "eval/return"),
     "evaluation.n": (2, SAMPLED, "eval/return"),
-    "evaluation.response_length": (3, {}, "eval/length"),
     "evaluation.temperature": (0.1, SAMPLED, "eval/return"),
     "evaluation.top_k": (2, SAMPLED, "eval/return"),
     "evaluation.top_p": (0.2, SAMPLED, "eval/return"),
-    "evaluation.min_p": (0.8, SAMPLED, "eval/return"),
-    "evaluation.repetition_penalty": (5.0, {}, "eval/return"),
 }
 
 UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -184,17 +167,13 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "algorithm.logprob_forward_micro_batch_size": (3, {}, "memory only"),
     "algorithm.micro_batch_tokens": (40, {}, "memory and speed only"),
     "actor.model.gradient_checkpointing": (True, {}, "memory only"),
-    "critic.model.gradient_checkpointing": (True, {}, "memory only"),
-    "critic.concurrent": (True, {}, "speed only: actor and critic share nothing while they learn"),
-    "rollout.slots": (3, {}, "memory only: a response depends on its prompt and number"),
     "reward.workers": (1, {}, "a grader gives the same grades in any process"),
+    "reward.timeout_s": (20.0, {}, "no grader takes that long"),
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "reward.timeout_s": (20.0, r"it needs reward\.workers >= 1"),  # these grade in the process
     "algorithm.loss_type": ("actor_critic", "is the loss of a model with a value head"),
-    "critic.use_critic_model": (False, "needs a critic"),
-    "rollout.gpu_memory_utilization": (0.5, r"it needs rollout\.engine=vllm"),
+    "rollout.gpu_memory_utilization": (0.5, r"rollout\.engine=vllm"),
     "rollout.engine": ("vllm", "rollout.engine = vllm needs a directory"),  # test_vllm.py has it
 }
 
@@ -261,13 +240,11 @@ def _run(options: dict[str, Any], lag: int) -> Rows:
     c = config(options)
     rows, pending = [], []
     with ExitStack() as stack:
-        request = RunRequest(
-            c, torch.device("cpu"), FILES / "run", c.updates or 0, "", {}, print, print, []
-        )
-        system: Any = mode(c).build_local(request, stack).system
+        spec = RunSpec(c, torch.device("cpu"), FILES / "run", c.updates or 0)
+        system: Any = build_system(spec, Messages(print), stack).system
         stack.callback(system.close)
-        for update in range(request.updates + lag):
-            if update < request.updates:
+        for update in range(spec.updates + lag):
+            if update < spec.updates:
                 pending.append(system.collect(c.algorithm.response_length, update=update))
             if update >= lag:
                 trajectory, metrics = pending.pop(0)
@@ -279,7 +256,7 @@ def _run(options: dict[str, Any], lag: int) -> Rows:
                 rows.append(
                     numbers(metrics) | {"weights": weights(system.module), "critic": critic}
                 )
-        rows[-1] |= numbers(system.evaluate(request.updates))
+        rows[-1] |= numbers(system.evaluate(spec.updates))
     return rows
 
 
@@ -312,13 +289,12 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "algorithm.kl_penalty": (("k1", "abs", "k2", "k3", "full"), IN_REWARD),
     "algorithm.lr_schedule": (
         ("constant", "linear", "cosine", "adaptive", "adaptive_linear"),
-        {"algorithm.lr": 3e-2, "algorithm.lr_warmup": 1},
+        {"algorithm.lr": 3e-2, "algorithm.lr_warmup": 1, "updates": 5},
     ),
     "algorithm.off_policy_correction": ((None, "token", "sequence"), {}),
-    "critic.lr_schedule": (("constant", "linear", "cosine"), {}),
     "rollout.truncation": (("terminal", "drop"), {}),
     "data.chat_template": (("always", "never"), PROMPTS),
-    "reward.grader": (("auto", "exact"), {"reward.path": None}),
+    "reward.grader": (("auto", "exact"), {}),
 }
 SAME = {
     "algorithm.adv_type": [  # equal where normalize_advantages is equal

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied_ppo.config.schema import Config, Mode
+from embodied_ppo.options.schema import Config, Mode
 
 Rows = list[dict[str, float]]
 """Metrics of each update of a training run."""
@@ -35,8 +35,6 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.whiten_rewards": (True, {}),
-    "algorithm.whiten_subtract_mean": (True, {"algorithm.whiten_rewards": True}),
-    "algorithm.whiten_after_kl": (True, {"algorithm.whiten_rewards": True, **IN_REWARD}),
     "algorithm.group_size": (2, {}),
     "algorithm.policy_loss": ("cispo", {}),
     "algorithm.clip_ratio_low": (0.01, {}),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import run_helpers
+import tiny_openvla_checkpoint
 import tiny_pi0_checkpoint
-import tiny_vlm_checkpoints
 
-from embodied_ppo.config import loader
+from embodied_ppo.options import loader
 from tests.integration.option_cases import (
     IN_LOSS,
     IN_REWARD,
@@ -52,15 +52,15 @@ GAUSSIAN = {**{k: x for k, x in TOKENS.items() if k != "model.bins"}, "model.pol
 FLOW = {**GAUSSIAN, "model.policy": "flow"}
 ROOT = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "published"
 FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
-VLM = {
+OPENVLA = {
     **CAMERA,
     **FEW,
     "model.policy": "token",
-    "model.checkpoint": str(ROOT / "smolvlm"),
+    "model.checkpoint": str(ROOT / "openvla"),
     "model.bins": 16,
+    "model.unnorm_key": "slow",
 }
 PI0 = {**CAMERA, **FEW, "model.policy": "flow", "model.checkpoint": str(ROOT / "pi0")}
-OPENVLA = {**VLM, "model.checkpoint": str(ROOT / "openvla"), "model.unnorm_key": "slow"}
 GROUPS = {
     "env.id": "AcrobotSwingup-v1",
     "model.actor_obs": ["velocity"],
@@ -108,30 +108,27 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.realism.push_interval_s": ([1.0, 2.0], {**DRIFTER, "env.realism.push_velocity": 1.0}),
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
     "env.restart_each_rollout": (True, {}),
-    "env.restart_every": (8, {}),
-    "env.stagger": (False, {"env.max_episode_steps": 8}),
+    "env.restart_every": (8, {"env.max_episode_steps": 4}),
     "env.kwargs": ({"far": 3.0}, POINT),
     "model.policy": ("token", CAMERA),
     "model.width": (32, {k: x for k, x in TOKENS.items() if k != "model.width"}),
     "model.depth": (1, TOKENS),
-    "model.heads": (2, TOKENS),
     "model.bins": (16, {k: x for k, x in TOKENS.items() if k != "model.bins"}),
     "model.decode": ("autoregressive", TOKENS),
     "model.temperature": (0.5, TOKENS),
     "model.detach_value": (False, TOKENS),
-    "model.word_buckets": (64, TOKENS),
     "model.freeze_trunk": (True, TOKENS),
     "model.checkpoint": (
-        str(ROOT / "smolvlm"),
-        {k: x for k, x in VLM.items() if k != "model.checkpoint"},
+        str(ROOT / "pi0"),
+        {k: x for k, x in PI0.items() if k != "model.checkpoint"},
     ),
     "model.unnorm_key": ("fast", OPENVLA),
     "model.center_crop": (True, OPENVLA),
     "model.delta_actions": ([0], PI0),
     "model.omit_stop_token": (True, OPENVLA),
-    "model.lora_rank": (2, VLM),
-    "model.lora_alpha": (4.0, {**VLM, "model.lora_rank": 2}),
-    "model.dtype": ("bfloat16", VLM),
+    "model.lora_rank": (2, OPENVLA),
+    "model.lora_alpha": (4.0, {**OPENVLA, "model.lora_rank": 2}),
+    "model.dtype": ("bfloat16", OPENVLA),
     "model.flow_steps": (3, FLOW),
     "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
     "model.flow_eta": (0.3, FLOW),
@@ -142,7 +139,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.bptt_length": (2, RECURRENT),
     "model.network": (NETWORK, {}),
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
-    "model.backbone": ("mlp", PICTURES),
     "model.pooling": ("spatial_softmax", PICTURES),
     "model.hidden": ([8], {}),
     "model.activation": ("relu", {}),
@@ -154,9 +150,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.min_log_std": (-1.0, {"model.init_log_std": -1.0}),
     "model.max_log_std": (-1.0, {"model.init_log_std": -1.0}),
     "model.orthogonal_init": (False, {}),
-    "model.hidden_gain": (0.5, {}),
     "model.policy_gain": (1.0, {}),
-    "model.value_gain": (0.0, {}),
     "model.normalize_obs": (False, {}),
     "model.obs_clip": (0.5, {}),
     "model.obs_eps": (0.5, {}),
@@ -197,11 +191,13 @@ REPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.num_threads": (2, {}, "speed only: environments are independent"),
+    "env.image_layout": ("hwc", {}, "it only decides shapes that leave it open"),
+    "env.on_nan": ("stop", {}, "it only ends a run whose simulator diverges"),
     "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
     "algorithm.micro_batch_size": (4, {}, "memory only"),
     "algorithm.rollout_micro_batch_size": (2, {}, "memory only"),
     "algorithm.logprob_forward_micro_batch_size": (3, IN_LOSS, "memory only"),
-    "model.gradient_checkpointing": (True, VLM, "memory only"),
+    "model.gradient_checkpointing": (True, OPENVLA, "memory only"),
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -211,15 +207,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 def write_models() -> None:
     """Write the checkpoints that model.checkpoint names."""
-    tiny_vlm_checkpoints.write_checkpoint("smolvlm", ROOT / "smolvlm")
     tiny_pi0_checkpoint.write_checkpoint(ROOT / "pi0")
     stats = {
         name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))
     }
-    (
-        tiny_vlm_checkpoints.write_checkpoint("openvla", ROOT / "openvla")
-        / "dataset_statistics.json"
-    ).write_text(json.dumps(stats))
+    folder = tiny_openvla_checkpoint.write_checkpoint(ROOT / "openvla")
+    (folder / "dataset_statistics.json").write_text(json.dumps(stats))
 
 
 def _run(options: dict[str, Any], lag: int) -> Rows:

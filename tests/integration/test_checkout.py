@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from embodied_ppo.core.errors import ConfigError
-from embodied_ppo.data import video_encoder
-
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = ("envpool", "imageio_ffmpeg", "ray", "tensorboard")
 """Packages that only some runs need."""
@@ -78,20 +75,3 @@ def test_both_modes_train(python: Path, tmp_path: Path) -> None:
         assert "no TensorBoard files are written: tensorboard is missing" in log
         assert not (folder / "tensorboard").exists()
         assert json.loads((folder / "summary.json").read_text())["tensorboard"] is None
-
-
-def test_commands_and_simulators_are_found(python: Path, tmp_path: Path) -> None:
-    experiments = run(python, "-m", "embodied_ppo.commands.main", "experiments", cwd=tmp_path)
-    assert "halfcheetah" in experiments.split()
-    code = (
-        "import importlib.util as u, embodied_ppo.configs as c; "
-        "print(c.__file__, u.find_spec('embodied_envs').origin, u.find_spec('ray'))"
-    )
-    files = [str(ROOT / name / "__init__.py") for name in ("configs", "envs/embodied_envs")]
-    assert run(python, "-c", code, cwd=tmp_path).split() == [*files, "None"]
-
-
-def test_missing_ffmpeg_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    with pytest.raises(ConfigError, match=r"a\.mp4: video files need imageio-ffmpeg"):
-        video_encoder.encoder(Path("a.mp4"), (2, 2), 1.0)

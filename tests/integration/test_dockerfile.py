@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRASH = shutil.ignore_patterns("__pycache__", "*.egg-info")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -79,35 +76,3 @@ def test_package_can_be_built_from_the_copied_files(image: Path) -> None:
     process = subprocess.run(command, cwd=image, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert (image / "out" / process.stdout.split()[-1]).suffix == ".whl"
-
-
-def test_user_is_a_number_other_than_root() -> None:
-    """A cluster that forbids root cannot check a user's name."""
-    (uid,) = arguments("USER")[-1:]
-    assert int(uid) > 0
-    assert any(f"useradd --create-home --uid {uid} ppo" in text for text in arguments("RUN"))
-    owners = {re.search(r"--chown=(\w+)", text) for text in arguments("COPY")}
-    assert {owner and owner[1] for owner in owners} == {"ppo"}, (
-        "make writes into the copied folders"
-    )
-
-
-def test_entrypoint_is_the_command() -> None:
-    (entry,) = [json.loads(text) for text in arguments("ENTRYPOINT")]
-    assert entry == ["embodied-ppo"] and entry[0] in PROJECT["scripts"]
-    (command,) = [json.loads(text) for text in arguments("CMD")]
-    verb, experiment = command
-    assert verb == "train"
-    name = experiment.removeprefix("experiment=")
-    assert (ROOT / "configs" / "experiment" / f"{name}.yaml").is_file()
-    (home,) = arguments("WORKDIR")
-    assert any(f"PATH={home}/.venv/bin:" in text for text in arguments("ENV"))
-
-
-def test_documented_commands_use_declared_arguments() -> None:
-    """Check the commands in the comments of the Dockerfile and in docs/image.md."""
-    text = (ROOT / "Dockerfile").read_text() + (ROOT / "docs" / "image.md").read_text()
-    declared = {argument.partition("=")[0] for argument in arguments("ARG")}
-    assert set(re.findall(r"--build-arg (\w+)=", text)) == declared
-    (home,) = arguments("WORKDIR")
-    assert set(re.findall(r"-v [\w-]+:(\S+)", text)) == {f"{home}/runs"}

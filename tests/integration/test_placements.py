@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,13 @@ import run_helpers
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from embodied_ppo import run
-from embodied_ppo.config.placement import Hardware, plan
-from embodied_ppo.config.schema import ClusterConfig
-from embodied_ppo.core.types import ConfigError, EnvError, PlacementError, ProcessLost
-from embodied_ppo.placement.ray_system import Reservation
-from embodied_ppo.placement.ray_worker import LOOPBACK, RayWorker, RayWorkerActor
+from embodied_envs.base.errors import ConfigError, EnvError
+from embodied_ppo.cluster import ray_reservation
+from embodied_ppo.cluster.ray_reservation import Reservation
+from embodied_ppo.cluster.ray_worker import LOOPBACK, RayWorkerActor
+from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.options.placement import Hardware, plan
+from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
     """Train with ``SMALL``; ``__`` in the name of an option stands for a dot."""
     overrides = {name.replace("__", "."): value for name, value in options.items()}
-    run.train(run_helpers.tiny_config({**SMALL, "run_dir": str(run_dir), **overrides}), quiet=True)
+    runs.train(run_helpers.tiny_config({**SMALL, "run_dir": str(run_dir), **overrides}), quiet=True)
     return rows(run_dir)
 
 
@@ -221,7 +221,6 @@ def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_p
     options = {**SHARDED[name], "algorithm__use_kl_loss": True, "cluster__shard": True}
     run_dir = tmp_path / "run"
     assert_close(train(run_dir, **options), rows(unsharded))
-    assert "cluster.shard: 2 processes of actor hold" in (run_dir / "log.txt").read_text()
     expected, sharded = (
         checkpoint.open_checkpoint(folder / "checkpoints" / "step_000004")
         for folder in (unsharded, run_dir)
@@ -264,34 +263,6 @@ def test_recurrent_policy_with_two_learners_equals_one_process(
     run_helpers.assert_states_close(weights(tmp_path / "run", 3), weights(local, 3))
 
 
-PIXELS: dict[str, Any] = {
-    "env.id": "Tabletop",
-    "env.num_envs": 4,
-    "env.action_chunk": 4,
-    "env.max_episode_steps": 16,
-    "env.cameras": ["front"],
-    "env.image_size": 32,
-    "env.kwargs": {"families": ["reach"], "obs": "language"},
-    "model.policy": "token",
-    "model.width": 32,
-    "algorithm.horizon": 4,
-    "algorithm.global_batch_size": 8,
-    "evaluation.episodes": 2,
-    "evaluation.num_envs": 2,
-    "updates": 2,
-}
-
-
-@pytest.mark.slow
-def test_sharded_vla_equals_unsharded_one(tmp_path: Path) -> None:
-    options = {name.replace(".", "__"): x for name, x in PIXELS.items()} | TWO_LEARNERS["fused"]
-    expected = train(tmp_path / "unsharded", **options)
-    video = {"evaluation__video_episodes": 1, "evaluation__video_steps": 4}
-    sharded = train(tmp_path / "sharded", **options, **video, cluster__shard=True)
-    assert_close(sharded, expected)
-    assert list((tmp_path / "sharded" / "videos").glob("*.mp4"))
-
-
 @pytest.mark.slow
 def test_run_resumes_bit_for_bit_and_in_other_placements(
     cached_run: CachedRuns, tmp_path: Path
@@ -308,12 +279,8 @@ def test_run_resumes_bit_for_bit_and_in_other_placements(
         resume=str(tmp_path / "half"),
     )
     log = (tmp_path / "half" / "log.txt").read_text()
-    assert "resume: number of processes that simulate was 2, is 1; all episodes start again" in log
+    assert "all episodes start again" in log
     train(tmp_path / "local", updates=5, resume=str(run_dir))
-    assert (
-        "resume: number of processes that simulate was 2, is 1"
-        in (tmp_path / "local" / "log.txt").read_text()
-    )
 
 
 @pytest.mark.slow
@@ -325,53 +292,16 @@ def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
     assert lags == [0.0, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.slow
-def test_idle_devices_are_reported(tmp_path: Path) -> None:
-    options = {
-        "cluster__component_placement": {"env": 0, "rollout": 1, "actor": 2},
-        "cluster__devices_per_node": 3,
-    }
-    train(tmp_path / "run", **options, updates=21)
-    log = (tmp_path / "run" / "log.txt").read_text().splitlines()
-    warnings = [line for line in log if "warning, update" in line]
-    (line,) = (line for line in warnings if "device/idle is 0." in line)
-    assert line.endswith("above 0.5: devices wait more than they work: try another placement")
-
-
 def test_refused_options_leave_no_files_and_no_processes(tmp_path: Path) -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (
             PlacementError,
-            "needs device 3",
+            "0-3 is no device",
             {"cluster__component_placement": {"env,rollout,actor": "0-3"}},
         ),
         (EnvError, "CartPole-v7", {"placement": "fused", "env__id": "CartPole-v7"}),
-        (
-            PlacementError,
-            "cannot be divided",
-            {
-                "placement": "fused",
-                "env__num_envs": 6,
-                "algorithm__global_batch_size": 32,
-                "cluster__stages": 4,
-            },
-        ),
         (ConfigError, "action_chunk", {"placement": "hybrid", "env__action_chunk": 3}),
-        (
-            ConfigError,
-            "compile=always: 2 processes learn together",
-            {"placement": "fused", "compile": "always"},
-        ),
-        (
-            PlacementError,
-            "cluster.shard = true: sharding needs at least two actor processes",
-            {"placement": "disaggregated", "cluster__shard": True},
-        ),
-        (
-            PlacementError,
-            "only cluster.weights=store",
-            {"placement": "disaggregated", "cluster__max_lag": 1, "cluster__weights": "ipc"},
-        ),
+        (PlacementError, "shard", {"placement": "disaggregated", "cluster__shard": True}),
     ]
     for error, message, options in cases:
         with pytest.raises((error, EnvError), match=message):
@@ -380,23 +310,18 @@ def test_refused_options_leave_no_files_and_no_processes(tmp_path: Path) -> None
     assert run_helpers.free_ray_cpus() == 8.0
 
 
-def test_missing_devices_are_refused(tmp_path: Path) -> None:
-    sizes = {"env__num_envs": 64, "algorithm__global_batch_size": 64}
-    with pytest.raises(
-        PlacementError, match=r"needs 1 nodes with 64 CPUs, and the Ray cluster has 1 \(8 CPUs\)"
-    ):
-        train(tmp_path / "run", placement="fused", cluster__devices_per_node=64, **sizes)
-
-
 @pytest.mark.slow
-def test_waiting_for_occupied_devices_ends_after_start_timeout(tmp_path: Path) -> None:
+def test_waiting_for_occupied_devices_ends_after_start_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_reservation, "START_TIMEOUT_S", 2.0)
     occupied = placement_group([{"CPU": 1.0}] * 7)
     assert occupied.wait(20)
-    options = {"placement": "hybrid", "cluster__devices_per_node": 2, "cluster__start_timeout_s": 2}
+    options = {"placement": "hybrid", "cluster__devices_per_node": 2}
     try:
         with pytest.raises(
             PlacementError,
-            match=r"placement: needs 2 CPUs, 8 registered, 1 free after 2 s; add nodes",
+            match=r"2 CPUs.*2 s",
         ):
             train(tmp_path / "run", **options)
     finally:
@@ -406,56 +331,10 @@ def test_waiting_for_occupied_devices_ends_after_start_timeout(tmp_path: Path) -
 def test_unreachable_ray_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reservation = object.__new__(Reservation)
     reservation.plan = plan("fused", Hardware())
-    with pytest.raises(
-        PlacementError, match=rf"^cluster.address = {LOOPBACK}:1: Ray cannot be reached .*refused"
-    ):
-        reservation._connect(ClusterConfig(address=f"{LOOPBACK}:1"))
-    monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:99999")
-    with pytest.raises(
-        PlacementError,
-        match=rf"^cluster.address is null, RAY_ADDRESS = {LOOPBACK}:99999: Ray cannot",
-    ):
-        reservation._connect(ClusterConfig())
-
-
-def test_ray_that_does_not_start_here_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(*args: Any, **options: Any) -> None:
-        raise RuntimeError("no space left\n" + 80 * "details ")
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "init", init)
-    reservation = object.__new__(Reservation)
-    reservation.plan = plan("fused", Hardware())
-    with pytest.raises(
-        PlacementError,
-        match=r"^cluster.address = null: Ray could not be started .*\(no space left\); free memory",
-    ):
-        reservation._connect(ClusterConfig())
-
-
-def test_missing_node_label_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [
-        {"Alive": True, "NodeID": name, "Labels": labels, "Resources": {"CPU": 2.0}}
-        for name, labels in (("a", {}), ("b", {"node-group": "train"}))
-    ]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    reservation = object.__new__(Reservation)
-    reservation.plan = plan("fused", Hardware((2, 2), labels={"sim": (1,)}))
-    with pytest.raises(
-        PlacementError,
-        match=r"node 1 needs 2 CPUs and the label node-group=sim; the remaining .* have"
-        r" node-group=train; start Ray there with --labels=node-group=sim",
-    ):
-        reservation._nodes("CPU")
-    nodes[1]["Labels"] = {"node-group": "sim"}
-    assert reservation._nodes("CPU") == ["a", "b"]
-
-
-@pytest.mark.slow
-def test_system_can_be_closed_twice(tmp_path: Path) -> None:
-    c = run_helpers.tiny_config({**SMALL, "placement": "fused", "cluster.devices_per_node": 1})
-    with ExitStack() as stack:
-        run_helpers.build_cluster_system(c, tmp_path, stack).close()
+    for port in (1, 99999):
+        monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:{port}")
+        with pytest.raises(PlacementError, match=rf"RAY_ADDRESS.*{LOOPBACK}:{port}"):
+            reservation._connect()
 
 
 def listening_addresses(pid: int) -> set[str]:
@@ -491,15 +370,3 @@ def test_processes_of_one_machine_listen_on_loopback_only() -> None:
     assert {address.partition(":")[0] for address in opened} == {"0100007F"}
     for actor in actors:
         ray.kill(actor)
-
-
-@pytest.mark.slow
-def test_process_group_that_cannot_form_names_address_and_timeout() -> None:
-    closed = socket.create_server((LOOPBACK, 0))
-    address = closed.getsockname()
-    closed.close()
-    with pytest.raises(
-        ProcessLost,
-        match=rf"team rank 0 of 2: .* at {LOOPBACK}:{address[1]} within 0.2 s \(cluster",
-    ):
-        RayWorker("actor rank 0", 0).join("team", address, 0, 2, 0.2)

@@ -14,8 +14,7 @@ import imageio.v3 as imageio
 import pytest
 
 import embodied_envs
-from embodied_envs import checks
-from embodied_ppo.core.errors import EnvError
+from embodied_envs.base.errors import EnvError
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
@@ -23,7 +22,7 @@ SMALL = (
     "env.num_envs=4 env_steps=512 algorithm.horizon=64 algorithm.global_batch_size=64"
     " evaluation.episodes=2"
 )
-SMALL += " evaluation.video_steps=4 compile=never"
+SMALL += " compile=never"
 """Options that are added to each training."""
 COMMANDS = {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}
 
@@ -86,52 +85,11 @@ def replace_function(source: str, function: str, text: str) -> str:
 
 
 # ---------------------------------------------------------------------------- findings of check_env
-def pattern(node: ast.expr) -> str:
-    """Return a text in the form of the tables, with .. for inserted values."""
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    text = "".join(str(x.value) if isinstance(x, ast.Constant) else ".." for x in parts)
-    return text.removeprefix("env.id=..: ").partition("; ")[0]
-
-
-def findings() -> set[str]:
-    """Return every violation and note in the source of check_env."""
-    texts: list[tuple[ast.expr, str]] = []  # (expression, suffix)
-    for node in ast.walk(ast.parse(Path(checks.__file__).read_text())):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "violation":
-            texts.append((node.value, ""))
-        elif isinstance(node, ast.Return) and isinstance(node.value, ast.List):
-            texts += [(element, "") for element in node.value.elts]
-        elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            argument = {"_require": 2, "EnvError": 0, "notes.append": 0, "wrap_errors": 0}
-            suffix = ".." if name == "wrap_errors" else ""
-            if name.endswith(".compare"):
-                argument, suffix = {name: 1}, ", .. differs .."
-            elif name == "_fail":
-                argument = {name: 1}
-            if name in argument:
-                texts.append((node.args[argument[name]], suffix))
-    texts = [x for x in texts if isinstance(x[0], ast.Constant | ast.JoinedStr)]
-    patterns = {pattern(node) + suffix for node, suffix in texts}
-    # The first two consist of parts that are in the set themselves.
-    return patterns - {"..", ".., .. differs ..", ""}
-
-
-def test_all_findings_of_check_env_are_explained() -> None:
-    tables = TUTORIAL.partition("## What check_env finds")[2]
-    rows = [line.split("|")[1:-1] for line in tables.splitlines() if line.startswith("| `")]
-    assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
-    explained = [text for row in rows for text in re.findall(r"`([^`]+)`", row[0])]
-    assert len(explained) == len(set(explained))
-    assert set(explained) == findings()
 
 
 TASK = """
 import torch
 from toy_envs import Balance
-class Unseeded(Balance):
-    def reset(self, u):
-        return super().reset(u) | {"qvel": torch.rand(len(u), 2, dtype=torch.float64)}
 class Stateful(Balance):
     last = 0.0
     def observe(self, s):
@@ -147,15 +105,8 @@ class Infinite(Balance):
 @pytest.mark.parametrize(
     ("name", "finding"),
     [
-        (
-            "Unseeded",
-            r"with the same seeds and actions after restart\(seeds\), observation differs",
-        ),
-        (
-            "Stateful",
-            r"with the same seeds and actions after restart\(seeds\), observation differs",
-        ),
-        ("Infinite", "is not finite"),
+        ("Stateful", "observation differs"),
+        ("Infinite", "finite"),
     ],
 )
 def test_check_env_reports_a_faulty_task(

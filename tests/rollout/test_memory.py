@@ -7,11 +7,11 @@ import torch
 import toy_envs
 from torch import Tensor
 
-from embodied_ppo.config import loader
-from embodied_ppo.config.schema import ModelConfig
 from embodied_ppo.core.recurrent_state import MEMORY, START, EpisodeMemory, with_memory
 from embodied_ppo.core.types import Trajectory
-from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.options import loader
+from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.rollout.simulation import Rollout
 
 LENGTHS, CLOCK = [2, 3, 5, 4], [False, True, False, True]

@@ -5,24 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import run_helpers
 import torch
 import toy_envs
 
-import embodied_envs
-from embodied_envs import HistoryEnv
-from embodied_envs.adapters import realistic_env
-from embodied_envs.adapters.action_chunking import ChunkedActions
-from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core import tree
-from embodied_ppo.core.random import TRAINING_SEEDS, env_seeds, sampling_key
-from embodied_ppo.core.types import Mean, TrainingError, Trajectory
-from embodied_ppo.models.actor_critic import ActorCritic
-from embodied_ppo.modes.embodied import components as embodied
-from embodied_ppo.rollout.simulation import WINDOW, Rollout
+from embodied_envs.base import tree
+from embodied_envs.base.random import env_seeds, sampling_key
+from embodied_ppo.core.types import Mean, Trajectory
+from embodied_ppo.policies import robot_policy
+from embodied_ppo.rollout import environments
+from embodied_ppo.rollout.simulation import Rollout
 
 
 def rollout(
@@ -32,11 +26,13 @@ def rollout(
     seed: int = 0,
     group_size: int = 1,
     one_episode=False,
+    on_nan="reset",
     **options,
 ):
     env = toy_envs.ScriptedEnv(lengths, clock, **options)
     policy = toy_envs.CountingPolicy()
-    return env, Rollout(env, policy, seed=seed, group_size=group_size, one_episode=one_episode)
+    settings = {"group_size": group_size, "one_episode": one_episode, "on_nan": on_nan}
+    return env, Rollout(env, policy, seed=seed, **settings)
 
 
 def number(metric: Mean | float) -> float:
@@ -110,23 +106,6 @@ def check_decisions(t: Trajectory, env: toy_envs.ScriptedEnv) -> None:
     assert all(x.dtype == torch.bool for x in (t.terminated, t.truncated, t.mask))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_reward_that_is_not_finite_raises(value: float) -> None:
-    env, r = rollout([2, 3], [False, True])
-    step = env.step
-
-    def broken_step(action: torch.Tensor) -> Any:
-        result = step(action)
-        if len(env.actions) == 3:
-            result.reward[1] = value
-        return result
-
-    env.step = broken_step
-    message = rf"env\.id=scripted: reward of environment 1 is {value} \(update 4, step 2\)"
-    with pytest.raises(TrainingError, match=message):
-        r.collect(5, update=4, version=4)
-
-
 def test_a_rollout_continues_the_episodes_of_the_previous_one():
     full = rollout([3, 4], [False, True])[1].collect(6, update=0, version=0)[0]
     _, r = rollout([3, 4], [False, True])
@@ -144,8 +123,8 @@ def test_truncation_bootstraps_the_final_observation_in_a_real_simulator():
     observation.
     """
     c = run_helpers.tiny_config({"env.id": "InvertedPendulum-v4", "env.max_episode_steps": 3})
-    env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
-    policy = embodied.make_policy(c, env)
+    env = environments.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = robot_policy.make_policy(c, env)
     t, metrics = Rollout(env, policy, seed=0).collect(10, update=0, version=0)
     env.close()
     assert isinstance(t.obs, torch.Tensor)
@@ -174,51 +153,6 @@ def test_episode_metrics():
     assert isinstance(metrics["rollout/return"], Mean)
 
 
-def test_metrics_average_all_episodes_of_a_rollout_and_at_least_a_hundred():
-    _, r = rollout([1], [False], same_step=True)
-    _, metrics = r.collect(WINDOW + 50, update=0, version=0)
-    assert number(metrics["rollout/episodes"]) == WINDOW + 50
-    # Episode e returns 10 e + 1.
-    assert number(metrics["rollout/return"]) == pytest.approx(10 * 149 / 2 + 1)
-    _, metrics = r.collect(20, update=1, version=0)
-    # The newest hundred are 70 .. 169.
-    assert number(metrics["rollout/return"]) == pytest.approx(10 * (70 + 169) / 2 + 1)
-
-
-def test_finished_episodes_are_ordered_by_row_then_environment() -> None:
-    """Environment i returns the sum of 100 i + 10 episode + step over steps 1 .. its length."""
-    lengths = [3, 1, 2]
-    _, r = rollout(lengths, [False, True, False], same_step=True)
-    counts = [number(r.collect(4, update=u, version=0)[1]["rollout/episodes"]) for u in range(3)]
-    expected = []
-    for row in range(1, 13):
-        for i, length in enumerate(lengths):
-            if row % length == 0:
-                first = 100 * i + 10 * (row // length - 1)
-                episode_return = sum(first + step for step in range(1, length + 1))
-                expected.append((episode_return, length, row // length % 2 == 0))
-    assert list(r.finished) == expected
-    assert counts == [1 + 4 + 2] * 2 + [2 + 4 + 2]
-
-
-def test_final_observations_are_valued_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pass for the last observations, and one for each end of the environment with most ends.
-
-    In 6 rows the environments end 3, 2 and 0 times, in 4 different rows.
-    """
-    env, r = rollout([2, 3, 9], [False, True, False], same_step=True)
-    inputs: list[torch.Tensor] = []
-    value = r.policy.value
-    monkeypatch.setattr(r.policy, "value", lambda x: (inputs.append(x), value(x))[1])
-    t, _ = r.collect(6, update=0, version=7)
-    assert [len(x) for x in inputs] == [3] * 4
-    # A row is in the column of its environment, which is the first number of an observation.
-    assert all(x[:, 0].tolist() == [0, 1, 2] for x in inputs)
-    ended = t.terminated | t.truncated
-    assert t.next_value[ended].tolist() == [2.5, 1003.5, 102.5, 202.5, 1103.5]
-    check_decisions(t, env)
-
-
 def test_one_episode_of_each_environment():
     env, r = rollout([2, 3, 9], [False, True, False], same_step=True, one_episode=True)
     for update in (4, 5):
@@ -236,20 +170,12 @@ def test_one_episode_of_each_environment():
 
 
 # -------------------------------------------------------------------------------------------- seeds
-def test_seeds_of_environments():
-    seeds = env_seeds(3, 0, 8, group_size=4)
-    assert seeds[:4] == [seeds[0]] * 4 and seeds[4:] == [seeds[4]] * 4 and seeds[0] != seeds[4]
-    seeds = env_seeds(3, 0, 64)
-    assert len(set(seeds)) == 64
-    assert seeds[:8] == env_seeds(3, 0, 8)  # independent of the number of environments
-    assert not set(seeds) & set(env_seeds(3, 1, 64)) and not set(seeds) & set(env_seeds(4, 0, 64))
-    assert all(0 <= s < TRAINING_SEEDS for s in seeds)
 
 
 def test_group_members_share_the_first_observation_but_not_the_action():
     c = run_helpers.tiny_config({"algorithm.group_size": 2, "env.restart_each_rollout": True})
-    env = embodied.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
-    r = Rollout(env, embodied.make_policy(c, env), seed=0, group_size=2, one_episode=True)
+    env = environments.make_env(env_seeds(0, 0, 4, 2), config=c.env, device=torch.device("cpu"))
+    r = Rollout(env, robot_policy.make_policy(c, env), seed=0, group_size=2, one_episode=True)
     t, _ = r.collect(3, update=0, version=0)
     env.close()
     assert isinstance(t.obs, torch.Tensor)
@@ -263,7 +189,7 @@ def test_group_members_share_the_first_observation_but_not_the_action():
 def test_sampling_key_is_the_same_in_every_process():
     parts = [(0, 0, 0, 0), (1, 2, "shuffle", 3), (7, "env", 0, 5)]
     code = (
-        f"from embodied_ppo.core.random import sampling_key\nfor p in {parts!r}:"
+        f"from embodied_envs.base.random import sampling_key\nfor p in {parts!r}:"
         " print(sampling_key(*p))"
     )
     keys = [sampling_key(*p) for p in parts]
@@ -282,12 +208,12 @@ def test_sampling_key_is_the_same_in_every_process():
 
 
 # -------------------------------------------------------------------------------------- determinism
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v4", "HalfCheetah-v4"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "HalfCheetah-v4"])
 def test_equal_seeds_give_equal_trajectories(env_id):
     def collect(seed: int, updates=(0, 1)) -> Trajectory:
         c = run_helpers.tiny_config({"env.id": env_id})
-        env = embodied.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
-        r = Rollout(env, embodied.make_policy(c, env), seed=seed)
+        env = environments.make_env(env_seeds(seed, 0, 4), config=c.env, device=torch.device("cpu"))
+        r = Rollout(env, robot_policy.make_policy(c, env), seed=seed)
         parts = [r.collect(12, update=u, version=u)[0] for u in updates]
         env.close()
         return tree.map(lambda *xs: torch.cat(xs), parts[0], *parts[1:])
@@ -301,21 +227,6 @@ def test_equal_seeds_give_equal_trajectories(env_id):
     later = collect(0, updates=(3, 4))
     assert torch.equal(later.obs[0], first.obs[0])
     assert not torch.equal(later.action[0], first.action[0])
-
-
-def test_evaluate_reproduces_the_behaviour_policy():
-    c = run_helpers.tiny_config(
-        {"env.id": "HalfCheetah-v4", "model.distribution": "squashed_gaussian"}
-    )
-    env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
-    policy = embodied.make_policy(c, env)
-    t, _ = Rollout(env, policy, seed=0).collect(8, update=0, version=0)
-    env.close()
-    out = policy.evaluate(
-        policy.encode(tree.flatten_time(t.obs)), *tree.flatten_time((t.action, t.replay))
-    )
-    torch.testing.assert_close(out.log_prob, t.log_prob.flatten(0, 1), rtol=0, atol=1e-5)
-    torch.testing.assert_close(out.value, t.value.flatten(), rtol=0, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------- state
@@ -351,10 +262,7 @@ def test_a_failed_replay_starts_new_episodes():
     notices: list[str] = []
     env, resumed = rollout([5, 7], [False, True])  # another simulation
     resumed.load_state(r.state(), notice=notices.append)
-    assert notices[1:] == [
-        "resume: the replayed actions lead to other observations (a changed option of env, such as"
-        " env.realism, or a simulator that is not deterministic); new episodes start"
-    ]
+    assert len(notices) == 2 and "new episodes" in notices[1]
     assert env.seeds == [env_seeds(0, 5, 2)] * 2
     t, metrics = resumed.collect(5, update=6, version=0)
     assert column(t, 0)[0][:2] == (0, 0)
@@ -398,55 +306,6 @@ def test_stagger(same_step: bool, saves: bool):
     assert resumed_env.at == env.at
 
 
-class WithoutTruncation:
-    """A simulator without ``truncate_next``."""
-
-    def __init__(self, env: Any) -> None:
-        self.env = env
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "truncate_next":
-            raise AttributeError(name)
-        return getattr(self.env, name)
-
-
-@pytest.mark.parametrize("kind", ["plain", "realistic", "chunks"])
-def test_truncation_within_a_step_equals_a_reset_after_it(kind: str) -> None:
-    """Episodes staggered by ``truncate_next`` are those staggered by ``reset_where``, bit for bit.
-
-    Hopper ends some episodes before they would be truncated.
-    """
-    seeds = list(range(6))
-
-    def wrapped(env: Any) -> Any:
-        if kind == "realistic":
-            options = {"action_delay": [0, 1], "obs_delay": [0, 2], "obs_noise": 0.01}
-            checked = realistic_env.read(options, env)
-            env = realistic_env.RealisticEnv(env, checked, seeds=seeds, action_mapping="rescale")
-            return HistoryEnv(env, 3)
-        return ChunkedActions(env, 4) if kind == "chunks" else env
-
-    results = []
-    for hide in (False, True):
-        env = embodied_envs.make("Hopper", num_envs=6, seeds=seeds, max_episode_steps=66)
-        env = wrapped(WithoutTruncation(env) if hide else env)
-        assert (getattr(env, "truncate_next", None) is None) == hide
-        inner = env
-        while hasattr(inner, "env"):
-            inner = inner.env
-        reset_where = Mock(wraps=inner.reset_where)
-        inner.reset_where = reset_where
-        torch.manual_seed(0)
-        policy = ActorCritic(env.obs_spec, env.action_spec, ModelConfig(hidden=(8,)))
-        r = Rollout(env, policy, seed=0, stagger=True)
-        results.append([r.collect(30, update=k, version=0) for k in range(3)])
-        assert reset_where.called == (hide or kind == "chunks")
-        r.close()
-    for (one, metrics), (other, other_metrics) in zip(*results, strict=True):
-        assert all(map(torch.equal, tree.leaves(one), tree.leaves(other)))
-        assert metrics == other_metrics
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_restart_every(saves):
     """If resuming replays actions, episodes restart before their number exceeds the limit."""
@@ -462,3 +321,49 @@ def test_restart_every(saves):
         assert env.seeds == [env_seeds(0, 2, 2), env_seeds(0, 4, 2)]
         assert first_rows == [(0, 0), (0, 5)] * 3
         assert r.state()["actions"].shape == (10, 2, 1)
+
+
+@pytest.mark.parametrize(("limit", "stagger"), [(None, False), (30, True)])
+def test_episodes_longer_than_restart_every_end(limit: int | None, stagger: bool) -> None:
+    """Episodes of 20 and 30 steps end although restarts are due every 8 steps, after a resume."""
+    lines: list[str] = []
+
+    def make() -> Rollout:
+        env, _ = rollout([20, 30], [False, True])
+        env.max_episode_steps = limit
+        options: Any = {"restart_every": 8, "stagger": stagger, "notice": lines.append}
+        return Rollout(env, toy_envs.CountingPolicy(), seed=0, **options)
+
+    r = make()
+    whole, rounds = [], set()
+    for update in range(16):
+        r.collect(5, update=update, version=0)
+        whole += [e[1] for e in r.episodes.finished]
+        rounds.add(r.round)
+        state = r.state()
+        r = make()
+        r.load_state(state)
+        r.episodes.finished.clear()
+    assert {20.0, 30.0} <= set(whole)
+    assert rounds == ({0, 12} if stagger else {0, 6, 12})  # of 5 steps each
+    assert len({line for line in lines if "env.restart_every=0" in line}) == 1
+    assert any("waits for the end" in line for line in lines)
+    assert all(len(line) <= 300 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("limit", "hint", "rollouts"),
+    [
+        (None, "env.max_episode_steps", 10),
+        (30, "30", 16),  # the first return is due in the 15th rollout
+    ],
+)
+def test_missing_ends_are_reported(limit: int | None, hint: str, rollouts: int) -> None:
+    lines: list[str] = []
+    env, _ = rollout([999, 999], [False, True])
+    env.max_episode_steps = limit
+    r = Rollout(env, toy_envs.CountingPolicy(), seed=0, notice=lines.append)
+    for update in range(25):
+        r.collect(2, update=update, version=0)
+        assert len(lines) == (update + 1 >= rollouts)
+    assert hint in lines[0]

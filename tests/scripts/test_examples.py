@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from embodied_ppo import run
-from embodied_ppo.config.loader import load
-from embodied_ppo.config.schema import Config
+from embodied_ppo.options.loader import load
+from embodied_ppo.options.schema import Config
+from embodied_ppo.programs import runs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
 
@@ -45,7 +45,7 @@ def test_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "algorithm": {"horizon": 64, "global_batch_size": 64, "update_epoch": 1},
         "evaluation": {"episodes": 2, "num_envs": 2, "video_episodes": 0},
     }
-    summary = run.train(load(Config, options), quiet=True)
+    summary = runs.train(load(Config, options), quiet=True)
     assert -100 < summary["final_return"] < 0
 
 

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import fuzz
 
-FEW = {"command": 3, "option": 10}
-NUMBERED = {"command": 5, "option": 60}
+FEW = {"command": 3}
+NUMBERED = {"command": 5}
 
 
 @pytest.mark.slow

@@ -5,28 +5,29 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import run_helpers
 import torch
 
-from embodied_ppo.algorithms.actor_critic_learner import actor_critic_learner
-from embodied_ppo.core.random import env_seeds
+from embodied_envs.base.random import env_seeds
 from embodied_ppo.core.types import Mean, Metrics, PendingRow
 from embodied_ppo.evaluation import episodes as evaluation
-from embodied_ppo.modes.embodied import components as embodied
+from embodied_ppo.policies import robot_policy
+from embodied_ppo.ppo.robot_actor import robot_ppo
+from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import loop
 from embodied_ppo.training.local_system import LocalSystem
-from embodied_ppo.training.logging import Log, Timer
-from embodied_ppo.training.system import Records
+from embodied_ppo.training.logging import Log
+from embodied_ppo.training.run_system import Records
 
 
 class Notes:
     """System that records its calls; an update has 64 steps."""
 
-    unit = "env_steps"
+    unit: Literal["env_steps", "tokens"] = "env_steps"
 
     def __init__(self, completed_updates: int = 0) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -67,7 +68,7 @@ def train(
     *,
     completed_updates: int = 0,
     should_stop=lambda: False,
-    **due: int,
+    **due: Any,
 ):
     """Run the loop; return calls, rows and outcome."""
     system, log = (
@@ -107,7 +108,7 @@ def test_collect_update_publish(tmp_path):
         assert ("time/save_s" in row) == ("eval/return" in row) == last
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 2, 9])
+@pytest.mark.parametrize("max_lag", [0, 2, 9])
 def test_max_lag(tmp_path, max_lag):
     calls, rows, _ = train(tmp_path, 5, max_lag=max_lag)
     assert only(calls, "collect") == [
@@ -135,12 +136,6 @@ def test_evaluation_and_save_intervals(tmp_path):
     assert calls[i - 2 : i + 1] == [("publish", 2), ("save", 2, 128), ("evaluate", 2)]
 
 
-def test_last_update_is_evaluated_and_saved_once(tmp_path):
-    calls, _, _ = train(tmp_path, 4, save_every=2, eval_every=2)
-    assert only(calls, "save") == [(2, 128), (4, 256)]
-    assert only(calls, "evaluate") == [(2,), (4,)]
-
-
 @pytest.mark.parametrize("after", [0, 2])
 def test_loop_stops_and_saves(tmp_path, after):
     answers = iter([False] * after + [True])
@@ -149,7 +144,8 @@ def test_loop_stops_and_saves(tmp_path, after):
     )
     assert (outcome.updates, outcome.interrupted) == (after, True)
     assert len(only(calls, "update")) == len(rows) == after
-    assert only(calls, "save") == [(after, 64 * after)]  # once, and even where nothing was learned
+    # Once; nothing before the first update, which would leave a directory without any training.
+    assert only(calls, "save") == ([(after, 64 * after)] if after else [])
 
 
 def test_loop_resumes(tmp_path):
@@ -177,34 +173,21 @@ def test_exception_ends_loop(tmp_path):
     assert not only(system.calls, "save")
 
 
-def test_loop_uses_timer_of_caller(tmp_path):
-    timer, log = Timer(), Log(tmp_path, total_updates=2, quiet=True)
-    loop.train(Notes(), log, loop.Schedule(updates=2, horizon=16), timer=timer)
-    log.close()
-    assert not timer.wall and timer.cpu.keys() == {
-        *loop.TRAINING_PHASES,
-        "evaluate",
-        "save",
-    }  # CPU time adds up over the run
-    wall, cpu = timer.total(loop.TRAINING_PHASES)
-    assert wall == sum(timer.run_wall[p] for p in loop.TRAINING_PHASES) > 0 and cpu >= 0
-
-
 def test_version_lag_of_local_system(tmp_path):
     """A rollout of an older policy has a lag and larger probability ratios."""
     c = run_helpers.tiny_config({"env.id": "CartPole-v1"})
-    env = embodied.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
-    policy = embodied.make_policy(c, env)
+    env = environments.make_env(env_seeds(0, 0, 4), config=c.env, device=torch.device("cpu"))
+    policy = robot_policy.make_policy(c, env)
     system = LocalSystem(
         Records("env_steps", "eval/return", tmp_path / "checkpoints", 1, "", {}),
         policy=policy,
         rollout=Rollout(env, policy, seed=0),
-        learner=actor_critic_learner(policy, c.algorithm, num_envs=4, updates=4, seed=0),
+        learner=robot_ppo(policy, c.algorithm, num_envs=4, updates=4, seed=0),
         count=lambda experience: 32,
         measure=functools.partial(
             evaluation.evaluate,
             policy,
-            functools.partial(embodied.make_env, config=c.env, device=torch.device("cpu")),
+            functools.partial(environments.make_env, config=c.env, device=torch.device("cpu")),
             episodes=10,
             num_envs=10,
             seed=0,

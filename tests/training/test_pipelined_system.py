@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from run_helpers import tiny_config, tiny_rollout, tiny_training
 
-from embodied_ppo import run
-from embodied_ppo.analysis.state_differences import state_differences
-from embodied_ppo.config.schema import Config
-from embodied_ppo.core.errors import TrainingError
-from embodied_ppo.rollout.simulation import Acting, Rollout
+from embodied_envs.base.errors import TrainingError
+from embodied_ppo.options.schema import Config
+from embodied_ppo.programs import runs
+from embodied_ppo.rollout.acting import Acting
+from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.tools.state_differences import state_differences
 from embodied_ppo.training import checkpoint
 
 TINY = {
@@ -52,7 +53,7 @@ def assert_equal_runs(one: Path, other: Path, update: int) -> None:
 
 def test_equals_the_same_order_in_one_thread(tmp_path: Path) -> None:
     c = config(tmp_path / "run")
-    run.train(c, quiet=True)
+    runs.train(c, quiet=True)
     expected = tiny_training(replace(c, pipeline=False), max_lag=1)
     logged = rows(tmp_path / "run")
     assert [row["rollout/version_lag"] for row in logged] == [0, 1, 1, 1, 1, 1]
@@ -68,18 +69,18 @@ def test_equals_the_same_order_in_one_thread(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_is_exact(tmp_path: Path) -> None:
-    run.train(config(tmp_path / "whole", save_every=3, keep_last=9), quiet=True)
-    run.train(config(tmp_path / "parts"), quiet=True, stop_after=3)
+    runs.train(config(tmp_path / "whole", save_every=3, keep_last=9), quiet=True)
+    runs.train(config(tmp_path / "parts"), quiet=True, stop_after=3)
     assert list(state(tmp_path / "parts", 3)[1]["pending"]) == [3]
     assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 3)
-    run.train(config(tmp_path / "parts", resume=str(tmp_path / "parts")), quiet=True)
+    runs.train(config(tmp_path / "parts", resume=str(tmp_path / "parts")), quiet=True)
     assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 6)
 
 
 def test_run_without_pipeline_continues_one_with(tmp_path: Path) -> None:
-    run.train(config(tmp_path / "run"), quiet=True, stop_after=3)
+    runs.train(config(tmp_path / "run"), quiet=True, stop_after=3)
     c = config(tmp_path / "run", resume=str(tmp_path / "run"), pipeline=False)
-    run.train(c, quiet=True)
+    runs.train(c, quiet=True)
     assert [row["rollout/version_lag"] for row in rows(tmp_path / "run")] == [0, 1, 1, 0, 0, 0]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "rollout 4 is not trained on, because pipeline=false" in log
@@ -89,28 +90,11 @@ def test_stages_of_one_process_equal_a_single_one(tmp_path: Path) -> None:
     """The noise of an environment does not depend on the stages, and EnvPool steps both at once."""
     for stages in (1, 2):
         c = config(tmp_path / f"{stages}", updates=2, pipeline=False)
-        run.train(replace(c, cluster=replace(c.cluster, stages=stages)), quiet=True)
+        runs.train(replace(c, cluster=replace(c.cluster, stages=stages)), quiet=True)
     one, two = (rows(tmp_path / f"{stages}") for stages in (1, 2))
     assert two[0]["rollout/episodes"] == one[0]["rollout/episodes"]
     assert two[0]["policy/loss"] == pytest.approx(one[0]["policy/loss"], rel=1e-4, abs=1e-6)
     assert "no overlap" not in (tmp_path / "2" / "log.txt").read_text()
-
-
-def test_learner_and_rollout_run_in_different_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With pipeline=true."""
-    threads = set[str]()
-    collect = Rollout.collect
-
-    def recorded(self: Rollout, *args: Any, **options: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return collect(self, *args, **options)
-
-    monkeypatch.setattr(Rollout, "collect", recorded)
-    run.train(config(tmp_path / "run", updates=2), quiet=True)
-    assert threads == {"rollout_0"}
-    assert "rollout_0" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +107,7 @@ def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Rollout, "collect", failing)
     with pytest.raises(TrainingError, match="the simulator failed"):
-        run.train(config(tmp_path / "run"), quiet=True)
+        runs.train(config(tmp_path / "run"), quiet=True)
 
 
 def test_rollout_in_progress_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +128,3 @@ def test_rollout_in_progress_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None
         error = future.exception(60)
     rollout.close()
     assert isinstance(error, TrainingError) and "stopped" in str(error)
-
-
-def test_chunks(tmp_path: Path) -> None:
-    c = tiny_config({**TINY, "env.action_chunk": 2, "updates": 3})
-    run.train(replace(c, run_dir=str(tmp_path / "whole")), quiet=True)
-    parts = replace(c, run_dir=str(tmp_path / "parts"))
-    run.train(parts, quiet=True, stop_after=2)
-    run.train(replace(parts, resume=str(tmp_path / "parts")), quiet=True)
-    assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 3)

@@ -6,5 +6,5 @@ vLLM.
 Does not belong here: prompts, grading, trajectories.
 
 To add a decode engine: implement ``engine.Generator``, add its name to ``RolloutConfig.engine`` and
-construct it in ``modes.reasoning.components.make_engine``.
+construct it in ``rollout.language_inputs.make_engine``.
 """

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.core.compile import record_graph
-from embodied_ppo.models.causal_lm import Attention, LanguagePolicy, precision
+from embodied_ppo.policies.causal_lm import LanguagePolicy, precision
+from embodied_ppo.policies.decoder import Attention
 from embodied_ppo.rollout.generation.decode_model import DecodeModel
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
@@ -32,7 +33,7 @@ MIN_SLOTS = 8
 
 
 class StaticDecode:
-    """Decode steps of all slots. The engine writes ``last``, ``cached``, ``u`` and ``occurred``."""
+    """Decode steps of all slots. The engine writes ``last``, ``cached`` and ``u``."""
 
     def __init__(
         self, policy: LanguagePolicy, cache: list[Tensor], model: DecodeModel | None = None
@@ -58,7 +59,6 @@ class StaticDecode:
         """Number of tokens of each slot in the cache."""
         self.u = torch.zeros(self.slots, ROUND_STEPS, dtype=torch.float64, device=device)
         """Uniform random numbers for ``choose`` in each step of a round."""
-        self.occurred: Tensor | None = None
         self._step_index = torch.zeros(1, dtype=torch.int64, device=device)  # in the round
         self._token = torch.zeros(self.slots, ROUND_STEPS, dtype=torch.int64, device=device)
         self._log_prob = torch.zeros(self.slots, ROUND_STEPS, device=device)
@@ -68,13 +68,6 @@ class StaticDecode:
     def _weight_addresses(self) -> list[int]:
         """Return the address of each parameter."""
         return [p.data_ptr() for p in self.policy.parameters()]
-
-    def track_occurred(self) -> Tensor:
-        """Return bool [S, V], the tokens that occurred in each slot. Later steps update it."""
-        if self.occurred is None:
-            shape = self.slots, self.policy.model.lm_head.weight.shape[0]
-            self.occurred = torch.zeros(shape, dtype=torch.bool, device=self.last.device)
-        return self.occurred
 
     def is_usable(self) -> bool:
         """Return whether the weights are at the addresses that the graphs read."""
@@ -93,6 +86,7 @@ class StaticDecode:
         Returns:
             Tokens and their log-probabilities, [active, steps]; the next call overwrites them.
         """
+        # Slots between ``active`` and the bucket's size decode padding.
         n, width = self.bucket(active, widest + steps)
         self.cached[active:n] = 0
         self._step_index.zero_()
@@ -112,21 +106,21 @@ class StaticDecode:
         A CUDA graph records it: no shape depends on a value, and no value goes to the host.
         """
         cached = self.cached[:n]
+        # Everything below is recorded once and replayed for each token.
         logits = self._logits(n, width)
         index = self._step_index.expand(n, 1)
-        occurred = None if sampling.repetition_penalty == 1.0 else self.track_occurred()[:n]
-        token, log_prob = choose(logits, sampling, self.u[:n].gather(1, index).squeeze(1), occurred)
-        if occurred is not None:
-            occurred.scatter_(1, token.unsqueeze(1), True)
+        token, log_prob = choose(logits, sampling, self.u[:n].gather(1, index).squeeze(1))
         self._token[:n].scatter_(1, index, token.unsqueeze(1))
         self._log_prob[:n].scatter_(1, index, log_prob.unsqueeze(1))
         self.last[:n] = token
+        # In place, because the graph reads these tensors at their addresses.
         cached += 1
         self._step_index += 1
 
     def _logits(self, n: int, width: int) -> Tensor:
         """Return logits [n, V] of one step; write keys and values of its tokens to the cache."""
         ids, cached, masks = self.last[:n], self.cached[:n], self._masks(n, width)
+        # With a copy of the weights, else with the policy's own modules under autocast.
         if self.model is not None:
             assert self._rotations is not None
             attend = partial(self._attend_copy, width, masks)
@@ -157,7 +151,7 @@ class StaticDecode:
     def _attend(
         self, width: int, masks: list[Tensor], i: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Compute attention of layer ``i``, see ``causal_lm.Attend``."""
+        """Compute attention of layer ``i``, see ``decoder.Attend``."""
         for cache, x in zip(self.cache[i].chunk(2, dim=1), (k, v), strict=True):
             cache[self._slot[: len(x)], :, self.cached[: len(x)]] = x[:, :, 0].to(cache.dtype)
         q = q.squeeze(2).unflatten(1, (k.shape[1], -1))  # [n, groups, heads / groups, d]
@@ -177,6 +171,7 @@ class StaticDecode:
         The query heads of a group are the queries of one head, so that keys and values are not
         copied for each of them.
         """
+        # Keys beyond the bucket are not read.
         keys, values = self.cache[i][: len(q), :, :width].chunk(2, dim=1)
         return self.policy.decoder.module.attention[i](q, keys, values, mask)
 
@@ -185,12 +180,11 @@ class StaticDecode:
 
         The graphs share one memory pool, because every result is copied to a buffer of this object.
         """
+        # One graph for each bucket and each set of sampling parameters.
         key = (n, width, sampling)
         if key not in self.graphs:
-            if sampling.repetition_penalty != 1.0:
-                self.track_occurred()
             state = [self.last, self.cached, self._step_index]
-            state += [] if self.occurred is None else [self.occurred]
+            # Recording runs the step once; its effect on the state is undone.
             before = [x.clone() for x in state]
 
             def warm_up() -> None:

@@ -12,7 +12,7 @@ them in the form that needs the fewest kernels:
 
 The residual stream is float32, as in the learner's forward pass under autocast. Two roundings
 differ from it if the type is bfloat16: eager code rounds the inputs of the MLP's norm, and the
-outputs of attention and MLP are added before they are added to the stream. docs/experiments.md
+outputs of attention and MLP are added before they are added to the stream. docs/experiments/
 compares the log-probabilities. In float32 all results are equal up to the order of sums.
 
 N tokens, D size of a hidden state, H query heads, G key heads, d size of a head.
@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodied_ppo.models.causal_lm import LanguagePolicy
-from embodied_ppo.models.fusion import fused
+from embodied_ppo.policies.causal_lm import LanguagePolicy
+from embodied_ppo.policies.fusion import fused
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Values of transformers' ``model_type`` whose layers this forward pass computes."""
@@ -43,10 +43,13 @@ Queries and result are ordered (head of its group, group).
 def is_supported(policy: LanguagePolicy) -> bool:
     """Return whether ``DecodeModel`` computes the forward pass of a model."""
     config, decoder = policy.model.config, policy.decoder.module
-    attentions = [layer.self_attn for layer in decoder.layers]
-    inputs = [x for a in attentions for x in (a.q_proj, a.k_proj, a.v_proj)]
-    inputs += [x for layer in decoder.layers for x in (layer.mlp.gate_proj, layer.mlp.up_proj)]
-    outputs = [x for layer in decoder.layers for x in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    pairs = [(layer.self_attn, layer.mlp) for layer in decoder.layers]
+    inputs = [
+        x for a, mlp in pairs for x in (a.q_proj, a.k_proj, a.v_proj, mlp.gate_proj, mlp.up_proj)
+    ]
+    outputs = [x for a, mlp in pairs for x in (a.o_proj, mlp.down_proj)]
+    # The forward pass below assumes SiLU, no soft cap of logits, plain linear layers (no adapters),
+    # no bias on outputs, and equally many key heads in all layers.
     return (
         config.model_type in FAMILIES
         and policy.model.lm_head.weight.dtype == torch.float32
@@ -60,6 +63,7 @@ def is_supported(policy: LanguagePolicy) -> bool:
 
 def converts(policy: LanguagePolicy) -> bool:
     """Return whether the policy's products need a conversion of the weights."""
+    # Weights are stored in float32, and products are computed in another type.
     return policy.model.lm_head.weight.dtype == torch.float32 != policy.compute
 
 
@@ -126,12 +130,14 @@ def _rotate(
     Returns:
         Queries [N, H, d], keys and values [N, 2·G, d].
     """
+    # Rows: n of rotate_half(q, k), n of (q, k), then the values.
     n = queries + (heads.shape[1] - 2 * queries) // 3  # query and key heads
-    both = heads[:, : 2 * n]
+    query_and_key = heads[:, : 2 * n]
     if norm is not None:
-        both = F.rms_norm(both, both.shape[-1:], eps=epsilon) * norm
+        query_and_key = F.rms_norm(query_and_key, query_and_key.shape[-1:], eps=epsilon) * norm
     cos, sin = rotations[:, :1], rotations[:, 1:]
-    rotated = torch.addcmul(both[:, n:] * cos, both[:, :n], sin).to(heads.dtype)
+    # x·cos + rotate_half(x)·sin
+    rotated = torch.addcmul(query_and_key[:, n:] * cos, query_and_key[:, :n], sin).to(heads.dtype)
     return rotated[:, :queries], torch.cat((rotated[:, queries:], heads[:, 2 * n :]), dim=1)
 
 
@@ -153,7 +159,7 @@ class DecodeModel:
 
         Args:
             policy: A model for which ``is_supported`` is True.
-            device: Device of the copy; None: that of the weights.
+            device: Device of the copy; None: use that of the weights.
         """
         self.device = device or policy.model.lm_head.weight.device
         self.policy, self.dtype = policy, policy.compute
@@ -171,6 +177,7 @@ class DecodeModel:
         """Return the uninitialised copy of a layer."""
         a, mlp, d = layer.self_attn, layer.mlp, self.head_dim
         rotated = self.queries + self.groups
+        # Query and key heads twice, rotated and straight, then the value heads.
         rows, weight = 2 * rotated + self.groups, a.q_proj.weight
         has_norm = getattr(a, "q_norm", None) is not None
         return _Layer(
@@ -203,12 +210,16 @@ class DecodeModel:
             if layer.bias is not None:
                 self._copy_heads(layer.bias, a.q_proj.bias, a.k_proj.bias, a.v_proj.bias)
             if layer.qk_norm is not None:
+                # The norm has d weights that all heads share; repeat them for each head.
                 q, k = (
                     x.weight.repeat(n)
                     for x, n in ((a.q_norm, self.queries), (a.k_norm, self.groups))
                 )
+                # rotate_half permutes the weights of a norm; the sign is already in the normalised
+                # values.
                 self._copy_heads(layer.qk_norm, q, k, None, sign=1)
             width = a.o_proj.weight.shape[0]
+            # Columns of the output projection follow the order of the query heads.
             layer.out.view(width, -1, self.groups, self.head_dim).copy_(
                 a.o_proj.weight.view(width, self.groups, -1, self.head_dim).transpose(1, 2)
             )
@@ -226,6 +237,7 @@ class DecodeModel:
 
         ``sign`` is the factor of the second halves of rotated heads.
         """
+        # Queries from (group, head of its group) to (head of its group, group).
         g, d, half = self.groups, self.head_dim, self.head_dim // 2
         q, k = q.unflatten(0, (g, -1, d)).transpose(0, 1).flatten(0, 1), k.unflatten(0, (-1, d))
         n = self.queries + g
@@ -233,6 +245,7 @@ class DecodeModel:
             (target[: self.queries], target[n : n + self.queries], q),
             (target[self.queries : n], target[n + self.queries : 2 * n], k),
         ):
+            # rotate_half: the second half negated, then the first half.
             straight.copy_(source)
             rotated[:, :half].copy_(sign * source[:, half:])
             rotated[:, half:].copy_(source[:, :half])
@@ -256,8 +269,9 @@ class DecodeModel:
             attend: Attention of the layers; it also writes keys and values to the cache.
         """
         base = self.policy.decoder.module.base
+        # The norm of a layer's input is fused with the sum of the layer before.
         norms = [layer.module.input_layernorm for layer in self.layers] + [base.norm]
-        x = base.embed_tokens(ids)
+        x = base.embed_tokens(ids)  # float32 [N, D]
         h = _normalise(x, norms[0].weight, norms[0].variance_epsilon, self.dtype)
         for i, (layer, norm) in enumerate(zip(self.layers, norms[1:], strict=True)):
             y = self._run_layer(layer, i, x, h, rotations, attend)
@@ -272,15 +286,18 @@ class DecodeModel:
         self, layer: _Layer, i: int, x: Tensor, h: Tensor, rotations: Tensor, attend: HeadAttention
     ) -> Tensor:
         """Return what layer ``i`` adds to the residual stream x [N, D], whose norm is h."""
+        # One product: [N, D] -> [N, 2·(H + G) + G, d].
         bias = None if layer.bias is None else layer.bias.flatten()
         heads = F.linear(h, layer.heads.flatten(0, 1), bias).unflatten(-1, (-1, self.head_dim))
         norm = layer.module.self_attn.q_norm if layer.qk_norm is not None else None
         epsilon = 0.0 if norm is None else norm.variance_epsilon
         queries, keys_values = _rotate(heads, rotations, self.queries, layer.qk_norm, epsilon)
+        # Attention, output projection, then the MLP on the normalised sum.
         attended = attend(i, queries, keys_values)
         o = F.linear(attended.flatten(1), layer.out)
         epsilon = layer.module.post_attention_layernorm.variance_epsilon
         y = _normalise_sum(x, o, layer.norm, epsilon)
+        # o + down(SiLU(gate) · up): the residual stream adds both at once.
         return torch.addmm(o, _gate(F.linear(y, layer.gate_up)), layer.down.T)
 
 
@@ -288,4 +305,5 @@ def copy_bytes(policy: LanguagePolicy) -> int:
     """Return the bytes of a copy, 0 where ``Engine`` decodes without one."""
     if not converts(policy) or not is_supported(policy):
         return 0
+    # Tensors on the device meta have sizes but no memory.
     return sum(x.nbytes for x in DecodeModel(policy, torch.device("meta")).tensors())

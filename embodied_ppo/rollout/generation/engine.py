@@ -19,9 +19,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from embodied_ppo.core import random
+from embodied_envs.base import random
 from embodied_ppo.core.devices import upload
-from embodied_ppo.models.causal_lm import Decoder, LanguagePolicy, precision
+from embodied_ppo.policies.causal_lm import LanguagePolicy, precision
+from embodied_ppo.policies.decoder import Decoder
 from embodied_ppo.rollout.generation import cuda_graphs, decode_model
 from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
 from embodied_ppo.rollout.generation.decode_model import DecodeModel
@@ -92,19 +93,26 @@ class Generator(Protocol):
 
 
 class _Cache:
-    """Keys and values of every layer, [S, groups, width, d], and both, [S, 2·groups, width, d]."""
+    """Keys and values of every layer, [S, groups, width, d].
+
+    ``keys_and_values`` [S, 2·groups, width, d] holds both.
+    """
 
     def __init__(self, policy: LanguagePolicy, slots: int, width: int) -> None:
         self.slots, self.width = slots, width
         decoder, weight = policy.decoder.module, policy.model.lm_head.weight
         self.dtype = policy.compute if weight.dtype == torch.float32 else weight.dtype
         shapes = [(slots, 2 * groups, width, decoder.head_dim) for groups in decoder.groups]
-        self.both = [torch.zeros(shape, dtype=self.dtype, device=weight.device) for shape in shapes]
-        self.keys, self.values = zip(*(x.chunk(2, dim=1) for x in self.both), strict=True)
+        self.keys_and_values = [
+            torch.zeros(shape, dtype=self.dtype, device=weight.device) for shape in shapes
+        ]
+        self.keys, self.values = zip(
+            *(x.chunk(2, dim=1) for x in self.keys_and_values), strict=True
+        )
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows ``source`` to rows ``target``, both int64 [M]."""
-        for x in self.both:
+        for x in self.keys_and_values:
             x[target] = x[source]
 
 
@@ -159,10 +167,11 @@ class Engine:
         n, longest = len(prompts), max(map(len, prompts))
         samples = torch.arange(n) if samples is None else samples
         seeds = torch.full((n,), seed, dtype=torch.int64)
+        # One random number per response and token, drawn before decoding starts.
         u = random.uniform(seeds, 0, samples.cpu(), sampling.max_tokens).to(device)  # [N, T]
         slots, weight = min(self.slots, n), self.policy.model.lm_head.weight
         cache = self._allocate(slots, longest + sampling.max_tokens)
-        state = _State(slots, sampling, self.pad_id, u, weight.shape[0], self._rounds)
+        state = _State(slots, sampling, self.pad_id, u, self._rounds, self.decode)
         with nullcontext() if self._model else precision(weight, self.policy.compute):
             self._decode_all(cache, state, prompts)
         t = sampling.max_tokens
@@ -184,6 +193,8 @@ class Engine:
         """Generate all responses."""
         slots, waiting = len(state.row), list(range(len(prompts) - 1, -1, -1))
         while waiting or state.active:
+            # Prefill when enough slots are free, when nothing else runs, or when the last prompts
+            # fit.
             free = slots - state.active
             enough = max(1, int(REFILL * slots))
             if waiting and (free >= enough or not state.active or free >= len(waiting)):
@@ -191,17 +202,19 @@ class Engine:
                 new_prompts, first = [prompts[r] for r in rows], state.active
                 logits = self._prefill(cache, state, new_prompts)
                 state.begin(rows, new_prompts)
-                state.sample(slice(first, state.active), logits, self.decode)
+                state.sample(slice(first, state.active), logits)
             elif self._rounds is not None:
                 self._round(self._rounds, state)
             else:
-                state.sample(slice(0, state.active), self._step(cache, state), self.decode)
+                state.sample(slice(0, state.active), self._step(cache, state))
+            # Finished responses make room for waiting prompts.
             state.release_finished(cache)
             self.progress(len(prompts) - len(waiting) - state.active, len(prompts))
 
     def _allocate(self, slots: int, width: int) -> _Cache:
         """Return a cache of at least ``slots`` rows and ``width`` tokens."""
         static = self._is_static()
+        # Fixed shapes: room for one more round, and a multiple of the bucket of keys.
         if static:
             width = (
                 -(-(width + cuda_graphs.ROUND_STEPS) // cuda_graphs.KEY_MULTIPLE)
@@ -211,6 +224,7 @@ class Engine:
         if cache is None or cache.width < width or cache.slots < slots:
             # Free the old cache first: both together may exceed the memory.
             self._cache = self._rounds = cache = None
+            # Too small, or none yet.
             self._cache = cache = _Cache(self.policy, slots, width)
         if not static:
             self._rounds = None
@@ -221,7 +235,7 @@ class Engine:
             # The weights may have changed in ways that leave no trace, such as a CUDA graph's.
             self._model.refresh()
         if self._rounds is None or not self._rounds.is_usable():
-            self._rounds = StaticDecode(self.policy, cache.both, self._model)
+            self._rounds = StaticDecode(self.policy, cache.keys_and_values, self._model)
         return cache
 
     def _copies_weights(self) -> bool:
@@ -246,9 +260,11 @@ class Engine:
 
     def _prefill(self, cache: _Cache, state: _State, prompts: list[Sequence[int]]) -> Tensor:
         """Write prompts into the slots after the active ones; return logits [M, V]."""
+        # Equal neighbours (the group of a prompt) share one forward pass.
         unique = [(prompt, len(list(copies))) for prompt, copies in groupby(prompts)]
         per_pass = max(1, PREFILL_TOKENS[state.token.device.type] // max(map(len, prompts)))
         slot, logits = state.active, []
+        # Prefill a bounded number of tokens at a time.
         for part in (unique[i : i + per_pass] for i in range(0, len(unique), per_pass)):
             copies = [count for _, count in part]
             rows = slice(slot, slot + sum(copies))
@@ -261,12 +277,14 @@ class Engine:
     ) -> Tensor:
         """Write prompts, each ``copies`` times, into the slots ``rows``; return logits [M, V]."""
         device, width = cache.keys[0].device, max(map(len, prompts))
+        # Padding on the right: with a causal mask no real token attends to it.
         ids = upload([[*p, *[self.pad_id] * (width - len(p))] for p in prompts], device)
         place = upload([[len(p) - 1] for p in prompts], device)
         # [M], index of each slot's prompt
         index = upload([i for i, count in enumerate(copies) for _ in range(count)], device)
         if self._model is not None:
             return self._prefill_copy(self._model, cache, rows, ids, place.squeeze(1), index)
+        # Attention also writes keys and values of each copy to the cache.
         causal = self._decoder.causal(width, place, device)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -274,6 +292,7 @@ class Engine:
             cache.values[i][rows, :, :width] = v[index].to(cache.dtype)
             return causal(i, q, k, v)
 
+        # Only the hidden state of each prompt's last token is needed.
         hidden = self._decoder.shared(ids, place, attend)
         return self.policy.logits(hidden[:, 0])[index]
 
@@ -292,7 +311,7 @@ class Engine:
 
         def attend(i: int, q: Tensor, kv: Tensor) -> Tensor:
             kv = kv.unflatten(0, (b, length)).transpose(1, 2)  # [B, 2·groups, L, d]
-            cache.both[i][rows, :, :length] = kv[index]
+            cache.keys_and_values[i][rows, :, :length] = kv[index]
             # Reorder query heads from (head of its group, group), and the result back.
             q = q.view(b, length, -1, groups, model.head_dim).permute(0, 3, 2, 1, 4)
             out = causal(i, q.flatten(1, 2), *kv.chunk(2, dim=1))
@@ -311,6 +330,7 @@ class Engine:
         is_even = min(state.cached_lengths) == widest
         slot = slice(0, n) if is_even else torch.arange(n, device=cached.device)
         new = widest if is_even else cached
+        # Layers with the same attention (full, or a sliding window) share one mask.
         places = torch.arange(width, device=cached.device)
         visible = {
             attention: attention.visible_keys(cached.unsqueeze(1), places).unsqueeze(1)
@@ -323,6 +343,7 @@ class Engine:
             values[slot, :, new] = v[:, :, 0].to(cache.dtype)
             return attention(q, keys[:n, :, :width], values[:n, :, :width], visible[attention])
 
+        # The newest token is the input; its keys and values enter the cache during the pass.
         hidden = self._decoder(state.last[:n].unsqueeze(1), cached.unsqueeze(1), attend=attend)
         state.cached[:n] += 1
         state.cached_lengths = [length + 1 for length in state.cached_lengths]
@@ -333,12 +354,13 @@ class Engine:
         n, longest = state.active, state.sampling.max_tokens
         row = state.row[:n]
         t = state.length[row]
+        # The last round stops when the shortest active response reaches max_tokens.
         steps = min(cuda_graphs.ROUND_STEPS, longest - min(state.lengths))
         # Tokens after the end of a response are dropped, so any random numbers serve for them.
         place = t.unsqueeze(1) + torch.arange(steps, device=t.device)
         rounds.u[:n, :steps] = state.u[row.unsqueeze(1), place.clamp(max=longest - 1)]
         token, log_prob = rounds.run(n, state.widest, steps, state.sampling)
-        state.append(slice(0, n), token, log_prob, self.decode)
+        state.append(slice(0, n), token, log_prob)
         state.cached_lengths = [length + steps for length in state.cached_lengths]
 
 
@@ -351,14 +373,15 @@ class _State:
         sampling: Sampling,
         pad_id: int,
         u: Tensor,
-        vocabulary: int,
         rounds: StaticDecode | None,
+        decode: Callable[[list[int]], str] | None,
     ) -> None:
         """Create the state of N responses with random numbers ``u`` [N, T].
 
-        With ``rounds``, the tensors that CUDA graphs access are those of ``rounds``.
+        With ``rounds``, the tensors that CUDA graphs access are those of ``rounds``. ``decode``:
+        see ``Engine``.
         """
-        self.sampling, self.pad_id, self.u = sampling, pad_id, u
+        self.sampling, self.pad_id, self.u, self.decode = sampling, pad_id, u, decode
         n, device = len(u), u.device
         # A round may append tokens after the end of a response.
         width = sampling.max_tokens + (0 if rounds is None else cuda_graphs.ROUND_STEPS)
@@ -378,13 +401,6 @@ class _State:
         self.cached = torch.zeros_like(self.row) if rounds is None else rounds.cached
         """Number of tokens of each slot in the cache."""
         self.finished = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.occurred: Tensor | None = None
-        if sampling.repetition_penalty != 1.0:
-            self.occurred = (
-                torch.zeros(slots, vocabulary, dtype=torch.bool, device=device)
-                if rounds is None
-                else rounds.track_occurred()
-            )
 
     @property
     def widest(self) -> int:
@@ -395,46 +411,31 @@ class _State:
         """Assign responses to the slots after the active ones, whose prompts are in the cache."""
         slots = slice(self.active, self.active + len(rows))
         lengths = [len(p) for p in prompts]
+        # One transfer for rows and lengths.
         self.row[slots], self.cached[slots] = upload([rows, lengths], self.row.device)
         self.lengths += [0] * len(rows)
         self.cached_lengths += lengths
-        if self.occurred is not None:
-            self.occurred[slots] = False
-            numbered = enumerate(prompts, start=self.active)
-            pairs = [(slot, token) for slot, prompt in numbered for token in prompt]
-            slot, token = upload(pairs, self.row.device).unbind(1)
-            self.occurred[slot, token] = True
         self.active += len(rows)
 
-    def sample(
-        self, slots: slice, logits: Tensor, decode: Callable[[list[int]], str] | None
-    ) -> None:
+    def sample(self, slots: slice, logits: Tensor) -> None:
         """Sample and append the next token of some slots from logits [M, V]."""
         row = self.row[slots]
-        occurred = None if self.occurred is None else self.occurred[slots]
-        token, log_prob = choose(logits, self.sampling, self.u[row, self.length[row]], occurred)
+        # The random number belongs to (response, place), wherever the response is decoded.
+        token, log_prob = choose(logits, self.sampling, self.u[row, self.length[row]])
         self.last[slots] = token
-        if occurred is not None:
-            occurred[torch.arange(len(row), device=row.device), token] = True
-        self.append(slots, token.unsqueeze(1), log_prob.unsqueeze(1), decode)
+        self.append(slots, token.unsqueeze(1), log_prob.unsqueeze(1))
 
-    def append(
-        self,
-        slots: slice,
-        token: Tensor,
-        log_prob: Tensor,
-        decode: Callable[[list[int]], str] | None,
-    ) -> None:
+    def append(self, slots: slice, token: Tensor, log_prob: Tensor) -> None:
         """Append K tokens [M, K], except those after the end of a response; update ``finished``."""
         row = self.row[slots].unsqueeze(1)
         t = self.length[row]  # [M, 1]
         place = t + torch.arange(token.shape[1], device=row.device)
         self.token[row, place] = token
         stops = torch.isin(token, self.stop_ids)
-        if self.sampling.stop and decode is not None:
+        if self.sampling.stop and self.decode is not None:
             rows, ends = row.flatten().tolist(), (place + 1).tolist()
             matches = [
-                [self._ends_with_stop(r, n, decode) for n in ns]
+                [self._ends_with_stop(self.decode, r, n) for n in ns]
                 for r, ns in zip(rows, ends, strict=True)
             ]
             stops |= upload(matches, row.device)
@@ -449,7 +450,7 @@ class _State:
         for slot in range(slots.start, slots.stop):  # longer than finished responses
             self.lengths[slot] += token.shape[1]
 
-    def _ends_with_stop(self, row: int, length: int, decode: Callable[[list[int]], str]) -> bool:
+    def _ends_with_stop(self, decode: Callable[[list[int]], str], row: int, length: int) -> bool:
         """Return whether the last of ``length`` tokens completes a stop text."""
         # A token is at least one byte; 8 more cover characters that span tokens.
         window = max(len(stop.encode()) for stop in self.sampling.stop) + 8
@@ -461,15 +462,15 @@ class _State:
         finished: list[bool] = self.finished[: self.active].tolist()
         if not any(finished):
             return
+        # Move active slots from the end into the places of finished ones.
         remaining = self.active - sum(finished)
         targets = [slot for slot in range(remaining) if finished[slot]]
         sources = [slot for slot in range(remaining, self.active) if not finished[slot]]
         if sources:
             source, target = upload([sources, targets], self.row.device)
             cache.move(source, target)
-            for x in (self.row, self.last, self.cached, self.occurred):
-                if x is not None:
-                    x[target] = x[source]
+            for x in (self.row, self.last, self.cached):
+                x[target] = x[source]
         for lengths in (self.lengths, self.cached_lengths):
             for source, target in zip(sources, targets, strict=True):
                 lengths[target] = lengths[source]

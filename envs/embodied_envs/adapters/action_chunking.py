@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +9,14 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters.realistic_env import RealisticEnv
-from embodied_envs.adapters.spaces import action_shape_error
-from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_ppo.core import tree
-from embodied_ppo.core.types import Box, EnvError, Obs, Step, VectorEnv
+from embodied_envs.adapters.spaces import check_action
+from embodied_envs.adapters.wrapper import EnvWrapper
+from embodied_envs.base import tree
+from embodied_envs.base.errors import EnvError
+from embodied_envs.types import Box, Obs, Step, VectorEnv
 
 
-class ChunkedActions:
+class ChunkedActions(EnvWrapper):
     """A ``VectorEnv`` whose action is ``chunk`` actions of another one, [N, C, A] or [N, C·A].
 
     An episode that ends inside a chunk ignores the remaining actions; the next decision starts the
@@ -34,24 +34,21 @@ class ChunkedActions:
                 f"env.id={env.id}: env.action_chunk={chunk}: its actions are discrete; use"
                 " action_chunk=1"
             )
-        self.env, self.chunk = env, chunk
-        self.id, self.num_envs, self.device = env.id, env.num_envs, env.device
-        self.obs_spec = env.obs_spec
-        self.action_spec = Box(env.action_spec.low * chunk, env.action_spec.high * chunk)
-        self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
-        self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
-        self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
-        step_s = getattr(env, "step_s", None)
-        self.step_s: float | None = step_s and chunk * step_s
+        super().__init__(env)
+        self.chunk = chunk
+        self.size = env.action_spec.size
+        low, high = env.action_spec.low * chunk, env.action_spec.high * chunk
+        self.action_spec = Box(low, high)
+        self.to_simulator = self._chunk_to_simulator
+        self.step_s = env.step_s and chunk * env.step_s
         limit = env.max_episode_steps
         self.max_episode_steps = None if limit is None else -(-limit // chunk)
         self._truncation_mask: Tensor | None = None
 
-    def to_simulator(self, action: Tensor) -> Tensor:
+    def _chunk_to_simulator(self, action: Tensor) -> Any:
         """Map the policy's actions [N, C·A] to the simulator's, [N, C, ..]."""
-        inner: Any = self.env
-        primitive = inner.to_simulator(action.reshape(len(action) * self.chunk, -1))
-        return primitive.unflatten(0, (len(action), self.chunk))
+        primitive = self.env.to_simulator(action.reshape(len(action) * self.chunk, -1))
+        return tree.map(lambda x: x.unflatten(0, (len(action), self.chunk)), primitive)
 
     def reset(self) -> Obs:
         """See ``VectorEnv``."""
@@ -67,10 +64,8 @@ class ChunkedActions:
         Returns:
             A step whose ``reward`` and ``executed`` are [N, C].
         """
-        if action.numel() != self.num_envs * self.action_spec.size or len(action) != self.num_envs:
-            size = self.action_spec.size // self.chunk
-            expected = torch.Size([self.num_envs, self.chunk, size])
-            raise action_shape_error(self.id, action, expected)
+        flat = action.flatten(1) if action.ndim > 1 else action
+        check_action(self.id, flat, torch.Size([self.num_envs, self.chunk * self.size]))
         steps: list[Step] = []
         active = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         active_before: list[Tensor] = []  # bool [N] of each step
@@ -113,14 +108,17 @@ class ChunkedActions:
                     " environments"
                 )
             obs = _where(is_reset, first_obs, obs)
-        success = None
+        success = at_end = None
         if last.success is not None:
             missing = torch.zeros_like(active)
-            success = any_executed([missing if s.success is None else s.success for s in steps])
+            each = [missing if s.success is None else s.success for s in steps]
+            success = any_executed(each)
+            last_executed = executed.sum(1, keepdim=True) - 1
+            at_end = success & torch.stack(each, 1).gather(1, last_executed)[:, 0]
         return replace(
             last,
             obs=obs,
-            reward=torch.stack([s.reward for s in steps], 1) * executed,
+            reward=torch.where(executed, torch.stack([s.reward for s in steps], 1), 0.0),
             terminated=any_executed([s.terminated for s in steps]),
             truncated=truncated,
             mask=torch.ones_like(active),
@@ -128,58 +126,33 @@ class ChunkedActions:
             success=success,
             executed=executed,
             task=steps[0].task,
+            info=self._info(steps, executed),
+            success_at_end=at_end,
         )
 
-    def reset_where(self, where: Tensor) -> Obs | None:
-        """See ``VectorEnv``."""
-        return self.env.reset_where(where)
+    def _info(self, steps: list[Step], executed: Tensor) -> dict[str, Tensor] | None:
+        """Return the numbers of all primitive steps, [N, C], NaN where one was not executed."""
+        info: dict[str, Tensor] = {}
+        for name in dict.fromkeys(name for s in steps for name in s.info or ()):
+            rows = [(s.info or {}).get(name) for s in steps]
+            each = [x for x in rows if x is not None]
+            if all(len(x) == self.num_envs for x in each):
+                gap = torch.full_like(each[0], torch.nan, dtype=torch.float32)
+                stacked = torch.stack([gap if x is None else x.float() for x in rows], 1)
+                info[name] = stacked.where(executed, torch.nan)
+            else:
+                info[name] = torch.cat([x for x in each if len(x) != self.num_envs])
+        return info or None
 
-    @property
-    def truncate_next(self) -> Callable[[Tensor], None] | None:
+    def truncate_next(self, where: Tensor) -> None:
         """See ``VectorEnv``."""
-        # A simulator with this function can reset single environments, as ``step`` does it here.
-        inner = getattr(self.env, "truncate_next", None)
-        return None if inner is None else self._truncate_next
-
-    def _truncate_next(self, where: Tensor) -> None:
+        # A simulator that can truncate can reset single environments, as ``step`` does it here.
         self._truncation_mask = where
 
-    @property
-    def unstable(self) -> Tensor | None:
-        """See ``VectorEnv``."""
-        return getattr(self.env, "unstable", None)
-
-    @property
-    def terrain_level(self) -> Tensor | None:
-        """See ``VectorEnv``."""
-        return getattr(self.env, "terrain_level", None)
-
-    def restart(self, seeds: list[int]) -> None:
-        """See ``VectorEnv``."""
-        self.env.restart(seeds)
-
-    def state(self) -> dict[str, Any] | None:
-        """See ``VectorEnv``."""
-        return self.env.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> Obs:
-        """See ``VectorEnv``."""
-        return self.env.load_state(state)
-
-    def render(self) -> Tensor:
-        """See ``VectorEnv``."""
-        return self.env.render()
-
-    def close(self) -> None:
-        """See ``VectorEnv``."""
-        self.env.close()
-
     def _enable_cameras(self, enabled: bool) -> None:
-        env, every_step = self.env, False
-        if isinstance(env, RealisticEnv):
-            env, every_step = env.env, env.reads_every_image
-        if isinstance(env, MujocoEnv):
-            env.cameras_enabled = enabled or every_step
+        env = self.env
+        every_step = isinstance(env, RealisticEnv) and env.reads_every_image
+        env.simulator.cameras_enabled = enabled or every_step
 
 
 def _where(condition: Tensor, yes: Obs, no: Obs) -> Obs:

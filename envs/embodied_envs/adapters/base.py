@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
-from embodied_ppo.core.types import ActionSpec, ArraySpec, EnvError, Obs, ObsSpec
+from embodied_envs.adapters.infos import curve_name
+from embodied_envs.base.errors import EnvError
+from embodied_envs.types import ArraySpec, Obs, VectorEnv, choices_of
 
 SUCCESS_KEYS = ("success", "is_success")
 """Entries of a simulator's info that mean success if ``env.success_key`` is None."""
@@ -31,13 +33,41 @@ class AdapterOptions:
     action_mapping: str = "rescale"
     success_key: str | None = None
     obs_keys: Sequence[str] | None = None
+    cameras: Sequence[str] = ()
+    image_size: tuple[int, int] = (64, 64)
+    image_layout: str | None = None
+    randomize: bool = False
+    ranges: Mapping[str, Sequence[float]] | None = None
     render: bool = False
     render_size: tuple[int, int] = (240, 320)
     kwargs: Mapping[str, Any] | None = None
     device: torch.device | str = "cpu"
+    rebuild: bool = True
 
 
-class Adapter:
+def check_kwargs(id: str, kwargs: Iterable[str], reserved: Iterable[str]) -> None:
+    """Raise EnvError if ``env.kwargs`` has an argument that the adapter sets itself."""
+    if names := sorted(set(kwargs) & set(reserved)):
+        raise EnvError(
+            f"env.id={id}: kwargs {', '.join(names)} are set by the adapter; use their own option"
+        )
+
+
+def factory_arguments(options: AdapterOptions) -> dict[str, Any]:
+    """Return the arguments with which a function that creates environments is called."""
+    arguments: dict[str, Any] = {
+        "num_envs": options.num_envs,
+        "seed": options.seeds[0],
+        "device": str(options.device),
+    }
+    if options.max_episode_steps is not None:
+        arguments["max_episode_steps"] = options.max_episode_steps
+    if options.render:
+        arguments["render_mode"] = "rgb_array"
+    return arguments
+
+
+class Adapter(VectorEnv):
     """Base class of the adapters: implements the parts of ``VectorEnv`` that need no simulator.
 
     A subclass calls ``_set_spaces`` and sets ``max_episode_steps`` and ``_env``, which needs a
@@ -45,15 +75,13 @@ class Adapter:
     ``step``, ``reset_where`` and ``render``.
     """
 
-    obs_spec: ObsSpec
-    action_spec: ActionSpec
-    max_episode_steps: int | None
-    observation_space: Any
-    """Gymnasium's space of one observation, or a dictionary of spaces."""
     leaves: dict[str, spaces.Leaf]
     """Conversion of each array that the policy reads, see ``spaces.observations``."""
-    to_simulator: Callable[[Tensor], Tensor]
-    """Maps the policy's actions to the simulator's, see ``spaces.actions``."""
+    keeps_float64 = False
+    """Whether large numbers of float64 reach the normaliser as they are, see
+    ``spaces.observations``."""
+    returns_new_arrays = False
+    """Whether the simulator never changes an array that it has returned."""
     _env: Any  # the simulator
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
@@ -83,14 +111,6 @@ class Adapter:
             return {name: zeros(spec) for name, spec in self.obs_spec.items()}
         return zeros(self.obs_spec)
 
-    def state(self) -> dict[str, Any] | None:
-        """Return None: these simulators have no common way to save their state."""
-        return None
-
-    def load_state(self, state: Mapping[str, Any]) -> Obs:
-        """Raise EnvError, because ``state`` returns None."""
-        raise self._error("its state cannot be loaded; use restart(seeds) instead")
-
     def close(self) -> None:
         """Close the simulator. A second call has no effect."""
         if not self._closed:
@@ -101,29 +121,31 @@ class Adapter:
         self, observation_space: Any, action_space: Any, options: AdapterOptions
     ) -> dict[str, spaces.Leaf]:
         """Set the specs from Gymnasium's spaces; return a conversion for each observation."""
-        self.observation_space = observation_space
-        self.obs_spec, self.leaves = spaces.observations(
-            observation_space, id=self.id, device=self.device, keys=options.obs_keys
-        )
-        self.action_spec, self.to_simulator = spaces.actions(
+        converter = spaces.ActionConverter(
             action_space, id=self.id, mapping=options.action_mapping, device=self.device
+        )
+        self.action_spec, self.to_simulator = converter.spec, converter.function()
+        self.action_space, self.observation_space = action_space, observation_space
+        self.obs_spec, self.leaves = spaces.observations(
+            observation_space,
+            id=self.id,
+            device=self.device,
+            keys=options.obs_keys,
+            choices=choices_of(self.action_spec),
+            new_arrays=self.returns_new_arrays,
+            image_layout=options.image_layout,
+            keep_float64=self.keeps_float64,
         )
         self._action_shape = spaces.action_shape(self.action_spec, self.num_envs)
         return self.leaves
-
-    def _check_kwargs(self, kwargs: Mapping[str, Any], reserved: Iterable[str]) -> None:
-        """Raise EnvError if ``env.kwargs`` has an argument that the adapter sets itself."""
-        if names := sorted(set(kwargs) & set(reserved)):
-            raise self._error(
-                f"kwargs {', '.join(names)} are set by the adapter; use their own option"
-            )
 
     def _check_num_envs(self, env: Any, num_envs: int) -> None:
         """Close ``env`` and raise EnvError unless it has as many environments as requested."""
         if num_envs != self.num_envs:
             env.close()
             raise self._error(
-                f"num_envs={self.num_envs}, but its vector has {num_envs} environments"
+                f"num_envs={self.num_envs}, but its vector has {num_envs} environments; write"
+                f" env.num_envs={num_envs} (or evaluation.num_envs and episodes)"
             )
 
     def _error(self, message: str) -> EnvError:
@@ -138,8 +160,7 @@ class Adapter:
         self._check_open()
         if self._seeds_are_new:
             raise self._error("step() before reset(); call reset() first")
-        if action.shape != self._action_shape:
-            raise spaces.action_shape_error(self.id, action, self._action_shape)
+        spaces.check_action(self.id, action, self._action_shape)
 
     def _check_render(self) -> tuple[int, int]:
         """Return (height, width) of images; raise EnvError if the options disable rendering."""
@@ -156,14 +177,54 @@ class Adapter:
             raise self._error("its render() returns no image with render_mode='rgb_array'")
         frame = np.asarray(frame.cpu() if isinstance(frame, Tensor) else frame)
         frame = frame[0] if frame.ndim == 4 else frame
-        return spaces.resize_image(frame, self._check_render())
+        return _resize_image(frame, self._check_render())
 
-    def _find_success_key(self, *infos: Iterable[str]) -> str | None:
-        """Return the success key; without an option, search the infos for a default key."""
+    def _find_success_key(self, info: Iterable[str]) -> str | None:
+        """Return the success key; without an option, search the info for a default key."""
         if self._success_key is None:
-            keys = (key for key in SUCCESS_KEYS if any(key in info for info in infos))
-            self._success_key = next(keys, None)
+            self._success_key = next((key for key in SUCCESS_KEYS if key in info), None)
         return self._success_key
+
+    def _success(self, numbers: Mapping[str, Tensor], *, ended: bool) -> Tensor | None:
+        """Return success, bool [N], from the numbers of a step's info; None: there is none.
+
+        Args:
+            numbers: See ``infos.read_numbers``.
+            ended: Whether an episode has ended, whose info must have the entry of
+                ``env.success_key``.
+        """
+        key = self._find_success_key(numbers)
+        success = None if key is None else numbers.get(curve_name(key))
+        if success is not None and len(success) == self.num_envs:
+            return success.nan_to_num() != 0  # NaN: an environment without the entry
+        if self._success_option is None and (key is None or success is not None):
+            return None  # no entry, or one number of all environments, such as a rate
+        if ended and self._success_option is not None:
+            names = ", ".join(sorted(numbers)) or "nothing"
+            raise self._error(
+                f"success_key={key!r} is not in the info of a step that ends an episode; it has"
+                f" {names}"
+            )
+        return torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+
+
+def _resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
+    """Resize uint8 [h, w, 3] to uint8 [H, W, 3] of ``size`` = (H, W) by averaging over areas.
+
+    The aspect ratio is kept: the rest of the image is black. The result is new memory, because a
+    renderer may reuse its image.
+    """
+    image = torch.from_numpy(np.array(frame, order="C"))
+    if tuple(image.shape[:2]) == tuple(size):
+        return image
+    scale = min(size[0] / image.shape[0], size[1] / image.shape[1])
+    height, width = (max(1, round(scale * n)) for n in image.shape[:2])
+    chw = image.permute(2, 0, 1)[None].float()
+    resized = torch.nn.functional.interpolate(chw, size=(height, width), mode="area")[0]
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    result = torch.zeros(*size, image.shape[2], dtype=torch.uint8)
+    result[top : top + height, left : left + width] = resized.permute(1, 2, 0).round()
+    return result
 
 
 def use_egl_without_display() -> None:

@@ -1,10 +1,10 @@
-"""EnvPool's C++ simulators (Atari, MuJoCo, MetaWorld, Fetch, Playground, ..) as a ``VectorEnv``."""
+"""EnvPool's C++ simulators (Atari, MuJoCo, MetaWorld and others) as a ``VectorEnv``."""
 
 from __future__ import annotations
 
 import ctypes
-import difflib
 import itertools
+import math
 import os
 import sys
 import warnings
@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_envs.adapters import spaces
-from embodied_envs.adapters.base import Adapter, AdapterOptions
-from embodied_ppo.core import tree, watchdog
-from embodied_ppo.core.host_memory import free_memory
-from embodied_ppo.core.types import EnvError, Obs, Step
+from embodied_envs.adapters import envpool_scenes, spaces
+from embodied_envs.adapters.base import Adapter, AdapterOptions, check_kwargs
+from embodied_envs.base import tree, watchdog
+from embodied_envs.base.errors import EnvError, choose
+from embodied_envs.base.host_memory import free_memory
+from embodied_envs.types import Composite, Obs, Step
 
 _RESERVED = (
     "num_envs",
@@ -142,6 +143,8 @@ class EnvPoolEnv(Adapter):
     EnvPool reports it as truncated.
     """
 
+    returns_new_arrays = True
+
     def __init__(self, id: str, options: AdapterOptions) -> None:
         super().__init__(id, options)
         self._envpool = load()
@@ -155,6 +158,17 @@ class EnvPoolEnv(Adapter):
                 " single-player tasks are supported; choose another id"
             )
         family: str = self._envpool.registration.registry.specs[id][0]
+        self.step_s = envpool_scenes.step_s(id, family, config)
+        self._scenes: Any = None
+        # The first camera of dm_control's robots follows them.
+        self._camera = 0 if family == "envpool.mujoco.dmc" else None
+        has_pixels = bool(self._arguments.get("from_pixels"))  # the policy sees EnvPool's models
+        if options.render and family in envpool_scenes.FAMILIES and not has_pixels:
+            self._scenes = envpool_scenes.write(config["base_path"], family)
+            self._arguments["base_path"] = self._scenes.name
+        # Others are drawn in their own aspect ratio, then resized.
+        if options.render and not family.startswith("envpool.mujoco"):
+            del self._arguments["render_height"], self._arguments["render_width"]
         self.max_episode_steps = self._time_limit(
             family, config["max_episode_steps"], options.max_episode_steps
         )
@@ -163,9 +177,12 @@ class EnvPoolEnv(Adapter):
             warnings.simplefilter("ignore")
             observation_space = spec.gymnasium_observation_space
             action_space = spec.gymnasium_action_space
-        self._index_arrays(spec, self._set_spaces(observation_space, action_space, options))
+        leaves = self._set_spaces(observation_space, action_space, options)
+        if isinstance(self.action_spec, Composite) or spaces.is_nested(action_space):
+            raise self._error("several actions at once are not supported with EnvPool")
+        self._index_arrays(spec, leaves)
 
-        renders = options.render or self._arguments.get("from_pixels")
+        renders = options.render or has_pixels
         if _egl_error and family.startswith("envpool.mujoco") and renders:
             raise EnvError(f"env.id={id}: no images can be rendered; {_egl_error}")
         if family in _LARGE_MODELS and self.num_envs > _SMALL_POOL:
@@ -185,6 +202,8 @@ class EnvPoolEnv(Adapter):
         self.send(action)
         return self._receive()
 
+    is_asynchronous = True
+
     def send(self, action: Tensor) -> None:
         """Start a step in the threads of the simulator; ``receive`` must follow."""
         self._check_step(action)
@@ -201,8 +220,8 @@ class EnvPoolEnv(Adapter):
         acted = state[self._elapsed] != 0  # [N], False in the dummy rows
         reward, truncated = state[self._reward], state[self._trunc]
         # Some families (dm_control) repeat the last reward on the dummy row.
-        reward *= acted
-        success = None if self._success is None else (state[self._success] != 0) & acted
+        reward[~acted] = 0  # a product would keep NaN
+        success = None if self._success_index is None else (state[self._success_index] != 0) & acted
         step = Step(
             obs=self._read_obs(state),
             reward=torch.from_numpy(reward),
@@ -210,6 +229,7 @@ class EnvPoolEnv(Adapter):
             truncated=torch.from_numpy(truncated),
             mask=torch.from_numpy(acted),
             success=None if success is None else torch.from_numpy(success),
+            info={name: torch.from_numpy(state[i]) for name, i in self._numbers} or None,
         )
         if self.device.type == "cpu":
             return step
@@ -232,15 +252,12 @@ class EnvPoolEnv(Adapter):
         self._pool = None
 
     def render(self) -> Tensor:
-        """Return an image of environment 0, uint8 [H, W, 3].
-
-        MuJoCo without a GPU: 5 to 30 images a second.
-        """
+        """Return an image of environment 0, uint8 [H, W, 3]."""
         self._check_render()
         if self._pool is None:
             raise self._error("render() before reset(); call reset() first")
         try:
-            return torch.from_numpy(self._pool.render()[0].copy())
+            return self._to_image(self._pool.render(camera_id=self._camera))
         except RuntimeError as error:
             raise self._error(f"EnvPool cannot render it ({error}); use render=False") from error
 
@@ -252,7 +269,7 @@ class EnvPoolEnv(Adapter):
     def _make_arguments(self, options: AdapterOptions) -> dict[str, Any]:
         """Return the arguments of envpool.make besides the number of environments and seeds."""
         arguments = dict(options.kwargs or {})
-        self._check_kwargs(arguments, _RESERVED)
+        check_kwargs(self.id, arguments, _RESERVED)
         arguments["num_threads"] = options.num_threads or min(self.num_envs, _cores())
         if options.max_episode_steps is not None:
             arguments["max_episode_steps"] = options.max_episode_steps
@@ -273,10 +290,8 @@ class EnvPoolEnv(Adapter):
             message = f"EnvPool rejects {self._arguments}: {cause}"
             if "unexpected keyword argument" in cause:
                 option = cause.split("'")[-2]
-                option_names = self._envpool.make_spec(self.id).config._asdict()
-                nearest = difflib.get_close_matches(option, option_names, n=3, cutoff=0.4)
-                message = f"EnvPool has no option {option!r}"
-                message += f"; nearest: {', '.join(nearest)}" if nearest else ""
+                names = list(self._envpool.make_spec(self.id).config._asdict())
+                message = f"EnvPool has no option {option!r}; {choose(option, names, 'it has ')}"
             raise self._error(message) from error
 
     def _index_arrays(self, spec: Any, leaves: dict[str, spaces.Leaf]) -> None:
@@ -316,7 +331,13 @@ class EnvPoolEnv(Adapter):
             raise self._error(
                 f"success_key={key!r} is not in its info; it has {', '.join(sorted(info))}"
             )
-        self._success = None if key is None else info[key]
+        self._success_index = None if key is None else info[key]
+        self._numbers = [
+            (name, i)
+            for name, i in info.items()
+            if list(spec.state_array_spec[f"info:{name}"].shape) == [-1]
+            and name != "players.env_id"
+        ]
 
     def _time_limit(self, family: str, limit: int, requested: int | None) -> int | None:
         """Return the time limit; raise EnvError if EnvPool would ignore the requested one."""
@@ -328,7 +349,7 @@ class EnvPoolEnv(Adapter):
             if default < _NO_LIMIT:
                 reason = f"its limit is fixed at {default} steps"
             raise self._error(
-                f"max_episode_steps={requested} has no effect in EnvPool ({reason}); leave it out"
+                f"max_episode_steps={requested} has no effect in EnvPool ({reason}); remove it"
             )
         return limit
 
@@ -343,34 +364,23 @@ class EnvPoolEnv(Adapter):
         return pool
 
     def _check_memory(self) -> None:
-        """Raise EnvError if the simulators exceed the free memory; warn above 2 GB.
+        """Raise EnvError if the simulators exceed the free memory.
 
         The memory of one environment is measured on three of them (0.1 to 1.5 s).
         """
-        if free_memory() is None:
-            return
         first = self._make(1)  # loads the data that all environments share
         first.reset()
-        # Where only resident memory can be measured, reuse of freed memory would hide the growth.
-        _return_freed_memory()
         before_gb = _allocated_gb()
         pair = self._make(2)
         pair.reset()
         each_gb = max((_allocated_gb() - before_gb) / 2, 0.001)
         del first, pair
-        needed_gb, free_gb = each_gb * self.num_envs, (free_memory() or 0.0) / 1e9
+        needed_gb, free_gb = each_gb * self.num_envs, (free_memory() or math.inf) / 1e9
         if needed_gb > free_gb:
             raise self._error(
                 f"{self.num_envs} environments need {needed_gb:.1f} GB"
                 f" ({each_gb * 1000:.0f} MB each), {free_gb:.1f} GB are free;"
                 f" num_envs={int(free_gb / each_gb)} is the most that fits"
-            )
-        if needed_gb > 2:
-            warnings.warn(
-                f"env.id={self.id}: {self.num_envs} environments will take {needed_gb:.1f} GB of"
-                f" memory ({each_gb * 1000:.0f} MB each: EnvPool copies the robot's meshes);"
-                f" {free_gb:.1f} GB are free",
-                stacklevel=4,
             )
 
 
@@ -387,22 +397,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _allocated_gb() -> float:
-    """Return the memory this process has allocated and not freed.
-
-    Without ``mallinfo2`` (glibc before 2.33) this is resident memory, which also grows by temporary
-    allocations.
-    """
+    """Return the memory this process has allocated and not freed; 0 without glibc 2.33."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+        return 0.0
     library.mallinfo2.restype = _Mallinfo2
     info = library.mallinfo2()
     return (info.uordblks + info.hblkhd) / 1e9
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory to the operating system if the C library supports it (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,9 +18,18 @@ from torch import Tensor
 
 from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter, AdapterOptions, use_egl_without_display
-from embodied_envs.adapters.user_code import import_user_module, wrap_errors
+from embodied_envs.adapters.infos import (
+    merge_final,
+    read_numbers,
+    single_numbers,
+    to_numbers,
+)
+from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
+from embodied_envs.base import tree
+from embodied_envs.base.errors import EnvError, check_choice
+from embodied_envs.base.observation_names import ACTION_MASK
 from embodied_envs.registration import NAMESPACE
-from embodied_ppo.core.types import EnvError, Obs, Step
+from embodied_envs.types import Obs, Step
 
 _AUTORESET = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 _VECTORIZATION = ("sync", "async", "vector_entry_point")
@@ -64,18 +74,17 @@ class GymnasiumEnv(Adapter):
     A vector implementation that accepts only one seed gets the first of ``seeds``.
     """
 
-    def __init__(self, id: str, options: AdapterOptions) -> None:
-        if options.num_threads is not None:
-            raise EnvError(
-                f"env.id={id}: num_threads={options.num_threads} is an option of EnvPool; Gymnasium"
-                " steps in this process (or one process per environment with kwargs"
-                " vectorization_mode=async)"
-            )
+    def __init__(self, id: str, options: AdapterOptions, *, spec: Any = None) -> None:
+        """Create the environments of ``spec``, or of the registered task ``id``."""
         super().__init__(id, options)
-        self._name = _registered_name(id)
+        self._rebuild = options.rebuild
         self._done: np.ndarray | None = None  # bool [N]; None before the first reset
 
-        spec = gymnasium.spec(self._name)
+        if spec is None:
+            spec = gymnasium.spec(_registered_name(id))
+        self._spec = spec
+        # Gymnasium's own tasks have float64 observations, whose numbers are small.
+        self.keeps_float64 = not str(spec.entry_point).startswith("gymnasium.envs.")
         self._is_gymnasium_mujoco = str(spec.entry_point).startswith("gymnasium.envs.mujoco")
         self.max_episode_steps = options.max_episode_steps or spec.max_episode_steps
         self._arguments = self._make_arguments(
@@ -83,56 +92,86 @@ class GymnasiumEnv(Adapter):
         )
         self._env = self._make()
         rate = self._env.metadata.get("render_fps")
-        self.step_s: float | None = 1.0 / rate if rate else None
+        self.step_s = 1.0 / rate if rate else None
+        first: Any = (getattr(self._env.unwrapped, "envs", None) or [None])[0]
+        if first is not None and str(spec.entry_point).startswith("gymnasium.envs."):
+            self.step_s = getattr(first.unwrapped, "dt", self.step_s)  # Pendulum shows others
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
-        leaves = self._set_spaces(
-            self._env.single_observation_space, self._env.single_action_space, options
-        )
-        self._read_obs = spaces.reader(leaves)
+        try:
+            leaves = self._set_spaces(
+                self._env.single_observation_space,
+                self._env.single_action_space,
+                options,
+            )
+        except BaseException:  # processes of asynchronous environments would outlive the message
+            self.close()
+            raise
+        self.read_obs = spaces.reader(leaves)
+        """Converts observations [N, ..]."""
 
     def reset(self) -> Obs:
         """Start new episodes in all environments."""
         self._check_open()
         if self._seeds_are_new:
-            if self._done is not None:
+            if self._done is not None and self._rebuild:
                 # Environments keep state between episodes, so new seeds need new environments.
                 self._env.close()
                 self._env = self._make()
             self._success_key = self._success_option
-            obs = self._seeded_reset()
+            obs = self._seeded_reset()[0]
             self._seeds_are_new = False
         else:
-            obs, _ = self._env.reset()
+            obs = self._env.reset()[0]
         self._done = np.zeros(self.num_envs, dtype=bool)
-        return self._read_obs(self._copy_if_borrowed(obs))
+        return self.read_obs(obs)
 
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
+        actions = tree.map(lambda x: x.detach().cpu().numpy(), self.to_simulator(action))
+        obs, *results, info = self._env.step(actions)
+        reward, terminated, truncated = map(self._column, results)
         assert self._done is not None
-        actions = self.to_simulator(action).detach().cpu().numpy()
-        obs, reward, terminated, truncated, info = self._env.step(actions)
-        obs = self._copy_if_borrowed(obs)
         # With next-step resets, the row after an end is the dummy row that resets.
         acted = np.ones(self.num_envs, dtype=bool) if self._same_step else ~self._done
-        terminated = np.asarray(terminated, dtype=bool) & acted
-        truncated = np.asarray(truncated, dtype=bool) & acted & ~terminated
-        self._done = terminated | truncated
-        success = self._success(info, acted)
-        final_obs = self._final_obs(obs, info) if self._same_step and self._done.any() else None
+        terminated = terminated.astype(bool) & acted
+        truncated = truncated.astype(bool) & acted & ~terminated
+        self._done = ended = terminated | truncated
+        numbers = self._numbers(info)
+        success = self._success(numbers, ended=bool(ended.any()))
+        final_obs = self._final_obs(obs, info) if self._same_step and ended.any() else None
 
         def to_tensor(x: np.ndarray) -> Tensor:
             return torch.from_numpy(x).to(self.device)
 
         return Step(
-            obs=self._read_obs(obs),
-            reward=to_tensor(np.asarray(reward, dtype=np.float32) * acted),
+            obs=self.read_obs(obs),
+            reward=to_tensor(np.where(acted, reward.astype(np.float32), np.float32(0))),
             terminated=to_tensor(terminated),
             truncated=to_tensor(truncated),
             mask=to_tensor(acted),
             final_obs=final_obs,
-            success=None if success is None else to_tensor(success),
+            success=None if success is None else success & to_tensor(acted),
+            info=numbers or None,
         )
+
+    def _column(self, x: Any) -> np.ndarray:
+        """Return rewards or flags as [N]; a vector of its own may return [N, 1]."""
+        x = np.asarray(x)
+        if x.size != self.num_envs:
+            raise self._error(
+                f"return reward, terminated and truncated of shape [{self.num_envs}]; one of them"
+                f" is {list(x.shape)}"
+            )
+        return x.reshape(-1)
+
+    def _numbers(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the numbers of the info of the step, not of the reset that followed it."""
+        numbers = read_numbers(info, self.num_envs)
+        if self._same_step:
+            last = read_numbers(info.get("final_info"), self.num_envs)
+            numbers = merge_final(numbers, last, torch.from_numpy(self._done))
+        return {name: x.to(self.device) for name, x in numbers.items()}
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """Start new episodes where bool [N] is True; None with the environment's own vector."""
@@ -144,7 +183,7 @@ class GymnasiumEnv(Adapter):
         obs, _ = self._env.reset(options={"reset_mask": mask})
         if self._done is not None:
             self._done = self._done & ~mask
-        return self._read_obs(self._copy_if_borrowed(obs))
+        return self.read_obs(obs)
 
     def render(self) -> Tensor:
         """Return an image of environment 0, uint8 [H, W, 3] of ``render_size``."""
@@ -163,28 +202,27 @@ class GymnasiumEnv(Adapter):
         default = "sync" if spec.entry_point is not None else "vector_entry_point"
         mode = kwargs.pop("vectorization_mode", default)
         autoreset = kwargs.pop("autoreset_mode", None)
-        for name, value, choices in (
-            ("vectorization_mode", mode, _VECTORIZATION),
-            ("autoreset_mode", "next_step" if autoreset is None else autoreset, _AUTORESET),
-        ):
-            if value not in choices:
-                raise self._error(
-                    f"{name}={value!r} is unknown; choose one of {', '.join(choices)}"
-                )
+        prefix = f"env.id={self.id}: "
+        check_choice(f"{prefix}vectorization_mode", mode, _VECTORIZATION)
+        check_choice(f"{prefix}autoreset_mode", autoreset or "next_step", _AUTORESET)
         vector_kwargs = dict(kwargs.pop("vector_kwargs", None) or {})
         self._has_own_vector = mode == "vector_entry_point"
         if self._has_own_vector:
             if autoreset is not None:
                 raise self._error(
                     f"autoreset_mode={autoreset!r} has no effect on the environment's own vector"
-                    " implementation; leave it out, or choose vectorization_mode=sync"
+                    " implementation; remove it, or choose vectorization_mode=sync"
                 )
         else:
-            vector_kwargs |= {"copy": True, "autoreset_mode": _AUTORESET[autoreset or "next_step"]}
+            # ``read_obs`` copies the observations.
+            vector_kwargs |= {"copy": False, "autoreset_mode": _AUTORESET[autoreset or "next_step"]}
         if max_episode_steps is not None:
             kwargs["max_episode_steps"] = max_episode_steps
         if self._render_size is not None:
             kwargs["render_mode"] = "rgb_array"
+            if self._is_gymnasium_mujoco:
+                height, width = self._render_size
+                kwargs = {"height": height, "width": width} | kwargs
             use_egl_without_display()
         return {"vectorization_mode": mode, "vector_kwargs": vector_kwargs, **kwargs}
 
@@ -192,10 +230,10 @@ class GymnasiumEnv(Adapter):
         """Build the vector environment; raise EnvError if it fails."""
         filter_warnings = contextlib.nullcontext()
         if self._is_gymnasium_mujoco:
-            filter_warnings = _without_settotalmass_warning()
+            filter_warnings = _without_mujoco_warnings()
         context = f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: "
         with wrap_errors(context), filter_warnings:
-            env = gymnasium.make_vec(self._name, num_envs=self.num_envs, **self._arguments)
+            env = self._make_vector(**copy_arrays(self._arguments))
         self._check_num_envs(env, env.num_envs)
         if self._render_size is not None:
             modes = env.metadata.get("render_modes") or []
@@ -204,8 +242,25 @@ class GymnasiumEnv(Adapter):
                 raise self._error(
                     f"render=True needs render mode rgb_array, it has {modes or 'none'}"
                 )
-            _disable_shadows(env)
+            _prepare_images(env)
         return env
+
+    def _make_vector(
+        self, *, vectorization_mode: str, vector_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """Return the environments as Gymnasium's ``make_vec`` does, each with its own memory."""
+        if vectorization_mode == "vector_entry_point":
+            return gymnasium.make_vec(
+                self._spec,
+                self.num_envs,
+                vectorization_mode,
+                vector_kwargs=vector_kwargs,
+                **kwargs,
+            )
+        is_async = vectorization_mode == "async"
+        vector = gymnasium.vector.AsyncVectorEnv if is_async else gymnasium.vector.SyncVectorEnv
+        make = functools.partial(_make_one, self._spec, kwargs)
+        return vector([make] * self.num_envs, **vector_kwargs)
 
     def _autoreset_mode(self) -> AutoresetMode:
         """Return the mode of the vector's resets; raise EnvError if it does not reset itself."""
@@ -221,30 +276,13 @@ class GymnasiumEnv(Adapter):
 
     def _seeded_reset(self) -> Any:
         """Reset with all seeds, or with the first one if the user's vector accepts only one."""
-        try:
-            return self._env.reset(seed=list(self._seeds))[0]
-        except (TypeError, gymnasium.error.Error):
-            if not self._has_own_vector:
-                raise
-        return self._env.reset(seed=self._seeds[0])[0]
-
-    def _copy_if_borrowed(self, obs: Any) -> Any:
-        """Copy observations that a user's vector may overwrite; Gymnasium's return copies."""
-        return copy.deepcopy(obs) if self._has_own_vector else obs
-
-    def _success(self, info: Mapping[str, Any], acted: np.ndarray) -> np.ndarray | None:
-        """Return success [N] of the step, not of the reset that followed it, or None."""
-        final = info.get("final_info", {}) if self._same_step else {}
-        key = self._find_success_key(info, final)
-        if key is None:
-            return None
-        assert self._done is not None
-        if self._done.any() and self._success_option not in {None, *info, *final}:
-            raise spaces.success_key_error(self.id, key, {*info, *final})
-        success = _flag(info, key, self.num_envs)
-        if self._same_step:
-            success = np.where(self._done, _flag(final, key, self.num_envs), success)
-        return success & acted
+        with wrap_errors(f"env.id={self.id}: its reset(seed=, options=) fails: "):
+            try:
+                return self._env.reset(seed=list(self._seeds))
+            except (TypeError, gymnasium.error.Error):
+                if not self._has_own_vector:
+                    raise
+            return self._env.reset(seed=self._seeds[0])
 
     def _final_obs(self, obs: Any, info: Mapping[str, Any]) -> Obs:
         """Return ``obs`` with the rows that ended replaced by info["final_obs"]."""
@@ -256,32 +294,100 @@ class GymnasiumEnv(Adapter):
             )
         assert self._done is not None
         if isinstance(final, np.ndarray) and final.dtype == object:
-            merged = copy.deepcopy(obs)
+            merged = copy_arrays(obs)
             for i in np.flatnonzero(self._done):
                 _put(merged, int(i), final[i])
-            return self._read_obs(merged)
-        return self._read_obs(copy.deepcopy(final))  # some vector implementations return a batch
+        else:
+            merged = final  # some vector implementations return a batch
+        return self.read_obs(merged)
+
+
+def takes_seed(env: Any) -> bool:
+    """Return whether ``reset`` of an environment or of its class takes a seed (not in old Gym)."""
+    try:
+        parameters = inspect.signature(env.reset).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.name == "seed" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+class _OwnMemory(gymnasium.Wrapper):
+    """An environment whose results are copies, with the numbers of its infos alone.
+
+    Gymnasium's vectors keep the arrays of an environment until all environments have stepped, and
+    those of an ended episode while it is reset. Until then the environment, or another one with the
+    same buffer, may change them.
+    """
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        leaves = spaces.flatten(env.observation_space)
+        self.shapes = {name: getattr(leaf, "shape", None) for name, leaf in leaves.items()}
+        self.warned_of_mask = False
+
+    def _own(self, obs: Any) -> Any:
+        """Return a copy of an observation; raise EnvError if it has not the shapes of its space."""
+        for name, shape in self.shapes.items():
+            x = spaces.entry(obs, name) if name else obs
+            if shape is not None and (x is None or np.shape(x) != shape):
+                actual = type(x).__name__ if x is None else list(np.shape(x))
+                raise EnvError(
+                    f"return observations of the shapes in observation_space: {name or 'that'} of"
+                    f" {type(self.unwrapped).__name__} is {actual}, its space {list(shape)}"
+                )
+        return copy_arrays(obs)
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Start a new episode."""
+        obs, info = self.env.reset(**kwargs)
+        if ACTION_MASK in info and ACTION_MASK not in self.shapes and not self.warned_of_mask:
+            self.warned_of_mask = True
+            warnings.warn(
+                f"return it as the entry {ACTION_MASK} of a dictionary of observations to use it:"
+                f" info['{ACTION_MASK}'] of {type(self.unwrapped).__name__} is not read",
+                stacklevel=2,
+            )
+        return self._own(obs), single_numbers(info)
+
+    def step(self, action: Any) -> Any:
+        """Advance by one step."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if not isinstance(reward, float):
+            reward = one_number(reward)
+        return self._own(obs), reward, terminated, truncated, single_numbers(info)
+
+
+def one_number(reward: Any) -> float:
+    """Return a reward of any numeric type, shape () or (1,), as a float."""
+    number = to_numbers(reward, 1)
+    if number is None:
+        raise EnvError(
+            "return one number as the reward of a step: it is"
+            f" {type(reward).__name__} {list(np.shape(reward)) or reward!r:.60}"
+        )
+    return float(number)
+
+
+def _make_one(spec: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env:
+    """Return one environment with arguments of its own.
+
+    Gymnasium's own checker ends a run where an info is no dictionary; results are checked here.
+    """
+    options = {"disable_env_checker": True, **copy_arrays(dict(kwargs))}
+    return _OwnMemory(gymnasium.make(spec, **options))
 
 
 def _put(batch: Any, i: int, value: Any) -> None:
-    """Set ``batch[i] = value`` in every array of a dictionary."""
-    if isinstance(batch, Mapping):
-        for name, leaf in batch.items():
+    """Set ``batch[i] = value`` in every array of a dictionary or tuple."""
+    if spaces.is_nested(batch):
+        for name, leaf in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
             _put(leaf, i, value[name])
     else:
         batch[i] = value
 
 
-def _flag(info: Mapping[str, Any], key: str, num_envs: int) -> np.ndarray:
-    """Return entry ``key`` as bool [N], False for environments whose info lacks it."""
-    if key not in info:
-        return np.zeros(num_envs, dtype=bool)
-    is_set = np.asarray(info.get(f"_{key}", True), dtype=bool)
-    return np.array([bool(x) for x in info[key]], dtype=bool) & is_set
-
-
-def _disable_shadows(env: Any) -> None:
-    """Disable shadows and multisampling in environment 0's MuJoCo model.
+def _prepare_images(env: Any) -> None:
+    """Disable shadows and multisampling in environment 0's MuJoCo model, and extend its floor.
 
     On a CPU they take 90 % of the rendering time. Gymnasium's renderer reads these fields at its
     first image, when it creates its context.
@@ -292,21 +398,19 @@ def _disable_shadows(env: Any) -> None:
         model.light_castshadow[:] = 0
         model.vis.quality.shadowsize = 0
         model.vis.quality.offsamples = 0
+        cameras: Any = importlib.import_module("embodied_envs.physics.cameras")  # loads MuJoCo
+        if isinstance(model, cameras.mujoco.MjModel) and cameras.travelling_body(model) is not None:
+            cameras.extend_floors(model)
 
 
 @contextlib.contextmanager
-def _without_settotalmass_warning() -> Iterator[None]:
-    """Suppress MuJoCo's warning about ``settotalmass`` in Gymnasium's model files.
+def _without_mujoco_warnings() -> Iterator[None]:
+    """Suppress MuJoCo's warnings, such as that about ``settotalmass`` in Gymnasium's model files.
 
-    MuJoCo's C code writes warnings to stderr and MUJOCO_LOG.TXT once per environment. Its other
-    warnings become Python warnings here.
+    MuJoCo's C code writes them to stderr and MUJOCO_LOG.TXT once per environment.
     """
     mujoco: Any = importlib.import_module("mujoco")
-    mujoco.set_mju_user_warning(
-        lambda text: (
-            None if "settotalmass" in text else warnings.warn(f"MuJoCo: {text}", stacklevel=2)
-        )
-    )
+    mujoco.set_mju_user_warning(lambda text: None)
     try:
         yield
     finally:

@@ -23,14 +23,16 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
 from embodied_envs.adapters.base import AdapterOptions, discard_output, use_egl_without_display
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
 from embodied_envs.adapters.user_code import wrap_errors
-from embodied_ppo.core.observation_names import INSTRUCTION
-from embodied_ppo.core.types import ArraySpec, EnvError, Obs, ObsSpec, Step
+from embodied_envs.base.errors import EnvError
+from embodied_envs.base.observation_names import INSTRUCTION
+from embodied_envs.types import ArraySpec, Box, EnvInfo, ObsSpec, Step
 
 TIME_LIMITS = {
     "libero_spatial": 220,
@@ -76,7 +78,7 @@ def describe(
     image_size: tuple[int, int],
     action_chunk: int,
     max_episode_steps: int | None,
-) -> dict[str, Any]:
+) -> EnvInfo:
     """Return the spaces of ``LiberoEnv`` without LIBERO's package.
 
     Its sentences are not known then. ``SENTENCE`` is as long as the longest of libero_spatial.
@@ -90,16 +92,17 @@ def describe(
         max_episode_steps: Control steps of an episode; None: those of the suite.
     """
     limit = max_episode_steps or TIME_LIMITS[id.removeprefix("libero/")]
-    state = {} if obs_keys is not None and "state" not in obs_keys else {"state": [[8], "float32"]}
-    images = {name: [[3, *image_size], "uint8"] for name in tuple(cameras) or CAMERAS}
-    return {
-        "id": id,
-        "max_episode_steps": -(-limit // action_chunk),
-        "obs": {**state, **images},
-        "actions": [[-1.0] * 7 * action_chunk, [1.0] * 7 * action_chunk],
-        "instructions": [SENTENCE],
-        "gripper_closes": LiberoEnv.gripper_closes,
-    }
+    images = {name: ArraySpec((3, *image_size), torch.uint8) for name in tuple(cameras) or CAMERAS}
+    has_state = obs_keys is None or "state" in obs_keys
+    return EnvInfo(
+        id=id,
+        obs_spec={**({"state": ArraySpec((8,))} if has_state else {}), **images},
+        action_spec=Box((-1.0,) * 7 * action_chunk, (1.0,) * 7 * action_chunk),
+        max_episode_steps=-(-limit // action_chunk),
+        device=torch.device("cpu"),
+        instructions=(SENTENCE,),
+        gripper_closes=LiberoEnv.gripper_closes,
+    )
 
 
 class LiberoEnv(GymnasiumEnv):
@@ -137,25 +140,17 @@ class LiberoEnv(GymnasiumEnv):
     gripper_closes = 1.0
     """The last action that closes the gripper; its negative opens it."""
 
-    def __init__(
-        self,
-        id: str,
-        options: AdapterOptions,
-        *,
-        cameras: Sequence[str] = (),
-        image_size: tuple[int, int] = (128, 128),
-    ) -> None:
+    def __init__(self, id: str, options: AdapterOptions) -> None:
         if not has_task(id):
             suites = ", ".join(f"libero/{suite}" for suite in TIME_LIMITS)
             raise EnvError(f"env.id={id} is not a suite of LIBERO; choose one of {suites}")
         suite, kwargs = id.removeprefix("libero/"), dict(options.kwargs or {})
         num_envs, obs_keys = options.num_envs, options.obs_keys
-        cameras = tuple(cameras) or CAMERAS
+        cameras = tuple(options.cameras) or CAMERAS
         assets = _find_assets(id, kwargs.pop("assets", None))
         names, instructions = _tasks(id, assets)
         selected = _select_tasks(id, kwargs.pop("tasks", None), len(names))
         task = [i * len(selected) // num_envs for i in range(num_envs)]
-        _register(suite)
         options = replace(
             options,
             obs_keys=None if obs_keys is None else (*obs_keys, *cameras),
@@ -164,11 +159,13 @@ class LiberoEnv(GymnasiumEnv):
                 "tasks": tuple(selected[i] for i in task),
                 "assets": str(assets),
                 "cameras": cameras,
-                "image_size": tuple(image_size),
+                "image_size": tuple(options.image_size),
                 **kwargs,
             },
         )
-        super().__init__(id, options)
+        limit = TIME_LIMITS[suite]
+        spec = EnvSpec(id, vector_entry_point=make_vector, max_episode_steps=limit)
+        super().__init__(id, options, spec=spec)
         # ``make_vector`` returns Gymnasium's vector, which copies observations, takes one seed per
         # environment and can reset single environments.
         self._has_own_vector = False
@@ -179,29 +176,12 @@ class LiberoEnv(GymnasiumEnv):
             named = self.obs_spec
             assert isinstance(named, dict)
             self.obs_spec: ObsSpec = {**named, INSTRUCTION: ArraySpec((), torch.int64)}
-
-    def reset(self) -> Obs:
-        """Start new episodes in all environments."""
-        return self._with_instruction(super().reset())
+            read: Any = self.read_obs
+            self.read_obs = lambda obs: {**read(obs), INSTRUCTION: self.task.clone()}
 
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, 7]."""
-        step = super().step(action)
-        final_obs = None if step.final_obs is None else self._with_instruction(step.final_obs)
-        obs = self._with_instruction(step.obs)
-        return replace(step, obs=obs, final_obs=final_obs, task=self.task.clone())
-
-    def reset_where(self, where: Tensor) -> Obs | None:
-        """Start new episodes where bool [N] is True."""
-        obs = super().reset_where(where)
-        return None if obs is None else self._with_instruction(obs)
-
-    def _with_instruction(self, obs: Obs) -> Obs:
-        """Add the index of each environment's sentence, if there are several."""
-        if len(self.instructions) < 2:
-            return obs
-        assert isinstance(obs, dict)
-        return {**obs, INSTRUCTION: self.task.clone()}
+        return replace(super().step(action), task=self.task.clone())
 
     def restart(self, seeds: list[int]) -> None:
         """Store new seeds. The ``reset`` that must follow applies them."""
@@ -323,10 +303,7 @@ def make_vector(
     processes: bool | None = None,
     **kwargs: Any,
 ) -> gymnasium.vector.VectorEnv:
-    """Return one environment for each of ``tasks``.
-
-    This function is Gymnasium's vector_entry_point of "libero/<suite>".
-    """
+    """Return one environment for each of ``tasks``; Gymnasium's vector_entry_point."""
     makers = [
         partial(_limited, max_episode_steps=max_episode_steps, task=task, **kwargs)
         for task in tasks
@@ -339,15 +316,6 @@ def make_vector(
 
 def _limited(*, max_episode_steps: int, **kwargs: Any) -> gymnasium.Env:
     return gymnasium.wrappers.TimeLimit(LiberoTask(**kwargs), max_episode_steps)
-
-
-def _register(suite: str) -> None:
-    if f"libero/{suite}" not in gymnasium.registry:
-        gymnasium.register(
-            f"libero/{suite}",
-            vector_entry_point="embodied_envs.adapters.libero_env:make_vector",
-            max_episode_steps=TIME_LIMITS[suite],
-        )
 
 
 # ------------------------------------------------------------------------------------- installation
@@ -394,9 +362,9 @@ def _benchmark(id: str, assets: Path) -> Any:
         # JSON is YAML, too; PyYAML is no dependency of embodied-envs.
         Path(_config_folder.name, "config.yaml").write_text(json.dumps(config))
         os.environ["LIBERO_CONFIG_PATH"] = _config_folder.name
-    cure = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
+    hint = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
     prefix = f"env.id={id}: hf-libero cannot be imported ("
-    with wrap_errors(prefix, f"); {cure}"), discard_output(stderr=True):
+    with wrap_errors(prefix, f"); {hint}"), discard_output(stderr=True):
         root: Any = importlib.import_module("libero.libero")
         root._assets_path_cache = str(assets)  # otherwise the import starts a download
         return importlib.import_module("libero.libero.benchmark")

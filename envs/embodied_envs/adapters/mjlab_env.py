@@ -5,7 +5,6 @@ Needs the extra ``mjlab``.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,24 +15,21 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from embodied_envs.adapters.base import AdapterOptions, discard_output
+from embodied_envs.adapters.base import (
+    AdapterOptions,
+    check_kwargs,
+    discard_output,
+    factory_arguments,
+)
 from embodied_envs.adapters.torch_env import TorchVectorEnv
-from embodied_envs.adapters.user_code import import_user_module, wrap_errors
-from embodied_ppo.core import tree
-from embodied_ppo.core.types import EnvError
+from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
+from embodied_envs.base import tree
+from embodied_envs.base.errors import EnvError
 
 
 def has_task(id: str) -> bool:
     """Return whether the id has mjlab's prefix; a look-up would import mjlab, which is slow."""
     return id.startswith("Mjlab-")
-
-
-def ids() -> list[str]:
-    """Return the ids of all tasks of mjlab; empty if it is not installed."""
-    try:
-        return _registry("").list_tasks()
-    except EnvError:
-        return []
 
 
 class MjlabEnv(TorchVectorEnv):
@@ -52,20 +48,24 @@ class MjlabEnv(TorchVectorEnv):
     """
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
-        kwargs = {"partial_reset": True, **(options.kwargs or {})}
-        super().__init__(
-            id, replace(options, kwargs=kwargs), make=functools.partial(_MjlabTask, id)
-        )
+        arguments, kwargs = factory_arguments(options), dict(options.kwargs or {})
+        check_kwargs(id, kwargs, arguments)
+
+        def make(**kwargs: Any) -> _MjlabTask:
+            with wrap_errors(f"env.id={id}: mjlab fails with {arguments | kwargs}: "):
+                return _MjlabTask(id, **arguments, **kwargs)
+
+        super().__init__(id, replace(options, kwargs={"partial_reset": True} | kwargs), make=make)
 
 
 def _registry(id: str) -> Any:
     """Return mjlab's registry; raise EnvError if an import fails."""
-    cure = (
+    hint = (
         "It needs mujoco 3.11 and an environment of its own: pip install -c"
         " scripts/constraints-mjlab.txt -e '.[mjlab]', then pip uninstall torchvision, whose wheel"
         " does not match torch (make test-mjlab does both in .venv-mjlab)"
     )
-    with wrap_errors(f"env.id={id}: mjlab cannot be imported (", f"). {cure}"):
+    with wrap_errors(f"env.id={id}: mjlab cannot be imported (", f"). {hint}"):
         importlib.import_module("mjlab.tasks")
         # Warnings only: Warp prints a line for every kernel that it loads.
         importlib.import_module("warp").config.log_level = 30
@@ -132,16 +132,17 @@ class _MjlabTask:
 
     def step(self, action: Tensor) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Advance by one control step; reset ended episodes and return their info["final_obs"]."""
-        obs, reward, terminated, truncated, _ = self.env.step(action)
-        info = self._success()
+        obs, reward, terminated, truncated, extras = self.env.step(action)
+        info: dict[str, Any] = self._success() | {"log": dict(extras.get("log") or {})}
         ended = terminated | truncated
         index = ended.nonzero().flatten()  # synchronises with the device, as mjlab itself does
         if len(index) == 0:
             return obs, reward, terminated, truncated, info
-        info = {name: x.clone() for name, x in info.items()}
+        info = copy_arrays(info)
         flags = terminated.clone(), truncated.clone()  # the reset clears mjlab's flags
-        last = tree.map(torch.clone, obs)
-        first, _ = self.env.reset(env_ids=index)
+        reward, last = reward.clone(), tree.map(torch.clone, obs)
+        first, extras = self.env.reset(env_ids=index)
+        info["log"] |= extras.get("log") or {}  # sums of the rewards of the ended episodes
 
         def choose(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(ended.view(-1, *[1] * (old.dim() - 1)), new, old)

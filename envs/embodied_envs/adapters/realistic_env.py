@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from embodied_envs.adapters.actions import policy_bounds
 from embodied_envs.adapters.spaces import PRIVILEGED
-from embodied_ppo.core.errors import choose, show
-from embodied_ppo.core.observation_names import names_observation
-from embodied_ppo.core.random import normal, sampling_key, uniform
-from embodied_ppo.core.types import (
-    ArraySpec,
-    Box,
-    EnvError,
-    Obs,
-    Step,
-    VectorEnv,
-)
+from embodied_envs.adapters.wrapper import EnvWrapper
+from embodied_envs.base.errors import EnvError, choose, show
+from embodied_envs.base.observation_names import names_observation
+from embodied_envs.base.random import normal, sampling_key, uniform
+from embodied_envs.types import ArraySpec, Box, Composite, Obs, Step, VectorEnv, has_action_mask
 
 STATE = "state"
 """Name of an observation that is one array."""
 OWN_TASKS_ONLY = "only the tasks of this package (simulator=mujoco or warp) have it"
+LARGEST = 1e9
+"""Largest number of an option."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Disturbance:
         names: Observations; the draws of a step or of an episode are shared by all of them.
         low: Lower bound of a delay in steps; otherwise equal to ``high``.
         high: Upper bound of a delay; otherwise the standard deviation, half-width or probability.
-        stream: Stream of random numbers, see ``core.random``.
+        stream: Stream of random numbers, see ``base.random``.
     """
 
     names: tuple[str, ...]
@@ -87,7 +84,7 @@ def read(options: Mapping[str, Any], env: VectorEnv) -> Realism:
     """Check the options of section env.realism against a simulator.
 
     Args:
-        options: Values by name, see ``config.schema.RealismConfig``; missing ones are off.
+        options: Values by name, see ``options.schema.RealismConfig``; missing ones are off.
         env: The simulator without them.
 
     Raises:
@@ -110,129 +107,86 @@ class _Reader:
                     f"env.realism.{name}: no such option; {choose(name, known, 'it has ')}"
                 )
         keys = self.options.get("obs_keys")
-        if keys is None:
-            self.disturbed = tuple(n for n in self.specs if not PRIVILEGED.search(n))
-        else:
+        # A mask of choices is never disturbed.
+        public = [n for n, x in self.specs.items() if not PRIVILEGED.search(n)]
+        self.disturbed = tuple(n for n in public if self.specs[n].dtype != torch.bool)
+        if keys is not None:
             self.disturbed = self._select("obs_keys", keys, tuple(self.specs))
 
     def realism(self) -> Realism:
         """Return the checked options."""
         action_delay, parts = self._action_delay()
+        push_velocity = self._range("push_velocity", self.options.get("push_velocity") or 0)
+        if push_velocity[1] and self.env.physics_steps is None:
+            raise self._refused("push_velocity", f"{OWN_TASKS_ONLY}, such as Go1Joystick")
+        interval_s = self.options.get("push_interval_s", Realism.push_interval_s)
+        limit = self.options.get("action_rate_limit")
+        if limit is not None:
+            if not isinstance(self.env.action_spec, Box):
+                raise self._refused("action_rate_limit", "its actions are discrete; remove it")
+            limit = self._range("action_rate_limit", limit, positive=True)[1]
         return Realism(
             action_delay=action_delay,
             parts=parts,
             obs_delay=self._disturbances("obs_delay"),
-            obs_noise=self._disturbances("obs_noise", floats=True),
-            obs_bias=self._disturbances("obs_bias", floats=True),
+            obs_noise=self._disturbances("obs_noise"),
+            obs_bias=self._disturbances("obs_bias"),
             obs_dropout=self._disturbances("obs_dropout"),
-            action_rate_limit=self._rate_limit(),
-            push_velocity=self._push_velocity(),
-            push_interval_s=self._bounds(
-                "push_interval_s",
-                self.options.get("push_interval_s", Realism.push_interval_s),
-                positive=True,
-            ),
+            action_rate_limit=limit,
+            push_velocity=push_velocity if push_velocity[1] else None,
+            push_interval_s=self._range("push_interval_s", interval_s, positive=True),
         )
 
     def _action_delay(self) -> tuple[tuple[int, int], int]:
         """Return the bounds of the delay of actions, and their unit: parts of a control step."""
         path, value = "action_delay", self.options.get("action_delay", 0)
-        bounds = list(value) if isinstance(value, list | tuple) else [value, value]
-        if not any(isinstance(x, float) and not x.is_integer() for x in bounds):
-            whole = [int(x) if isinstance(x, float) else x for x in bounds]
-            return self._delay(path, whole if isinstance(value, list | tuple) else whole[0]), 1
-        low, high = self._bounds(path, value)
-        if not hasattr(self.env, "use_late_control"):
-            only = OWN_TASKS_ONLY.removesuffix("have it")
+        low, high = self._range(path, value)
+        if high and has_action_mask(self.env.obs_spec):
+            reason = "a delayed choice could be one that its mask excludes; remove it"
+            raise self._refused(path, reason)
+        self._check_time_limit(path, high)
+        if low.is_integer() and high.is_integer():
+            return (int(low), int(high)), 1
+        parts = self.env.physics_steps
+        if parts is None or parts == 1:
             raise self._refused(
-                path, value, f"it must be a whole number of control steps; {only}have fractions"
-            )
-        simulator: Any = self.env
-        parts: int = simulator.task.decimation
-        limit = self.env.max_episode_steps
-        if limit is not None and high >= limit:
-            raise self._refused(path, value, f"it must be below the time limit of {limit} steps")
-        if parts == 1:
-            raise self._refused(
-                path, value, "its control step is one physics step; write a whole number"
+                path,
+                "write a whole number of control steps; only tasks of this package with several"
+                " physics steps per control step have fractions",
             )
         if round(high * parts) == 0:
-            raise self._refused(
-                path, value, f"it is less than half a physics step; write at least {1 / parts:g}"
-            )
+            reason = f"it is less than half a physics step; write at least {1 / parts:g}"
+            raise self._refused(path, reason)
         return (round(low * parts), round(high * parts)), parts
 
-    def _push_velocity(self) -> tuple[float, float] | None:
-        """Return the bounds of the size of pushes, m/s; None without pushes."""
-        value = self.options.get("push_velocity")
-        if value is None or (bounds := self._bounds("push_velocity", value))[1] == 0:
-            return None
-        if not hasattr(self.env, "use_pushes"):
-            raise self._refused(
-                "push_velocity", value, f"{OWN_TASKS_ONLY}, such as Go1Joystick; remove it"
-            )
-        return bounds
-
-    def _bounds(self, path: str, value: Any, *, positive: bool = False) -> tuple[float, float]:
-        """Return (low, high) of a number or a range, each >= 0 (> 0 if ``positive``)."""
-        bounds = list(value) if isinstance(value, list | tuple) else [value, value]
-        if len(bounds) != 2 or not all(isinstance(x, int | float) for x in bounds):
-            raise self._refused(path, value, "it must be a number or [low, high]")
-        low, high = (self._number(path, x, positive=positive) for x in bounds)
-        if low > high:
-            raise self._refused(path, value, "it must be a number or [low, high], low <= high")
-        return low, high
-
-    def _rate_limit(self) -> float | None:
-        limit = self.options.get("action_rate_limit")
-        if limit is None:
-            return None
-        if not isinstance(self.env.action_spec, Box):
-            raise self._refused("action_rate_limit", limit, "its actions are discrete; remove it")
-        return self._number("action_rate_limit", limit, positive=True)
-
-    def _disturbances(self, option: str, *, floats: bool = False) -> tuple[Disturbance, ...]:
+    def _disturbances(self, option: str) -> tuple[Disturbance, ...]:
         """Return the disturbances of an option: one for all names, or one per key of a section."""
-        value = self.options.get(option, 0)
-        sections: list[tuple[str, tuple[str, ...], Any]] = []
+        value, adds = self.options.get(option, 0), option in ("obs_noise", "obs_bias")
+        floats = tuple(n for n in self.disturbed if self.specs[n].dtype.is_floating_point)
+        # Images and integers have no noise.
+        sections = [("", floats if adds else self.disturbed, value)]
         if isinstance(value, Mapping):
-            for key, part in value.items():
-                names = self._select(option, [key], self.disturbed)
-                sections.append((key, names, part))
-        else:
-            names = self.disturbed
-            if floats:  # images and integers have no noise
-                names = tuple(n for n in names if self.specs[n].dtype.is_floating_point)
-            sections.append(("", names, value))
+            sections = [(k, self._select(option, [k], self.disturbed), x) for k, x in value.items()]
         result: list[Disturbance] = []
         taken: set[str] = set()
         for key, names, part in sections:
             path = f"{option}.{key}" if key else option
+            most = 1.0 if option == "obs_dropout" else LARGEST
+            low, high = self._range(path, part, whole=option == "obs_delay", at_most=most)
             if option == "obs_delay":
-                low, high = self._delay(path, part)
-            else:
-                low = high = self._number(
-                    path, part, at_most=1 if option == "obs_dropout" else None
-                )
+                self._check_time_limit(path, high)
+            elif low != high:
+                raise self._refused(path, "it must be one number, no range", part)
             if high == 0:
                 continue
-            if floats:
-                self._check_floats(path, part, names)
+            if adds and (not names or set(names) - set(floats)):
+                raise self._refused(path, "name arrays of floats only, no image or integers", part)
             if again := sorted(taken & set(names)):
-                raise self._refused(path, part, f"{again[0]} is named twice; name it once")
+                raise self._refused(path, f"{again[0]} is named twice; name it once", part)
             taken |= set(names)
             stream = sampling_key("realism", option, key)
             result.append(Disturbance(names, low, high, stream))
         return tuple(result)
-
-    def _check_floats(self, path: str, value: Any, names: tuple[str, ...]) -> None:
-        """Refuse noise on images and integers, and on nothing."""
-        for name in names:
-            if not self.specs[name].dtype.is_floating_point:
-                kind = "an image" if len(self.specs[name].shape) == 3 else "an array of integers"
-                raise self._refused(path, value, f"{name} is {kind}; name arrays of floats only")
-        if not names:
-            raise self._refused(path, value, "no observation is an array of floats; remove it")
 
     def _select(self, option: str, keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
         """Return those of ``names`` that ``keys`` name ("a" names a, a/b and a/c)."""
@@ -244,39 +198,41 @@ class _Reader:
                 )
         return tuple(n for n in names if any(names_observation(key, n) for key in keys))
 
-    def _delay(self, path: str, value: Any) -> tuple[int, int]:
-        """Return (low, high) of a number of steps or a range [low, high]."""
-        bounds = [value, value] if not isinstance(value, list | tuple) else list(value)
+    def _range(
+        self,
+        path: str,
+        value: Any,
+        *,
+        whole: bool = False,
+        positive: bool = False,
+        at_most: float = LARGEST,
+    ) -> tuple[float, float]:
+        """Return (low, high) of a number or a range, each >= 0 (> 0 if ``positive``)."""
+        bounds = list(value) if isinstance(value, list | tuple) else [value, value]
         valid = len(bounds) == 2 and all(
-            isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in bounds
+            isinstance(x, int if whole else int | float)
+            and not isinstance(x, bool)
+            and (0 < x <= at_most or (x == 0 and not positive))
+            for x in bounds
         )
         if not valid or bounds[0] > bounds[1]:
-            raise self._refused(
-                path, value, "it must be a whole number of control steps >= 0, or [low, high]"
-            )
+            kind = "a whole number of control steps" if whole else "a number"
+            upper = "" if at_most == LARGEST else f" and <= {at_most:g}"
+            sign = ">" if positive else ">="
+            raise self._refused(path, f"it must be {kind} {sign} 0{upper}, or [low, high]", value)
+        return float(bounds[0]), float(bounds[1])
+
+    def _check_time_limit(self, path: str, delay: float) -> None:
         limit = self.env.max_episode_steps
-        if limit is not None and bounds[1] >= limit:
-            raise self._refused(path, value, f"it must be below the time limit of {limit} steps")
-        return bounds[0], bounds[1]
+        if limit is not None and delay >= limit:
+            raise self._refused(path, f"it must be below the time limit of {limit} steps", delay)
 
-    def _number(
-        self, path: str, value: Any, *, positive: bool = False, at_most: float | None = None
-    ) -> float:
-        """Return a number >= 0 (> 0 if ``positive``)."""
-        number = float(value) if isinstance(value, int | float) else float("nan")
-        valid = number > 0 if positive else number >= 0
-        if isinstance(value, bool) or not valid or number > (at_most or 1e9):
-            upper = "" if at_most is None else f" and <= {at_most:g}"
-            raise self._refused(
-                path, value, f"it must be a number {'>' if positive else '>='} 0{upper}"
-            )
-        return number
-
-    def _refused(self, path: str, value: Any, reason: str) -> EnvError:
+    def _refused(self, path: str, reason: str, value: Any = None) -> EnvError:
+        value = self.options[path] if value is None else value
         return EnvError(f"env.id={self.env.id}: env.realism.{path} = {show(value)}: {reason}")
 
 
-class RealisticEnv:
+class RealisticEnv(EnvWrapper):
     """A ``VectorEnv`` with the delays, sensors and actuators of a real robot.
 
     Step t of an episode of environment i, with raw observation o_t and the policy's action a_t:
@@ -288,8 +244,8 @@ class RealisticEnv:
                  executed by the simulator, which goes on with the control of u_(t-1) for so long
     rate limit   u_t = c_t clamped to u_(t-1) ± limit, u_(-1) neutral; the simulator executes u_t
 
-    The neutral action is 0, moved into the bounds where env.action_mapping=clip or none; of
-    discrete actions it is action 0. ``final_obs`` is what the policy would have read. d, k and bias
+    The neutral action is 0, moved into the bounds of the policy's actions; of discrete actions it
+    is action 0. ``final_obs`` is what the policy would have read. d, k and bias
     are drawn at the start of an episode. Each draw is a function of the environment's seed, the
     number of its episode and the step, so that it depends neither on the other environments nor on
     a resume.
@@ -307,14 +263,8 @@ class RealisticEnv:
             seeds: Seeds of its environments.
             action_mapping: See ``actions.mapper``; it defines the unit of actions.
         """
-        self.env, self.realism = env, realism
-        self.id, self.num_envs, self.device = env.id, env.num_envs, env.device
-        self.obs_spec, self.action_spec = env.obs_spec, env.action_spec
-        self.max_episode_steps = env.max_episode_steps
-        self.task_names: tuple[str, ...] = getattr(env, "task_names", ())
-        self.instructions: tuple[str, ...] = getattr(env, "instructions", ())
-        self.gripper_closes: float | None = getattr(env, "gripper_closes", None)
-        self.step_s: float | None = getattr(env, "step_s", None)
+        super().__init__(env)
+        self.realism = realism
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64, device=self.device)
         self._rows = torch.arange(self.num_envs, device=self.device)
         self._all = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -338,20 +288,16 @@ class RealisticEnv:
             simulator: Any = self.env
             late = {x % parts for x in range(low_parts, high_parts + 1)}
             self.late_substeps = simulator.use_late_control(sorted(late))
-        if isinstance(spec, Box):
-            low = torch.tensor(spec.low, dtype=torch.float32, device=self.device)
-            high = torch.tensor(spec.high, dtype=torch.float32, device=self.device)
-            infinite = torch.full_like(low, torch.inf)
-            neutral = torch.zeros_like(low)
-            if mapping == "rescale":
-                finite = torch.isfinite(low) & torch.isfinite(high)
-                high = torch.where(finite, torch.ones_like(low), infinite)
-                low = -high
-            else:
-                neutral = neutral.clamp(low, high)
+        box = spec.box if isinstance(spec, Composite) else spec
+        if isinstance(box, Box):
+            low, high = (x.to(self.device) for x in policy_bounds(box, mapping))
+            neutral = torch.zeros_like(low).clamp(low, high)
             if mapping == "none":
-                low, high = -infinite, infinite
+                high = torch.full_like(low, torch.inf)
+                low = -high
             self._low, self._high = low, high
+            if isinstance(spec, Composite):
+                neutral = torch.cat([neutral.new_zeros(len(spec.choices)), neutral])
         else:
             neutral = torch.zeros((), dtype=torch.int64, device=self.device)
         self.neutral_action = neutral.expand(self.num_envs, *neutral.shape)
@@ -431,29 +377,6 @@ class RealisticEnv:
             x.copy_(own[name])
         self._draw()
         return self._replaced(obs, {name: x.clone() for name, x in self._read.items()})
-
-    def render(self) -> Tensor:
-        """See ``VectorEnv``."""
-        return self.env.render()
-
-    def close(self) -> None:
-        """See ``VectorEnv``."""
-        self.env.close()
-
-    @property
-    def unstable(self) -> Tensor | None:
-        """See ``VectorEnv``."""
-        return getattr(self.env, "unstable", None)
-
-    @property
-    def truncate_next(self) -> Callable[[Tensor], None] | None:
-        """See ``VectorEnv``."""
-        return getattr(self.env, "truncate_next", None)
-
-    @property
-    def terrain_level(self) -> Tensor | None:
-        """See ``VectorEnv``."""
-        return getattr(self.env, "terrain_level", None)
 
     @property
     def reads_every_image(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import operator
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,16 @@ from gymnasium import spaces
 from torch import Tensor
 
 from embodied_envs.adapters.actions import mapper
-from embodied_ppo.core.errors import choose
-from embodied_ppo.core.observation_names import names_observation
-from embodied_ppo.core.types import (
+from embodied_envs.base import images
+from embodied_envs.base.errors import EnvError, choose, show
+from embodied_envs.base.observation_names import ACTION_MASK, names_observation
+from embodied_envs.types import (
+    COARSE,
     ActionSpec,
     ArraySpec,
     Box,
+    Composite,
     Discrete,
-    EnvError,
     Obs,
     ObsSpec,
 )
@@ -82,7 +85,7 @@ def _undecided(groups: list[str], privileged: list[str], id: str) -> EnvError:
     public = [group for group in groups if group not in secret]
     actor = ",".join(public)
     if not 0 < len(actor) <= 100:
-        actor = "NAME,.."
+        actor = "NAME,NAME"
     return EnvError(
         f"env.id={id}: its observation has {privileged[0]}, which exists in simulation only, and no"
         f" option names the networks that read it; write model.actor_obs=[{actor}]"
@@ -92,24 +95,43 @@ def _undecided(groups: list[str], privileged: list[str], id: str) -> EnvError:
 
 
 def observations(
-    space: Any, *, id: str, device: torch.device, keys: Sequence[str] | None = None
+    space: Any,
+    *,
+    id: str,
+    device: torch.device,
+    keys: Sequence[str] | None = None,
+    choices: tuple[int, ...] = (),
+    new_arrays: bool = False,
+    image_layout: str | None = None,
+    keep_float64: bool = False,
 ) -> tuple[ObsSpec, dict[str, Leaf]]:
     """Return the spec of one observation, and conversions of its arrays to tensors.
 
-    float32                        unchanged, without a copy
+    float32                        unchanged
     float64, integers, bool        float32
     MultiBinary, MultiDiscrete     float32
     uint8, 2 or more dimensions    uint8, unchanged
     uint8, 0 or 1 dimension        float32
     Discrete(n)                    float32 [n], one-hot
     numbers, shape ()              float32 [1]
-    dictionary                     dict[str, Tensor] with flat names: {"a": {"b": x}} is {"a/b": x}
+    dictionary, Tuple              dict[str, Tensor] with flat names: {"a": {"b": x}} is {"a/b": x},
+                                   and entry i of a Tuple has the name "item<i>"
+    entry "action_mask"            bool [K] where actions are choices (K values in total). ``keys``
+                                   always contains it
+
+    The tensors are new memory: the simulator may change its arrays afterwards.
 
     Args:
         space: Gymnasium's space of one observation, or a dictionary of spaces.
         id: ``env.id``, for messages.
         device: Where the tensors are created.
         keys: Entries of a dictionary to select, see ``select_observations``.
+        choices: Values of each choice of an action, ``choices_of``.
+        new_arrays: Whether the simulator never changes an array that it has returned, so that
+            tensors may share its memory.
+        image_layout: ``env.image_layout``, see ``images.decide``.
+        keep_float64: Whether vectors of float64, or of integers above 2^24, whose bounds exceed
+            ``COARSE``, stay float64. Numbers below it are rounded to float32 nevertheless.
 
     Returns:
         The spec, and for each name (one array has the name "") a function from numpy [N, ..] to a
@@ -118,23 +140,37 @@ def observations(
     Raises:
         EnvError: A space has no fixed shape (Text, Sequence, Graph), or ``keys`` is wrong.
     """
-    if not isinstance(space, Mapping | spaces.Dict):
-        select_observations((), keys, id=id)
-        spec, leaf = _leaf(space, id=id, device=device)
-        return spec, {"": leaf}
-    flat = flatten(space)
+    flat, nested = flatten(space), is_nested(space)
     if not flat:
         raise EnvError(
             f"env.id={id}: its observation dictionary is empty; wrap the environment to observe"
             " something"
         )
-    names = select_observations(list(flat), keys, id=id)
+    if choices and any(name.startswith(f"{ACTION_MASK}/") for name in flat):
+        kind = type(space[ACTION_MASK]).__name__
+        raise EnvError(
+            f"env.id={id}: return action_mask as one array, np.concatenate of the masks of all"
+            f" choices in their order (docs/tasks.md); it is a {kind}"
+        )
+    has_mask = bool(choices) and ACTION_MASK in flat
+    public = [name for name in flat if name and not (has_mask and name == ACTION_MASK)]
     specs: dict[str, ArraySpec] = {}
     leaves: dict[str, Leaf] = {}
-    for name in names:
+    for name in select_observations(public, keys, id=id) if nested else [""]:
         specs[name], leaves[name] = _leaf(
-            flat[name], id=f"{id}, observation {name!r}", device=device
+            flat[name],
+            id=f"{id}, observation {name!r}" if name else id,
+            device=device,
+            new_arrays=new_arrays,
+            image_layout=image_layout,
+            keep_float64=keep_float64,
         )
+    if has_mask:
+        mask = _mask(flat[ACTION_MASK], choices, id=id, device=device)
+        specs[ACTION_MASK], leaves[ACTION_MASK] = mask
+    if not nested:
+        select_observations((), keys, id=id)
+        return specs[""], leaves
     return specs, leaves
 
 
@@ -145,49 +181,169 @@ def reader(leaves: dict[str, Leaf]) -> Callable[[Any], Obs]:
     """
     if "" in leaves:
         return leaves[""]
-    paths = [(name, name.split("/"), leaf) for name, leaf in leaves.items()]
-    return lambda obs: {
-        name: leaf(functools.reduce(operator.getitem, path, obs)) for name, path, leaf in paths
-    }
+    return lambda obs: {name: leaf(entry(obs, name)) for name, leaf in leaves.items()}
 
 
-def actions(
-    space: Any, *, id: str, mapping: str, device: torch.device
-) -> tuple[ActionSpec, Callable[[Tensor], Tensor]]:
-    """Return the spec of one action, and a function from the policy's actions to the simulator's.
+def entry(nested: Any, name: str) -> Any:
+    """Return the entry "a/b" of nested dictionaries and tuples, whose keys may contain a slash.
 
-    Box       float32 [N, A] through ``mapping`` (see actions.mapper), then reshaped to [N, *shape]
-    Discrete  int64 [N], plus the space's ``start``
-
-    Args:
-        space: Gymnasium's space of one action.
-        id: ``env.id``, for messages.
-        mapping: ``env.action_mapping``.
-        device: Device of the policy's actions.
-
-    Raises:
-        EnvError: The space is neither a Box of floats nor a Discrete.
+    None: there is no such entry.
     """
-    if isinstance(space, spaces.Discrete):
-        start = int(space.start)
-        return Discrete(int(space.n)), lambda action: action + start if start else action
-    if not isinstance(space, spaces.Box):
-        raise EnvError(
-            f"env.id={id}: action space {_short(space)} is not supported (one Box or one Discrete"
-            " is); wrap the environment so that it takes one vector or one choice"
+    if isinstance(nested, Mapping) and name in nested:
+        return nested[name]
+    first, _, last = name.partition("/")
+    try:
+        value = nested[int(first[4:])] if isinstance(nested, tuple | list) else nested[first]
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
+    return entry(value, last) if last else value
+
+
+@dataclass(frozen=True)
+class ActionArray:
+    """One array of the simulator's action: columns ``first`` .. of the choices or numbers.
+
+    Attributes:
+        space: Discrete, MultiDiscrete, MultiBinary or Box.
+        shape: Shape of the array in one environment.
+        dtype: Its dtype.
+        first: Its first column among the choices, or among the numbers.
+        choices: Values of each choice, flattened; empty for numbers.
+        low: Lowest value of each element, in the simulator's units, flattened.
+        high: Highest value of each element.
+    """
+
+    space: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first: int
+    choices: tuple[int, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    def limits(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the bounds of whole numbers, int64 [size] each."""
+        low, high = (
+            # Bounds of uint64 may be above the largest int64.
+            np.clip(x.astype(object), -(2**63), 2**63 - 1).astype(np.int64).reshape(-1)
+            for x in (self.space.low, self.space.high)
         )
-    if not np.issubdtype(space.dtype, np.floating):
-        raise EnvError(
-            f"env.id={id}: its actions are a Box of {space.dtype} (integers), and only a Box of"
-            " floats or a Discrete is supported; wrap the environment so that it takes one choice"
-        )
-    low, high = (
-        tuple(_bound(x) for x in np.asarray(bound, dtype=np.float64).reshape(-1))
-        for bound in (space.low, space.high)
-    )
-    box, shape = Box(low=low, high=high), space.shape
-    apply = mapper(mapping, box, device)
-    return box, apply if len(shape) == 1 else lambda action: apply(action).reshape(-1, *shape)
+        return torch.from_numpy(low).to(device), torch.from_numpy(high).to(device)
+
+
+class ActionConverter:
+    """Converts the policy's actions to those of a Gymnasium space, or of our ``Box``.
+
+    The results are new memory, which the simulator may change, and every row of them is in the
+    space unless ``mapping`` is none.
+
+    Box               float32 [N, A] through ``mapping`` (see actions.mapper), then reshaped to
+                      [N, *shape]; rounded and clipped if the space contains integers
+    Discrete          int64 [N], plus the space's ``start``
+    MultiDiscrete, MultiBinary, Tuple and Dict of all these
+                      a ``Composite`` (float32 [N, D + A], choices first), or a ``Box`` if there are
+                      no choices
+
+    All arrays have the dtype of their space, and are new memory.
+    """
+
+    def __init__(self, space: Any, *, id: str, mapping: str, device: torch.device) -> None:
+        """Read the space.
+
+        Args:
+            space: Gymnasium's space of one action.
+            id: ``env.id``, for messages.
+            mapping: ``env.action_mapping``.
+            device: Device of the policy's actions.
+
+        Raises:
+            EnvError: The space, or a part of it, is another one, or is empty.
+        """
+        self.space = space
+        self.arrays: dict[str, ActionArray] = {}
+        """Name -> array, in the order of the space; a single one has the name ""."""
+        choices, numbers, rounded = list[int](), list[tuple[float, float]](), list[str]()
+        names: dict[bool, list[str]] = {True: [], False: []}  # of choices, and of numbers
+        for name, leaf in flatten(space).items():
+            array = _action_array(leaf, name, len(choices), len(numbers), id)
+            self.arrays[name], label = array, name or "action"
+            columns = [f"{label}[{i}]" for i in range(len(array.low))] if array.shape else [label]
+            names[bool(array.choices)] += columns
+            choices += array.choices
+            if not array.choices:
+                numbers += zip(array.low, array.high, strict=True)
+                rounded += [] if array.dtype.is_floating_point else [label]
+        if not choices and not numbers:
+            raise EnvError(
+                f"env.id={id}: action space {_short(space)} is empty; wrap the environment so that"
+                " it takes an action"
+            )
+        if rounded:
+            warnings.warn(
+                f"env.id={id}: {', '.join(rounded)} is a Box of integers: the policy's numbers are"
+                " rounded to the nearest one and clipped to its bounds",
+                stacklevel=2,
+            )
+        box = Box(*(tuple(x[i] for x in numbers) for i in (0, 1)))
+        self.spec: ActionSpec = Composite(tuple(choices), box, tuple(names[True] + names[False]))
+        if not choices:
+            self.spec = box
+        elif isinstance(space, spaces.Discrete):
+            self.spec = Discrete(choices[0])
+        self._choices, self._map = len(choices), mapper(mapping, box, device, id=id)
+        self._starts = {
+            name: torch.tensor(array.low, dtype=torch.int64, device=device).reshape(array.shape)
+            for name, array in self.arrays.items()
+            if array.choices
+        }
+        self._limits = {
+            name: array.limits(device)
+            for name, array in self.arrays.items()
+            if not array.choices and not array.dtype.is_floating_point
+        }
+
+    def function(self) -> Callable[[Tensor], Any]:
+        """Return ``__call__``, or an equal function without conversions that change nothing."""
+        array = next(iter(self.arrays.values()))
+        if isinstance(self.space, spaces.Discrete) and array.dtype == torch.int64:
+            start = int(self.space.start)
+            return lambda action: action + start
+        elif isinstance(self.space, spaces.Box) and len(array.shape) == 1:
+            if array.dtype == torch.float32:
+                return self._map
+        return self
+
+    @property
+    def structure(self) -> Any:
+        """Names of the arrays in the structure of the space."""
+        return nest(self.space, {name: name for name in self.arrays})
+
+    def __call__(self, action: Tensor) -> Any:
+        """Return the simulator's actions [N, ..] of the policy's: an array, or nested ones."""
+        return nest(self.space, self.split(action))
+
+    def split(self, action: Tensor) -> dict[str, Tensor]:
+        """Return the arrays [N, ..] of the policy's actions [N, ..] by name."""
+        if isinstance(self.spec, Discrete):
+            action = action.unsqueeze(-1)
+        choices, numbers = action[..., : self._choices], action[..., self._choices :]
+        numbers = self._map(numbers) if not isinstance(self.spec, Discrete) else numbers
+        result: dict[str, Tensor] = {}
+        for name, array in self.arrays.items():
+            part = slice(array.first, array.first + len(array.low))
+            x = (choices if array.choices else numbers)[..., part]
+            if array.choices:
+                x = x.long()
+            elif not array.dtype.is_floating_point:
+                x = x.round().long()
+            if name in self._limits:
+                low, high = self._limits[name]
+                x = torch.minimum(torch.maximum(x, low), high)
+            x = x.unflatten(-1, array.shape) if array.shape else x[..., 0]
+            if name in self._starts:
+                x = x + self._starts[name]
+            result[name] = x.to(array.dtype)
+        return result
 
 
 def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
@@ -208,57 +364,134 @@ def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
     return torch.Size([num_envs] if isinstance(spec, Discrete) else [num_envs, spec.size])
 
 
-def action_shape_error(id: str, action: Tensor, shape: torch.Size) -> EnvError:
-    """Return the error for actions of another shape, which C++ simulators do not detect."""
-    return EnvError(
-        f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}, environments"
-        " first"
+def check_action(id: str, action: Tensor, shape: torch.Size) -> None:
+    """Raise EnvError for actions of another shape, which C++ simulators do not detect."""
+    if action.shape != shape:
+        raise EnvError(
+            f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)},"
+            " environments first"
+        )
+
+
+def _mask(
+    space: Any, choices: tuple[int, ...], *, id: str, device: torch.device
+) -> tuple[ArraySpec, Leaf]:
+    """Return spec and conversion of the mask of choices, which are concatenated."""
+    size, shape = sum(choices), getattr(space, "shape", None)
+    if shape is None or math.prod(shape) != size:
+        raise EnvError(
+            f"env.id={id}: return action_mask with {size} entries, those of all {len(choices)}"
+            f" choices; its space is {_short(space)}"
+        )
+
+    def convert(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.asarray(x).reshape(-1, size) != 0).to(device)
+
+    return ArraySpec((size,), torch.bool), convert
+
+
+def _action_array(space: Any, name: str, choices: int, numbers: int, id: str) -> ActionArray:
+    """Return the description of a part of an action, after so many choices and numbers."""
+    if isinstance(space, spaces.Discrete):
+        start, sizes = np.array([space.start]), np.array([space.n])
+    elif isinstance(space, spaces.MultiDiscrete):
+        start, sizes = (np.asarray(x).reshape(-1) for x in (space.start, space.nvec))
+    elif isinstance(space, spaces.MultiBinary):
+        sizes = np.full(math.prod(space.shape), 2)
+        start = np.zeros_like(sizes)
+    elif isinstance(space, Box):
+        return ActionArray(space, (space.size,), torch.float32, numbers, (), space.low, space.high)
+    elif isinstance(space, spaces.Box):
+        infinite = 3.4e38
+        if not np.issubdtype(space.dtype, np.floating):
+            # The extreme values of a wide type stand for a missing bound, as those of floats do.
+            info = np.iinfo(space.dtype)
+            infinite = float(info.max) if info.bits >= 32 else np.inf
+        low, high = (
+            tuple(_bound(float(x), infinite) for x in np.asarray(bound).reshape(-1))
+            for bound in (space.low, space.high)
+        )
+        return ActionArray(space, space.shape, _torch_dtype(space.dtype), numbers, (), low, high)
+    else:
+        part = f" of {name!r}" if name else ""
+        raise EnvError(
+            f"env.id={id}: wrap the environment in a gymnasium.ActionWrapper with a Box, Discrete,"
+            " MultiDiscrete or MultiBinary, or a Tuple or Dict of them; action space"
+            f" {_short(space)}{part} is not supported"
+        )
+    return ActionArray(
+        space,
+        tuple(space.shape or ()),
+        _torch_dtype(space.dtype),
+        choices,
+        tuple(map(int, sizes)),
+        tuple(map(float, start)),
+        tuple(map(float, start + sizes - 1)),
     )
 
 
-def success_key_error(id: str, key: str | None, info_keys: Iterable[str]) -> EnvError:
-    """Return the error for a success key that is not in the info of a step that ends an episode."""
-    names = ", ".join(sorted(name for name in info_keys if not name.startswith(("_", "final_"))))
-    return EnvError(
-        f"env.id={id}: success_key={key!r} is not in the info of a step that ends an episode; "
-        f"it has {names or 'nothing'}"
-    )
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return torch.from_numpy(np.zeros(1, dtype)).dtype
 
 
-def resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
-    """Resize uint8 [h, w, 3] to uint8 [H, W, 3] of ``size`` = (H, W) by averaging over areas."""
-    image = torch.from_numpy(np.ascontiguousarray(frame))
-    if tuple(image.shape[:2]) == tuple(size):
-        return image
-    chw = image.permute(2, 0, 1)[None].float()
-    resized = torch.nn.functional.interpolate(chw, size=size, mode="area")[0]
-    return resized.permute(1, 2, 0).round().to(torch.uint8)
-
-
-def _leaf(space: Any, *, id: str, device: torch.device) -> tuple[ArraySpec, Leaf]:
+def _leaf(
+    space: Any,
+    *,
+    id: str,
+    device: torch.device,
+    new_arrays: bool,
+    image_layout: str | None,
+    keep_float64: bool,
+) -> tuple[ArraySpec, Leaf]:
     """Return spec and conversion of one array."""
     if isinstance(space, spaces.Discrete):
         spec, convert = ArraySpec((int(space.n),)), _one_hot(int(space.n), int(space.start))
     elif isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
         shape = tuple(int(n) for n in space.shape)
-        is_image = space.dtype == np.uint8 and len(shape) > 1
-        spec = ArraySpec(shape or (1,), torch.uint8 if is_image else torch.float32)
-        is_unchanged = is_image or space.dtype == np.float32
-        convert = _numbers if not shape else _same if is_unchanged else _to_float
+        is_bytes = space.dtype == np.uint8 and len(shape) > 1
+        dtype = torch.uint8 if is_bytes else torch.float32
+        low, high = _range(space)
+        image = images.decide(
+            shape, dtype, low=low, high=high, layout=image_layout, name=f"env.id={id}: observation"
+        )
+        if is_bytes and image_layout is None:
+            image = None  # as the spec itself decides
+        integers = np.issubdtype(space.dtype, np.integer)
+        limit = 2**24 if integers else COARSE if space.dtype == np.float64 else np.inf
+        is_wide = keep_float64 and image is None and max(abs(low), abs(high)) > limit
+        dtype = torch.float64 if is_wide else dtype
+        spec = ArraySpec(shape or (1,), dtype, image)
+        is_unchanged = is_bytes or space.dtype == np.float32
+        same = torch.from_numpy if new_arrays else _copied
+        convert = _numbers if not shape else same if is_unchanged else _to_float
+        convert = _keep_large if is_wide else convert
     else:
         raise EnvError(
-            f"env.id={id}: observation space {_short(space)} is not supported (Box, Discrete,"
-            " MultiBinary, MultiDiscrete and dictionaries of them are); wrap the environment so"
-            " that it returns fixed-shape arrays"
+            f"env.id={id}: wrap the environment in a gymnasium.ObservationWrapper with a Box,"
+            " Discrete, MultiBinary or MultiDiscrete, or a Dict or Tuple of them; observation space"
+            f" {_short(space)} has no fixed shape"
         )
     if device.type == "cpu":
         return spec, convert
     return spec, lambda x: convert(x).to(device, non_blocking=True)
 
 
-def _same(x: np.ndarray) -> Tensor:
-    """Share memory: simulators return a new array every step (``checks.check_env`` verifies it)."""
-    return torch.from_numpy(x)
+def _range(space: Any) -> tuple[float, float]:
+    """Return the smallest and largest number of a space of arrays."""
+    if isinstance(space, spaces.Box):
+        empty = not space.low.size
+        return (0.0, 0.0) if empty else (float(np.min(space.low)), float(np.max(space.high)))
+    return 0.0, 1.0 if isinstance(space, spaces.MultiBinary) else float(np.max(space.nvec))
+
+
+def _keep_large(x: np.ndarray) -> Tensor:
+    """Convert to float64; numbers below COARSE are those of float32, as in other observations."""
+    y = np.array(x, dtype=np.float64).reshape(len(x), *np.shape(x)[1:] or (1,))
+    return torch.from_numpy(np.where(np.abs(y) < COARSE, y.astype(np.float32), y))
+
+
+def _copied(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(x, order="C"))
 
 
 def _to_float(x: np.ndarray) -> Tensor:
@@ -282,19 +515,48 @@ def _one_hot(n: int, start: int) -> Leaf:
 
 
 def flatten(space: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {"a/b": space} of {"a": {"b": space}}, in the space's order."""
+    """Return {"a/b": space} of {"a": {"b": space}}, in the space's order.
+
+    Entry i of a tuple has the name "item<i>"; a space that is not nested has the name "".
+    """
+    if not is_nested(space):
+        return {prefix.removesuffix("/"): space}
+    entries = (
+        space.items()
+        if isinstance(space, Mapping | spaces.Dict)
+        else ((f"item{i}", leaf) for i, leaf in enumerate(space))
+    )
     flat: dict[str, Any] = {}
-    for name, leaf in space.items():
-        is_dict = isinstance(leaf, Mapping | spaces.Dict)
-        flat |= flatten(leaf, f"{prefix}{name}/") if is_dict else {prefix + name: leaf}
+    for name, leaf in entries:
+        parts = flatten(leaf, f"{prefix}{name}/")
+        if common := flat.keys() & parts.keys():
+            raise EnvError(
+                f"rename an entry of the space: {show(min(common))} is both a name with a slash"
+                " and an entry of a nested dictionary"
+            )
+        flat |= parts
     return flat
 
 
-def _bound(x: float) -> float:
-    """Return a bound as float; the largest number of float32 or float64 stands for infinity."""
-    return float(np.sign(x) * np.inf) if abs(x) >= 3.4e38 else float(x)
+def nest(space: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return values by name, see ``flatten``, in the structure of a space."""
+    if isinstance(space, Mapping | spaces.Dict):
+        return {name: nest(x, values, f"{prefix}{name}/") for name, x in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(nest(x, values, f"{prefix}item{i}/") for i, x in enumerate(space))
+    return values[prefix.removesuffix("/")]
+
+
+def is_nested(space: Any) -> bool:
+    """Return whether a space, or a value, is a dictionary or a tuple."""
+    return isinstance(space, Mapping | spaces.Dict | spaces.Tuple | tuple)
+
+
+def _bound(x: float, infinite: float) -> float:
+    """Return a bound; from ``infinite`` on, the largest number of its type, it is infinity."""
+    return float(np.sign(x) * np.inf) if abs(x) >= infinite else x
 
 
 def _short(space: Any) -> str:
-    text = repr(space)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = " ".join(repr(space).split())
+    return text if len(text) <= 80 else type(space).__name__

@@ -36,7 +36,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,37 +47,23 @@ from torch.nn.functional import one_hot
 
 from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter, AdapterOptions
-from embodied_envs.adapters.user_code import import_user_module, wrap_errors
-from embodied_ppo.core import tree
-from embodied_ppo.core.types import EnvError, Obs, Step
+from embodied_envs.adapters.infos import merge_final, read_numbers
+from embodied_envs.base import tree
+from embodied_envs.base.errors import check_choice
+from embodied_envs.types import Obs, Step
 
-Factory = Callable[..., Any]
 _ACTOR_GROUPS = ("policy", "actor")
 """Names of the policy's observations in Isaac Lab and mjlab; the critic's are another group."""
-
-
-def factory(id: str) -> Factory | None:
-    """Return the function that "package.module:function" names; None if there is no such function.
-
-    Raises:
-        EnvError: The module cannot be imported.
-    """
-    module, colon, name = id.rpartition(":")
-    if not colon or not name.isidentifier():
-        return None
-    function = getattr(import_user_module(id, module), name, None)
-    return function if callable(function) else None
 
 
 class TorchVectorEnv(Adapter):
     """A batched environment whose tensors stay on their device. Implements ``VectorEnv``.
 
-    Entries of ``kwargs`` that the adapter reads; the others are passed to the factory:
+    Without ``obs_keys``, the group "policy" (Isaac Lab) or "actor" (mjlab) is observed if there is
+    one, else all groups; but a privileged group is an EnvError.
 
-    observe            older form of ``obs_keys``, kept for runs that have it: name or names of the
-                       observation's entries to use. A single name gives its array without a name.
-                       Without both, the group "policy" (Isaac Lab) or "actor" (mjlab) is used if
-                       there is one, else all; but a privileged group is an EnvError.
+    Entries of ``kwargs`` that the adapter reads; the others are passed to ``make``:
+
     final_observation  "info" (default): an end without its last observation in the info is an
                        EnvError. "previous": use the observation before it, as in rsl_rl. The value
                        that bootstraps a truncated episode is then V(s_t) instead of V(s_t+1), and a
@@ -99,42 +84,24 @@ class TorchVectorEnv(Adapter):
     observation.
     """
 
-    def __init__(self, id: str, options: AdapterOptions, *, make: Factory | None = None) -> None:
-        """Create the environment with ``make``, or with the function that ``id`` names."""
-        if options.num_threads is not None:
-            raise EnvError(
-                f"env.id={id}: num_threads={options.num_threads} is an option of EnvPool and of our"
-                " engine; leave it out (its factory may take an option of its own through"
-                " env.kwargs)"
-            )
+    def __init__(self, id: str, options: AdapterOptions, *, make: Callable[..., Any]) -> None:
+        """Create the environment with ``make``."""
         super().__init__(id, options)
         self._accepts_seed_list = True  # until a reset with one seed per environment has failed
         kwargs = dict(options.kwargs or {})
-        observe = kwargs.pop("observe", None)
         final = kwargs.pop("final_observation", "info")
         partial_reset = kwargs.pop("partial_reset", None)
-        if observe is not None and options.obs_keys is not None:
-            raise EnvError(
-                f"env.id={id}: env.obs_keys and env.kwargs.observe both select observations; leave"
-                " one out"
-            )
-        if final not in ("info", "previous"):
-            raise EnvError(
-                f"env.id={id}: final_observation={final!r} is unknown; choose one of info, previous"
-            )
+        check_choice(f"env.id={id}: final_observation", final, ("info", "previous"))
 
         # States of torch's generators after the environment's last call.
         self._generator_states: list[Tensor] = []
         with self._own_generators(self._seeds[0]):
-            self._env = self._make(make or factory(id), kwargs, options.max_episode_steps)
+            self._env = make(**kwargs)
         self._check_env()
         self._env_device = torch.device(_attribute(self._env, "device") or self.device)
-        self._partial_reset = (
-            _is_maniskill(self._env) if partial_reset is None else bool(partial_reset)
-        )
-        self._finite_horizon = bool(
-            getattr(_attribute(self._env, "cfg"), "is_finite_horizon", False)
-        )
+        is_partial = _is_maniskill(self._env) if partial_reset is None else partial_reset
+        self._partial_reset, cfg = bool(is_partial), _attribute(self._env, "cfg")
+        self._finite_horizon = bool(getattr(cfg, "is_finite_horizon", False))
         limit = (
             options.max_episode_steps
             or getattr(_attribute(self._env, "spec"), "max_episode_steps", None)
@@ -142,12 +109,9 @@ class TorchVectorEnv(Adapter):
         )
         self.max_episode_steps = None if limit is None else int(limit)
 
-        space, self._obs_group = self._observed_space(observe, options.obs_keys)
-        is_dict = isinstance(space, Mapping | gymnasium.spaces.Dict)
-        if observe is not None and is_dict:
-            options = replace(options, obs_keys=list(space))  # ``observe`` has selected them
+        space, self._obs_group = self._observed_space(options.obs_keys)
         leaves = self._set_spaces(space, _attribute(self._env, "single_action_space"), options)
-        self._leaf_spaces = spaces.flatten(space) if is_dict else {"": space}
+        self._leaf_spaces = spaces.flatten(space)
         self._read_tensors = spaces.reader({x: partial(self._to_tensor, x) for x in leaves})
         self._use_previous_obs = final == "previous"
         # The last observation, kept for ``final_observation=previous``.
@@ -175,9 +139,10 @@ class TorchVectorEnv(Adapter):
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
-        action = _copy_if_shared(self.to_simulator(action), action, self._env_device)
         with self._own_generators():
-            obs, reward, terminated, truncated, info = self._env.step(action)
+            obs, reward, terminated, truncated, info = self._env.step(
+                tree.map(lambda x: x.to(self._env_device), self.to_simulator(action))
+            )
         terminated, truncated = (self._copy(x, torch.bool) for x in (terminated, truncated))
         if self._finite_horizon:
             terminated = terminated | truncated
@@ -185,6 +150,10 @@ class TorchVectorEnv(Adapter):
         ended = terminated | truncated
         obs = self._read(obs)
         final_obs = self._final_obs(obs, info, ended)
+        numbers = read_numbers(info, self.num_envs)
+        last = read_numbers(info.get("final_info"), self.num_envs)
+        numbers = merge_final(numbers, last, ended)  # not those of the reset that followed
+        numbers = {name: x.to(self.device) for name, x in numbers.items()}
         return Step(
             obs=obs,
             reward=self._copy(reward, torch.float32),
@@ -192,7 +161,8 @@ class TorchVectorEnv(Adapter):
             truncated=truncated,
             mask=torch.ones_like(terminated),
             final_obs=final_obs,
-            success=self._success(info, ended, may_have_ended=final_obs is not None),
+            success=self._success(numbers, ended=final_obs is not None),
+            info=numbers or None,
         )
 
     def reset_where(self, where: Tensor) -> Obs | None:
@@ -212,29 +182,6 @@ class TorchVectorEnv(Adapter):
         return self._to_image(self._env.render())
 
     # --------------------------------------------------------------------------------- construction
-    def _make(
-        self, make: Factory | None, options: dict[str, Any], max_episode_steps: int | None
-    ) -> Any:
-        """Call the factory; raise EnvError if it fails or does not exist."""
-        if make is None:
-            raise self._error(
-                "names no function; simulator=torch needs"
-                ' "package.module:function", which is called with num_envs, seed, device and'
-                " env.kwargs and returns the environment"
-            )
-        arguments: dict[str, Any] = {
-            "num_envs": self.num_envs,
-            "seed": self._seeds[0],
-            "device": str(self.device),
-        }
-        if max_episode_steps is not None:
-            arguments["max_episode_steps"] = max_episode_steps
-        if self._render_size is not None:
-            arguments["render_mode"] = "rgb_array"
-        self._check_kwargs(options, arguments)
-        with wrap_errors(f"env.id={self.id}: its function fails with {arguments | options}: "):
-            return make(**arguments, **options)
-
     @contextlib.contextmanager
     def _own_generators(self, seed: int | None = None) -> Iterator[None]:
         """Give the environment its own state of torch's global generators, seeded if requested.
@@ -242,16 +189,19 @@ class TorchVectorEnv(Adapter):
         Without this, an evaluation, which seeds the generators, would make training repeat its
         random numbers.
         """
-        before = _generator_states(self.device)
-        if seed is None:
-            _set_generators(self._generator_states, self.device)
-        else:
-            torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            self._generator_states = _generator_states(self.device)
-            _set_generators(before, self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            if seed is None:
+                torch.set_rng_state(self._generator_states[0])
+                for device, state in zip(devices, self._generator_states[1:]):
+                    torch.cuda.set_rng_state(state, device)
+            else:
+                torch.manual_seed(seed)
+            try:
+                yield
+            finally:
+                cuda_states = [torch.cuda.get_rng_state(device) for device in devices]
+                self._generator_states = [torch.get_rng_state(), *cuda_states]
 
     def _check_env(self) -> None:
         """Raise EnvError unless the environment has everything that the adapter needs."""
@@ -268,30 +218,15 @@ class TorchVectorEnv(Adapter):
                 " supported: the step that ends an episode starts the next one"
             )
 
-    def _observed_space(
-        self, observe: str | list[str] | None, obs_keys: Sequence[str] | None
-    ) -> tuple[Any, str | None]:
+    def _observed_space(self, obs_keys: Sequence[str] | None) -> tuple[Any, str | None]:
         """Return the used part of the observation space, and its name if it is a single entry."""
         space = _attribute(self._env, "single_observation_space")
-        if obs_keys is not None:  # ``spaces.observations`` selects the entries
-            return space, None
-        names = list(space) if isinstance(space, Mapping | gymnasium.spaces.Dict) else []
-        selected = [observe] if isinstance(observe, str) else observe
-        if selected is None:
-            if names:  # raises if one of them is privileged
-                spaces.select_observations(list(spaces.flatten(space)), None, id=self.id)
-            selected = [name for name in names if name in _ACTOR_GROUPS][:1]
-            observe = selected[0] if selected else None
-        if not selected:
-            return space, None
-        if unknown := [name for name in selected if name not in names]:
-            raise self._error(
-                f"observe={unknown[0]!r} is not in its observation; "
-                f"it has {', '.join(names) or 'no entries'}"
-            )
-        if isinstance(observe, str):
-            return space[observe], observe
-        return {name: space[name] for name in selected}, None
+        if obs_keys is None and isinstance(space, Mapping | gymnasium.spaces.Dict):
+            # Raises if one of the entries is privileged.
+            spaces.select_observations(list(spaces.flatten(space)), None, id=self.id)
+            if group := next((name for name in space if name in _ACTOR_GROUPS), None):
+                return space[group], group
+        return space, None  # ``spaces.observations`` selects the entries of ``obs_keys``
 
     # --------------------------------------------------------------------------------- observations
     def _seeded_reset(self) -> Any:
@@ -336,6 +271,8 @@ class TorchVectorEnv(Adapter):
             )
         spec = self.obs_spec[name] if isinstance(self.obs_spec, dict) else self.obs_spec
         space = self._leaf_spaces[name]
+        if spec.dtype == torch.bool:  # a mask of choices
+            x = x.flatten(1)
         if isinstance(space, gymnasium.spaces.Discrete):
             index = x.reshape(-1).long() - int(space.start)
             return one_hot(index, int(space.n)).to(self.device, spec.dtype)
@@ -344,7 +281,13 @@ class TorchVectorEnv(Adapter):
 
     def _copy(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Copy [N] to ``device``, because the environment may overwrite its tensor later."""
-        return torch.as_tensor(x).reshape(self.num_envs).to(self.device, dtype, copy=True)
+        x = torch.as_tensor(x)
+        if x.numel() != self.num_envs:
+            raise self._error(
+                f"return reward, terminated and truncated of shape [{self.num_envs}]; one of them"
+                f" is {list(x.shape)}"
+            )
+        return x.reshape(-1).to(self.device, dtype, copy=True)
 
     def _final_obs(self, obs: Obs, info: Mapping[str, Any], ended: Tensor) -> Obs | None:
         """Return the true successors where ``ended`` [N]; raise EnvError if they are missing."""
@@ -369,26 +312,6 @@ class TorchVectorEnv(Adapter):
             )
         return None
 
-    def _success(
-        self, info: Mapping[str, Any], ended: Tensor, *, may_have_ended: bool
-    ) -> Tensor | None:
-        """Return success [N] of the step, not of the reset that followed it, or None.
-
-        If an episode may have ended, a missing key is an EnvError.
-        """
-        final = info.get("final_info") or {}
-        key = self._find_success_key(info, final)
-        if key is None:
-            return None
-        now, last = _entry(info, key), _entry(final, key)
-        if now is None and last is None:
-            if may_have_ended and self._success_option is not None:
-                raise spaces.success_key_error(self.id, key, {*info, *final})
-            return torch.zeros_like(ended)
-        if now is None or last is None:
-            return self._copy(last if now is None else now, torch.bool)
-        return torch.where(ended, self._copy(last, torch.bool), self._copy(now, torch.bool))
-
 
 def _attribute(env: Any, name: str) -> Any:
     """Return an attribute of the environment or, as wrappers hide it, of the wrapped one."""
@@ -396,31 +319,10 @@ def _attribute(env: Any, name: str) -> Any:
     return getattr(getattr(env, "unwrapped", None), name, None) if value is None else value
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's global generators without a device synchronisation."""
-    cuda_states = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda_states]
-
-
-def _set_generators(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
-
-
 def _is_maniskill(env: Any) -> bool:
     return any(
         type(x).__module__.startswith("mani_skill.") for x in (env, getattr(env, "unwrapped", None))
     )
-
-
-def _entry(info: Any, key: str) -> Any:
-    """Return ``info["a"]["b"]`` for "a/b", or None."""
-    for part in key.split("/"):
-        if not isinstance(info, Mapping) or part not in info:
-            return None
-        info = info[part]
-    return info
 
 
 def _copy_if_shared(y: Tensor, x: Tensor, device: torch.device) -> Tensor:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
+from pathlib import PurePath
 from types import ModuleType
+from typing import Any
 
-from embodied_ppo.core.types import EnvError
+import numpy as np
+from torch import Tensor
+
+from embodied_envs.base.errors import EnvError
 
 
 @contextlib.contextmanager
@@ -35,6 +40,41 @@ def import_user_module(id: str, module: str) -> ModuleType:
     Raises:
         EnvError: The import failed.
     """
-    cure = "fix or install it, or put its folder on PYTHONPATH"
-    with wrap_errors(f"env.id={id}: cannot import {module!r} (", f"); {cure}"):
+    if module.endswith(".py"):
+        path, name = PurePath(module), id.rpartition(":")[2]
+        raise EnvError(
+            f"write env.id={path.stem}:{name}, in the folder {path.parent} or with"
+            f" PYTHONPATH={path.parent}: env.id={id} names a file instead of a module"
+        )
+    hint = "fix or install it, or put its folder on PYTHONPATH"
+    with wrap_errors(f"env.id={id}: cannot import {module!r} (", f"); {hint}"):
         return importlib.import_module(module)
+
+
+def named_object(id: str) -> Any:
+    """Return what "package.module:name" names; None if there is nothing.
+
+    Raises:
+        EnvError: The module cannot be imported.
+    """
+    module, colon, name = id.rpartition(":")
+    if not colon or not name.isidentifier():
+        return None
+    return getattr(import_user_module(id, module), name, None)
+
+
+def copy_arrays(value: Any) -> Any:
+    """Return ``value`` in memory of its own.
+
+    Arrays, tensors, dictionaries, lists and tuples are copied; other objects are returned as they
+    are.
+    """
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: copy_arrays(x) for name, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copy_arrays(x) for x in value)
+    return value

@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.base.errors import EnvError, check_names
 from embodied_envs.physics.domain_randomization import model_field
-from embodied_ppo.core.errors import EnvError, one_line
+from embodied_envs.physics.mechanism import driven_dofs
 
 MAX_GEOMS = 2000
 """Largest number of shapes in one image."""
 POSE_FIELDS = ("qpos", "mocap_pos", "mocap_quat")
 """MjData fields that determine an image."""
-HIDDEN = -1.0
-"""Coordinate of a body that an image does not show."""
+LEAST_FLOOR_M = 2.0
+"""Half size of a horizontal plane from which on it is a floor, which images for people extend."""
 
 
 def gl_context(width: int, height: int) -> Any:
@@ -61,12 +62,26 @@ class _Canvas:
         self.camera = mujoco.MjvCamera()
         self.pixels = np.empty((height, width, 3), dtype=np.uint8)
 
-    def draw(self, model: mujoco.MjModel, data: mujoco.MjData, camera: int) -> np.ndarray:
-        """Return uint8 [H, W, 3], valid until the next call; camera -1 frames the whole model."""
+    def draw(
+        self,
+        model: mujoco.MjModel,
+        data: mujoco.MjData,
+        camera: int,
+        follow: tuple[int, float] | None = None,
+    ) -> np.ndarray:
+        """Return uint8 [H, W, 3], valid until the next call; camera -1 frames the whole model.
+
+        With ``follow`` = (body, distance in m), camera -1 looks at this robot instead.
+        """
         if camera < 0:
             mujoco.mjv_defaultFreeCamera(model, self.camera)
+            if follow is not None:
+                self.camera.lookat, self.camera.distance = data.subtree_com[follow[0]], follow[1]
+                self.camera.elevation = -20
         else:
             self.camera.type, self.camera.fixedcamid = int(mujoco.mjtCamera.mjCAMERA_FIXED), camera
+        if follow is not None:  # floors without end are drawn around the camera of the scene
+            mujoco.mjv_updateCamera(model, data, self.camera, self.scene)
         categories = int(mujoco.mjtCatBit.mjCAT_ALL)
         mujoco.mjv_updateScene(
             model, data, self.option, self.perturb, self.camera, categories, self.scene
@@ -110,15 +125,14 @@ class Cameras:
         """
         self.names, self.size, self.render_size = tuple(names), size, render_size
         known = [model.camera(i).name for i in range(model.ncam)]
-        if len(set(names)) < len(names):
-            raise EnvError(f"env.cameras={list(names)}: names a camera twice")
-        if unknown := [n for n in names if n not in known]:
-            raise EnvError(
-                f"env.cameras: the model has no camera {unknown[0]!r}; it has"
-                f" {', '.join(known) or 'none'}"
-            )
+        check_names("env.cameras", names, known)
         self._ids = [known.index(n) for n in names]
         self._render_camera = 0 if known else -1
+        self._follow: tuple[int, float] | None = None
+        if render_size is not None and (body := travelling_body(model)) is not None:
+            follows = model.cam_mode != int(mujoco.mjtCamLight.mjCAMLIGHT_FIXED)
+            self._render_camera = int(follows.argmax()) if follows.any() else -1
+            self._follow = body, 3.5 * _radius(model, body)
         self._source = model
         self._canvases: dict[tuple[int, int], _Canvas] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._canvases)
@@ -140,60 +154,23 @@ class Cameras:
                 array[i] = canvas.draw(self._model, self._data, camera).transpose(2, 0, 1)
         return images
 
-    def locate(
-        self, worlds: Mapping[str, np.ndarray], bodies: Sequence[str]
-    ) -> dict[str, np.ndarray]:
-        """Return where the centres of O bodies are in the images.
-
-        Args:
-            worlds: As for ``images``.
-            bodies: Names of the bodies.
-
-        Returns:
-            Camera -> float32 [N, O, 2]: x to the right and y down, in [0, 1] from edge to edge of
-            the image; HIDDEN where the centre is outside the image, or another body covers it.
-
-        Raises:
-            EnvError: The model has no such body.
-        """
-        if not self._canvases:
-            self._prepare()
-        model, data = self._model, self._data
-        try:
-            ids = [model.body(name).id for name in bodies]
-        except KeyError as error:
-            raise EnvError(f"captions: {one_line(error)}") from error
-        count = len(worlds["qpos"])
-        points = {
-            name: np.full((count, len(ids), 2), HIDDEN, dtype=np.float32) for name in self.names
-        }
-        hit = np.zeros(1, dtype=np.int32)
-        for i in range(count):
-            self._set_pose(worlds, i)
-            for name, camera in zip(self.names, self._ids, strict=True):
-                start = data.cam_xpos[camera].copy()
-                ray = data.xpos[ids] - start  # [O, 3]
-                # The camera looks along its -z axis, with x to the right and y up.
-                x, y, z = (ray @ data.cam_xmat[camera].reshape(3, 3)).T
-                scale = 2 * np.tan(np.radians(model.cam_fovy[camera]) / 2) * np.maximum(-z, 1e-9)
-                u = 0.5 + x / scale * self.size[0] / self.size[1]
-                v = 0.5 - y / scale
-                inside = (z < 0) & (u >= 0) & (u <= 1) & (v >= 0) & (v <= 1)
-                for k in inside.nonzero()[0]:
-                    mujoco.mj_ray(model, data, start, ray[k], None, 1, -1, hit)
-                    if hit[0] >= 0 and model.geom_bodyid[hit[0]] == ids[k]:
-                        points[name][i, k] = u[k], v[k]
-        return points
-
     def render(self, worlds: Mapping[str, np.ndarray], world: int = 0) -> Tensor:
         """Return uint8 [H, W, 3] of one world from the model's first camera.
 
-        A model without cameras is framed as a whole.
+        A robot that travels is seen from the first camera that follows it, and its floor has no
+        end. A model without cameras is framed as a whole.
         """
         if self.render_size is None:
             raise EnvError("made without pictures; make it with render=True")
         canvas = self._pose(worlds, world, self.render_size)
-        return torch.from_numpy(canvas.draw(self._model, self._data, self._render_camera).copy())
+        model, fields = self._model, ("geom_size", "mat_texrepeat", "mat_texuniform")
+        saved = {name: getattr(model, name).copy() for name in fields}
+        if self._follow is not None:
+            extend_floors(model)
+        image = canvas.draw(model, self._data, self._render_camera, self._follow).copy()
+        for name, x in saved.items():  # images that are observations show the floor as it is
+            getattr(model, name)[...] = x
+        return torch.from_numpy(image)
 
     def _pose(self, worlds: Mapping[str, np.ndarray], i: int, size: tuple[int, int]) -> _Canvas:
         """Set the model to the pose of world ``i`` and return the canvas of ``size``."""
@@ -206,19 +183,15 @@ class Cameras:
                 # library's own handler, registered by the line above, ends OpenGL.
                 atexit.register(self._finalizer)
         canvas = self._canvases[size]
-        self._set_pose(worlds, i)
-        if new:  # the first image of a context differs from all later ones
-            canvas.draw(self._model, self._data, self._render_camera)
-        return canvas
-
-    def _set_pose(self, worlds: Mapping[str, np.ndarray], i: int) -> None:
-        """Set the model to the pose of world ``i``."""
         model, data = self._model, self._data
         for name, x in worlds.items():
             model_field(data if name in POSE_FIELDS else model, name)[...] = x[i]
         mujoco.mj_kinematics(model, data)
         mujoco.mj_comPos(model, data)
         mujoco.mj_camlight(model, data)
+        if new:  # the first image of a context differs from all later ones
+            canvas.draw(model, data, self._render_camera)
+        return canvas
 
     def _prepare(self) -> None:
         """Copy the model without shadows and multisampling."""
@@ -234,6 +207,53 @@ class Cameras:
     def close(self) -> None:
         """Free all OpenGL contexts."""
         _close_all(self._canvases)
+
+
+def travelling_body(model: mujoco.MjModel) -> int | None:
+    """Return the root body of a robot that can leave its place; None without one.
+
+    It has a free joint, or a slide in the plane that has neither an actuator nor a range, and there
+    are actuators in its subtree.
+    """
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    driven = driven_dofs(model)
+    roots = model.body_rootid[model.dof_bodyid[driven]]
+    for j in range(model.njnt):
+        body, dof = int(model.jnt_bodyid[j]), int(model.jnt_dofadr[j])
+        slides = model.jnt_type[j] == int(mujoco.mjtJoint.mjJNT_SLIDE)
+        slides = slides and not model.jnt_limited[j] and dof not in driven
+        slides = slides and abs(data.xaxis[j][2]) < 0.5
+        if body in roots and (slides or model.jnt_type[j] == int(mujoco.mjtJoint.mjJNT_FREE)):
+            return body
+    return None
+
+
+def _radius(model: mujoco.MjModel, root: int) -> float:
+    """Return the distance of a robot's outermost surface from its centre of mass, m."""
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    geoms = np.flatnonzero(model.body_rootid[model.geom_bodyid] == root)
+    distance = np.linalg.norm(data.geom_xpos[geoms] - data.subtree_com[root], axis=1)
+    return float((distance + model.geom_rbound[geoms]).max(initial=0.1))
+
+
+def extend_floors(model: mujoco.MjModel) -> None:
+    """Give horizontal planes no end in images; collisions with a plane do not depend on its size.
+
+    Rays do, so that a model with range finders keeps its floor.
+    """
+    if (model.sensor_type == int(mujoco.mjtSensor.mjSENS_RANGEFINDER)).any():
+        return
+    for i in np.flatnonzero(model.geom_type == int(mujoco.mjtGeom.mjGEOM_PLANE)):
+        size, material = model.geom_size[i, :2], int(model.geom_matid[i])
+        is_level = np.abs(model.geom_quat[i, 1:3]).max() < 1e-6
+        if not is_level or size.max() < LEAST_FLOOR_M or size.min() <= 0:
+            continue
+        if material >= 0 and not model.mat_texuniform[material]:
+            model.mat_texrepeat[material] /= 2 * size  # per metre instead of per plane
+            model.mat_texuniform[material] = True
+        model.geom_size[i, :2] = 0
 
 
 def _close_all(canvases: dict[tuple[int, int], _Canvas]) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodied_ppo.core.errors import EnvError, choose
+from embodied_envs.base.errors import EnvError, check_choice
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Range:
     Attributes:
         fields: MjModel fields.
         operation: "scale" multiplies by x, "add" adds x.
-        per_element: Whether each element (body, geom, ..) has its own x; else a world has one.
+        per_element: Whether each element (for example a body) has its own x; else a world has one.
         columns: Number of leading columns of the last dimension that change; None: all.
     """
 
@@ -88,10 +88,7 @@ class Randomization:
         """
         self.ranges = dict(ranges)
         for name, bounds in ranges.items():
-            if name not in RANGES:
-                raise EnvError(
-                    f"env.ranges: {name!r} is unknown; {choose(name, list(RANGES), 'there are ')}"
-                )
+            check_choice("env.ranges", name, RANGES)
             is_scale = RANGES[name].operation == "scale"
             if not _are_ordered_bounds(bounds) or (is_scale and bounds[0] < 0):
                 kind = "factors 0 <= low <= high" if is_scale else "low <= high"
@@ -249,12 +246,6 @@ def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[floa
             raise EnvError(
                 f"{prefix}: actuator {name} is no motor or servo (its gain or bias is not linear,"
                 " as that of a muscle); remove it"
-            )
-        gains = ranges.get("gains", (1.0, 1.0))
-        if bias == no_bias and tuple(gains) != (1.0, 1.0):
-            raise EnvError(
-                f"{prefix}: env.ranges.gains={list(gains)} also scales the force of motor {name};"
-                " keep one of them, and write [1,1] for the other"
             )
     limited = model.jnt_actfrclimited.astype(bool)
     counts = np.bincount(model.actuator_trnid[_drives_joint(model), 0], minlength=model.njnt)

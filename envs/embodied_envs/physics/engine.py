@@ -49,7 +49,7 @@ class Physics(Protocol):
     """Random numbers per world that draw a randomised model; 0: all worlds have the same model."""
 
     def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
-        """Return ``core.random.uniform`` in ``dtype``, [N, size]."""
+        """Return ``base.random.uniform`` in ``dtype``, [N, size]."""
         ...
 
     def images(self, mask: Tensor) -> dict[str, Tensor]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import Physics
-from embodied_envs.tasks.task import State, Task
-from embodied_ppo.core.errors import EnvError, show
+from embodied_envs.tasks.task import State
 
 
 class JointOffsets:
@@ -77,16 +75,3 @@ class JointOffsets:
         An episode starts with it, so that servos which hold the initial state continue to do so.
         """
         return self._ctrl.clone() if target is None else target + self._ctrl
-
-
-def check(task: Task, id: str, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse the range joint_offset for a task that does not declare how it reads joints.
-
-    Raises EnvError.
-    """
-    if "joint_offset" in ranges and not task.reads_joints_from_state:
-        raise EnvError(
-            f"env.id={id}: env.ranges.joint_offset={show(ranges['joint_offset'])}: only tasks with"
-            " the attribute reads_joints_from_state have it, such as Go1Joystick and PandaPickCube;"
-            " remove it"
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,7 @@ import torch
 from embodied_envs import tasks
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.user_code import wrap_errors
-from embodied_envs.physics import joint_offsets
+from embodied_envs.base.errors import EnvError, check_choice, check_count, show
 from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import Physics
@@ -23,7 +24,6 @@ from embodied_envs.physics.mujoco_cpu import BatchPhysics
 from embodied_envs.physics.mujoco_env import MujocoEnv, reads_privileged
 from embodied_envs.tasks import Task
 from embodied_envs.tasks.task import Stage
-from embodied_ppo.core.types import EnvError
 
 WARM_UP_STEPS = 200
 """Control steps of random actions in which a GPU's worlds show how many contacts they need."""
@@ -58,13 +58,8 @@ def _check_attributes(task: Task, id: str) -> None:
     prefix = f"env.id={id}: {type(task).__name__}"
     minimum = {"decimation": 1, "max_episode_steps": 1, "reset_noise": 0, "step_noise": 0}
     for name, low in minimum.items():
-        value = getattr(task, name)
-        if not isinstance(value, int) or value < low:
-            raise EnvError(f"{prefix}.{name}={value!r} must be a whole number, at least {low}")
-    if task.stage not in get_args(Stage):
-        raise EnvError(
-            f"{prefix}.stage={task.stage!r} is unknown; there are {', '.join(get_args(Stage))}"
-        )
+        check_count(f"{prefix}.{name}", getattr(task, name), low)
+    check_choice(f"{prefix}.stage", task.stage, get_args(Stage))
     for name in ("fields", "privileged_fields", "before"):
         if isinstance(value := getattr(task, name), str):
             raise EnvError(f"{prefix}.{name}={value!r} must be a tuple of names: ({name!r},)")
@@ -72,31 +67,34 @@ def _check_attributes(task: Task, id: str) -> None:
 
 def _pop_warp_capacities(kwargs: dict[str, Any], id: str, engine: str) -> dict[str, int]:
     """Remove ``nconmax`` and ``njmax`` from ``kwargs`` and return those that are set."""
-    capacities = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
-    capacities = {name: value for name, value in capacities.items() if value is not None}
+    popped = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
+    capacities = {name: value for name, value in popped.items() if value is not None}
     for name, value in capacities.items():
-        if not isinstance(value, int) or value < 1:
-            raise EnvError(
-                f"env.id={id}: env.kwargs.{name}={value!r} must be a whole number, at least 1"
-            )
+        check_count(f"env.id={id}: env.kwargs.{name}", value, 1)
     if capacities and engine != "warp":
         raise EnvError(
             f"env.id={id}: env.kwargs.{next(iter(capacities))} is read by simulator=warp only;"
-            " leave it out, or write null"
+            " remove it, or write null"
         )
     return capacities
 
 
-def make(
-    id: str,
-    options: AdapterOptions,
-    *,
-    engine: str,
-    cameras: tuple[str, ...] = (),
-    image_size: tuple[int, int] = (64, 64),
-    randomize: bool = False,
-    ranges: Mapping[str, Sequence[float]] | None = None,
-) -> MujocoEnv:
+def _physics_class(id: str, engine: str, options: AdapterOptions) -> Callable[..., Physics]:
+    """Return the class of the engine with its own arguments; EnvError without mujoco_warp."""
+    if engine != "warp":
+        num_threads = options.num_threads or len(os.sched_getaffinity(0))
+        return partial(BatchPhysics, num_threads=num_threads)
+    try:  # imported here, because warp takes two seconds to load
+        from embodied_envs.physics.mujoco_warp import WarpPhysics
+    except ImportError as error:
+        raise EnvError(
+            f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): pip install mujoco-warp"
+            " warp-lang, or use simulator=mujoco"
+        ) from error
+    return partial(WarpPhysics, device=options.device)
+
+
+def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
     """Create worlds of one of our tasks. ``embodied_envs.make`` documents the options.
 
     Args:
@@ -105,47 +103,34 @@ def make(
         engine: "mujoco" (CPU threads) or "warp" (GPU worlds; also on device "cpu"). On a GPU, other
             worlds are simulated first to measure ``nconmax`` and ``njmax`` unless ``kwargs`` has
             them.
-        cameras: Names of cameras whose images are observations.
-        image_size: (H, W).
-        randomize: Whether to randomise the domain.
-        ranges: Ranges that override the task's.
 
     Raises:
         EnvError: An option or the task is invalid, or the engine is not installed.
     """
     task_class = tasks.find(id)
-    if task_class is None:
-        raise EnvError(
-            f"env.id={id}: no task of ours; choose one of {', '.join(tasks.OWN)}, or"
-            " package.module:Class"
-        )
+    assert task_class is not None  # ``embodied_envs.make`` has found it
     kwargs = dict(options.kwargs or {})
     capacities = _pop_warp_capacities(kwargs, id, engine)
     task = tasks.make(id, task_class, kwargs)
     _check_attributes(task, id)
     model = compile_model(task, id)
-    all_ranges: dict[str, Any] = (dict(task.ranges) | dict(ranges or {})) if randomize else {}
-    if randomize and not all_ranges:
+    all_ranges: dict[str, Any] = dict(task.ranges) | dict(options.ranges or {})
+    all_ranges = all_ranges if options.randomize else {}
+    if options.randomize and not all_ranges:
         raise EnvError(
             f"env.id={id}: env.randomize=true, but the task has no ranges of its own; name some: "
             "env.ranges.mass=[0.8,1.2]"
         )
-    joint_offsets.check(task, id, all_ranges)
+    if "joint_offset" in all_ranges and not task.reads_joints_from_state:
+        raise EnvError(
+            f"env.id={id}: env.ranges.joint_offset={show(all_ranges['joint_offset'])}: only tasks"
+            " with the attribute reads_joints_from_state have it, such as Go1Joystick and"
+            " PandaPickCube; remove it"
+        )
     render_size = options.render_size if options.render else None
-    renderer = Cameras(model, cameras, size=image_size, render_size=render_size)
-    make_physics: Callable[..., Physics]
-    if engine == "warp":
-        try:  # imported here, because warp takes two seconds to load
-            from embodied_envs.physics.mujoco_warp import WarpPhysics
-        except ImportError as error:
-            cure = "pip install mujoco-warp warp-lang, or use simulator=mujoco"
-            raise EnvError(
-                f"env.id={id}: simulation on a GPU needs mujoco_warp ({error}): {cure}"
-            ) from error
-        make_physics = partial(WarpPhysics, device=options.device)
-    else:
-        num_threads = options.num_threads or len(os.sched_getaffinity(0))
-        make_physics = partial(BatchPhysics, num_threads=num_threads)
+    cameras = tuple(options.cameras)
+    renderer = Cameras(model, cameras, size=options.image_size, render_size=render_size)
+    make_physics = _physics_class(id, engine, options)
 
     def build(
         cameras: Cameras, obs_keys: Sequence[str] | None, capacities: Mapping[str, Any]
@@ -170,29 +155,17 @@ def make(
                 task.bind(model, physics.device, physics.dtype)
             except KeyError as error:  # MuJoCo's message lists the names that the model has
                 raise EnvError(f"env.id={id}: {error.args[0] if error.args else error}") from error
-        env = MujocoEnv(
-            task,
-            physics,
-            id=id,
-            seeds=list(options.seeds),
-            device=options.device,
-            max_episode_steps=options.max_episode_steps,
-            action_mapping=options.action_mapping,
-            obs_keys=obs_keys,
-        )
+        env = MujocoEnv(id, task, physics, replace(options, obs_keys=obs_keys))
         if "joint_offset" in all_ranges:
             env.use_joint_offsets(randomization)
         return env
 
-    if engine == "warp" and len(capacities) < 2 and _capacities_matter(options.device):
+    # Unused capacity costs time on a GPU, whose kernels have a thread for each row.
+    on_gpu = engine == "warp" and torch.device(options.device).type == "cuda"
+    if on_gpu and len(capacities) < 2:
         capacities = _measure_capacities(build(Cameras(model), None, capacities)) | capacities
     obs_keys = None if options.obs_keys is None else (*options.obs_keys, *cameras)
     return build(renderer, obs_keys, capacities)
-
-
-def _capacities_matter(device: torch.device | str) -> bool:
-    """Return whether unused capacity costs time: kernels of a GPU have a thread for each row."""
-    return torch.device(device).type == "cuda"
 
 
 def _measure_capacities(env: MujocoEnv) -> dict[str, int]:

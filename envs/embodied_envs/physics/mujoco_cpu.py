@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.base import random
+from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
 from embodied_envs.physics.engine import STATE_FIELDS, T
-from embodied_ppo.core import random
-from embodied_ppo.core.types import EnvError
 
 try:
     from mujoco.batch import Batch
@@ -104,10 +104,6 @@ class BatchPhysics:
     def images(self, mask: Tensor) -> dict[str, Tensor]:
         """See ``Physics``."""
         return self.cameras.images(self._image_inputs(), mask) if self.cameras.names else {}
-
-    def locate(self, bodies: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return where bodies are in the images, see ``Cameras.locate``."""
-        return self.cameras.locate(self._image_inputs(), bodies)
 
     def render(self, world: int = 0) -> Tensor:
         """See ``Physics``."""

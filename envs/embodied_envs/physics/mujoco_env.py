@@ -10,24 +10,23 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import actions, spaces
+from embodied_envs.adapters.base import AdapterOptions
+from embodied_envs.base import tree
+from embodied_envs.base.errors import EnvError
 from embodied_envs.physics import mechanism
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.physics.joint_offsets import JointOffsets
 from embodied_envs.physics.pushes import Pushes
-from embodied_envs.physics.task_validation import TaskValidator
+from embodied_envs.physics.task_validation import PRIVILEGED, STATE, TaskValidator
 from embodied_envs.tasks.task import Task
-from embodied_ppo.core import tree
-from embodied_ppo.core.types import ActionSpec, ArraySpec, Box, EnvError, Obs, ObsSpec, Step
+from embodied_envs.types import ArraySpec, Box, Obs, Step, VectorEnv
 
 HUGE = 1e10
 """A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
 _RESET, _STEP = 0, 1
-"""Streams of random numbers, see ``core.random``; that of pushes is 2."""
-
-STATE, PRIVILEGED = "state", "privileged"
-"""Names of a task's ``observe`` [N, D], where it has a name, and of its ``privileged``."""
+"""Streams of random numbers, see ``base.random``; that of pushes is 2."""
 
 
 def reads_privileged(task: Task, obs_keys: Sequence[str] | None) -> bool:
@@ -36,7 +35,10 @@ def reads_privileged(task: Task, obs_keys: Sequence[str] | None) -> bool:
 
 
 class _StepResult(NamedTuple):
-    """Reward and flags of a control step, [N] each; ``unstable`` is None if no world is."""
+    """Reward, flags and logged numbers of a control step, [N] each.
+
+    ``unstable`` is None if no world is.
+    """
 
     reward: Tensor
     terminated: Tensor
@@ -44,9 +46,10 @@ class _StepResult(NamedTuple):
     success: Tensor | None
     kind: Tensor | None
     unstable: Tensor | None
+    info: dict[str, Tensor] | None
 
 
-class MujocoEnv:
+class MujocoEnv(VectorEnv):
     """``num_envs`` worlds of one task. Implements ``VectorEnv``.
 
     A world that ends is reset in the same step: ``obs`` is the first of the next episode and
@@ -59,57 +62,40 @@ class MujocoEnv:
     before.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        physics: Physics,
-        *,
-        id: str,
-        seeds: list[int],
-        device: torch.device | str,
-        max_episode_steps: int | None = None,
-        action_mapping: str = "rescale",
-        obs_keys: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, id: str, task: Task, physics: Physics, options: AdapterOptions) -> None:
         """Validate the task and start the first episodes.
 
         Args:
+            id: ``env.id``, for messages.
             task: The task, already bound to the model of ``physics``.
             physics: Engine with N worlds that exposes the task's fields.
-            id: ``env.id``, for messages.
-            seeds: One seed per environment, N in all.
-            device: Where observations arrive and actions are expected.
-            max_episode_steps: Time limit in control steps; None: the task's.
-            action_mapping: See ``actions.mapper``.
-            obs_keys: Observations to select; None: all except the task's ``privileged``.
+            options: The options that describe no model; ``embodied_envs.make`` documents them.
         """
+        obs_keys, seeds = options.obs_keys, list(options.seeds)
         self.id, self.task, self.physics = id, task, physics
         self._names_groups = obs_keys is not None
-        self._reads_privileged = reads_privileged(task, obs_keys)
         self._carries_over = type(task).carry_over is not Task.carry_over
-        self.num_envs, self.device = len(seeds), torch.device(device)
-        self._time_limit = max_episode_steps or task.max_episode_steps
-        self.max_episode_steps: int | None = self._time_limit
+        self.num_envs, self.device = len(seeds), torch.device(options.device)
+        self._time_limit = options.max_episode_steps or task.max_episode_steps
+        self.max_episode_steps = self._time_limit
         self.task_names, self.instructions = task.names, task.instructions
+        self.physics_steps = task.decimation
         self.step_s = task.decimation * float(physics.model.opt.timestep)
         low, high = task.action_bounds(physics.model)
         box = Box(tuple(low), tuple(high))
-        self.action_spec: ActionSpec = box
-        self.to_simulator = actions.mapper(action_mapping, box, physics.device)
+        self.action_spec = box
+        self.to_simulator = actions.mapper(options.action_mapping, box, physics.device, id=id)
         self.action_shape = spaces.action_shape(box, self.num_envs)
         self._pushes: Pushes | None = None
         self._joint_offsets: JointOffsets | None = None
         self._late_substeps: Tensor | None = None
         self._segments: list[tuple[int, int]] = [(0, task.decimation)]
         """First physics step and number of physics steps between changes of ctrl."""
-        self.cameras_enabled = True
-        """Whether cameras render; if not, the images of running episodes are stale."""
         self.autoreset = True
         """Whether a step resets the worlds that end in it. If not, their state stays the last one
         of the episode until the caller resets them; set it before the first step."""
         zeros = torch.zeros(self.num_envs, dtype=torch.int64, device=physics.device)
-        self.unstable = zeros.sum()
-        """int64 []: number of unstable worlds that were reset since construction."""
+        self._unstable = zeros.sum()
         self._seeds = torch.tensor(seeds, device=physics.device)
         self._episode, self._elapsed = zeros - 1, zeros.clone()
         # Whether reset() was called since construction or restart(); whether close() was called.
@@ -117,6 +103,9 @@ class MujocoEnv:
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
         self._truncation_mask = torch.zeros_like(self._all_worlds)
         """Worlds whose episode the next step truncates, bool [N]."""
+        # A task may have an attribute of this name that is no function.
+        named = callable(task.reward_terms)
+        self._reward_terms = task.reward_terms if named else lambda *_: {}
         validator = TaskValidator(id, task, physics, self.num_envs)
         start = validator.start(lambda: task.reset(self._start_numbers()[0]))
         self.s: dict[str, Tensor] = dict(physics.fields) | {
@@ -128,22 +117,14 @@ class MujocoEnv:
         if self._carries_over:
             validator.carry_over(self.s, start, self._start_numbers()[0])
         self._begin(self._all_worlds)
-        validator.step(
-            self._before,
-            self.s,
-            self.to_simulator(torch.zeros(self.action_shape, device=physics.device)),
-        )
-        if self._reads_privileged:
-            validator.privileged(self.s)
+        zero = torch.zeros(self.action_shape, device=physics.device)
+        validator.step(self._before, self.s, start, self.to_simulator(zero))
         groups = validator.groups(self.s, obs_keys or ())
         self._groups = {k: f for k, f in groups.items() if k in (obs_keys or ())}
         self._selected: list[str] | None = None
         obs = self._observe(self._all_worlds)
         offered = dict.fromkeys(obs if isinstance(obs, dict) else ())
-        if self._names_groups and task.has_privileged():
-            offered |= {PRIVILEGED: None}
-        if self._names_groups:
-            offered |= dict.fromkeys(groups)
+        offered |= dict.fromkeys(groups if self._names_groups else ())
         names = spaces.select_observations(list(offered), obs_keys, id=id)
         if isinstance(obs, dict) and len(names) < len(obs):
             self._selected = names
@@ -157,7 +138,7 @@ class MujocoEnv:
         self._programs = {enabled: physics.capture(self._step) for enabled in (True, False)}
         self._reset_program: Callable[[Tensor], Obs] | None = physics.capture(self._reset_where)
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last_obs)
-        self.obs_spec: ObsSpec = spec
+        self.obs_spec = spec
 
     def use_pushes(self, velocity: tuple[float, float], interval_s: tuple[float, float]) -> None:
         """Push the robot's base at random times; call it before ``reset``.
@@ -169,12 +150,14 @@ class MujocoEnv:
         Raises:
             EnvError: There is no base to push, or an episode is shorter than every interval.
         """
-        low, high = (max(1, round(x / self.step_s)) for x in interval_s)
+        step_s = self.step_s
+        assert step_s is not None  # the constructor sets it
+        low, high = (max(1, round(x / step_s)) for x in interval_s)
         if low >= self._time_limit:
             shown = f"[{interval_s[0]:g}, {interval_s[1]:g}]"
             raise EnvError(
                 f"env.id={self.id}: env.realism.push_interval_s = {shown}: an episode ends after"
-                f" {self._time_limit * self.step_s:g} s, before the first push; lower it"
+                f" {self._time_limit * step_s:g} s, before the first push; lower it"
             )
         self._pushes = Pushes(self.physics, id=self.id, velocity=velocity, interval=(low, high))
         self._pushes.begin(self._all_worlds, self._seeds, self._episode)
@@ -225,8 +208,7 @@ class MujocoEnv:
         self._check_open()
         if not self._is_reset:
             raise EnvError(f"env.id={self.id}: step() before reset(); call reset() first")
-        if action.shape != self.action_shape:
-            raise spaces.action_shape_error(self.id, action, self.action_shape)
+        spaces.check_action(self.id, action, self.action_shape)
         program = self._programs[self.cameras_enabled]
         return self._to_device(program(action.to(self.physics.device)))
 
@@ -255,23 +237,21 @@ class MujocoEnv:
 
     def state(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
-        pushes = {} if self._pushes is None else {"next_push": self._pushes.next.clone()}
-        offsets = self._joint_offsets
-        joints = {} if offsets is None else {"joint_offset": offsets.offset.clone()}
-        return (
-            pushes
-            | joints
-            | {
-                "physics": self.physics.state(),
-                "variables": {k: self.s[k].clone() for k in self._variables},
-                "before": {k: x.clone() for k, x in self._before.items()},
-                "seeds": self._seeds.clone(),
-                "episode": self._episode.clone(),
-                "elapsed": self._elapsed.clone(),
-                "unstable": self.unstable.clone(),
-                "obs": tree.map(Tensor.clone, self._last_obs),
-            }
-        )
+        state: dict[str, Any] = {
+            "physics": self.physics.state(),
+            "variables": {k: self.s[k].clone() for k in self._variables},
+            "before": {k: x.clone() for k, x in self._before.items()},
+            "seeds": self._seeds.clone(),
+            "episode": self._episode.clone(),
+            "elapsed": self._elapsed.clone(),
+            "unstable": self._unstable.clone(),
+            "obs": tree.map(Tensor.clone, self._last_obs),
+        }
+        if self._pushes is not None:
+            state["next_push"] = self._pushes.next.clone()
+        if self._joint_offsets is not None:
+            state["joint_offset"] = self._joint_offsets.offset.clone()
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """Continue from ``state()`` and return the observation to act on next.
@@ -291,7 +271,7 @@ class MujocoEnv:
         self._seeds.copy_(state["seeds"])
         self._episode.copy_(state["episode"])
         self._elapsed.copy_(state["elapsed"])
-        self.unstable.copy_(state["unstable"])
+        self._unstable.copy_(state["unstable"])
         for k in self._variables:
             self.s[k].copy_(state["variables"][k])
         self.physics.load_state(state["physics"])
@@ -328,6 +308,20 @@ class MujocoEnv:
             "observation_names": self.task.observation_names(model),
             "ctrl_of_action": mechanism.control_of_action(self.task, self.s, low, high),
         }
+
+    def joint_state(self) -> dict[str, Tensor]:
+        """See ``VectorEnv``."""
+        return {name: self.s[name].float() for name in ("qpos", "qvel")}
+
+    @property
+    def unstable(self) -> Tensor:
+        """See ``VectorEnv``."""
+        return self._unstable
+
+    @property
+    def can_truncate(self) -> bool:
+        """See ``VectorEnv``."""
+        return True
 
     @property
     def terrain_level(self) -> Tensor | None:
@@ -378,6 +372,7 @@ class MujocoEnv:
             final_obs=final_obs,
             success=result.success,
             task=result.kind,
+            info=result.info,
         )
 
     def _evaluate(self, action: Tensor, u: Tensor) -> _StepResult:
@@ -388,9 +383,13 @@ class MujocoEnv:
             u: [N, step_noise], random numbers in [0, 1).
         """
         task, s = self.task, self.s
-        reward = task.reward(self._before, s, action)
-        terminated, success = task.terminated(s), task.success(s)
-        for name, value in task.advance(s, action, u).items():
+        terms, own = self._reward_terms(self._before, s, action), self._own
+        reward = task.total(terms) if terms else None
+        reward = own(task.reward(self._before, s, action) if reward is None else reward)
+        info = {name: own(x.to(torch.float32)) for name, x in terms.items()} or None
+        terminated, success = own(task.terminated(s)), task.success(s)
+        success = None if success is None else own(success)
+        for name, value in [(k, own(x)) for k, x in task.advance(s, action, u).items()]:
             s[name].copy_(value)
         truncated = (self._elapsed >= self._time_limit) | self._truncation_mask
         truncated = truncated & ~terminated
@@ -400,12 +399,27 @@ class MujocoEnv:
         values = torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
         unstable = ~(values.abs() < HUGE).all(1)
         if self.physics.host_readable and not bool(unstable.any()):
-            return _StepResult(reward, terminated, truncated, success, kind, None)
+            return _StepResult(reward, terminated, truncated, success, kind, None, info)
         reward = reward.masked_fill(unstable, 0.0)
         terminated, truncated = terminated & ~unstable, truncated | unstable
         success = None if success is None else success & ~unstable
-        self.unstable.add_(unstable.sum())
-        return _StepResult(reward, terminated, truncated, success, kind, unstable)
+        self._unstable.add_(unstable.sum())
+        return _StepResult(reward, terminated, truncated, success, kind, unstable, info)
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Return x, or a copy where it shares memory with the state, which changes in place.
+
+        A task may return its variables, which ``advance`` and the next episode change.
+        """
+        if torch.compiler.is_compiling():  # a copy is fused with the code around it
+            return x.clone()
+        state = (*self.s.values(), *self._before.values())
+        try:
+            address = x.untyped_storage().data_ptr()
+            shares = any(address == y.untyped_storage().data_ptr() for y in state)
+        except RuntimeError:  # tensors of a subclass have no storage of their own
+            shares = True
+        return x.clone() if shares else x
 
     def _reset_where(self, mask: Tensor) -> Obs:
         """Start new episodes where ``mask`` bool [N] is True; return the current observation.
@@ -506,14 +520,10 @@ class MujocoEnv:
         obs = self.task.observe(self.s if offsets is None else offsets.measured(self.s))
         if self._names_groups and isinstance(obs, Tensor):
             obs = {STATE: obs}
-        if self._reads_privileged and isinstance(obs, dict):
-            privileged = self.task.privileged(self.s)
-            assert privileged is not None  # checked by the TaskValidator
-            obs = obs | {PRIVILEGED: privileged}
         if self._groups and isinstance(obs, dict):
             obs = obs | {name: f(self.s) for name, f in self._groups.items()}
         return tree.map(
-            lambda x: x.to(torch.float32, copy=True) if x.is_floating_point() else x, obs
+            lambda x: x.to(torch.float32 if x.is_floating_point() else x.dtype, copy=True), obs
         )
 
     def _with_first_obs(self, obs: Obs, mask: Tensor) -> Obs:

@@ -6,7 +6,6 @@ On device "cpu" the same kernels run on one core. Kernels are compiled at the fi
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import warnings
@@ -22,14 +21,23 @@ import warp as wp
 from mujoco_warp import OverflowType
 from torch import Tensor
 
+from embodied_envs.base import random, tree
+from embodied_envs.base.compilation import (
+    compile_function,
+    is_compilation_disabled,
+    matmul_precision,
+)
+from embodied_envs.base.errors import EnvError
 from embodied_envs.physics import warp_kernels
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
 from embodied_envs.physics.engine import STATE_FIELDS, T
-from embodied_ppo.core import random, tree
-from embodied_ppo.core.compile import compile_function, is_compilation_disabled
-from embodied_ppo.core.devices import matmul_precision
-from embodied_ppo.core.types import EnvError
+from embodied_envs.physics.warp_model import (
+    adapt_model,
+    capacity_message,
+    default_capacities,
+    resolve_devices,
+)
 
 FUSED_DEVICES = ("cuda",)
 """Types of devices on which the functions of ``WarpPhysics.fuse`` are compiled."""
@@ -65,6 +73,11 @@ _MASS_CONSTANTS = (
 
 The constants of tracking cameras are not among them: they do not follow cam_pos.
 """
+_CONTACT_OVERFLOW = int(
+    OverflowType.BROADPHASE | OverflowType.NARROWPHASE | OverflowType.CCD | OverflowType.HFIELD
+)
+_ROW_OVERFLOW = int(OverflowType.NEFC | OverflowType.NJMAX_NNZ)
+"""Bits of Data.overflow that mean lost contacts, and those that mean lost constraints."""
 
 
 class WarpPhysics:
@@ -227,11 +240,8 @@ class WarpPhysics:
             mjw.rne_postconstraint(self._warp_model, self.data)
         d = self.data
         counts = [d.overflow, d.ncollision, d.nacon, d.nefc]
-        wp.launch(
-            warp_kernels.update_peaks,
-            d.nworld,
-            [*_overflow_bits(), *counts, self._warp_peak_counts],
-        )
+        bits = [_CONTACT_OVERFLOW, _ROW_OVERFLOW]
+        wp.launch(warp_kernels.update_peaks, d.nworld, [*bits, *counts, self._warp_peak_counts])
 
     def _make_current(self) -> None:
         """Compute the derived fields and sensors of the current qpos and qvel.
@@ -293,7 +303,7 @@ class WarpPhysics:
             torch.where(mask.view(-1, *[1] * (x.ndim - 1)), value, x, out=x)
 
     def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
-        """See ``Physics``. One kernel instead of the 44 of ``core.random.uniform``."""
+        """See ``Physics``. One kernel instead of the 44 of ``base.random.uniform``."""
         out = torch.empty(len(seed), size, dtype=self.dtype, device=self.device)
         arrays = [wp.from_torch(x) for x in (seed, count, out)]
         with self.scope():
@@ -413,24 +423,10 @@ class WarpPhysics:
                 self._graphs.setdefault(name, None)
                 return
             if self._graphs[name] is None:
-                self._graphs[name] = self._record(kernels)
+                with wp.ScopedCapture(device=self._warp_device) as capture:
+                    kernels()
+                self._graphs[name] = capture.graph
             wp.capture_launch(self._graphs[name])
-
-    def _record(self, kernels: Callable[[], None]) -> Any:
-        """Return a graph of ``kernels``."""
-        if self._on_cpu:
-            with wp.ScopedCapture(device=self._warp_device) as capture:
-                kernels()
-            return capture.graph
-        stream = torch.cuda.Stream(self.device)  # the default stream cannot be recorded
-        with (
-            _no_garbage_collection(),
-            torch.cuda.stream(stream),
-            self.scope(),
-            wp.ScopedCapture() as capture,
-        ):
-            kernels()
-        return capture.graph
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return a context in which warp launches kernels on torch's current stream."""
@@ -472,10 +468,10 @@ class WarpPhysics:
         contacts_lost, rows_lost, candidates, contacts, rows = self._host_counts.tolist()
         if contacts_lost:
             peak = math.ceil(max(candidates, contacts) / self.num_envs)
-            raise EnvError(_capacity_message("nconmax", self._nconmax, "contacts per world", peak))
+            raise EnvError(capacity_message("nconmax", self._nconmax, "contacts per world", peak))
         if rows_lost:
             quantity = "rows of constraints in one world"
-            raise EnvError(_capacity_message("njmax", self._njmax, quantity, rows))
+            raise EnvError(capacity_message("njmax", self._njmax, quantity, rows))
 
 
 class _CapturedStep:
@@ -506,7 +502,6 @@ class _CapturedStep:
                     f"no CUDA graph of steps or resets, which are slower without it ({error})",
                     stacklevel=2,
                 )
-                self.physics.records_kernels = True
         if self.graph is None:
             with matmul_precision("highest"):
                 result = self.step(action)
@@ -548,90 +543,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-# ---------------------------------------------------------------------------------------- the model
-def resolve_devices(device: torch.device | str) -> tuple[torch.device, Any]:
-    """Return torch's device, with its index, and warp's.
-
-    Raises:
-        EnvError: The device is neither "cpu" nor "cuda", or warp cannot use its driver.
-    """
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise EnvError(f"mujoco_warp runs on cuda (or cpu), not on {device}; use simulator=mujoco")
-    wp.config.log_level = max(wp.config.log_level, wp.LOG_WARNING)  # not a line for each kernel
-    wp.init()
-    if device.type == "cuda":
-        if not wp.is_cuda_available():
-            raise EnvError(
-                "warp cannot use this CUDA driver (driver 580 or newer); use simulator=mujoco"
-            )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        device = torch.device("cuda", index)
-    return device, wp.device_from_torch(device)
-
-
-def adapt_model(model: mujoco.MjModel) -> mujoco.MjModel:
-    """Return a copy of ``model`` with the options that mujoco_warp has.
-
-    Raises:
-        EnvError: The model has features with an internal state that a reset would not clear.
-    """
-    model = copy.copy(model)
-    if model.opt.enableflags & int(mujoco.mjtEnableBit.mjENBL_SLEEP):
-        raise EnvError(
-            "bodies that sleep (flag sleep) are not supported on a GPU; use simulator=mujoco"
-        )
-    if getattr(model, "nhistory", 0):
-        raise EnvError(
-            "actuators and sensors with a delay are not supported on a GPU; use simulator=mujoco"
-        )
-    # mujoco_warp has neither feature.
-    bits = (mujoco.mjtDisableBit.mjDSBL_AUTORESET, mujoco.mjtDisableBit.mjDSBL_MIDPHASE)
-    model.opt.disableflags &= ~sum(int(b) for b in bits)
-    if int(model.opt.solver) == int(mujoco.mjtSolver.mjSOL_PGS):
-        warnings.warn(
-            "mujoco_warp has no PGS solver: the model is simulated with Newton's", stacklevel=2
-        )
-        model.opt.solver = int(mujoco.mjtSolver.mjSOL_NEWTON)
-    return model
-
-
-def default_capacities(model: mujoco.MjModel) -> tuple[int, int]:
-    """Return (nconmax, njmax) estimated from the shapes of the model.
-
-    Each moving shape rests on the ground and touches one other shape: a sphere touches in 1 point,
-    a capsule in 2, another shape in 4; a height field every shape in 4 more. The number of contacts
-    is clamped to [16, 256]; each has 2·(dimensions - 1) rows.
-    """
-    points = {int(mujoco.mjtGeom.mjGEOM_SPHERE): 1, int(mujoco.mjtGeom.mjGEOM_CAPSULE): 2}
-    solid = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
-    moving = solid & (model.body_weldid[model.geom_bodyid] != 0)
-    extra = 4 * bool((model.geom_type[solid] == int(mujoco.mjtGeom.mjGEOM_HFIELD)).any())
-    contacts = sum(points.get(int(kind), 4) + 1 + extra for kind in model.geom_type[moving])
-    contacts = min(max(contacts, 16), 256)
-    per_contact = max(1, 2 * (int(model.geom_condim[solid].max(initial=1)) - 1))
-    limits = int(model.jnt_limited.sum() + model.tendon_limited.sum())
-    friction = int((model.dof_frictionloss > 0).sum() + (model.tendon_frictionloss > 0).sum())
-    return contacts, 6 * model.neq + friction + limits + contacts * per_contact
-
-
-def _overflow_bits() -> tuple[int, int]:
-    """Return the bits of Data.overflow that mean lost contacts, and those for lost constraints."""
-    contacts = (
-        OverflowType.BROADPHASE | OverflowType.NARROWPHASE | OverflowType.CCD | OverflowType.HFIELD
-    )
-    return int(contacts), int(OverflowType.NEFC | OverflowType.NJMAX_NNZ)
-
-
-def _capacity_message(option: str, limit: int, quantity: str, peak: int) -> str:
-    """Return the error message with the value to set.
-
-    ``peak`` counts the last substep of each step; the overflow can have occurred in another one.
-    """
-    needed = math.ceil(1.25 * peak) if peak > limit else 2 * limit
-    return (
-        f"env.kwargs.{option}={limit} is too small for the {quantity} (at most {peak} seen); set"
-        f" {needed} or more"
-    )

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.engine import Physics
-from embodied_ppo.core.types import EnvError
+from embodied_envs.physics.mechanism import driven_dofs
 
 STREAM = 2
-"""Stream of random numbers, see ``core.random``; ``MujocoEnv`` uses 0 and 1."""
+"""Stream of random numbers, see ``base.random``; ``MujocoEnv`` uses 0 and 1."""
 
 
 class Pushes:
@@ -93,10 +94,7 @@ def base_dof(model: mujoco.MjModel, id: str) -> int:
     Raises:
         EnvError: There is no such joint, or there are several.
     """
-    data = mujoco.MjData(model)
-    mujoco.mj_forward(model, data)
-    count = int(data.moment_rownnz.sum())
-    driven = np.unique(model.body_rootid[model.dof_bodyid[data.moment_colind[:count]]])
+    driven = model.body_rootid[model.dof_bodyid[driven_dofs(model)]]
     free = np.flatnonzero(model.jnt_type == int(mujoco.mjtJoint.mjJNT_FREE))
     bases = [int(j) for j in free if model.jnt_bodyid[j] in driven]
     if len(bases) == 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warp as wp
 
-from embodied_ppo.core import random
+from embodied_envs.base import random
 
 _SEED, _COUNT, _INDEX, _MIX1, _MIX2 = (
     wp.constant(wp.uint64(x))
@@ -57,7 +57,7 @@ def update_peaks(
 
 @wp.func
 def _mix(z: wp.uint64) -> wp.uint64:
-    """See ``core.random``."""
+    """See ``base.random``."""
     z = (z ^ (z >> wp.uint64(30))) * _MIX1
     z = (z ^ (z >> wp.uint64(27))) * _MIX2
     return z ^ (z >> wp.uint64(31))
@@ -72,7 +72,7 @@ def uniform(
 ):
     """Set out[n, i] to number i of (seed[n], stream, count[n]) in [0, 1), of 24 random bits.
 
-    The numbers are those of ``core.random.uniform`` in float32.
+    The numbers are those of ``base.random.uniform`` in float32.
     """
     n, i = wp.tid()
     key = _mix(wp.uint64(seed[n]) * _SEED + stream_key) + wp.uint64(count[n]) * _COUNT

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import embodied_envs
-from embodied_envs.physics.mujoco_cpu import BatchPhysics
+from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.tabletop import Tabletop
 from embodied_envs.tasks.tabletop_expert import Expert
-from embodied_ppo.core.types import EnvError
 
+FPS = 20
+"""Actions per second: 3 physics steps of 1/60 s."""
 STATE = (
     *("tool_x", "tool_y", "tool_z", "finger_left", "finger_right"),
     *("target_x", "target_y", "target_z", "target_finger"),
@@ -28,10 +29,6 @@ STATE = (
 """Names of the 12 numbers of obs=language (m, m/s)."""
 ACTION = ("x", "y", "z", "finger")
 """Names of an action's dimensions, each in [-1, 1]; see ``Tabletop``."""
-Actor: TypeAlias = Callable[[dict[str, Tensor]], Tensor]
-"""Policy that reads "state" and "privileged" of N worlds and returns actions [N, 4]."""
-FPS = 20
-"""Actions per second: 3 physics steps of 1/60 s."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,6 @@ class Episode:
         family: Name of the kind of episode.
         attempt: Number among all episodes, failures included: episode attempt // N of environment
             attempt % N.
-        points: Camera -> float32 [L, O, 2], where the objects of the captions are in the images
-            (``Cameras.locate``); empty without captions.
     """
 
     images: dict[str, np.ndarray]
@@ -56,13 +51,6 @@ class Episode:
     instruction: str
     family: str
     attempt: int
-    points: dict[str, np.ndarray]
-
-
-def captions(task_kwargs: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the expressions that refer to the O objects of the task: object -> texts."""
-    texts = Tabletop(**{**task_kwargs, "obs": "language"}).captions()
-    return {name: tuple(expressions) for name, expressions in texts.items()}
 
 
 def seeds(seed: int, num_envs: int, start: int = 0) -> list[int]:
@@ -83,10 +71,8 @@ def record(
     start: int = 0,
     randomize: bool = False,
     num_threads: int | None = None,
-    captions: bool = False,
-    policy: Actor | None = None,
 ) -> Iterator[Episode]:
-    """Yield the first ``episodes`` successes of the scripted expert, or of another policy.
+    """Yield the first ``episodes`` successes of the scripted expert.
 
     Episodes are yielded in the order in which they started. In the order in which they ended, short
     ones would be overrepresented.
@@ -109,14 +95,10 @@ def record(
         start: Selects other episodes; a continued recording passes the number it has.
         randomize: Whether to randomise the domain within the task's ranges.
         num_threads: Threads of the simulator; None: the cores this process may use.
-        captions: Record where the objects of the task's captions are in the images.
-        policy: Acts instead of the scripted expert.
 
     Raises:
         EnvError: An option is invalid, or the expert succeeds in fewer than 10 % of the episodes.
     """
-    if not 0 <= noise < 1:
-        raise EnvError(f"noise={noise} must be a probability, at least 0 and less than 1")
     if task_kwargs.get("obs", "language") != "language":
         raise EnvError(
             f"env.kwargs.obs={task_kwargs['obs']!r}: demonstrations are of obs=language; leave"
@@ -132,14 +114,12 @@ def record(
         image_size=image_size,
         randomize=randomize,
         kwargs={**task_kwargs, "obs": "language"},
-        obs_keys=None if policy is None else ("state", "privileged"),
     )
     assert isinstance(env, MujocoEnv)
     try:
         generator = torch.Generator().manual_seed(seeds(seed, 1, start)[0])
         done = 0
-        objects = tuple(env.task.captions()) if captions else ()
-        ended = _run_episodes(env, tuple(cameras), objects, noise, generator, on_episode, policy)
+        ended = _run_episodes(env, tuple(cameras), noise, generator, on_episode)
         for attempts, episode in enumerate(_in_order(ended), start=1):
             if episode is not None:
                 yield episode
@@ -169,32 +149,26 @@ def _in_order(ended: Iterator[tuple[int, Episode | None]]) -> Iterator[Episode |
 def _run_episodes(
     env: MujocoEnv,
     cameras: Sequence[str],
-    objects: Sequence[str],
     noise: float,
     generator: torch.Generator,
     on_episode: Callable[[str, bool], None] | None,
-    policy: Actor | None,
 ) -> Iterator[tuple[int, Episode | None]]:
     """Yield (attempt, episode) for every episode that ends; the episode of a failure is None."""
     task = env.task
-    physics = env.physics
-    assert isinstance(task, Tabletop) and isinstance(physics, BatchPhysics)
+    assert isinstance(task, Tabletop)
     expert, n = Expert(task, env.device), env.num_envs
     obs = env.reset()
-    # Observations and actions of the running episodes.
-    frames: list[list[tuple[dict[str, Tensor], Tensor]]] = [[] for _ in range(n)]
-    # Places of the captions' objects, camera -> [O, 2].
-    places: list[list[dict[str, np.ndarray]]] = [[] for _ in range(n)]
+    # Of the running episodes: observation and action.
+    frames: list[list[tuple[Any, Tensor]]] = [[] for _ in range(n)]
     count = [0] * n
     while True:
         assert isinstance(obs, dict)
-        action = expert(env.s).float() if policy is None else policy(obs).clamp(-1.0, 1.0)
+        action = expert(env.s).float()
         # Read before the step: a world that ends starts the next episode in the same step.
         instruction, kind = env.s["instruction"].tolist(), env.s["kind"].tolist()
-        points = physics.locate(objects) if objects else {}
         for i in range(n):
-            places[i].append({name: x[i] for name, x in points.items()})
-            frames[i].append(({name: obs[name][i] for name in ("state", *cameras)}, action[i]))
+            seen = {name: obs[name][i] for name in ("state", *cameras)}
+            frames[i].append((seen, action[i]))
         is_noisy = torch.rand(n, 1, generator=generator) < noise
         noisy_action = 2 * torch.rand(n, 4, generator=generator) - 1
         step = env.step(torch.where(is_noisy, noisy_action, action))
@@ -213,9 +187,8 @@ def _run_episodes(
                     instruction=task.instructions[instruction[i]],
                     family=family,
                     attempt=attempt,
-                    points={name: np.stack([x[name] for x in places[i]]) for name in points},
                 )
-            frames[i], places[i] = [], []
+            frames[i] = []
             yield attempt, episode
             count[i] += 1
         obs = step.obs

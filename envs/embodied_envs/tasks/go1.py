@@ -47,9 +47,9 @@ class Go1Joystick(Task):
     68:86  forces of contacts and joint limits on the trunk (N, N m) and the joints, N m
     86     share of the episode that has passed
 
-    Reward: the sum of ``terms``, at least 0. The episode ends if the trunk is lower than 15 cm or
-    tilts by 60 degrees. Success is decided in the last of 500 steps: the mean errors of velocity
-    and yaw rate are below 0.2 m/s and 0.3 rad/s.
+    Reward: the sum of ``reward_terms``, at least 0. The episode ends if the trunk is lower than 15
+    cm or tilts by 60 degrees. Success is decided in the last of 500 steps: the mean errors of
+    velocity and yaw rate are below 0.2 m/s and 0.3 rad/s.
 
     Robot, gains, noise and contacts (feet only) are those of Go1JoystickFlatTerrain in MuJoCo
     Playground (Zakka et al. 2025). Different are the physics steps, 4 of 5 ms instead of 5 of 4 ms,
@@ -153,7 +153,7 @@ class Go1Joystick(Task):
         )
 
     # ----------------------------------------------------------------------------------- the reward
-    def terms(self, before: State, s: State, action: Tensor) -> dict[str, Tensor]:
+    def reward_terms(self, before: State, s: State, action: Tensor) -> dict[str, Tensor]:
         """Return the terms of the reward, [N] each; the signs are those of the factors below.
 
         track   exp(-4·error²) of the horizontal velocity
@@ -205,7 +205,10 @@ class Go1Joystick(Task):
         return s["qpos"][:, 2]
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        return torch.stack(list(self.terms(before, s, action).values())).sum(0).clamp(min=0)
+        return self.total(self.reward_terms(before, s, action))
+
+    def total(self, terms: dict[str, Tensor]) -> Tensor:
+        return torch.stack(list(terms.values())).sum(0).clamp(min=0)
 
     def terminated(self, s: State) -> Tensor:
         return (self.height(s) < 0.15) | (gravity(s)[:, 2] > -0.5)

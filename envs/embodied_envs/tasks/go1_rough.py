@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.base.errors import EnvError
 from embodied_envs.tasks.go1 import FOOT_M, Go1Joystick, velocity
 from embodied_envs.tasks.task import State
 from embodied_envs.tasks.terrain import KINDS, Terrain, next_level
-from embodied_ppo.core.errors import EnvError
 
 CURRICULUM, UNIFORM = "curriculum", "uniform"
 

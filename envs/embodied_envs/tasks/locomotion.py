@@ -3,7 +3,7 @@ environments.
 
 Models, formulas and constants are those of gymnasium.envs.mujoco.*_v5 (Towers et al. 2024);
 tests/envs/physics/test_mujoco_env.py compares both step by step. As in Gymnasium, derived fields
-(xpos, cfrc_ext, ..) are those of the state one physics step ago (``stage``).
+(for example xpos) are those of the state one physics step ago (``stage``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import mujoco
 import torch
 from torch import Tensor
 
+from embodied_envs.base.random import normal
 from embodied_envs.tasks.task import State, Task
-from embodied_ppo.core.random import normal
 
 
 class Locomotion(Task):

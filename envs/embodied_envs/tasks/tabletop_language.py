@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from embodied_ppo.core.errors import EnvError, choose
+from embodied_envs.base.errors import EnvError, check_choice, check_names
 
 Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording", "unseen_colour"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -272,12 +272,9 @@ def episodes(
         EnvError: The split, the colour or a family is unknown, a family is named twice, or a family
             has no episode in the split.
     """
-    if split not in SPLITS:
-        choices = choose(str(split), SPLITS, "there are ")
-        raise EnvError(f"env.id=Tabletop: split={split!r} is unknown; {choices}")
-    if unseen_colour is not None and unseen_colour not in COLOURS:
-        choices = choose(str(unseen_colour), COLOURS, "there are ")
-        raise EnvError(f"env.id=Tabletop: unseen_colour={unseen_colour!r} is unknown; {choices}")
+    prefix = "env.id=Tabletop: "
+    check_choice(f"{prefix}split", split, SPLITS)
+    check_choice(f"{prefix}unseen_colour", unseen_colour, (None, *COLOURS))
     if split == "unseen_colour" and unseen_colour is None:
         raise EnvError(
             "env.id=Tabletop: split='unseen_colour' needs the colour; write unseen_colour=yellow"
@@ -288,12 +285,7 @@ def episodes(
             " them"
         )
     names = list(FAMILIES) if families is None else list(families)
-    for name in names:
-        if name not in FAMILIES:
-            choices = choose(str(name), list(FAMILIES), "there are ")
-            raise EnvError(f"env.id=Tabletop: families has {name!r}, which is unknown; {choices}")
-        if names.count(name) > 1:
-            raise EnvError(f"env.id=Tabletop: families has {name!r} more than once")
+    check_names(f"{prefix}families", names, FAMILIES)
     chosen: dict[Combination, tuple[str, ...]] = {}
     for name in names:
         wordings = FAMILIES[name].held_out if split == "unseen_wording" else FAMILIES[name].train

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_ppo.core.types import Obs
+from embodied_envs.types import Obs
 
 if TYPE_CHECKING:
     import mujoco
@@ -52,7 +52,7 @@ class Task(ABC):
     stage: Stage = "velocity"
     """Derived fields that are computed after a control step.
 
-    velocity: positions, velocities and their sensors (xpos, sensordata, ..) follow from qpos and
+    velocity: positions, velocities and their sensors (for example xpos) follow from qpos and
     qvel. none: derived fields are those of the state one physics step ago, as Gymnasium reads them;
     this is cheaper. forces: as none, with the contact forces (cfrc_ext) of that step."""
     reset_noise: int = 0
@@ -123,14 +123,6 @@ class Task(ABC):
         """
         return None
 
-    def captions(self) -> Mapping[str, Sequence[str]]:
-        """Return the expressions that refer to bodies of the model: name of the body -> texts.
-
-        Demonstrations recorded with captions have them, with the bodies' places in the images
-        (``cloning.captions``). By default there are none.
-        """
-        return {}
-
     def groups(self) -> Mapping[str, Callable[[State], Tensor]]:
         """Return further observations: name -> function of the state that returns [N, ..].
 
@@ -142,6 +134,17 @@ class Task(ABC):
     @abstractmethod
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         """Return the reward [N]; ``before`` has the fields that the attribute ``before`` lists."""
+
+    def reward_terms(self, before: State, s: State, action: Tensor) -> dict[str, Tensor]:
+        """Return numbers [N] to log as curves ``env/<name>``, such as the terms of the reward."""
+        return {}
+
+    def total(self, terms: dict[str, Tensor]) -> Tensor | None:
+        """Return the reward [N] from ``reward_terms``, so that they are computed once in a step.
+
+        None, the default: ``reward`` computes it.
+        """
+        return None
 
     def terminated(self, s: State) -> Tensor:
         """Return bool [N], whether the task has ended; by default it never ends."""

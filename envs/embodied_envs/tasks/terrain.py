@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_ppo.core.errors import EnvError, choose
-from embodied_ppo.core.random import uniform
+from embodied_envs.base.errors import EnvError, check_count, check_names
+from embodied_envs.base.random import uniform
 
 KINDS = ("flat", "slopes", "stairs", "rough")
 CELL_M = 0.05
@@ -64,24 +64,11 @@ class Terrain:
         """
         prefix = f"env.id={id}: env.kwargs"
         self.kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-        for name in self.kinds:
-            if name not in KINDS:
-                raise EnvError(
-                    f"{prefix}.terrain: {name!r} is unknown; {choose(str(name), KINDS, 'choose ')}"
-                )
-        if not self.kinds or len(set(self.kinds)) < len(self.kinds):
-            raise EnvError(
-                f"{prefix}.terrain={list(self.kinds)}: name at least one of {', '.join(KINDS)},"
-                " each once"
-            )
-        for name, value, low, high in (
-            ("levels", levels, 1, 20),
-            ("terrain_seed", seed, 0, 2**31 - 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise EnvError(
-                    f"{prefix}.{name}={value!r} must be a whole number from {low} to {high}"
-                )
+        check_names(f"{prefix}.terrain", self.kinds, KINDS)
+        if not self.kinds:
+            raise EnvError(f"{prefix}.terrain=[]: name at least one of {', '.join(KINDS)}")
+        check_count(f"{prefix}.levels", levels, 1, 20)
+        check_count(f"{prefix}.terrain_seed", seed, 0, 2**31 - 1)
         self.levels, self.seed = levels, seed
         self.heights = self._heights()
         """float64 [rows along y, columns along x], m above the plane of the floor."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import embodied_envs
 from embodied_envs.adapters.action_chunking import ChunkedActions
-from embodied_ppo.algorithms import advantages
-from embodied_ppo.core.types import EnvError
+from embodied_ppo.ppo import advantages
 from embodied_ppo.rollout.simulation import Rollout
 
 
@@ -49,15 +48,6 @@ def test_episode_end_inside_a_chunk_skips_remaining_actions(same_step: bool) -> 
     assert step.final_obs is not None and step.final_obs[1].tolist() == [1, 0, 4]
 
 
-def test_success_after_the_episode_end_is_ignored() -> None:
-    env = chunked([2, 9], [False, False], 4, same_step=False)
-    env.reset()
-    flags = [env.step(torch.zeros(2, 4)).success for _ in range(2)]
-    success = [f.tolist() for f in flags if f is not None]
-    # Odd episodes succeed. The steps of episode 1 in the first chunk are discarded.
-    assert success[0] == [False, False]
-
-
 def test_rollout_discounts_within_and_between_chunks() -> None:
     """A decision of k steps has the reward Σ γ^i r_i, and its next value is discounted by γ^k."""
     env = chunked([2, 5], [False, True], 3, same_step=True)
@@ -88,40 +78,19 @@ def test_rollout_discounts_within_and_between_chunks() -> None:
     # environment 1: r0 + γ r1 + γ² r2 + γ³ r3 + γ⁴ r4 + γ⁵ V - V(s0), by hand
     expected = sum(0.5**i * (101 + i) for i in range(5)) + 0.5**5 * 1005.5 - 1000.5
     assert adv[0, 1].item() == pytest.approx(expected, rel=1e-6)
-    returns = [e[0] for e in rollout.finished]
+    returns = [e[0] for e in rollout.episodes.finished]
     assert returns[0] == 1 + 2 and returns[-1] == 101 + 102 + 103 + 104 + 105, "undiscounted"
-    assert [e[1] for e in rollout.finished][-1] == 5 and metrics["rollout/episodes"] == 3
+    assert [e[1] for e in rollout.episodes.finished][-1] == 5 and metrics["rollout/episodes"] == 3
 
 
-def test_chunk_equals_single_steps() -> None:
-    """Compare with EnvPool stepped one action at a time, up to the first episode end."""
-    options: dict[str, Any] = {"num_envs": 2, "seeds": [3, 4], "num_threads": 1}
-    plain = embodied_envs.make("HalfCheetah-v4", **options)
-    env = embodied_envs.make("HalfCheetah-v4", **options, action_chunk=4)
-    assert env.max_episode_steps == 250
-    assert torch.equal(plain.reset(), env.reset())
-    actions = torch.rand(3, 2, 4, 6, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    for chunk in actions:
-        steps = [plain.step(a) for a in chunk.unbind(1)]
-        step = env.step(chunk)
-        assert torch.equal(step.reward, torch.stack([s.reward for s in steps], 1))
-        assert torch.equal(step.obs, steps[-1].obs)
-
-
-@pytest.mark.parametrize("id", ["HalfCheetah-v4", "CartPole-v1", "toy_envs:Balance"])
+@pytest.mark.parametrize("id", ["HalfCheetah-v4", "toy_envs:Balance"])
 def test_single_environments_restart_inside_a_chunk(id: str) -> None:
     """The executed steps of each episode add up to the time limit."""
-    simulator = {"CartPole-v1": "gymnasium"}.get(id, "auto")
     options: dict[str, Any] = {
         "num_envs": 3,
         "seeds": [1, 2, 3],
         "max_episode_steps": 7,
-        "simulator": simulator,
     }
-    if id == "CartPole-v1":
-        with pytest.raises(EnvError, match="its actions are discrete; use action_chunk=1"):
-            embodied_envs.make(id, **options, action_chunk=3)
-        return
     env = embodied_envs.make(id, **options, action_chunk=3)
     env.reset()
     lengths = torch.zeros(3, dtype=torch.int64)
@@ -132,64 +101,3 @@ def test_single_environments_restart_inside_a_chunk(id: str) -> None:
         ended = step.terminated | step.truncated
         assert (lengths[ended] == 7).all() and (lengths <= 7).all()
         lengths[ended] = 0
-
-
-def test_gymnasium_environments_restart_inside_a_chunk() -> None:
-    options: dict[str, Any] = {
-        "num_envs": 3,
-        "seeds": [1, 2, 3],
-        "max_episode_steps": 6,
-        "simulator": "gymnasium",
-    }
-    env = embodied_envs.make("Pendulum-v1", **options, action_chunk=3)
-    env.reset()
-    for k in range(8):
-        step = env.step(torch.zeros(3, 3))
-        assert step.executed is not None and step.executed.all(), (
-            "6 = 2 x 3; a dummy row would move episode ends into the chunks"
-        )
-        assert step.truncated.tolist() == [k % 2 == 1] * 3
-
-
-def test_camera_renders_once_per_chunk() -> None:
-    """The image is that of the last step, also if an episode starts inside the chunk."""
-    options: dict[str, Any] = {
-        "num_envs": 2,
-        "seeds": [1, 2],
-        "max_episode_steps": 5,
-        "cameras": ("eye",),
-    }
-    env = embodied_envs.make("toy_envs:Balance", **options, action_chunk=3)
-    plain: Any = embodied_envs.make("toy_envs:Balance", **options)
-    assert isinstance(env, ChunkedActions)
-    inner: Any = env.env
-    rendered: list[int] = []
-    images = inner.physics.cameras.images
-    inner.physics.cameras.images = lambda worlds, mask: (
-        rendered.append(int(mask.sum())),
-        images(worlds, mask),
-    )[1]
-    env.reset(), plain.reset()
-    step = env.step(torch.zeros(2, 3))
-    assert sum(rendered) == 2, "one for each world"
-    for _ in range(3):
-        reference = plain.step(torch.zeros(2, 1))
-    assert torch.equal(step.obs["eye"], reference.obs["eye"])
-    rendered.clear()
-    step = env.step(torch.zeros(2, 3))  # ends at the second of three
-    for _ in range(2):
-        reference = plain.step(torch.zeros(2, 1))
-    assert step.final_obs is not None and torch.equal(
-        step.final_obs["eye"], reference.final_obs["eye"]
-    )
-    assert not torch.equal(step.obs["eye"], step.final_obs["eye"])
-    assert torch.equal(
-        inner.render() if inner.physics.cameras.render_size else step.obs["eye"], step.obs["eye"]
-    )
-
-
-def test_wrong_action_shape_is_rejected() -> None:
-    env = embodied_envs.make("toy_envs:Balance", num_envs=2, seeds=[1, 2], action_chunk=3)
-    env.reset()
-    with pytest.raises(EnvError, match=r"actions of shape \[2, 4\]; it takes \[2, 3, 1\]"):
-        env.step(torch.zeros(2, 4))

@@ -5,7 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import mujoco
+import numpy as np
 import pytest
+from toy_envs import BALANCE
+
+from embodied_envs.physics import cameras
 
 
 @pytest.mark.slow
@@ -23,3 +28,25 @@ env.render()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+QUADRUPED = """<mujoco><worldbody><geom type="plane" size="5 5 .1"/>
+<camera name="fixed" pos="0 -3 1" xyaxes="1 0 0 0 0 1"/>
+<body name="trunk" pos="0 0 .3"><freejoint name="root"/><geom type="box" size=".2 .1 .05"/>
+<body><joint name="leg" axis="0 1 0"/><geom type="capsule" fromto="0 0 0 0 0 -.2" size=".02"/>
+</body></body></worldbody><actuator><motor joint="leg"/></actuator></mujoco>"""
+
+
+def test_own_robot_is_followed_beyond_its_floor() -> None:
+    """100 m from the origin, the robot looks as at the origin, on a floor of 10 m."""
+    model = mujoco.MjModel.from_xml_string(QUADRUPED)
+    assert cameras.travelling_body(model) == 1
+    assert cameras.travelling_body(mujoco.MjModel.from_xml_string(BALANCE)) is None
+    renderer = cameras.Cameras(model, render_size=(60, 80))
+    qpos = np.tile(model.qpos0, (2, 1))
+    qpos[1, :2] = 100.0
+    worlds = {"qpos": qpos, "mocap_pos": np.zeros((2, 0, 3)), "mocap_quat": np.zeros((2, 0, 4))}
+    near, far = (renderer.render(worlds, i).float() for i in range(2))
+    assert float(near.std()) > 5 and float((near - far).abs().mean()) < 12
+    assert renderer._model.geom_size[0].tolist() == [5, 5, 0.1], "for observations"
+    renderer.close()

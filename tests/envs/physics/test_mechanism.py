@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from embodied_ppo.config.schema import EnvConfig
-from embodied_ppo.modes.embodied import components
+from embodied_ppo.options.schema import EnvConfig
+from embodied_ppo.rollout import environments
 
 
 def mechanism(id: str, **options: Any) -> dict[str, Any]:
     config = EnvConfig(id=id, num_threads=1, **options)
-    env = components.make_env([0, 1], config=config, device=torch.device("cpu"))
+    env = environments.make_env([0, 1], config=config, device=torch.device("cpu"))
     try:
-        return components.mechanism(env)
+        return env.simulator.mechanism()
     finally:
         env.close()
 

@@ -6,12 +6,8 @@ The first run compiles kernels for about two minutes; they are stored in ~/.cach
 
 from __future__ import annotations
 
-import gc
 import inspect
-import math
-import sys
 import warnings
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -21,28 +17,19 @@ import pytest
 import run_helpers
 import torch
 import toy_envs
-import warp as wp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import embodied_envs
-from embodied_envs import tasks
-from embodied_envs.physics import make as physics_factory
+from embodied_envs.base import tree
+from embodied_envs.base.errors import EnvError
 from embodied_envs.physics import mujoco_warp
-from embodied_envs.physics.cameras import Cameras
-from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.physics.mujoco_warp import (
     WarpPhysics,
-    adapt_model,
-    default_capacities,
-    resolve_devices,
 )
 from embodied_envs.tasks import State, Task
-from embodied_envs.tasks.locomotion import Ant
-from embodied_ppo.core import random, tree
-from embodied_ppo.core.devices import matmul_precision
-from embodied_ppo.core.types import Box, EnvError
+from embodied_envs.types import Box
 
 SWING = """<mujoco>
   <option timestep="0.01"/>
@@ -131,15 +118,6 @@ class Swing(Task):
         return {"qpos": qpos, "qvel": u.new_zeros(len(u), 7), "mocap_pos": goal, "gust": u[:, 0]}
 
 
-class RoundAnt(Ant):
-    """Ant with a round friction cone, which does not depend on the tangents of a contact."""
-
-    def spec(self) -> mujoco.MjSpec:
-        spec = super().spec()
-        spec.option.cone = mujoco.mjtCone.mjCONE_ELLIPTIC
-        return spec
-
-
 def make(
     id: str = f"{__name__}:Swing", n: int = 4, *, simulator: str = "warp", **options: Any
 ) -> Any:
@@ -208,7 +186,6 @@ def test_equal_to_the_cpu_engine(stage: str) -> None:
         # differently from MuJoCo, and a friction pyramid is not round. The first step has no
         # contact yet.
         pytest.param("Ant", 1, 1e-5, marks=pytest.mark.slow),
-        pytest.param(f"{__name__}:RoundAnt", 4, 2e-3, marks=pytest.mark.slow),
     ],
 )
 def test_locomotion_equals_the_cpu_engine(name: str, steps: int, tolerance: float) -> None:
@@ -216,60 +193,10 @@ def test_locomotion_equals_the_cpu_engine(name: str, steps: int, tolerance: floa
     assert compared >= 8 * min(steps, 10)
 
 
-@pytest.mark.slow
-def test_sensors_of_contacts_and_limits() -> None:
-    """Sensors describe the current state, also just after a contact or a limit has ended."""
-    one, other = make(f"{__name__}:Feeling", simulator="mujoco"), make(f"{__name__}:Feeling")
-    one.reset()
-    other.reset()
-    readings = []
-    for action in random_actions(one, 30):
-        one.step(action.sign())
-        other.step(action.sign())
-        torch.testing.assert_close(
-            other.s["sensordata"], one.s["sensordata"].float(), rtol=1e-3, atol=1e-4
-        )
-        readings.append(one.s["sensordata"].clone())
-    touched, limited, distance = (torch.stack(readings)[:, :, i] for i in (0, 1, 2))
-    assert (
-        0 < (touched > 0).float().mean() < 1
-        and 0 < (limited != 0).float().mean() < 1
-        and distance.std() > 0
-    )
-
-
-class Feeling(Swing):
-    """Observe contact of the ball with the floor, the hinge's limit and the ball from the rod."""
-
-    fields, max_episode_steps = ("sensordata", "xpos", "site_xpos", "cfrc_ext", "cvel"), 15
-
-    def spec(self) -> mujoco.MjSpec:
-        text = SWING.replace('damping="0.05"/>', 'damping="0.05" limited="true" range="-4 4"/>')
-        text = text.replace('<geom type="sphere"', '<geom name="ball" type="sphere"')
-        text = text.replace('<geom type="plane"', '<geom name="floor" type="plane"')
-        text = text.replace('<geom type="capsule"', '<geom name="rod" type="capsule"')
-        sensors = (
-            '<contact geom1="ball" geom2="floor" num="1" data="found"/><jointlimitpos'
-            ' joint="hinge"/>'
-        )
-        sensors += '<distance geom1="ball" geom2="rod" cutoff="1"/><jointlimitvel joint="hinge"/>'
-        return mujoco.MjSpec.from_string(text.replace("<sensor>", f"<sensor>{sensors}"))
-
-
 def test_initial_states_equal_the_cpu_engines() -> None:
     """This holds in later episodes too, and with randomised models."""
-    ranges = {
-        "mass": (0.5, 1.5),
-        "friction": (0.5, 1.5),
-        "damping": (0.5, 2.0),
-        "gains": (0.8, 1.2),
-    }
-    ranges |= {
-        "gravity": (0.5, 1.5),
-        "camera_position": (-0.1, 0.1),
-        "light": (0.5, 1.0),
-        "colour": (-0.2, 0.2),
-    }
+    ranges = dict.fromkeys(("mass", "friction", "damping", "gains", "gravity"), (0.5, 1.5))
+    ranges |= {"camera_position": (-0.1, 0.1), "light": (0.5, 1.0), "colour": (-0.2, 0.2)}
     options: dict[str, Any] = {"randomize": True, "ranges": ranges}
     a, b = make(simulator="mujoco", **options), make(**options)
     a.reset()
@@ -295,72 +222,19 @@ def test_initial_states_equal_the_cpu_engines() -> None:
     assert compare(make(simulator="mujoco", **options), make(**options), 12, 1e-3) == 48
 
 
-def test_fields_have_mujocos_shapes() -> None:
-    model = mujoco.MjModel.from_xml_string(SWING)
-    data = mujoco.MjData(model)
-    names = (
-        "xpos xquat xmat xipos ximat site_xmat geom_xmat cam_xmat cinert cvel cfrc_ext cacc"
-        " sensordata qfrc_actuator "
-    )
-    names += "actuator_force subtree_com qacc mocap_quat time act M geom_size jnt_range body_quat"
-    physics = WarpPhysics(
-        model,
-        3,
-        device="cpu",
-        fields=names.split(),
-        stage="velocity",
-        cameras=Cameras(model),
-        randomization=Randomization(model, {}),
-    )
-    for name in names.split():
-        expected = np.asarray(getattr(data if hasattr(data, name) else model, name))
-        assert (
-            physics.fields[name].shape == (3, *expected.shape)
-            and physics.fields[name].dtype == torch.float32
-        ), name
-
-
 # ------------------------------------------------------------------------------------- the contract
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
-def test_contract(stage: str) -> None:
+@pytest.mark.parametrize("random", [False, True])
+def test_contract(random: bool) -> None:
     """Among others, a state continues bit for bit and a reset does not affect other worlds."""
+    options: dict[str, Any] = {"max_episode_steps": 7, "kwargs": {"stage": "forces"}}
+    if random:
+        options |= {"randomize": True, "ranges": {"mass": (0.5, 1.5), "camera_angle": (-0.2, 0.2)}}
+        options |= {"cameras": ("front",), "image_size": (8, 12)}
     report = embodied_envs.check_env(
-        lambda seeds: make(n=len(seeds), seeds=seeds, max_episode_steps=7, kwargs={"stage": stage}),
-        steps=40,
+        lambda seeds: make(n=len(seeds), seeds=seeds, **options), steps=40
     )
     assert report.seeded and report.longest == 7 and report.episodes >= 20 and not report.notes
-
-
-@pytest.mark.slow
-def test_contract_with_random_models_and_cameras() -> None:
-    options: dict[str, Any] = {
-        "randomize": True,
-        "ranges": {"mass": (0.5, 1.5), "camera_angle": (-0.2, 0.2)},
-    }
-    options |= {"cameras": ("front",), "image_size": (8, 12), "max_episode_steps": 5}
-    report = embodied_envs.check_env(
-        lambda seeds: make(n=len(seeds), seeds=seeds, **options), steps=20
-    )
-    assert report.seeded and report.episodes >= 16 and not report.notes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["velocity", "none", "forces"])
-def test_reset_changes_only_the_masked_worlds(stage: str) -> None:
-    env = make(kwargs={"stage": stage})
-    env.reset()
-    for action in random_actions(env, 7):  # the ball is on the floor
-        env.step(action)
-    mask = torch.tensor([False, True, False, False])
-    before = {k: x.clone() for k, x in env.physics.fields.items()}
-    env.reset_where(mask)
-    fresh = make(kwargs={"stage": stage})
-    fresh.reset()
-    fresh.reset_where(mask)
-    for name, x in env.physics.fields.items():
-        assert torch.equal(x[~mask], before[name][~mask]), name
-        assert torch.equal(x[mask], fresh.physics.fields[name][mask]), name
 
 
 def test_unstable_world_is_reset_without_effect_on_others() -> None:
@@ -385,20 +259,6 @@ def test_unstable_world_is_reset_without_effect_on_others() -> None:
 
 
 @pytest.mark.slow
-def test_recorded_kernels_are_equal_bit_for_bit() -> None:
-    eager, fast = (
-        make(cameras=("front",), image_size=(6, 6)),
-        make(cameras=("front",), image_size=(6, 6)),
-    )
-    assert isinstance(eager.physics, WarpPhysics)
-    eager.physics.records_kernels = False
-    runs = [[env.reset(), *(env.step(a) for a in random_actions(env, 15))] for env in (eager, fast)]
-    assert all(
-        torch.equal(x, y) for x, y in zip(tree.leaves(runs[0]), tree.leaves(runs[1]), strict=True)
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 @pytest.mark.parametrize("name", ["Go1Joystick", "Tabletop"])
 def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,30 +279,6 @@ def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch: pytest.Monk
         a, b = eager.step(action), fast.step(action)
         assert all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
     assert all(map(torch.equal, tree.leaves(eager.state()), tree.leaves(fast.state())))
-
-
-def test_simulation_on_a_gpu_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mujoco_warp, "FUSED_DEVICES", ("cpu",))
-    monkeypatch.setattr(mujoco_warp, "compile_function", lambda function, dynamic: function)
-    fused = make().physics.fuse(torch.get_float32_matmul_precision)
-    with matmul_precision("high"):
-        assert fused() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-
-
-@pytest.mark.parametrize("simulator", ["warp", "mujoco"])
-def test_closed_environment_is_freed_without_garbage_collection(simulator: str) -> None:
-    env = make(simulator=simulator)
-    env.reset()
-    env.step(random_actions(env, 1)[0])
-    freed = weakref.ref(env)
-    env.close()
-    gc.disable()
-    try:
-        del env
-        assert freed() is None
-    finally:
-        gc.enable()
 
 
 class Recordable(TorchDispatchMode):
@@ -489,7 +325,7 @@ def held(env: MujocoEnv) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "id", [f"{__name__}:Swing", *(pytest.param(x, marks=pytest.mark.slow) for x in tasks.OWN)]
+    "id", [f"{__name__}:Swing", pytest.param("Go1Rough", marks=pytest.mark.slow)]
 )
 def test_control_step_reads_no_value_on_the_host(id: str) -> None:
     """The code path of CUDA graphs gives the same results on a CPU without host access."""
@@ -549,101 +385,6 @@ def test_pushes_and_encoder_errors_equal_the_cpu_engines() -> None:
     assert float(cpu.s["qvel"][:, 6:8].norm(dim=1).min()) > 0.1
 
 
-def test_pushes_encoder_errors_and_late_control_read_no_value_on_the_host() -> None:
-    plain, env = make(**ROBOT), make(**ROBOT)
-    env.physics.host_readable = False
-    late = [e.use_late_control([0, 1]) for e in (plain, env)]
-    plain.reset()
-    env.reset()
-    places = held(env)
-    for t, action in enumerate(random_actions(plain, 20)):
-        for x in late:
-            x.copy_((torch.arange(4) + t) % 2)
-        a = plain.step(action)
-        with Recordable(env):
-            b = env.step(action)
-        assert held(env) == places
-        b = replace(b, final_obs=a.final_obs)
-        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
-
-
-VIEWS = {
-    *(
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-        "as_strided",
-        "expand",
-        "transpose",
-        "t",
-        "permute",
-    ),
-    *("unsqueeze", "squeeze", "slice", "select", "split", "unbind", "alias", "detach"),
-    *("empty", "new_empty", "empty_like"),
-}
-"""Operations of torch without a kernel."""
-
-
-class Operations(TorchDispatchMode):
-    """Count operations of torch that are kernels on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ not in VIEWS
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("name", "torch_kernels", "warp_kernels"),
-    [
-        ("HalfCheetah", 50, 420),
-        ("Ant", 70, 1580),
-        ("Go1Joystick", 260, 400),
-        ("Go1Rough", 500, 400),
-    ],
-)
-def test_kernels_of_a_control_step(
-    name: str, torch_kernels: int, warp_kernels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Upper bounds of the kernels on a GPU, with one iteration of the solver per physics step.
-
-    mujoco_warp's kernels are counted but not executed. Warp does not start kernels without threads.
-    """
-    launch, launches = wp.launch, []
-
-    def count(kernel: Any, dim: Any, *args: Any, **kwargs: Any) -> None:
-        if math.prod(dim if isinstance(dim, (tuple, list)) else [dim]):
-            launches.append(kernel.key)
-        if "embodied_envs" in kernel.module.name:
-            launch(kernel, dim, *args, **kwargs)
-
-    monkeypatch.setattr(wp, "launch", count)
-    monkeypatch.setattr(wp, "launch_tiled", count)
-    monkeypatch.setattr(wp, "capture_while", lambda _, while_body, **options: while_body(**options))
-    env = make(name, 2)
-    env.physics.records_kernels = env.physics.host_readable = False
-    env.reset()
-    action = torch.zeros(env.action_shape)
-    launches.clear()
-    with Operations() as operations:
-        env.step(action)
-    assert operations.count <= torch_kernels
-    assert len(launches) <= warp_kernels
-    assert launches.count("uniform") == 1 + bool(env.task.step_noise)
-
-
-def test_random_numbers_equal_core_random() -> None:
-    env = make(n=5)
-    seed = torch.tensor([0, 1, -5, 2**62, 12345])
-    count = torch.tensor([0, 7, 3 << 32, -1, 2**40])
-    for stream in (0, 1):
-        expected = random.uniform(seed, stream, count, 37, torch.float32)
-        assert torch.equal(env.physics.uniform(seed, stream, count, 37), expected)
-
-
 # ------------------------------------------------------------------------------------------- images
 def test_images_equal_opengls() -> None:
     """The mean absolute difference is below 2 of 255 (measured: 0.3), also with random models."""
@@ -663,102 +404,16 @@ def test_images_equal_opengls() -> None:
             x, y = a.step(action).obs, b.step(action).obs
 
 
-def test_images_show_the_current_state_in_every_stage() -> None:
-    one, other = (
-        make(cameras=("front",), image_size=(24, 32), kwargs={"stage": s})
-        for s in ("velocity", "none")
-    )
-    one.reset()
-    other.reset()
-    for action in random_actions(one, 5):
-        a, b = one.step(action).obs, other.step(action).obs
-        assert isinstance(a, dict) and isinstance(b, dict) and torch.equal(a["front"], b["front"])
-
-
-def test_render_equals_opengl() -> None:
-    a, b = (make(simulator=s, render=True, render_size=(24, 32)) for s in ("mujoco", "warp"))
-    a.reset()
-    b.reset()
-    assert (
-        b.render().shape == (24, 32, 3)
-        and float((a.render().float() - b.render().float()).abs().mean()) < 0.5
-    )
-
-
 # ----------------------------------------------------------------------------------------- refusals
-def swing(**changes: str) -> mujoco.MjModel:
-    text = SWING
-    for old, new in changes.items():
-        assert text.count(f"<{old}>") == 1 or text.count(f"<{old}/>") == 1
-        text = text.replace(f"<{old}>", f"<{old}>{new}").replace(f"<{old}/>", new)
-    return mujoco.MjModel.from_xml_string(text)
-
-
-def physics_of(model: mujoco.MjModel, fields: tuple[str, ...] = (), **options: Any) -> WarpPhysics:
-    extra = {"cameras": Cameras(model), "randomization": Randomization(model, {})}
-    return WarpPhysics(model, 2, device="cpu", fields=fields, stage="none", **extra, **options)
-
-
-def test_pgs_solver_becomes_newton_with_a_warning() -> None:
-    model = swing(worldbody="")
-    model.opt.solver = mujoco.mjtSolver.mjSOL_PGS
-    with pytest.warns(UserWarning, match="no PGS solver: the model is simulated with Newton's"):
-        assert adapt_model(model).opt.solver == int(mujoco.mjtSolver.mjSOL_NEWTON)
-    assert model.opt.solver == int(mujoco.mjtSolver.mjSOL_PGS)
-
-
-def test_unsupported_features_are_named() -> None:
-    with pytest.raises(
-        EnvError, match=r"this model \(mjENBL_FWDINV is unsupported\.\); use simulator=mujoco"
-    ):
-        physics_of(swing(mujoco='<option><flag fwdinv="enable"/></option>'))
-    with pytest.raises(EnvError, match="bodies that sleep"):
-        physics_of(swing(mujoco='<option><flag sleep="enable"/></option>'))
-    with pytest.raises(EnvError, match="actuators and sensors with a delay"):
-        physics_of(swing(sensor='<jointpos joint="hinge" nsample="3" delay="0.02"/>'))
-    with pytest.raises(EnvError, match="does not show 'efc_force'; use simulator=mujoco"):
-        physics_of(swing(worldbody=""), ("efc_force",))
-    with pytest.raises(EnvError, match="MuJoCo has no field 'xpoz'"):
-        physics_of(swing(worldbody=""), ("xpoz",))
-    with pytest.raises(EnvError, match="runs on cuda"):
-        resolve_devices("meta")
-    with pytest.raises(EnvError, match=rf"env\.id={__name__}:Swing: MuJoCo has no field"):
-        Swing.fields, fields = ("xpoz",), Swing.fields
-        try:
-            make()
-        finally:
-            Swing.fields = fields
-
-
-def test_missing_mujoco_warp_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mujoco_warp", None)
-    monkeypatch.delitem(sys.modules, "embodied_envs.physics.mujoco_warp")
-    with pytest.raises(
-        EnvError, match="pip install mujoco-warp warp-lang, or use simulator=mujoco"
-    ):
-        make()
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (
-            {"nconmax": 1},
-            (
-                r"nconmax=1 is too small for the contacts per world \(at most [24] seen\); set [35]"
-                r" or more"
-            ),
-        ),
-        (
-            {"njmax": 7},
-            (
-                r"njmax=7 is too small for the rows of constraints in one world \(at most \d+"
-                r" seen\); set \d+"
-            ),
-        ),
-        ({"njmax": 0}, r"njmax=0 must be a whole number, at least 1"),
+        ({"nconmax": 1}, "nconmax.*1"),
+        ({"njmax": 7}, "njmax.*7"),
     ],
-    ids=["contacts", "rows", "nonsense"],
+    ids=["contacts", "rows"],
 )
 def test_exceeded_capacity_is_an_error(kwargs: dict[str, int], message: str) -> None:
     """A box on the floor: 4 contacts of 4 rows."""
@@ -776,36 +431,6 @@ class Boxed(Swing):
         return mujoco.MjSpec.from_string(
             SWING.replace('type="sphere" size="0.15"', 'type="box" size="0.1 0.1 0.1"')
         )
-
-
-@pytest.mark.slow
-def test_measured_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box that has fallen has 4 contacts of 4 rows; capacities are twice these numbers.
-
-    The measurement does not change what the worlds do.
-    """
-    plain = make(f"{__name__}:Boxed", 2, seeds=[0, 0])
-    monkeypatch.setattr(physics_factory, "_capacities_matter", lambda device: True)
-    monkeypatch.setattr(physics_factory, "WARM_UP_STEPS", 12)
-    env = make(f"{__name__}:Boxed", 2, seeds=[0, 0])
-    assert (plain.physics.data.naconmax, plain.physics.data.njmax) == (2 * 16, 64)
-    assert (env.physics.data.naconmax, env.physics.data.njmax) == (2 * 8, 32)
-    runs = [[x.reset(), *(x.step(a) for a in random_actions(x, 15))] for x in (plain, env)]
-    assert all(map(torch.equal, *map(tree.leaves, runs)))
-    env = make(f"{__name__}:Boxed", 2, seeds=[0, 0], kwargs={"nconmax": 9})
-    assert (env.physics.data.naconmax, env.physics.data.njmax) == (2 * 9, 32)
-    with pytest.raises(EnvError, match="njmax=7 is too small"):
-        make(f"{__name__}:Boxed", 2, seeds=[0, 0], kwargs={"njmax": 7})
-
-
-def test_default_capacities() -> None:
-    """The ball has 2 contacts, but the minimum is 16; a contact has 4 rows, nothing else."""
-    assert default_capacities(swing(worldbody="")) == (16, 64)
-    bodies = "".join(
-        f'<body pos="{i} 0 1"><freejoint/><geom type="capsule" size=".1 .2"/></body>'
-        for i in range(8)
-    )
-    assert default_capacities(swing(worldbody=bodies)) == (2 + 8 * 3, 4 * (2 + 8 * 3))
 
 
 # -------------------------------------------------------------------------------------------- a GPU
@@ -872,43 +497,3 @@ def test_control_step_does_not_synchronise() -> None:
             env.reset_where(mask)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_gpu_state_continues_and_results_are_not_overwritten() -> None:
-    """As check_env, within rounding: sums over contacts have no fixed order on a GPU."""
-    env = make(device="cuda")
-    env.reset()
-    actions = random_actions(env, 20)
-    kept = [env.step(action) for action in actions[:5]][-1]
-    copied, state = tree.map(Tensor.clone, kept), env.state()
-    after = [env.step(action) for action in actions[5:9]]
-    assert all(
-        torch.equal(x, y) for x, y in zip(tree.leaves(kept), tree.leaves(copied), strict=True)
-    )
-    env.load_state(tree.map(Tensor.cpu, state))
-    for action, want in zip(actions[5:9], after, strict=True):
-        torch.testing.assert_close(env.step(action).obs, want.obs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.gpu
-def test_gpu_reports_lost_contacts_later() -> None:
-    # Both sizes are set, so that no random steps measure the counts before.
-    env = make(f"{__name__}:Boxed", 2, kwargs={"nconmax": 1, "njmax": 64}, device="cuda")
-    env.reset()
-    with pytest.raises(EnvError, match="nconmax=1 is too small"):
-        for action in random_actions(env, 50):
-            env.step(action)
-            torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-def test_gpu_images_equal_opengls() -> None:
-    options: dict[str, Any] = {"cameras": ("front",), "image_size": (48, 64)}
-    a, b = make(simulator="mujoco", **options), make(device="cuda", **options)
-    a.reset()
-    b.reset()
-    for action in random_actions(a, 15):
-        x, y = a.step(action).obs, b.step(action.cuda()).obs
-        assert isinstance(x, dict) and isinstance(y, dict)
-        assert float((x["front"].float() - y["front"].cpu().float()).abs().mean()) < 2

@@ -15,13 +15,9 @@ from torch import Tensor
 import embodied_envs
 from embodied_envs.checks import check_env
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.tasks import go1_rough, terrain
+from embodied_envs.tasks import go1_rough
 from embodied_envs.tasks.go1_rough import Go1Rough
-from embodied_ppo import run
-from embodied_ppo.config.schema import ModelConfig
-from embodied_ppo.core.types import EnvError
-from embodied_ppo.evaluation import episodes as evaluation
-from embodied_ppo.models.actor_critic import ActorCritic
+from embodied_ppo.programs import runs
 from tests.integration.test_resume import assert_same, contents, rows
 
 ALL = ["state", "height_scan", "privileged"]
@@ -58,51 +54,6 @@ def test_contract_of_all_groups() -> None:
     assert obs["privileged"][:, 42].tolist() == pytest.approx([0.6] * 4)  # friction
 
 
-def test_height_scan_is_computed_only_where_an_option_names_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any) -> Tensor:
-        raise AssertionError("height_scan was computed")
-
-    monkeypatch.setattr(terrain.Terrain, "scan", fail)
-    for keys in (None, ["state"], ["state", "privileged"]):
-        env = make(2, obs_keys=keys)
-        env.reset()
-        obs = env.step(torch.zeros(2, 12)).obs
-        assert list(obs) == keys if isinstance(obs, dict) else keys is None
-    with pytest.raises(EnvError, match=r"'scan' is not in its observation; .*height_scan"):
-        make(2, obs_keys=["scan"])
-
-
-def test_robots_settle_on_stairs() -> None:
-    """Robots that fall from 3 cm stand still on two steps of 2.5 cm, and count as on the ground."""
-    env = make(kwargs={"terrain": ["stairs"], "levels": 6, "level": 0})
-    task = env.task
-    assert isinstance(task, Go1Rough)
-    env.reset()
-    # The trunk is above the edge at 0.7 m: the rear feet are on the first step, the front feet on
-    # the second one.
-    qpos = env.s["qpos"].clone()
-    qpos[:, 0] = task.terrain.centers[0, 0] + 0.7
-    qpos[:, 1] = torch.linspace(-0.3, 0.3, 4, dtype=torch.float64)
-    qpos[:, 2] = terrain.LIFT_M + 2 * 0.025 + task.qpos0[2] + 0.03
-    qpos[:, 3:7] = torch.tensor([1.0, 0, 0, 0])
-    qpos[:, 7:] = task.home
-    env.physics.reset(torch.ones(4, dtype=torch.bool), {"qpos": qpos}, torch.zeros(4, 0))
-    for _ in range(60):
-        assert not env.step(torch.zeros(4, 12)).terminated.any()
-    feet = env.s["site_xpos"][:, task.feet]
-    heights = task.terrain.height(feet[..., :2]) - terrain.LIFT_M
-    steps = heights.sort(1).values
-    torch.testing.assert_close(
-        steps, torch.tensor([[0.025, 0.025, 0.05, 0.05]] * 4).double(), atol=1e-6, rtol=0
-    )
-    clearance = feet[..., 2] - terrain.LIFT_M - heights  # the feet's radius is 23 mm
-    assert float(clearance.min()) > 0.022 and float(clearance.max()) < 0.0235
-    assert bool(task.down(env.s).all()) and float(env.s["qvel"].abs().max()) < 0.1
-    assert bool(((task.height(env.s) > 0.24) & (task.height(env.s) < 0.28)).all())
-
-
 def test_termination_is_relative_to_the_ground_below_the_feet() -> None:
     env = make(2, kwargs={"terrain": ["slopes"], "levels": 1})
     env.reset()
@@ -116,18 +67,6 @@ def test_termination_is_relative_to_the_ground_below_the_feet() -> None:
 
 
 # ------------------------------------------------------------------------------------------- starts
-def test_first_episodes_are_spread_evenly_over_tiles() -> None:
-    env = make(600, kwargs={"levels": 3})
-    assert env.task_names == terrain.KINDS
-    for _ in range(2):  # two evaluations of different seeds
-        kinds, levels = env.s["kind"], env.s["terrain_level"]
-        tiles = (3 * kinds + levels).bincount(minlength=12)
-        assert int(tiles.min()) > 25 and int(tiles.max()) < 80  # 50 each
-        center = env.task.terrain.center(kinds, levels)  # pyright: ignore[reportAttributeAccessIssue]
-        assert torch.equal(env.s["qpos"][:, :2], center[:, :2])
-        env.restart(list(range(1000, 1600)))
-    heading = 2 * torch.atan2(env.s["qpos"][:, 6], env.s["qpos"][:, 3])
-    assert heading.min() < 0.1 and heading.max() > 6.1 and abs(float(heading.mean()) - 3.14) < 0.2
 
 
 @pytest.mark.parametrize("level", ["curriculum", "uniform", 1])
@@ -180,38 +119,7 @@ def test_walked_distance_follows_the_command_and_a_fall_counts_the_missing_one()
     assert task.carry_over(s, start, u)["terrain_level"].tolist() == [3, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        (
-            {"level": 6},
-            "env.kwargs.level=6 must be curriculum, uniform or a whole number from 0 to 5",
-        ),
-        ({"level": "hard"}, "env.kwargs.level='hard' must be curriculum, uniform or a whole"),
-        ({"terrain": ["flat", "hills"]}, "env.id=Go1Rough: env.kwargs.terrain: 'hills' is unknown"),
-        ({"level_count": 3}, "env.kwargs.level_count is unknown"),
-    ],
-)
-def test_mistakes_name_the_option(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(EnvError, match=message):
-        make(1, kwargs=kwargs)
-
-
 # --------------------------------------------------------------------------------------- whole runs
-@pytest.mark.slow
-def test_evaluation_depends_on_its_seed_only() -> None:
-    def measured(num_envs: int, **kwargs: Any) -> tuple[evaluation.Episode, ...]:
-        def env(seeds: list[int]) -> MujocoEnv:
-            return make(len(seeds), seeds=seeds, max_episode_steps=4, kwargs=kwargs)
-
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            policy = ActorCritic(env([0]).obs_spec, env([0]).action_spec, ModelConfig())
-        return evaluation.evaluate(policy, env, episodes=6, num_envs=num_envs, seed=0).episodes
-
-    episodes = measured(2, levels=3)
-    assert episodes == measured(6, levels=3) == measured(4, levels=3, level="uniform")
-    assert len({e.kind for e in episodes}) > 1
 
 
 @pytest.mark.slow
@@ -236,9 +144,9 @@ def test_resumed_run_with_a_curriculum_equals_an_uninterrupted_one(
         "save_every": 2,
     }
     full, half = tmp_path / "full", tmp_path / "half"
-    run.train(run_helpers.tiny_config({**options, "run_dir": str(full)}), quiet=True)
+    runs.train(run_helpers.tiny_config({**options, "run_dir": str(full)}), quiet=True)
     c = run_helpers.tiny_config({**options, "run_dir": str(half)})
-    run.train(replace(c, resume=str(full / "checkpoints" / "step_000002")), quiet=True)
+    runs.train(replace(c, resume=str(full / "checkpoints" / "step_000002")), quiet=True)
     assert_same(contents(full, 4), contents(half, 4))
     assert rows(full)[3:] == rows(half)
     lines = [json.loads(x) for x in (full / "metrics.jsonl").read_text().splitlines()]

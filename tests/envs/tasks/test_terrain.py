@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_envs.tasks.terrain import CELL_M, LIFT_M, Terrain, next_level, tile_heights
-from embodied_ppo.core.types import EnvError
+from embodied_envs.tasks.terrain import CELL_M, Terrain, next_level, tile_heights
 
 FLOOR = """<mujoco><option timestep="0.004"/><worldbody>
 <geom name="floor" type="plane" size="0 0 .01" friction="0.7" priority="1" conaffinity="0"/>
@@ -82,39 +81,6 @@ def test_rough_ground_is_a_function_of_level_and_seed() -> None:
     assert not tile[52:69, 52:69].any() and not tile[:5].any() and not tile[:, -5:].any()
     inner = tile[12:108:4, 12:40:4]  # the random heights, every 20 cm
     assert abs(float(inner.mean()) - 0.06) < 0.01 and len(np.unique(inner)) == inner.size
-
-
-def test_map_has_rows_of_levels_and_columns_of_kinds(terrain: Terrain) -> None:
-    assert terrain.heights.shape == (4 * 120 + 1, 2 * 120 + 1)
-    kind, level = torch.tensor([0, 3, 1]), torch.tensor([0, 1, 1])
-    centers = terrain.center(kind, level)
-    expected = [-3, -9, LIFT_M, 3, 9, LIFT_M, 3, -3, LIFT_M]
-    assert centers.flatten().tolist() == pytest.approx(expected, abs=1e-7)
-    # 1.6 m from the middle: the tops, 0.9 m · 0.4 / 2 and 4 · 0.15 m / 2 on the first of two levels
-    tops = terrain.height(terrain.center(torch.tensor([1, 2]), torch.tensor([0, 0]))[:, :2] + 1.6)
-    assert (tops - LIFT_M).tolist() == pytest.approx([0.18, 0.3])
-    # A selection of kinds has the same tiles.
-    part = Terrain(["rough", "stairs"], levels=2).heights
-    inside = slice(1, -1)
-    assert np.array_equal(part[1:120, inside], terrain.heights[361:480, inside])
-    assert np.array_equal(part[121:240, inside], terrain.heights[241:360, inside])
-    assert np.array_equal(Terrain("stairs", 2).heights[1:120, inside], part[121:240, inside])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kinds": ["hills"]}, "env.kwargs.terrain: 'hills' is unknown; choose flat, slopes"),
-        ({"kinds": []}, r"terrain=\[\]: name at least one of flat, slopes, stairs, rough"),
-        ({"kinds": ["flat", "flat"]}, "each once"),
-        ({"levels": 0}, "env.kwargs.levels=0 must be a whole number from 1 to 20"),
-        ({"levels": 2.5}, "env.kwargs.levels=2.5 must be a whole number"),
-        ({"seed": -1}, "env.kwargs.terrain_seed=-1 must be a whole number from 0"),
-    ],
-)
-def test_mistakes_name_the_option(options: dict, message: str) -> None:
-    with pytest.raises(EnvError, match=message):
-        Terrain(**options)
 
 
 # -------------------------------------------------------------------------------------- the heights

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-import run_helpers
 import torch
 from torch import Tensor
 
-from embodied_ppo.models import fusion
-from embodied_ppo.models.causal_lm import LanguagePolicy
-from embodied_ppo.rollout.generation import cuda_graphs, decode_model
-from embodied_ppo.rollout.generation.decode_model import DecodeModel
-from embodied_ppo.rollout.generation.engine import Engine, _Cache
-from embodied_ppo.rollout.generation.sampling import Sampling
-from tests.kernel_counter import KernelCounter
-from tests.models.test_causal_lm import FAMILIES, make
+from embodied_ppo.policies.causal_lm import LanguagePolicy
+from embodied_ppo.rollout.generation import decode_model
+from embodied_ppo.rollout.generation.engine import Engine
+from tests.policies.test_causal_lm import FAMILIES, make
 from tests.rollout.generation.test_engine import PROMPTS, RULES, assert_equal
 
 SUPPORTED = [(kind, more) for kind, more in FAMILIES if kind in decode_model.FAMILIES]
@@ -88,110 +82,8 @@ def test_new_weights_are_copied_to_the_same_memory() -> None:
     assert engine._model is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "compute", "copied"),
-    [("qwen2", torch.bfloat16, True), ("qwen2", None, False), ("gemma2", torch.bfloat16, False)],
-)
-def test_weights_are_copied_where_products_convert_them(
-    kind: str, compute: torch.dtype | None, copied: bool
-) -> None:
-    """Only with fixed shapes, and for families whose forward pass is implemented."""
-    policy = make(kind)
-    policy.compute = compute or policy.compute
-    assert (decode_model.copy_bytes(policy) > 0) == copied
-    assert not decode_model.is_supported(copy.deepcopy(policy).bfloat16()), "no float32 weights"
-    for static in (True, False):
-        engine = Engine(policy, slots=3, pad_id=0, static=static)
-        engine.generate(PROMPTS, Sampling(2), seed=0)
-        assert (engine._model is not None) == (copied and static)
-    if copied:
-        model = DecodeModel(policy)
-        assert all(x.dtype == torch.bfloat16 for x in model.tensors())
-        assert decode_model.copy_bytes(policy) == sum(x.nbytes for x in model.tensors())
-
-
 def log_probs(policy: LanguagePolicy, ids: Tensor) -> Tensor:
     """Return the learner's log-probabilities of the tokens after the first, [B, L-1]."""
     place = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
     with torch.no_grad():
         return policy.view(policy.hidden(ids, place), ids[:, 1:]).log_prob
-
-
-def test_bfloat16_is_nearer_to_the_learner_than_a_bfloat16_model() -> None:
-    """Log-probabilities of decoding and of the learner, both with products in bfloat16.
-
-    A model of bfloat16 weights also rounds the residual stream.
-    """
-    policy = randomise(make(num_hidden_layers=12, hidden_size=64, intermediate_size=128))
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.ndim > 1:
-                p.div_(p.std() * p.shape[1] ** 0.5)
-    policy.compute = torch.bfloat16
-    engine = Engine(policy, slots=64, pad_id=0, static=True)
-    result = engine.generate([[3, 4, 5]] * 64, Sampling(12), seed=0)
-    assert engine._model is not None
-    ids = torch.cat((torch.tensor([[3, 4, 5]] * 64), result.token), dim=1)
-    learner = log_probs(policy, ids)[:, 2:]
-    rounded = log_probs(copy.deepcopy(policy).bfloat16(), ids)[:, 2:]
-    copied, rounded_model = (
-        (x - learner).square().mean().sqrt() for x in (result.log_prob, rounded)
-    )
-    assert 0 < copied < 0.8 * rounded_model, (copied, rounded_model)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error:.*runs without torch.compile")
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_fused_functions_give_the_tokens_of_eager_code(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch.compile traces the functions, but generates no code. The vocabulary has blocks."""
-    policy = randomise(make(kind, vocab_size=1280))
-    options: dict[str, Any] = {"slots": 3, "pad_id": 0, "static": True, "copy_weights": True}
-    expected = Engine(policy, **options).generate(PROMPTS, Sampling(6), seed=0)
-    run_helpers.trace_only(monkeypatch)
-    monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
-    monkeypatch.setattr(fusion, "_compiled", {})
-    actual = Engine(policy, **options).generate(PROMPTS, Sampling(6), seed=0)
-    assert_equal(actual, expected)
-    names = {function.__name__ for function in fusion._compiled}
-    assert names >= {"_normalise", "_add_and_normalise", "_rotate", "_gate", "_block_sums"}
-
-
-# ------------------------------------------------------------------------------------------ kernels
-def kernels(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, copied: bool) -> int:
-    """Return the kernels of a decode step of 24 layers; sizes other than the depth do not matter.
-
-    Fused functions count as one kernel each. The vocabulary of Qwen 2.5, 151,936 tokens, is a
-    multiple of 128, too.
-    """
-    policy = make(kind, num_hidden_layers=24, vocab_size=1280, tie_word_embeddings=True)
-    policy.compute = torch.bfloat16
-    policy.to(dtype)
-    with torch.no_grad():  # inference mode would hide parts of operations
-        model = DecodeModel(policy) if copied else None
-        if model is not None:
-            model.refresh()
-        rounds = cuda_graphs.StaticDecode(policy, _Cache(policy, 8, 128).both, model)
-        with KernelCounter() as counter:
-            monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
-            monkeypatch.setattr(fusion, "_compiled", {})
-            monkeypatch.setattr(fusion, "compile_function", counter.as_one_kernel)
-            rounds.step(8, 128, Sampling(1))
-    return counter.total
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "copied", "limit"),
-    [
-        ("qwen2", torch.float32, True, 285),
-        ("qwen3", torch.float32, True, 285),
-        ("qwen2", torch.float32, False, 820),
-        ("qwen2", torch.bfloat16, False, 465),
-    ],
-)
-def test_kernels_of_a_decode_step(
-    kind: str, dtype: torch.dtype, copied: bool, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert limit - 10 <= kernels(kind, dtype, monkeypatch, copied=copied) <= limit

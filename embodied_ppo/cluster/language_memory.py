@@ -1,0 +1,117 @@
+"""Estimate the memory of a language model's run on the CPU, before the run is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from embodied_ppo.cluster import memory_estimate
+from embodied_ppo.cluster.memory_estimate import MemoryEstimator, MemoryNeeds
+from embodied_ppo.options import placement, validation
+from embodied_ppo.options.schema import Config
+from embodied_ppo.policies import causal_lm, language_models
+from embodied_ppo.rollout import group_filter, language_inputs
+from embodied_ppo.rollout.generation import decode_model
+
+PURPOSES: tuple[str, ...] = (
+    "weights",
+    "gradients",
+    "optimiser",
+    "experience",
+    "cache",
+    "activations",
+)
+"""Purposes of the memory of a process."""
+
+
+class LanguageMemoryEstimator(MemoryEstimator):
+    """See ``MemoryEstimator``. Graders and reward models are not counted."""
+
+    def __init__(self, config: Config) -> None:
+        """Build actor and critic on the CPU, and read the prompts for the longest sequence.
+
+        Raises ConfigError.
+        """
+        self.config = config
+        a, cpu = config.algorithm, torch.device("cpu")
+        # Caches and activations depend on the longest sequence, so all prompts are read.
+        tokenizer = language_inputs.make_tokenizer(config)
+        train, held_out = language_inputs.read_prompts(config, tokenizer, lambda line: None)
+        self.policy = language_models.make_policy(config, tokenizer, cpu)
+        prompts = [*train, *held_out]
+        self.longest = language_inputs.check_length(self.policy, prompts, a.response_length)
+        uses_critic = "critic" in validation.roles(config)
+        self.critic = language_models.make_critic(config, self.policy, cpu) if uses_critic else None
+
+    def estimate_memory(
+        self, placed: placement.Plan, micro_batch_size: int | None = None
+    ) -> MemoryNeeds:
+        """See ``MemoryEstimator.estimate_memory``."""
+        config, a, policy = self.config, self.config.algorithm, self.policy
+        # Responses of one update in all processes together.
+        sequences = a.rollout_batch_size * a.group_size
+        acts, learners = placed.processes("rollout"), placed.processes("actor")
+        hardware, limit = placed.hardware, micro_batch_size or self.micro_batch_size or sequences
+        # The policy computes logits in chunks, whose size depends on the memory of the device.
+        policy.logit_bytes = causal_lm.logit_bytes(hardware.kind, hardware.memory)
+        # int64 tokens of the whole sequence, and the numbers per token of its response.
+        row = 8 * self.longest + memory_estimate.EXPERIENCE_BYTES_PER_TOKEN * a.response_length
+        # A group filter holds the kept groups and the newest round at the same time.
+        copies = 1.0
+        if a.group_filter is not None:
+            copies, _ = group_filter.peak_copies(a.rollout_batch_size, a.group_filter_rounds)
+        needs: MemoryNeeds = {}
+        for group in placed.groups:
+            need, roles = dict.fromkeys(PURPOSES, 0), group.roles
+            rolls_out, models = "rollout" in roles, list[dict[str, int]]()
+            if rolls_out:
+                # One row of the cache for each response that is decoded at the same time.
+                slots = min(language_inputs.slots(config), sequences // acts)
+                need["cache"] = memory_estimate.kv_cache_bytes(policy, slots, self.longest)
+                # On a GPU the engine decodes with a copy of the weights in the type of the
+                # products.
+                if hardware.kind == "cuda" and config.rollout.engine == "builtin":
+                    models.append({"weights": decode_model.copy_bytes(policy)})
+            # Acting and learning share one copy of the weights.
+            if "actor" in roles:
+                models.append(self._trained_bytes(policy, learners, acts=rolls_out))
+            elif rolls_out:
+                models.append({"weights": memory_estimate.model_bytes(policy)["weights"]})
+            if "critic" in roles:
+                models.append(self._trained_bytes(self.critic, learners))
+            # The reference is a copy of the actor that is never trained.
+            if "reference" in roles:
+                models.append({"weights": self._trained_bytes(policy, learners)["weights"]})
+            for model in models:
+                for purpose, size in model.items():
+                    need[purpose] += size
+            # Actor and critic train one after the other, so the larger activations count.
+            steps = [
+                self._step(role, learners, limit) for role in ("actor", "critic") if role in roles
+            ]
+            need["activations"] = max(steps, default=0)
+            if "actor" in roles or rolls_out:
+                # The experience is divided over the rollouts or the learners; count the larger
+                # part.
+                need["experience"] = round(sequences // min(acts, learners) * row * copies)
+            needs[group.name] = need
+        return needs
+
+    def _trained_bytes(self, model: Any, learners: int, *, acts: bool = False) -> dict[str, int]:
+        """Return the bytes of a trained model and its optimiser."""
+        if self.config.cluster.shard:
+            return memory_estimate.sharded_bytes(model, learners, acts=acts)
+        return memory_estimate.model_bytes(model)
+
+    def _step(self, role: str, learners: int, limit: int) -> int:
+        """Return the bytes of one forward and backward pass of at most ``limit`` responses."""
+        a, model = self.config.algorithm, self.policy
+        size = a.global_batch_size
+        if role == "critic":
+            assert self.critic is not None
+            model = self.critic
+            size = language_models.critic_config(a, self.config.critic).global_batch_size
+        # A process computes its share of a minibatch, at most one micro-batch at a time.
+        rows = min(size * a.group_size // learners, limit)
+        return memory_estimate.language_step(model, rows, self.longest, a.response_length)

@@ -1,0 +1,397 @@
+"""Estimate of a run's memory before it starts, by running acting and learning on fake tensors.
+
+A dispatch mode counts the tensors that operations allocate and free, so that no formula per model
+is needed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from embodied_envs.base import tree
+from embodied_envs.types import ObsSpec
+from embodied_ppo.core.recurrent_state import EpisodeMemory
+from embodied_ppo.core.types import Batch, Decision, Policy, Trajectory
+from embodied_ppo.options.placement import Plan
+from embodied_ppo.options.schema import AlgorithmConfig, Config
+from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
+from embodied_ppo.policies.vla.trunk import VLAPolicy
+from embodied_ppo.ppo import losses
+from embodied_ppo.ppo.ppo import PPO
+
+EXPERIENCE_BYTES_PER_TOKEN = 64
+"""Bytes per response token of experience: a ``Trajectory``, and what the learner adds to it."""
+
+
+class AllocationCounter(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations allocate, until they are freed.
+
+    Attributes:
+        now: Bytes that are allocated.
+        peak: Maximum of ``now``.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        """Start at 0 bytes; storages of ``known`` tensors are not counted."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # Every new storage is counted when an operation returns it.
+        for x in tree.leaves(out):
+            if isinstance(x, Tensor):
+                self._count(x)
+        return out
+
+    def _count(self, x: Tensor) -> None:
+        """Count the storage of a new tensor once; views share it."""
+        storage = x.untyped_storage()
+        if storage in self._storages:
+            return
+        self._storages.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        # The bytes are subtracted when the last tensor of the storage is gone.
+        weakref.finalize(storage, self._freed, size)
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+def nbytes(tensors: Any) -> int:
+    """Return the bytes of all tensors in a tree."""
+    return sum(x.numel() * x.element_size() for x in tree.leaves(tensors))
+
+
+def model_bytes(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of a trained model: weights (with buffers), gradients and optimiser."""
+    # AdamW keeps two moments per trained parameter.
+    gradients = nbytes([p for p in model.parameters() if p.requires_grad])
+    weights = nbytes([*model.parameters(), *model.buffers()])
+    return {"weights": weights, "gradients": gradients, "optimiser": 2 * gradients}
+
+
+def sharded_bytes(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
+    """Return ``model_bytes`` of one learner with sharded parameters.
+
+    Besides its shards a learner holds the gathered parameters that belong to no unit, and two
+    gathered units, because FSDP2 prefetches the next one.
+
+    Args:
+        model: Model with ``units`` (see ``types.Policy``).
+        ranks: Number of learners.
+        acts: Whether the process also acts, and then gathers all weights.
+    """
+
+    def sizes(trained: bool) -> tuple[int, int]:
+        """Return the bytes of all parameters, and of those that are gathered at the same time."""
+
+        def size(module: nn.Module) -> int:
+            return nbytes([p for p in module.parameters() if p.requires_grad or not trained])
+
+        total, units = size(model), [size(unit) for unit in model.units()]
+        return total, min(total, total - sum(units) + 2 * max(units, default=0))
+
+    (weights, gathered), (gradients, gathered_gradients) = sizes(False), sizes(True)
+    return {
+        "weights": nbytes(list(model.buffers()))
+        + weights // ranks
+        + (weights if acts else gathered),
+        "gradients": gradients // ranks + gathered_gradients,
+        "optimiser": 2 * gradients // ranks,
+    }
+
+
+@contextmanager
+def fake_tensors(policy: nn.Module) -> Iterator[list[Tensor]]:
+    """Context in which operations create fake tensors (shapes without memory).
+
+    Yields:
+        The policy's parameters and buffers as fake tensors. Some may be fake already, see
+        ``policies.vla.published``.
+    """
+    tensors = [*policy.parameters(), *policy.buffers()]
+    # Tensors of one computation must share one mode.
+    modes = [x.fake_mode for x in tensors if isinstance(x, FakeTensor)]
+    with modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield [x if isinstance(x, FakeTensor) else mode.from_tensor(x) for x in tensors]
+
+
+def _zeros(x: Any, rows: int, device: torch.device, *, batch_dims: int = 1) -> Any:
+    """Return zeros [rows, ..] for a tree of tensors with ``batch_dims`` dimensions in front."""
+    return tree.map(
+        lambda t: torch.zeros(rows, *t.shape[batch_dims:], dtype=t.dtype, device=device), x
+    )
+
+
+def _encode(policy: Policy, obs: Any, rows: int) -> Any:
+    """Return ``encode`` of a few observations, as it is for ``rows`` of them.
+
+    A trunk that is not trained returns features only where those of all observations fit.
+    """
+    if not isinstance(policy, VLAPolicy) or policy.keeps_features(rows):
+        return policy.encode(obs)
+    # With no memory left, the policy keeps images instead of features.
+    planned, policy.planned_memory_gb = policy.planned_memory_gb, 0.0
+    inputs = policy.encode(obs)
+    policy.planned_memory_gb = planned
+    return inputs
+
+
+@contextmanager
+def _freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
+    """Free each gradient as soon as it is complete; yield the parameters that got one."""
+    with_gradient = set[Tensor]()
+
+    def free(p: Tensor) -> None:
+        with_gradient.add(p)
+        p.grad = None
+
+    # Gradients are counted apart from activations, so they are freed at once.
+    hooks = [
+        p.register_post_accumulate_grad_hook(free) for p in model.parameters() if p.requires_grad
+    ]
+    try:
+        yield with_gradient
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def micro_batch(
+    inputs: Any, device: torch.device, t: Trajectory, rows: int, c: AlgorithmConfig
+) -> Batch:
+    """Return a batch of zeros with the shapes of ``rows`` decisions of a trajectory.
+
+    Args:
+        inputs: ``Policy.encode`` of ``rows`` observations.
+        device: Device of the batch.
+        t: Trajectory, [T, N, ..], possibly without memory.
+        rows: Number of decisions.
+        c: Options of the algorithm.
+    """
+    # Shapes and types of the trajectory, values of zero.
+    sample = _zeros(t, rows, device, batch_dims=2)
+    scalars = torch.zeros(sample.value.shape, device=device)
+    batch = Batch(
+        inputs=inputs,
+        action=sample.action,
+        replay=sample.replay,
+        log_prob=losses.reduce_log_prob(sample.log_prob, c.logprob_type, batch_dims=1),
+        value=scalars,
+        advantage=scalars,
+        returns=scalars,
+        mask=torch.ones(sample.value.shape, dtype=torch.bool, device=device),
+    )
+    if c.minibatch_unit == "column":
+        return tree.map(lambda x: x.unflatten(0, (t.mask.shape[0], -1)), batch)
+    return batch
+
+
+@torch.no_grad()
+def estimate_acting(
+    policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int
+) -> tuple[int, Any, Any]:
+    """Estimate the memory of acting.
+
+    Args:
+        policy: The policy.
+        obs_spec: Spec of one environment's observation.
+        device: Device of the observations.
+        rows: Number of environments.
+
+    Returns:
+        Peak in bytes; the observations and the decision as tensors [rows, ..] without memory.
+    """
+    assert isinstance(policy, nn.Module)
+    specs = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
+    with fake_tensors(policy) as known:
+        # Observations exist before acting; only what acting allocates is counted.
+        named = {
+            name: torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=device)
+            for name, spec in specs.items()
+        }
+        obs = named if isinstance(obs_spec, dict) else named["obs"]
+        obs = EpisodeMemory(policy, rows, device).attach(obs)
+        noise = policy.noise(rows)
+        with AllocationCounter([*known, *named.values()]) as counter:
+            decision = policy.act(policy.encode(obs), noise=noise)
+    return counter.peak, *_zeros((obs, decision), rows, torch.device("meta"))
+
+
+def empty_trajectory(obs: Any, decision: Decision, horizon: int) -> Trajectory:
+    """Return a trajectory of ``horizon`` steps with the shapes and devices of one step.
+
+    Args:
+        obs: Observations of one step, [N, ..].
+        decision: Decision of one step.
+        horizon: T.
+    """
+
+    def repeat(x: Tensor) -> Tensor:
+        return x.new_empty(horizon, *x.shape)
+
+    # Tensors of equal shape share one storage here; the trajectory's own do not.
+    flag = repeat(torch.empty_like(decision.value, dtype=torch.bool))
+    value = repeat(decision.value)
+    return Trajectory(
+        obs=tree.map(repeat, obs),
+        action=repeat(decision.action),
+        log_prob=repeat(decision.log_prob),
+        value=value,
+        replay=tree.map(repeat, decision.replay),
+        next_value=value,
+        reward=value,
+        terminated=flag,
+        truncated=flag,
+        mask=flag,
+        version=repeat(decision.value.new_empty(len(decision.value), dtype=torch.int64)),
+    )
+
+
+def kv_cache_bytes(policy: LanguagePolicy, slots: int, width: int) -> int:
+    """Return the bytes of a KV cache for ``slots`` rows of ``width`` tokens."""
+    # Keys and values of every layer, in the type of the products.
+    decoder, weight = policy.decoder.module, policy.model.lm_head.weight
+    dtype = policy.compute if weight.dtype == torch.float32 else weight.dtype
+    return 2 * slots * width * sum(decoder.groups) * decoder.head_dim * dtype.itemsize
+
+
+def language_step(
+    model: LanguagePolicy | LanguageCritic, rows: int, width: int, length: int
+) -> int:
+    """Estimate the memory of the forward and backward pass of a micro-batch.
+
+    Args:
+        model: Policy or critic.
+        rows: Number of sequences.
+        width: Tokens of a sequence.
+        length: Number of response tokens at the end of a sequence.
+
+    Returns:
+        Peak in bytes, without weights and gradients.
+    """
+
+    with _freed_gradients(model), fake_tensors(model) as known:
+        # The rows share no prefix. The places are those of the responses.
+        ids = torch.arange(rows).unsqueeze(1).repeat(1, width)
+        place, action = torch.arange(width - length, width).repeat(rows, 1), ids[:, -length:]
+        with AllocationCounter([*known, ids, place]) as counter:
+            if isinstance(model, LanguageCritic):
+                loss = model.value(ids, place).sum()
+            else:
+                # Log-probabilities and entropy, as the policy loss reads them.
+                view = model.view(model.hidden(ids, place), action)
+                assert view.entropy is not None
+                loss = (view.log_prob + view.entropy).sum()
+            loss.backward()
+            del loss
+    return counter.peak
+
+
+def estimate_update(
+    policy: Policy, learner: PPO, device: torch.device, t: Trajectory, *, surplus: float = 0.0
+) -> dict[str, int]:
+    """Estimate the memory of an update after its first step; existing gradients are freed.
+
+    Args:
+        policy: The policy.
+        learner: PPO of the policy.
+        device: Device of the learner.
+        t: Trajectory of this process, [T, N, ..], possibly fake.
+        surplus: Further trajectories that the rollout holds, in multiples of ``t``.
+
+    Returns:
+        Purpose -> peak bytes: "weights" (with buffers), "gradients", "optimiser" (of AdamW),
+        "experience" (the trajectory, its encoding by the policy where it is no view of the
+        observations, and a minibatch's copy) and "activations" (forward and backward pass of one
+        micro-batch).
+    """
+    assert isinstance(policy, nn.Module)
+    policy.zero_grad(set_to_none=True)
+    # Inputs that acting has kept are those of the batch, which are counted.
+    c, t = learner.config, replace(t, kept=None)
+    # Rows of one micro-batch on this process.
+    share = c.global_batch_size // learner.ranks.world
+    size = min(c.micro_batch_size or share, share)
+    rows = t.version.numel()
+    parts = (c.logprob_forward_micro_batch_size or rows) < rows
+    # The peak of forward and backward pass; gradients and weights are counted below.
+    with _freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:
+        sample = _zeros(t.obs, size, device, batch_dims=2)
+        inputs = _encode(policy, sample, rows)
+        # One micro-batch as the learner builds it.
+        batch = micro_batch(inputs, device, t, size, c)
+        # Inputs that are observations themselves take no memory, unless they are encoded in parts.
+        shared = set() if parts else {x.untyped_storage()._cdata for x in tree.leaves(sample)}
+        new = [x for x in tree.leaves(inputs) if x.untyped_storage()._cdata not in shared]
+        encoded, copied = nbytes(new) / size, nbytes(batch) / size
+        with AllocationCounter([*known, *tree.leaves(batch)]) as counter:
+            loss, _ = learner.optimizer.loss(batch)
+            loss.backward()
+            del loss
+    activations = counter.peak
+    gradients = nbytes(list(with_gradient))
+    experience_bytes = nbytes(t) * (1 + surplus) + rows * encoded + share * copied
+    return model_bytes(policy) | {
+        "gradients": gradients,
+        "optimiser": 2 * gradients,
+        "experience": round(experience_bytes),
+        "activations": activations,
+    }
+
+
+MemoryNeeds = dict[str, dict[str, int]]
+"""Group of a plan -> purpose of memory (for example "weights") -> peak bytes of a process."""
+
+
+class MemoryEstimator(ABC):
+    """Predicts the memory of worker processes for any placement of a run, without starting it.
+
+    Attributes:
+        config: Options of the run.
+        longest: Tokens of the longest sequence, which ``algorithm.micro_batch_tokens`` counts.
+    """
+
+    config: Config
+    longest = 1
+
+    @abstractmethod
+    def estimate_memory(self, placed: Plan, micro_batch_size: int | None = None) -> MemoryNeeds:
+        """Return the peak memory of one process of each group.
+
+        Simulators, graders and reward models are not counted.
+
+        Args:
+            placed: The plan.
+            micro_batch_size: Samples (responses) of one forward and backward pass.
+                None: as the options say.
+        """
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Maximum samples (responses) of one forward and backward pass; None: no limit."""
+        a = self.config.algorithm
+        # The worst case: all sequences of a micro-batch are as long as the longest one.
+        by_tokens = a.micro_batch_tokens and max(1, a.micro_batch_tokens // self.longest)
+        return min((x for x in (a.micro_batch_size, by_tokens) if x is not None), default=None)
+
+    def with_micro_batch_size(self, size: int) -> AlgorithmConfig:
+        """Return the options with the limit ``size``, written in the unit that the recipe uses."""
+        a = self.config.algorithm
+        if a.micro_batch_tokens is not None:
+            return replace(a, micro_batch_tokens=size * self.longest)
+        return replace(a, micro_batch_size=size)

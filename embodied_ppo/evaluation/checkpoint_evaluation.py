@@ -1,0 +1,207 @@
+"""Measure a checkpoint and write its report: `embodied-ppo evaluate`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.core.devices import select_device
+from embodied_ppo.evaluation import language_evaluation, robot_evaluation, robustness
+from embodied_ppo.evaluation.episodes import EvaluationResult, evaluation_seeds, lend
+from embodied_ppo.evaluation.prompt_evaluation import evaluate_prompts
+from embodied_ppo.evaluation.run_report import ReportTarget
+from embodied_ppo.options import loader, validation
+from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
+from embodied_ppo.policies import robot_policy
+from embodied_ppo.rollout import environments, language_inputs
+from embodied_ppo.rollout.generation.engine import Engine
+from embodied_ppo.rollout.language_rollout import response_decoder
+from embodied_ppo.rollout.rewards import build as rewards_build
+from embodied_ppo.rollout.rewards.graders import refuse_failures
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.logging import numbers
+from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.run_directory import digest, report_write_errors
+from embodied_ppo.training.trained_run import TrainedRun, open_run
+
+
+def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
+    """Evaluate a checkpoint and write the report; return metrics and paths.
+
+    Raises:
+        CheckpointError, ConfigError, EnvError: Before anything is written.
+    """
+    source, run_dir, trained = open_run(config.checkpoint)
+    validation.check_evaluation(config, trained.mode, explicit)
+    progress = Progress(quiet)
+    device = select_device(config.device, config.threads, notice=progress.say)
+    run = TrainedRun(trained, source, run_dir, progress.say)
+    out = report_dir(config, source, run_dir)
+    measure = _evaluate_language if trained.mode == "reasoning" else _evaluate_robot
+    results = measure(run, config, device, out, progress)
+    return {"checkpoint": str(source.path), "episodes": config.episodes, **results}
+
+
+def report_dir(config: EvaluateConfig, source: checkpoint.Checkpoint, run_dir: Path) -> Path:
+    """Return the directory of an evaluation's report.
+
+    Its name has a digest of the options that change the result, so that reports do not overwrite
+    each other.
+    """
+    if config.out:
+        return Path(config.out)
+    default = loader.dump(EvaluateConfig())
+    free = ("checkpoint", "episodes", "seed", "num_envs", "out", "device", "threads")
+    changed = {
+        option: value
+        for option, value in loader.dump(config).items()
+        if value != default[option] and option not in free and "video" not in option
+    }
+    suffix = f"-{digest(changed)[:6]}" if changed else ""
+    name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
+    return run_dir / "reports" / name
+
+
+@contextmanager
+def _measuring(out: Path, progress: Progress) -> Iterator[None]:
+    """Create the folder of the report, and show the progress of the block."""
+    with report_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with progress:
+        yield
+
+
+def _evaluate_robot(
+    run: TrainedRun, options: EvaluateConfig, device: torch.device, out: Path, progress: Progress
+) -> dict[str, Any]:
+    """Evaluate the checkpoint of a robot policy; see ``evaluate``."""
+    evaluation_seeds(options.seed, options.episodes)  # raises before anything is built
+    allow = options.allow_changed_task
+    # Options of the evaluation replace those of the training; arguments of the task are merged.
+    base = loader.dump(environments.evaluation_env(run.config))
+    kwargs = {**base["kwargs"], **dict(options.env.get("kwargs") or {})}
+    env_config = loader.load(EnvConfig, {**base, **options.env, "kwargs": kwargs}, source="env")
+    config = replace(run.config, env=env_config)
+    validation.check_changed_env(config, options.env)
+    task = robot_evaluation.evaluated_task(run, env_config, allow=allow)
+    builds_once = environments.builds_once(run.config)
+    factory = functools.partial(
+        environments.make_env,
+        config=env_config,
+        device=device,
+        task=task,
+        model=config.model,
+        rebuild=not builds_once,
+    )
+    lender = None
+    only_one = run.config.evaluation.env == "training"
+    if only_one and options.robustness:
+        raise ConfigError(
+            "write robustness=false: it measures many simulators, and the run was trained with"
+            " evaluation.env=training, which builds one"
+        )
+    if builds_once and not options.robustness:
+        n = config.env.num_envs  # as in the training, where it may have been fixed
+        lender = factory(evaluation_seeds(options.seed, n))
+        factory, options = functools.partial(lend, lender), replace(options, num_envs=n)
+    policy, env = robot_evaluation.restore(run, config, factory, allow=allow)
+    sweep = card = None
+    if options.robustness:
+        trained = environments.training_env(run.config)
+        sweep = robustness.plan(options, trained, factory, env)
+        for line in sweep.lines:
+            run.say(line)
+    if not options.deterministic:
+        robot_policy.sampling_temperature(policy, options.temperature)  # raises without one
+
+    def evaluate_changed(
+        trained: bool, factory: Any, episodes: int, on_episode: Callable[[Any], None]
+    ) -> EvaluationResult:
+        acting = policy
+        if not trained:
+            acting, _ = robot_evaluation.restore(run, config, factory, allow=allow, trained=False)
+        changed = replace(options, episodes=episodes)
+        return robot_evaluation.measure(changed, acting, factory, on_episode)
+
+    with _measuring(out, progress):
+        finished = itertools.count(1)
+        progress.advance("episodes", 0, options.episodes)
+        try:
+            result = robot_evaluation.measure(
+                options,
+                policy,
+                factory,
+                lambda _: progress.advance("episodes", next(finished), options.episodes),
+            )
+        finally:
+            if lender is not None:
+                lender.close()
+        if sweep is not None:
+            card = sweep.measure(result, evaluate_changed, progress.advance)
+        files = robot_evaluation.write_report(
+            ReportTarget(config, run.source, run.run_dir, out, options),
+            result,
+            policy=policy,
+            task=task,
+            video_episodes=options.video_episodes if options.video and not only_one else 0,
+            robustness=card,
+        )
+    results = {**numbers(result.metrics()), "ci95": result.intervals(), **files}
+    if card is not None:
+        results |= {"robustness_score": card["score"], "robustness": card}
+    return results
+
+
+def _evaluate_language(
+    run: TrainedRun, options: EvaluateConfig, device: torch.device, out: Path, progress: Progress
+) -> dict[str, Any]:
+    """Evaluate the checkpoint of a language model; see ``evaluate``."""
+
+    def silent(line: str) -> None:
+        """Print nothing: the training has printed these lines."""
+
+    config = run.config
+    policy, tokenizer = language_evaluation.restore(run, device)
+    if options.data:
+        prompts = language_inputs.read_files(config, options.data, tokenizer, silent, "data")
+    else:
+        prompts = language_inputs.read_prompts(config, tokenizer, silent)[1]
+    stops = language_inputs.stop_ids(config, policy, tokenizer)
+    sampling = language_evaluation.evaluation_sampling(options, config, stops)
+    selected, length = prompts[: options.episodes], sampling.max_tokens
+    longest = language_inputs.check_length(policy, selected, length)
+    m = language_inputs.Inputs(
+        config, tokenizer, [], selected, policy, sampling.stop_ids, longest, length
+    )
+    with _measuring(out, progress), ExitStack() as stack:
+        rule = rewards_build.make_graders(config, selected, stack)
+        engine = Engine(
+            policy,
+            slots=language_inputs.slots(config),
+            pad_id=m.padding,
+            decode=m.decode,
+            progress=functools.partial(progress.advance, "responses"),
+        )
+        reward = rewards_build.make_reward(m, rule, device, run.say, stack, train_model=False)
+        text = response_decoder(m.decode, sampling.stop)
+        result = evaluate_prompts(
+            selected, engine, reward, text, sampling, n=options.n, seed=options.seed
+        )
+        grades = [answer.grade for answer in result.answers]
+        refuse_failures(grades, reward.last_failure, "evaluation")
+        if failed := sum(grade.failed for grade in grades):
+            run.say(
+                f"reward: {failed} of {len(grades)} responses could not be graded:"
+                f" {reward.last_failure}"
+            )
+        target = ReportTarget(config, run.source, run.run_dir, out, options)
+        files = language_evaluation.write_report(target, result)
+    return {**numbers(result.metrics()), **files}

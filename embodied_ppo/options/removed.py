@@ -1,0 +1,107 @@
+"""Options of earlier versions that run directories contain: what replaces them, and which values of
+a stored run have the effect that is now the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from embodied_envs.base.errors import ConfigError, show
+
+
+@dataclass(frozen=True)
+class Removed:
+    """An option that no longer exists.
+
+    Attributes:
+        hint: What to write instead, or why nothing has to be written.
+        accepted: Values of a stored run that need no replacement; None: all.
+        same_as: Option whose value is accepted, too.
+    """
+
+    hint: str
+    accepted: tuple[Any, ...] | None = None
+    same_as: str | None = None
+
+    def accepts(self, value: Any, options: Mapping[str, Any]) -> bool:
+        """Return whether a stored run with this value and these other options can continue."""
+        if self.same_as is not None and value == options.get(self.same_as):
+            return True
+        return self.accepted is None or value in self.accepted
+
+
+_SAMPLING = "write temperature, top_k or top_p"
+_CRITIC = "the critic's optimiser and type are those of the actor, except lr; write algorithm.{}"
+_ACTOR_MODEL = "the critic computes as the actor; write actor.model.{}"
+_GRADER = "write reward.grader=FILE.py:FUNCTION"
+_CAPTIONS = "remove it, cloning learns from demonstrations without captions"
+
+REMOVED: dict[str, Removed] = {
+    "tracker_project": Removed("set WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME in the environment"),
+    "tracker_run_name": Removed("set WANDB_NAME in the environment"),
+    "learner_threads": Removed("remove it, one thread computes a minibatch", (1,)),
+    "env.stagger": Removed("remove it, first episodes are cut at different steps", (True,)),
+    "model.backbone": Removed("remove it, images are read by convolutions", ("auto", "mlp", "cnn")),
+    "model.hidden_gain": Removed("remove it, the gain is sqrt(2)", (1.4142135623730951,)),
+    "model.value_gain": Removed("remove it, the gain is 1", (1.0,)),
+    "model.heads": Removed("remove it, a small model has 4 heads", (4,)),
+    "model.word_buckets": Removed("remove it, there are 1024 buckets of words", (1024,)),
+    "algorithm.whiten_subtract_mean": Removed("remove it, rewards keep their mean", (False,)),
+    "algorithm.whiten_after_kl": Removed("remove it, whitening precedes the penalty", (False,)),
+    "evaluation.seed": Removed("measure with other seeds: embodied-ppo evaluate seed=N", (0,)),
+    "evaluation.response_length": Removed(
+        "write it to embodied-ppo evaluate", (None,), same_as="algorithm.response_length"
+    ),
+    "evaluation.min_p": Removed(_SAMPLING, (0,)),
+    "evaluation.repetition_penalty": Removed(_SAMPLING, (1,)),
+    "evaluation.video_steps": Removed("remove it, a video shows at most 300 steps"),
+    "evaluation.video_size": Removed("remove it, a video is 640 pixels wide"),
+    "critic.use_critic_model": Removed("remove it, algorithm.adv_type=gae has a critic"),
+    "critic.concurrent": Removed("remove it, the critic learns before the actor"),
+    "critic.model.architecture": Removed("the critic is a copy of the actor; remove it", ({},)),
+    "critic.model.dtype": Removed(_ACTOR_MODEL.format("dtype"), (), same_as="actor.model.dtype"),
+    "critic.model.gradient_checkpointing": Removed(_ACTOR_MODEL.format("gradient_checkpointing")),
+    **{
+        f"critic.{name}": Removed(_CRITIC.format(name), (None,), same_as=f"algorithm.{name}")
+        for name in ("lr_schedule", "lr_end", "lr_warmup", "max_grad_norm", "weight_decay")
+    },
+    "rollout.slots": Removed("write algorithm.rollout_micro_batch_size", (256,)),
+    "data.system": Removed("write it as the first of each prompt's messages", (None,)),
+    "reward.path": Removed(_GRADER),
+    "reward.name": Removed(_GRADER),
+    "reward.format_weight": Removed("remove it, the format adds 0.1 to the score", (0.1,)),
+    "reward.model.lr": Removed("remove it, the learning rate is 5e-4", (5e-4, 1e-3)),
+    "warm_start.lr": Removed("remove it, the learning rate is 1e-3", (1e-3,)),
+    "warm_start.forget": Removed("remove it, data.task sets it", (None, 0.575)),
+    # Captions trained the policy before its first checkpoint only: all stored runs can continue.
+    "cloning.captions": Removed(_CAPTIONS),
+    "cloning.caption_coef": Removed(_CAPTIONS),
+    "distillation.teacher_share": Removed("write distillation.teacher_share_updates", (1.0,)),
+    "cluster.start_timeout_s": Removed("remove it, a start waits 300 s"),
+    "cluster.address": Removed("set RAY_ADDRESS to auto or HOST:6379 in the environment"),
+}
+"""Options that were removed after runs were written with them, by path."""
+
+
+def without_removed(options: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Return stored options, path -> value, without those of earlier versions.
+
+    Args:
+        options: All options of a layer.
+        label: The layer, for messages.
+
+    Raises:
+        ConfigError: A removed option has a value with another effect.
+    """
+    current = {path: value for path, value in options.items() if path not in REMOVED}
+    for path in options.keys() & REMOVED.keys():
+        if not REMOVED[path].accepts(options[path], options):
+            raise ConfigError(
+                f"use the version that trained the run: {path} = {show(options[path])} ({label})"
+                f" was removed; in new runs {REMOVED[path].hint}"
+            )
+    if (file := options.get("reward.path")) is not None:  # a file and a function were two options
+        current["reward.grader"] = f"{file}:{options.get('reward.name', 'compute_score')}"
+    return current

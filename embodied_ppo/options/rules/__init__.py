@@ -1,0 +1,14 @@
+"""What each mode decides about options, before any model or simulator is loaded.
+
+Belongs here: one ``ModeRules`` per mode (combinations of options that it refuses, roles without
+use, batch sizes) and the table that maps a mode's name to them (``select``).
+
+Does not belong here: which mode reads an option, which is declared in ``schema``; rules that both
+modes have, which are in ``validation``; the construction of environments, models and workers, which
+is in ``modes``. The rules are not in ``modes`` because ``loader``, ``tools`` and the checkpoint
+reader need them, and must refuse an option within 2 seconds, before torch is loaded.
+
+To add a mode:
+    1. Add its name to ``schema.Mode`` and its roles to ``placement.ROLES``.
+    2. Write its ``ModeRules`` in a file here and add it to the table in ``select``.
+"""

@@ -1,0 +1,1265 @@
+"""Every option with type, bounds, default, the mode that reads it, and its meaning and unit.
+
+``loader.read`` turns a dictionary into these classes; ``embodied-ppo config`` prints the text below
+each field. The formulas of the algorithm's options are in ``ppo/advantages``, ``losses`` and
+``kl``.
+
+``option(default, mode=.., read_if=..)`` declares that only one mode, or only some values of other
+options, lead to the option being read. ``readers`` collects these declarations, and ``validation``
+refuses an option that is set but not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+
+from embodied_envs.base.errors import show
+
+T = TypeVar("T")
+Mode: TypeAlias = Literal["embodied", "reasoning"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bounds of a number: ``Annotated[float, Limit(ge=0, le=1)]``."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+
+    def allows(self, x: float) -> bool:
+        """Return whether ``x`` is within the bounds."""
+        return (
+            (self.gt is None or x > self.gt)
+            and (self.ge is None or x >= self.ge)
+            and (self.lt is None or x < self.lt)
+            and (self.le is None or x <= self.le)
+        )
+
+    def __str__(self) -> str:
+        bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
+        return " and ".join(
+            f"{operator} {bound:,}" if isinstance(bound, int) else f"{operator} {bound:g}"
+            for operator, bound in bounds
+            if bound is not None
+        )
+
+
+@dataclass(frozen=True)
+class NotEmpty:
+    """Text of at least one character, without NUL: ``Annotated[str, NotEmpty()]``."""
+
+    def allows(self, x: str) -> bool:
+        """Return whether ``x`` has a character and no NUL."""
+        return bool(x) and "\0" not in x
+
+    def __str__(self) -> str:
+        return "that is not empty"
+
+
+Text = Annotated[str, NotEmpty()]
+# Upper bounds refuse what would exhaust memory or time before any other check could run.
+Count = Annotated[int, Limit(ge=1, le=10**9)]
+Natural = Annotated[int, Limit(ge=0, le=10**9)]
+Seed = Annotated[int, Limit(ge=0, le=2**63 - 1)]
+Threads = Annotated[int, Limit(ge=0, le=1024)]
+Pixels = Annotated[int, Limit(ge=1, le=4096)]
+Width = Annotated[int, Limit(ge=1, le=10**5)]
+Small = Annotated[int, Limit(ge=1, le=1000)]
+Positive = Annotated[float, Limit(gt=0)]
+NonNegative = Annotated[float, Limit(ge=0)]
+Fraction = Annotated[float, Limit(ge=0, le=1)]
+
+
+# ------------------------------------------------------------------------------------- declarations
+@dataclass(frozen=True)
+class ReadIf:
+    """A condition on other options under which an option is read."""
+
+    text: str
+    """The condition as messages state it: "it needs TEXT; otherwise remove this option"."""
+    holds: Callable[[Any], bool]
+    """Return whether a config fulfils the condition."""
+    mode: Mode | None = None
+    """The only mode that has the condition; the other mode reads the option in any case. None:
+    both modes have it.
+    """
+
+    def __and__(self, other: ReadIf) -> ReadIf:
+        """Return the condition that both hold."""
+        text = f"{self.text} and {other.text}"
+        return ReadIf(text, lambda config: self.holds(config) and other.holds(config))
+
+
+def equals(path: str, *values: Any) -> ReadIf:
+    """Return the condition that the option ``path`` has one of ``values``."""
+    *first, last = map(show, values)
+    allowed = f"{', '.join(first)} or {last}" if first else last
+    return ReadIf(f"{path}={allowed}", lambda config: attrgetter(path)(config) in values)
+
+
+def is_set(path: str) -> ReadIf:
+    """Return the condition that the option ``path`` is not null."""
+    return ReadIf(path, lambda config: attrgetter(path)(config) is not None)
+
+
+def positive(path: str) -> ReadIf:
+    """Return the condition that the whole number ``path`` is not 0."""
+    return ReadIf(f"{path} >= 1", lambda config: attrgetter(path)(config) > 0)
+
+
+Conditions: TypeAlias = ReadIf | Sequence[ReadIf]
+
+
+def option(default: T, *, mode: Mode | None = None, read_if: Conditions = ()) -> T:
+    """Declare an option that is not always read.
+
+    Args:
+        default: Its default; each config gets its own copy of a dictionary.
+        mode: The only mode that reads the option; None: as its section.
+        read_if: Conditions that must all hold; none: as its section.
+
+    Returns:
+        The field of the dataclass, typed as the default, as ``dataclasses.field`` does.
+    """
+    metadata = {"mode": mode, "read_if": _as_tuple(read_if)}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(cls: type[T], *, mode: Mode | None = None, read_if: Conditions = ()) -> T:
+    """Declare a section of options.
+
+    Args:
+        cls: Its dataclass.
+        mode: The only mode that reads its options; None: both modes do.
+        read_if: Conditions of all its options that declare none.
+
+    Returns:
+        The field of the dataclass, typed as the section, as ``dataclasses.field`` does.
+    """
+    metadata = {"section": cls, "mode": mode, "read_if": _as_tuple(read_if)}
+    return field(default_factory=cls, metadata=metadata)
+
+
+def _as_tuple(conditions: Conditions) -> tuple[ReadIf, ...]:
+    """Return one condition, or several, as a tuple."""
+    return (conditions,) if isinstance(conditions, ReadIf) else tuple(conditions)
+
+
+# ------------------------------------------------------------------------------------------- robots
+Delay = Annotated[int, Limit(ge=0, le=1000)]
+PartialDelay = Annotated[float, Limit(ge=0, le=1000)]
+
+
+@dataclass(frozen=True)
+class RealismConfig:
+    """Properties of a real robot that simulators lack; the defaults are those of the simulator."""
+
+    obs_keys: tuple[Text, ...] | None = None
+    """Names of the observations that obs_delay, obs_noise, obs_bias and obs_dropout change; null:
+    those of model.actor_obs, or all except privileged ones. Others, which only the critic reads,
+    stay as they are. An observation that is one array is named state."""
+    action_delay: Delay | PartialDelay | tuple[Delay, ...] | tuple[PartialDelay, ...] = 0
+    """Delay of actions in control steps, k or [low, high] drawn per episode. Until the first action
+    arrives, the simulator executes 0 or the nearest value within the bounds of the policy's
+    actions. Tasks of this package also have fractions, rounded to physics steps: the control
+    changes within the control step."""
+    obs_delay: Delay | tuple[Delay, ...] | dict[str, Any] = 0
+    """Delay of observations in control steps, k or [low, high] drawn per episode; or a section of
+    such values by name. The first observation of an episode is repeated until the second one
+    arrives."""
+    obs_noise: NonNegative | dict[str, Any] = 0.0
+    """Standard deviation of the normal noise of each element and step, in the unit of the
+    observation; or a section by name. Images and integers have none."""
+    obs_bias: NonNegative | dict[str, Any] = 0.0
+    """Half-width b of the constant error of each element, drawn from [-b, b] per episode, in the
+    unit of the observation; or a section by name."""
+    obs_dropout: Fraction | dict[str, Any] = 0.0
+    """Probability that an observation is lost, so that the policy reads the previous one again; or
+    a section by name. The first observation of an episode is never lost."""
+    action_rate_limit: Positive | None = None
+    """Largest change of each element of the action in one control step, in the unit of the policy's
+    actions ([-1, 1] with env.action_mapping=rescale); null: no limit."""
+    push_velocity: NonNegative | tuple[NonNegative, ...] | None = None
+    """Size of random pushes, m/s, v or [low, high]: at random times the base of the robot (a root
+    free joint) receives a change of its horizontal velocity of this size in a random direction.
+    Tasks of this package; null: no pushes."""
+    push_interval_s: Positive | tuple[Positive, ...] = option(
+        (5.0, 10.0), read_if=is_set("env.realism.push_velocity")
+    )
+    """Time from the start of an episode to the first push and between two pushes, seconds, t or
+    [low, high] drawn uniformly."""
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    id: Text = "HalfCheetah-v4"
+    """Task: a task of this package, a task of EnvPool or Gymnasium, package.module:Name for a
+    Task, a class or a function of your own (docs/tasks.md), Mjlab-.. or libero/..."""
+    simulator: Literal[
+        "auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"
+    ] = "auto"
+    """Simulator adapter. mujoco (CPU threads) and warp (GPU) run the tasks of this package; torch
+    calls a function that returns a batched environment of tensors; auto takes the first adapter
+    that has the id: the tasks of this package, then EnvPool, then Gymnasium."""
+    num_envs: Count = 64
+    """Number of environments that are stepped together (N)."""
+    num_threads: Threads = 0
+    """Number of simulator threads; 0: one per usable core, at most num_envs."""
+    max_episode_steps: Count | None = None
+    """Time limit of an episode in primitive steps; null: the limit of the task."""
+    action_mapping: Literal["rescale", "clip", "none"] = "rescale"
+    """Mapping of continuous actions to the bounds of the task. rescale clamps to [-1, 1] and maps
+    that range to the bounds, but only clips a dimension with an infinite bound at its finite one;
+    clip clamps to the bounds; none passes actions on unchanged."""
+    success_key: Text | None = None
+    """Entry of the simulator's info that marks success; null: `success` or `is_success` where
+    present."""
+    obs_keys: tuple[Text, ...] | None = option(None, read_if=equals("model.actor_obs", None))
+    """Names of the observations that the policy and its critic read, where a simulator returns
+    several (images of env.cameras are always read); null: all, or those of model.actor_obs and
+    model.critic_obs where the two networks read different ones. Null is refused where a name marks
+    a privileged observation (privileged_state, critic)."""
+    action_chunk: Small = 1
+    """Number of primitive steps that one decision plans (C). The end of an episode cuts a chunk
+    short. horizon counts decisions."""
+    cameras: tuple[Text, ...] = ()
+    """Names of the model's cameras whose images the policy reads (tasks of this package).
+    Observations then consist of state and images."""
+    image_size: Pixels = 64
+    """Height and width of the images of env.cameras, pixels."""
+    image_layout: Literal["hwc", "chw"] | None = None
+    """Order of the dimensions of images that a simulator returns: channels last (hwc) or first
+    (chw), after a stack of frames if there is one. null: the shape decides, and a shape that leaves
+    it open is refused."""
+    randomize: bool = False
+    """Randomise the model of each episode within the ranges of the task (tasks of this package).
+    evaluation.randomize does the same for evaluation."""
+    ranges: dict[str, Any] = field(default_factory=dict)
+    """Bounds [low, high] of domain randomisation that replace those of the task: mass, friction,
+    damping, gains (of actuators, without their force limit), motor_strength (force of actuators
+    with its limit), gravity, light (factors), joint_offset (zero error of joint encoders, rad;
+    tasks that declare it), camera_position (m), camera_angle (rad), colour (0 to 1)."""
+    realism: RealismConfig = section(RealismConfig)
+    restart_each_rollout: bool = False
+    """Begin every rollout with new episodes and use only the first episode of each environment, as
+    group advantages need it."""
+    restart_every: Natural = 16384
+    """Number of steps of each environment after which all episodes are restarted; 0: never. It
+    bounds the size of a checkpoint and the work of resuming: a simulator that cannot save its state
+    is resumed by replaying the actions since the last restart. Running episodes are cut, and what
+    environments of Gymnasium and EnvPool keep between episodes (a curriculum) is lost. The restart
+    waits until a whole episode has had time to end; without a known time limit, until each
+    environment has ended one."""
+    step_timeout_s: Positive | None = 1800.0
+    """Time limit of one call of the simulator (constructor, reset or step), seconds. The run ends
+    when it is exceeded, and can be resumed from its last checkpoint. null: no limit. A first call
+    may compile for minutes."""
+    on_nan: Literal["reset", "stop"] = "reset"
+    """What follows an observation or reward that is not finite. reset: the step is not trained on,
+    its episode has no return, and the environment is reset; the run ends where more than 1 % of the
+    steps of an update diverge. stop: the run ends."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the simulator's constructor."""
+
+
+ACTOR_CRITIC = equals("model.policy", "actor_critic")
+TOKEN = equals("model.policy", "token")
+FLOW = equals("model.policy", "flow")
+VLA = equals("model.policy", "token", "flow", "gaussian")
+NEW_VLA = VLA & equals("model.checkpoint", None)
+PRETRAINED_VLA = is_set("model.checkpoint")
+PRETRAINED_FLOW = equals("model.policy", "flow") & is_set("model.checkpoint")
+PRETRAINED_TOKEN = equals("model.policy", "token") & is_set("model.checkpoint")
+ORTHOGONAL = ACTOR_CRITIC & equals("model.orthogonal_init", True)
+OWN_NETWORK = ACTOR_CRITIC & is_set("model.network")
+TRUNK = ACTOR_CRITIC & equals("model.network", None)
+CONTINUOUS = ACTOR_CRITIC & ReadIf(
+    "model.distribution=gaussian or squashed_gaussian",
+    lambda c: c.model.distribution != "categorical",  # auto may become one of the two
+)
+GAUSSIAN = ReadIf(
+    "model.policy=gaussian, or actor_critic and model.distribution=gaussian or squashed_gaussian",
+    lambda c: c.model.policy == "gaussian" or CONTINUOUS.holds(c),
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    policy: Literal["actor_critic", "token", "flow", "gaussian"] = "actor_critic"
+    """Policy family. actor_critic: a trunk with a policy head and a value head. token, flow and
+    gaussian are vision-language-action models, which read an instruction; their actions are tokens,
+    the result of flow matching, or Gaussian. They read the options from width on, actor_critic
+    reads those from network to policy_gain."""
+    network: Text | None = option(None, read_if=ACTOR_CRITIC)
+    """Your own trunk, FILE.py:Class (docs/networks.md); null: build one from hidden,
+    activation and layer_norm, after convolutions where there are images. The run keeps a copy of
+    the file."""
+    network_options: dict[str, Any] = option({}, read_if=OWN_NETWORK)
+    """Arguments of the class of network."""
+    pooling: Literal["flatten", "spatial_softmax"] = option("flatten", read_if=TRUNK)
+    """What the convolutions of images return. flatten: all cells of the last maps (Mnih et al.
+    2015); spatial_softmax: the mean position of each map's softmax (Levine et al. 2016), which
+    learns from fewer images where objects are."""
+    hidden: tuple[Width, ...] = option((64, 64), read_if=TRUNK)
+    """Widths of the hidden layers (with images: after the convolutions)."""
+    critic_hidden: tuple[Width, ...] | None = option(
+        None, read_if=TRUNK & equals("model.shared_backbone", False)
+    )
+    """Widths of the hidden layers of the critic's trunk; null: hidden."""
+    activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option("tanh", read_if=TRUNK)
+    """Non-linearity of the hidden layers (convolutions use relu)."""
+    layer_norm: bool = option(False, read_if=TRUNK)
+    """Apply layer normalisation before each hidden activation."""
+    shared_backbone: bool = True
+    """Share one trunk between policy and value; false: separate trunks."""
+    distribution: Literal["auto", "gaussian", "squashed_gaussian", "categorical"] = option(
+        "auto", read_if=ACTOR_CRITIC
+    )
+    """Action distribution; auto: categorical for discrete actions, gaussian for continuous
+    actions."""
+    state_dependent_std: bool = option(False, read_if=CONTINUOUS)
+    """Compute the standard deviation from the observation; false: one learned deviation per action
+    dimension."""
+    std_function: Literal["exp", "softplus"] = option(
+        "exp", read_if=CONTINUOUS & equals("model.state_dependent_std", True)
+    )
+    """Standard deviation from the network's output x: exp(x), or softplus(x) + exp(min_log_std), as
+    in Brax."""
+    init_log_std: float = option(0.0, read_if=GAUSSIAN)
+    """Initial logarithm of the standard deviation."""
+    min_log_std: float = option(-5.0, read_if=GAUSSIAN)
+    """Lower bound of the logarithm of the standard deviation."""
+    max_log_std: float = option(2.0, read_if=GAUSSIAN)
+    """Upper bound of the logarithm of the standard deviation."""
+    orthogonal_init: bool = True
+    """Initialise with orthogonal weights and zero biases; false: torch's default initialisation."""
+    policy_gain: Positive = option(0.01, read_if=ORTHOGONAL)
+    """Gain of the orthogonal initialisation of the policy head."""
+    history: Small = option(1, read_if=ACTOR_CRITIC)
+    """Number of observations that the policy reads together (K): the newest one, the K - 1 changes
+    before it in the episode and the actions between them; zeros before the start of the episode. 1:
+    the newest one only. With actor_obs, those observations have a history and others have none."""
+    recurrent: Literal["gru", "lstm"] | None = option(None, read_if=ACTOR_CRITIC)
+    """Recurrent layer that reads the observation, and whose state lasts for an episode; the hidden
+    layers read its output and the observation. Minibatches then consist of whole columns
+    (algorithm.minibatch_unit=column); null: none."""
+    recurrent_size: Width = option(128, read_if=ACTOR_CRITIC & is_set("model.recurrent"))
+    """Number of units of the recurrent layer."""
+    actor_obs: tuple[Text, ...] | None = option(None, read_if=ACTOR_CRITIC)
+    """Names of the observations that the actor reads, through its own normaliser; "a" names a/b and
+    a/c, too. Evaluation and deployment need no others. Set together with critic_obs; null: actor
+    and critic read what env.obs_keys selects, through one normaliser."""
+    critic_obs: tuple[Text, ...] | None = option(
+        None, read_if=ACTOR_CRITIC & is_set("model.actor_obs")
+    )
+    """Names of the observations that the critic reads, privileged ones of the simulator included,
+    through its own normaliser. With shared_backbone=true the list contains that of actor_obs: a
+    second trunk then reads the features of the actor's trunk and the other observations."""
+    normalize_obs: bool = True
+    """Normalise vector observations by their running mean and standard deviation. Images are
+    divided by 255 in any case."""
+    obs_clip: Positive | None = option(10.0, read_if=equals("model.normalize_obs", True))
+    """Bound to which normalised vector observations are clamped, in both directions; null: no
+    clamping."""
+    obs_eps: Positive = option(1e-8, read_if=equals("model.normalize_obs", True))
+    """Number that is added to the variance of vector observations before its root divides them."""
+    obs_std_eps: NonNegative = option(0.0, read_if=equals("model.normalize_obs", True))
+    """Number that is added to the standard deviation of vector observations (that root)."""
+    width: Width = option(64, read_if=NEW_VLA)
+    """Embedding width of the tokens (D)."""
+    depth: Small = option(2, read_if=NEW_VLA)
+    """Number of decoder blocks."""
+    bins: Annotated[int, Limit(ge=3, le=32767)] = option(256, read_if=TOKEN)
+    """Number of tokens of each action dimension (K), which divide [-1, 1] into equal parts: K
+    parts, or K - 1 where K is even, so that one token means zero."""
+    decode: Literal["parallel", "autoregressive"] = option("parallel", read_if=TOKEN)
+    """Order in which the tokens of a chunk are decoded: parallel decodes all of them at once,
+    autoregressive decodes each one given the previous ones."""
+    temperature: Positive = option(1.0, read_if=VLA)
+    """Sampling temperature: the logits of action tokens are divided by it and standard deviations
+    multiplied, both while acting and while learning. Deterministic evaluation takes the most likely
+    action."""
+    flow_steps: Small = option(4, read_if=FLOW)
+    """Number of integration steps from noise to an action (K)."""
+    flow_noise: Literal["sde", "learned"] = option("sde", read_if=FLOW)
+    """Standard deviation of a stochastic step: sde derives it from flow_eta (Flow-SDE), learned
+    makes it a network output (Flow-Noise, which has an entropy)."""
+    flow_eta: Positive = option(0.5, read_if=FLOW & equals("model.flow_noise", "sde"))
+    """Noise scale of flow_noise=sde: the standard deviation of the first step."""
+    flow_chain: Literal["one", "sum", "mean"] = option("one", read_if=FLOW)
+    """Log-probability of a chain of steps. one: a single randomly drawn step of each chain is
+    stochastic; sum: all steps are stochastic and their log-probabilities are added; mean: they are
+    averaged, which makes the clip range K + 1 times as wide, as RLinf's joint_logprob does."""
+    freeze_trunk: bool = option(False, read_if=VLA)
+    """Freeze the vision encoder during PPO and evaluate it once for all epochs of an update.
+    Cloning trains it in any case, unless it comes from model.checkpoint. For pi0 this freezes
+    PaliGemma, whose keys and values are cached as long as they fit in half of the memory."""
+    checkpoint: str | None = option(None, read_if=equals("model.policy", "token", "flow"))
+    """Directory of a published model to start from: OpenVLA or OpenVLA-OFT (policy=token), pi0,
+    pi0.5 or SmolVLA (policy=flow); null: a small new model. Needs the extra [vla]."""
+    unnorm_key: Text | None = option(None, read_if=PRETRAINED_VLA)
+    """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
+    that it contains."""
+    delta_actions: tuple[Natural, ...] | None = option(None, read_if=PRETRAINED_FLOW)
+    """Dimensions of an action, counted from 0, that the checkpoint predicts relative to the number
+    of the state with the same index, which is then added (openpi's DeltaActions; the gripper is
+    usually absolute). []: none; null: use those that lerobot's config.json declares for pi0 or
+    pi0.5, else none."""
+    center_crop: bool = option(False, read_if=PRETRAINED_TOKEN)
+    """OpenVLA: crop the centre of images, 90 % of their area, and resize it, as the publishers do
+    to evaluate models that were fine-tuned with random crops (image_aug)."""
+    omit_stop_token: bool = option(
+        False, read_if=PRETRAINED_TOKEN & equals("model.decode", "parallel")
+    )
+    """OpenVLA-OFT: omit the token "end of sequence" after the placeholders of the actions, as for
+    the models that RLinf trained; false: it follows them, as in moojink/openvla-oft."""
+    lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=PRETRAINED_VLA)
+    """Rank of low-rank adapters on the language model of a checkpoint, whose own weights stay
+    frozen (Hu et al. 2021); 0: no adapters, all weights are trained. With adapters, the run's
+    checkpoints contain adapters and heads only."""
+    lora_alpha: Positive = option(32.0, read_if=positive("model.lora_rank"))
+    """Scale of the adapters: they are multiplied by lora_alpha / lora_rank."""
+    dtype: Literal["float32", "bfloat16"] = option("float32", read_if=PRETRAINED_VLA)
+    """Type in which a checkpoint's model computes. Trained weights are kept in float32 in any
+    case."""
+    gradient_checkpointing: bool = option(False, read_if=PRETRAINED_VLA)
+    """Recompute the activations of a checkpoint's model in the backward pass instead of storing
+    them: less memory, more time."""
+    detach_value: bool | None = option(
+        None,
+        read_if=ReadIf(
+            "model.policy=token, flow or gaussian (actor_critic has a trunk for each with"
+            " model.shared_backbone=false)",
+            lambda c: c.model.policy != "actor_critic",
+        ),
+    )
+    """true: the value loss trains the value head only, because its gradient in the trunk can undo
+    what cloning learned; null: true for policy=token, flow and gaussian, false for actor_critic,
+    where shared_backbone=false separates both."""
+
+
+# ---------------------------------------------------------------------------------------- algorithm
+KL_IN_REWARD = equals("algorithm.use_kl_in_reward", True)
+ADAPTIVE_KL = KL_IN_REWARD & equals("algorithm.kl_ctrl.type", "adaptive")
+KL_LOSS = equals("algorithm.use_kl_loss", True)
+REWARD_NORM = equals("algorithm.reward_norm", "batch", "group", "running")
+GAE = equals("algorithm.adv_type", "gae")
+FILES = equals("data.task", None)
+CRITIC_MODEL = replace(GAE, mode="reasoning")
+"""A language model has a critic with GAE only, a robot policy always has a value head."""
+ENTROPY = ReadIf(
+    "model.flow_noise=learned, as flow_noise=sde has an entropy that nothing can change",
+    lambda c: c.model.policy != "flow" or c.model.flow_noise == "learned",
+    mode="embodied",
+)
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    type: Literal["fixed", "adaptive"] = option("fixed", read_if=KL_IN_REWARD)
+    """Controller of the KL coefficient: fixed keeps kl_coef, adaptive changes it so that the KL
+    approaches target_kl."""
+    kl_coef: NonNegative = option(0.001, read_if=KL_IN_REWARD)
+    """Initial coefficient (beta) of the KL penalty in the reward."""
+    horizon: Positive = option(10000.0, read_if=ADAPTIVE_KL)
+    """Number of sequences over which the adaptive coefficient can change by at most a factor of
+    e^0.2."""
+    target_kl: Positive = option(0.1, read_if=ADAPTIVE_KL)
+    """Target of the adaptive controller, KL in nats per token."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    # --- rollout and batches
+    horizon: Count = option(32, mode="embodied")
+    """Number of steps of each environment in one rollout (T)."""
+    update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 10
+    """Number of passes over one rollout."""
+    global_batch_size: Count = 256
+    """Samples (steps; in reasoning prompts) of one optimiser step, summed over all ranks. It must
+    divide the rollout (horizon x num_envs; in reasoning rollout_batch_size)."""
+    micro_batch_size: Count | None = None
+    """Samples (steps; in reasoning responses) of one forward and backward pass: less memory, equal
+    results up to rounding; null: global_batch_size."""
+    rollout_micro_batch_size: Count | None = None
+    """Rows of one forward pass while acting and computing values (environments; in reasoning
+    responses): less memory, equal results up to rounding; null: all environments (in reasoning
+    256 responses while acting, micro_batch_size for values)."""
+    logprob_forward_micro_batch_size: Count | None = None
+    """Samples (steps; in reasoning responses) of one forward pass without gradient, which
+    recomputes log-probabilities (KL, off_policy_correction, recompute_log_probs): less memory,
+    equal results up to rounding; null: micro_batch_size."""
+    rollout_batch_size: Annotated[int, Limit(ge=1, le=10**7)] = option(256, mode="reasoning")
+    """Number of prompts of one update; each gets group_size responses."""
+    prompt_length: Annotated[int, Limit(ge=1, le=10**7)] = option(
+        1024, mode="reasoning", read_if=FILES
+    )
+    """Maximum length of a prompt, tokens. Longer prompts are left out and counted."""
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] = option(512, mode="reasoning")
+    """Maximum length of a response, tokens (T)."""
+    micro_batch_tokens: Count | None = option(None, mode="reasoning")
+    """Maximum number of tokens of one forward and backward pass, padding included. Sequences are
+    sorted by length, grouped and trimmed: less memory, and faster where lengths differ; null: no
+    limit."""
+    recompute_log_probs: bool = option(False, mode="reasoning")
+    """Recompute the behaviour policy's log-probabilities in the learner before the first epoch;
+    false: take those of the rollout, which are equal up to rounding where both compute in the same
+    type."""
+    minibatch_unit: Literal["step", "column"] = option("step", mode="embodied")
+    """Unit of which minibatches are drawn: step is a single step, column is all T steps of one
+    environment."""
+    bptt_length: Count | None = option(None, mode="embodied", read_if=is_set("model.recurrent"))
+    """Number of steps through which gradients of a recurrent policy pass; each part of a column
+    starts from the state that was recorded while acting. Must divide horizon; null: horizon."""
+    # --- advantages
+    adv_type: Literal[
+        "gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "gae"
+    """Advantage estimator. reinforce is the discounted return-to-go without a value;
+    reinforce_plus_plus is the same and is meant for normalize_advantages=true. dr_grpo is the score
+    minus the mean of the group, divided by no standard deviation; it needs
+    normalize_advantages=false."""
+    gamma: Fraction = 0.99
+    """Discount per primitive step."""
+    gae_lambda: Fraction = option(0.95, read_if=GAE)
+    """Decay of the advantage estimator's trace."""
+    normalize_advantages: bool = True
+    """Standardise advantages over the whole rollout, once per update."""
+    advantage_clip: Positive | None = None
+    """Bound to which advantages are clamped after normalisation, in both directions; null: no
+    clamping."""
+    reward_clip: Positive | None = None
+    """Bound to which rewards are clamped, in both directions; null: no clamping."""
+    reward_clip_order: Literal["before_norm", "after_norm"] = option(
+        "before_norm",
+        read_if=ReadIf(
+            "algorithm.reward_clip, and algorithm.reward_norm or algorithm.use_kl_in_reward=true",
+            lambda c: (
+                c.algorithm.reward_clip is not None
+                and (c.algorithm.reward_norm is not None or c.algorithm.use_kl_in_reward)
+            ),
+        ),
+    )
+    """before_norm clamps raw rewards once; after_norm clamps after reward_norm and again after the
+    KL penalty."""
+    missing_eos_penalty: NonNegative = option(
+        0.0, mode="reasoning", read_if=equals("rollout.truncation", "terminal")
+    )
+    """Penalty subtracted from the score of a response that was cut at response_length."""
+    reward_norm: Literal["batch", "group", "running"] | None = None
+    """Reward normalisation: over the rollout, over the group, or by the running standard deviation
+    of the discounted return; null: none."""
+    reward_shift: bool = option(False, read_if=REWARD_NORM)
+    """With reward_norm: subtract the mean and do not divide."""
+    reward_scale: bool = option(False, read_if=REWARD_NORM)
+    """With reward_norm: divide by the standard deviation and do not subtract the mean."""
+    whiten_rewards: bool = False
+    """Divide rewards by their standard deviation over the rollout, keep their mean; before the KL
+    penalty."""
+    group_size: Annotated[int, Limit(ge=1, le=10**4)] = 1
+    """Number of neighbouring environments that share a start state (in reasoning: responses that
+    share a prompt)."""
+    group_filter: Literal["success"] | None = None
+    """Groups to train on. success: those with a member that succeeds and one that does not; others
+    are dropped, and further groups are collected until the batch is full. The filter reads success,
+    not the reward. null: all groups."""
+    group_filter_rounds: Annotated[int, Limit(ge=1, le=1000)] = option(
+        8, read_if=is_set("algorithm.group_filter")
+    )
+    """Maximum number of rounds of collection of an update. If the batch is not full after the last
+    one, the update trains on the groups collected. A round runs all environments (in reasoning: as
+    many prompts as the batch lacks)."""
+    bootstrap_type: Literal["standard", "always"] = option("standard", mode="embodied")
+    """Where the value of the next state is added: standard where the time limit ended the episode;
+    always also where the task ended."""
+    # --- policy loss
+    loss_type: Literal["actor_critic", "actor"] = "actor_critic"
+    """actor_critic: one model and one backward pass (mode=embodied); actor: two models
+    (mode=reasoning)."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """clip: PPO's clipped surrogate, whose gradient is 0 where the ratio is clipped. cispo: the
+    log-probability times the advantage times the clipped ratio, which is a weight without gradient,
+    so that clipped entries have a gradient, too."""
+    clip_ratio_low: Positive = 0.2
+    """Lower clip range of the probability ratio, which is clipped at 1 - clip_ratio_low; with
+    policy_loss=cispo, 1 or more means no lower bound."""
+    clip_ratio_high: Positive = 0.2
+    """Upper clip range of the probability ratio, which is clipped at 1 + clip_ratio_high."""
+    ratio_level: Literal["token", "chunk", "sequence"] = "token"
+    """Probability ratio of the policy loss. token: of each entry of logprob_type (in reasoning:
+    of each token). chunk: the geometric mean of the ratios of one decision (mode=embodied).
+    sequence: that of an episode or response (GSPO); robots need minibatch_unit=column and
+    env.restart_each_rollout=true. The clip ranges apply to the mean, which varies less than a
+    single ratio: GSPO uses 3e-4 and 4e-4 for long responses."""
+    clip_ratio_c: Annotated[float, Limit(gt=1)] | None = option(
+        None, read_if=equals("algorithm.policy_loss", "clip")
+    )
+    """Dual clip: upper bound -A x clip_ratio_c of the loss for negative advantages A; null: off."""
+    entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
+    """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is
+    set)."""
+    entropy_target: float | None = option(None, read_if=ENTROPY)
+    """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
+    constant coefficient."""
+    loss_agg_func: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """Aggregation of per-sample losses to one number; seq-*: over columns
+    (minibatch_unit=column)."""
+    loss_scale_factor: Positive | None = option(
+        None,
+        read_if=ReadIf(
+            "algorithm.loss_agg_func (or critic.loss_agg_func) = seq-mean-token-sum-norm",
+            lambda c: (
+                "seq-mean-token-sum-norm" in (c.algorithm.loss_agg_func, c.critic.loss_agg_func)
+            ),
+        ),
+    )
+    """Constant by which seq-mean-token-sum-norm divides the sum of each column; null: horizon (in
+    reasoning response_length)."""
+    logprob_type: Literal["token_level", "action_level", "chunk_level"] = option(
+        "action_level", mode="embodied"
+    )
+    """Granularity of the probability ratio: per action dimension, per action, or per chunk."""
+    entropy_type: Literal["token_level", "action_level", "chunk_level"] = option(
+        "action_level", mode="embodied"
+    )
+    """Granularity of the entropy: per action dimension, per action, or per chunk."""
+    reward_type: Literal["action_level", "chunk_level"] = option("chunk_level", mode="embodied")
+    """Granularity of rewards and advantages. chunk_level: a chunk of actions has one reward and one
+    value (see chunk_reward); action_level: each action of a chunk has a reward, a value, an
+    advantage and a mask."""
+    chunk_reward: Literal["discounted", "sum"] = option(
+        "discounted",
+        mode="embodied",
+        read_if=ReadIf("env.action_chunk >= 2", lambda c: c.env.action_chunk > 1)
+        & equals("algorithm.reward_type", "chunk_level"),
+    )
+    """Reward of a chunk of actions (reward_type=chunk_level): the sum of its rewards discounted by
+    gamma per primitive step, or the plain sum, as in RLinf."""
+    target_kl_stop: Positive | None = None
+    """Skip the remaining epochs of an update when the mean approx_kl of an epoch exceeds this,
+    nats; null: never."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef x KL(policy || reference) to the loss. The reference is the policy at the
+    start of training."""
+    kl_loss_coef: NonNegative = option(0.001, read_if=KL_LOSS)
+    """Coefficient of the KL loss."""
+    kl_loss_type: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+"] = option(
+        "k3", read_if=KL_LOSS
+    )
+    """KL estimator of the loss. Plain k1 is refused, because its expected gradient is zero."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_ctrl.kl_coef x KL of each step from the reward."""
+    kl_penalty: Literal["k1", "abs", "k2", "k3", "full"] = option("k1", read_if=KL_IN_REWARD)
+    """KL estimator of the penalty in the reward."""
+    kl_ctrl: KLControlConfig = section(KLControlConfig)
+    """Coefficient of the KL penalty in the reward."""
+    off_policy_correction: Literal["token", "sequence"] | None = None
+    """Truncated importance weights for differences between the log-probabilities of the acting and
+    the learning policy; null: off. They differ where rollouts lag behind or another engine acts;
+    with placement=local every weight is 1."""
+    off_policy_cap: Positive = option(
+        2.0, read_if=equals("algorithm.off_policy_correction", "token", "sequence")
+    )
+    """Upper bound of the importance weights."""
+    # --- value loss
+    value_clip: Positive | None = option(0.2, read_if=CRITIC_MODEL)
+    """Clip range of the change of the value; null: no clipping."""
+    huber_delta: Positive | None = option(10.0, read_if=CRITIC_MODEL)
+    """Error up to which the value loss is quadratic, beyond it the loss is linear; null: quadratic
+    everywhere."""
+    value_loss_coef: NonNegative = option(1.0, mode="embodied")
+    """Coefficient of the value loss."""
+    critic_warmup: Natural = option(0, read_if=CRITIC_MODEL)
+    """Number of first updates in which only the critic is trained."""
+    # --- optimiser
+    lr: NonNegative = 3e-4
+    """Learning rate of the policy (and of a shared trunk); 0: it is not trained."""
+    value_lr: NonNegative | None = option(None, mode="embodied")
+    """Learning rate of the value head (and of its own trunk); 0: it is not trained; null: lr."""
+    lr_schedule: Literal["constant", "linear", "cosine", "adaptive", "adaptive_linear"] = "constant"
+    """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run, with
+    lr_warmup over the updates after it; adaptive
+    keeps approx_kl near desired_kl; adaptive_linear does, too, but never exceeds the rate of
+    linear."""
+    lr_end: Fraction = option(
+        0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine", "adaptive_linear")
+    )
+    """Final learning rate as a fraction of lr (linear, cosine; adaptive_linear: its largest)."""
+    lr_warmup: Natural = 0
+    """Number of first updates over which the learning rate rises linearly."""
+    desired_kl: Positive = option(
+        0.01, read_if=equals("algorithm.lr_schedule", "adaptive", "adaptive_linear")
+    )
+    """Target of the adaptive schedules, approx_kl in nats."""
+    max_grad_norm: Positive | None = 0.5
+    """Global norm to which gradients are clipped; null: no clipping."""
+    adam_beta1: Annotated[float, Limit(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: Annotated[float, Limit(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's second moment. If it equals adam_beta1, no step changes a weight by more
+    than the learning rate, even where gradients were small for long."""
+    adam_eps: Positive = 1e-5
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of AdamW."""
+
+
+SAMPLED = equals("evaluation.deterministic", False)
+SAMPLED_TOKENS = (
+    "evaluation.deterministic=false and a language model or vision-language-action model"
+)
+EVALUATED = positive("evaluation.episodes")
+OWN_SIMULATORS = (EVALUATED, equals("evaluation.env", "own"))
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    episodes: Natural = 10
+    """Number of episodes of one evaluation (in reasoning: of held-out prompts, the first ones, or
+    all where there are fewer). 0: no evaluation, no report, and no best checkpoint."""
+    env: Literal["own", "training"] = option("own", mode="embodied", read_if=EVALUATED)
+    """Simulators of an evaluation. own: a second set, which is built for each evaluation.
+    training: those of the training, which start new episodes afterwards, so that a simulator that
+    can exist only once in a process (Isaac Lab, a robot) is built once (docs/tasks.md)."""
+    num_envs: Count = option(16, mode="embodied", read_if=OWN_SIMULATORS)
+    """Number of environments that are evaluated together. It does not change results."""
+    deterministic: bool = True
+    """Act with the mode of the distribution (the most likely token); false: sample."""
+    n: Small = option(1, mode="reasoning")
+    """Number of responses to each prompt; with more than one, pass@k and maj@n are reported too."""
+    temperature: Positive = option(
+        1.0,
+        read_if=(
+            ReadIf(SAMPLED_TOKENS, SAMPLED.holds),
+            ReadIf(SAMPLED_TOKENS, VLA.holds, mode="embodied"),
+        ),
+    )
+    """Sampling temperature."""
+    top_k: Natural = option(0, mode="reasoning", read_if=SAMPLED)
+    """Sample from the k most likely tokens only; 0: from all."""
+    top_p: Annotated[float, Limit(gt=0, le=1)] = option(1.0, mode="reasoning", read_if=SAMPLED)
+    """Sample from the most likely tokens that together have this probability; 1: from all."""
+    env_kwargs: dict[str, Any] = option({}, mode="embodied")
+    """Changes to env.kwargs during evaluation, also in ``embodied-ppo evaluate`` (Atari:
+    episodic_life=false)."""
+    randomize: bool = option(False, mode="embodied", read_if=equals("env.randomize", True))
+    """Evaluate with the domain randomisation of env.randomize; false: with the unchanged model."""
+    video_episodes: Natural = option(0, mode="embodied", read_if=OWN_SIMULATORS)
+    """Number of episodes that are recorded as an mp4 video."""
+
+
+# ---------------------------------------------------------------------------------- language models
+WARM_START = positive("warm_start.steps")
+PREFERENCES = positive("reward.model.pairs")
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    path: Text | None = None
+    """Directory of a model as transformers writes it (config.json, safetensors, tokenizer); null: a
+    new model."""
+    architecture: dict[str, Any] = option({}, read_if=equals("actor.model.path", None))
+    """Architecture of a new model: model_type and other fields of transformers' configuration."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the model computes. Trained weights, their moments, log-probabilities and
+    losses are float32 in any case."""
+    gradient_checkpointing: bool = False
+    """Recompute the activations of each layer in the backward pass instead of storing them: less
+    memory, about a third more time."""
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    model: LanguageModelConfig = section(LanguageModelConfig)
+    """The language model that is trained."""
+    tokenizer: Text | None = option(None, read_if=FILES)
+    """Directory of the tokenizer; null: model.path (data.task has its own, one token per
+    character)."""
+
+
+@dataclass(frozen=True)
+class CriticModelConfig:
+    path: Text | None = None
+    """Directory of the critic's model, a second model with a value head; null: a copy of the actor.
+    It computes in the type of actor.model.dtype and with actor.model.gradient_checkpointing."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of a language model, which adv_type=gae trains.
+
+    Options that are null have the value of the actor's option in section algorithm, as has
+    everything that is not listed here. Its learning rate never adapts to the KL divergence:
+    lr_schedule=adaptive is constant here, adaptive_linear is linear.
+    """
+
+    model: CriticModelConfig = section(CriticModelConfig)
+    loss_agg_func: (
+        Literal[
+            "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+        ]
+        | None
+    ) = None
+    """Aggregation of the value losses of tokens; null: token-mean, whatever algorithm.loss_agg_func
+    is."""
+    update_epoch: Count | None = None
+    """Number of passes over one rollout."""
+    global_batch_size: Count | None = None
+    """Number of prompts of one optimiser step."""
+    lr: NonNegative | None = None
+    """Learning rate; 0: the critic is not trained."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: Literal["builtin", "vllm"] = "builtin"
+    """Generation engine: builtin shares the actor's weights; vllm needs CUDA and is installed
+    separately."""
+    gpu_memory_utilization: Annotated[float, Limit(gt=0, le=1)] = option(
+        0.4, read_if=equals("rollout.engine", "vllm")
+    )
+    """Share of the GPU's memory that vLLM allocates for its copy of the weights and its cache."""
+    temperature: Positive = 1.0
+    """Sampling temperature: logits are divided by it, while sampling and while training."""
+    stop: tuple[Text, ...] = ()
+    """Texts that end a response."""
+    stop_token_ids: tuple[Natural, ...] = ()
+    """Tokens that end a response, in addition to the end-of-sequence tokens of model and
+    tokenizer."""
+    truncation: Literal["terminal", "drop"] = "terminal"
+    """Treatment of a response that was cut at response_length: terminal grades it as it is, drop
+    leaves it out of the loss."""
+    overlong_buffer: Natural = 0
+    """Number of last tokens before response_length over which a penalty rises linearly to
+    overlong_penalty (DAPO); 0: no penalty."""
+    overlong_penalty: NonNegative = option(1.0, read_if=positive("rollout.overlong_buffer"))
+    """Penalty subtracted from the score of a response of full length."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    task: Literal["arithmetic", "scratchpad"] | None = None
+    """A generated task, which needs no files; null: prompts come from files."""
+    train: tuple[Text, ...] = option((), read_if=FILES)
+    """Files of training prompts (.jsonl, .json, .parquet), or directories of them, in one of these
+    layouts: {prompt, answer}, GSM8K, verl."""
+    eval: tuple[Text, ...] = option((), read_if=FILES)
+    """Files of held-out prompts, as train."""
+    prompt_key: Text | None = option(None, read_if=FILES)
+    """Field of a row that contains the prompt; null: prompt or question."""
+    answer_key: Text | None = option(None, read_if=FILES)
+    """Field of a row that contains the correct answer; null: reward_model.ground_truth,
+    ground_truth or answer."""
+    suffix: str | None = option(None, read_if=FILES)
+    """Text appended to every prompt; null: the usual one of a known layout (GSM8K), else none."""
+    chat_template: Literal["auto", "always", "never"] = option("auto", read_if=FILES)
+    """Whether prompts go through the tokenizer's chat template; auto: where the tokenizer has
+    one."""
+    shuffle: bool = True
+    """Draw a new order in each epoch; false: the order of the files."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    path: Text | None = None
+    """Directory of a sequence-classification model with one label, whose output is the reward;
+    null: none."""
+    pairs: Natural = option(
+        0,
+        read_if=ReadIf(
+            "data.task, and reward.model.path=null",
+            lambda c: c.data.task is not None and c.reward.model.path is None,
+        ),
+    )
+    """Number of preference pairs of data.task on which a new reward model is trained before PPO; 0:
+    none."""
+    steps: Count = option(200, read_if=PREFERENCES)
+    """Number of optimiser steps of the reward model."""
+    batch_size: Count = option(64, read_if=PREFERENCES)
+    """Number of preference pairs of one optimiser step."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    grader: Text = "auto"
+    """A built-in grader (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), or
+    module:function or FILE.py:function with verl's signature (data_source, solution_str,
+    ground_truth, extra_info), which may be async; auto: the grader of data.task or of the data
+    source. math_verify requires all \\boxed{} of a response to contain the correct answer,
+    math_verify_last the last one, math_verify_any one of them."""
+    workers: Annotated[int, Limit(ge=0, le=1024)] | None = None
+    """Number of grading processes; 0: grade in the main process, except math_verify, which has at
+    least one; null: 0 for the graders of synthetic tasks and for the other built-ins, else 2."""
+    timeout_s: Positive = 10.0
+    """Time limit of one response, seconds. A response that exceeds it, or whose grader fails in
+    another way, is counted and excluded from training and from all means."""
+    format: Text | None = None
+    """Regular expression that a whole response should match, with the text by which the chat
+    template begins it (<think>), and which adds 0.1 to its score; null: none."""
+    model: RewardModelConfig = section(RewardModelConfig)
+    """Reward model that computes the reward instead of the grader, which then only counts correct
+    responses."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    steps: Natural = option(0, read_if=is_set("data.task"))
+    """Number of supervised optimiser steps on demonstrations of data.task before PPO; 0: none. The
+    result is cached on disk between runs."""
+    batch_size: Count = option(128, read_if=WARM_START)
+    """Number of demonstrations of one optimiser step."""
+
+
+CLONING = positive("cloning.steps")
+DEMONSTRATIONS = ReadIf(
+    "cloning.steps >= 1 or cloning.coef > 0", lambda c: c.cloning.steps > 0 or c.cloning.coef > 0
+)
+
+
+@dataclass(frozen=True)
+class CloningConfig:
+    steps: Natural = option(0, read_if=VLA)
+    """Number of supervised optimiser steps on demonstrations before PPO, for vision-language-action
+    models; 0: none. The result is cached on disk between runs."""
+    dataset: Text | None = option(None, read_if=DEMONSTRATIONS)
+    """Directory of demonstrations in LeRobot's layout (v2.0 to v3.0); null: record some once with
+    the expert of the task (Tabletop has one)."""
+    episodes: Count = option(2000, read_if=DEMONSTRATIONS)
+    """Number of demonstrations to learn from, the first ones of the data set."""
+    foresight_steps: Natural = option(400, read_if=CLONING)
+    """Number of auxiliary optimiser steps before cloning that predict the robot's future state and
+    the final image of a demonstration, which trains the instruction embedding
+    (``imitation/behavior_cloning``)."""
+    batch_size: Count = option(64, read_if=DEMONSTRATIONS)
+    """Number of frames of one optimiser step."""
+    lr: Positive = option(4e-3, read_if=CLONING)
+    """Learning rate of the supervised steps."""
+    coef: NonNegative = option(0.0, read_if=VLA)
+    """Coefficient of the cloning loss of batch_size demonstrated frames, which is added to the loss
+    of every minibatch of PPO; 0: PPO alone."""
+
+
+DISTILLING = ReadIf("embodied-ppo distill teacher=RUN", lambda c: c.teacher is not None)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Options of ``embodied-ppo distill``, which reads them instead of PPO's options. The formulas
+    are in ``imitation/distillation``."""
+
+    loss: Literal["auto", "mse", "nll", "kl"] = "auto"
+    """Loss of a labelled observation. mse: squared error of the student's mode, per action
+    dimension; nll: negative log-likelihood of the teacher's action; kl: KL divergence of the
+    student's distribution from the teacher's, which trains the standard deviation, too; auto: mse
+    for continuous actions, kl for discrete ones."""
+    teacher_share_updates: Natural = 10
+    """Number of first updates over which the probability falls linearly from 1 to 0 that a step
+    executes the teacher's action instead of the student's (beta of DAgger). 1: the teacher acts in
+    the first rollout only; 0: the teacher never acts."""
+    sample_actions: bool = False
+    """Execute samples of the student's distribution; false: its mode."""
+    update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 4
+    """Number of passes over one rollout."""
+    global_batch_size: Count = 256
+    """Samples (steps) of one optimiser step. It must divide the rollout (algorithm.horizon x
+    env.num_envs)."""
+    lr: Positive = 1e-3
+    """Learning rate of the actor; the critic is not trained."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate. linear and cosine decay to 0 over the run."""
+
+
+# -------------------------------------------------------------------------------------------- a run
+@dataclass(frozen=True)
+class ClusterConfig:
+    num_nodes: Annotated[int, Limit(ge=1, le=10**4)] = 1
+    """Number of machines."""
+    devices_per_node: Annotated[int, Limit(ge=0, le=1024)] = 0
+    """Number of devices of each machine (GPUs, or on the CPU slots for a process); 0: as many as
+    this machine has."""
+    device_memory_gb: NonNegative = 0.0
+    """Memory to plan with, of one GPU (on the CPU: of one machine), GB; 0: the memory of this
+    machine."""
+    node_groups: dict[str, Any] = field(default_factory=dict)
+    """Labels of machines, {sim: 0, train: 1-2}. Ray's label node-group maps them to machines."""
+    component_placement: dict[str, Any] = field(default_factory=dict)
+    """Devices of each role, as RLinf writes it: {"env,rollout,actor": 0-3}. Joined roles share a
+    process; entries with common devices time-share them; the others run concurrently. Devices are
+    all, 2, 0-3, a list of these, 'first half', 'second half', or {devices: .., processes: n, node:
+    label}. {}: the preset of option placement."""
+    stages: Small = 1
+    """Number of parts into which the environments of a rollout process are divided. While one part
+    simulates, in another process or in EnvPool's threads, the policy computes the actions of the
+    next."""
+    max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
+    """Number of rollouts that run ahead of the updates; 0: strictly on-policy. More than 0 needs
+    separate devices for actor."""
+    weights: Literal["auto", "ipc", "broadcast", "store"] = "auto"
+    """Transport of the actor's weights to rollout processes. ipc: through the memory of one device
+    or machine; broadcast: by a collective; store: through Ray's object store. auto: ipc where they
+    share a device, else broadcast; with max_lag store."""
+    shard: bool = False
+    """Shard every parameter, gradient and optimiser state over the processes of actor (FSDP2), for
+    models that do not fit on one device. A layer is gathered only while it computes."""
+    check_weights: bool = False
+    """Compare a checksum of the weights of all processes after each update."""
+    step_timeout_s: Positive = 1800.0
+    """Time limit of waiting for a process in one phase, seconds. The error names the process and
+    its last progress."""
+    max_restarts: Natural = 0
+    """How often a run that lost processes is rebuilt from its last checkpoint."""
+
+
+RESUMED = "resume=RUN and mode=embodied"
+
+
+@dataclass(frozen=True)
+class Config:
+    mode: Mode = "embodied"
+    """embodied trains a robot policy, reasoning trains a language model."""
+    placement: Literal["local", "fused", "colocated", "disaggregated", "hybrid", "pipelined"] = (
+        "local"
+    )
+    """Placement of the roles. local: everything in this process. The others are processes of a Ray
+    cluster, one per device. fused: all roles in each process; colocated: a process per role on
+    every device, time-shared; disaggregated: acting on one half of the devices, learning on the
+    other; hybrid: simulators on one half, rollout and actor on the other; pipelined: simulators on
+    one half and rollout on the other, and actor on all, time-shared with both."""
+    name: str = "custom"
+    """Name of the run, whose directory is runs/NAME/<date>-<seed>."""
+    description: str = ""
+    """Description of the experiment in one line."""
+    run_dir: Text | None = None
+    """Directory of the run; null: runs/NAME/<date>-<seed>."""
+    seed: Seed = 0
+    """Seed of weights, actions, data order and environments."""
+    updates: Count | None = None
+    """Number of updates; null: as many as env_steps allows (reasoning needs a number)."""
+    env_steps: Annotated[int, Limit(ge=1, le=10**15)] | None = option(1_000_000, mode="embodied")
+    """Number of environment steps to train for (read where updates is null)."""
+    resume: Text | None = None
+    """Run to continue. auto: the newest run of this name and seed; or the directory of a run or
+    checkpoint; null: start a new run."""
+    allow_changed_task: bool = option(
+        False,
+        read_if=(
+            ReadIf(RESUMED, lambda c: c.resume is not None),
+            ReadIf(RESUMED, lambda c: False, mode="reasoning"),  # which has no task to compare
+        ),
+    )
+    """With resume: continue although files of the user's task (env.id=module:Class), or that of
+    model.network, differ from those of the checkpoint."""
+    initial_policy: Text | None = option(
+        None, mode="embodied", read_if=equals("resume", None, "auto")
+    )
+    """Run or checkpoint whose policy a new run starts from: weights and normalisers only; counters,
+    optimiser and simulators start anew. The network must be the same; null: new weights."""
+    teacher: Text | None = option(None, mode="embodied")
+    """Run or checkpoint of the teacher of ``embodied-ppo distill``; no other command reads it."""
+    save_every: Natural = 50
+    """Number of updates between checkpoints; 0: only at the end."""
+    keep_last: Count = 3
+    """Number of checkpoints that are kept in addition to the best one."""
+    eval_every: Natural = option(0, read_if=EVALUATED)
+    """Number of updates between evaluations; 0: only before and after training."""
+    device: Text = "auto"
+    """Device of policy and learner: auto, cpu, cuda, cuda:N."""
+    threads: Threads = 1
+    """Number of threads of one tensor operation; 0: torch's default."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always:
+    from the first update, which waits for the compiler (15 to 60 s the first time, then cached);
+    auto: compile in the background and switch over after 4096 optimiser steps, acting after 8192
+    (in reasoning never). Needs a C++ compiler."""
+    pipeline: bool = option(False, mode="embodied")
+    """Collect rollout k+1 in a second thread while the learner trains on rollout k, on two CPU
+    cores. The policy that acts lags one update behind (rollout/version_lag 1), which
+    algorithm.off_policy_correction=token corrects. Needs placement=local and a CPU."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Precision of float32 matrix products while training: highest computes in float32, high in
+    tf32 (GPU), medium in bfloat16 (GPU, and CPUs with AMX); see
+    torch.set_float32_matmul_precision."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Tracking tools that receive what TensorBoard receives: wandb (Weights & Biases), mlflow. Each
+    needs the extra of its name, and is set up by its environment variables."""
+    env: EnvConfig = section(EnvConfig, mode="embodied")
+    model: ModelConfig = section(ModelConfig, mode="embodied")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    actor: ActorConfig = section(ActorConfig, mode="reasoning")
+    critic: CriticConfig = section(CriticConfig, mode="reasoning", read_if=CRITIC_MODEL)
+    rollout: RolloutConfig = section(RolloutConfig, mode="reasoning")
+    data: DataConfig = section(DataConfig, mode="reasoning")
+    reward: RewardConfig = section(RewardConfig, mode="reasoning")
+    warm_start: WarmStartConfig = section(WarmStartConfig, mode="reasoning")
+    cloning: CloningConfig = section(CloningConfig, mode="embodied")
+    distillation: DistillationConfig = section(
+        DistillationConfig, mode="embodied", read_if=DISTILLING
+    )
+    cluster: ClusterConfig = section(ClusterConfig)
+
+
+# -------------------------------------------------------------------------- other commands' options
+WITH_VIDEO = equals("video", True)
+WITH_SAMPLING = equals("deterministic", False)
+WITH_ROBUSTNESS = equals("robustness", True)
+RobustnessFactor: TypeAlias = Literal[
+    "mass",
+    "friction",
+    "motor_strength",
+    "action_delay",
+    "obs_delay",
+    "obs_noise",
+    "obs_dropout",
+    "push_velocity",
+]
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Options of ``embodied-ppo evaluate``; the checkpoint decides which mode's options are
+    read."""
+
+    checkpoint: str = ""
+    """A checkpoint directory, or a run directory (its latest checkpoint); required."""
+    episodes: Count = 100
+    """Number of episodes to measure, each from its own seed; of a language model the number of
+    held-out prompts, the first ones."""
+    num_envs: Count = option(16, mode="embodied")
+    """Number of environments that are evaluated together."""
+    seed: Natural = 0
+    """Seed of the initial states, 0 to 16383. Evaluations with different seeds have no episode in
+    common, and none is an episode of training."""
+    deterministic: bool = True
+    """Act with the mode of the distribution; false: sample."""
+    video: bool = option(True, mode="embodied")
+    """Record a few episodes as an mp4 video."""
+    video_episodes: Natural = option(2, mode="embodied", read_if=WITH_VIDEO)
+    """Number of recorded episodes; 0: no video."""
+    robustness: bool = option(False, mode="embodied")
+    """Also measure the policy in environments that differ from that of the training in one property
+    at a time, and write robustness.json and a section of the report (docs/deploy.md)."""
+    robustness_factors: tuple[RobustnessFactor, ...] = option(
+        (), mode="embodied", read_if=WITH_ROBUSTNESS
+    )
+    """Properties that robustness changes; []: all that the simulator can change. mass, friction and
+    motor_strength are factors of the model's values (tasks of this package); action_delay and
+    obs_delay control steps; obs_noise a standard deviation in the unit of the observation;
+    obs_dropout a probability; push_velocity m/s (tasks of this package)."""
+    robustness_values: dict[str, Any] = option({}, mode="embodied", read_if=WITH_ROBUSTNESS)
+    """Values of robustness_factors by name, {obs_noise: [0, 0.5, 1]}; standard values for the
+    others."""
+    robustness_episodes: Count | None = option(None, mode="embodied", read_if=WITH_ROBUSTNESS)
+    """Number of episodes at each value, with the seeds of the first evaluated episodes; at most
+    episodes. null: 20, or episodes if that is less."""
+    out: Text | None = None
+    """Directory of the report; null: reports/ of the run."""
+    device: Text = "cpu"
+    """Device of the policy: auto, cpu, cuda, cuda:N."""
+    threads: Threads = 1
+    """Number of threads of one tensor operation; 0: torch's default."""
+    allow_changed_task: bool = option(False, mode="embodied")
+    """Execute files of the user's task, and of model.network, that have changed since training;
+    false: execute the run's copies of them."""
+    env: dict[str, Any] = option({}, mode="embodied")
+    """Changes to the environment in which the checkpoint was trained
+    (``env.max_episode_steps=200``)."""
+    data: tuple[Text, ...] = option((), mode="reasoning")
+    """Language models: files of prompts instead of the run's data.eval."""
+    n: Small = option(1, mode="reasoning")
+    """Language models: number of responses to each prompt; more than one needs
+    deterministic=false."""
+    response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = option(None, mode="reasoning")
+    """Language models: maximum length of a response, tokens; null: as in training."""
+    temperature: Positive = option(1.0, read_if=WITH_SAMPLING)
+    """Sampling temperature of language models and of vision-language-action models."""
+    top_k: Natural = option(0, mode="reasoning", read_if=WITH_SAMPLING)
+    """Language models: sample from the k most likely tokens only; 0: from all."""
+    top_p: Annotated[float, Limit(gt=0, le=1)] = option(
+        1.0, mode="reasoning", read_if=WITH_SAMPLING
+    )
+    """Language models: sample from the most likely tokens that together have this probability; 1:
+    from all."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Options of ``embodied-ppo export``."""
+
+    checkpoint: str = ""
+    """A checkpoint, or its run directory (its latest checkpoint); required."""
+    out: str = ""
+    """New directory: weights, configuration and tokenizer of a language model, the deployment
+    bundle of a robot policy; required."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """Policies with model.lora_rank. merged: write the whole model with the adapters added to its
+    weights. adapter: write only what was trained, in the layout of the package peft, beside which
+    the directory of model.checkpoint is needed."""
+
+
+@dataclass(frozen=True)
+class DemosConfig:
+    """Options of ``embodied-ppo demos``."""
+
+    out: str = ""
+    """Directory to record into, LeRobot v3.0; an unfinished recording in it is continued;
+    required."""
+    episodes: Count = 2000
+    """Number of demonstrations that the directory will contain, including those that it contains
+    already."""
+    seed: Natural = 0
+    """Seed of the initial states and the noise."""
+    noise: Annotated[float, Limit(ge=0, lt=1)] = 0.05
+    """Probability with which a step executes a random action instead of the expert's. The expert's
+    action is recorded in any case, so that a clone learns to recover. 0: no random actions."""
+    env: EnvConfig = section(EnvConfig)
+    """Environment of the experiment; read are id, kwargs, cameras, image_size, randomize and
+    num_threads."""
+
+
+BenchmarkMethod: TypeAlias = Literal["clone", "ppo_token", "ppo_flow", "ppo_gaussian", "grpo"]
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """Options of ``embodied-ppo benchmark``."""
+
+    out: str = ""
+    """Directory of the benchmark: runs, results, table and page; an unfinished one in it is
+    continued; required."""
+    methods: tuple[BenchmarkMethod, ...] = get_args(BenchmarkMethod)
+    """Methods to train and measure; []: none, the table then has those of results."""
+    seeds: Annotated[int, Limit(ge=1, le=1000)] = 1
+    """Number of seeds of each method, from 0."""
+    jobs: Annotated[int, Limit(ge=1, le=1024)] = 2
+    """Number of processes that train at the same time, each on one core."""
+    results: tuple[Text, ...] = ()
+    """Result files of other trainers, which the table and the page also show."""
+    trial: bool = False
+    """Train for a few steps and measure a few episodes, to test the installation. The results are
+    marked, and a complete benchmark refuses them."""
+
+
+OWN_OPTIONS: dict[str, type] = {
+    "benchmark": BenchmarkConfig,
+    "evaluate": EvaluateConfig,
+    "demos": DemosConfig,
+    "export": ExportConfig,
+}
+"""Commands with options of their own; the others read those of train."""

@@ -1,0 +1,343 @@
+"""Which options go together: an option that is set must be read, and options must not exclude each
+other.
+
+``loader`` checks types and bounds. ``check`` compares the options with each other, and checks
+values whose bound is a pattern or depends on the meaning (device, name, clip_ratio_low).
+Each refusal is one line with the path, the value, the limit and the hint. Rules of one mode are in
+``rules``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import get_args
+
+from embodied_envs.base.errors import ConfigError, choose, show
+from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.options import placement
+from embodied_ppo.options.readers import mode_of, unread
+from embodied_ppo.options.rules.base import (
+    GROUP_ESTIMATORS,
+    group_comparison,
+    one_process,
+    refuse,
+)
+from embodied_ppo.options.rules.select import rules_of
+from embodied_ppo.options.schema import (
+    BenchmarkConfig,
+    ClusterConfig,
+    Config,
+    EvaluateConfig,
+    ExportConfig,
+    Mode,
+    RobustnessFactor,
+)
+
+UNSET = (None, False)
+"""Values that switch an option off (0 counts as False). Setting an unread option to one of them is
+accepted.
+"""
+LEVELS = ("token_level", "action_level", "chunk_level")
+"""Granularities, from fine to coarse."""
+READ_BY_DISTILL = ("horizon", "micro_batch_size", "rollout_micro_batch_size", "max_grad_norm")
+READ_BY_DISTILL += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "group_size")
+READ_BY_DISTILL += ("reward_type", "bptt_length")
+"""Options of section algorithm that ``distill`` reads; ``reward_type`` sets the size of the value
+head.
+"""
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+"""Values of option device."""
+FOLDERS = {"checkpoint": "runs/NAME/DATE-SEED", "out": "my-folder"}
+"""Options of commands that must name a folder -> an example."""
+
+
+def check(
+    config: Config | EvaluateConfig | ExportConfig | BenchmarkConfig,
+    explicit: Collection[str] = (),
+) -> None:
+    """Compare the options with each other.
+
+    Args:
+        config: Options whose types and bounds are checked.
+        explicit: Paths of options that the user set; each of them must be read.
+
+    Raises:
+        ConfigError: Options exclude each other, or a set option is not read.
+        PlacementError: The same, of placement or section cluster.
+    """
+    for path, example in FOLDERS.items():
+        refuse(
+            getattr(config, path, None) == "",
+            f"{path} = '' must name a directory; write {path}={example}",
+        )
+    for path in ("trackers", "methods"):
+        names = getattr(config, path, ())
+        refuse(
+            len({*names}) < len(names),
+            f"{path} = {show(names)} must not contain a name twice; write"
+            f" {path}={show(list(dict.fromkeys(names))).replace(' ', '')}",
+        )
+    if isinstance(config, BenchmarkConfig):
+        refuse(
+            Path(config.out).exists() and not Path(config.out).is_dir(),
+            f"out = {config.out}: is a file; name a directory",
+        )
+        refuse(
+            not config.methods and not config.results,
+            "methods = []: nothing would be shown; write methods=[clone], or results=[FILE]",
+        )
+    if isinstance(config, BenchmarkConfig | ExportConfig):
+        return
+    refuse(
+        not DEVICE.fullmatch(config.device),
+        f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; device=cpu works on"
+        " every machine",
+    )
+    if isinstance(config, EvaluateConfig):
+        _check_unread(config, explicit)
+        _check_robustness(config)
+        refuse(
+            config.n > 1 and config.deterministic,
+            f"n = {config.n}, but deterministic = true: all {config.n} responses would be the same;"
+            " write deterministic=false",
+        )
+        return
+    refuse(
+        not re.fullmatch(r"[^/\\\0]+", config.name) or config.name.startswith("."),
+        f"name = {show(config.name)} must be a folder name: not empty, no / or \\, and no dot at"
+        " the beginning; try name=custom",
+    )
+    for path in sorted(explicit):
+        mode, value = mode_of(path), attrgetter(path)(config)
+        refuse(
+            mode not in (None, config.mode) and value not in UNSET,
+            f"remove {path}, or set mode={mode}: mode={config.mode} ignores {path} = {show(value)}",
+        )
+    refuse(
+        config.model.checkpoint == "",
+        "model.checkpoint = '' is not a directory; name one, or write model.checkpoint=null",
+    )
+    _check_placement(config)
+    _check_algorithm(config)
+    rules_of(config.mode).check(config)
+    _check_unread(config, explicit, config.mode)
+
+
+def check_command(config: Config, command: str, arguments: Collection[str] = ()) -> None:
+    """Check that a teacher is set for ``distill`` and for no other command.
+
+    An experiment may contain options of PPO for the run that starts from the student. ``distill``
+    refuses them as arguments only.
+
+    Args:
+        config: The options.
+        command: Name of the command.
+        arguments: Paths of options that were given as arguments.
+
+    Raises:
+        ConfigError: A teacher is missing or ignored, or ``distill`` ignores an argument.
+    """
+    if command != "distill":
+        hint = "remove it, or write embodied-ppo distill"
+        if config.resume is not None:
+            hint = (
+                f"continue with embodied-ppo distill resume={config.resume}, or train the student"
+                f" by PPO in a new run: experiment=NAME initial_policy={config.resume}"
+            )
+        refuse(config.teacher is not None, f"{hint}: only distill reads teacher = {config.teacher}")
+        return
+    refuse(
+        config.teacher is None,
+        "teacher = null: distill needs the run of a trained policy; write"
+        " teacher=runs/NAME/DATE-SEED",
+    )
+    for path in sorted(arguments):
+        section, _, name = path.partition(".")
+        value = attrgetter(path)(config)
+        hint = f"write distillation.{name}"
+        if not hasattr(config.distillation, name):
+            hint = f"remove {path}"
+        refuse(
+            section == "algorithm" and name not in READ_BY_DISTILL and value not in UNSET,
+            f"{hint}: distill trains by regression and ignores {path} = {show(value)}, an option of"
+            " PPO",
+        )
+
+
+def _check_unread(
+    config: Config | EvaluateConfig, explicit: Collection[str], mode: Mode | None = None
+) -> None:
+    """Refuse options that are set, but whose condition does not hold. Raises ConfigError."""
+    for path, condition in unread(config, mode):
+        value = attrgetter(path)(config)
+        refuse(
+            path in explicit and value not in UNSET,
+            f"remove {path}, or write {condition}: otherwise {path} = {show(value)} is ignored",
+        )
+
+
+def _check_placement(config: Config) -> None:
+    """Check what does not depend on the devices of this machine. Raises PlacementError."""
+    cluster, preset = config.cluster, config.placement
+    if cluster.component_placement:
+        refuse(
+            preset != "local",
+            f"placement = {preset}: cluster.component_placement places the roles too; leave one of"
+            " them out",
+            PlacementError,
+        )
+        placement.check_roles(cluster.component_placement, roles(config))
+    _check_lag(cluster)
+    if one_process(config):
+        for name, value in vars(cluster).items():
+            refuse(
+                name != "stages" and value != getattr(ClusterConfig(), name),
+                f"remove cluster.{name}, or choose a placement ({', '.join(placement.PRESETS)}):"
+                f" placement=local runs one process and ignores cluster.{name} = {show(value)}",
+                PlacementError,
+            )
+
+
+def _check_lag(cluster: ClusterConfig) -> None:
+    """Refuse a transport that does not keep weights for cluster.max_lag. Raises PlacementError."""
+    refuse(
+        cluster.max_lag and cluster.weights not in ("auto", "store"),
+        f"cluster.weights = {cluster.weights} and cluster.max_lag = {cluster.max_lag}: rollout"
+        " processes fetch the weights later, and only cluster.weights=store keeps them; write"
+        " cluster.weights=store or cluster.max_lag=0",
+        PlacementError,
+    )
+
+
+def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
+    """Check the options of ``tune``: refuse those that it searches, then call ``check``."""
+    refuse(
+        config.resume is not None,
+        f"resume = {config.resume}: tune does not continue a run; remove it, and write it to train"
+        " with the placement that tune recommends",
+    )
+    for path in ("placement", "cluster.stages", "cluster.component_placement"):
+        value = attrgetter(path)(config)
+        refuse(
+            value != attrgetter(path)(Config()),
+            f"{path} = {show(value)}: tune chooses this option; remove it, or use it with train",
+            PlacementError,
+        )
+    check(replace(config, cluster=ClusterConfig()), explicit)
+    _check_lag(config.cluster)
+
+
+def roles(config: Config) -> list[str]:
+    """Return the roles of a run."""
+    a = config.algorithm
+    if config.mode == "embodied":
+        return list(placement.ROLES[config.mode])
+    unused = [] if a.adv_type == "gae" else ["critic"]  # the other estimators use no values
+    if not (a.use_kl_loss or a.use_kl_in_reward):
+        unused.append("reference")
+    return [role for role in placement.ROLES[config.mode] if role not in unused]
+
+
+def _check_robustness(config: EvaluateConfig) -> None:
+    """Check the values of robustness_values. Raises ConfigError."""
+    factors = get_args(RobustnessFactor)
+    for name, values in config.robustness_values.items():
+        path = f"robustness_values.{name}"
+        if name not in factors:
+            raise ConfigError(f"{path} is unknown; {choose(name, factors, 'there are ')}")
+        chosen = config.robustness_factors
+        refuse(
+            chosen and name not in chosen,
+            f"add {name} to robustness_factors = {show(chosen)}, or remove {path}, which is"
+            " ignored",
+        )
+        numbers = values if isinstance(values, list) else []
+        refuse(
+            not numbers or not all(type(x) in (int, float) and 0 <= x <= 1e6 for x in numbers),
+            f"{path} = {show(values)} must be a list of numbers >= 0; write {path}=[0,1,2]",
+        )
+
+
+def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str]) -> None:
+    """Refuse options that the checkpoint's mode does not read. Raises ConfigError."""
+    for path in sorted({path.partition(".")[0] for path in explicit}):
+        value = getattr(config, path)
+        refuse(
+            mode_of(path, EvaluateConfig) not in (None, mode) and value not in (*UNSET, ()),
+            f"remove {path}: {config.checkpoint} is a {rules_of(mode).policy_name}, which ignores"
+            f" {path} = {show(value)}",
+        )
+
+
+def check_changed_env(config: Config, changes: Collection[str]) -> None:
+    """Refuse changed options of an evaluation's environment that are not read, as ``train`` does.
+
+    Args:
+        config: The run's options with the changed section env.
+        changes: Names of the changed options below env.
+
+    Raises:
+        ConfigError: A changed option is not read.
+    """
+    _check_unread(config, {f"env.{name}" for name in changes}, config.mode)
+
+
+def _check_algorithm(config: Config) -> None:
+    """Refuse options of section algorithm that exclude or need each other. Raises ConfigError."""
+    a, comparison = config.algorithm, group_comparison(config)
+    members = "environments" if config.mode == "embodied" else "responses"
+    refuse(
+        a.clip_ratio_low >= 1 and a.policy_loss == "clip",
+        f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the lower bound of the"
+        " ratio, 1 - clip_ratio_low, must be positive); the default is"
+        " algorithm.clip_ratio_low=0.2",
+    )
+    refuse(
+        a.use_kl_loss and a.kl_loss_type == "k1",
+        "algorithm.kl_loss_type = k1 has an expected gradient of zero and cannot be a loss; write"
+        " algorithm.kl_loss_type=k2, k3 or k1+",
+    )
+    refuse(
+        comparison is not None and a.group_size < 2,
+        f"{comparison} compares {members} of a group, but algorithm.group_size = {a.group_size}; it"
+        " must be >= 2: write algorithm.group_size=4",
+    )
+    refuse(
+        a.adv_type == "dr_grpo" and a.normalize_advantages,
+        "algorithm.adv_type = dr_grpo divides by no standard deviation, but"
+        " algorithm.normalize_advantages = true does; write algorithm.normalize_advantages=false,"
+        " or algorithm.adv_type=grpo",
+    )
+    refuse(
+        a.adv_type == "dr_grpo" and a.loss_agg_func == "seq-mean-token-mean",
+        "algorithm.adv_type = dr_grpo divides no loss by the length of its sequence, but"
+        " algorithm.loss_agg_func = seq-mean-token-mean does; write"
+        " algorithm.loss_agg_func=seq-mean-token-sum-norm",
+    )
+    refuse(
+        a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS,
+        f"algorithm.group_filter = {a.group_filter} drops groups without a difference, but"
+        f" algorithm.adv_type = {a.adv_type} compares no groups and would learn from a biased"
+        " choice of episodes; write algorithm.adv_type=grpo, or algorithm.group_filter=null",
+    )
+    refuse(
+        a.reward_shift and a.reward_scale,
+        "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true (only"
+        " divide) exclude each other; for both steps leave both false",
+    )
+    refuse(
+        a.reward_shift and a.reward_norm == "running",
+        "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm = running only"
+        " divides; write algorithm.reward_norm=batch",
+    )
+    for name, level in (("logprob_type", a.logprob_type), ("entropy_type", a.entropy_type)):
+        refuse(
+            LEVELS.index(a.reward_type) < LEVELS.index(level),
+            f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} = {level}; an"
+            " advantage applies to entries of its own or a finer level: write"
+            f" algorithm.reward_type={level}",
+        )

@@ -1,0 +1,74 @@
+"""Action head with a Gaussian over the actions of a chunk.
+
+B rows, C actions of a chunk, A dimensions of each.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Generator, Tensor, nn
+
+from embodied_ppo.core.types import Decision, Evaluation
+from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies import distributions as dist
+from embodied_ppo.policies.vla.trunk import VLA, DecoderMemory, Grounding
+
+
+class GaussianVLA(VLA):
+    """Mean [B, C, A] from C decoder tokens, and one learned scale for each of the C·A numbers.
+
+    The value is computed from the first token. Log-probabilities are [B, C, A].
+    """
+
+    def build_head(self, config: ModelConfig) -> None:
+        """See ``VLA.build_head``."""
+        self.mean = nn.Linear(config.width, self.size)
+        self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
+        self.bounds = config.min_log_std, config.max_log_std
+
+    def _read(self, memory: DecoderMemory) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean and log_std float32 [B, C, A], and the input of the value head [B, D]."""
+        hidden = self.decoder(self.query + memory.summary.unsqueeze(1), memory)
+        mean = self.mean(hidden).float()
+        log_std = self.log_std.clamp(*self.bounds) + math.log(self.temperature)
+        return mean, log_std.expand_as(mean), hidden[:, 0]
+
+    def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
+        """See ``Policy.noise``."""
+        return dist.gaussian_noise((rows, self.chunk, self.size), generator, self.device)
+
+    @torch.no_grad()
+    def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+        """See ``Policy.act``."""
+        mean, log_std, first_hidden = self._read(self.encode_context(inputs))
+        action = mean if noise is None else dist.gaussian_sample(mean, log_std, noise)
+        return Decision(
+            action.flatten(1),
+            dist.gaussian_log_prob(action, mean, log_std),
+            self.value_head(first_hidden),
+            {},
+        )
+
+    def evaluate(
+        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
+        """See ``Policy.evaluate``."""
+        mean, log_std, first_hidden = self._read(self.encode_context(inputs))
+        return Evaluation(
+            dist.gaussian_log_prob(action.view_as(mean), mean, log_std),
+            dist.gaussian_entropy(mean, log_std),
+            self.value_head(first_hidden),
+        )
+
+    def value_of(self, context: DecoderMemory) -> Tensor:
+        """See ``VLAPolicy.value_of``."""
+        return self.value_head(self._read(context)[2])
+
+    def action_loss(
+        self, context: DecoderMemory, action: Tensor, generator: Generator | None
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return -log p; see ``VLAPolicy.action_loss``."""
+        mean, log_std, _ = self._read(context)
+        return -dist.gaussian_log_prob(action, mean, log_std), context.grounding

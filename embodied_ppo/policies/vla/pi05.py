@@ -1,0 +1,128 @@
+"""π0.5: π0 whose prompt contains the state, and whose expert reads the time in its layer norms.
+
+The normalised state is written into the prompt as integers::
+
+    Task: pick up the cup, State: 127 3 255;
+    Action:
+
+Names of sizes are those of ``pi0``. Source: Physical Intelligence 2025, arXiv 2504.16054; openpi
+and lerobot for the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.types import Obs
+from embodied_ppo.policies.backbone import VECTOR
+from embodied_ppo.policies.vla.pi0 import PAD, PI0, PI0Trunk
+from embodied_ppo.policies.vla.pi0_files import PromptTokenizer
+from embodied_ppo.policies.vla.prefix import PrefixCache
+from embodied_ppo.policies.vla.trunk import WORDS
+
+BINS = 256
+"""Intervals of [-1, 1] that a number of the state is rounded down to."""
+END = ";\nAction: "
+"""Text after the state."""
+
+
+class PromptTrunk(PI0Trunk):
+    """Trunk whose words contain the state.
+
+    The ids of a number do not depend on its neighbours, because PaliGemma's tokenizer separates
+    spaces and digits. They are therefore looked up in a table on the model's device.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See ``PI0Trunk``.
+
+        Raises:
+            ConfigError: The tokenizer combines numbers with their neighbours.
+        """
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.tokenize, PromptTokenizer)
+        self.prompt_tokenizer = self.tokenize
+        numbers = [self.prompt_tokenizer.ids(f" {n}") for n in range(-1, BINS)]
+        self._check_tokenizer(numbers)
+        self.state_numbers = self.encoder.vector_size
+        edges = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64)[:-1]
+        for name, x in (
+            ("edges", edges),
+            ("numbers", _pad_rows(numbers)),
+            ("end", _pad_rows([self.prompt_tokenizer.ids(END)])),
+        ):
+            self.register_buffer(name, x, persistent=False)
+
+    edges: Tensor
+    """Lower limits of the intervals, float64 [256]."""
+    numbers: Tensor
+    """Ids of " -1", " 0", .. " 255", int64 [257, n], padded with PAD."""
+    end: Tensor
+    """Ids of END, int64 [1, n]."""
+
+    def _check_tokenizer(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Compare the ids of a complete prompt with those of its parts."""
+        values = (-1, 0, 7, 10, 99, 127, 255)
+        prompt_ids = self.prompt_tokenizer.ids(
+            f"Task: go, State: {' '.join(map(str, values))}{END}"
+        )
+        parts = [*self.prompt_tokenizer.ids("Task: go, State:")]
+        for n in values:
+            parts += numbers[n + 1]
+        if prompt_ids != [*parts, *self.prompt_tokenizer.ids(END)]:
+            raise ConfigError(
+                "model.checkpoint: its tokenizer combines numbers of the state with the characters"
+                " beside them; copy tokenizer.json of google/paligemma-3b-pt-224 into the directory"
+            )
+
+    def word_ids(self) -> tuple[Tensor, ...]:
+        """See ``PI0Trunk.word_ids``."""
+        return self.table, self.numbers, self.end
+
+    def sentence_table(self, sentences: Sequence[str]) -> Tensor:
+        """See ``PI0Trunk.sentence_table``: the words before the state."""
+        return _pad_rows(
+            [self.prompt_tokenizer.prompt(sentence) for sentence in sentences or ("",)]
+        )
+
+    def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """See ``PI0Trunk.encode``. Padding may be between words; it has no position."""
+        inputs = super().encode(obs)
+        state = inputs[VECTOR][:, : self.state_numbers].double()
+        # Row n + 1 of ``numbers`` holds the number n, which is -1 below the first interval and
+        # numpy.digitize(state, edges) - 1 in openpi.
+        bins = torch.bucketize(state.contiguous(), self.edges, right=True)
+        rows = len(state)
+        numbers = self.numbers[bins].flatten(1)
+        inputs[WORDS] = torch.cat((inputs[WORDS], numbers, self.end.expand(rows, -1)), dim=1)
+        return inputs
+
+
+class PI05(PI0):
+    """Flow policy on π0.5; see ``PI0``."""
+
+    trunk: PromptTrunk
+    trunk_class = PromptTrunk
+    state_tokens = 0
+    state_in_prefix = True
+
+    def prompt_tokens(self) -> int:
+        """See ``PI0.prompt_tokens``."""
+        trunk = self.trunk
+        numbers = trunk.state_numbers * trunk.numbers.shape[1]
+        return super().prompt_tokens() + numbers + trunk.end.shape[1]
+
+    def embed_actions(self, context: PrefixCache, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``PI0.embed_actions``."""
+        return self.embed(x, tau)
+
+
+def _pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows of ids as int64 [n, width], padded with PAD."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])

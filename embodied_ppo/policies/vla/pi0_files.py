@@ -1,0 +1,513 @@
+"""π0's and π0.5's published files: configuration, weights, statistics and tokenizer.
+
+``read`` accepts the directories of transformers, of lerobot, and those that openpi's conversion to
+torch writes (their keys lack lerobot's ``model.``). Published weights were not available:
+everything is tested with synthetic directories of the published layout, and against lerobot with
+random weights (``make test-lerobot``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embodied_envs.base.errors import ConfigError, show
+from embodied_ppo.policies.checkpoint_files import (
+    config_errors,
+    import_transformers,
+    load_tokenizer,
+    read_json,
+)
+from embodied_ppo.policies.vla import pi05_model
+from embodied_ppo.policies.vla.published_weights import (
+    Patterns,
+    PublishedTensor,
+    Targets,
+    load,
+    read_headers,
+    read_kind,
+    substitute,
+)
+
+MAX_WORDS = 48
+"""Tokens of a prompt after which lerobot and openpi cut it off."""
+VARIANTS: dict[str, dict[str, int]] = {
+    "gemma_300m": {"hidden_size": 1024, "intermediate_size": 4096},
+    "gemma_2b": {"hidden_size": 2048, "intermediate_size": 16384},
+}
+"""Sizes that differ between the values of lerobot's ``paligemma_variant`` and
+``action_expert_variant``.
+"""
+GEMMA = {
+    "model_type": "gemma",
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 257152,
+}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+PERIODS = ("min_period", "max_period")
+SHARED_FIELDS = ("chunk_size", "max_state_dim", "max_action_dim", "num_inference_steps", *PERIODS)
+"""Fields that the config.json of lerobot and of transformers have in common."""
+LARGEST = {
+    **dict.fromkeys(("chunk_size", "action_horizon", "image_size", "patch_size"), 10**4),
+    **dict.fromkeys(("max_state_dim", "max_action_dim", "action_dim"), 10**4),
+    **dict.fromkeys(("tokenizer_max_length", "head_dim"), 10**5),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1000),
+    **dict.fromkeys(("hidden_size", "intermediate_size"), 10**6),
+    "vocab_size": 10**7,
+    "scale_factor": 100,
+}
+"""Largest accepted values of fields of config.json that are positive whole numbers."""
+SECTIONS = ("vlm_config", "dit_config", "normalization_mapping")
+"""Fields of config.json that are objects."""
+OPTIONAL = ("tokenizer_max_length", "normalization_mapping")
+"""Fields that may be null."""
+
+PARAMETERS: Patterns = (
+    (r"^model\.(?=paligemma_with_expert|action_|state_proj|time_mlp|embed_action|model\.)", ""),
+    (r"^paligemma_with_expert\.paligemma\.", "paligemma."),
+    (r"^paligemma_with_expert\.gemma_expert\.lm_head\.", "expert.embed_tokens."),
+    (r"^paligemma_with_expert\.gemma_expert\.model\.", "expert."),
+    (r"^model\.dit\.", "expert."),
+    (r"^model\.vlm\.", "paligemma."),
+    (r"^paligemma\.model\.", "paligemma."),
+    (r"^paligemma\.language_model\.model\.", "paligemma.language_model."),
+    (
+        r"^paligemma\.(language_model\.)?lm_head\.",
+        "paligemma.language_model.embed_tokens.",
+    ),
+    (r"^paligemma\.vision_tower\.vision_model\.", "paligemma.vision_tower."),
+    (r"^paligemma\.", "trunk.vlm."),
+    (r"^(embed_action_time\.)?(state_proj|action_in_proj|(action_)?time_mlp_)", r"embed.\2"),
+    (r"^action_out_proj\.", "velocity."),
+)
+"""Substitutions, in order, that map the name of a weight, in all published layouts and in
+transformers' model, to the name of the parameter of ``pi0.PI0``.
+"""
+UNREAD = "expert.embed_tokens.weight"
+"""The expert embeds no words; some files lack its unused embeddings."""
+MODULES: Patterns = (
+    (r"^trunk\.vlm\.", "model.paligemma_with_expert.paligemma.model."),
+    (r"^expert\.", "model.paligemma_with_expert.gemma_expert.model."),
+    (r"^embed\.", "model."),
+    (r"^velocity\.", "model.action_out_proj."),
+)
+"""Substitutions that map names of ``pi0.PI0`` to those of the modules of lerobot's model."""
+TRANSFORMERS_MODULES: Patterns = (
+    (r"^trunk\.vlm\.", "model.vlm."),
+    (r"^expert\.", "model.dit."),
+    (r"^embed\.", "embed_action_time."),
+    (r"^velocity\.", "action_out_proj."),
+)
+OPENPI_MODULES: Patterns = (*MODULES, (r"^model\.", ""))
+
+
+class Statistics(nn.Module):
+    """Mean and standard deviation of a dataset, float32 [n], in its units.
+
+    They are buffers that a checkpoint does not contain.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Any, std: Any) -> None:
+        """Convert lists or tensors of n numbers."""
+        super().__init__()
+        for name, x in (("mean", mean), ("std", std)):
+            buffer = torch.as_tensor(x, dtype=torch.float32).flatten()
+            self.register_buffer(name, buffer, persistent=False)
+
+    @classmethod
+    def from_quantiles(cls, low: Tensor, high: Tensor) -> Statistics:
+        """Return the statistics that map the quantiles low [n] to -1 and high [n] to 1."""
+        return cls((low + high) / 2, (high - low) / 2)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return (x - mean) / (std + 1e-8), as lerobot and transformers."""
+        return (x - self.mean) / (self.std + 1e-8)
+
+    def denormalize(self, x: Tensor) -> Tensor:
+        """Return x std + mean."""
+        return x * self.std + self.mean
+
+    def first(self, n: int, name: str, label: str) -> Statistics:
+        """Return the statistics of the first n numbers; the others are padding.
+
+        Args:
+            n: Numbers of the task.
+            name: states or actions.
+            label: Option and value, for messages.
+
+        Raises:
+            ConfigError: There are fewer numbers.
+        """
+        if len(self.mean) < n:
+            raise ConfigError(
+                f"{label}: its statistics of {name} have {len(self.mean)} numbers, the"
+                f" task's {name} {n}; use a checkpoint of this robot, or a directory without"
+                " statistics (model.normalize_obs then computes them)"
+            )
+        return Statistics(self.mean[:n], self.std[:n])
+
+
+@dataclass(frozen=True)
+class Published:
+    """Contents of a checkpoint directory.
+
+    Attributes:
+        model: transformers' PI0ForConditionalGeneration, or ``pi05_model.model_class``; float32.
+        tokenize: Sentence -> ids, including begin of sequence and end of line; ``read`` returns a
+            PromptTokenizer.
+        state: Statistics of the state, None: the model uses the robot's units.
+        action: Statistics of the actions, None: the model uses the robot's units.
+        antialias: Whether images are filtered before they are reduced to the size of the model's;
+            lerobot omits this.
+        relative: Indices of the dimensions of an action that are relative to the state.
+        modules: Name in the policy -> name in the publisher's model. Keys of a file may differ,
+            because the publisher's code renames keys of old files.
+    """
+
+    model: Any
+    tokenize: Callable[[str], Sequence[int]]
+    state: Statistics | None = None
+    action: Statistics | None = None
+    antialias: bool = True
+    relative: tuple[int, ...] = ()
+    modules: Patterns = MODULES
+
+
+def read(folder: str | Path) -> Published:
+    """Read a checkpoint directory.
+
+    Raises:
+        ConfigError: A file is missing, or the directory holds another kind of model.
+    """
+    from transformers.initialization import no_init_weights
+
+    folder = Path(folder)
+    kind, raw = read_kind(folder, "flow")
+
+    def build() -> tuple[Any, Targets]:
+        with no_init_weights():
+            model = build_model(raw, folder, kind)
+        return model, targets_of(model, PARAMETERS)
+
+    lerobot = "type" in raw
+    modules = MODULES if lerobot else TRANSFORMERS_MODULES
+    return Published(
+        load(folder, build, rename, optional=(UNREAD,)),
+        _tokenizer(folder, raw.get("tokenizer_max_length") or MAX_WORDS, clean=not lerobot),
+        *statistics(folder, raw, "QUANTILES" if kind == "pi05" else "MEAN_STD"),
+        antialias=not lerobot,
+        relative=_relative(raw, folder) if lerobot else (),
+        modules=modules if lerobot or "model_type" in raw else OPENPI_MODULES,
+    )
+
+
+def targets_of(model: nn.Module, patterns: Patterns) -> Targets:
+    """Return the weights of a model by their names in the policy."""
+    return {
+        substitute(name, patterns): PublishedTensor(tuple(x.shape), (x,))
+        for name, x in model.state_dict().items()
+    }
+
+
+def rename(keys: Iterable[str]) -> dict[str, str]:
+    """Return key of a file -> name of the parameter of ``pi0.PI0``.
+
+    lerobot's first checkpoints hold the tied words as lm_head. Those of lerobot 0.5 and later hold
+    both, of which only embed_tokens is trained and used. Statistics are no weights.
+    """
+    names = {key: substitute(key, PARAMETERS) for key in keys if "normalize_" not in key}
+    others = {name for key, name in names.items() if "lm_head" not in key}
+    return {key: name for key, name in names.items() if "lm_head" not in key or name not in others}
+
+
+# ------------------------------------------------------------------------------------ configuration
+def build_model(raw: Mapping[str, Any], folder: str | Path, kind: str) -> Any:
+    """Return the model of a config.json with new weights.
+
+    Raises:
+        ConfigError: config.json is damaged.
+    """
+    config = read_config(raw, folder)
+    with config_errors(f"model.checkpoint={folder}: config.json is refused: "):
+        if kind == "pi05":
+            return pi05_model.model_class()(config)
+        return import_transformers("model.checkpoint").PI0ForConditionalGeneration(config)
+
+
+def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
+    """Return transformers' PI0Config for the config.json of transformers, lerobot or openpi.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    transformers, label = import_transformers("model.checkpoint"), f"model.checkpoint={folder}"
+    check_numbers(raw, label)
+    raw = dict(raw) | {name: float(raw[name]) for name in PERIODS if name in raw}
+    with config_errors(f"{label}: config.json is refused: "):
+        if raw.get("model_type") == "pi0":
+            return transformers.PI0Config.from_dict(raw)
+        fields = lerobot_fields(raw) if "type" in raw else openpi_fields(raw)
+        return transformers.PI0Config(**fields)
+
+
+def check_numbers(raw: Mapping[str, Any], label: str, path: str = "") -> None:
+    """Check the types and ranges of the fields of a config.json and of its sections.
+
+    Args:
+        raw: The config.json, or a section.
+        label: Option and value, for messages.
+        path: Path of the section, ending in a dot.
+
+    Raises:
+        ConfigError: A field has another type, or is out of range.
+    """
+    for name, x in raw.items():
+        expected = ""
+        if name in PERIODS:
+            is_number = isinstance(x, int | float) and not isinstance(x, bool)
+            expected = "" if is_number and 0 < x < math.inf else "a finite number > 0"
+        elif name in SECTIONS:
+            expected = "" if isinstance(x, dict) else "an object"
+        elif limit := LARGEST.get(name):
+            valid = type(x) is int and 1 <= x <= limit
+            expected = "" if valid else f"a whole number >= 1 and <= {limit}"
+        if expected and not (x is None and name in OPTIONAL):
+            raise ConfigError(
+                f"{label}: config.json has {path}{name}={show(x)}; it must be {expected}, download"
+                " it again"
+            )
+        if isinstance(x, dict):
+            check_numbers(x, label, f"{path}{name}.")
+
+
+def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of transformers for lerobot's config.json; missing ones are as
+    published.
+    """
+    fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
+    if "num_steps" in raw:  # lerobot before 0.4
+        fields.setdefault("num_inference_steps", raw["num_steps"])
+    if "vlm_config" in raw and "dit_config" in raw:  # sizes that are none of lerobot's variants
+        return fields | {name: raw[name] for name in ("vlm_config", "dit_config")}
+    sizes = []
+    for name, usual in (("paligemma_variant", "gemma_2b"), ("action_expert_variant", "gemma_300m")):
+        variant = raw.get(name, usual)
+        if variant not in VARIANTS:
+            raise ConfigError(f"config.json: {name}={variant} is not one of {', '.join(VARIANTS)}")
+        sizes.append(GEMMA | VARIANTS[variant])
+    text, expert = sizes
+    side = (raw.get("image_resolution") or raw.get("resize_imgs_with_padding") or (224, 224))[0]
+    vision = SIGLIP | {"image_size": side, "projection_dim": text["hidden_size"]}
+    vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision}
+    vlm |= {"projection_dim": text["hidden_size"], "image_token_id": text["vocab_size"]}
+    return fields | {"vlm_config": vlm, "dit_config": expert}
+
+
+def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of transformers for the config.json that openpi's conversion writes."""
+    names = ("paligemma_variant", "action_expert_variant")
+    fields = lerobot_fields({name: raw[name] for name in names if name in raw})
+    size = int(raw.get("action_dim", 32))
+    sizes = {"chunk_size": int(raw["action_horizon"])}
+    return fields | sizes | {"max_state_dim": size, "max_action_dim": size}
+
+
+def _relative(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
+    """Return the dimensions of actions that lerobot's config.json declares relative."""
+    if not raw.get("use_relative_actions"):
+        return ()
+    with config_errors(f"model.checkpoint={folder}: use_relative_actions: ", kind=True):
+        size = int((raw.get("output_features") or {})["action"]["shape"][0])
+        names = [str(name).lower() for name in raw.get("action_feature_names") or ()]
+        excluded = [str(x).lower() for x in raw.get("relative_exclude_joints") or () if x]
+    absolute = {i for i, name in enumerate(names) if any(x in name for x in excluded)}
+    return tuple(i for i in range(size) if i not in absolute)
+
+
+# ---------------------------------------------------------------------------------------- tokenizer
+class PromptTokenizer:
+    """Tokenizer in π0's format: begin of sequence, sentence, end of line.
+
+    ``prompt`` is the beginning of π0.5's format. The ids of the state follow it.
+    """
+
+    def __init__(self, tokenizer: Any, words: int, *, clean: bool) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: PaliGemma's.
+            words: Number of tokens after which a prompt of π0 is cut off.
+            clean: Replace underscores and ends of lines in the sentence, as openpi; lerobot does
+                not.
+        """
+        self.tokenizer, self.words, self.clean = tokenizer, words, clean
+
+    def __call__(self, sentence: str) -> list[int]:
+        if self.clean:
+            sentence = _clean(sentence)
+        ids = self.ids(sentence.removesuffix("\n") + "\n")
+        return [self.tokenizer.bos_token_id, *ids][: self.words]
+
+    def prompt(self, sentence: str) -> list[int]:
+        """Return begin of sequence and the words before the state."""
+        return [self.tokenizer.bos_token_id, *self.ids(f"Task: {_clean(sentence)}, State:")]
+
+    def ids(self, text: str) -> list[int]:
+        """Return the ids of a text, without begin of sequence."""
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _clean(sentence: str) -> str:
+    """Replace underscores and line breaks of a sentence by spaces, as openpi."""
+    return sentence.strip().replace("_", " ").replace("\n", " ")
+
+
+def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
+    """Load the tokenizer; see ``PromptTokenizer``."""
+    tokenizer = load_tokenizer(folder, "google/paligemma-3b-pt-224")
+    if tokenizer.bos_token_id is None:
+        raise ConfigError(
+            f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"
+        )
+    return PromptTokenizer(tokenizer, words, clean=clean)
+
+
+# --------------------------------------------------------------------------------------- statistics
+ENDS = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "IDENTITY": ()}
+"""Value of lerobot's normalization_mapping that is read here -> the statistics that it uses.
+QUANTILES maps q01 to -1 and q99 to 1.
+"""
+OPENPI_MARGIN = 1e-6
+"""Number that openpi adds to deviations and to q99, also when it denormalises."""
+
+
+def statistics(
+    folder: Path, raw: Mapping[str, Any], default: str
+) -> tuple[Statistics | None, Statistics | None]:
+    """Return the statistics of states and actions, None where the directory has none.
+
+    transformers stores them in processor_config.json, openpi in norm_stats.json, lerobot in
+    *normalizer_processor.safetensors (0.4 and later) or as buffers among the weights.
+
+    Args:
+        folder: Checkpoint directory.
+        raw: Its config.json.
+        default: Key of ENDS that is used without lerobot's normalization_mapping.
+
+    Raises:
+        ConfigError: A file is damaged, or uses another normalisation.
+    """
+    modes, label = raw.get("normalization_mapping") or {}, f"model.checkpoint={folder}"
+    found: list[Statistics | None] = []
+    for name in ("state", "action"):
+        mode = modes.get(name.upper(), default)
+        if mode not in ENDS:
+            raise ConfigError(
+                f"{label}: normalization_mapping.{name.upper()}={mode}; supported are"
+                f" {', '.join(ENDS)}"
+            )
+        found.append(_statistics(folder, name, mode) if ENDS[mode] else None)
+    return found[0], found[1]
+
+
+def _statistics(folder: Path, name: str, mode: str) -> Statistics | None:
+    """Search the files that may hold the statistics of ``name`` (state or action)."""
+    ends, label = ENDS[mode], f"model.checkpoint={folder}"
+    key = {"state": "state", "action": "actions"}[name]
+    processor, margin = folder / "processor_config.json", 0.0
+    file, pair = processor, [None, None]
+    if processor.is_file() and mode == "MEAN_STD":
+        options = read_json(processor, label, "")
+        pair = [options.get(f"{key}_{end}") for end in ends]
+    if None in pair:
+        files = sorted(folder.rglob("norm_stats.json"))
+        if len(files) > 1:
+            raise ConfigError(
+                f"{label}: holds statistics of {len(files)} robots"
+                f" ({', '.join(file.parent.name for file in files)}); keep one norm_stats.json"
+            )
+        if files:
+            file, margin = files[0], OPENPI_MARGIN
+            stats = read_json(file, label, "")
+            stats = stats.get("norm_stats", stats)
+            if isinstance(stats, dict) and stats.get(key) is None:
+                return None
+            with config_errors(f"{label}: {file.name} cannot be read: ", kind=True):
+                pair = [stats[key][end] for end in ends]
+        else:
+            file, pair = _lerobot_pair(folder, name, mode)
+            if file is None:
+                return None
+    low, high = _check_pair(pair, file, name, ends)
+    build = Statistics.from_quantiles if mode == "QUANTILES" else Statistics
+    return build(low, high + margin)
+
+
+def _lerobot_pair(folder: Path, name: str, mode: str) -> tuple[Path | None, list[Any]]:
+    """Return a file of lerobot and the two statistics of states or actions in it, if it has them.
+
+    Their keys are action.mean or, among the weights, normalize_targets.buffer_action.mean.
+    """
+    from safetensors import safe_open
+
+    feature = {"state": "observation.state", "action": "action"}[name]
+    first, second = ENDS[mode]
+    files = [*folder.glob("*normalizer_processor.safetensors"), *folder.glob("model*.safetensors")]
+    headers = read_headers(files)
+    tail = f"buffer_{feature.replace('.', '_')}.{first}"
+    for key in sorted(k for k in headers if k == f"{feature}.{first}" or k.endswith(tail)):
+        other = key.removesuffix(first) + second
+        if other in headers:
+            with safe_open(headers[key].file, framework="pt") as f:
+                pair = [f.get_tensor(x) for x in (key, other)]
+            # Buffers are infinite until filled.
+            if not all(bool(x.isinf().all()) for x in pair):
+                return headers[key].file, pair
+    given = sorted(key for key in headers if key.startswith(f"{feature}."))
+    if given and not {f"{feature}.{first}", f"{feature}.{second}"} <= headers.keys():
+        raise ConfigError(
+            f"model.checkpoint={folder}: its statistics of {name}s are {', '.join(given)}, but"
+            f" normalization_mapping.{name.upper()}={mode} needs {first} and {second}; download the"
+            " files of one model"
+        )
+    return None, []
+
+
+def _check_pair(
+    pair: Sequence[Any], file: Path, name: str, ends: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Return two lists of statistics as float64 tensors of one length.
+
+    Raises:
+        ConfigError: They are damaged.
+    """
+    label = f"model.checkpoint={file.parent}: statistics of {name}s in {file.name}: "
+    with config_errors(label, "; download it again"):
+        a, b = (torch.as_tensor(x, dtype=torch.float64).flatten() for x in pair)
+        if not len(a) or len(a) != len(b):
+            raise ValueError(f"{len(a)} numbers {ends[0]} and {len(b)} {ends[1]}")
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ValueError("they are not finite")
+        if (b < (a if ends[1] == "q99" else 0)).any():
+            raise ValueError(f"{ends[1]} is below {'q01' if ends[1] == 'q99' else '0'}")
+    return a, b

@@ -1,0 +1,340 @@
+"""Policies over action tokens on published models: OpenVLA and OpenVLA-OFT.
+
+B rows, K cameras, C actions of a chunk, A dimensions of each, P visual tokens, L tokens of a
+prompt, D width.
+
+Inputs: images and the instruction. Other observations (the robot's state) are not used, because the
+models were not trained with them. Images stay uint8 until the model resizes them; a prompt is
+tokenised once per sentence.
+
+Actions: those of OpenVLA are un-normalised by its statistics (q01, q99 of ``model.unnorm_key``) and
+are in the units of the dataset. Use env.action_mapping=clip where the simulator's bounds are not -1
+and 1. The gripper is not normalised: in all datasets of OpenVLA 0 is closed and 1 is open. It is
+mapped to the closing value of the simulator or its negative (``closes``).
+
+Training: with model.lora_rank the adapters of the language model's linear layers and the value
+head; without it all parameters, apart from the vision encoder under model.freeze_trunk. If the
+vision encoder is not trained, ``encode`` returns its features instead of images. Trained parameters
+are float32.
+model.dtype is the type of the arithmetic, and of the frozen weights under adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.observation_names import INSTRUCTION
+from embodied_envs.types import ActionSpec, Obs, ObsSpec
+from embodied_ppo.core.collectives import layers
+from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies import lora
+from embodied_ppo.policies.backbone import channels_first_shape
+from embodied_ppo.policies.checkpoint_files import copy_permissions
+from embodied_ppo.policies.vla import openvla_files, published_weights
+from embodied_ppo.policies.vla.action_tokens import Tokens
+from embodied_ppo.policies.vla.openvla import OpenVLA, OpenVLABody
+from embodied_ppo.policies.vla.openvla_files import ActionTokens
+from embodied_ppo.policies.vla.trunk import (
+    Grounding,
+    ObservationEncoder,
+    ValueHead,
+    action_size,
+    check_units,
+    encode_in_parts,
+)
+
+VALUE_UNITS = 512
+"""Largest hidden layer of the value head, as in RLinf. A model of 7 B has a hidden state of 4096
+numbers.
+"""
+
+Tokenize: TypeAlias = "Callable[[str], Sequence[int]]"
+"""Text -> ids, see ``openvla.encode_prompts``."""
+
+
+class VisionEncoder(ObservationEncoder):
+    """Selects the image observations, and holds the tokenised prompts of the sentences."""
+
+    def __init__(self, obs_spec: ObsSpec, config: ModelConfig) -> None:
+        named = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
+        super().__init__(
+            {name: s for name, s in named.items() if s.layout is not None or name == INSTRUCTION},
+            config,
+        )
+        shapes = {name: channels_first_shape(s) for name, s in self.encoder.images.items()}
+        channels, *size = next(iter(shapes.values()))
+        self.image_size: tuple[int, int] = (size[0], size[1])
+        """Height and width."""
+        if channels != 3 or len(set(shapes.values())) > 1:
+            raise ConfigError(
+                f"model.checkpoint={config.checkpoint}: images must be RGB and of one size, but"
+                f" have the shapes {shapes}; set env.cameras and env.image_size"
+            )
+
+    def images(self, obs: Obs) -> Tensor:
+        """Return the images of all cameras, uint8 [B, K, 3, H, W]."""
+        return torch.stack([*self.encode_observations(obs).values()], dim=1)
+
+
+class CheckpointVLA(Tokens[Any], lora.Adapted):
+    """Policy over action tokens on a published model; see the module's description."""
+
+    FROZEN_ROWS = 64
+    """Observations that a frozen vision encoder processes at a time."""
+    FEATURE_SHARE = 0.25
+    """Share of the device's memory that features may use without model.freeze_trunk."""
+
+    def __init__(
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        config: ModelConfig,
+        *,
+        chunk: int,
+        sentences: Sequence[str],
+        mapping: str = "none",
+        closes: float | None = None,
+        values: int = 1,
+    ) -> None:
+        """Build the policy from the directory ``config.checkpoint``.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of one environment.
+            config: Options of the section ``model``.
+            chunk: Actions of a chunk.
+            sentences: The simulator's instructions.
+            mapping: Value of env.action_mapping.
+            closes: Value of the last action dimension that closes the simulator's gripper; its
+                negative opens it. None: the simulator does not report it.
+            values: Outputs of the value head, see ``ValueHead``.
+
+        Raises:
+            ConfigError: Task, options and checkpoint do not fit together.
+        """
+        super().__init__()
+        self.actions: ActionTokens
+        """Action tokens and their statistics."""
+        self.closes = closes
+        self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
+        self.bins, self.temperature = config.bins, config.temperature
+        self.autoregressive = config.decode == "autoregressive"
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.rank = config.lora_rank
+        self.trunk = VisionEncoder(obs_spec, config)
+        self.body = self._open(config)
+        check_units(action_spec, config, mapping)
+        self.width = width = self.body.hidden_size
+        self.value_head = ValueHead(
+            width, config.detach_value, min(4 * width, VALUE_UNITS), values=values
+        )
+        # ``train`` does nothing, so switch off the dropout that some models have once.
+        for module in self.modules():
+            module.training = False
+        self.unread = {name for name, p in self.body.named_parameters() if not p.requires_grad}
+        """Names of parameters that the forward pass does not use."""
+        if self.rank:
+            lora.adapt(self.body.language, rank=self.rank, alpha=config.lora_alpha)
+        self.freeze(config.freeze_trunk)
+        if self.rank:
+            assert config.checkpoint is not None
+            self.set_base_weights(config.checkpoint)
+        self.set_sentences(sentences)
+
+    def _load(self, config: ModelConfig, dtype: torch.dtype) -> tuple[OpenVLABody, Tokenize]:
+        """Return the networks of the directory, and its tokeniser."""
+        folder = str(config.checkpoint)
+        published_weights.read_kind(Path(folder), "token")
+        return openvla_files.load(folder, dtype=dtype), openvla_files.tokenizer(folder)
+
+    def _open(self, config: ModelConfig) -> OpenVLA:
+        """Load the model of the directory and its statistics.
+
+        Raises:
+            ConfigError: Options, task and directory do not fit together.
+        """
+        # Frozen weights under adapters are never updated, so they need no float32 copy.
+        dtype = self.dtype if self.rank else torch.float32
+        body, tokenize = self._load(config, dtype)
+        try:
+            self.actions = ActionTokens.from_config(body.config, config.unnorm_key)
+        except ConfigError as error:
+            raise ConfigError(f"model.{error}") from error
+        if self.actions.dim != self.size:
+            raise ConfigError(
+                f"model.checkpoint={config.checkpoint}: its actions have {self.actions.dim}"
+                f" dimensions, the task's {self.size}; use another model.unnorm_key, or a task of"
+                " that robot"
+            )
+        if body.config.action_bins != self.bins:
+            raise ConfigError(
+                f"model.bins={self.bins}: the checkpoint has {body.config.action_bins} words for"
+                f" actions; write model.bins={body.config.action_bins}"
+            )
+        body.center_crop = config.center_crop
+        stop = not config.omit_stop_token
+        model = OpenVLA(body, tokenize, actions=self.chunk * self.size, stop_token=stop)
+        model.recompute = config.gradient_checkpointing
+        return model
+
+    # --------------------------------------------------------------------------- trained parameters
+    def freeze(self, frozen: bool) -> None:
+        """Exclude the vision encoder from training, or include it.
+
+        With adapters only these are trained in either case.
+        """
+        self.frozen = frozen
+        vision = {id(p) for p in self.body.vision_parameters()}
+        for name, p in self.body.named_parameters():
+            trained = "lora_" in name if self.rank else not (frozen and id(p) in vision)
+            p.requires_grad_(trained and name not in self.unread)
+        # Without adapters keep float32: cloning trains the vision encoder, too, before it is
+        # frozen.
+        lora.cast_parameters(self, self.dtype if self.rank else torch.float32)
+
+    def units(self) -> list[nn.Module]:
+        """See ``Policy.units``."""
+        return [*layers(self.body), self.body.language.get_input_embeddings()]
+
+    def set_sentences(self, sentences: Sequence[str]) -> None:
+        """Set the sentences that the instruction observation indexes."""
+        self.sentences = tuple(sentences)
+        prompts = self.body.prompts(self.sentences or ("do the task",))
+        self.trunk.table = prompts.to(self.device)
+
+    def train(self, mode: bool = True) -> CheckpointVLA:
+        """Do nothing: dropout would make log-probabilities random."""
+        return self
+
+    def published_parameters(self, source: str | Path) -> dict[str, Tensor]:
+        """Return the trained parameters of OpenVLA by their names there.
+
+        Args:
+            source: The directory that the policy was built from.
+        """
+        return {
+            name.replace(".default.", "."): p
+            for name, p in self.body.body.named_parameters()
+            if p.requires_grad
+        }
+
+    # ------------------------------------------------------------------------------------- encoding
+    @property
+    def vision_learns(self) -> bool:
+        """Whether the vision encoder is trained."""
+        return not self.frozen and not self.rank
+
+    @torch.no_grad()
+    def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """Return the prompts, and images or, unless the vision encoder is trained, visual tokens.
+
+        All epochs of an update use the same visual tokens. Without model.freeze_trunk, images are
+        returned instead if the tokens exceed ``FEATURE_SHARE``.
+        """
+        images, table = self.trunk.images(obs), self.trunk.table
+        rows = self.trunk.instruction_index(obs, len(images), images.device)
+        inputs = {f"/{name}": getattr(table, name)[rows] for name in ("ids", "mask", "position")}
+        if self.vision_learns:
+            return inputs | {"/images": images}
+        encode = lambda part: self._encode_images(part["images"])
+        parts = {"images": images}
+        features = encode_in_parts(encode, parts, self.FROZEN_ROWS, self._feature_limit())
+        return inputs | ({"/images": images} if features is None else features)
+
+    def _feature_limit(self) -> float:
+        """Return the bytes that features may take."""
+        return float("inf") if self.frozen else self.FEATURE_SHARE * self.device_memory_gb() * 1e9
+
+    def keeps_features(self, rows: int) -> bool:
+        """See ``VLAPolicy.keeps_features``."""
+        if self.vision_learns:
+            return False
+        height, width = self.trunk.image_size
+        shape = (1, len(self.trunk.names), 3, height, width)
+        one = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        with torch.no_grad():
+            size = sum(x.nbytes for x in self._encode_images(one).values())
+        return size * rows <= self._feature_limit()
+
+    def _encode_images(self, images: Tensor) -> dict[str, Tensor]:
+        learns = torch.is_grad_enabled() and self.vision_learns
+        with torch.set_grad_enabled(learns), lora.autocast(self.device, self.dtype):
+            return self.body.encode_images(images)
+
+    def encode_context(self, inputs: dict[str, Tensor]) -> Any:
+        """See ``VLAPolicy.encode_context``."""
+        image_features = (
+            inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
+        )
+        with lora.autocast(self.device, self.dtype):
+            return self.body.embed_prompt(
+                image_features, inputs["/ids"], inputs["/mask"], inputs["/position"]
+            )
+
+    # --------------------------------------------------------------------------------------- tokens
+    def hidden(self, context: Any, bins: Tensor | None) -> Tensor:
+        """See ``Tokens.hidden``."""
+        with lora.autocast(self.device, self.dtype):
+            return self.body.hidden(context, bins).float()
+
+    def start(self, context: Any) -> tuple[Tensor, Any]:
+        """See ``Tokens.start``."""
+        with lora.autocast(self.device, self.dtype):
+            hidden, state = self.body.start(context)
+        return hidden.float(), state
+
+    def next(self, bins: Tensor, state: Any) -> Tensor:
+        """See ``Tokens.next``."""
+        with lora.autocast(self.device, self.dtype):
+            return self.body.next(bins, state).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Tokens.logits``."""
+        return self.body.logits(hidden)
+
+    def grounding(self, context: Any, first_hidden: Tensor) -> Grounding:
+        """See ``Tokens.grounding``."""
+        return Grounding(first_hidden)
+
+    def actions_of(self, bins: Tensor) -> Tensor:
+        """Return actions [B, C, A] of bins; units as described in the module."""
+        self.actions = self.actions.to(bins.device)
+        action = self.actions.actions(bins)
+        if self.closes is None:
+            return action
+        return torch.where(
+            self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes)
+        )
+
+    def bins_of(self, action: Tensor) -> Tensor:
+        """See ``Tokens.bins_of``."""
+        self.actions = self.actions.to(action.device)
+        if self.closes is not None:
+            action = torch.where(self.actions.mask, action, (1 - action / self.closes) / 2)
+        return self.actions.bins(action)
+
+
+def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:
+    """Write the trained model in the format of its source directory.
+
+    Adapters are merged and the value head is left out. ``policy`` cannot be used afterwards.
+
+    Args:
+        policy: The policy.
+        source: Directory that the policy was built from.
+        out: Directory to write.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    folder = Path(out)
+    lora.merge(policy.body.language)
+    targets = openvla_files.entries(policy.body.body)
+    published_weights.save(targets, source, folder, openvla_files.rename)
+    copy_permissions(folder)

@@ -1,0 +1,184 @@
+"""Build policies with the sizes of published models and without weights, to plan runs.
+
+``policy_of_sizes`` builds a policy from the fields of config.json. Its parameters are fake tensors:
+they have shapes and types, but no memory and no values. ``CONFIGS`` contains these fields for the
+published models, so that ``model.checkpoint=published/pi0`` needs no file.
+
+Source of the sizes: lerobot (pi0, pi05 and their Gemma variants, SmolVLA), openvla/openvla-7b.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from embodied_envs.base.errors import ConfigError, choose
+from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies.checkpoint_files import read_json
+from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files, smolvla_files
+from embodied_ppo.policies.vla.pi0 import PI0
+from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published, Statistics
+from embodied_ppo.policies.vla.pi05 import PI05
+from embodied_ppo.policies.vla.pretrained import CheckpointVLA, Tokenize
+from embodied_ppo.policies.vla.smolvla import SmolVLA
+
+PREFIX = "published/"
+"""Prefix of the values of model.checkpoint that name an entry of CONFIGS."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "pi0": {"type": "pi0"},
+    "pi05": {"type": "pi05"},
+    "smolvla": {
+        "type": "smolvla",
+        "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+    },
+    "openvla": {
+        "model_type": "openvla",
+        "vision_backbone_id": "dinosiglip-vit-so-224px",
+        "text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 32000},
+    },
+}
+"""Name -> fields of its config.json; the defaults of missing fields are the published values."""
+RECIPES = {
+    "pi0_libero": "pi0",
+    "pi05_libero": "pi05",
+    "smolvla_libero": "smolvla",
+    "openvla_7b": "openvla",
+    "openvla_oft": "openvla",
+}
+"""Shipped recipe -> entry of CONFIGS that planning uses if model.checkpoint is ``???``."""
+FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
+"""Policies of published flow models by the result of ``published_weights.read_kind``."""
+
+
+def fields(checkpoint: str) -> dict[str, Any]:
+    """Return the fields of config.json of ``published/NAME`` or of a directory.
+
+    Raises:
+        ConfigError: The model or the directory does not exist.
+    """
+    if not checkpoint.startswith(PREFIX):
+        hint = f"plan with {PREFIX}NAME before the download: {', '.join(CONFIGS)}"
+        return read_json(Path(checkpoint) / "config.json", f"model.checkpoint={checkpoint}", hint)
+    name = checkpoint.removeprefix(PREFIX)
+    if name not in CONFIGS:
+        raise ConfigError(
+            f"model.checkpoint={checkpoint}: {choose(name, list(CONFIGS), 'published sizes: ')}"
+        )
+    return dict(CONFIGS[name])
+
+
+def _kind(raw: Mapping[str, Any]) -> str:
+    """Return the type that a config.json names."""
+    return str(raw.get("type") or raw.get("model_type"))
+
+
+def can_build(checkpoint: str) -> bool:
+    """Return whether ``policy_of_sizes`` can build this kind of model."""
+    return _kind(fields(checkpoint)) in (*FLOW_FAMILIES, "openvla")
+
+
+def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | CheckpointVLA:
+    """Return a policy on the CPU whose parameters are fake tensors.
+
+    Args:
+        env: Spaces of the environment, see ``EnvInfo``.
+        config: Options of the section ``model``; ``checkpoint`` as for ``fields``.
+        options: Further arguments of the policy's constructor.
+
+    Raises:
+        ConfigError: The task, the options and the sizes are not compatible.
+    """
+    assert config.checkpoint is not None
+    raw = fields(config.checkpoint)
+    spaces, policy_class = (env.obs_spec, env.action_spec, config), FLOW_FAMILIES.get(_kind(raw))
+    policy: PI0 | CheckpointVLA
+    if policy_class is not None:
+        policy = policy_class(*spaces, flow_sizes(raw, config, env, options["chunk"]), **options)
+    else:
+        policy = _OpenVLASizes(*spaces, closes=env.gripper_closes, **options)
+    _replace_meta_tensors(policy)
+    return policy
+
+
+def flow_sizes(raw: Mapping[str, Any], config: ModelConfig, env: Any, chunk: int) -> Published:
+    """Return what is read from the directory of a flow model, with a model on the device meta.
+
+    Args:
+        raw: Fields of config.json.
+        config: Options of the section ``model``.
+        env: Spaces of the environment.
+        chunk: Actions of a chunk.
+    """
+    words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS
+    tokenize: Any = PromptTokenizer(_WordCounter(), words, clean=False)
+    with torch.device("meta"):
+        if _kind(raw) == "smolvla":
+            model: Any = smolvla_files.build_model(raw, str(config.checkpoint))
+            tokenize = smolvla_files.SentenceTokenizer(_WordCounter(), words)
+        else:
+            model = pi0_files.build_model(raw, str(config.checkpoint), _kind(raw))
+    # With statistics, as in published directories, no running normaliser changes the prefix.
+    vectors = [s for s in dict(env.obs_spec).values() if len(s.shape) == 1]
+    state, action = (
+        Statistics(torch.zeros(n), torch.ones(n)) if n else None
+        for n in (sum(s.shape[0] for s in vectors), env.action_spec.size // chunk)
+    )
+    return Published(model, tokenize, state, action, antialias=False)
+
+
+class _WordCounter:
+    """Tokenizer with one token per word, digit, space before a digit, and punctuation mark.
+
+    The ids are arbitrary. A published tokenizer splits some words into several tokens, so it may
+    return longer sequences.
+    """
+
+    bos_token_id = 2
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        parts = re.findall(r"\d|\s(?=\d)|[^\W\d]+|[^\w\s]|\n", text)
+        return SimpleNamespace(input_ids=[3 + zlib.crc32(part.encode()) % 200 for part in parts])
+
+
+class _OpenVLASizes(CheckpointVLA):
+    """OpenVLA with parameters on the meta device."""
+
+    def _load(
+        self, config: ModelConfig, dtype: torch.dtype
+    ) -> tuple[openvla.OpenVLABody, Tokenize]:
+        """Return the networks without reading weights, with statistics of any task."""
+        sizes = openvla_files.read_config(fields(str(config.checkpoint)))
+        bounds = {"q01": [-1.0] * self.size, "q99": [1.0] * self.size}
+        bounds["mask"] = [*[True] * (self.size - 1), False]
+        sizes = replace(sizes, norm_stats={config.unnorm_key or "any": {"action": bounds}})
+        with torch.device("meta"):
+            body = openvla.OpenVLABody(sizes, dtype=dtype)
+        counter = _WordCounter()
+        return body, lambda text: [openvla.BOS, *counter(text).input_ids]
+
+
+def _replace_meta_tensors(module: nn.Module) -> None:
+    """Replace parameters and buffers on the meta device by fake tensors on the CPU, in place."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copies: dict[int, Any] = {}
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None and p.is_meta:
+                if id(p) not in copies:
+                    with mode:
+                        empty = torch.empty(p.shape, dtype=p.dtype)
+                    copies[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+                part._parameters[name] = copies[id(p)]
+        for name, x in part._buffers.items():
+            if x is not None and x.is_meta:
+                with mode:
+                    part._buffers[name] = torch.empty(x.shape, dtype=x.dtype)

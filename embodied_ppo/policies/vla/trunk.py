@@ -1,0 +1,721 @@
+"""Trunk of the small vision-language-action models.
+
+It maps images, a sentence and the robot's state to a memory for the action decoder. B rows, C
+actions of a chunk, A dimensions of each, D width, K cells of all cameras, P tokens of the memory, Q
+tokens of the decoder, L words of a sentence.
+
+The words attend to places in the images (``Trunk._attend_to_cells``). A plain transformer of this
+size reproduces the motion but does not use the instruction. The memory is computed once per
+observation; the action tokens attend to it and to each other. The action heads are in
+``action_tokens``, ``gaussian`` and ``flow_matching``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.observation_names import INSTRUCTION
+from embodied_envs.types import ActionSpec, ArraySpec, Box, Obs, ObsSpec
+from embodied_ppo.core.collectives import gathered
+from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies.backbone import VECTOR, Encoder, channels_first_shape, split_parameters
+
+WORDS = "/words"
+"""Name of the input that holds a sentence's word ids. No image has a name with a slash."""
+CELL = 4
+"""Side of a cell, the smallest image patch, in pixels."""
+MASKED_WORD = -1
+"""Word id that replaces a masked word: it has a position but no embedding."""
+SHORTEST_PERIOD, LONGEST_PERIOD = 12.0, 192.0
+"""Shortest and longest period of the position encoding of words, in words."""
+HEADS = 4
+"""Number of attention heads; model.width is a multiple of 2 x HEADS."""
+WORD_BUCKETS = 1024
+"""Size of the vocabulary: each word of an instruction is mapped to one of this many buckets."""
+MASKED_LOGIT = -1e4
+"""Logit of entries that must not be chosen. Finite, so that a softmax over such entries alone is
+defined.
+"""
+
+
+def word_ids(sentence: str, buckets: int) -> list[int]:
+    """Return the ids 1 .. buckets-1 of a sentence's words, by hash; 0 is padding.
+
+    No vocabulary has to be stored, and words unseen in training have an id, too.
+    """
+    words = re.findall(r"\w+", sentence.lower())
+    return [1 + zlib.crc32(word.encode()) % (buckets - 1) for word in words]
+
+
+@functools.lru_cache(maxsize=4)
+def sentence_table(sentences: tuple[str, ...], buckets: int) -> Tensor:
+    """Return the word ids of each sentence, int64 [S, L]."""
+    rows = [word_ids(sentence, buckets) for sentence in sentences]
+    width = max(1, *(len(row) for row in rows)) if rows else 1
+    return torch.tensor(
+        [row + [0] * (width - len(row)) for row in rows] or [[0]], dtype=torch.int64
+    )
+
+
+class Grounding(NamedTuple):
+    """Image features that the sentence refers to; input of the auxiliary loss of behaviour cloning.
+
+    Attributes:
+        focus: [B, D], position of what the sentence refers to in the images.
+        cells: [B, HW/16, D/2], features of each cell given the sentence, cameras one after another.
+            None for published models, which have a trunk of their own.
+    """
+
+    focus: Tensor
+    cells: Tensor | None = None
+
+
+class DecoderMemory(NamedTuple):
+    """Tokens that the action decoder attends to, computed once for all action tokens.
+
+    Attributes:
+        tokens: [B, P, D], images, state and words.
+        padding: bool [B, P], padding tokens.
+        summary: [B, D], sum of sentence, attended image features and state.
+        grounding: None if a frozen trunk computed the memory in ``encode``.
+    """
+
+    tokens: Tensor
+    padding: Tensor
+    summary: Tensor
+    grounding: Grounding | None = None
+
+
+class Stem(nn.Module):
+    """Image features in two resolutions: cells of CELL x CELL pixels, and tokens of 2 x 2 cells."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int], width: int) -> None:
+        """Build the layers for one camera.
+
+        Args:
+            name: Name of the observation, for messages.
+            shape: (channels, height, width) of an image in pixels.
+            width: D.
+
+        Raises:
+            ConfigError: Height or width is not a multiple of 8.
+        """
+        super().__init__()
+        channels, height, w = shape
+        if height % (2 * CELL) or w % (2 * CELL):
+            raise ConfigError(
+                f"env observation {name!r}: {height} x {w} pixels; a VLA cuts it into patches of 8"
+                " x 8: use env.image_size=64, or another multiple of 8"
+            )
+        half, self.grid = width // 2, (height // CELL, w // CELL)
+        self.patch, self.merge = nn.Linear(CELL * CELL * channels, half), nn.Linear(4 * half, width)
+        # Convolution over neighbouring cells. The attributes' names are keys of checkpoints.
+        self.near = nn.ModuleList(nn.Conv2d(half, half, 3, padding=1) for _ in range(2))
+        cells = self.grid[0] * self.grid[1]
+        self.places = nn.Parameter(torch.randn(cells, width))
+        """Position embedding of the cells."""
+        self.position = nn.Parameter(torch.randn(cells // 4, width))
+        """Position embedding of the tokens."""
+
+    def cells(self, image: Tensor) -> Tensor:
+        """Return cell features [B, HW/16, D/2] of images uint8 [B, channels, H, W]."""
+        x = _merge_patches(image.permute(0, 2, 3, 1).contiguous(), CELL).float() * (1 / 127.5) - 1
+        x = F.silu(self.patch(x)).permute(0, 3, 1, 2)
+        for near in self.near:
+            x = x + F.silu(near(x))
+        return x.flatten(2).transpose(1, 2)
+
+    def tokens(self, cells: Tensor) -> Tensor:
+        """Merge cells [B, HW/16, D/2] to tokens [B, HW/64, D]."""
+        x = self.merge(_merge_patches(cells.unflatten(1, self.grid).contiguous(), 2))
+        return F.silu(x).flatten(1, 2) + self.position
+
+
+def _position_encoding(length: int, like: Tensor) -> Tensor:
+    """Return sinusoidal position encodings [L, D] of words."""
+    half = like.shape[-1] // 2
+    period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD) ** (
+        torch.arange(half, device=like.device) / max(1, half - 1)
+    )
+    angle = torch.arange(length, device=like.device).unsqueeze(1) / period * (2 * math.pi)
+    return F.pad(torch.cat((angle.sin(), angle.cos()), dim=1), (0, like.shape[-1] - 2 * half)).to(
+        like
+    )
+
+
+def _merge_patches(x: Tensor, n: int) -> Tensor:
+    """Join patches of n x n: [B, H, W, F] -> [B, H/n, W/n, n·n·F]."""
+    b, h, w, f = x.shape
+    return x.view(b, h // n, n, w // n, n, f).transpose(2, 3).reshape(b, h // n, w // n, n * n * f)
+
+
+class ObservationEncoder(nn.Module):
+    """Base class of trunks: encodes images and vectors, and reads the index of the instruction."""
+
+    table: Any
+    """Tokens of the simulator's sentences, by index of the instruction; not part of a checkpoint.
+    """
+
+    def __init__(self, spec: ObsSpec, config: ModelConfig) -> None:
+        """Build the encoder of all observations except the instruction.
+
+        Raises:
+            ConfigError: No observation is an image.
+        """
+        super().__init__()
+        named: dict[str, ArraySpec] = dict(spec) if isinstance(spec, dict) else {"obs": spec}
+        self.has_instruction = named.pop(INSTRUCTION, None) is not None
+        self.encoder = Encoder(named, config)
+        if not self.encoder.images:
+            option = "policy" if config.checkpoint is None else "checkpoint"
+            raise ConfigError(
+                f"model.{option}={getattr(config, option)}: the observation holds no image;"
+                " name a camera with env.cameras=[front], or use model.policy=actor_critic"
+            )
+        self.names = list(self.encoder.images)
+
+    def encode_observations(self, obs: Obs) -> dict[str, Tensor]:
+        """Return normalised vectors and images, see ``Encoder``."""
+        return self.encoder(_without_instruction(obs))
+
+    def raw_vector(self, obs: Obs) -> Tensor:
+        """Return the vectors in their own units, concatenated, [B, n]."""
+        return self.encoder.join(_without_instruction(obs)).float()
+
+    def instruction_index(self, obs: Obs, rows: int, device: torch.device) -> Tensor:
+        """Return the index of each row's sentence, int64 [rows]; 0 where there is only one."""
+        if self.has_instruction and isinstance(obs, dict):
+            return obs[INSTRUCTION].long()
+        return torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``Policy.observe``."""
+        self.encoder.observe(_without_instruction(obs), mask)
+
+
+def _without_instruction(obs: Obs) -> dict[str, Tensor]:
+    """Return the observations by name, except the instruction."""
+    if not isinstance(obs, dict):
+        return {"obs": obs}
+    return {name: x for name, x in obs.items() if name != INSTRUCTION}
+
+
+class Trunk(ObservationEncoder):
+    """Maps encoded observations to the memory that the decoder attends to."""
+
+    def __init__(self, spec: ObsSpec, sentences: Sequence[str], config: ModelConfig) -> None:
+        """Build the trunk.
+
+        Args:
+            spec: Observations of one environment.
+            sentences: The simulator's instructions.
+            config: Options of the section ``model``.
+
+        Raises:
+            ConfigError: No observation is an image, or an image's size is not supported.
+        """
+        super().__init__(spec, config)
+        width = config.width
+        self.stems = nn.ModuleList(
+            Stem(name, channels_first_shape(s), width) for name, s in self.encoder.images.items()
+        )
+        self.state = (
+            nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
+        )
+        self.words = nn.Embedding.from_pretrained(torch.zeros(WORD_BUCKETS, width), freeze=False)
+        self.initialize_words(sentences)
+        self.beside = nn.Conv1d(width, width, 3, padding=1)
+        """Convolution over a word and its two neighbours. Without it, "the red block to the blue
+        zone" and "the blue block to the red zone" are the same bag of words."""
+        self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        # Layers of ``_attend_to_cells``; the attributes' names are keys of checkpoints.
+        # choose: logits of the attention of each head to the words.
+        # ask: query of each head, from the words.
+        self.choose, self.ask = nn.Linear(width, HEADS), nn.Linear(width, width)
+        # Keys and contents (values) of the cells.
+        self.show = nn.Linear(width // 2, 2 * width)
+        # Projection of the cells' position embeddings, whose attended mean is ``Grounding.focus``.
+        self.place = nn.Linear(width, width)
+        # Maps the heads' attention logits of a cell to a term that is added to its features.
+        self.mark = nn.Linear(HEADS, width // 2)
+        table = sentence_table(tuple(sentences), WORD_BUCKETS)
+        self.register_buffer("table", table, persistent=False)
+
+    @torch.no_grad()
+    def initialize_words(
+        self, sentences: Sequence[str], generator: Generator | None = None
+    ) -> None:
+        """Draw random embeddings for words that have none yet.
+
+        Embeddings of words unseen in training stay 0, as MASKED_WORD.
+        """
+        weight = self.words.weight
+        ids = sentence_table(tuple(sentences), len(weight)).unique().to(weight.device)
+        new = ids[(ids > 0) & (weight[ids] == 0).all(1)]
+        weight[new] = torch.randn(weight.shape, generator=generator)[new.cpu()].to(weight)
+
+    def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """Return normalised vectors, images and the word ids of instructions, if there are any."""
+        inputs = self.encode_observations(obs)
+        if self.has_instruction and isinstance(obs, dict):
+            inputs[WORDS] = self.table[obs[INSTRUCTION].long()]
+        return inputs
+
+    def forward(self, inputs: dict[str, Tensor]) -> DecoderMemory:
+        """Return the memory of encoded observations."""
+        image = inputs[self.names[0]]
+        words = inputs.get(WORDS)
+        if words is None:
+            words = image.new_zeros((len(image), 1), dtype=torch.int64)
+        valid = words != 0  # [B, L], not padding
+        # MASKED_WORD keeps its place in the sentence but has a zero embedding.
+        embedded = self.words(words.clamp_min(0)) * (words > 0).unsqueeze(-1)
+        embedded = (embedded + _position_encoding(words.shape[1], embedded)) * valid.unsqueeze(-1)
+        embedded = embedded + F.silu(self.beside(embedded.transpose(1, 2)).transpose(1, 2))
+        mean = (embedded * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
+        stems = cast("list[Stem]", list(self.stems))
+        raw = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
+        focus, detail, marks = self._attend_to_cells(
+            embedded, valid, _concatenate(raw), torch.cat([s.places for s in stems])
+        )
+        added = self.mark(marks).split([x.shape[1] for x in raw], dim=1)
+        cells = [x + m for x, m in zip(raw, added, strict=True)]
+        tokens = [stem.tokens(x) for stem, x in zip(stems, cells, strict=True)]
+        summary = self.sentence(mean) + focus + detail
+        if self.state is not None:
+            state = self.state(inputs[VECTOR])
+            summary = summary + state
+            tokens.append(state.unsqueeze(1))
+        count = sum(x.shape[1] for x in tokens)
+        padding = torch.cat((valid.new_zeros(len(valid), count), ~valid), dim=1)
+        return DecoderMemory(
+            torch.cat([*tokens, embedded], dim=1),
+            padding,
+            summary,
+            Grounding(focus, _concatenate(cells)),
+        )
+
+    def _attend_to_cells(
+        self, words: Tensor, valid: Tensor, cells: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend from the words to image cells, one spatial softmax per head.
+
+        Images are encoded without the words, and a head reads only the words that it selects.
+        "Blue" therefore means the same next to any other word. The position of an object can only
+        be computed through this attention (as spatial softmax, Finn et al. 2016). Contents, which
+        are learned sooner, are kept in a separate output.
+
+        Args:
+            words: [B, L, D].
+            valid: bool [B, L], words that are not padding.
+            cells: [B, K, D/2].
+            positions: [K, D], position embeddings of the cells.
+
+        Returns:
+            Mean position [B, D], mean content [B, D] and attention logits [B, K, heads].
+        """
+        logits = self.choose(words).masked_fill(~valid.unsqueeze(-1), MASKED_LOGIT)
+        queries = self.ask(words).unflatten(-1, (HEADS, -1))  # [B, L, heads, d]
+        query = torch.einsum("blh,blhd->bhd", logits.softmax(1), queries)
+        # Keys and contents are linear in a cell, so the projections are moved behind the pooling
+        # over cells: both products are over [heads, D/2] instead of [K, 2 D].
+        size = query.shape[-1]
+        # key and content are [heads, d, D/2].
+        key, content = self.show.weight.unflatten(0, (2, HEADS, size)).unbind()
+        key_bias, content_bias = self.show.bias.view(2, HEADS, size).unbind()
+        marks = cells @ torch.einsum("bhd,hdc->bch", query, key)
+        marks = (marks + (query * key_bias).sum(-1).unsqueeze(1)) * size**-0.5
+        weight = marks.softmax(1)
+        position = self.place(positions).unflatten(-1, (HEADS, -1))
+        position = torch.einsum("bkh,khd->bhd", weight, position)
+        pooled = torch.einsum("bhc,hdc->bhd", weight.transpose(1, 2) @ cells, content)
+        return position.flatten(1), (pooled + content_bias).flatten(1), marks
+
+
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    """Concatenate [B, n, D] along n; a single tensor keeps its strides, on which bits depend."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+class Block(nn.Module):
+    """Pre-LN transformer block with self-attention and cross-attention to the memory.
+
+    Its MLP is a gated linear unit (Shazeer 2020).
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.q, self.out2 = nn.Linear(width, width), nn.Linear(width, width)
+        self.kv = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, L, d]
+
+    def project_memory(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the memory, [B, heads, P, d]."""
+        key, value = self.kv(tokens).chunk(2, dim=-1)
+        return self._split(key), self._split(value)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: tuple[Tensor, Tensor],
+        visible: Tensor,
+        *,
+        causal: bool = False,
+        past: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: Tokens [B, Q, D].
+            memory: Result of ``project_memory``.
+            visible: bool [B, 1, 1, P], memory tokens that are not padding.
+            causal: Restrict self-attention to earlier tokens.
+            past: Keys and values of earlier tokens, updated in place; for decoding token by token.
+        """
+        q, k, v = map(self._split, self.qkv(self.norms[0](x)).chunk(3, dim=-1))
+        if past is not None:
+            if past:
+                k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+            past[:] = [k, v]
+        x = x + self.out(
+            _join(F.scaled_dot_product_attention(q, k, v, is_causal=causal and past is None))
+        )
+        q = self._split(self.q(self.norms[1](x)))
+        x = x + self.out2(_join(F.scaled_dot_product_attention(q, *memory, attn_mask=visible)))
+        gate, up = self.up(self.norms[2](x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _join(x: Tensor) -> Tensor:
+    """Concatenate heads: [B, heads, L, d] -> [B, L, D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+class ActionDecoder(nn.Module):
+    """Stack of blocks whose tokens attend to a memory."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config.width, HEADS) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.width)
+
+    def _blocks(self) -> list[Block]:
+        return cast("list[Block]", list(self.blocks))
+
+    def project_memory(self, memory: DecoderMemory) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values of the memory for each block, which replace it in decoding."""
+        return [gathered(block, Block.project_memory, memory.tokens) for block in self._blocks()]
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: DecoderMemory,
+        memory_kv: list[tuple[Tensor, Tensor]] | None = None,
+        *,
+        causal: bool = False,
+        past: list[list[Tensor]] | None = None,
+    ) -> Tensor:
+        """Run all blocks on tokens [B, Q, D].
+
+        Args:
+            x: Tokens.
+            memory: What the tokens attend to.
+            memory_kv: Result of ``project_memory``, None: computed here.
+            causal: As in ``Block``.
+            past: ``past`` of each block, for decoding token by token.
+        """
+        if memory_kv is None:
+            memory_kv = self.project_memory(memory)
+        visible = ~memory.padding[:, None, None, :]
+        for i, block in enumerate(self._blocks()):
+            block_past = None if past is None else past[i]
+            x = block(x, memory_kv[i], visible, causal=causal, past=block_past)
+        return self.norm(x)
+
+
+class ValueHead(nn.Module):
+    """V of a hidden state, float32 [B], or [B, C] with a value for each action of a chunk.
+
+    The last layer is zero at the start, so that V is 0 everywhere.
+    """
+
+    def __init__(
+        self, width: int, detach: bool | None, hidden: int | None = None, *, values: int = 1
+    ) -> None:
+        """Build the head.
+
+        Args:
+            width: Size of the hidden state.
+            detach: Stop the gradient to the hidden state. None: as True.
+            hidden: Units of the hidden layer, None: 4 * width.
+            values: Number of outputs, 1 or C.
+        """
+        super().__init__()
+        self.detach, hidden, self.values = detach is not False, hidden or 4 * width, values
+        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, values))
+        last = self.layers[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        value = self.layers(hidden.detach() if self.detach else hidden).float()
+        return value.squeeze(-1) if self.values == 1 else value
+
+
+def action_size(spec: ActionSpec, chunk: int, config: ModelConfig) -> int:
+    """Return the dimensions of one action (A) of an action space that holds chunks.
+
+    Raises:
+        ConfigError: The actions are discrete.
+    """
+    if not isinstance(spec, Box):
+        raise ConfigError(
+            f"model.policy={config.policy}: the task's actions are discrete; use"
+            " model.policy=actor_critic"
+        )
+    return spec.size // chunk
+
+
+def check_units(spec: ActionSpec, config: ModelConfig, mapping: str) -> None:
+    """Check a checkpoint whose actions are in the units of its dataset.
+
+    Args:
+        spec: Action space of the task.
+        config: Options of the section ``model``.
+        mapping: Value of env.action_mapping.
+
+    Raises:
+        ConfigError: The mapping would rescale actions that are already in physical units.
+    """
+    unit = isinstance(spec, Box) and set(spec.low) == {-1.0} and set(spec.high) == {1.0}
+    if mapping == "rescale" and not unit:
+        raise ConfigError(
+            f"env.action_mapping=rescale: model.checkpoint={config.checkpoint} gives actions in its"
+            " dataset's units, and the task's bounds are not -1 and 1; write"
+            " env.action_mapping=clip"
+        )
+
+
+def device_memory_gb(device: torch.device) -> float:
+    """Return the memory of a GPU, or of the machine, in GB."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def encode_in_parts(
+    function: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    inputs: dict[str, Tensor],
+    rows: int,
+    limit: float = math.inf,
+) -> dict[str, Tensor] | None:
+    """Return ``function(inputs)``, computed for ``rows`` rows at a time.
+
+    None: the results would take more than ``limit`` bytes.
+    """
+    total = len(next(iter(inputs.values())))
+    results: dict[str, Tensor] = {}
+    for i in range(0, total, rows):
+        part = function({name: x[i : i + rows] for name, x in inputs.items()})
+        if not results:
+            if sum(x.nbytes for x in part.values()) * total > limit * min(rows, total):
+                return None
+            results = {name: x.new_empty(total, *x.shape[1:]) for name, x in part.items()}
+        for name, x in part.items():
+            results[name][i : i + rows] = x
+    return results
+
+
+class VLAPolicy(nn.Module):
+    """Members that all vision-language-action policies share."""
+
+    trunk: Any
+    """An ``ObservationEncoder``."""
+    value_head: ValueHead
+    chunk: int
+    """Actions of a chunk, C."""
+    size: int
+    """Dimensions of an action, A."""
+    width: int
+    """Size of ``Grounding.focus``."""
+    temperature: float
+    sentences: tuple[str, ...] = ()
+    """Sentences that the instruction observation indexes."""
+    frozen = False
+    """Whether model.freeze_trunk excludes the trunk from training."""
+    planned_memory_gb: float | None = None
+    """Memory in GB of the device that a run is planned for; None: the policy's device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.value_head.parameters()).device
+
+    def device_memory_gb(self) -> float:
+        """Return the memory of the device, or the one that a run is planned for, in GB."""
+        if self.planned_memory_gb is not None:
+            return self.planned_memory_gb
+        return device_memory_gb(self.device)
+
+    def keeps_features(self, rows: int) -> bool:
+        """Return whether ``encode`` returns features of a trunk that is not trained.
+
+        Otherwise it returns observations, and each minibatch computes the features.
+
+        Args:
+            rows: Observations of an update in this process.
+        """
+        return False
+
+    @abstractmethod
+    def encode_context(self, inputs: dict[str, Tensor]) -> Any:
+        """Return what actions and value are computed from, given the result of ``encode``."""
+
+    @abstractmethod
+    def value_of(self, context: Any) -> Tensor:
+        """Return V, float32 [B] or [B, C] (``ValueHead``)."""
+
+    @abstractmethod
+    def action_loss(
+        self, context: Any, action: Tensor, generator: Generator | None
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return the loss [B, C, A] of ``bc_loss`` and the input of the auxiliary loss."""
+
+    @torch.no_grad()
+    def value(self, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``Policy.value``."""
+        return self.value_of(self.encode_context(inputs))
+
+    def bc_loss(
+        self,
+        inputs: dict[str, Tensor],
+        action: Tensor,
+        executed: Tensor,
+        generator: Generator | None = None,
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return the behaviour cloning loss, and the input of the auxiliary loss.
+
+        Args:
+            inputs: Result of ``encode``.
+            action: Demonstrated actions [B, C, A].
+            executed: bool [B, C], actions that the mean is taken over.
+            generator: Source of the noise, in heads that draw any.
+        """
+        loss, grounding = self.action_loss(self.encode_context(inputs), action, generator)
+        return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1), grounding
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``Policy.observe``."""
+        self.trunk.observe(obs, mask)
+
+    def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
+        """See ``Policy.parameter_groups``."""
+        return split_parameters(self, self.value_head)
+
+
+class VLA(VLAPolicy):
+    """Trunk, decoder and value head of the small policies; subclasses add the action head.
+
+    A frozen trunk runs once per observation, in ``encode``. The epochs of an update then start from
+    its memory.
+    """
+
+    FROZEN_ROWS = 256
+    """Observations that a frozen trunk processes at a time."""
+    MEMORY_FIELDS = ("tokens", "padding", "summary")
+    """Fields of a frozen trunk's memory that ``encode`` returns."""
+
+    def __init__(
+        self,
+        obs_spec: ObsSpec,
+        action_spec: ActionSpec,
+        config: ModelConfig,
+        *,
+        chunk: int,
+        sentences: Sequence[str],
+        values: int = 1,
+    ) -> None:
+        """Build the policy.
+
+        Args:
+            obs_spec: Observations of one environment.
+            action_spec: Actions of one environment: C actions of A dimensions.
+            config: Options of the section ``model``.
+            chunk: C.
+            sentences: The simulator's instructions.
+            values: Outputs of the value head, 1 or C.
+
+        Raises:
+            ConfigError: The observation or action space is not supported.
+        """
+        super().__init__()
+        self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
+        self.trunk, self.decoder = Trunk(obs_spec, sentences, config), ActionDecoder(config)
+        self.query = nn.Parameter(torch.randn(self.num_queries(), config.width))
+        self.value_head = ValueHead(config.width, config.detach_value, values=values)
+        self.temperature, self.width = config.temperature, config.width
+        self.sentences = tuple(sentences)
+        self.build_head(config)
+
+    def num_queries(self) -> int:
+        """Return the number of decoder tokens, Q."""
+        return self.chunk
+
+    def build_head(self, config: ModelConfig) -> None:
+        """Build the action head, the last step of the constructor; a subclass must implement it."""
+        raise NotImplementedError
+
+    def freeze(self, frozen: bool) -> None:
+        """Exclude the trunk from training, or include it."""
+        self.frozen = frozen
+        self.trunk.requires_grad_(not frozen)
+
+    def encode(self, obs: Obs) -> dict[str, Tensor]:
+        """See ``Policy.encode``."""
+        inputs = self.trunk.encode(obs)
+        if not self.frozen:
+            return inputs
+
+        def memory(part: dict[str, Tensor]) -> dict[str, Tensor]:
+            result = self.trunk(part)
+            return {f"/{name}": getattr(result, name) for name in self.MEMORY_FIELDS}
+
+        with torch.no_grad():
+            return encode_in_parts(memory, inputs, self.FROZEN_ROWS) or {}
+
+    def encode_context(self, inputs: dict[str, Tensor]) -> DecoderMemory:
+        """Return the memory for the result of ``encode``."""
+        if not self.frozen:
+            return self.trunk(inputs)
+        tokens, padding, summary = (inputs[f"/{name}"] for name in self.MEMORY_FIELDS)
+        return DecoderMemory(tokens, padding, summary)
+
+    def set_sentences(self, sentences: Sequence[str]) -> None:
+        """Set the sentences that the instruction observation indexes."""
+        self.sentences = tuple(sentences)
+        self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(
+            self.query.device
+        )
+
+    def units(self) -> list[nn.Module]:
+        """See ``Policy.units``."""
+        return [*self.decoder.blocks]

@@ -1,0 +1,172 @@
+"""Parts of the learner around ``ppo.PPO.update``, with its checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.core.collectives import Ranks
+from embodied_ppo.core.types import Mean, Metrics, UpdateObserver
+from embodied_ppo.ppo import schedules
+from embodied_ppo.ppo.optimizer import MinibatchOptimizer
+from embodied_ppo.ppo.rewards import ReturnScaler
+from embodied_ppo.ppo.roles import Actor, Critic, SharedCritic
+
+
+class LearnerState:
+    """Actor, critic, optimiser and controllers, and everything that a checkpoint stores of them."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        critic: Critic | SharedCritic | None,
+        optimizer: MinibatchOptimizer,
+        *,
+        columns: int,
+        device: torch.device,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Create the learner.
+
+        Args:
+            actor: The policy, and its reference if there is a KL penalty.
+            critic: None for advantage estimators that read no value.
+            optimizer: Of the policy's parameters, a value head included; its loss is a ``PPOLoss``.
+            columns: N of all ranks together.
+            device: Where rewards are shaped.
+            notice: Called with messages for the user.
+        """
+        config = optimizer.config
+        self.actor, self.critic, self.optimizer = actor, critic, optimizer
+        self.config, self.notice = config, notice
+        self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds since the start
+        self.cpu_clock = time.process_time  # measures them
+        # These three continue from one update to the next, and checkpoints contain them.
+        self.returns = ReturnScaler(columns).to(device)
+        self.kl_coef = config.kl_ctrl.kl_coef
+        self.initial_entropy_coef = config.entropy_bonus
+        if config.entropy_target is not None:
+            smallest, largest = schedules.ENTROPY_COEF_RANGE
+            self.initial_entropy_coef = min(max(config.entropy_bonus, smallest), largest)
+        self.entropy_coef = self.initial_entropy_coef
+
+    @property
+    def policy(self) -> Any:
+        """The policy that is trained."""
+        return self.actor.policy
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that learn together."""
+        return self.optimizer.ranks
+
+    @property
+    def separate_critic(self) -> Critic | None:
+        """The critic if it is a model of its own."""
+        return None if isinstance(self.critic, SharedCritic) else self.critic
+
+    def adapt_coefficients(self, sums: Mapping[str, float], metrics: Metrics) -> None:
+        """Adapt coefficients and learning rates to what an update has measured.
+
+        Args:
+            sums: Statistics of its minibatches, see ``OptimizationStats``.
+            metrics: Its metrics.
+        """
+        c, optimizer = self.config, self.optimizer
+        if c.entropy_target is not None:
+            entropy = sums["entropy"] / sums["steps"]
+            self.entropy_coef = schedules.adapted_entropy_coef(
+                self.entropy_coef, entropy, c.entropy_target
+            )
+        distance = metrics.get("kl/to_reference")
+        if c.kl_ctrl.type == "adaptive" and c.use_kl_in_reward and isinstance(distance, Mean):
+            n, ctrl = int(distance.count), c.kl_ctrl
+            self.kl_coef = schedules.adapted_kl_coef(
+                self.kl_coef, distance.value, n, target=ctrl.target_kl, horizon=ctrl.horizon
+            )
+        if c.lr_schedule.startswith("adaptive"):
+            approx_kl = sums["approx_kl"] / max(1.0, sums["count"])
+            optimizer.adaptive_factor = schedules.adapted_factor(
+                optimizer.adaptive_factor, approx_kl, c.desired_kl
+            )
+
+    # --------------------------------------------------------------------- processes and checkpoint
+    def initialize(self) -> None:
+        """Initialise critic and reference in other processes, before the first update."""
+        if (model := self.separate_critic) is not None:
+            model.initialize(self.policy)
+        self.actor.initialize()
+
+    def state_tensors(self) -> Any:
+        """Return the tensors in this process between updates, except those of the policy."""
+        model = self.separate_critic
+        others = [*([] if model is None else [model.state_tensors()]), *self.actor.state_tensors()]
+        return [self.optimizer.state(), self.returns.state_dict(), *others]
+
+    def state(self) -> dict[str, Any]:
+        """Return everything beyond the policy's weights that the next update depends on.
+
+        Keys: returns, kl, entropy, reference; with a value head "optimizer" and "adaptive_factor",
+        otherwise these two under "actor", and "critic" and "critic_weights".
+        """
+        optimizer = self.optimizer.state()
+        if not isinstance(self.critic, SharedCritic):
+            # None shows on resume that the checkpoint has no critic, see ``load_state``.
+            empty = {"critic": None, "critic_weights": None}
+            optimizer = {
+                "actor": optimizer,
+                **(empty if self.critic is None else self.critic.state()),
+            }
+        return optimizer | {
+            "returns": self.returns.state_dict(),
+            "kl": {"coef": self.kl_coef},
+            "entropy": {"coef": self.entropy_coef, "initial": self.initial_entropy_coef},
+            "reference": self.actor.reference_state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of ``state``.
+
+        Raises:
+            ConfigError: It has no critic or no reference, which the options need.
+        """
+        value_head, model = isinstance(self.critic, SharedCritic), self.separate_critic
+        if model is not None and state["critic"] is None:
+            raise ConfigError("start a new run: the checkpoint contains no critic to continue with")
+        c = self.config
+        has_reference = c.use_kl_loss or c.use_kl_in_reward
+        if has_reference and state["reference"] is None:
+            raise ConfigError(
+                "start a new run, or resume without algorithm.use_kl_loss/use_kl_in_reward: the"
+                " checkpoint contains no reference policy to continue with"
+            )
+        # A value head has no optimiser of its own, see ``state``.
+        self.optimizer.load_state(state if value_head else state["actor"])
+        if model is not None:
+            model.load_state(state)
+        if has_reference:
+            self.actor.load_reference(state["reference"])
+        # The number of sequences may change on resume, that of environments may not.
+        if value_head or c.reward_norm == "running":
+            self.returns.load_state_dict(state["returns"])
+        # A coefficient that is constant follows the options of the resumed run.
+        if c.kl_ctrl.type == "adaptive":
+            self.kl_coef = float(state["kl"]["coef"])
+        # A run that is resumed with another initial coefficient starts from that one.
+        entropy = state["entropy"]
+        if c.entropy_target is not None and entropy["initial"] == self.initial_entropy_coef:
+            self.entropy_coef = float(entropy["coef"])
+
+    def set_observer(self, observer: UpdateObserver) -> None:
+        """Call ``observer`` with the batch and the minibatches of each update."""
+        self.optimizer.observer = observer
+
+    def close(self) -> None:
+        """Stop compilations in progress, and the process of a critic."""
+        self.optimizer.close()
+        if (model := self.separate_critic) is not None:
+            model.close()

@@ -1,0 +1,247 @@
+"""Proximal policy optimisation (Schulman et al. 2017, algorithm 1). Read this file first.
+
+``PPO.update`` is one update: ``prepare`` turns a rollout into a batch with advantages, then follow
+epochs over its minibatches, and the coefficients adapt. ``PPOLoss.forward`` is the loss of one
+minibatch. A formula stands above each block. The functions that are called contain the special
+cases, so that a block can be read without them:
+
+    rewards.py        clipping, normalisation and whitening of rewards
+    advantages.py     GAE and group-relative estimators
+    losses.py, kl.py  each term of the loss
+    schedules.py      learning rate and coefficients from one update to the next
+    optimizer.py      a step of AdamW on micro-batches and ranks
+    robot_actor.py    how a robot policy is evaluated, and the constructor of its PPO
+    language_actor.py the same for a language model, whose critic (critic.py) is a separate model
+
+T steps of a rollout (tokens of a response), N environments (sequences), B samples of a minibatch.
+[..] is [B], or [T, B] where minibatches are whole columns; with algorithm.reward_type=action_level
+masks, values and advantages have the actions of a chunk as a last dimension, [.., C].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from embodied_envs.base import tree
+from embodied_ppo.core.running_stats import masked_sum
+from embodied_ppo.core.types import Batch, Metrics, Trajectory
+from embodied_ppo.ppo import advantages, losses, metrics, preparation, rewards
+from embodied_ppo.ppo.learner_state import LearnerState
+from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
+from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
+
+
+class PPO(LearnerState):
+    """Updates an actor and its critic from rollouts."""
+
+    def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
+        """Update the policy and the critic from one trajectory.
+
+        Until ``critic_warmup`` only the critic learns.
+
+        Args:
+            trajectory: This rank's columns.
+            update: Number of the update, from 0.
+
+        Raises:
+            TrainingError: A loss or gradient is not finite.
+        """
+        c, optimizer = self.config, self.optimizer
+        warmup = update < c.critic_warmup
+        start = self.cpu_clock()
+        batch, results = self.prepare(trajectory)
+        prepared = self.cpu_clock()
+
+        # A separate critic minimises its own loss: here, before the policy (LocalCritic), or in
+        # another process while the policy learns (cluster/remote_models.py).
+        separate_critic = self.separate_critic
+        if separate_critic is not None:
+            separate_critic.begin(batch, update)
+        stats = critic_stats = NO_STATS
+        try:
+            if not warmup or isinstance(self.critic, SharedCritic):
+                # Epochs x minibatches: each epoch is a new permutation of the samples, each
+                # minibatch one step of AdamW on ``PPOLoss``.
+                optimizer.loss.coefficients["entropy"] = self.entropy_coef
+                optimizer.begin(batch, update, critic_only=warmup)
+                for epoch in range(c.update_epoch):
+                    for index in optimizer.minibatches(epoch):
+                        optimizer.step(index)
+                    # Stop early where the policy has moved too far from the one that acted.
+                    if c.target_kl_stop is not None and optimizer.epoch_kl() > c.target_kl_stop:
+                        break
+                stats = optimizer.end()
+        finally:
+            if separate_critic is not None:
+                critic_stats = separate_critic.end()
+        results = metrics.with_optimization(results, self, stats, critic_stats)
+
+        # Adapt entropy bonus, KL coefficient and learning rate to what the update has measured.
+        if not warmup and stats.sums.get("steps"):
+            self.adapt_coefficients(stats.sums, results)
+        # Normalise observations with this rollout's statistics from the next one on.
+        self.actor.observe(trajectory)
+        self.cpu_s["advantages"] += prepared - start
+        self.cpu_s["update"] += self.cpu_clock() - prepared
+        return results
+
+    def prepare(self, trajectory: Trajectory) -> tuple[Batch, Metrics]:
+        """Return the batch, samples [T*N, ..] or columns [T, N, ..], and metrics."""
+        c, actor, ranks = self.config, self.actor, self.optimizer.ranks
+        if ranks.sharded:
+            actor.reshard()
+        inputs = actor.encode(trajectory)
+
+        # Log-probabilities of the actions, log π_old(a|s), and under the policy before training,
+        # log π_ref(a|s). Acting has computed the former, so they are rarely computed again.
+        results: Metrics = {}
+        old_log_prob, weight = trajectory.log_prob, None
+        if actor.recompute or c.off_policy_correction is not None:
+            old_log_prob, weight, results = preparation.recompute_behaviour(
+                actor, inputs, trajectory, c
+            )
+        reference = None
+        if c.use_kl_loss or c.use_kl_in_reward:
+            reference = actor.reference_view(trajectory)
+
+        # Values V(s_t), and V(s_{t+1}) of the true successor. A value head computed them in acting,
+        # the last one and those at time limits by rollout/bootstrap.py.
+        if not isinstance(self.critic, SharedCritic):
+            trajectory = with_values(trajectory, self.critic)
+
+        # Rewards, shaped, minus the penalty for leaving the reference: r_t ← r_t − β·KL_t.
+        # Rewards and advantages are computed for the columns of all ranks, so that their statistics
+        # do not depend on the number of ranks, and for each action of a chunk that has a value.
+        rollout = trajectory
+        is_reshaped = ranks.world > 1 or trajectory.value.ndim == 3
+        if is_reshaped:
+            rollout = preparation.gather_columns(trajectory, ranks)
+        reward = rewards.shape_rewards(
+            rollout, c, self.returns, scores_sequences=actor.scores_sequences
+        )
+        if reference is not None and c.use_kl_in_reward:
+            distance = actor.kl_to_reference(inputs, trajectory, old_log_prob, reference)
+            distance = preparation.flatten_chunks(ranks.all_gather_columns(distance))
+            reward, penalty = rewards.subtract_kl_penalty(
+                reward, distance, rollout.mask, self.kl_coef
+            )
+            results |= penalty
+        # ``shape_rewards`` has clamped before the penalty, which can exceed the bound again.
+        if c.reward_clip is not None and c.reward_clip_order == "after_norm":
+            reward = rewards.clip_rewards(reward, rollout.mask, c.reward_clip)
+
+        # Advantages:  δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t)
+        #              A_t = Σ_l (γλ)^l·δ_{t+l} until the episode ends;  R_t = A_t + V(s_t)
+        advantage, returns = advantages.estimate(
+            c.adv_type,
+            replace(rollout, reward=reward),
+            gamma=c.gamma,
+            gae_lambda=c.gae_lambda,
+            group_size=c.group_size,
+            bootstrap_type=c.bootstrap_type,
+        )
+        measured, samples = metrics.of_advantages(advantage, returns, rollout)
+        results |= measured
+        # A ← (A − mean(A)) / std(A) over the complete rollout.
+        if c.normalize_advantages:
+            advantage, _ = advantages.normalize(advantage, rollout.mask)
+            if samples < 2:
+                self.notice(
+                    "algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"
+                )
+        if c.advantage_clip is not None:
+            advantage = advantage.clamp(-c.advantage_clip, c.advantage_clip)
+
+        # What the loss of a minibatch reads, of this rank's columns.
+        if is_reshaped:
+            advantage, returns = (
+                preparation.local_columns(x, ranks, like=trajectory.value)
+                for x in (advantage, returns)
+            )
+        target = reference if c.use_kl_loss else None
+        batch = Batch(
+            inputs=inputs,
+            action=trajectory.action,
+            replay=trajectory.replay,
+            log_prob=losses.reduce_log_prob(old_log_prob, c.logprob_type, batch_dims=2),
+            value=trajectory.value,
+            advantage=advantage,
+            returns=returns,
+            mask=trajectory.mask,
+            weight=weight,
+            ref_log_prob=None if target is None else target.log_prob,
+            ref_logits=target.logits if target and c.kl_loss_type == "full" else None,
+        )
+        if trajectory.kept:  # freed with the batch; the caller may hold the trajectory for longer
+            trajectory.kept.clear()
+        return (batch if c.minibatch_unit == "column" else tree.flatten_time(batch)), results
+
+
+class PPOLoss(PolicyLoss):
+    """L = L_π + c_V·L_V − c_H·H + c_KL·KL (Schulman et al. 2017, eq. 9)."""
+
+    def forward(self, b: Batch, *, critic_only: bool = False) -> tuple[Tensor, Statistics]:
+        """Return the loss and the statistics of a micro-batch, see ``MinibatchLoss``.
+
+        Args:
+            b: The micro-batch.
+            critic_only: Whether the loss is c_V·L_V alone.
+        """
+        c, policy = self.config, self.evaluate(b)
+
+        # Ratio of the probabilities of the action:  r = π(a|s) / π_old(a|s)
+        ratio, log_ratio = losses.probability_ratio(
+            policy.log_prob, b.log_prob, b.mask, level=c.ratio_level, batch_dims=self.batch_dims
+        )
+        # Clipped surrogate:  L_π = max(−A·r, −A·clip(r, 1 − ε_low, 1 + ε_high))          (eq. 7)
+        elements, clipped, dual_clipped = losses.clipped_surrogate(
+            ratio,
+            policy.log_prob,
+            b.advantage,
+            b.mask,
+            low=c.clip_ratio_low,
+            high=c.clip_ratio_high,
+            dual=c.clip_ratio_c,
+            kind=c.policy_loss,
+            weight=b.weight,
+        )
+        mean = partial(  # over the complete minibatch, as configured
+            losses.aggregate,
+            mask=b.mask,
+            aggregation=c.loss_agg_func,
+            rows=b.rows,
+            columns=b.columns,
+            length=self.length,
+        )
+        surrogate = mean(elements)
+        # Entropy bonus:  H = −E[log π]. Without a bonus it is a statistic only, because its
+        # gradient would cost passes over all logits. The coefficient is a tensor in compiled code.
+        entropy_coef = self.coefficients["entropy"]
+        has_bonus = isinstance(entropy_coef, Tensor) or entropy_coef != 0.0
+        entropy = mean(policy.entropy if has_bonus else policy.entropy.detach())
+        loss = surrogate - entropy_coef * entropy
+        stats = losses.ratio_statistics(ratio, log_ratio, b.mask) | {
+            "policy_loss": surrogate.detach(),
+            "entropy": entropy.detach(),
+            "clip_fraction": clipped.sum().float(),
+            "dual_clip_fraction": dual_clipped.sum().float(),
+        }
+        # Distance to the policy before training:  KL(π || π_ref)
+        if policy.kl is not None:
+            loss = loss + c.kl_loss_coef * mean(policy.kl)
+            stats["kl"] = masked_sum(policy.kl.detach(), b.mask)
+        # Clipped Huber loss h of the value:  V_c = V_old + clip(V − V_old, ±ε_V)
+        #                                     L_V = max(h(R − V), h(R − V_c))
+        # Always the mean over samples; a separate critic has loss_agg_func (``CriticLoss``).
+        if policy.value is not None:
+            errors, value_clipped = losses.value_loss(
+                policy.value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
+            )
+            value_loss = losses.aggregate(errors, b.mask, rows=b.rows)
+            loss = c.value_loss_coef * value_loss + (0.0 if critic_only else loss)
+            stats["value_loss"] = value_loss.detach()
+            stats["value_clipped"] = (value_clipped & b.mask).sum()
+        return loss, stats

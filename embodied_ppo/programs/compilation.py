@@ -1,0 +1,147 @@
+"""When minibatches and acting switch to compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.cluster.run_plan import OFFLOADING_OBSTACLE, plan_run
+from embodied_ppo.cluster.worker import WorkerSpec
+from embodied_ppo.core import compile
+from embodied_ppo.core.devices import select_device
+from embodied_ppo.options.batch_sizes import batches, total_updates
+from embodied_ppo.options.schema import (
+    Config,
+)
+from embodied_ppo.programs.run_spec import RunSpec
+from embodied_ppo.training.progress import Messages
+
+COMPILE_AFTER = 4096
+"""Optimiser steps after which compile=auto switches minibatches to compiled code.
+
+They take about as long as the compilation of a minibatch. Acting switches after twice as many
+steps: its compilation starts when that of the minibatch has ended, because on two cores both at the
+same time would delay the first.
+"""
+
+
+def compile_from(
+    config: Config, device: torch.device, notice: Callable[[str], None], *, parts: int = 1
+) -> tuple[int | None, str]:
+    """Return the first update with compiled minibatches (None: never, and the reason).
+
+    It follows from options alone, so that a repeated run switches at the same update.
+
+    Args:
+        notice: Called with the reason where compile=auto cannot be used.
+        parts: Rollouts that the environments are divided among.
+
+    Raises:
+        ConfigError: compile=always is impossible with these options.
+    """
+    a = config.algorithm
+    if config.compile == "never":
+        return None, "compile=never"
+    # On a GPU the kernels of a small network are compiled in this process, and a graph is captured.
+    immediately = config.compile == "always" or device.type == "cuda"
+    since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
+    # Code that is never used is not compiled.
+    if since >= total_updates(config):
+        reason = (
+            f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1},"
+            f" and the run has {total_updates(config)}"
+        )
+        return None, reason
+    # Options and machines without compiled code. If several apply, the last one is reported.
+    compile_obstacle = compile.unavailable_reason() if device.type == "cpu" else ""
+    # Compiled code has fixed shapes and reads whole minibatches and whole observations.
+    if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
+        compile_obstacle = "algorithm.micro_batch_size cuts minibatches; leave it null"
+    if (a.rollout_micro_batch_size or config.env.num_envs) < config.env.num_envs // parts:
+        compile_obstacle = (
+            "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it"
+            " null"
+        )
+    if config.model.checkpoint is not None:
+        compile_obstacle = "a model of model.checkpoint is not compiled; leave it null"
+    if config.model.network is not None and config.compile == "auto":
+        # Tracing would fix a branch that depends on values.
+        compile_obstacle = "model.network is compiled with compile=always only"
+    if config.cloning.coef:
+        compile_obstacle = "cloning.coef adds demonstrations to minibatches; leave it 0"
+    if not compile_obstacle:
+        return since, ""
+    # An explicit request that is impossible is refused; otherwise a line of the log is enough.
+    if config.compile == "always":
+        raise ConfigError(f"compile=always: {compile_obstacle}; or use compile=auto")
+    notice(f"compile: not used, {compile_obstacle}")
+    return None, compile_obstacle
+
+
+def schedule_at(
+    spec: RunSpec, messages: Messages, since: int | None, *, start: int = 0
+) -> compile.CompileSchedule:
+    """Return the schedule that switches to compiled code at an update.
+
+    Args:
+        spec: The run.
+        messages: Receives lines for the log.
+        since: First update with compiled code; None: never. Nothing is compiled where this
+            execution of the run ends before.
+        start: Update at which the compilation starts.
+    """
+    if since is not None and since >= spec.last_update:
+        since = None
+    required = spec.config.compile == "always"
+    return compile.CompileSchedule(
+        since, start_update=start, required=required, notice=messages.notice
+    )
+
+
+@dataclass(frozen=True)
+class CompileSchedules:
+    """When a robot's run switches to compiled code.
+
+    Attributes:
+        minibatches: Schedule of the learner.
+        acting: Returns a schedule of a rollout; each rollout has its own.
+        reason: Why nothing is compiled; "" if something is.
+    """
+
+    minibatches: compile.CompileSchedule
+    acting: Callable[[], compile.CompileSchedule]
+    reason: str
+
+
+def compile_schedules(
+    spec: RunSpec, process: WorkerSpec, messages: Messages, *, parts: int
+) -> CompileSchedules:
+    """Return the schedules of a process, see ``compile_from``."""
+    # Compiled code contains addresses of tensors, and its minibatches do not exchange gradients.
+    since, reason, learners = None, OFFLOADING_OBSTACLE, process.learners
+    if not process.tensors_move:
+        since, reason = compile_from(spec.config, spec.device, messages.notice, parts=parts)
+    if since is not None and learners.world > 1 and "actor" in process.roles:
+        messages.notice(
+            f"compile: minibatches are not compiled, {learners.world} processes learn together"
+        )
+    minibatches = schedule_at(spec, messages, since if learners.world == 1 else None)
+    # Compiling both at the same time would delay the first, so acting follows later.
+    acting_since = None if since is None else 2 * since
+    acting = partial(schedule_at, spec, messages, acting_since, start=since or 0)
+    return CompileSchedules(minibatches, acting, reason)
+
+
+def compiled_since(config: Config) -> int | None:
+    """Return the first update that uses compiled code in this process; None: no update.
+
+    Raises ConfigError.
+    """
+    device = select_device(config.device, threads=0)
+    if config.mode == "reasoning" or plan_run(config, device) is not None:
+        return None
+    return compile_from(config, device, lambda text: None)[0]

@@ -1,0 +1,334 @@
+"""Train a language model: construct prompts, models, graders, rollout and learners in order.
+
+``build`` constructs the roles of one process. In a local run this process has all of them. On a
+cluster the reward, the critic and the reference can be in other processes (``remote_models``), and
+the driver calls the ``Worker`` of each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.random import sampling_key
+from embodied_ppo.cluster.channels import Exchange, Server
+from embodied_ppo.cluster.remote_models import (
+    ModelService,
+    RemoteCritic,
+    RemoteGraders,
+    RemoteReference,
+)
+from embodied_ppo.cluster.worker import Worker, WorkerSpec, broadcast_weights
+from embodied_ppo.core import compile
+from embodied_ppo.core.types import Trajectory
+from embodied_ppo.data import synthetic_tasks
+from embodied_ppo.evaluation import language_evaluation
+from embodied_ppo.evaluation.prompt_evaluation import PromptEvaluationResult
+from embodied_ppo.evaluation.run_report import ReportFiles, ReportTarget
+from embodied_ppo.imitation.supervised_finetuning import warm_start
+from embodied_ppo.options.schema import AlgorithmConfig, Config
+from embodied_ppo.policies.causal_lm import LanguagePolicy
+from embodied_ppo.policies.language_models import critic_config, make_critic, make_policy
+from embodied_ppo.ppo.critic import LocalCritic
+from embodied_ppo.ppo.language_actor import FrozenReference, language_ppo, log_prob_batch_size
+from embodied_ppo.ppo.roles import Critic
+from embodied_ppo.programs.compilation import schedule_at
+from embodied_ppo.programs.run_spec import RunSpec
+from embodied_ppo.rollout.generation.engine import Generator
+from embodied_ppo.rollout.generation.sampling import Sampling
+from embodied_ppo.rollout.language_inputs import Inputs, make_engine, read_inputs
+from embodied_ppo.rollout.language_rollout import ReasoningRollout, Truncation
+from embodied_ppo.rollout.rewards.build import make_graders, make_reward
+from embodied_ppo.rollout.rewards.graders import Graders
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.progress import Messages
+
+WARM_START_LR = 1e-3
+"""Learning rate of the supervised steps before PPO."""
+
+
+def build(
+    spec: RunSpec,
+    process: WorkerSpec,
+    exchange: Exchange | None,
+    messages: Messages,
+    stack: ExitStack,
+) -> tuple[Worker, Mapping[str, Any]]:
+    """Construct the roles of one process.
+
+    Args:
+        spec: The run.
+        process: Roles, ranks and connections of this process.
+        exchange: Receives the requests of processes that lack a role that is here.
+        messages: Lines for the log.
+        stack: Closes what is opened here.
+
+    Returns:
+        The worker, and facts for the summary.
+
+    Raises:
+        ConfigError: An option is refused by what it configures.
+    """
+    config, a, roles = spec.config, spec.config.algorithm, process.roles
+
+    # Tokenizer, prompts and actor. A sharded model need not fit on the device as a whole, so it is
+    # built in host memory.
+    on_host = process.learners.sharded and "rollout" not in roles and not config.warm_start.steps
+    device = torch.device("cpu") if on_host else spec.device
+    inputs = read_inputs(config, device, messages.add)
+    policy = inputs.policy
+
+    # Reward, which can be a model that starts from the actor after its warm start.
+    rule = make_graders(config, inputs.prompts, stack) if "reward" in roles else None
+    # The first learner is warmed up and sends its weights to the others. A process that
+    # trains a reward model repeats the warm start, from which that model starts.
+    first_learner = "actor" in roles and not process.learners.rank
+    if first_learner or (rule is not None and config.reward.model.pairs):
+        _warm_start_actor(spec, policy, inputs.tokenizer, messages)
+    graders: Graders | None = None
+    if rule is not None:
+        graders = make_reward(inputs, rule, spec.device, messages.progress, stack)
+    if "actor" in roles:
+        broadcast_weights(policy, process.learners)
+
+    # Critic and reference, here or in other processes.
+    critic, values = _critic(spec, process, inputs, device, messages)
+    reference = _reference(spec, roles, inputs)
+    # Reply to the requests of processes without these models.
+    server = None
+    if exchange is not None:
+        services = ModelService(
+            device=spec.device,
+            graders=graders,
+            prompts=inputs.prompts,
+            critic=values,
+            reference=reference,
+        )
+        server = Server(services, exchange)
+
+    # Decode engine, rollout and evaluation.
+    rollout = learner = measure = None
+    hooks: dict[str, Any] = {}
+    if "rollout" in roles:
+        engine = make_engine(inputs)
+        # Responses are graded here, or in the process that has the graders.
+        clients = process.clients.get("reward", ())
+        scores = graders if graders is not None else RemoteGraders(clients[0], inputs.prompts)
+        rollout = make_rollout(
+            config, inputs, engine, scores, *process.ranks["rollout"], notice=messages.notice
+        )
+        measure = partial(language_evaluation.measure, inputs, rollout)
+        # The engine's results depend on the version of the weights, and its cache occupies memory
+        # that other roles need while this one is offloaded.
+        hooks |= {"on_weights_updated": engine.update_weights, "release_cache": engine.sleep}
+
+    # Learner of the actor.
+    if "actor" in roles:
+        clients = process.clients.get("reference", ())
+        learner = language_ppo(
+            policy,
+            critic,
+            a,
+            recompute=a.recompute_log_probs,
+            # Sequences of all ranks: rewards and advantages are computed for all of them.
+            num_sequences=a.rollout_batch_size * a.group_size,
+            ranks=process.learners,
+            reference=RemoteReference(clients[0], spec.device) if clients else None,
+            notice=messages.notice,
+            **_learner_options(spec, a, messages),
+        )
+        hooks["initialize_models"] = learner.initialize
+
+    # A worker offloads the weights of its policy. In a process that neither acts nor learns, critic
+    # and reference take this place.
+    other_models: list[nn.Module] = [] if values is None else [values.module]
+    other_models += [] if reference is None else [reference.policy]
+    acts_or_learns = rollout is not None or learner is not None
+    worker = Worker(
+        process,
+        policy=policy if acts_or_learns else nn.ModuleList(other_models),
+        rollout=rollout,
+        learner=learner,
+        server=server,
+        count=response_tokens,
+        measure=measure,
+        write_report=partial(_write_report, spec),
+        **hooks,
+        state_tensors=lambda: [
+            x.state_tensors() for x in (learner or values, reference) if x is not None
+        ],
+    )
+    return worker, {}
+
+
+def _write_report(
+    spec: RunSpec, result: PromptEvaluationResult, source: checkpoint.Checkpoint, out: Path
+) -> ReportFiles:
+    """Write the report of an evaluation."""
+    config = spec.config
+    target = ReportTarget(config, source, spec.run_dir, out, config.evaluation)
+    return language_evaluation.write_report(target, result)
+
+
+def _critic(
+    spec: RunSpec, process: WorkerSpec, inputs: Inputs, device: torch.device, messages: Messages
+) -> tuple[Critic | None, LocalCritic | None]:
+    """Return the critic that the actor here calls, and the critic of this process."""
+    config = spec.config
+    if "critic" in process.roles:
+        critic = make_critic(config, inputs.policy, device)
+        assert critic is not None
+        a = critic_config(config.algorithm, config.critic)
+        # The actor in this process calls it, or the server for actors in other processes.
+        values = LocalCritic(
+            critic,
+            a,
+            ranks=process.critics,
+            **_learner_options(spec, a, messages),
+        )
+        return values, values
+    clients = process.clients.get("critic", ())
+    # Estimators such as grpo read no values.
+    if not clients:
+        return None, None
+    # A critic without a model of its own starts from the weights of the actor.
+    pretrained = config.critic.model.path is not None
+    return RemoteCritic(clients[0], device, pretrained=pretrained), None
+
+
+def _reference(spec: RunSpec, roles: Sequence[str], inputs: Inputs) -> FrozenReference | None:
+    """Return the reference of a process without an actor; None: it has none."""
+    # Together with an actor, ``language_ppo`` copies the policy as its reference.
+    if "reference" not in roles or "actor" in roles:
+        return None
+    a, policy = spec.config.algorithm, inputs.policy
+    if "rollout" in roles:  # the weights of the policy will change
+        policy = make_policy(spec.config, inputs.tokenizer, spec.device)
+    return FrozenReference(policy, tokens=a.micro_batch_tokens, columns=log_prob_batch_size(a))
+
+
+def _learner_options(spec: RunSpec, a: AlgorithmConfig, messages: Messages) -> dict[str, Any]:
+    """Return the arguments of both learners.
+
+    Args:
+        spec: The run.
+        a: Options of the actor or of the critic.
+        messages: Receives lines for the log.
+
+    Raises:
+        ConfigError: compile=always is set and this machine cannot compile.
+    """
+    # Language models run compiled on request only, and then from the first update on.
+    since = None
+    if spec.config.compile == "always":
+        if reason := compile.unavailable_reason():
+            raise ConfigError(f"compile=always: {reason}; or use compile=auto")
+        since = 0
+    return {
+        "length": a.response_length,
+        "columns": a.global_batch_size * a.group_size,
+        "tokens": a.micro_batch_tokens,
+        "updates": spec.updates,
+        "seed": spec.config.seed,
+        "compile_schedule": schedule_at(spec, messages, since),
+    }
+
+
+def _warm_start_actor(
+    spec: RunSpec, policy: LanguagePolicy, tokenizer: Any, messages: Messages
+) -> None:
+    """Train the actor on demonstrations before PPO, or load the result from the cache.
+
+    A resumed run does so only where its reward model is initialised from this actor.
+    """
+    config, w = spec.config, spec.config.warm_start
+    if not w.steps or not (spec.checkpoint is None or config.reward.model.pairs):
+        return
+    assert config.data.task is not None
+    task = synthetic_tasks.TASKS[config.data.task]
+    # A stream of random numbers of its own, so that every process draws the same examples.
+    seed = sampling_key(config.seed, "demonstrations") % 2**32
+    pairs = synthetic_tasks.demonstrations(
+        task, task.problems("train"), w.steps * w.batch_size, seed=seed
+    )
+    prompts, responses = (
+        synthetic_tasks.encode(texts, tokenizer) for texts in zip(*pairs, strict=True)
+    )
+    # Each response ends with EOS, so that the model learns to stop.
+    examples = [(p, (*r, synthetic_tasks.EOS)) for p, r in zip(prompts, responses, strict=True)]
+    warm_start(
+        policy,
+        examples,
+        steps=w.steps,
+        batch_size=w.batch_size,
+        lr=WARM_START_LR,
+        key={},
+        folder=compile.cache_folder() / "warm_start",
+        notice=messages.progress,
+    )
+
+
+def make_rollout(
+    config: Config,
+    m: Inputs,
+    engine: Generator,
+    graders: Graders,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    notice: Callable[[str], None] = lambda line: None,
+) -> ReasoningRollout:
+    """Return the collector of experience of rollout process ``rank`` of ``world``.
+
+    Raises ConfigError.
+    """
+    a = config.algorithm
+    return ReasoningRollout(
+        m.train,
+        engine,
+        graders,
+        m.decode,
+        batch=a.rollout_batch_size,
+        sampling=Sampling(
+            max_tokens=a.response_length,
+            temperature=config.rollout.temperature,
+            stop_ids=m.stops,
+            stop=config.rollout.stop,
+        ),
+        pad_id=m.padding,
+        seed=config.seed,
+        group_size=a.group_size,
+        # Without a filter the first round of generation is the batch.
+        filter_rounds=0 if a.group_filter is None else a.group_filter_rounds,
+        shuffle=config.data.shuffle,
+        truncation=Truncation(
+            treatment=config.rollout.truncation,
+            missing_eos=a.missing_eos_penalty,
+            overlong_buffer=config.rollout.overlong_buffer,
+            overlong_penalty=config.rollout.overlong_penalty,
+        ),
+        rank=rank,
+        world=world,
+        notice=notice,
+    )
+
+
+def response_tokens(t: Trajectory) -> int:
+    """Return the number of generated tokens, including those outside the loss or the batch.
+
+    Args:
+        t: Experience; ``terminated`` [T, N] marks the last token of each response.
+    """
+    # Filtered responses were generated, too.
+    if t.collected is not None:
+        return int(t.collected.sum())
+    # A response whose last token is in row t has t + 1 tokens.
+    steps = torch.arange(1, len(t.terminated) + 1, device=t.terminated.device).unsqueeze(1)
+    return int((t.terminated * steps).sum())

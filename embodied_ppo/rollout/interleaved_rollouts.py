@@ -1,0 +1,83 @@
+"""Several rollouts at once: the policy acts for one while the simulator of another runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from embodied_envs.base import tree
+from embodied_ppo.core.types import Metrics
+from embodied_ppo.rollout.simulation import Experience, Rollout, interleave
+
+
+def add_metrics(metrics: Sequence[Metrics]) -> Metrics:
+    """Merge the metrics of several rollouts: add ``Mean`` objects (sums and counts) and numbers."""
+    merged: Metrics = {}
+    for part in metrics:
+        for tag, value in part.items():
+            before = merged.get(tag)
+            merged[tag] = value if before is None else before + value  # pyright: ignore[reportOperatorIssue]
+    return merged
+
+
+class InterleavedRollouts:
+    """Several interleaved rollouts: the policy acts for one while the simulator of another runs."""
+
+    one_state = False
+    """Whether all processes share one rollout state."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        """Combine rollouts.
+
+        Args:
+            rollouts: One rollout per stage, in the order of their environments, with the same
+                policy.
+        """
+        self.rollouts = list(rollouts)
+        self.policy = self.rollouts[0].policy
+
+    @property
+    def cpu_clock(self) -> Callable[[], float]:
+        """Clock of ``cpu_s``."""
+        return self.rollouts[0].cpu_clock
+
+    @cpu_clock.setter
+    def cpu_clock(self, clock: Callable[[], float]) -> None:
+        for rollout in self.rollouts:
+            rollout.cpu_clock = clock
+
+    @property
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds since the start, by phase."""
+        phases = self.rollouts[0].cpu_s
+        return {phase: sum(r.cpu_s[phase] for r in self.rollouts) for phase in phases}
+
+    def collect(self, horizon: int, *, update: int, version: int) -> Experience:
+        """Collect as ``Rollout.collect`` does; the environments of the stages are concatenated."""
+        runs = [r.collecting(horizon, update=update, version=version) for r in self.rollouts]
+        trajectories, metrics = zip(*interleave(runs), strict=True)
+        trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), trajectories[0], *trajectories[1:])
+        return trajectory, add_metrics(metrics)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of every stage."""
+        return {"stages": [r.state() for r in self.rollouts]}
+
+    def load_state(
+        self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Continue from ``state`` of as many stages."""
+        for r, s in zip(self.rollouts, state["stages"], strict=True):
+            r.load_state(s, notice=notice)
+
+    def stop(self) -> None:
+        """Stop every stage, see ``Rollout.stop``."""
+        for r in self.rollouts:
+            r.stop()
+
+    def close(self) -> None:
+        """Close every stage."""
+        for r in self.rollouts:
+            r.close()

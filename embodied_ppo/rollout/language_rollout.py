@@ -1,0 +1,349 @@
+"""Collection of trajectories of a language model: generate responses to prompts and grade them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.random import sampling_key
+from embodied_ppo.core.devices import upload
+from embodied_ppo.core.running_stats import read_numbers
+from embodied_ppo.core.types import Mean, Metrics, Trajectory
+from embodied_ppo.data.prompts import Prompt, Sampler
+from embodied_ppo.rollout.generation.engine import Generation, Generator
+from embodied_ppo.rollout.generation.sampling import Sampling
+from embodied_ppo.rollout.group_filter import GroupFilter
+from embodied_ppo.rollout.interleaved_rollouts import add_metrics
+from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums, refuse_failures
+
+
+def response_decoder(
+    decode: Callable[[list[int]], str], stop: Sequence[str]
+) -> Callable[[list[int]], str]:
+    """Return a function from a response's tokens to its text before the first stop string."""
+
+    def text(tokens: list[int]) -> str:
+        full_text = decode(tokens)
+        ends = [i for string in stop if (i := full_text.find(string)) >= 0]
+        return full_text[: min(ends)] if ends else full_text
+
+    return text
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Treatment of responses that max_tokens truncated.
+
+    Attributes:
+        treatment: "terminal": they are graded like other responses. "drop": they are graded for
+            the metrics and excluded from the loss.
+        missing_eos: Penalty subtracted from their score.
+        overlong_buffer: Tokens before max_tokens over which a penalty rises linearly, also for
+            responses that stopped (Yu et al. 2025, DAPO, eq. 13); 0: no penalty.
+        overlong_penalty: Largest value of that penalty.
+    """
+
+    treatment: Literal["terminal", "drop"] = "terminal"
+    missing_eos: float = 0.0
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+
+    def penalties(self, length: Tensor, stopped: Tensor, max_tokens: int) -> dict[str, Tensor]:
+        """Return name -> penalty to subtract from the scores, float32 [N]; those that are set.
+
+        Args:
+            length: int64 [N], tokens of each response.
+            stopped: bool [N], whether the response ended before ``max_tokens``.
+            max_tokens: Maximum length.
+        """
+        penalties: dict[str, Tensor] = {}
+        if self.missing_eos:
+            penalties["missing_eos_penalty"] = self.missing_eos * (~stopped).float()
+        if self.overlong_buffer:
+            # DAPO, eq. 13: 0 up to the buffer, then linear up to the largest penalty at max_tokens.
+            excess = (length - (max_tokens - self.overlong_buffer)).clamp(min=0)
+            penalties["overlong_penalty"] = self.overlong_penalty * excess / self.overlong_buffer
+        return penalties
+
+
+class ReasoningRollout:
+    """Collects ``group_size`` responses to each of ``batch`` prompts per update."""
+
+    one_state = True
+    """Whether all processes share one rollout state."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        generator: Generator,
+        graders: Graders,
+        decode: Callable[[list[int]], str],
+        *,
+        batch: int,
+        sampling: Sampling,
+        pad_id: int,
+        seed: int,
+        group_size: int = 1,
+        filter_rounds: int = 0,
+        shuffle: bool = True,
+        truncation: Truncation | None = None,
+        rank: int = 0,
+        world: int = 1,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Create a rollout.
+
+        Args:
+            prompts: Training prompts.
+            generator: Decode engine with the policy's weights.
+            graders: Graders by data source.
+            decode: Function from token ids to text, without special tokens.
+            batch: Prompts per update, over all processes.
+            sampling: Sampling parameters.
+            pad_id: Token id of padding.
+            seed: Seed of the run.
+            group_size: Responses to each prompt.
+            filter_rounds: Rounds in which ``collect`` may draw prompts to fill a batch with groups
+                of right and wrong responses; 0: groups are not filtered. Needs ``world`` = 1.
+            shuffle: Whether to shuffle the prompts in every epoch.
+            truncation: Treatment of truncated responses.
+            rank: Index of this process, which takes an equal part of ``batch``.
+            world: Number of rollout processes.
+            notice: Function that shows a message to the user.
+        """
+        # Filters would sample from another distribution than the trained one.
+        assert sampling.plain
+        self.prompts, self.generator, self.graders = prompts, generator, graders
+        self.text = response_decoder(decode, sampling.stop)
+        self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
+        self.truncation, self.notice = truncation or Truncation(), notice
+        self.rank, self.world = rank, world
+        self.filter: GroupFilter | None = None
+        if filter_rounds:
+            assert world == 1
+            self.filter = GroupFilter(batch, group_size, filter_rounds)
+        self.sampler = Sampler(len(prompts), batch, seed, shuffle)
+        self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
+        self.cpu_s = {"generate": 0.0, "grade": 0.0}
+        self.grade_s = 0.0
+        """Wall time of text decoding and grading, in seconds."""
+        self._noticed = set[str]()  # topics of ``_notice_once``
+
+    def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
+        """Generate and grade one batch of responses.
+
+        Args:
+            horizon: T, which must be ``sampling.max_tokens``.
+            update: Index of the update, from which random numbers are derived.
+            version: Version of the policy's weights.
+
+        Returns:
+            Trajectory [T, N] with N = batch / world * group_size (the responses of a group are
+            adjacent), and metrics. Values are 0, because the critic computes them later. The score
+            is the reward of the last token, which ends the episode.
+
+        Raises:
+            ConfigError: Groups are filtered, but a grader returns no correctness.
+            TrainingError: Too many responses could not be graded.
+        """
+        assert horizon == self.sampling.max_tokens
+        if self.filter is None:
+            # Draw one batch of prompts; this process takes its part.
+            rows = self.sampler.next()
+            begin, end = (r * len(rows) // self.world for r in (self.rank, self.rank + 1))
+            response_offset = self.rank * (end - begin) * self.group_size
+            trajectory, metrics, grades = self._respond(
+                rows[begin:end], response_offset, update, version
+            )
+            refuse_failures(grades, self.graders.last_failure, "update")
+            return trajectory, metrics
+        rounds: list[Metrics] = []
+        graded: list[Grade] = []
+        response_offset = 0
+        # Draw as many prompts as groups are missing; the random numbers go on from round to round.
+        while missing := self.filter.missing:
+            rows = self.sampler.next(missing)
+            trajectory, metrics, grades = self._respond(rows, response_offset, update, version)
+            graded += grades
+            refuse_failures(graded, self.graders.last_failure, "update")
+            tokens = int(cast(Any, metrics["rollout/length"]).sum)
+            self.filter.add(trajectory, self._success(rows, grades), tokens)
+            rounds.append(metrics)
+            response_offset += missing * self.group_size
+        trajectory, filter_metrics = self.filter.take()
+        epoch = {"rollout/epoch": rounds[-1]["rollout/epoch"]}
+        return trajectory, add_metrics(rounds) | epoch | filter_metrics
+
+    def _success(self, rows: Sequence[int], grades: Sequence[Grade]) -> Tensor:
+        """Return whether each response is right, bool [N]; a failed response is masked anyway."""
+        for i, grade in enumerate(grades):
+            # A rule beside a reward model may have failed.
+            if grade.correct is None and not self.graders.failures:
+                source = self.prompts[rows[i // self.group_size]].data_source
+                raise ConfigError(
+                    f"algorithm.group_filter = success: the grader of data source {source!r}"
+                    ' returns no correctness; return {"score": .., "acc": ..}, or write'
+                    " algorithm.group_filter=null"
+                )
+        return torch.tensor([bool(grade.correct) for grade in grades])
+
+    def _respond(
+        self, rows: Sequence[int], response_offset: int, update: int, version: int
+    ) -> tuple[Trajectory, Metrics, list[Grade]]:
+        """Generate and grade ``group_size`` responses to each of some prompts.
+
+        Args:
+            rows: Indices of the prompts.
+            response_offset: Number of the first response in the update, over all processes.
+            update, version: See ``collect``.
+        """
+        prompts = [self.prompts[i] for i in rows for _ in range(self.group_size)]
+        start = time.process_time()
+        key = sampling_key(self.seed, update, "generate")
+        # Samples are numbered over all processes, so that the random numbers of a response do not
+        # depend on the number of processes.
+        samples = torch.arange(response_offset, response_offset + len(prompts))
+        generation = self.generator.generate(
+            [p.ids for p in prompts], self.sampling, seed=key, samples=samples
+        )
+        # Decode and grade the texts.
+        generated, wall = time.process_time(), time.perf_counter()
+        tokens, lengths = generation.token.tolist(), generation.length.tolist()
+        texts = [self.text(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
+        failures = self.graders.failures
+        graded = zip(prompts, texts, strict=True)
+        responses = [(p.data_source, text, p.ground_truth, p.extra) for p, text in graded]
+        grades = self.graders.grade(responses, prompts)
+        self.cpu_s["generate"] += generated - start
+        self.cpu_s["grade"] += time.process_time() - generated
+        self.grade_s += time.perf_counter() - wall
+        # Only the first failure is reported; rollout/grader_failures counts all.
+        if self.graders.failures > failures:
+            self._notice_once(
+                "failure", f"a response could not be graded: {self.graders.last_failure}"
+            )
+        valid = [g for g in grades if not g.failed]
+        if len({g.score for g in valid}) == 1:
+            self._notice_once(
+                "equal scores",
+                f"all {len(valid)} responses of an update scored {valid[0].score:g}; equal scores"
+                " give no learning signal",
+            )
+        trajectory, penalties = self._trajectory(prompts, generation, grades, version)
+        return trajectory, self._metrics(prompts, generation, grades, penalties), grades
+
+    def _notice_once(self, topic: str, text: str) -> None:
+        """Write a line about a topic to the log, unless there is one already."""
+        if topic not in self._noticed:
+            self._noticed.add(topic)
+            self.notice(f"reward: {text}")
+
+    def _trajectory(
+        self,
+        prompts: Sequence[Prompt],
+        generation: Generation,
+        grades: Sequence[Grade],
+        version: int,
+    ) -> tuple[Trajectory, dict[str, Tensor]]:
+        """Return the graded responses as a trajectory [T, N], and penalties of the score [N].
+
+        Responses that could not be graded are masked.
+        """
+        device, t = generation.token.device, self.sampling.max_tokens
+        n = len(prompts)
+        starts = upload([len(p.ids) for p in prompts], device)  # [N] prompt lengths
+        # [N, width + 1], prompt and response without a gap; the last token is never an input.
+        row = torch.full((n, self.width + 1), self.pad_id, dtype=torch.int64, device=device)
+        width = max(len(p.ids) for p in prompts)
+        padded = [[*p.ids, *[self.pad_id] * (width - len(p.ids))] for p in prompts]
+        row[:, :width] = upload(padded, device)
+        # Write each response directly behind its prompt.
+        steps = torch.arange(t, device=device)
+        row.scatter_(1, starts.unsqueeze(1) + steps, generation.token)
+        # The score is the reward of the last token, which ends the episode.
+        last = steps == generation.length.unsqueeze(1) - 1  # [N, T]
+        mask = steps < generation.length.unsqueeze(1)  # [N, T]
+        valid = upload([not g.failed for g in grades], device)  # [N]
+        mask = mask & valid.unsqueeze(1)
+        # Responses that max_tokens truncated are graded, and masked with "drop".
+        if self.truncation.treatment == "drop":
+            mask = mask & generation.stopped.unsqueeze(1)
+        penalties = self.truncation.penalties(generation.length, generation.stopped, t)
+        # Failed responses are masked, so that their score does not matter.
+        score = upload([0.0 if g.failed else g.score for g in grades], device)
+        score = torch.where(valid, score - sum(penalties.values()), 0.0)
+        zero = torch.zeros(t, n, device=device)
+        trajectory = Trajectory(
+            obs={
+                "row": row[:, : self.width].T.contiguous(),
+                "place": (starts.unsqueeze(1) - 1 + steps).T.contiguous(),
+            },
+            action=generation.token.T.contiguous(),
+            log_prob=generation.log_prob.T.contiguous(),
+            value=zero,
+            replay={},
+            next_value=zero,
+            reward=torch.where(last, score.unsqueeze(1), 0.0).T.contiguous(),
+            terminated=last.T.contiguous(),
+            truncated=torch.zeros_like(last.T),
+            mask=mask.T.contiguous(),
+            version=torch.full((t, n), version, device=device),
+        )
+        return trajectory, {name: penalty * valid for name, penalty in penalties.items()}
+
+    def _metrics(
+        self,
+        prompts: Sequence[Prompt],
+        generation: Generation,
+        grades: Sequence[Grade],
+        penalties: Mapping[str, Tensor],
+    ) -> Metrics:
+        """Return rollout/* and reward/* of one batch; scores are those of valid responses."""
+        # One transfer from the device for all counts.
+        n = float(len(prompts))
+        length, truncated, *penalty_sums = read_numbers(
+            generation.length.sum(),
+            (~generation.stopped).sum(),
+            *(penalty.sum() for penalty in penalties.values()),
+        )
+        valid = [g for g in grades if not g.failed]
+        count, score = float(len(valid)), float(torch.tensor([g.score for g in valid]).sum())
+        # Parts of the reward, so that penalties can be told from the grader's score.
+        parts = extra_sums(valid)
+        if penalties:
+            parts |= {"score": parts.get("score", (score, len(valid)))}
+            parts |= {name: (x, len(valid)) for name, x in zip(penalties, penalty_sums)}
+        metrics: Metrics = {
+            "rollout/return": Mean(score - sum(penalty_sums), count),
+            "rollout/length": Mean(length, n),
+            "rollout/truncated": Mean(truncated, n),
+            "rollout/prompt_length": Mean.of(len(p.ids) for p in prompts),
+            "rollout/grader_failures": float(sum(g.failed for g in grades)),
+            # A mean, because the value is the same in all processes and must not be added up.
+            "rollout/epoch": Mean(self.sampler.epoch, 1.0),
+        }
+        correct, format_ok = [g.correct for g in grades], [g.format_ok for g in grades]
+        for tag, flags in (("rollout/success", correct), ("rollout/format", format_ok)):
+            if values := [x for x in flags if x is not None]:
+                metrics[tag] = Mean.of(float(x) for x in values)
+        return metrics | {f"reward/{name}": Mean(*x) for name, x in parts.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the data. Everything else depends on seed and update only."""
+        return {"sampler": self.sampler.state()}
+
+    def load_state(
+        self, state: Mapping[str, Any], notice: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Continue from ``state()``; raise ConfigError if it belongs to other data."""
+        self.sampler.load_state(state["sampler"])
+
+    def close(self) -> None:
+        """Stop the graders' processes."""
+        self.graders.close()

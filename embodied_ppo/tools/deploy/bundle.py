@@ -1,0 +1,455 @@
+"""Write the deployment bundle of an actor-critic policy.
+
+policy.onnx   raw observations -> history -> normaliser -> network -> action mapping -> action of
+              ``env.step``; a policy with memory has its state as inputs and outputs
+policy.json   names, units, limits and order of inputs and outputs, control rate, origin
+golden.npz    recorded observations and actions of episodes of the run's simulator
+run_policy.py checks the bundle where it is deployed, and runs it (numpy and onnxruntime only)
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied_envs.base import tree
+from embodied_envs.base.action_mask import check_action_mask
+from embodied_envs.base.errors import ConfigError, TrainingError, one_line
+from embodied_envs.base.observation_names import SINGLE
+from embodied_envs.types import ArraySpec, Obs, VectorEnv, choices_of, starts
+from embodied_ppo.core.devices import select_device
+from embodied_ppo.core.history import ObservationHistory, named
+from embodied_ppo.core.recurrent_state import EpisodeMemory, with_memory
+from embodied_ppo.evaluation import episodes as evaluation
+from embodied_ppo.evaluation import robot_evaluation
+from embodied_ppo.options import loader
+from embodied_ppo.options.schema import RealismConfig
+from embodied_ppo.policies import robot_policy
+from embodied_ppo.policies.actor_critic import ActorCritic
+from embodied_ppo.rollout import environments
+from embodied_ppo.rollout.history_env import HistoryEnv
+from embodied_ppo.tools.deploy import run_policy
+from embodied_ppo.training.run_directory import report_write_errors, versions
+from embodied_ppo.training.trained_run import TrainedRun
+
+MEMORY_PREFIX, RECURRENT = "memory/", "recurrent"
+"""Names of the inputs of policy.onnx that are its memory begin with the first; the second is the
+state of the recurrent layer.
+"""
+PACKAGES = ("onnx", "onnxruntime")
+"""Packages of the extra ``export``."""
+OPSET, LEAST_ONNXRUNTIME = 17, "1.12"
+"""Operator set of policy.onnx, and the first onnxruntime that reads it."""
+EPISODES, STEPS = 4, 100
+"""Environments that are recorded, and steps of each."""
+TOLERANCE = 1e-6
+"""Largest difference of an action in the replay, as a share of the range of its dimension."""
+ROUNDING = 8
+"""Factor of the difference measured at the export, where that is larger than ``TOLERANCE``."""
+
+
+class Exported(nn.Module):
+    """Actor, history, normaliser and action mapping as one function of tensors."""
+
+    def __init__(
+        self,
+        policy: ActorCritic,
+        specs: Mapping[str, ArraySpec],
+        converter: Any,
+        history: ObservationHistory | None = None,
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            policy: The policy without its critic, on the CPU.
+            specs: Observations of the actor; one array has the name "obs".
+            converter: ``ActionConverter`` of the policy's actions to those of the simulator.
+            history: Builds the policy's observations from those of several steps, if it has one.
+        """
+        super().__init__()
+        self.policy, self.converter, self.history = policy, converter, history
+        self.has_choices = policy.actions > policy.numbers
+        self.names = list(specs)
+        self.actions = {name: f"action/{name}" if name else "action" for name in converter.arrays}
+        """Name of each array of the simulator's action -> output."""
+        self.memory: dict[str, Tensor] = {}
+        """Name of each part of the memory -> its value at the start of an episode, [1, ..]."""
+        cpu = torch.device("cpu")
+        if history is not None:
+            self.memory |= {MEMORY_PREFIX + n: x for n, x in history.empty(1, cpu).items()}
+        if policy.memory_size:
+            self.memory[MEMORY_PREFIX + RECURRENT] = torch.zeros(1, policy.memory_size)
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the results of ``forward``."""
+        results = [*self.actions.values(), *(["logits"] if self.has_choices else [])]
+        return results + [run_policy.NEXT + name for name in self.memory]
+
+    @torch.no_grad()
+    def forward(self, *arrays: Tensor) -> tuple[Tensor, ...]:
+        """Return the results named ``outputs``.
+
+        Actions are [B, ..] ([B, C, ..] for chunks), those of ``env.step``; where some are choices,
+        logits are [B, K], before the mask of choices.
+
+        Args:
+            arrays: Raw observations [B, ..] in the order of ``names``, then the memory [B, ..].
+        """
+        values = dict(zip([*self.names, *self.memory], arrays, strict=True))
+        raw = {name: values[name] for name in self.names}
+        obs: Obs = raw[SINGLE] if self.names == [SINGLE] else raw
+        previous, after = dict[str, Tensor](), dict[str, Tensor]()
+        if self.history is not None:
+            previous = {n.removeprefix(MEMORY_PREFIX): values[n] for n in self.memory}
+            previous.pop(RECURRENT, None)
+            obs = self.history.stack(previous, raw)
+        if self.policy.memory_size:
+            state = values[MEMORY_PREFIX + RECURRENT]
+            obs = with_memory(obs, state, torch.zeros_like(state[:, 0], dtype=torch.bool))
+        inputs = self.policy.encode(obs)
+        if self.has_choices:
+            features, after_step = self.policy.features(inputs)
+            action, logits = self.policy.choose(features, inputs)
+            results = (*self.map(action).values(), logits)
+        else:
+            decision = self.policy.act(inputs)
+            action, after_step = decision.action, decision.memory
+            results = tuple(self.map(action).values())
+        if self.history is not None:
+            after |= self.history.push(previous, raw, action)
+        if after_step is not None:
+            after[RECURRENT] = after_step
+        return *results, *(after[n.removeprefix(MEMORY_PREFIX)] for n in self.memory)
+
+    def map(self, action: Tensor) -> dict[str, Tensor]:
+        """Return outputs by name: actions of the policy, [B, C·A] or [B], as the simulator's."""
+        chunk = self.policy.chunk
+        arrays = self.converter.split(action if chunk == 1 else action.unflatten(-1, (chunk, -1)))
+        return {self.actions[name]: x for name, x in arrays.items()}
+
+
+def check_packages() -> None:
+    """Raise ConfigError where a package of the extra ``export`` is missing."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"export needs {' and '.join(missing)}: pip install 'embodied-ppo[export]'"
+        )
+
+
+def write(run: TrainedRun, out: Path) -> dict[str, Any]:
+    """Write the bundle of a checkpoint and replay it.
+
+    Returns:
+        The largest difference of the replayed actions, the number of recorded steps, the rate.
+
+    Raises:
+        CheckpointError, ConfigError, EnvError: Before anything is written.
+        TrainingError: The bundle does not reproduce the recorded actions.
+    """
+    # The robot has delays and errors of its own; observations of the trace follow from its states.
+    env_config = replace(environments.evaluation_env(run.config), realism=RealismConfig())
+    if env_config.simulator == "warp":  # its kernels compile for minutes on a CPU
+        env_config = replace(env_config, simulator="auto")
+    task = robot_evaluation.evaluated_task(run, env_config, allow=False)
+    episodes = EPISODES
+    if environments.builds_once(run.config):  # the environments of a robot may be one
+        episodes = min(episodes, run.config.env.num_envs)
+    env = environments.make_env(
+        evaluation.evaluation_seeds(0, episodes),
+        config=env_config,
+        device=select_device("auto", 0),
+        task=task,
+        model=run.config.model,
+    )
+    try:
+        model = run.model(allow=False)
+        policy = robot_policy.make_policy(replace(run.config, env=env_config, model=model), env)
+        assert isinstance(policy, ActorCritic)
+        run.load_weights(policy)
+        policy.eval()
+        history = env.history if isinstance(env, HistoryEnv) else None
+        spec = env.obs_spec if history is None else history.raw_spec
+        specs = spec if isinstance(spec, dict) else {SINGLE: spec}
+        converter = environments.action_converter(run.config.env, env)
+        exported = Exported(policy.actor_only().cpu(), specs, converter, history).eval()
+        golden = _record(policy, env, exported)
+        info = _describe(run, env, exported, specs, golden)
+    finally:
+        env.close()
+    source = inspect.getsource(run_policy)
+    with report_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        _write_onnx(exported, specs, out / "policy.onnx")
+        arrays: dict[str, Any] = golden
+        np.savez_compressed(out / "golden.npz", **arrays)
+        (out / "run_policy.py").write_text(source, encoding="utf-8")
+        _write_info(info, out)
+        difference = _set_tolerances(info, golden, out)
+        _write_info(info, out)
+    try:
+        run_policy.Policy(str(out))
+    except run_policy.BundleError as error:
+        raise TrainingError(f"out={out}: {error}; report this") from error
+    return {
+        "action_difference": difference,
+        "recorded_steps": len(golden["episode"]),
+        "rate_hz": info["control"]["rate_hz"],
+    }
+
+
+# --------------------------------------------------------------------------------------- recording
+@torch.inference_mode()
+def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str, np.ndarray]:
+    """Return observations and actions [rows, ..] of ``STEPS`` steps of each environment.
+
+    Rows are sorted by environment and step. Actions are those of an evaluation, mapped to the
+    simulator's; ``state/*`` are the positions and velocities of our own simulator.
+    """
+    obs, steps = env.reset(), []
+    check_action_mask(env.id, env.action_spec, obs)
+    episode = torch.arange(env.num_envs)  # [N], a number of its own for each episode
+    memory = EpisodeMemory(policy, env.num_envs, evaluation.policy_device(policy))
+    for t in range(STEPS):
+        inputs = policy.encode(memory.attach(obs))
+        action, state = evaluation.act(
+            policy, obs, memory, first_episode=0, t=t, seed=0, deterministic=True
+        )
+        raw = env.raw_obs if isinstance(env, HistoryEnv) else obs
+        row = {f"observation/{name}": x for name, x in named(raw).items()}
+        row |= {f"state/{name}": x for name, x in env.simulator.joint_state().items()}
+        row = {name: x.detach().cpu().clone() for name, x in row.items()}
+        row["episode"] = episode.clone()
+        row |= exported.map(action.cpu())
+        if exported.has_choices:
+            row["logits"] = policy.choose(policy.features(inputs)[0], inputs)[1].cpu()
+        step = env.step(action.to(env.device))
+        check_action_mask(env.id, env.action_spec, step.obs, step)
+        row["mask"] = step.mask.cpu()  # a row that only resets takes no action
+        steps.append(row)
+        ended = (step.terminated | step.truncated).cpu()
+        episode = torch.where(ended, episode + env.num_envs, episode)
+        obs = step.obs
+        memory.store(state, starts(step))
+    arrays = {
+        name: torch.stack([row[name] for row in steps], 1).flatten(0, 1).numpy()
+        for name in steps[0]
+    }
+    mask = arrays.pop("mask")
+    return {name: x[mask] for name, x in arrays.items()}
+
+
+# ------------------------------------------------------------------------------------------- files
+def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) -> None:
+    """Write policy.onnx with a free batch dimension."""
+    arrays = [torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in specs.values()]
+    arrays += [x.repeat(2, *[1] * (x.ndim - 1)) for x in exported.memory.values()]
+    names = [*specs, *exported.memory]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of the TorchScript exporter, which needs no onnxscript
+            torch.onnx.export(
+                exported,
+                tuple(arrays),
+                str(path),
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=names,
+                output_names=exported.outputs,
+                dynamic_axes={name: {0: "batch"} for name in [*names, *exported.outputs]},
+            )
+    except torch.onnx.OnnxExporterError as error:
+        raise ConfigError(
+            f"export: an operation of the network has no counterpart in ONNX ({one_line(error)});"
+            " replace it in the file of model.network and train again"
+        ) from error
+
+
+def _write_info(info: Mapping[str, Any], out: Path) -> None:
+    """Write policy.json."""
+    text = json.dumps(info, indent=1, allow_nan=False) + "\n"
+    # One line for each list of numbers.
+    text = re.sub(r"\[[^][{}\"]*\]", lambda match: " ".join(match[0].split()), text)
+    (out / "policy.json").write_text(text, encoding="utf-8")
+
+
+def _set_tolerances(info: dict[str, Any], golden: Mapping[str, np.ndarray], out: Path) -> float:
+    """Set the tolerance of each dimension; return the largest difference of the replay.
+
+    It is ``TOLERANCE`` times the range of the dimension: high - low, or that of the recorded values
+    where there are no limits, at least 1. Other processors and versions of onnxruntime round
+    differently, so it is at least ``ROUNDING`` times the difference between torch and onnxruntime
+    at the export.
+    """
+    policy = run_policy.Policy(str(out), check=False)
+    arrays = {name: golden[f"observation/{name}"] for name in policy.inputs}
+    largest = 0.0
+    outputs = policy.outputs_of_trace(arrays)
+    for spec in info["outputs"]:
+        if spec["unit"] == "choice" or spec["role"] == "memory":
+            continue
+        expected = run_policy.rows(golden[spec["name"]])
+        if not spec["dtype"].startswith("float"):  # rounding may turn a small difference into 1
+            spec["tolerance"] = [1.0] * expected.shape[1]
+            continue
+        difference = np.abs(run_policy.rows(outputs[spec["name"]]) - expected).max(0)
+        extent = np.maximum(np.ptp(expected, axis=0), 1.0)
+        for i, (low, high) in enumerate(zip(spec["low"], spec["high"], strict=True)):
+            if low is not None and high is not None:
+                extent[i] = high - low
+        relative = max(TOLERANCE, float(np.finfo(spec["dtype"]).eps))
+        spec["tolerance"] = np.maximum(relative * extent, ROUNDING * difference).tolist()
+        largest = max(largest, float(difference.max()))
+    return largest
+
+
+def _describe(
+    run: TrainedRun,
+    env: VectorEnv,
+    exported: Exported,
+    specs: Mapping[str, ArraySpec],
+    golden: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """Return the content of policy.json, without tolerances."""
+    step_s = env.step_s
+    mechanism = env.simulator.mechanism()
+    names: list[tuple[str, str | None]] = mechanism.pop("observation_names", [])
+    manifest, config = run.source.manifest, run.config
+    return {
+        "format": run_policy.FORMAT,
+        "task": env.id,
+        "inputs": _inputs(exported, specs, names, env) + _memory(exported, ""),
+        "outputs": _outputs(env, exported, mechanism) + _memory(exported, run_policy.NEXT),
+        "action_structure": tree.map(
+            lambda name: exported.actions[name], exported.converter.structure
+        ),
+        "control": {
+            "step_s": step_s,
+            "rate_hz": None if step_s is None else 1 / step_s,
+            "action_chunk": exported.policy.chunk,
+        },
+        "action_mapping": config.env.action_mapping if exported.policy.numbers else "none",
+        **mechanism,
+        "realism": loader.dump(config.env)["realism"],
+        "golden": {
+            "seeds": evaluation.evaluation_seeds(0, env.num_envs),
+            "rows": len(golden["episode"]),
+        },
+        "run": {
+            "name": config.name,
+            "seed": config.seed,
+            "config_hash": manifest["config_hash"],
+            "task_hash": manifest.get("task_hash"),
+        },
+        "checkpoint": {
+            "name": run.source.path.name,
+            "update": run.source.update,
+            "env_steps": manifest["env_steps"],
+            "sha256": manifest["files"]["policy.pt"]["sha256"],
+        },
+        "requires": {"opset": OPSET, "onnxruntime": LEAST_ONNXRUNTIME},
+        "versions": versions() | {name: version(name) for name in PACKAGES},
+    }
+
+
+def _entry(
+    name: str,
+    role: str,
+    dtype: Any,
+    shape: Sequence[int],
+    names: Sequence[str] | None = None,
+    unit: Any = None,
+    **further: Any,
+) -> dict[str, Any]:
+    """Return an entry of the inputs or outputs in policy.json."""
+    entry = {"name": name, "role": role, "dtype": str(dtype).removeprefix("torch.")}
+    return entry | {"shape": list(shape), "names": names, "unit": unit, **further}
+
+
+def _memory(exported: Exported, prefix: str) -> list[dict[str, Any]]:
+    """Return the entries of the memory, zeros at the start of an episode."""
+    return [
+        _entry(prefix + name, "memory", x.dtype, x.shape[1:], tolerance=None)
+        for name, x in exported.memory.items()
+    ]
+
+
+def _inputs(
+    exported: Exported,
+    specs: Mapping[str, ArraySpec],
+    described: Sequence[tuple[str, str | None]],
+    env: VectorEnv,
+) -> list[dict[str, Any]]:
+    """Return the entries of the observations.
+
+    ``described`` has name and unit of each number of "state" (or of the only observation).
+    """
+    inputs, spaces = [], environments.observation_spaces(env)
+    for name, spec in specs.items():
+        space: Any = spaces.get("" if name == SINGLE and "" in spaces else name)
+        raw = {}
+        start = getattr(space, "start", None)
+        if start is not None and space.shape == ():  # a choice, whose input is one-hot
+            raw = {"raw_shape": [], "start": int(start)}
+        elif spec.dtype == torch.bool:
+            raw = {"choices": list(choices_of(env.action_spec))}
+        elif space is not None and space.shape == ():
+            raw = {"raw_shape": []}
+        is_image = name in exported.policy.encoder.images
+        size = math.prod(spec.shape)
+        names, unit = [f"{name}[{i}]" for i in range(size)], None
+        if name in ("state", SINGLE) and len(described) == size:
+            names, unit = [x for x, _ in described], [x for _, x in described]
+        layout = spec.layout.order if is_image and spec.layout is not None else None
+        names = None if is_image else names
+        unit = "0 to 255" if spec.dtype == torch.uint8 else unit
+        more = {"layout": layout, **raw}
+        inputs.append(_entry(name, "observation", spec.dtype, spec.shape, names, unit, **more))
+    return inputs
+
+
+def _outputs(
+    env: VectorEnv, exported: Exported, mechanism: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the entries of the arrays of the action and, for choices, of the logits."""
+    chunk, outputs, logits = exported.policy.chunk, list[dict[str, Any]](), list[str]()
+    actuators = [actuator["name"] for actuator in mechanism.get("actuators", ())]
+    for name, array in exported.converter.arrays.items():
+        output, size = exported.actions[name], len(array.low)
+        names = [f"{output}[{i}]" for i in range(size)] if array.shape else [output]
+        if not name and len(actuators) == size and array.shape:
+            names = actuators
+        for column, n, first in zip(names, array.choices, array.low, strict=False):
+            of = "" if output == column == "action" else f"{column} = "
+            logits += [f"logit of {of}{int(first) + i}" for i in range(n)]
+        bounds = {
+            key: [x if math.isfinite(x) else None for x in values] * chunk
+            for key, values in (("low", array.low), ("high", array.high))
+        }
+        if chunk > 1:
+            names = [f"{column}@{c}" for c in range(chunk) for column in names]
+        names = names if array.shape or not array.choices else None
+        unit = "choice" if array.choices else "of env.step"
+        shape = [*([chunk] if chunk > 1 else []), *array.shape]
+        more = {**bounds, "tolerance": None}
+        outputs.append(_entry(output, "action", array.dtype, shape, names, unit, **more))
+    if logits:
+        more = {key: [None] * len(logits) for key in ("low", "high")} | {"tolerance": None}
+        outputs.append(_entry("logits", "logits", "float32", [len(logits)], logits, **more))
+    return outputs

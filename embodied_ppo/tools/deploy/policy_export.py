@@ -1,0 +1,176 @@
+"""Write the model of a checkpoint for other programs: `embodied-ppo export`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_envs.base.errors import CheckpointError, ConfigError
+from embodied_envs.base.random import env_seeds
+from embodied_envs.types import VectorEnv
+from embodied_ppo.evaluation import language_evaluation, robot_evaluation
+from embodied_ppo.options.schema import (
+    Config,
+)
+from embodied_ppo.policies import causal_lm, peft_files, robot_policy
+from embodied_ppo.policies.checkpoint_files import copy_permissions
+from embodied_ppo.policies.vla import pretrained
+from embodied_ppo.policies.vla.pi0 import PI0
+from embodied_ppo.policies.vla.pretrained import CheckpointVLA
+from embodied_ppo.rollout import environments
+from embodied_ppo.tools.deploy import bundle
+from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.run_directory import (
+    export_folder,
+    report_write_errors,
+)
+from embodied_ppo.training.trained_run import TrainedRun, open_run
+
+# ------------------------------------------------------------------------------------ data of a run
+
+
+def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
+    """Write a checkpoint for other programs.
+
+    An actor-critic policy becomes a deployment bundle (``bundle``); a language
+    model, or a published vision-language-action model, is written in its published layout.
+
+    Args:
+        path: A checkpoint or a run directory.
+        out: Directory to write.
+        adapter: Write the adapters of a policy with model.lora_rank only.
+
+    Raises:
+        CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
+    """
+    source, run_dir, trained = open_run(path)
+    say = Progress(quiet=False).say
+    run = TrainedRun(trained, source, run_dir, say)
+    folder = Path(out)
+    check(run, adapter=adapter)
+    with export_folder(folder):
+        if trained.mode == "reasoning":
+            measurements = _write_language_model(run, folder)
+        elif trained.model.policy == "actor_critic":
+            measurements = bundle.write(run, folder)
+        else:
+            measurements = _write_vla(run, folder, adapter=adapter)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return {
+        "checkpoint": str(source.path),
+        "out": str(folder),
+        "mb": round(size / 1e6, 1),
+        **measurements,
+    }
+
+
+def check(run: TrainedRun, *, adapter: bool) -> None:
+    """Raise ConfigError where the model cannot be exported."""
+    model, path = run.config.model, run.source.path
+    if adapter and not model.lora_rank:
+        raise ConfigError(
+            f"lora=adapter: {path.name} has no adapters (model.lora_rank=0); write lora=merged"
+        )
+    if run.config.mode == "reasoning":
+        return
+    if model.policy == "actor_critic":
+        bundle.check_packages()
+    elif model.checkpoint is None:
+        raise ConfigError(
+            f"checkpoint={path.name}: model.policy={model.policy} cannot be exported; export"
+            " writes language models, model.policy=actor_critic, and policies with"
+            " model.checkpoint"
+        )
+
+
+def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
+    """Write a vision-language-action model, or its adapters, in the published layout; read it back.
+
+    Returns:
+        ``logit_difference`` or ``action_difference``, the largest one.
+    """
+    assert run.config.model.checkpoint is not None
+    source = Path(run.config.model.checkpoint).resolve()
+    if out.resolve().is_relative_to(source):
+        raise ConfigError(
+            f"out={out}: is inside model.checkpoint={source}, which stays as it is; name a"
+            " directory outside of it"
+        )
+    config = replace(run.config, env=replace(run.config.env, num_envs=2))
+    task = robot_evaluation.evaluated_task(run, config.env, allow=False)
+    env = environments.make_env(
+        env_seeds(0, 0, 2), config=config.env, device=torch.device("cpu"), task=task
+    )
+    try:
+        policy = robot_policy.make_policy(config, env)
+        assert isinstance(policy, CheckpointVLA | PI0) and config.model.checkpoint is not None
+        run.load_weights(policy)
+        obs = env.reset()
+        before = policy.act(policy.encode(obs))
+        # Acting with a cache of keys rounds differently than ``evaluate``, so that log-
+        # probabilities are compared between two calls of ``evaluate``.
+        expected = policy.evaluate(policy.encode(obs), before.action, before.replay)
+        with report_write_errors(out):
+            if adapter:
+                trained = policy.published_parameters(source)
+                rank, alpha = config.model.lora_rank, config.model.lora_alpha
+                peft_files.save(peft_files.Adapter(rank, alpha, trained), source, out)
+            elif isinstance(policy, PI0):
+                policy.export(config.model.checkpoint, out)
+            else:
+                pretrained.export(policy, config.model.checkpoint, out)
+        exported = _read_exported(config, env, out, adapter=adapter)
+        if isinstance(policy, PI0):
+            assert isinstance(exported, PI0)
+            # The directory has no normaliser of states where the run computed its own.
+            exported.trunk.encoder.load_state_dict(policy.trunk.encoder.state_dict())
+            action = exported.act(exported.encode(obs)).action
+            return {"action_difference": float((action - before.action).abs().max())}
+        assert isinstance(exported, CheckpointVLA)
+        after = exported.evaluate(exported.encode(obs), before.action, before.replay)
+    finally:
+        env.close()
+    difference = (after.log_prob - expected.log_prob).detach().abs().max()
+    return {"logit_difference": float(difference)}
+
+
+def _read_exported(
+    config: Config, env: VectorEnv, out: Path, *, adapter: bool
+) -> robot_policy.AnyPolicy:
+    """Return the policy that ``_write_vla`` has written.
+
+    Args:
+        config: Options of the run.
+        env: The run's environment.
+        out: The written directory.
+        adapter: Whether it holds adapters only.
+    """
+    model = replace(config.model, checkpoint=str(out), lora_rank=0)
+    if not adapter:
+        return robot_policy.make_policy(replace(config, model=model), env)
+    adapters = peft_files.load(out)
+    model = replace(config.model, lora_rank=adapters.rank, lora_alpha=adapters.alpha)
+    policy = robot_policy.make_policy(replace(config, model=model), env)
+    assert isinstance(policy, CheckpointVLA | PI0)
+    peft_files.apply(adapters, policy.published_parameters(str(model.checkpoint)))
+    return policy
+
+
+def _write_language_model(run: TrainedRun, out: Path) -> dict[str, Any]:
+    """Write a language model with its tokenizer and read it back; return ``logit_difference``."""
+    policy, tokenizer = language_evaluation.restore(run, torch.device("cpu"))
+    with report_write_errors(out):
+        policy.model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        copy_permissions(out)
+    exported = causal_lm.load(str(out), {}, section="out")
+    ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
+    with torch.no_grad():
+        logits = exported(input_ids=ids).logits
+        difference = float((logits - policy.model(input_ids=ids).logits).abs().max())
+    if difference:
+        raise CheckpointError(f"out={out}: read back, logits differ by {difference:g}; report this")
+    return {"logit_difference": difference}

@@ -1,0 +1,82 @@
+"""Rules that several frameworks share: functions that a table names in ``by``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from embodied_ppo.tools.import_config.table import Answer, Reason, Rule, Source
+
+
+def engine(value: Any, source: Source) -> Answer:
+    """Map the name of the generation engine."""
+    names = {"vllm": "vllm", "hf": "builtin", "huggingface": "builtin"}
+    if value in names:
+        return {"rollout.engine": names[value]}
+    return Reason(
+        "the engines here are builtin (the default) and vllm; write rollout.engine=vllm for vllm"
+    )
+
+
+def evaluation_temperature(value: Any, source: Source) -> Answer:
+    """Map the temperature of an evaluation; 0 and below is greedy."""
+    if not value or value < 0:
+        return {"evaluation.deterministic": True}
+    return {"evaluation.deterministic": False, "evaluation.temperature": value}
+
+
+SHARED: dict[str, Rule] = {
+    "engine": engine,
+    "evaluation_temperature": evaluation_temperature,
+    "as_bool": lambda value, source: bool(value),
+    "as_negation": lambda value, source: not value,
+    "as_list": lambda value, source: [value] if isinstance(value, str) else value,
+    "one_item": lambda value, source: [value],
+    "at_least_zero": lambda value, source: max(0, value or 0),
+    "rounded_up": lambda value, source: math.ceil(value),
+}
+
+
+def by_name(*functions: Any) -> dict[str, Rule]:
+    """Return functions by their names."""
+    return {function.__name__: function for function in functions}
+
+
+def clip_ratio(section: str) -> Rule:
+    """Map a clip range to the sides for which ``section`` has no range of its own."""
+
+    def rule(value: Any, source: Source) -> Answer:
+        names = [f"clip_ratio_{side}" for side in ("low", "high")]
+        unset = [name for name in names if source.get(f"{section}.{name}") is None]
+        if not unset:
+            return Reason("clip_ratio_low and clip_ratio_high take precedence there, too")
+        return {f"algorithm.{name}": value for name in unset}
+
+    return rule
+
+
+def warmup_steps(steps_per_update: Callable[[Source], float | None] = lambda source: 1.0) -> Rule:
+    """Map a learning-rate warm-up in optimiser steps to updates."""
+
+    def rule(value: Any, source: Source) -> Any:
+        if value is None or value < 0:
+            return Reason("negative: the ratio counts")
+        steps = steps_per_update(source)
+        if not steps:
+            return Reason("optimiser steps; write {to}, which counts updates")
+        return math.ceil(value / steps)
+
+    return rule
+
+
+def warmup_fraction(updates: Callable[[Source], int | None]) -> Rule:
+    """Map a learning-rate warm-up given as a fraction of all updates."""
+
+    def rule(value: Any, source: Source) -> Any:
+        total = updates(source)
+        if value and total is None:
+            return Reason(f"a fraction of all updates; write {{to}} = {value:g} x updates")
+        return int((value or 0) * (total or 0))
+
+    return rule

@@ -1,0 +1,163 @@
+"""verl: rules for options whose values depend on other options; the table is verl.yaml."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodied_ppo.tools.import_config import rules
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Reason, Source, load
+
+ACTOR = "actor_rollout_ref.actor"
+AGGREGATION = f"{ACTOR}.loss_agg_mode"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+
+
+def count_gpus(source: Source) -> int:
+    return int(source.get("trainer.nnodes", 1)) * int(source.get("trainer.n_gpus_per_node", 1))
+
+
+def updates(source: Source) -> int | None:
+    """Return the number of updates, None if the file does not set it."""
+    total = source.get("trainer.total_training_steps")
+    return total if isinstance(total, int) and total > 0 else None
+
+
+def devices(value: Any, source: Source) -> Answer:
+    if count_gpus(source) == 1:
+        return Reason("one device needs one process: placement=local, the default")
+    return {
+        "placement": "fused",
+        "cluster.num_nodes": source.get("trainer.nnodes", 1),
+        "cluster.devices_per_node": source.get("trainer.n_gpus_per_node", 1),
+    }
+
+
+# ------------------------------------------------------------------------------------ the algorithm
+def estimator(value: Any, source: Source) -> Answer:
+    """Map the advantage estimator; without the division by the deviation GRPO is another one."""
+    name = verl_name = str(value).removesuffix("_vectorized")
+    if name == "grpo" and source.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        # In verl, too, loss_agg_mode then decides whether the loss is divided by the length.
+        divides = source.get(AGGREGATION) == "seq-mean-token-mean"
+        name = "reinforce_plus_plus_baseline" if divides else "dr_grpo"
+    return {
+        "algorithm.adv_type": name,
+        "algorithm.normalize_advantages": verl_name not in ("grpo", "rloo"),
+    }
+
+
+def aggregation(value: Any, source: Source) -> Answer:
+    """Map the aggregation of the loss; the critic has the actor's unless the file sets another."""
+    if source.get(LOSS_MODE) == "gspo":
+        return Reason(
+            "not read by verl, either: policy_loss.loss_mode=gspo uses seq-mean-token-mean"
+        )
+    both = value != "token-mean" and source.get("critic.loss_agg_mode") is None
+    both = both and source.get("algorithm.adv_estimator", "gae") == "gae"
+    return {"algorithm.loss_agg_func": value} | ({"critic.loss_agg_func": value} if both else {})
+
+
+def differences_of(source: Source) -> dict[str, str]:
+    """Return the differences that no option of ours removes."""
+    if source.get(AGGREGATION) != "seq-mean-token-sum-norm":
+        return {}
+    difference = (
+        "their loss is the sum over the sequences of a micro-batch, ours the mean over all: their"
+        " loss is ppo_micro_batch_size_per_gpu times ours, so grad_clip takes effect earlier"
+    )
+    return {AGGREGATION: difference}
+
+
+def loss_mode(value: Any, source: Source) -> Answer:
+    """Map the kind of the policy loss; verl ignores loss_agg_mode for gspo."""
+    if value == "vanilla":
+        return Reason("PPO's clipped surrogate, as here")
+    if value == "gspo":
+        mean = "seq-mean-token-mean"
+        return {"algorithm.ratio_level": "sequence", "algorithm.loss_agg_func": mean}
+    return {"algorithm.policy_loss": "cispo"} if value == "cispo" else REASONS["OTHER_LOSS"]
+
+
+def clip_ratio_c(value: Any, source: Source) -> Any:
+    if source.get(LOSS_MODE) == "cispo":
+        return Reason("not read there either: policy_loss.loss_mode = cispo")
+    return value
+
+
+def group_filter(value: Any, source: Source) -> Answer:
+    """Map the filter of groups. verl's compares a metric, ours compares success."""
+    metric = source.get("algorithm.filter_groups.metric", "acc")
+    if not value:
+        return Reason("off, as here")
+    if metric != "acc":
+        return Reason(
+            f"their filter compares {metric}, ours success; write algorithm.group_filter=success if"
+            " the grader returns acc"
+        )
+    return {"algorithm.group_filter": "success"}
+
+
+def filter_rounds(value: Any, source: Source) -> Answer:
+    """Map the maximum number of rounds of the filter."""
+    if isinstance(group_filter(True, source), Reason):
+        return Reason("read with filter_groups.metric=acc only")
+    if not value or value < 1:
+        return Reason("no limit there; here algorithm.group_filter_rounds=8")
+    return {"algorithm.group_filter_rounds": value}
+
+
+def betas(value: Any, source: Source) -> Answer:
+    if not isinstance(value, list) or len(value) != 2:
+        return Reason("not a pair; write algorithm.adam_beta1 and adam_beta2")
+    return {"algorithm.adam_beta1": value[0], "algorithm.adam_beta2": value[1]}
+
+
+# ------------------------------------------------------------------------------------ batches, data
+def micro_batch(value: Any, source: Source) -> Answer:
+    """Map the micro-batch size of one device."""
+    if source.get(f"{ACTOR}.use_dynamic_bsz"):
+        return Reason("not read there either: use_dynamic_bsz limits the tokens")
+    return Reason("null: not set") if value is None else {"algorithm.micro_batch_size": value}
+
+
+def micro_batch_of_all(value: Any, source: Source) -> Answer:
+    """Map the deprecated micro-batch size, which counts all devices together."""
+    return micro_batch(None if value is None else max(1, value // count_gpus(source)), source)
+
+
+def dynamic_batch(value: Any, source: Source) -> Answer:
+    """Map micro-batches of a number of tokens; their default is 16384."""
+    limit = source.get(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
+    return {"algorithm.micro_batch_tokens": limit} if value else Reason("off, as here")
+
+
+def total_epochs(value: Any, source: Source) -> Answer:
+    return REASONS["ELSEWHERE" if updates(source) else "EPOCHS"]
+
+
+def max_response(value: Any, source: Source) -> Answer:
+    if value == source.get("data.max_response_length", 512):
+        return Reason("the same as data.max_response_length, as here")
+    return Reason("the penalty ends at algorithm.response_length here")
+
+
+def grader(value: Any, source: Source) -> Any:
+    """Map a file with a grader; verl's null selects graders by data source, as here."""
+    if value is None:
+        return Reason("null: graders by data source, as here")
+    return f"{value}:{source.get('custom_reward_function.name', 'compute_score')}"
+
+
+VERL = load(
+    "verl",
+    {
+        **rules.SHARED,
+        **rules.by_name(devices, estimator, aggregation, loss_mode, clip_ratio_c, group_filter),
+        **rules.by_name(filter_rounds, betas, micro_batch, micro_batch_of_all, dynamic_batch),
+        **rules.by_name(total_epochs, max_response, grader),
+        "clip_ratio": rules.clip_ratio(ACTOR),
+        "warmup_steps": rules.warmup_steps(),
+        "warmup_fraction": rules.warmup_fraction(updates),
+    },
+    differences=differences_of,
+)

@@ -1,0 +1,404 @@
+"""Compare trained policies on the same initial states; write differences, intervals and a page.
+
+A method is one run, or several runs that differ only in their seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_envs.base.errors import ConfigError, show
+from embodied_ppo.api import Run, path_text
+from embodied_ppo.evaluation import checkpoint_evaluation, comparison, report
+from embodied_ppo.evaluation.charts import Chart, line_chart
+from embodied_ppo.evaluation.comparison import Scores
+from embodied_ppo.options import loader
+from embodied_ppo.options.compose import CALL, FLAGS, GIVEN, override_lines, prepare
+from embodied_ppo.options.schema import Config, EvaluateConfig
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.run_directory import (
+    check_writable,
+    replace_text,
+    report_write_errors,
+    versions,
+)
+from embodied_ppo.training.run_files import check_compared, find_runs, in_sweep_order
+from embodied_ppo.training.trained_run import open_run
+
+METRICS = ("auto", "return", "success")
+
+MOST_METHODS = 6
+"""Largest number of methods, which is the number of colours of the page."""
+
+FORMAT = 2
+"""Version of comparison.json. Increase it when the meaning of a field changes."""
+
+NOT_OF_METHOD = ("seed", "run_dir", "resume", "name", "description", "evaluation.", "tracker")
+"""Prefixes of the options that may differ between runs of one method."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run of a method, with its newest checkpoint or the checkpoint that the user named.
+
+    Attributes:
+        path: Path that the user named, or a run in a folder that the user named.
+        source: The checkpoint.
+        run_dir: Run directory that contains the checkpoint.
+        config: Options of the run.
+        options: Dotted path -> value as text of the options that distinguish methods.
+    """
+
+    path: Path
+    source: checkpoint.Checkpoint
+    run_dir: Path
+    config: Config
+    options: Mapping[str, str]
+
+
+@dataclass
+class ComparedMethod:
+    """Runs that differ only in their seed.
+
+    Attributes:
+        label: Name in tables: the path that the user named, or the options that differ.
+        runs: The runs.
+        reports: report.json of each run.
+        scores: [S, E], see ``evaluation.comparison``.
+    """
+
+    label: str
+    runs: Sequence[ComparedRun]
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    scores: Scores = field(default_factory=lambda: np.zeros((0, 0)))
+
+
+def compare(
+    *runs: str | Path | Run, metric: str = "auto", progress: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Evaluate runs on the same initial states; write and return the comparison.
+
+    Args:
+        runs: At least two: runs, checkpoints, or folders of runs. Runs of a folder that differ only
+            in their seed form one method.
+        metric: Score of an episode: "return", "success", or "auto", which is success if the task
+            reports it, otherwise the return.
+        progress: Show progress on stderr.
+        options: Options of ``embodied-ppo evaluate``: episodes, seed, env, ...; ``out`` is the
+            directory of comparison.json and comparison.html, by default comparisons/DATE. The
+            report of each evaluation is written into the directory of its run and reused by later
+            comparisons.
+
+    Returns:
+        "methods", "differences" (mean, 95 % interval, probability, verdict), "options"
+        that differ, and the paths of both files ("page", "json").
+
+    Raises:
+        ConfigError, CheckpointError, EnvError: The runs cannot be compared; no comparison is
+            written.
+    """
+    lines = override_lines("evaluate", options)
+    paths = [path_text(trained_run) for trained_run in runs]
+    return compare_lines(paths, metric, lines, label=CALL, quiet=not progress)
+
+
+def compare_lines(
+    paths: Sequence[str], metric: Any, lines: Sequence[str], *, quiet: bool, label: str = FLAGS
+) -> dict[str, Any]:
+    """Compare runs with lines option=value, see ``compare``."""
+    if not paths:
+        raise ConfigError("name at least two runs, or a folder of runs: there is none")
+    if any(line.partition("=")[0].lstrip("+~") == "checkpoint" for line in lines):
+        raise ConfigError("write the run without checkpoint=: compare ignores this option")
+    args = argparse.Namespace(command="evaluate", config_name=None, config_dir=None)
+    given = [*override_lines("evaluate", {"checkpoint": paths[0]}), *lines]
+    loaded = prepare(args, given, label=label)
+    options: EvaluateConfig = loaded.config
+    explicit = {*loaded.deliberate(GIVEN)} - {"checkpoint"}
+    if metric not in METRICS:
+        raise ConfigError(f"metric={show(metric)}: unknown; use one of {', '.join(METRICS)}")
+    if options.episodes < 2:
+        raise ConfigError("episodes=1: an interval needs at least 2 episodes; write episodes=100")
+    options = replace(options, video=False)
+    methods = _methods(paths)
+    _check_same_task([method.runs[0] for method in methods])
+    out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    check_writable(out)
+    progress = Progress(quiet)
+    pairs = [(method, trained_run) for method in methods for trained_run in method.runs]
+    for number, (method, trained_run) in enumerate(pairs, 1):
+        progress.say(f"{number} of {len(pairs)}: {trained_run.source.path}")
+        method.reports.append(_report(trained_run, options, explicit, quiet))
+        if metric == "success" and method.reports[-1]["overall"]["success"] is None:
+            raise ConfigError("metric=success: the task does not report success; use metric=return")
+    if metric == "auto":
+        every = all(r["overall"]["success"] is not None for m in methods for r in m.reports)
+        metric = "success" if every else "return"
+    _set_scores(methods, metric)
+    content = _content(methods, metric, options)
+    charts = _curves(methods, content["mode"])
+    page = report.template("comparison.html.j2").render(content=content, charts=charts)
+    files = {"page": out / "comparison.html", "json": out / "comparison.json"}
+    with report_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        replace_text(files["json"], json.dumps(content, indent=1) + "\n")
+        replace_text(files["page"], page)
+    return content | {name: str(file) for name, file in files.items()}
+
+
+# ------------------------------------------------------------------------------------------ methods
+def _methods(paths: Sequence[str]) -> list[ComparedMethod]:
+    """Return the methods, without reports and scores."""
+    methods: list[ComparedMethod] = []
+    for path in paths:
+        check_compared(path)
+        folder = Path(path)
+        run_dirs = list(find_runs([folder], links=True).values()) if folder.is_dir() else []
+        nested = [run_dir for run_dir in run_dirs if run_dir.resolve() != folder.resolve()]
+        if not nested:
+            methods.append(ComparedMethod(path, [_open(folder)]))
+            continue
+        runs_of: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
+        for trained_run in map(_open, in_sweep_order(nested)):
+            key = tuple(sorted(trained_run.options.items()))
+            runs_of.setdefault(key, []).append(trained_run)
+        for runs in runs_of.values():
+            methods.append(ComparedMethod(path, sorted(runs, key=lambda x: x.config.seed)))
+    if len(methods) < 2:
+        raise ConfigError(
+            f"{' '.join(paths)}: one method, and a comparison needs two; name runs, or folders of"
+            " runs with different options"
+        )
+    if len(methods) > MOST_METHODS:
+        raise ConfigError(
+            f"{len(methods)} methods: at most {MOST_METHODS} are compared; name fewer folders"
+        )
+    _set_labels(methods)
+    return methods
+
+
+def _open(path: Path) -> ComparedRun:
+    """Open the checkpoint of a run."""
+    source, run_dir, config = open_run(str(path), "compare")
+    options = {
+        name: show(value)
+        for name, value in loader.flat(loader.relevant(config)).items()
+        if not name.startswith(NOT_OF_METHOD)
+    }
+    return ComparedRun(path, source, run_dir, config, options)
+
+
+def _set_labels(methods: Sequence[ComparedMethod]) -> None:
+    """Make the labels short and unique: relative paths, or the options that differ."""
+    folders = [Path(method.label).absolute() for method in methods]
+    common = os.path.commonpath([folder.parent for folder in folders])
+    rows = option_differences([method.runs[0] for method in methods])
+    for i, method in enumerate(methods):
+        method.label = os.path.relpath(folders[i], common)
+        if folders.count(folders[i]) > 1 and rows:
+            method.label = ", ".join(f"{row['option']}={row['values'][i]}" for row in rows)
+    for label in {method.label for method in methods}:
+        repeated = [method for method in methods if method.label == label][1:]
+        for number, method in enumerate(repeated, 2):
+            method.label = f"{label} ({number})"
+
+
+def option_differences(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """Return the options that differ between runs, with the value in each run.
+
+    Options that do not distinguish methods are left out. A value is None if the run does not read
+    the option.
+    """
+    names = dict.fromkeys(name for trained_run in runs for name in trained_run.options)
+    rows = [
+        {"option": name, "values": [trained_run.options.get(name) for trained_run in runs]}
+        for name in names
+    ]
+    return [row for row in rows if len({*row["values"]}) > 1]
+
+
+def _check_same_task(runs: Sequence[ComparedRun]) -> None:
+    """Raise ConfigError if the modes or the tasks differ; other options are in the table."""
+    first = runs[0]
+    for trained_run in runs[1:]:
+        for path in ("mode", "env.id"):
+            expected, value = first.options.get(path), trained_run.options.get(path)
+            if value != expected:
+                raise ConfigError(
+                    f"{trained_run.path}: {path} is {value}, and {expected} in {first.path};"
+                    " compare runs of the same task"
+                )
+
+
+# ------------------------------------------------------------------------------------------- scores
+def _report(
+    trained_run: ComparedRun, options: EvaluateConfig, explicit: Any, quiet: bool
+) -> dict[str, Any]:
+    """Return report.json of a run; evaluate the run if no current report exists."""
+    run_options = replace(options, checkpoint=str(trained_run.source.path), out=None)
+    file = (
+        checkpoint_evaluation.report_dir(run_options, trained_run.source, trained_run.run_dir)
+        / "report.json"
+    )
+    try:
+        content = report.read(file)
+        if (
+            content["format"] == report.FORMAT
+            and content["versions"] == dict(sorted(versions().items()))
+            and content["config_hash"] == trained_run.source.manifest["config_hash"]
+            and file.stat().st_mtime_ns
+            >= (trained_run.source.path / checkpoint.MANIFEST).stat().st_mtime_ns
+        ):
+            return content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # there is none, or it is damaged or of another version
+    written = checkpoint_evaluation.evaluate(run_options, explicit=explicit, quiet=quiet)
+    return report.read(Path(written["report_json"]))
+
+
+def _set_scores(methods: Sequence[ComparedMethod], metric: str) -> None:
+    """Set the scores of each method. Raises ConfigError if the number of episodes differs."""
+    count = None
+    for method in methods:
+        rows = [_scores(content, metric) for content in method.reports]
+        for trained_run, row in zip(method.runs, rows, strict=True):
+            count = count or len(row)
+            if len(row) != count:
+                raise ConfigError(
+                    f"{trained_run.path}: has {len(row)} episodes or prompts, and"
+                    f" {methods[0].runs[0].path} has {count}; compare runs with the same data of"
+                    " evaluation"
+                )
+        method.scores = np.array(rows)
+
+
+def _scores(content: Mapping[str, Any], metric: str) -> list[float]:
+    """Return the score of each episode; for language models, the mean score of each prompt."""
+    if "seeds" in content:
+        return [float(episode[metric]) for episode in content["episodes"]]
+    prompts: dict[str, list[float]] = {}
+    for episode in content["episodes"]:
+        prompts.setdefault(episode["initial_state"], []).append(float(episode[metric]))
+    return [float(np.mean(scores)) for scores in prompts.values()]
+
+
+# ---------------------------------------------------------------------------------------- results
+def _content(
+    methods: Sequence[ComparedMethod],
+    metric: str,
+    options: EvaluateConfig,
+) -> dict[str, Any]:
+    """Return the content of comparison.json."""
+    binary = metric == "success" and all(set(np.unique(a.scores)) <= {0.0, 1.0} for a in methods)
+    reference_run, rows = methods[0].runs[0], []
+    for method in methods:
+        rows.append(
+            {
+                "label": method.label,
+                "mean": float(method.scores.mean()),
+                "ci95": list(comparison.mean_interval(method.scores, binary=binary)),
+                "interquartile_mean": comparison.interquartile_mean(method.scores.mean(1)),
+                "interquartile_mean_ci95": list(
+                    comparison.interquartile_mean_interval(method.scores)
+                ),
+                "runs": [
+                    {
+                        "run": str(trained_run.run_dir),
+                        "checkpoint": trained_run.source.path.name,
+                        "seed": trained_run.config.seed,
+                        "update": trained_run.source.update,
+                        "mean": float(scores.mean()),
+                    }
+                    for trained_run, scores in zip(method.runs, method.scores, strict=True)
+                ],
+            }
+        )
+    differences = [_difference(methods[0], method, binary=binary) for method in methods[1:]]
+    return {
+        "format": FORMAT,
+        "mode": reference_run.config.mode,
+        "task": reference_run.options.get("env.id", reference_run.config.name),
+        "metric": metric,
+        "episodes": methods[0].scores.shape[1],
+        "seed": options.seed,
+        "deterministic": options.deterministic,
+        "methods": rows,
+        "differences": differences,
+        "options": option_differences([method.runs[0] for method in methods]),
+        "versions": dict(sorted(versions().items())),
+    }
+
+
+def _difference(a: ComparedMethod, b: ComparedMethod, *, binary: bool) -> dict[str, Any]:
+    """Return the difference of two methods, an entry of comparison.json."""
+    result = comparison.difference(a.scores, b.scores, binary=binary)
+    return {
+        "a": a.label,
+        "b": b.label,
+        "mean": result.mean,
+        "ci95": [result.low, result.high],
+        "win_rate": comparison.win_rate(a.scores, b.scores),
+        "decided": result.is_decided,
+        "verdict": _verdict(a, b, result),
+    }
+
+
+def _verdict(a: ComparedMethod, b: ComparedMethod, result: comparison.ScoreDifference) -> str:
+    """Return the result as a sentence."""
+    numbers = f"{result.mean:+.4g} (95 %: {result.low:+.4g} to {result.high:+.4g})"
+    if a.scores.shape == b.scores.shape and bool((a.scores == b.scores).all()):
+        return f"{b.label} and {a.label} are equal in every episode of every run"
+    advice = ""
+    if min(len(a.runs), len(b.runs)) == 1:
+        advice = (
+            "; this holds for these checkpoints only, because other training seeds may differ:"
+            " compare several runs of each method"
+        )
+    if result.is_decided:
+        better, worse = (b, a) if result.mean > 0 else (a, b)
+        return f"{better.label} is better than {worse.label}: {numbers}{advice}"
+    return f"{b.label} against {a.label} is undecided: {numbers}{advice}"
+
+
+# ------------------------------------------------------------------------------------------- charts
+def _curves(methods: Sequence[ComparedMethod], mode: str) -> list[Chart]:
+    """Return charts of the learning curves: median over runs of each method, with interval."""
+    unit = "tokens" if mode == "reasoning" else "env_steps"
+    charts = []
+    for title, tags in (
+        ("Return in training", ("rollout/return",)),
+        ("Success rate in training", ("rollout/success",)),
+        ("Return of evaluations", ("eval/return",)),
+        ("Success rate of evaluations", ("eval/success", "eval/accuracy")),
+    ):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        bands: dict[str, list[tuple[float, float, float]]] = {}
+        for method in methods:
+            points = [
+                [
+                    (float(row[unit]), float(row[tag]))
+                    for row in report.rows(trained_run.run_dir)
+                    for tag in tags
+                    if None not in (row.get(unit), row.get(tag))
+                ]
+                for trained_run in method.runs
+            ]
+            curve = comparison.median_curve(points)
+            if len(curve) > 1:
+                lines[method.label] = [(x, y) for x, y, _, _ in curve]
+                if len(method.runs) > 1:
+                    bands[method.label] = [(x, low, high) for x, _, low, high in curve]
+        if lines:
+            label = "tokens" if unit == "tokens" else "environment steps"
+            charts.append(line_chart(title, label, lines, bands))
+    return charts

@@ -1,0 +1,227 @@
+"""The rollout and the minibatches of an update, recreated from the nearest checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.api import Run, path_text, whole_number
+from embodied_ppo.core.types import Metrics, Samples, Trajectory
+from embodied_ppo.ppo.minibatches import PolicyLoss, take
+from embodied_ppo.tools import reexecution
+from embodied_ppo.training.logging import numbers
+from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.run_directory import check_writable, report_write_errors
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One step of the optimiser. B samples; with minibatch_unit=column, B columns of T samples.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        index: int64 [B], samples t·N + n of the rollout, or columns n.
+        statistics: Statistics of the loss, sums over the minibatch: see
+            ``PPOLoss.forward``, and the norms of the gradients.
+        log_ratio: [B, ..] or [T, B, ..], log of the probability ratio of each sample before the
+            step. None where the loss has no ratio.
+        value: [B, ..] or [T, B, ..], output of the value head before the step. None where the
+            critic is a separate model.
+    """
+
+    epoch: int
+    index: Tensor
+    statistics: Mapping[str, float]
+    log_ratio: Tensor | None
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """An update that was executed again.
+
+    Attributes:
+        run: Directory of the run.
+        update: The update, from 1.
+        rollout: Name -> tensor [T, N, ..] for T steps of N environments (tokens of N sequences):
+            obs (or obs.NAME), action, log_prob, value, next_value, reward, terminated, truncated,
+            mask, version and replay.NAME of ``core.types.Trajectory``, advantage and returns as the
+            loss reads them, shaped and normalised, and where the loss has them weight
+            (off-policy correction) and ref_log_prob (log-probability under the reference policy).
+        minibatches: The steps of the optimiser in order.
+        minibatch_unit: "step" or "column", what ``Minibatch.index`` counts.
+        metrics: Metrics of the update.
+        differences: Metrics in which the update differs from the run, as "update N: NAME"; empty
+            where it was repeated bit for bit.
+        notes: Lines on why numbers may differ: versions, threads, devices.
+    """
+
+    run: Path
+    update: int
+    rollout: Mapping[str, Tensor]
+    minibatches: list[Minibatch]
+    minibatch_unit: Literal["step", "column"]
+    metrics: Mapping[str, float]
+    differences: list[str]
+    notes: list[str]
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments (sequences), N."""
+        return self.rollout["reward"].shape[1]
+
+    def position(self, sample: int) -> tuple[int, int]:
+        """Return (step of the rollout, environment) of an entry of ``Minibatch.index``."""
+        return divmod(int(sample), self.num_envs)
+
+    def save(self, out: Path) -> Path:
+        """Write update_XXXXXX.pt and return its path.
+
+        ``torch.load(path, weights_only=True)`` returns a dictionary with the attributes.
+
+        Raises:
+            ConfigError: The folder cannot be written.
+        """
+        path = out / f"update_{self.update:06d}.pt"
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        content |= {
+            "run": str(self.run),
+            "rollout": dict(self.rollout),
+            "minibatches": [asdict(m) for m in self.minibatches],
+            "metrics": dict(self.metrics),
+        }
+        with report_write_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+            torch.save(content, path.with_suffix(".new"))
+            path.with_suffix(".new").replace(path)
+        return path
+
+
+def replay(
+    run: str | Path | Run, *, update: int, out: str | Path | None = None, progress: bool = True
+) -> Replay:
+    """Recreate the rollout and the minibatches of an update, for a notebook.
+
+    Args:
+        run: Directory of a run in one process, or a ``Run``; it is only read.
+        update: The update, from 1: row ``update`` of metrics.jsonl.
+        out: Directory for ``Replay.save``; None: nothing is written.
+        progress: Show messages on stderr.
+
+    Raises:
+        ConfigError, CheckpointError, EnvError: The update cannot be executed again.
+        TrainingError: The update failed.
+    """
+    bar, update = Progress(not progress), whole_number("update", update)
+    source_run = reexecution.run_directory(path_text(run))
+    out = None if out is None else Path(path_text(out, "out"))
+    completed = reexecution.completed_updates(source_run)
+    if not 1 <= update <= completed:
+        raise ConfigError(
+            f"update={update}: {source_run} has completed {completed} updates; name one from 1 to"
+            f" {completed}"
+        )
+    if out is not None:
+        check_writable(out)
+    start, _ = reexecution.nearest_start(source_run, update - 1, bar.say)
+    recorder = _Recorder(update - 1)
+    with tempfile.TemporaryDirectory(prefix="embodied-ppo-replay-") as folder:
+        differences, notes = reexecution.repeat(
+            source_run,
+            Path(folder) / "run",
+            start=start,
+            stop=update,
+            say=bar.say,
+            observe=recorder,
+        )
+    result = Replay(
+        source_run.resolve(),
+        update,
+        recorder.rollout,
+        recorder.minibatches,
+        recorder.minibatch_unit,
+        recorder.metrics,
+        differences,
+        notes,
+    )
+    if out is not None:
+        result.save(out)
+    return result
+
+
+class _Recorder:
+    """Keeps the experience and the minibatches of one update; ``core.types.UpdateObserver``."""
+
+    def __init__(self, update: int) -> None:
+        """Create a recorder of an update, counted from 0."""
+        self.update, self.active = update, False
+        self.rollout: dict[str, Tensor] = {}
+        self.minibatches: list[Minibatch] = []
+        self.metrics: dict[str, float] = {}
+        self.minibatch_unit: Literal["step", "column"] = "step"
+
+    def on_experience(self, experience: Trajectory, *, update: int) -> None:
+        self.active = update == self.update
+        if not self.active:
+            return
+        for field in fields(experience):
+            if field.name != "kept":
+                self.rollout |= _named(field.name, getattr(experience, field.name))
+
+    def on_batch(self, batch: Samples, *, loss: Any) -> None:
+        if not self.active:
+            return
+        self._batch, self._loss = batch, loss
+        self.minibatch_unit = loss.config.minibatch_unit
+        shape = self.rollout["mask"].shape[:2]
+        for name in ("value", "advantage", "returns", "weight", "ref_log_prob"):
+            x = getattr(batch, name, None)  # each loss has its own fields
+            if x is not None:
+                x = x if self.minibatch_unit == "column" else x.unflatten(0, shape)
+                self.rollout[name] = x.detach().cpu().clone()
+
+    def before_minibatch(self, index: Tensor, *, epoch: int) -> None:
+        if self.active:
+            self._minibatch_before_step = (epoch, index.cpu(), *self._evaluate(index))
+
+    def after_minibatch(self, statistics: Mapping[str, float]) -> None:
+        if self.active:
+            epoch, index, log_ratio, value = self._minibatch_before_step
+            self.minibatches.append(Minibatch(epoch, index, dict(statistics), log_ratio, value))
+
+    def on_update(self, metrics: Metrics) -> None:
+        if self.active:
+            self.metrics = numbers(metrics)
+
+    @torch.no_grad()
+    def _evaluate(self, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return log-ratios and values of a minibatch, in parts of micro_batch_size samples."""
+        if not isinstance(self._loss, PolicyLoss):
+            return None, None
+        unit = self.minibatch_unit
+        dim, rows = (1, self._batch.mask.shape[0]) if unit == "column" else (0, 1)
+        limit = self._loss.config.micro_batch_size or len(index) * rows
+        ratios: list[Tensor] = []
+        values: list[Tensor | None] = []
+        for part in index.split(max(1, limit // rows)):
+            minibatch: Any = take(self._batch, part, unit)
+            terms = self._loss.evaluate(minibatch)
+            ratios.append((terms.log_prob - minibatch.log_prob).cpu())
+            values.append(None if terms.value is None else terms.value.cpu())
+        value = [x for x in values if x is not None]
+        return torch.cat(ratios, dim=dim), torch.cat(value, dim=dim) if value else None
+
+
+def _named(name: str, value: Any) -> dict[str, Tensor]:
+    """Return the tensors of a field of a trajectory, copied; nested ones get names with dots."""
+    if isinstance(value, Mapping):
+        parts = [_named(f"{name}.{key}", entry) for key, entry in value.items()]
+        return {key: x for part in parts for key, x in part.items()}
+    return {name: value.detach().cpu().clone()} if isinstance(value, Tensor) else {}

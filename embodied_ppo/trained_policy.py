@@ -1,0 +1,262 @@
+"""A trained robot policy outside of training: observations in, actions in the simulator's units."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from embodied_envs.base import tree
+from embodied_envs.base.errors import ConfigError, EnvError
+from embodied_envs.observation_reader import ObservationReader
+from embodied_envs.types import ActionSpec, Obs, ObsSpec
+from embodied_ppo.core.devices import select_device
+from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number
+from embodied_ppo.core.history import ObservationHistory
+from embodied_ppo.core.recurrent_state import EpisodeMemory, memory_size
+from embodied_ppo.core.types import Policy
+from embodied_ppo.evaluation import robot_evaluation
+from embodied_ppo.evaluation.episodes import GROUP, check_decision, policy_device
+from embodied_ppo.options.schema import Config, RealismConfig
+from embodied_ppo.rollout import environments
+from embodied_ppo.rollout.history_env import HistoryEnv
+from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.trained_run import TrainedRun, open_run
+
+
+class TrainedPolicy:
+    """The policy of a checkpoint. It acts as ``embodied-ppo evaluate`` does.
+
+    A policy with memory (``model.history`` or ``model.recurrent``) remembers the steps of its
+    episodes: call ``act`` once per control step and ``reset`` where an episode starts.
+
+    Attributes:
+        config: Options that the policy was trained with.
+        checkpoint: Directory of the checkpoint.
+        update: Updates that were completed.
+        obs_spec: What the policy reads of one observation.
+        action_spec: Bounds of one action in the simulator's units, or the number of choices.
+        network: The policy as a ``torch.nn.Module`` (``core.types.Policy``), with its normaliser.
+    """
+
+    def __init__(
+        self,
+        network: Policy,
+        *,
+        config: Config,
+        checkpoint: Path,
+        update: int,
+        action_spec: ActionSpec,
+        obs_spec: ObsSpec,
+        read: Callable[[Any], tuple[Obs, bool]],
+        to_simulator: Callable[[Tensor], Any],
+        history: ObservationHistory | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Wrap a policy with its weights.
+
+        Args:
+            network: The policy, in evaluation mode.
+            config: Options of the training.
+            checkpoint: Directory of the checkpoint.
+            update: Updates that were completed.
+            action_spec: See the class.
+            obs_spec: See the class.
+            read: Converts observations; returns tensors [N, ..], and whether there was a dimension
+                N (``embodied_envs.observation_reader``).
+            to_simulator: Maps the policy's actions [N, ..] to the simulator's units.
+            history: Builds what the policy reads from the last observations; None: it reads the
+                newest one only.
+            seed: Seed of sampled actions.
+        """
+        self.history = history
+        self._memory: EpisodeMemory | None = None
+        self._previous: dict[str, Tensor] = {}
+        self.network, self.config = network, config
+        self.checkpoint, self.update = checkpoint, update
+        self.obs_spec, self.action_spec = obs_spec, action_spec
+        self._read, self._to_simulator = read, to_simulator
+        self._generator = Generator(device=policy_device(network)).manual_seed(seed)
+        # ``evaluate`` computes GROUP rows at a time, and the last bits of a matrix product depend
+        # on their number. For a large model the rows cost more than equal bits are worth.
+        self._rows = GROUP if config.model.policy == "actor_critic" else None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether actions depend on earlier steps of the episode."""
+        return self.history is not None or memory_size(self.network) > 0
+
+    def reset(self, where: Any = None) -> None:
+        """Start new episodes; without effect for a policy without memory.
+
+        Args:
+            where: bool [N], the environments whose next observation is the first of an episode;
+                None: all, and the next call of ``act`` may have another N.
+
+        Raises:
+            EnvError: ``where`` has another length than the last observations.
+        """
+        if where is None or self._memory is None:
+            self._memory = None
+            return
+        marks = torch.as_tensor(where, dtype=torch.bool, device=self._memory.start.device)
+        if marks.shape != self._memory.start.shape:
+            raise EnvError(
+                f"reset: where has shape {list(marks.shape)}; the last call of act had"
+                f" {len(self._memory.start)} observations"
+            )
+        self._memory.start = self._memory.start | marks
+        if self.history is not None:
+            self._previous = self.history.restart(self._previous, marks)
+
+    def _remembered(self, obs: Obs) -> Obs:
+        """Return observations [N, ..] with what the policy remembers of its N episodes."""
+        if not self.has_memory:
+            return obs
+        n, device = len(next(tree.leaves(obs))), policy_device(self.network)
+        if self._memory is None:
+            self._memory = EpisodeMemory(self.network, n, device)
+            if self.history is not None:
+                self._previous = self.history.empty(n, device)
+        if n != len(self._memory.start):
+            raise EnvError(
+                f"act: {n} observations, and {len(self._memory.start)} in the step before; the"
+                " policy has memory, so call reset() first"
+            )
+        if self.history is not None:
+            obs = self.history.stack(self._previous, obs)
+        return self._memory.attach(obs)
+
+    @overload
+    def act(self, obs: Tensor | dict[str, Tensor], *, deterministic: bool = True) -> Tensor: ...
+
+    @overload
+    def act(
+        self, obs: np.ndarray | float | Mapping[str, Any], *, deterministic: bool = True
+    ) -> np.ndarray: ...
+
+    @torch.no_grad()
+    def act(self, obs: Any, *, deterministic: bool = True) -> np.ndarray | Tensor:
+        """Return the action for one observation, or for a batch of N.
+
+        Observations are normalised with the statistics of the training, which do not change.
+        Actions are mapped to the simulator's bounds (``env.action_mapping``), so
+        ``env.step(policy.act(obs))`` of a Gymnasium environment works. Deterministic actions of
+        ``model.policy=actor_critic`` equal those of ``evaluate`` bit for bit.
+
+        Args:
+            obs: Numpy: what the simulator's ``reset`` and ``step`` return, one observation or N of
+                them, an array [..] or [N, ..], or a dictionary or tuple of arrays. Tensors:
+                float32, and uint8 for images, of the shapes of ``obs_spec``. A mask of choices that
+                the simulator returns in its info is the entry "action_mask".
+            deterministic: Return the mode of the distribution; False: sample.
+
+        Returns:
+            Numpy for numpy, a tensor on the observation's device for tensors: what ``env.step``
+            receives, with the shape, dtype and ``start`` of the action space, nested as it is; with
+            the dimension N first if the observation has it ([C, ..], [N, C, ..] with
+            ``env.action_chunk`` C > 1).
+
+        Raises:
+            CheckpointError: The action is not finite.
+            EnvError: The observation has another shape, is not finite, or an entry is missing; or
+                the policy has memory, and N differs from that of the step before.
+        """
+        inputs, is_batched = self._read(obs)
+        if not is_finite(inputs):
+            row = int((~finite_rows(inputs)).nonzero()[0])
+            raise EnvError(f"act: {wrong_number(inputs, 'observation', row)}; pass finite numbers")
+        first = next(tree.leaves(inputs))
+        device, n = policy_device(self.network), len(first)
+        size = self._rows or n
+        observed: Obs = tree.map(lambda x: x.to(device), inputs)
+        inputs = self._remembered(observed)
+        actions: list[Tensor] = []
+        states: list[Tensor] = []
+        for start in range(0, n, size):
+            rows = torch.arange(start, start + size).clamp(max=n - 1)
+            part = tree.map(lambda x, rows=rows: x[rows.to(device)], inputs)
+            noise = None if deterministic else self.network.noise(size, self._generator)
+            decision = self.network.act(self.network.encode(part), noise=noise)
+            check_decision(decision)
+            actions.append(decision.action)
+            if decision.memory is not None:
+                states.append(decision.memory)
+        action = torch.cat(actions)[:n]
+        if self._memory is not None:
+            self._memory.store(torch.cat(states)[:n] if states else self._memory.state)
+        if self.history is not None:
+            self._previous = self.history.push(self._previous, observed, action)
+        is_tensor = any(isinstance(x, Tensor) for x in _values(obs))
+
+        def convert(x: Tensor) -> Any:
+            x = x.to(first.device) if is_batched else x[0].to(first.device)
+            return x if is_tensor else x.cpu().numpy()[()]  # np.int64 instead of shape []
+
+        return tree.map(convert, self._to_simulator(action))
+
+
+def _values(obs: Any) -> list[Any]:
+    """Return the arrays of nested dictionaries and tuples."""
+    if isinstance(obs, Mapping | tuple | list):
+        nested = obs.values() if isinstance(obs, Mapping) else obs
+        return [x for value in nested for x in _values(value)]
+    return [obs]
+
+
+def load_policy(
+    path: str, *, device: str = "cpu", seed: int = 0, allow_changed_task: bool = False
+) -> TrainedPolicy:
+    """Return the policy of a checkpoint of a robot.
+
+    Args:
+        path: Directory of a run or of a checkpoint.
+        device: Value of the option device.
+        seed: Seed of sampled actions.
+        allow_changed_task: Whether the task's files may differ from those of the training.
+
+    Raises:
+        CheckpointError, ConfigError, EnvError: The checkpoint or its task cannot be used.
+    """
+    source, run_dir, trained = open_run(path)
+    say = Progress(quiet=False).say
+    selected = select_device(device, 0, notice=say)
+    run = TrainedRun(trained, source, run_dir, say)
+    return policy_of(run, selected, seed=seed, allow_changed_task=allow_changed_task)
+
+
+def policy_of(
+    run: TrainedRun, device: torch.device, *, seed: int = 0, allow_changed_task: bool = False
+) -> TrainedPolicy:
+    """Return the policy of a run, see ``load_policy``."""
+    if run.config.mode == "reasoning":
+        raise ConfigError(
+            f"checkpoint={run.source.path.name}: is a language model; write embodied-ppo export"
+            f" checkpoint={run.run_dir} out=DIR, and load DIR with transformers"
+        )
+    env_config = replace(environments.evaluation_env(run.config), realism=RealismConfig())
+    config = replace(run.config, env=env_config)
+    task = robot_evaluation.evaluated_task(run, config.env, allow=allow_changed_task)
+    factory = functools.partial(
+        environments.make_env, config=config.env, device=device, task=task, model=config.model
+    )
+    policy, env = robot_evaluation.restore(run, config, factory, allow=allow_changed_task)
+    history = env.history if isinstance(env, HistoryEnv) else None
+    return TrainedPolicy(
+        policy.eval(),
+        config=run.config,
+        checkpoint=run.source.path,
+        update=run.source.update,
+        action_spec=env.action_spec,
+        obs_spec=env.obs_spec if history is None else history.raw_spec,
+        history=history,
+        read=ObservationReader(env),
+        to_simulator=env.to_simulator,
+        seed=seed,
+    )

@@ -1,0 +1,543 @@
+"""Strict loading: accepted values are converted, refusals name path, value, limit and hint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+from run_helpers import nested
+
+from embodied_envs.base.errors import LONGEST_LINE, ConfigError, fit_message, join_names, show
+from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.options import loader, validation
+from embodied_ppo.options.aliases import ALIASES, REFUSED, SIMILAR, VALUE_ALIASES
+from embodied_ppo.options.removed import REMOVED
+from embodied_ppo.options.schema import Config, EnvConfig, EvaluateConfig
+
+STORED_RUN = f"{loader.STORED}, run/config.yaml"
+TOKENS = {"model.policy": "token"}
+PUBLISHED = {**TOKENS, "model.checkpoint": "x"}
+FLOW = {"model.policy": "flow"}
+CLONING = {**TOKENS, "cloning.steps": 3}
+LANGUAGE: dict[str, Any] = {
+    "mode": "reasoning",
+    "updates": 1,
+    "algorithm.loss_type": "actor",
+    "data.task": "arithmetic",
+    "actor.model.architecture": {"model_type": "qwen2"},
+}
+"""The options that mode=reasoning requires."""
+
+
+def get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def refused(
+    cls: type, flat: dict[str, Any], error: type[ValueError] = ConfigError, source: str = "my.yaml"
+) -> str:
+    """Return the line of a refusal."""
+    with pytest.raises(error) as caught:
+        loader.load(cls, nested(flat), source=source)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# -------------------------------------------------------------------------------------- description
+@pytest.mark.parametrize("cls", [Config, EvaluateConfig])
+def test_option_has_meaning_type_and_valid_default(cls: type) -> None:
+    options = loader.describe(cls)
+    for path, option in options.items():
+        assert option.meaning.strip(), f"{path}: write its meaning under the field in schema.py"
+        assert option.path == path and option.type
+        assert loader.read(cls, [("", nested({path: option.default}))]).config == cls(), path
+    assert len(options) > 10
+
+
+def test_describe_gives_type_limit_and_default() -> None:
+    gamma = loader.describe(Config)["algorithm.gamma"]
+    assert (gamma.meaning, gamma.type) == ("Discount per primitive step.", "a finite number")
+    assert (gamma.limit, gamma.default) == (">= 0 and <= 1", 0.99)
+    assert (
+        loader.describe(Config)["algorithm.micro_batch_size"].allowed
+        == "a whole number >= 1 and <= 1,000,000,000 or null"
+    )
+    assert (
+        loader.describe(Config)["env.simulator"].allowed
+        == "one of auto, mujoco, warp, envpool, gymnasium, torch, mjlab, libero"
+    )
+
+
+@pytest.mark.parametrize("cls", [Config, EnvConfig])
+def test_load_inverts_dump(cls: type) -> None:
+    plain = loader.dump(cls())
+    assert type(plain) is dict and loader.load(cls, plain) == cls()
+    assert loader.load(cls, {}) == cls()
+
+
+def test_load_inverts_dump_of_changed_config() -> None:
+    changed = nested(
+        {
+            "model.hidden": [32, 16],
+            "env.kwargs": {"a": {"b": [1]}},
+            "updates": 3,
+            "algorithm.lr": 1e-3,
+        }
+    )
+    config = loader.load(Config, changed)
+    assert loader.dump(config)["model"]["hidden"] == [32, 16]
+    assert loader.load(Config, loader.dump(config)) == config
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        loader.load(Config, {}).seed = 1
+
+
+# ----------------------------------------------------------------------------------------- accepted
+@pytest.mark.parametrize(
+    ("path", "written", "value"),
+    [
+        ("algorithm.lr", "3e-4", 3e-4),  # YAML 1.1 reads 3e-4 as text
+        ("algorithm.lr", ".5", 0.5),
+        ("algorithm.gamma", 1, 1.0),
+        ("algorithm.value_clip", None, None),
+        ("algorithm.max_grad_norm", "1", 1.0),
+        ("model.hidden", [256, 128], (256, 128)),
+        ("model.hidden", [], ()),
+        (
+            "env.kwargs",
+            {"frame_skip": 4, "deep": {"x": None}},
+            {"frame_skip": 4, "deep": {"x": None}},
+        ),
+        ("resume", "auto", "auto"),
+    ],
+)
+def test_value_is_converted(path: str, written: object, value: object) -> None:
+    read = get(loader.read(Config, [("", nested({path: written}))]).config, path)
+    assert read == value and type(read) is type(value)
+
+
+def test_loaded_values_are_copies() -> None:
+    kwargs = {"a": [1]}
+    config = loader.load(Config, {"env": {"kwargs": kwargs}})
+    kwargs["a"].append(2)
+    assert config.env.kwargs == {"a": [1]}
+
+
+def test_empty_section_sets_nothing() -> None:
+    assert loader.load(
+        Config, {"algorithm": None, "env": {}, "model": {"hidden": [8]}}
+    ).model.hidden == (8,)
+
+
+# ----------------------------------------------------------------------------------- refused values
+@pytest.mark.parametrize(
+    ("path", "value", "parts"),
+    [
+        ("algorithm.gamma", 1.5, ["1.5", ">= 0 and <= 1", "algorithm.gamma=0.99"]),
+        ("algorithm.gamma", True, ["true", "number"]),
+        ("algorithm.gamma", None, ["null", "number"]),
+        ("algorithm.gamma", math.nan, ["nan", "finite"]),
+        ("algorithm.gamma", {"x": 1}, ["{x: 1}", "number"]),
+        ("algorithm.lr", math.inf, ["inf", "finite", ">= 0"]),
+        ("algorithm.lr", 10**400, ["finite"]),
+        ("algorithm.lr", -1, ["= -1", ">= 0", "0.0003"]),
+        ("algorithm.lr", "???", ["???", "no value yet", ">= 0"]),
+        ("algorithm.clip_ratio_c", 1.0, ["1.0", "> 1", "null"]),
+        ("algorithm.value_clip", 0, ["= 0", "> 0, or null", "0.2"]),
+        ("env.num_envs", 0, ["= 0", ">= 1", "64"]),
+        ("env.num_envs", 6.5, ["6.5", "whole number"]),
+        ("env.num_envs", "64", ["64", "whole number"]),
+        ("updates", 0, ["= 0", ">= 1", "null"]),
+        ("algorithm.use_kl_loss", 1, ["= 1", "true or false", "algorithm.use_kl_loss=true"]),
+        ("algorithm.use_kl_loss", "yes", ["yes", "true or false", "algorithm.use_kl_loss=true"]),
+        ("algorithm.adv_type", "geo", ["geo", "gae, grpo", "algorithm.adv_type=gae"]),
+        ("algorithm.lr_schedule", "linea", ["did you mean algorithm.lr_schedule=linear?"]),
+        (
+            "algorithm.reward_norm",
+            "runing",
+            ["batch, group, running, or null", "algorithm.reward_norm=running"],
+        ),
+        ("model.hidden", 64, ["= 64", "list", "model.hidden=[64]"]),
+        ("model.hidden", [64, 0], ["model.hidden[1] = 0", ">= 1"]),
+        ("model.hidden", "64,64", ["list"]),
+        ("env.kwargs", 3, ["= 3", "section"]),
+        ("env.id", 4, ["= 4", "text", "quote"]),
+        ("algorithm", 3, ["= 3", "section", "horizon", " more"]),
+        ("algorithm.kl_ctrl", 0.1, ["= 0.1", "section", "kl_coef"]),
+        ("device", "gpu", ["gpu", "cpu, cuda or cuda:N", "device=cpu"]),
+        ("name", "a/b", ["a/b", "no /", "name=custom"]),
+        ("name", "", ["''", "name=custom"]),
+        (
+            "mode",
+            "reasoning",
+            [
+                "actor_critic is the loss of a model with a value head",
+                "write algorithm.loss_type=actor",
+            ],
+        ),
+    ],
+)
+def test_value_is_refused(path: str, value: object, parts: list[str]) -> None:
+    line = refused(Config, {path: value})
+    assert path in line
+    for part in parts:
+        assert part in line, line
+
+
+def test_refusal_names_the_layer() -> None:
+    assert "(my.yaml)" in refused(Config, {"algorithm.gamma": 2})
+    assert "()" not in refused(Config, {"algorithm.gamma": 2}, source="")
+
+
+@pytest.mark.parametrize(("value", "hint"), [("fuzed", "did you mean placement=fused?"), (3, "")])
+def test_unknown_placement_is_refused(value: object, hint: str) -> None:
+    line = refused(Config, {"placement": value}, PlacementError)
+    for word in (
+        "placement",
+        str(value),
+        "local, fused, colocated, disaggregated, hybrid, pipelined",
+        hint,
+    ):
+        assert word in line
+
+
+def test_placement_and_component_placement_exclude_each_other() -> None:
+    devices = {"env,rollout,actor": "0-3"}
+    assert (
+        loader.load(
+            Config, {"cluster": {"component_placement": devices}}
+        ).cluster.component_placement
+        == devices
+    )
+    line = refused(
+        Config, {"placement": "fused", "cluster": {"component_placement": devices}}, PlacementError
+    )
+    assert "placement = fused: cluster.component_placement places the roles too; leave one" in line
+    line = refused(Config, {"cluster": {"max_lag": 2}}, PlacementError)
+    assert (
+        "remove cluster.max_lag" in line
+        and "placement=local" in line
+        and "choose a placement (fused," in line
+    )
+
+
+def test_long_message_keeps_beginning_and_end() -> None:
+    assert fit_message("x" * 300) == "x" * 300
+    line = fit_message("env.id = " + "x" * 5000 + " must be short; write env.id=a")
+    assert (
+        len(line) == LONGEST_LINE
+        and line.startswith("env.id = xxx")
+        and line.endswith("write env.id=a")
+    )
+    assert join_names(["a", "b"]) == "a, b" and join_names([]) == "none"
+    assert join_names(["aaaa", "bbbb", "cccc"], limit=9) == "aaaa and 2 more"
+    assert len(join_names(["x" * 500, "y"], limit=50)) < 70
+
+
+# ------------------------------------------------------------------------------------- unknown keys
+@pytest.mark.parametrize(
+    ("path", "suggestion"),
+    [
+        (
+            "algorithm.gama",
+            "did you mean algorithm.gamma? (a finite number >= 0 and <= 1; default 0.99)",
+        ),
+        ("gamma", "gamma belongs to algorithm.gamma"),
+        ("env.gamma", "gamma belongs to algorithm.gamma"),
+        ("algo.gamma", "gamma belongs to algorithm.gamma"),
+        ("algorithm.num_envs", "num_envs belongs to env.num_envs"),
+        ("horizon", "horizon belongs to algorithm.horizon or algorithm.kl_ctrl.horizon"),
+        ("vf_coef", "vf_coef belongs to algorithm.vf_coef (= algorithm.value_loss_coef)"),
+        (
+            "algorithm.lr_shedule",
+            "algorithm.lr_schedule? (one of constant, linear, cosine, adaptive, adaptive_linear;"
+            " default constant)",
+        ),
+        ("algorithm.kl_ctrl.kl_cof", "algorithm.kl_ctrl.kl_coef"),
+        ("evn.num_env", "env.num_envs"),
+        ("sed", "did you mean seed?"),
+        ("model.hiden", "did you mean model.hidden?"),
+        ("clip_coef", "did you mean algorithm.clip_ratio (= algorithm.clip_ratio_low,"),
+        ("update_epochs", "did you mean algorithm.update_epoch?"),
+        ("agent.algorithm.clip_param", "did you mean algorithm.clip_ratio"),
+        ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
+        ("learning_rate", "did you mean algorithm.lr?"),
+        ("algorithm.xyz", "algorithm has: horizon, update_epoch"),
+        ("xyz", "the top level has: mode, placement"),
+    ],
+)
+def test_unknown_key(path: str, suggestion: str) -> None:
+    line = refused(Config, {path: 0.5})
+    assert line.startswith(f"{path} = 0.5 (my.yaml): no such option; ")
+    assert suggestion in line, line
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in loader.describe(Config) if len(p.rpartition(".")[2]) > 3]
+)
+def test_missing_letter_suggests_the_option(path: str) -> None:
+    section, dot, leaf = path.rpartition(".")
+    wrong = f"{section}{dot}{leaf[:1]}{leaf[2:]}"
+    line = refused(Config, {wrong: 1})
+    assert f"{path}?" in line or f"(= {path})" in line or f"belongs to {path}" in line, line
+
+
+def test_key_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^3 = 4"):
+        loader.load(Config, {3: 4})
+
+
+def test_removed_options_of_a_stored_run() -> None:
+    assert not REMOVED.keys() & {*loader.describe(Config), *loader.alias_paths(Config)}
+    for path, option in REMOVED.items():
+        for value in option.accepted or ():
+            assert loader.load(Config, nested({path: value}), source=STORED_RUN) == Config(), path
+        assert refused(Config, {path: 8}).startswith(f"{option.hint}: {path} = 8 (my.yaml)")
+    same = {"critic.weight_decay": 0.1, "algorithm.weight_decay": 0.1}
+    assert loader.read(Config, [(STORED_RUN, nested(same))]).config.critic == Config().critic
+    file = {"reward.path": "/g.py", "reward.name": "score"}
+    assert loader.read(Config, [(STORED_RUN, nested(file))]).config.reward.grader == "/g.py:score"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("critic.lr_schedule", "cosine"), ("model.heads", 8), ("rollout.slots", 8)]
+)
+def test_removed_option_with_another_value_is_refused(path: str, value: Any) -> None:
+    line = refused(Config, {path: value}, source=STORED_RUN)
+    for part in (path, show(value), "run/config.yaml", REMOVED[path].hint):
+        assert part in line
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED))
+def test_refused_option_has_a_reason(path: str) -> None:
+    line = refused(Config, {path: 8})
+    assert line == f"{path} = 8 (my.yaml) is refused: {REFUSED[path]}"
+
+
+def test_option_of_the_other_mode_is_refused() -> None:
+    for mode, other, flat in (
+        ("embodied", "reasoning", {"critic.update_epoch": 3}),
+        ("embodied", "reasoning", {"algorithm.response_length": 3}),
+        ("embodied", "reasoning", {"evaluation.n": 3}),
+        ("reasoning", "embodied", {"env.num_envs": 3}),
+        ("reasoning", "embodied", {"algorithm.horizon": 3}),
+        ("reasoning", "embodied", {"evaluation.video_episodes": 3}),
+    ):
+        ((path, value),) = flat.items()
+        line = refused(Config, {**(LANGUAGE if mode == "reasoning" else {}), **flat})
+        assert line == f"remove {path}, or set mode={other}: mode={mode} ignores {path} = {value}"
+
+
+@pytest.mark.parametrize("mode", ["embodied", "reasoning"])
+def test_relevant_omits_options_of_the_other_mode(mode: str) -> None:
+    config = loader.load(Config, nested(LANGUAGE if mode == "reasoning" else {}))
+    kept = loader.relevant(config)
+    assert loader.load(Config, kept) == config
+    assert ("env" in kept) == (mode == "embodied") == ("horizon" in kept["algorithm"])
+    assert ("critic" in kept) == (mode == "reasoning") == ("n" in kept["evaluation"])
+
+
+PLACED = [
+    ({"actor,critic,rollout,reward": "all"}, None),
+    ({"actor, critic, rollout, reward": 0}, None),
+    (
+        {"actor,critc": "all"},
+        "critc is no role of this run; did you mean critic? roles: rollout, actor",
+    ),
+    ({"env": "all"}, "env is no role of this run"),
+    ({"actor,critic": "all"}, "no device for rollout; name rollout in one entry"),
+    ({"actor,critic,rollout,reward,reference": 0}, "reference is no role of this run"),
+    ({"actor,critic,rollout,reward": "0-3"}, None),
+    ({"actor,reward,rollout": "all", "critic": "all"}, None),
+]
+
+
+@pytest.mark.parametrize(("placement", "message"), PLACED)
+def test_component_placement(placement: dict[str, Any], message: str | None) -> None:
+    for name in ("component_placement", "cluster"):
+        layer = {name: placement if name != "cluster" else {"component_placement": placement}}
+        if message is None:
+            loaded = loader.read(Config, [("a.yaml", nested(LANGUAGE)), ("b.yaml", layer)]).config
+            validation.check(loaded)
+            assert loaded.cluster.component_placement == placement
+        else:
+            with pytest.raises(PlacementError) as caught:
+                loader.load(Config, {**nested(LANGUAGE), **layer})
+            assert message in str(caught.value) and "placement = {" in str(caught.value)
+
+
+def test_num_nodes_needs_a_placement() -> None:
+    line = refused(Config, {"cluster.num_nodes": 2}, PlacementError)
+    assert line.startswith("remove cluster.num_nodes")
+
+
+# ------------------------------------------------------------------------------------------ aliases
+OPTIONS_MD = {
+    # every alias of OPTIONS.md -> what it sets; a value that is not the default
+    "algorithm.adv_estimator": ("rloo", ["adv_type"]),
+    "algorithm.lam": (0.5, ["gae_lambda"]),
+    "algorithm.lambd": (0.5, ["gae_lambda"]),
+    "algorithm.whiten_advantages": (False, ["normalize_advantages"]),
+    "algorithm.num_return_sequences_in_group": (4, ["group_size"]),
+    "algorithm.rollout.n": (4, ["group_size"]),
+    "algorithm.clip_ratio": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.pg_clip": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.cliprange": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
+    "algorithm.entropy_coeff": (0.02, ["entropy_bonus"]),
+    "algorithm.entropy_loss_coef": (0.02, ["entropy_bonus"]),
+    "algorithm.loss_agg_mode": ("seq-mean-token-sum", ["loss_agg_func"]),
+    "algorithm.target_kl": (0.02, ["target_kl_stop"]),
+    "algorithm.add_token_level_kl": (True, ["use_kl_in_reward"]),
+    "algorithm.kl_ctrl.init_kl_coef": (0.02, ["kl_ctrl.kl_coef"]),
+    "algorithm.kl_ctrl.kl_horizon": (500.0, ["kl_ctrl.horizon"]),
+    "algorithm.init_kl_coef": (0.02, ["kl_ctrl.kl_coef"]),
+    "algorithm.kl_horizon": (500.0, ["kl_ctrl.horizon"]),
+    "algorithm.rollout_is": ("token", ["off_policy_correction"]),
+    "algorithm.importance_sampling_fix": ("sequence", ["off_policy_correction"]),
+    "algorithm.value_cliprange": (0.4, ["value_clip"]),
+    "algorithm.cliprange_value": (0.4, ["value_clip"]),
+    "algorithm.vf_coef": (0.4, ["value_loss_coef"]),
+    "algorithm.c1": (0.4, ["value_loss_coef"]),
+    "algorithm.critic_warmup_steps": (3, ["critic_warmup"]),
+    "algorithm.ppo_epochs": (3, ["update_epoch"]),
+    "algorithm.num_ppo_epochs": (3, ["update_epoch"]),
+    "algorithm.ppo_mini_batch_size": (64, ["global_batch_size"]),
+    "algorithm.ppo_micro_batch_size": (64, ["micro_batch_size"]),
+    "algorithm.log_prob_micro_batch_size": (64, ["logprob_forward_micro_batch_size"]),
+}
+
+
+@pytest.mark.parametrize("alias", OPTIONS_MD)
+def test_alias_of_options_md(alias: str) -> None:
+    value, names = OPTIONS_MD[alias]
+    loaded = loader.read(Config, [("file", nested({alias: value}))])
+    paths = [f"algorithm.{name}" for name in names]
+    assert [get(loaded.config, p) for p in paths] == [value] * len(paths)
+    assert loaded.aliases == ((alias, ", ".join(paths)),)
+    assert loaded.origin == dict.fromkeys(paths, "file")
+    # The same value twice is accepted, a different value is refused.
+    loader.read(Config, [("file", nested({alias: value, paths[0]: value}))])
+    other = loader.describe(Config)[paths[0]].default
+    with pytest.raises(ConfigError) as caught:
+        loader.read(Config, [("file", nested({alias: value, paths[0]: other}))])
+    for word in (alias, paths[0], show(value), show(other), "(file)", "keep one"):
+        assert word in str(caught.value)
+
+
+def test_aliases_name_existing_options() -> None:
+    known = {
+        alias: targets
+        for alias, targets in loader.alias_paths(Config).items()
+        if alias != loader.DUAL_CLIP
+    }
+    written = {
+        f"{section}.{alias}".lstrip(".") for section, table in ALIASES.items() for alias in table
+    }
+    assert written == set(known)
+    assert all(
+        target in loader.describe(Config) for targets in known.values() for target in targets
+    )
+    assert not set(known) & set(loader.describe(Config))
+
+
+def test_names_of_other_trainers_are_answered_with_the_option() -> None:
+    for name, option in SIMILAR.items():
+        assert f"did you mean {option}" in refused(Config, {name: 3})
+
+
+@pytest.mark.parametrize(
+    ("path", "word"), [(p, w) for p, words in VALUE_ALIASES.items() for w in words]
+)
+def test_alias_of_a_value(path: str, word: str) -> None:
+    loaded = loader.read(Config, [("", nested({path: word}))])
+    assert get(loaded.config, path) == VALUE_ALIASES[path][word]
+    assert loaded.aliases == ((f"{path}={word}", f"{path}={VALUE_ALIASES[path][word]}"),)
+
+
+def test_dual_clip_is_one_plus_two_clip_ratios() -> None:
+    def c(**algorithm: Any) -> float | None:
+        return loader.load(Config, {"algorithm": algorithm}).algorithm.clip_ratio_c
+
+    assert c(dual_clip_loss=True) == pytest.approx(1.4)  # 1 + 2 x 0.2
+    assert c(dual_clip_loss=True, clip_ratio_high=0.3) == pytest.approx(1.6)
+    assert c(dual_clip_loss=True, clip_ratio=0.1) == pytest.approx(1.2)
+    assert c(dual_clip_loss=False) is None
+    assert (
+        loader.read(
+            Config,
+            [
+                ("file", {"algorithm": {"clip_ratio_c": 3.0}}),
+                ("flag", {"algorithm": {"dual_clip_loss": False}}),
+            ],
+        ).config.algorithm.clip_ratio_c
+        is None
+    )
+    assert "true or false" in refused(Config, {"algorithm.dual_clip_loss": 3})
+    assert "keep one" in refused(
+        Config, {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": 3.0}
+    )
+    assert "number" in refused(Config, {"algorithm.clip_ratio_c": True})
+
+
+# ------------------------------------------------------------------------------------------- layers
+def test_later_layer_wins_under_any_alias() -> None:
+    low = {
+        "algorithm": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "vf_coef": 0.5},
+        "env": {"kwargs": {"a": 1}},
+    }
+    high = {"algorithm": {"clip_ratio": 0.3}, "env": {"kwargs": {"b": 2}}}
+    loaded = loader.read(Config, [("low", low), ("high", high)])
+    a = loaded.config.algorithm
+    assert (a.clip_ratio_low, a.clip_ratio_high, a.value_loss_coef) == (0.3, 0.3, 0.5)
+    assert loaded.config.env.kwargs == {"a": 1, "b": 2}
+    assert loaded.origin["algorithm.clip_ratio_low"] == "high"
+    assert loaded.origin["algorithm.value_loss_coef"] == "low"
+    # an alias below, one of its names above
+    a = loader.read(
+        Config, [("high", high), ("flag", {"algorithm": {"clip_ratio_high": 0.28}})]
+    ).config.algorithm
+    assert (a.clip_ratio_low, a.clip_ratio_high) == (0.3, 0.28)
+
+
+def test_deliberate_options_differ_or_are_flags() -> None:
+    loaded = loader.read(
+        Config, [("file", {"seed": 0, "updates": 3}), ("flag", {"save_every": 50})]
+    )
+    assert loaded.deliberate() == {"updates"}
+    assert loaded.deliberate({"flag"}) == {"updates", "save_every"}
+
+
+# ----------------------------------------------------------------------------------------- evaluate
+def test_evaluate_needs_a_checkpoint() -> None:
+    assert "checkpoint=runs/" in refused(EvaluateConfig, {})
+    assert loader.load(EvaluateConfig, {"checkpoint": "runs/x"}).episodes == 100
+
+
+def test_env_options_of_evaluate_are_typed() -> None:
+    config = loader.load(
+        EvaluateConfig,
+        nested({"checkpoint": "x", "env.id": "A-v1", "env.max_episode_steps": 5}),
+    )
+    assert config.env == {"id": "A-v1", "max_episode_steps": 5}
+    assert "env.max_episode_steps = 0" in refused(
+        EvaluateConfig, {"checkpoint": "x", "env.max_episode_steps": 0}
+    )
+    assert "env.max_episode_steps" in refused(
+        EvaluateConfig, {"checkpoint": "x", "env.max_episode_step": 5}
+    )
+    assert "set num_envs" in refused(EvaluateConfig, {"checkpoint": "x", "env.num_envs": 4})
+    assert "belongs to env.id" not in refused(EvaluateConfig, {"checkpoint": "x", "episods": 4})
+
+
+def test_video_options_need_video() -> None:
+    line = refused(EvaluateConfig, {"checkpoint": "x", "video": False, "video_episodes": 3})
+    assert "video_episodes = 3" in line
+    assert "video=true" in line
+    assert loader.load(EvaluateConfig, {"checkpoint": "x", "video_episodes": 0}).video

@@ -1,0 +1,194 @@
+"""Comparison of options: combinations that are refused, and options that are not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from run_helpers import nested
+
+from embodied_envs.base.errors import ConfigError, show
+from embodied_ppo.options import loader, validation
+from embodied_ppo.options.schema import Config
+from tests.options.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS, refused
+
+GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
+
+
+PIPELINE = {"pipeline": True, "algorithm.off_policy_correction": "token"}
+BATCH_NORM = {"algorithm.reward_norm": "batch"}
+OBSERVED = {"model.actor_obs": ["a"], "model.critic_obs": ["a"]}
+COLUMNS = {"algorithm.minibatch_unit": "column"}
+CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm.global_batch_size": 300}, "nearest: 256, 512; or .. nearest env.num_envs: 75"),
+    ({"algorithm.global_batch_size": 4096}, "32 x 64 = 2048 .. nearest: 2048 .. num_envs: 128"),
+    (
+        {"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 100},
+        "nearest: 64, 128",
+    ),
+    ({"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 96}, "num_envs: 63, 66"),
+    ({"algorithm.micro_batch_size": 512}, "write algorithm.micro_batch_size=256"),
+    ({"algorithm.minibatch_unit": "column", "algorithm.micro_batch_size": 40}, "nearest: 32, 64"),
+    ({"pipeline": True, "placement": "fused"}, "write placement=local, or pipeline=false and"),
+    ({"pipeline": True}, "write algorithm.off_policy_correction=token"),
+    ({**PIPELINE, "env.cameras": ["front"]}, "env.cameras = [front]: .. write pipeline=false"),
+    ({"cluster.stages": 3}, "num_envs = 64 .. cluster.stages = 3; nearest: 63, 66"),
+    ({"algorithm.group_size": 5}, "algorithm.group_size = 5; nearest: 4, 8"),
+    ({"algorithm.adv_type": "rloo"}, "adv_type = rloo .. write algorithm.group_size=4"),
+    ({"algorithm.reward_norm": "group"}, "reward_norm = group .. algorithm.group_size = 1"),
+    ({"algorithm.adv_type": "grpo", "algorithm.group_size": 4}, "env.restart_each_rollout=true"),
+    ({"algorithm.loss_agg_func": "seq-mean-token-sum"}, "write algorithm.minibatch_unit=column"),
+    ({"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1"}, "kl_loss_type=k2, k3 or k1+"),
+    ({"algorithm.loss_type": "actor"}, "write algorithm.loss_type=actor_critic"),
+    ({"algorithm.clip_ratio_low": 1.0}, "clip_ratio_low = 1 must be < 1"),
+    (
+        {**BATCH_NORM, "algorithm.reward_shift": True, "algorithm.reward_scale": True},
+        "reward_shift = true .. reward_scale = true .. leave both false",
+    ),
+    (
+        {"algorithm.reward_norm": "running", "algorithm.reward_shift": True},
+        "write algorithm.reward_norm=batch",
+    ),
+    (
+        {"algorithm.logprob_type": "chunk_level", "algorithm.reward_type": "action_level"},
+        "is finer than algorithm.logprob_type = chunk_level",
+    ),
+    ({"model.min_log_std": 3.0}, "model.min_log_std = 3 must be < model.max_log_std = 2"),
+    ({"model.init_log_std": -6.0}, "model.init_log_std = -6 must be >= model.min_log_std = -5"),
+    ({"model.actor_obs": ["a"]}, "critic_obs is null .. write model.critic_obs=[a,NAME]"),
+    ({**OBSERVED, "model.critic_obs": []}, "model.critic_obs = []: names no observation"),
+    ({**OBSERVED, "model.critic_obs": ["b"]}, "model.critic_obs lacks a, but"),
+    ({**OBSERVED, "env.cameras": ["front"]}, "no network reads front; add it to model.actor_obs"),
+    ({**OBSERVED, "env.realism.obs_keys": ["b"]}, "does not contain b; only what the actor"),
+    ({**TOKENS, "model.shared_backbone": False}, "model.policy=token has one trunk"),
+    ({**TOKENS, "model.width": 4}, "model.width=8: model.width = 4 .. multiple of 8"),
+    ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
+    ({"algorithm.ratio_level": "sequence"}, "algorithm.minibatch_unit=column (or"),
+    ({**COLUMNS, "algorithm.ratio_level": "sequence"}, "env.restart_each_rollout=true (or"),
+    ({"algorithm.ratio_level": "chunk"}, "action_chunk = 1 .. logprob_type=token_level"),
+    ({**LANGUAGE, "algorithm.ratio_level": "chunk"}, "write algorithm.ratio_level=sequence"),
+    ({"algorithm.adv_type": "dr_grpo", **GROUPS}, "write algorithm.normalize_advantages=false"),
+    ({"algorithm.group_filter": "success", **GROUPS}, "adv_type = gae compares no groups"),
+    (
+        {"algorithm.group_filter": "success", "algorithm.adv_type": "grpo", **GROUPS},
+        "updates = null: .. write updates=100",
+    ),
+    (
+        {
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.type": "adaptive",
+            "algorithm.kl_ctrl.horizon": 10,
+        },
+        "horizon = 10 must be > 0.2 x env.num_envs = 12.8, .. algorithm.kl_ctrl.horizon=640",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flat", "line"), CONFLICTS)
+def test_conflicting_options_are_refused(flat: dict[str, Any], line: str) -> None:
+    message = refused(Config, flat)
+    for part in line.split(" .. "):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        {
+            "algorithm.minibatch_unit": "column",
+            "algorithm.global_batch_size": 64,
+            "algorithm.micro_batch_size": 32,
+        },
+        {"algorithm.micro_batch_size": 100},
+        {"algorithm.adv_type": "grpo", **GROUPS},
+        {"algorithm.policy_loss": "cispo", "algorithm.clip_ratio_low": 1.0},
+        {
+            "algorithm.group_filter": "success",
+            "algorithm.adv_type": "rloo",
+            "updates": 5,
+            **GROUPS,
+        },
+        {"algorithm.reward_norm": "group", **GROUPS},
+        {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.minibatch_unit": "column"},
+        {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1+"},
+        {"algorithm.entropy_target": -3.0},
+        {"algorithm.reward_norm": "batch", "algorithm.reward_shift": True},
+        {"algorithm.logprob_type": "token_level", "algorithm.reward_type": "action_level"},
+        {"env_steps": None, "updates": 1},
+        {"updates": 3, "env_steps": 5000},  # updates wins
+        {"device": "cuda:3"},
+    ],
+)
+def test_compatible_options_are_accepted(flat: dict[str, Any]) -> None:
+    loader.load(Config, nested(flat))
+
+
+FILES = {
+    **LANGUAGE,
+    "data.task": None,
+    "data.train": ["a"],
+    "data.eval": ["b"],
+    "actor.tokenizer": "x",
+}
+NO_VALUE = {**LANGUAGE, "algorithm.adv_type": "grpo", "algorithm.group_size": 2}
+UNREAD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    # option -> (a value, options under which it is not read, options under which it is read)
+    "algorithm.desired_kl": (0.02, {}, {"algorithm.lr_schedule": "adaptive"}),
+    "algorithm.reward_shift": (True, {}, BATCH_NORM),
+    "algorithm.kl_loss_coef": (0.1, {}, {"algorithm.use_kl_loss": True}),
+    "algorithm.kl_ctrl.horizon": (
+        500,
+        {},
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+    ),
+    "algorithm.gae_lambda": (0.9, {"algorithm.adv_type": "reinforce_plus_plus"}, {}),
+    "algorithm.clip_ratio_c": (3.0, {"algorithm.policy_loss": "cispo"}, {}),
+    "algorithm.entropy_bonus": (0.1, FLOW, TOKENS),
+    "algorithm.value_clip": (0.3, NO_VALUE, LANGUAGE),
+    "algorithm.prompt_length": (77, LANGUAGE, FILES),
+    "critic.lr": (0.1, NO_VALUE, LANGUAGE),
+    "cloning.episodes": (3, {}, CLONING),
+    "distillation.loss": ("nll", {}, {"teacher": "runs/x"}),
+    "eval_every": (2, {"evaluation.episodes": 0}, {}),
+    "evaluation.num_envs": (4, {"evaluation.env": "training"}, {}),
+    "evaluation.top_k": (5, LANGUAGE, {**LANGUAGE, "evaluation.deterministic": False}),
+    "env.obs_keys": (["a"], OBSERVED, {}),
+    "initial_policy": ("runs/x", {"resume": "runs/x"}, {}),
+    "allow_changed_task": (True, {}, {"resume": "runs/first"}),
+    "model.hidden": ([8], TOKENS, {}),
+    "model.bins": (8, {}, TOKENS),
+    "model.lora_rank": (4, TOKENS, PUBLISHED),
+    "model.flow_steps": (3, TOKENS, FLOW),
+    "model.std_function": ("softplus", {}, {"model.state_dependent_std": True}),
+    "model.recurrent_size": (8, {}, {"model.recurrent": "gru", **COLUMNS}),
+    "rollout.overlong_penalty": (0.5, LANGUAGE, {**LANGUAGE, "rollout.overlong_buffer": 8}),
+}
+
+
+@pytest.mark.parametrize("path", UNREAD)
+def test_option_that_is_not_read_is_refused(path: str) -> None:
+    value, unread, read = UNREAD[path]
+    line = refused(Config, {**unread, path: value})
+    for part in (path, show(value), f"remove {path}"):
+        assert part in line
+    loader.load(Config, nested({**read, path: value}))
+
+
+def test_check_refuses_unread_defaults_only_if_explicit() -> None:
+    validation.check(Config())
+    with pytest.raises(ConfigError, match=r"desired_kl = 0\.01"):
+        validation.check(Config(), explicit={"algorithm.desired_kl"})
+    validation.check(Config(), explicit={"algorithm.reward_shift"})  # false switches the option off
+
+
+def test_shipped_options_may_remain_unread() -> None:
+    def deliberate(label: str, flat: dict[str, Any]) -> frozenset[str]:
+        return loader.read(Config, [(label, nested(flat)), ("flag", nested(NO_VALUE))]).deliberate(
+            {"flag"}
+        )
+
+    file = {"critic.lr": 0.1, "env.id": "Hopper-v4"}
+    assert "critic.lr" in deliberate("my.yaml", file)
+    assert "critic.lr" not in deliberate("configs/experiment/x.yaml", file)
+    assert "critic.lr" not in deliberate(f"{loader.STORED}, run/config.yaml", file)
+    assert "env.id" in deliberate("configs/experiment/x.yaml", file)  # the other mode's

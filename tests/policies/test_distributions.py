@@ -1,0 +1,207 @@
+"""Distributions: torch as reference, values by hand, extreme values, gradients, samples."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Categorical, Normal, TransformedDistribution
+from torch.distributions.transforms import TanhTransform
+
+from embodied_envs.base.random import sampling_key
+from embodied_ppo.policies import distributions as dist
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def keyed(*parts: int | str) -> torch.Generator:
+    return torch.Generator().manual_seed(sampling_key(*parts))
+
+
+# ------------------------------------------------------------------------------------------ by hand
+def test_gaussian_by_hand():
+    # x = 3, mean 1, std 2: z = 1, log p = -1/2 - log 2 - log(2 pi)/2 = -0.5 - 0.693147 - 0.918939
+    x, mean, log_std = torch.tensor([[3.0]]), torch.tensor([[1.0]]), torch.tensor([math.log(2.0)])
+    assert dist.gaussian_log_prob(x, mean, log_std).item() == pytest.approx(-2.1120857)
+    # H = log 2 + log(2 pi e)/2 = 0.693147 + 1.418939
+    assert dist.gaussian_entropy(mean, log_std).item() == pytest.approx(2.1120857)
+
+
+def test_squashed_by_hand():
+    # u = 0: tanh' = 1, so log p is the Gaussian's; u = 1: log(1 - tanh(1)^2) = log(0.419974) =
+    # -0.867562
+    assert dist.log_tanh_slope(torch.tensor(0.0)).item() == pytest.approx(0.0, abs=1e-7)
+    assert dist.log_tanh_slope(torch.tensor(1.0)).item() == pytest.approx(-0.8675616)
+    zero = torch.zeros(1, 1)
+    assert dist.squashed_log_prob(torch.ones(1, 1), zero, zero).item() == pytest.approx(
+        -0.5 - 0.9189385 + 0.8675616
+    )
+
+
+def test_categorical_by_hand():
+    logits = torch.tensor([[0.0, math.log(3.0)]])  # p = 1/4, 3/4
+    assert dist.categorical_log_prob(torch.tensor([1]), logits).item() == pytest.approx(
+        math.log(0.75)
+    )
+    # H = 1/4 log 4 + 3/4 log 4/3 = 0.346574 + 0.215762
+    assert dist.categorical_entropy(logits).item() == pytest.approx(0.5623351)
+
+
+# --------------------------------------------------------------------------------------- references
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), st.floats(-4, 2), st.integers(1, 5), st.integers(1, 4))
+def test_gaussian_agrees_with_torch(seed, level, rows, size):
+    x, mean, log_std = (
+        numbers(seed, rows, size) * 3,
+        numbers(seed + 1, rows, size),
+        numbers(seed + 2, size) + level,
+    )
+    reference = Normal(mean, log_std.exp().expand_as(mean))
+    torch.testing.assert_close(
+        dist.gaussian_log_prob(x, mean, log_std), reference.log_prob(x), rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        dist.gaussian_entropy(mean, log_std), reference.entropy(), rtol=1e-9, atol=1e-9
+    )
+    single = dist.gaussian_log_prob(x.float(), mean.float(), log_std.float())
+    torch.testing.assert_close(single.double(), reference.log_prob(x), rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), st.floats(-2, 0.5), st.integers(1, 4))
+def test_squashed_gaussian_agrees_with_torch(seed, level, size):
+    mean, log_std = numbers(seed, 3, size), numbers(seed + 1, 3, size) * 0.3 + level
+    u = mean + log_std.exp() * numbers(seed + 2, 3, size)
+    reference = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform(cache_size=1))
+    reference.transforms[0]._cached_x_y = u, u.tanh()  # the inverse of tanh loses digits near 1
+    expected = reference.log_prob(u.tanh())
+    torch.testing.assert_close(
+        dist.squashed_log_prob(u, mean, log_std), expected, rtol=1e-6, atol=1e-6
+    )
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), st.floats(0.1, 30), st.integers(2, 6))
+def test_categorical_agrees_with_torch(seed, scale, size):
+    logits = numbers(seed, 4, size) * scale
+    action = torch.arange(4) % size
+    reference = Categorical(logits=logits)
+    torch.testing.assert_close(
+        dist.categorical_log_prob(action, logits), reference.log_prob(action), rtol=1e-9, atol=1e-9
+    )
+    torch.testing.assert_close(
+        dist.categorical_entropy(logits), reference.entropy(), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_probabilities_integrate_to_one():
+    mean, log_std = (
+        torch.tensor([[0.4]], dtype=torch.float64),
+        torch.tensor([-0.3], dtype=torch.float64),
+    )
+    u = torch.linspace(-9, 9, 20_001, dtype=torch.float64).unsqueeze(1)
+    for log_p, x in (
+        (dist.gaussian_log_prob(u, mean, log_std), u),
+        (dist.squashed_log_prob(u, mean, log_std), u.tanh()),
+    ):
+        assert torch.trapezoid(log_p.exp().flatten(), x.flatten()).item() == pytest.approx(
+            1.0, abs=1e-5
+        )
+
+
+# -------------------------------------------------------------------------------- entropy, gradient
+def test_squashed_entropy_estimates_the_entropy():
+    mean, log_std = (
+        torch.tensor([[0.7]], dtype=torch.float64),
+        torch.tensor([0.2], dtype=torch.float64),
+    )
+    grid = torch.linspace(-12, 12, 40_001, dtype=torch.float64).unsqueeze(1)
+    log_p = dist.squashed_log_prob(grid, mean, log_std)
+    exact = torch.trapezoid((-log_p.exp() * log_p).flatten(), grid.tanh().flatten()).item()
+    u = mean + log_std.exp() * numbers(0, 200_000, 1)
+    estimate = dist.squashed_entropy(u, mean, log_std)
+    assert estimate.mean().item() == pytest.approx(
+        exact, abs=4 * estimate.std().item() / math.sqrt(200_000)
+    )
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_squashed_entropy_has_the_pathwise_gradient(which):
+    """Compare autograd with a finite difference of the estimate at constant noise."""
+    noise, values = numbers(3, 64, 2), [0.8, -0.4]
+
+    def entropy(mean: float, log_std: float) -> float:
+        u = mean + math.exp(log_std) * noise
+        return (
+            (log_std + 0.5 * math.log(2 * math.pi * math.e) + torch.log1p(-u.tanh().square()))
+            .mean()
+            .item()
+        )
+
+    parameters = [torch.full((2,), v, dtype=torch.float64, requires_grad=True) for v in values]
+    mean, log_std = parameters[0].expand(64, 2), parameters[1]
+    u = (mean + log_std.exp() * noise).detach()
+    dist.squashed_entropy(u, mean, log_std).mean().backward()
+    step = 1e-5
+    low, high = list(values), list(values)
+    low[which], high[which] = values[which] - step, values[which] + step
+    numeric = (entropy(*high) - entropy(*low)) / (2 * step)
+    grad = parameters[which].grad
+    assert grad is not None and grad.sum().item() == pytest.approx(numeric, rel=1e-6)
+    # The gradient of -log p of a constant sample would have expectation zero.
+    assert abs(numeric) > 0.05
+
+
+# ----------------------------------------------------------------------------------- extreme values
+@pytest.mark.parametrize("u", [-1e4, -80.0, -20.0, 20.0, 80.0, 1e4])
+@pytest.mark.parametrize("log_std", [-5.0, 2.0])
+def test_extreme_actions_give_finite_results(u, log_std):
+    x = torch.tensor([[u]])
+    mean, scale = (
+        torch.zeros(1, 1, requires_grad=True),
+        torch.full((1,), log_std, requires_grad=True),
+    )
+    for log_p in (dist.gaussian_log_prob(x, mean, scale), dist.squashed_log_prob(x, mean, scale)):
+        assert math.isfinite(log_p.item())
+    entropy = dist.squashed_entropy(x, mean, scale)
+    entropy.sum().backward()
+    assert math.isfinite(entropy.item())
+    assert mean.grad is not None and scale.grad is not None
+    assert math.isfinite(mean.grad.item()) and math.isfinite(scale.grad.item())
+    # log(1 - tanh(u)^2) -> 2 log 2 - 2|u|: linear where 1 - tanh^2 is 0 in float32
+    if abs(u) >= 20:
+        assert dist.log_tanh_slope(x).item() == pytest.approx(
+            2 * math.log(2) - 2 * abs(u), rel=1e-6
+        )
+
+
+# ----------------------------------------------------------------------------------------- sampling
+def test_gaussian_samples_have_the_right_moments():
+    n = 100_000
+    mean, log_std = torch.tensor([[1.0, -2.0]]).expand(n, 2), torch.tensor([0.5, -1.0])
+    x = dist.gaussian_sample(mean, log_std, dist.gaussian_noise((n, 2), keyed(0, 5, 0, 3)))
+    std = log_std.exp()
+    assert ((x.mean(0) - mean[0]).abs() < 4 * std / math.sqrt(n)).all()
+    assert ((x.std(0) / std - 1).abs() < 4 / math.sqrt(2 * n)).all()
+    assert abs(torch.corrcoef(x.T)[0, 1].item()) < 4 / math.sqrt(n)
+    # the Kolmogorov-Smirnov distance to the normal distribution, at the level of one in a thousand
+    rank = torch.arange(1, n + 1) / n
+    distance = (
+        (Normal(0.0, 1.0).cdf(((x[:, 0] - 1.0) / std[0]).sort().values) - rank).abs().max().item()
+    )
+    assert distance < 1.95 / math.sqrt(n)
+
+
+def test_categorical_samples_have_the_right_frequencies():
+    n, p = 100_000, torch.tensor([0.1, 0.2, 0.7])
+    action = dist.categorical_sample(
+        p.log().expand(n, 3) + 5.0, dist.categorical_noise((n, 3), keyed(0, "categorical"))
+    )
+    assert action.dtype == torch.int64 and action.shape == (n,)
+    frequency = action.bincount(minlength=3) / n
+    assert ((frequency - p).abs() < 4 * (p * (1 - p) / n).sqrt()).all()

@@ -1,0 +1,455 @@
+"""OpenVLA's files: action bins, prompts, statistics, and checkpoints of the published layout.
+
+All weights are random, because published ones were not available. This file has its own list of the
+names and shapes of a checkpoint, so that ``entries`` is not compared with itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.policies.vla import openvla, openvla_files, published_weights
+from embodied_ppo.policies.vla.openvla import OpenVLABody
+from embodied_ppo.policies.vla.openvla_files import ActionTokens
+from tests.policies.vla.test_openvla import CONFIG, STATS, P
+
+
+# ------------------------------------------------------------------------------------------ actions
+def test_bins_by_hand() -> None:
+    """The 256 edges are -1 + 2k/255.
+
+    x = 0 lies between e_127 = -1/255 and e_128 = 1/255, in bin 127 with the centre 0; the published
+    code has np.digitize = 128 and id 32000 - 128 = 31999 - 127 = 31872. x = -1 has 1 and id 31999
+    (bin 0, centre -254/255). x = 1 has 256 and id 31744 (bin 255) with the centre of bin 254.
+    """
+    tokens = ActionTokens.from_config(CONFIG)
+    assert tokens.dim == 3
+    # The third dimension is not normalised.
+    gripper = torch.tensor([[0.0, 0.0, x] for x in (-1.0, 0.0, 0.999, 1.0, 5.0)])
+    k = tokens.bins(gripper)[:, 2]
+    assert k.tolist() == [0, 127, 254, 255, 255]
+    assert (31999 - k).tolist() == [31999, 31872, 31745, 31744, 31744]
+    centers = torch.tensor([-254, 0, 254, 254, 254], dtype=torch.float64) / 255
+    torch.testing.assert_close(tokens.values(k), centers, rtol=0, atol=1e-12)
+
+
+def test_unnormalisation_by_hand() -> None:
+    """½ (254/255 + 1) (2 - -2) - 2 = 1.9921569 and ½ (-254/255 + 1) (1 - 0) + 0 = 1/510.
+
+    The third dimension is not normalised.
+    """
+    tokens = ActionTokens.from_config(CONFIG, "bridge_orig")
+    action = tokens.actions(torch.tensor([254, 0, 254], dtype=torch.uint8))
+    assert action.dtype == torch.float32
+    torch.testing.assert_close(
+        action, torch.tensor([1.9921569, 0.0019608, 0.9960784]), rtol=0, atol=1e-6
+    )
+    assert tokens.bins(action).tolist() == [254, 0, 254]
+    # 2 (1 - -2) / 4 - 1 = ½, 127.5 · ½ + 127.5 = 191.25; 2 · ¼ - 1 = -½, 127.5 - 63.75 = 63.75;
+    # outside: clipped
+    assert tokens.bins(torch.tensor([1.0, 0.25, -3.0])).tolist() == [191, 63, 0]
+
+
+def test_bins_agree_with_the_published_code() -> None:
+    """The published code uses numpy's linspace and digitize; only the last bin is not restored."""
+    tokens = ActionTokens.from_config(CONFIG)
+    edges = np.linspace(-1, 1, 256)
+    assert np.array_equal(tokens.edges.numpy(), edges)
+    x = np.random.default_rng(0).uniform(-1.1, 1.1, (5000, 3))
+    action = torch.from_numpy(x * [2, 0.5, 1] + [0, 0.5, 0])
+    assert np.array_equal(
+        31999 - tokens.bins(action)[:, 2].numpy(),
+        32000 - np.digitize(x.clip(-1, 1), edges)[:, 2],
+    )
+    every = torch.arange(256).unsqueeze(1).expand(-1, 3)
+    assert torch.equal(tokens.bins(tokens.actions(every)), every.clamp_max(254))
+
+
+@pytest.mark.parametrize(
+    ("stats", "key", "message"),
+    [
+        ({"a": {"action": STATS}, "b": {"action": STATS}}, None, "unnorm_key.*a, b"),
+        ({"bridge_orig": {"action": STATS}}, "bridge_org", "bridge_org.*bridge_orig"),
+        ({"a": {"action": {"mean": [0.0]}}}, "a", "q01.*mean"),
+        ({"a": {"action": STATS | {"q99": [math.nan, 1.0, 1.0]}}}, "a", "finite"),
+    ],
+)
+def test_invalid_statistics_are_refused(
+    stats: dict[str, Any], key: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ActionTokens.from_config(replace(CONFIG, norm_stats=stats), key)
+
+
+# ------------------------------------------------------------------------------------------- prompt
+def test_prompts() -> None:
+    texts = []
+
+    def tokenize(text: str) -> list[int]:
+        texts.append(text)
+        return [
+            1,
+            *(300 + len(word) for word in text.split()),
+            *([29871] if "cube" in text else []),
+        ]
+
+    ids, mask = openvla.encode_prompts(tokenize, ["Lift the CUBE", "push"], pad=32000)
+    assert texts[0] == "In: What action should the robot take to lift the cube?\nOut:"
+    assert ids.shape == mask.shape == (2, 14) and ids.dtype == torch.int64
+    assert ids[0].tolist()[0] == 1 and mask[0].all()
+    assert (
+        ids[1].tolist()[:3] == [32000, 32000, 1] and mask[1].tolist() == [False] * 2 + [True] * 12
+    )
+    assert ids[:, -1].tolist() == [29871, 29871] and (ids == 29871).sum() == 2  # once per row
+
+
+# --------------------------------------------------------------------------------------- checkpoint
+def tower_shapes(key: str, size: int, inner: int, layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that both vision transformers of timm have."""
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{key}.pos_embed": (1, P, size),
+        f"{key}.patch_embed.proj.weight": (size, 3, 7, 7),
+        f"{key}.patch_embed.proj.bias": (size,),
+        f"{key}.norm.weight": (size,),
+        f"{key}.norm.bias": (size,),
+    }
+    for i in range(layers):
+        for name, out, into in (
+            ("attn.qkv", 3 * size, size),
+            ("attn.proj", size, size),
+            ("mlp.fc1", inner, size),
+            ("mlp.fc2", size, inner),
+        ):
+            shapes |= {
+                f"{key}.blocks.{i}.{name}.weight": (out, into),
+                f"{key}.blocks.{i}.{name}.bias": (out,),
+            }
+        for name in ("norm1", "norm2"):
+            shapes |= {
+                f"{key}.blocks.{i}.{name}.weight": (size,),
+                f"{key}.blocks.{i}.{name}.bias": (size,),
+            }
+    return shapes
+
+
+def published_shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shape of every published key, in the sizes of CONFIG."""
+    dino, siglip = "vision_backbone.featurizer", "vision_backbone.fused_featurizer"
+    shapes = tower_shapes(dino, 16, 64, 3) | tower_shapes(siglip, 24, 40, 4)
+    shapes |= {f"{dino}.cls_token": (1, 1, 16), f"{dino}.reg_token": (1, 4, 16)}
+    for i in range(3):
+        shapes |= {
+            f"{dino}.blocks.{i}.ls1.scale_factor": (16,),
+            f"{dino}.blocks.{i}.ls2.scale_factor": (16,),
+        }
+    shapes |= {f"{siglip}.attn_pool.latent": (1, 1, 24)}
+    for name, out, into in (
+        ("q", 24, 24),
+        ("kv", 48, 24),
+        ("proj", 24, 24),
+        ("mlp.fc1", 40, 24),
+        ("mlp.fc2", 24, 40),
+    ):
+        shapes |= {
+            f"{siglip}.attn_pool.{name}.weight": (out, into),
+            f"{siglip}.attn_pool.{name}.bias": (out,),
+        }
+    shapes |= {f"{siglip}.attn_pool.norm.weight": (24,), f"{siglip}.attn_pool.norm.bias": (24,)}
+    for name, out, into in (("fc1", 160, 40), ("fc2", 32, 160), ("fc3", 32, 32)):
+        shapes |= {f"projector.{name}.weight": (out, into), f"projector.{name}.bias": (out,)}
+    llama = "language_model.model"
+    shapes |= {
+        f"{llama}.embed_tokens.weight": (32064, 32),
+        "language_model.lm_head.weight": (32064, 32),
+    }
+    shapes |= {f"{llama}.norm.weight": (32,)}
+    for i in range(3):
+        for name, out, into in (
+            ("self_attn.q_proj", 32, 32),
+            ("self_attn.k_proj", 16, 32),
+            ("self_attn.v_proj", 16, 32),
+            ("self_attn.o_proj", 32, 32),
+            ("mlp.gate_proj", 48, 32),
+            ("mlp.up_proj", 48, 32),
+            ("mlp.down_proj", 32, 48),
+        ):
+            shapes[f"{llama}.layers.{i}.{name}.weight"] = (out, into)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{llama}.layers.{i}.{name}.weight"] = (32,)
+    return shapes
+
+
+def synthetic(seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(shape, generator=g) * 0.3 for key, shape in published_shapes().items()}
+
+
+def config_json() -> dict[str, Any]:
+    """Return the fields of openvla-7b, with other sizes in our field vision_sizes."""
+    return {
+        "arch_specifier": "no-align+fused-gelu-mlp",
+        "architectures": ["OpenVLAForActionPrediction"],
+        "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"},
+        "hf_llm_id": "meta-llama/Llama-2-7b-hf",
+        "image_resize_strategy": "resize-naive",
+        "image_sizes": [224, 224],
+        "llm_backbone_id": "llama2-7b-pure",
+        "llm_max_length": 2048,
+        "model_type": "openvla",
+        "n_action_bins": 256,
+        "norm_stats": {"bridge_orig": {"action": STATS}},
+        "output_projector_states": False,
+        "pad_to_multiple_of": 64,
+        "pad_token_id": 32000,
+        "text_config": {"model_type": "llama", "torch_dtype": "bfloat16", **CONFIG.text},
+        "timm_model_ids": [
+            "vit_large_patch14_reg4_dinov2.lvd142m",
+            "vit_so400m_patch14_siglip_224",
+        ],
+        "torch_dtype": "bfloat16",
+        "use_fused_vision_backbone": True,
+        "vision_backbone_id": "dinosiglip-vit-so-224px",
+        "vision_sizes": {
+            "dino": vars(CONFIG.dino),
+            "siglip": vars(CONFIG.siglip),
+            "image_size": 28,
+        },
+    }
+
+
+def checkpoint(folder: Path, tensors: dict[str, Tensor] | None = None, **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json() | fields))
+    save_file(
+        synthetic() if tensors is None else tensors,
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+def timm_block(x: Tensor, t: dict[str, Tensor], block: str, heads: int) -> Tensor:
+    """Compute timm's layer: x += ls1·attention(norm1 x); x += ls2·mlp(norm2 x)."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, t[f"{block}.{name}.weight"], t[f"{block}.{name}.bias"])
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(
+            x, x.shape[-1:], t[f"{block}.{name}.weight"], t[f"{block}.{name}.bias"], 1e-6
+        )
+
+    n, size = x.shape[-2:]
+    q, k, v = (
+        linear("attn.qkv", norm("norm1", x)).view(len(x), n, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    )
+    p = (q @ k.transpose(-1, -2) * (size // heads) ** -0.5).softmax(-1)
+    h = linear("attn.proj", (p @ v).transpose(1, 2).flatten(2))
+    x = x + h * t.get(f"{block}.ls1.scale_factor", 1.0)
+    h = linear("mlp.fc2", F.gelu(linear("mlp.fc1", norm("norm2", x))))
+    return x + h * t.get(f"{block}.ls2.scale_factor", 1.0)
+
+
+@torch.no_grad()
+def test_loaded_towers_agree_with_timm(tmp_path: Path) -> None:
+    """Compute the towers from published tensors, with class and register tokens first."""
+    body, t = openvla_files.load(checkpoint(tmp_path)), synthetic()
+    pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(3))
+    features = []
+    for key, x, heads, blocks in (
+        ("featurizer", pixels[:, :3], 2, 3),
+        ("fused_featurizer", pixels[:, 3:], 3, 4),
+    ):
+        key = f"vision_backbone.{key}"
+        x = F.conv2d(
+            x, t[f"{key}.patch_embed.proj.weight"], t[f"{key}.patch_embed.proj.bias"], stride=7
+        )
+        x = x.flatten(2).transpose(1, 2) + t[f"{key}.pos_embed"]
+        if key.endswith(".featurizer"):
+            x = torch.cat(
+                (
+                    t[f"{key}.cls_token"].expand(2, -1, -1),
+                    t[f"{key}.reg_token"].expand(2, -1, -1),
+                    x,
+                ),
+                dim=1,
+            )
+        for i in range(blocks - 1):
+            x = timm_block(x, t, f"{key}.blocks.{i}", heads)
+        features.append(x[:, -P:])
+    torch.testing.assert_close(
+        body.features(pixels), torch.cat(features, dim=-1), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Loading and saving keeps keys, bits and the other files."""
+    tensors = {key: value.to(dtype) for key, value in synthetic().items()}
+    source, written = checkpoint(tmp_path / "a", tensors), tmp_path / "b"
+    entries = openvla_files.entries(openvla_files.load(source, dtype=dtype))
+    published_weights.save(entries, source, written, openvla_files.rename)
+    again = load_file(tmp_path / "b" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(
+        again[key].dtype == dtype and torch.equal(again[key], tensors[key]) for key in tensors
+    )
+    assert json.loads((written / "config.json").read_text()) == config_json()
+    assert {file.name for file in written.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_published_configuration_and_sizes() -> None:
+    """openvla-7b has 256 patches of 14 pixels."""
+    raw = config_json() | {
+        "text_config": {"model_type": "llama", "pad_token_id": 32000, "vocab_size": 32064}
+    }
+    del raw["vision_sizes"]
+    config = openvla_files.read_config(raw)
+    assert config.grid**2 == 256 and config.vocab_size == 32000
+    assert (config.dino.hidden_size, config.dino.layers, config.dino.heads) == (1024, 24, 16)
+    assert (config.siglip.hidden_size, config.siglip.layers, config.siglip.intermediate_size) == (
+        1152,
+        27,
+        4304,
+    )
+    with torch.device("meta"):
+        body = OpenVLABody(config)
+    keys = [key for key in openvla_files.entries(body) if not key.startswith("language_model.")]
+    assert len(keys) == 6 + 7 + 24 * 14 + 5 + 27 * 12 + 13
+    assert sum(p.numel() for p in body.parameters()) == 7_541_237_184 + 1024
+
+
+def test_shards_and_timm_names_of_layer_scales(tmp_path: Path) -> None:
+    """The index names the files; in timm ``scale_factor`` is called ``gamma``."""
+    tensors = {key.replace("scale_factor", "gamma"): value for key, value in synthetic().items()}
+    names = sorted(tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config_json()))
+    file_of_key = {
+        name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)
+    }
+    for file in set(file_of_key.values()):
+        save_file(
+            {name: tensors[name] for name in names if file_of_key[name] == file}, tmp_path / file
+        )
+    index = {"metadata": {}, "weight_map": file_of_key}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = openvla_files.load(tmp_path).state_dict()
+    expected = openvla_files.load(checkpoint(tmp_path / "one")).state_dict()
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match="model-00002-of-00002"):
+        openvla_files.load(tmp_path)
+
+
+def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(synthetic(), tmp_path / "outside.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_json()))
+    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(synthetic(), name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ConfigError, match="outside"):
+            openvla_files.load(folder)
+
+
+def test_dataset_statistics_override_config(tmp_path: Path) -> None:
+    statistics = {
+        "libero_spatial": {"action": STATS},
+        "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}},
+    }
+    (checkpoint(tmp_path) / "dataset_statistics.json").write_text(json.dumps(statistics))
+    assert openvla_files.load(tmp_path).config.norm_stats == statistics
+
+
+def test_preprocessor_means_override_those_of_imagenet(tmp_path: Path) -> None:
+    """White is (1 - mean) / std; openvla-7b's means and deviations are rounded to bfloat16."""
+    means, stds = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
+    side = CONFIG.image_size
+    fields = {
+        "image_resize_strategy": "resize-naive",
+        "input_sizes": [[3, side, side]] * 2,
+        "interpolations": ["bicubic"] * 2,
+        "means": [means, (0.25, 0.5, 0.5)],
+        "stds": [stds, (0.5, 0.5, 0.25)],
+    }
+    file = checkpoint(tmp_path) / "preprocessor_config.json"
+    file.write_text(json.dumps(fields))
+    body = openvla_files.load(tmp_path)
+    white = body.pixels(torch.full((1, 3, side, side), 255, dtype=torch.uint8))[0, :, 0, 0]
+    expected = [(1 - m) / s for m, s in zip(means, stds, strict=True)] + [1.5, 1.0, 2.0]
+    torch.testing.assert_close(white, torch.tensor(expected))
+    file.write_text(json.dumps(fields | {"image_resize_strategy": "letterbox"}))
+    with pytest.raises(ConfigError, match=r"image_resize_strategy.*letterbox"):
+        openvla_files.load(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- errors
+def without(*keys: str) -> dict[str, Tensor]:
+    return {key: value for key, value in synthetic().items() if key not in keys}
+
+
+DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (without("projector.fc3.bias"), r"missing.*projector\.fc3\.bias"),
+        (synthetic() | {"action_head.fc.weight": torch.zeros(2)}, r"action_head\.fc\.weight"),
+        (
+            synthetic() | {f"{DINO_BLOCK}.attn.qkv.weight": torch.zeros(48, 15)},
+            r"qkv\.weight \[48, 15\].*\[48, 16\]",
+        ),
+    ],
+)
+def test_wrong_weights_are_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.checkpoint=\S+: .*" + message):
+        openvla_files.load(checkpoint(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vision_backbone_id": "siglip-vit-so400m"}, "vision_backbone_id=siglip-vit-so400m"),
+        ({"text_config": {"model_type": "mistral"}}, r"text_config\.model_type=mistral.*llama"),
+        ({"n_action_bins": "many"}, "many"),
+    ],
+)
+def test_invalid_configurations_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"model.checkpoint=\S+: .*" + message):
+        openvla_files.load(checkpoint(tmp_path, {}, **fields))
+
+
+def test_invalid_directories_are_refused(tmp_path: Path) -> None:
+    def refused(text: str) -> None:
+        with pytest.raises(ConfigError, match=rf"model\.checkpoint={tmp_path}.*{text}"):
+            openvla_files.load(tmp_path)
+
+    refused(r"config\.json")
+    checkpoint(tmp_path)
+    (tmp_path / "action_head--150000_checkpoint.pt").touch()
+    refused("action_head--150000_checkpoint")
+    (tmp_path / "action_head--150000_checkpoint.pt").unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    refused("SafetensorError")
+    (tmp_path / "model.safetensors").unlink()
+    refused(r"model\.safetensors")
+    (tmp_path / "config.json").write_text("{")
+    refused(r"config\.json")

@@ -1,0 +1,579 @@
+"""mode=reasoning on the command line: train, resume, evaluate, export, graders, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from run_helpers import run_command
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from embodied_ppo.commands import main
+from embodied_ppo.data import synthetic_tasks
+from embodied_ppo.options import loader
+from embodied_ppo.options.schema import Config
+from embodied_ppo.policies import language_models
+from embodied_ppo.rollout import language_inputs
+from embodied_ppo.rollout.rewards import reward_model
+from embodied_ppo.training import checkpoint, progress
+from tests.integration.test_resume import assert_same, contents, rows, wait_for
+from tests.training.test_logging import LANGUAGE_ONLY
+
+Capture = pytest.CaptureFixture[str]
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+SIZES |= {"intermediate_size": 32}
+SMALL = [
+    *(f"actor.model.architecture.{name}={size}" for name, size in SIZES.items()),
+    "warm_start.steps=2",
+    "warm_start.batch_size=8",
+    "algorithm.rollout_batch_size=8",
+    "algorithm.global_batch_size=4",
+    "evaluation.episodes=8",
+    "updates=2",
+    "eval_every=0",
+    "device=cpu",
+]
+TINY = ["experiment=arithmetic", *SMALL]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_problems() -> Iterator[None]:
+    """Use few problems: integration/test_experiments.py reads all ten thousand of a task."""
+    few = {
+        name: replace(task, train=20, held_out=16) for name, task in synthetic_tasks.TASKS.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic_tasks, "TASKS", few)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+
+def train(capsys: Capture, *options: object) -> dict[str, Any]:
+    return run_command(capsys, "train", *TINY, "run_dir=run", *options)
+
+
+def refusal(capsys: Capture, command: str, *options: object) -> str:
+    """Run a command that is refused; return its one line, and check that no file was written."""
+    capsys.readouterr()
+    before = sorted(Path.cwd().rglob("*"))
+    assert main.main([command, *map(str, options)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert sorted(Path.cwd().rglob("*")) == before
+    return err
+
+
+def log(run_dir: str = "run") -> str:
+    return Path(run_dir, "log.txt").read_text()
+
+
+def write_lines(name: str, items: list[dict[str, Any]]) -> Path:
+    path = Path(name).resolve()
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+# -------------------------------------------------------------------------------------------- train
+def test_run_writes_all_files(capsys: Capture) -> None:
+    summary = train(capsys)
+    assert summary == json.loads(Path("run/summary.json").read_text())
+    assert summary["updates"] == 2 and "env_steps" not in summary
+    assert 2 * 8 <= summary["tokens"] <= 2 * 8 * 4
+    for name in ("tokens_per_s", "cpu_us_per_token"):
+        assert summary[name] > 0
+    assert set(summary["cpu_us_per_token_by_phase"]) == {
+        "generate",
+        "grade",
+        "advantages",
+        "update",
+        "other",
+    }
+    assert 0 <= summary["initial_success"] <= 1 and 0 <= summary["final_success"] <= 1
+    stored = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert stored["actor"]["model"]["architecture"]["hidden_size"] == 16 and "env" not in stored
+    metrics = rows(Path("run"))
+    assert [row["update"] for row in metrics] == [0, 1, 2]
+    assert all("tokens" in row and "env_steps" not in row for row in metrics)
+    assert metrics[-1]["tokens"] == summary["tokens"]
+    assert {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"} <= metrics[
+        1
+    ].keys()
+    assert "eval/accuracy" in metrics[0] and "eval/accuracy" in metrics[2]
+    events = EventAccumulator(summary["tensorboard"]).Reload()
+    assert "eval/accuracy" in events.Tags()["scalars"]
+    (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("samples"))
+    table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+    assert "ground&#95;truth" in table and re.search(r"\d\d\+\d\d=", table)
+    assert (
+        Path(summary["checkpoint"]).name
+        == "step_000002"
+        == Path("run/checkpoints/latest").resolve().name
+    )
+    assert (
+        Path(summary["report"]).name == "report.html"
+        and "tokens" in Path(summary["report"]).read_text()
+    )
+    report = json.loads(Path(summary["report_json"]).read_text())
+    assert list(report["tasks"]) == ["arithmetic"]
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic"),
+    [("adaptive", "constant"), ("adaptive_linear", "linear"), ("cosine", "cosine")],
+)
+def test_learning_rate_of_critic_is_not_adapted(actor: Any, critic: str) -> None:
+    config = Config()
+    algorithm = replace(config.algorithm, lr_schedule=actor)
+    assert language_models.critic_config(algorithm, config.critic).lr_schedule == critic
+
+
+STATEFUL_OPTIONS = [
+    "algorithm.adv_type=rloo",
+    "algorithm.group_size=2",
+    "algorithm.reward_norm=running",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=50",
+    "algorithm.entropy_bonus=0.01",
+    "algorithm.entropy_target=0.5",
+    "algorithm.lr_schedule=adaptive",
+    "algorithm.lr=1e-3",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], STATEFUL_OPTIONS], ids=["plain", "stateful"])
+def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Capture) -> None:
+    """Train four updates on 8 of 20 prompts: the first epoch ends after resuming."""
+    # A reward that differs between responses, so that the weights change.
+    Path("even.py").write_text(
+        "def compute_score(solution_str, **_):\n    return sum(c in '02468' for c in solution_str)"
+    )
+    options = [
+        *options,
+        "eval_every=2",
+        "save_every=2",
+        f"reward.grader={Path('even.py').resolve()}:compute_score",
+        "reward.workers=0",
+    ]
+    train(capsys, *options, "updates=4", "run_dir=full")
+    train(capsys, *options, "updates=2", "run_dir=halves")
+    run_command(capsys, "train", "resume=halves", "updates=4")
+    for a, b in zip(contents(Path("full"), 4), contents(Path("halves"), 4), strict=True):
+        assert_same(a, b)
+    metrics = rows(Path("full"))
+    assert metrics == rows(Path("halves"))
+    assert [row["rollout/epoch"] for row in metrics[1:]] == [0.4, 0.8, 1.2, 1.6]
+    weights = [contents(Path("full"), update)[0] for update in (2, 4)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    if options[0] in STATEFUL_OPTIONS:
+        for tag in ("kl/coef", "policy/entropy_coef", "policy/lr"):
+            assert metrics[-2][tag] != metrics[-1][tag], tag
+
+
+@pytest.mark.slow
+def test_interrupt_saves_a_checkpoint_that_resumes(capsys: Capture) -> None:
+    flags = [*TINY, "run_dir=run", "updates=100000", "save_every=5", "reward.workers=0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied_ppo.commands.main", "train", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(Path("run/checkpoints/latest"), process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (
+        process.returncode == 130 and "continue with resume=run" in err and "Traceback" not in err
+    ), err
+    newest = checkpoint.newest_valid(Path("run"))
+    assert newest is not None and newest.update == rows(Path("run"))[-1]["update"], (
+        "the last update was saved"
+    )
+    with pytest.MonkeyPatch.context() as patch:  # the subprocess has all problems
+        patch.setattr(synthetic_tasks, "TASKS", {t.name: t for t in synthetic_tasks._TASKS})
+        assert (
+            run_command(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"]
+            == newest.update + 1
+        )
+
+
+# -------------------------------------------------------------------------------- files and weights
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def questions(part: str, count: int) -> list[dict[str, str]]:
+    """Return rows in the layout of GSM8K; some questions are long."""
+    rows = []
+    for i in range(count):
+        crates, days = i + {"train": 10, "test": 1000}[part], i % 7 + 2
+        question = f"Ida packs {crates} crates a day.{' She likes it.' * (i % 40)} How many in"
+        steps = f"{crates}*{days}=<<{crates}*{days}={crates * days}>>{crates * days:,}"
+        answer = f"{steps}\n#### {crates * days:,}"
+        rows.append({"question": f"{question} {days} days?", "answer": answer})
+    return rows
+
+
+def save_model(folder: Path, texts: list[str], seed: int = 0, **sizes: Any) -> Path:
+    """Write a model like Qwen2.5: random weights, a byte-level tokenizer of ``texts``, ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=special[0], eos_token=special[2]
+    )
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    fields = {
+        **SIZES,
+        "max_position_embeddings": 512,
+        "vocab_size": 416,
+        "eos_token_id": 2,
+        **sizes,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(folder)
+    return folder.resolve()
+
+
+def gsm8k() -> tuple[list[str], Path]:
+    """Return options that train a tiny model on GSM8K, and the model's directory."""
+    train_rows, test_rows = questions("train", 60), questions("test", 12)
+    model = save_model(
+        Path("model"), [row[key] for row in train_rows for key in ("question", "answer")]
+    )
+    options = [
+        "experiment=gsm8k_qwen2_5_0_5b",
+        f"actor.model.path={model}",
+        f"data.train=[{write_lines('train.jsonl', train_rows)}]",
+        f"data.eval=[{write_lines('test.jsonl', test_rows)}]",
+        "actor.model.dtype=float32",
+        "algorithm.rollout_batch_size=8",
+        "algorithm.global_batch_size=4",
+        "algorithm.prompt_length=200",
+        "algorithm.response_length=12",
+        "algorithm.micro_batch_tokens=1000",
+        "evaluation.episodes=6",
+        "updates=1",
+        "device=cpu",
+        "run_dir=run",
+    ]
+    return options, model
+
+
+@pytest.mark.slow
+def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options, model = gsm8k()
+    summary = run_command(capsys, "train", *options)
+    assert summary["updates"] == 1 and summary["final_success"] is not None
+    counts = re.search(
+        r"data: (\d+) prompts of data.train=\S+; (\d+) longer than algorithm.prompt_length=200 were"
+        r" left",
+        log(),
+    )
+    assert counts and int(counts[1]) + int(counts[2]) == 60 and int(counts[1]) > 0 < int(counts[2])
+    row = rows(Path("run"))[-1]
+    assert row["rollout/grader_failures"] == 0 and row["kl/to_reference"] == pytest.approx(
+        0, abs=1e-4
+    )
+    samples = json.loads(Path(summary["report_json"]).read_text())
+    assert list(samples["tasks"]) == ["openai/gsm8k"]
+
+    result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=6", "out=report")
+    assert result["eval/accuracy"] == summary["final_success"] and result["eval/length"] <= 12
+
+    result = run_command(capsys, "export", "checkpoint=run", "out=exported")
+    assert result["logit_difference"] == 0
+    Path("new").touch()
+    assert {file.stat().st_mode for file in Path("exported").iterdir()} == {
+        Path("new").stat().st_mode
+    }, "permissions follow the umask"
+    exported = AutoModelForCausalLM.from_pretrained("exported", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = loader.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))
+    policy = language_models.make_policy(
+        config, language_inputs.make_tokenizer(config), torch.device("cpu")
+    )
+    policy.load_state_dict(contents(Path("run"), 1)[0])
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, policy.model(ids).logits)
+        assert not torch.equal(exported(ids).logits, before(ids).logits), "training changes it"
+    written, original = (AutoTokenizer.from_pretrained(folder) for folder in ("exported", model))
+    assert (
+        written.chat_template == CHAT
+        and written("Ida packs 12")["input_ids"] == original("Ida packs 12")["input_ids"]
+    )
+    assert "out=" in refusal(capsys, "export", "checkpoint=run", "out=exported")
+
+
+@pytest.mark.slow
+def test_every_tag_is_documented(capsys: Capture) -> None:
+    """docs/metrics.md has a row for each tag of this mode.
+
+    training/test_logging.py checks the opposite direction for robots.
+    """
+    options = [
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.use_kl_loss=true",
+        "algorithm.entropy_target=0.5",
+    ]
+    options += ["algorithm.off_policy_correction=token", "reward.format='[0-9]*'", "evaluation.n=4"]
+    train(capsys, *options, "evaluation.deterministic=false", "algorithm.entropy_bonus=0.01")
+    board = EventAccumulator("run/tensorboard").Reload()
+    written = set(board.Tags()["scalars"]) | {"samples"}
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    documented = re.findall(r"^\| `([^`]+)`", text, re.M)
+    patterns = [re.sub("<[kn]>", r"\\d+", re.escape(tag)) for tag in documented]
+    patterns = [pattern.replace("<name>", ".+") for pattern in patterns]
+    assert not {tag for tag in written if not any(re.fullmatch(p, tag) for p in patterns)}
+    missing = {
+        tag for tag in LANGUAGE_ONLY if "<" not in tag and not tag.startswith("hparam")
+    } - written
+    assert not missing
+
+
+@pytest.mark.slow
+def test_missing_files_and_directories_are_refused(capsys: Capture) -> None:
+    options, _ = gsm8k()
+    for change, named in (
+        ("data.train=[trian.jsonl]", r"data\.train.*trian\.jsonl.*train\.jsonl"),
+        ("actor.tokenizer=nowhere", r"actor\.tokenizer.*nowhere"),
+        (f"critic.model.path={Path.cwd()}", r"critic\.model\.path.*config\.json"),
+        ("algorithm.response_length=500", "response_length.*500.*512"),
+    ):
+        assert re.search(named, refusal(capsys, "train", *options, change)), change
+
+
+# ----------------------------------------------------------------------------------------- evaluate
+@pytest.mark.slow
+def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(capsys)
+
+    def measure(*options: object) -> dict[str, Any]:
+        result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=8", *options)
+        return {tag: x for tag, x in result.items() if tag.startswith("eval/")}
+
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    assert (
+        main.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
+    )
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert lines[0].startswith("responses 0/16  ") and lines[-1] == "responses 16/16  0 s left"
+    first = measure("out=first")
+    assert first == measure("out=second") == measure("seed=7") and "eval/pass@2" not in first
+    assert json.loads(Path("first/report.json").read_text())["deterministic"]
+    many = measure("n=4", "deterministic=false")
+    assert {"eval/pass@2", "eval/pass@4", "eval/maj@4"} <= many.keys()
+    assert many != measure("n=4", "deterministic=false", "seed=1")
+    assert measure("response_length=2")["eval/length"] <= 2
+    problems = [
+        {"prompt": f"{i}+{i}=", "answer": f"{2 * i:03d}"[::-1], "data_source": "arithmetic"}
+        for i in (10, 11)
+    ]
+    other = write_lines("other.jsonl", problems)
+    measure(f"data=[{other}]", "out=other")
+    assert json.loads(Path("other/report.json").read_text())["tasks"]["arithmetic"]["episodes"] == 2
+    assert "num_envs = 3" in refusal(capsys, "evaluate", "checkpoint=run", "num_envs=3")
+    assert "nowhere" in refusal(capsys, "evaluate", "checkpoint=run", "data=[nowhere.jsonl]")
+    assert "deterministic = true" in refusal(capsys, "evaluate", "checkpoint=run", "n=4")
+
+
+def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:
+    sizes = [
+        "env.num_envs=2",
+        "algorithm.horizon=4",
+        "algorithm.global_batch_size=8",
+        "evaluation.episodes=1",
+    ]
+    run_command(
+        capsys,
+        "train",
+        "experiment=cartpole",
+        *sizes,
+        "updates=1",
+        "run_dir=robot",
+        "evaluation.video_episodes=0",
+    )
+    for option in ("data=[x.jsonl]", "n=2", "temperature=0.5"):
+        line = refusal(capsys, "evaluate", "checkpoint=robot", "deterministic=false", option)
+        assert f"{option.partition('=')[0]} = " in line
+
+
+# ------------------------------------------------------------------------ graders and reward models
+GRADERS = """
+import asyncio, time
+
+def sync(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str)
+
+async def asynchronous(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return {"score": len(solution_str), "acc": True}
+
+def crashes(data_source, solution_str, ground_truth, extra_info=None):
+    if int(ground_truth[0]) % 2:
+        raise RuntimeError("it is odd")
+    return 1.0
+
+def hangs(data_source, solution_str, ground_truth, extra_info=None):
+    if int(ground_truth[0]) % 2:
+        time.sleep(60)
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sync", "asynchronous"])
+def test_user_defined_grader(name: str, capsys: Capture) -> None:
+    Path("graders.py").write_text(GRADERS)
+    summary = train(capsys, f"reward.grader={Path('graders.py').resolve()}:{name}", "updates=1")
+    last = rows(Path("run"))[-1]
+    assert (
+        last["rollout/grader_failures"] == 0
+        and last["rollout/return"] >= last["rollout/length"] - 1
+    )
+    assert summary["final_return"] == last["eval/return"] > 1
+    assert ("rollout/success" in last) == (name == "asynchronous") and (
+        last["eval/accuracy"] == 1
+    ) >= (name == "asynchronous")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")],
+)
+def test_failing_grader_affects_only_its_samples(name: str, cause: str, capsys: Capture) -> None:
+    Path("graders.py").write_text(GRADERS)
+    options = ["evaluation.episodes=1"]
+    if name == "hangs":
+        options += ["reward.workers=1", "reward.timeout_s=0.2", "algorithm.rollout_batch_size=4"]
+    train(capsys, f"reward.grader={Path('graders.py').resolve()}:{name}", *options)
+    metrics = rows(Path("run"))[1:]
+    size = 4 if name == "hangs" else 8
+    for row in metrics:
+        assert 0 < row["rollout/grader_failures"] < size
+        assert row["rollout/return"] == 1, "the mean of the graded ones"
+    assert len(metrics) == 2
+    assert log().count("reward: a response could not be graded") == 1 and cause in log()
+
+
+RLHF = [
+    "experiment=rlhf_tiny",
+    *SMALL,
+    "reward.model.pairs=40",
+    "reward.model.steps=4",
+    "reward.model.batch_size=8",
+]
+
+
+@pytest.mark.slow
+def test_reward_model_is_trained_before_ppo(capsys: Capture) -> None:
+    summary = run_command(capsys, "train", *RLHF, "run_dir=run")
+    assert "reward model: learns from 40 preferences of task arithmetic" in log()
+    assert re.search(r"reward model: \d+\.\d % of held-out preferences right", log())
+    row = rows(Path("run"))[-1]
+    assert row["kl/to_reference"] != 0 and row["kl/coef"] == 0.5
+    training = contents(Path("run"), 2)[1]["learner"]
+    assert training["reference"] is not None and training["critic_weights"] is not None
+    # The return is the model's score, success is the rule's.
+    assert row["eval/return"] == summary["final_return"] != summary["final_success"]
+    assert row["eval/accuracy"] == summary["final_success"]
+
+
+@pytest.mark.slow
+def test_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
+    options = [*RLHF, "eval_every=1"]
+    run_command(capsys, "train", *options, "run_dir=full")
+    run_command(capsys, "train", *options, "run_dir=halves", "updates=1")
+    run_command(capsys, "train", "resume=halves", "updates=2")
+    assert rows(Path("full")) == rows(Path("halves"))
+
+
+@pytest.mark.slow
+def test_reward_model_by_path(capsys: Capture) -> None:
+    """The model has one label, so every response gets the offset of its configuration."""
+    architecture = {
+        **yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())["actor"][
+            "model"
+        ]
+    }
+    model = reward_model.new({**architecture["architecture"], **SIZES})
+    model.config.reward_offset = -3.0
+    model.save_pretrained("reward_model")
+    synthetic_tasks.tokenizer().save_pretrained("reward_model")
+    summary = train(capsys, f"reward.model.path={Path('reward_model').resolve()}")
+    assert summary["initial_return"] == summary["final_return"] == pytest.approx(3.0)
+    assert summary["final_success"] < 1
+    result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=8")
+    assert (
+        result["eval/return"] == pytest.approx(3.0)
+        and result["eval/accuracy"] == summary["final_success"]
+    )
+
+
+# ------------------------------------------------------------------------------------------- critic
+def test_critic_warmup_does_not_change_the_actor(capsys: Capture) -> None:
+    cold = [option for option in TINY if not option.startswith("warm_start.")] + [
+        "warm_start.steps=0"
+    ]
+    run_command(
+        capsys,
+        "train",
+        *cold,
+        "run_dir=run",
+        "algorithm.critic_warmup=1",
+        "save_every=1",
+        "algorithm.weight_decay=0.1",
+    )
+    config = loader.load(Config, yaml.safe_load(Path("run/config.yaml").read_text()))
+    fresh = language_models.make_policy(
+        config, synthetic_tasks.tokenizer(), torch.device("cpu")
+    ).state_dict()
+    (first, training), (second, _) = (contents(Path("run"), update) for update in (1, 2))
+    assert first.keys() == fresh.keys() and all(
+        torch.equal(first[name], fresh[name]) for name in fresh
+    )
+    assert any(not torch.equal(second[name], fresh[name]) for name in fresh)
+    critic = training["learner"]["critic_weights"]
+    trunk = "decoder.base.embed_tokens.weight"
+    assert not torch.equal(critic[trunk], fresh["model.model.embed_tokens.weight"])

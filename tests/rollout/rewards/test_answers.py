@@ -1,0 +1,123 @@
+"""Final answers as people and policies write them: a table of results, and linear time."""
+
+from __future__ import annotations
+
+import random
+import time
+from decimal import Decimal
+
+from embodied_ppo.rollout.rewards.answers import final_statement, read_number
+from embodied_ppo.rollout.rewards.graders import gsm8k_numeric
+
+# What follows the marker -> the number that it states, or None where it is no answer.
+NUMERIC: dict[str, str | None] = {
+    # ways to write one number
+    " 12": "12",
+    " 12.": "12",
+    " -12": "-12",
+    " \N{MINUS SIGN}12": "-12",
+    " -0.0": "0",
+    " .5": "0.5",
+    " 1,234": "1234",
+    " 1\N{NO-BREAK SPACE}234\N{NO-BREAK SPACE}567": "1234567",
+    r" $1{,}234$": "1234",
+    # labels before it
+    " x = 12": "12",
+    " Final answer:\n42": "42",
+    # currency, percent and units
+    " $-12": "-12",
+    " $12/hour": "12",
+    " 12%": "12",
+    " 12 apples a day.": "12",
+    # markup
+    " **12**": "12",
+    r" $\boxed{12}$": "12",
+    " 12</answer>": "12",
+    # the statement ends with its paragraph, and the last marker with a number counts
+    " 12\n\nCheck: 3 * 4 = 12.": "12",
+    " 12\n#### done": "12",
+    # several numbers, lists and alternatives
+    " 12 or 7": None,
+    " 12 7": None,
+    " 1,234,5": None,
+    # operators, equations and fractions
+    " 12^2": None,
+    " 12/5": None,
+    " 12 and a half": None,
+    r" \frac{1}{2}": None,
+    # ranges, approximations and negations
+    " 12-15": None,
+    " ~12": None,
+    " about 12": None,
+    " - 12": None,
+    # magnitudes
+    " 12 million": None,
+    " 12 M": None,
+    # no number
+    "": None,
+    " nan": None,
+    " １２": None,
+}
+
+
+def graded(answer: str, truth: str) -> tuple[float, str | None, bool]:
+    result = gsm8k_numeric(solution_str=f"3 * 4 = 12, so\n####{answer}", ground_truth=truth)
+    return result["score"], result["pred"], result["format"]
+
+
+def test_numeric_answers() -> None:
+    for answer, number in NUMERIC.items():
+        for truth in {"12", "7", "36", "1234", number or "12"}:
+            expected = float(truth == number), number, number is not None
+            assert graded(answer, truth) == expected, answer
+
+
+def test_random_numbers_in_every_format() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        value = Decimal(rng.randrange(10 ** rng.randrange(1, 13))) / rng.choice((1, 1, 10, 100))
+        sign = rng.choice(("", "-"))
+        for written in (f"{value:f}", f"{value:,f}", f"{value:,f}".replace(",", " ")):
+            for text in (
+                sign + written,
+                f"x = {sign}{written}",
+                f"{sign}${written}.",
+                f"{sign}{written} apples",
+            ):
+                number = read_number(text)
+                assert number is not None and Decimal(number) == Decimal(f"{sign}{value}"), text
+                assert read_number(f"{text} or {rng.randrange(100)}") is None, text
+
+
+REPEATED = [
+    "9",
+    "1 ",
+    "1,",
+    "1,234",
+    ",234",
+    ".",
+    "#",
+    "#### 1",
+    "#### ",
+    "\n",
+    " ",
+    "a ",
+    "a",
+    "-",
+]
+REPEATED += ["**", "<", "<b>", "\\", "{", "\\boxed{", "$", "_", "١", "\n \n", "/a", "-ab", "!"]
+
+
+def test_reading_takes_linear_time() -> None:
+    """The time for repetitive responses is proportional to their length."""
+    for text in REPEATED:
+        text = text * (20_000 // len(text))
+        start = time.process_time()
+        for response in (f"#### {text}", f"#### 12{text}", f"#### {text}12 ^", f"{text}#### 12"):
+            gsm8k_numeric(solution_str=response, ground_truth="12")
+        assert time.process_time() - start < 2, text[:9]
+
+
+def test_final_statement_is_one_paragraph() -> None:
+    assert final_statement("#### a\n\nb 1\nc\n\nd 2") == " a\n\nb 1\nc"
+    assert final_statement("no marker 1") is None and final_statement("#### a\n#### b") is None

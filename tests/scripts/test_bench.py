@@ -1,0 +1,156 @@
+"""Tests of the benchmark: time limits, stored figures, and parts with small sizes on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench
+import bench_models
+import pytest
+import torch
+from run_helpers import processes_ended
+
+CPU = torch.device("cpu")
+
+
+class Lines(list[dict[str, Any]]):
+    """Lines of a part."""
+
+    @property
+    def part(self) -> bench.Part:
+        return bench.Part(self.append, tiny=True)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {line["figure"]: line["value"] for line in self if "figure" in line}
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return {line["failure"]: line["message"] for line in self if "failure" in line}
+
+
+@pytest.mark.slow
+def test_time_limit_ends_a_part_with_its_children() -> None:
+    """The grandchild is in a session of its own; lines before the limit arrive."""
+    code = (
+        "import subprocess, sys, time\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "print(subprocess.Popen(sleep, start_new_session=True).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    lines: list[str] = []
+    reason = bench.run_part([sys.executable, "-c", code], 3.0, lines.append)
+    assert reason == "not finished after 3 s"
+    (pid,) = map(int, lines)
+    assert processes_ended(pid)
+
+
+def test_failed_part_reports_the_end_of_its_errors() -> None:
+    command = [sys.executable, "-c", "raise SystemExit('the cause')"]
+    assert bench.run_part(command, 60.0, print) == "the cause"
+    assert bench.run_part([sys.executable, "-c", "pass"], 60.0, print) == ""
+
+
+def test_figures_are_stored_before_a_part_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part that fails leaves its figures in the file, and the next part runs."""
+    script, out = tmp_path / "part.py", tmp_path / "out.json"
+    script.write_text(
+        "import sys\n"
+        "print('a line of a library')\n"
+        """print('{"figure": "decode_ms", "value": 2.5}')\n"""
+        """print('{"failure": "step", "message": "no room"}', flush=True)\n"""
+        "sys.exit('lost' if 'oft' in sys.argv else 0)\n"
+    )
+    monkeypatch.setattr(bench, "__file__", str(script))
+    arguments = ["oft", "qwen", "--tiny", "--json", str(out)]
+    assert bench.main(arguments) == 1
+    oft, model = json.loads(out.read_text())
+    assert oft["part"] == "oft" and oft["figures"] == {"decode_ms": 2.5}
+    assert oft["failures"] == {"step": "no room", "oft": "lost"}
+    assert model["failures"] == {"step": "no room"}
+    assert oft["versions"]["torch"] == torch.__version__ and oft["tiny"] is True
+    assert "| oft | decode_ms | 2.5 |" in capsys.readouterr().out
+    bench.main(arguments)
+    assert len(json.loads(out.read_text())) == 2, "the same part, device and commit: replaced"
+
+
+def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["trian"])
+    assert "trian" in capsys.readouterr().err
+
+
+def test_failed_figure_is_named() -> None:
+    lines = Lines()
+    assert lines.part.attempt("step", lambda: 1 / 0) is None
+    assert lines.part.attempt("other", lambda: 7) == 7
+    assert lines == [{"failure": "step", "message": "ZeroDivisionError: division by zero"}]
+
+
+@pytest.mark.slow
+def test_options_of_the_gpu_parts_are_accepted() -> None:
+    """They are used on a GPU only."""
+    experiments = [bench.ROBOT, bench.LARGE_LANGUAGE]
+    experiments += [[f"experiment={name}_gpu"] for name in bench.SIMULATIONS]
+    for options in experiments:
+        assert bench.run_command("config", *options, "updates=1")
+    for placement in bench.PLACEMENTS.values():
+        assert bench.run_command("config", *bench.ROBOT, *placement, "updates=1")
+
+
+@pytest.mark.slow
+def test_training_and_its_lower_bounds_are_measured() -> None:
+    lines = Lines()
+    bench.measure_train(lines.part)
+    figures = lines.figures
+    assert figures["bench_fast/total_us"] > figures["bench_fast/simulator_alone_us"] > 0
+    assert figures["bench_fast/products_alone_us"] > 0
+    bench.measure_simulation(lines.part, "ant")
+    assert not lines.failures and lines.figures["environment_steps_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_curves_are_stored() -> None:
+    lines = Lines()
+    bench.measure_learning(lines.part)
+    entry = lines.figures["cartpole/0"]
+    assert entry["curve_of"] == "rollout/return" and entry["curve"][-1][0] == entry["env_steps"]
+
+
+@pytest.mark.slow
+def test_generation_and_small_models_are_measured() -> None:
+    lines = Lines()
+    bench_models.measure_generation(lines.part, rounds=1)
+    bench_models.measure_small_vla(lines.part, rounds=1)
+    assert len(lines.figures) == 2 + 2 * 4 and min(lines.figures.values()) > 0
+
+
+def test_peaks_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Tesla T4", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert bench.peak_flops(gpu) == peak
+    assert bench.peak_flops(CPU) is None
+
+
+def test_scripts_run_in_a_checkout_without_installation(tmp_path: Path) -> None:
+    """-S leaves out site-packages, and with it the installation."""
+    scripts = Path(bench.__file__).parent
+    code = (
+        f"import sys; sys.path.insert(0, {str(scripts)!r}); import bench, importlib.util as u;"
+        " print(u.find_spec('embodied_ppo').origin, u.find_spec('embodied_envs').origin)"
+    )
+    root = scripts.parent
+    paths = [root / "embodied_ppo/__init__.py", root / "envs/embodied_envs/__init__.py"]
+    for folders in ("", str(root)):
+        env = os.environ | {"PYTHONPATH": folders}
+        command = [sys.executable, "-S", "-c", code]
+        process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert process.stdout.split() == list(map(str, paths)), process.stderr

@@ -1,0 +1,99 @@
+"""A tiny checkpoint of OpenVLA with random weights in the published layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from embodied_ppo.policies.vla import openvla_files
+from embodied_ppo.policies.vla.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
+
+SIDE = 32
+"""Height and width of the tests' camera images in pixels."""
+STATS = {"q01": [-2.0, 0.0], "q99": [2.0, 1.0], "mask": [True, True]}
+
+
+def tokenizer(*special: str) -> Any:
+    """Return a byte tokenizer: <pad> 0, <s> 1, </s> 2, 256 bytes, then the special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    t = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=t, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": list(special)})
+    return fast
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint whose actions have 2 dimensions and 16 bins."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        folder.mkdir(parents=True, exist_ok=True)
+        return _write_openvla(folder)
+
+
+def write_openvla(body: OpenVLABody, folder: Path) -> Path:
+    """Write the weights of a body and its config.json, as the publishers do."""
+    config = body.config
+    sizes = {
+        "dino": vars(config.dino),
+        "siglip": vars(config.siglip),
+        "image_size": config.image_size,
+    }
+    raw = {
+        "model_type": "openvla",
+        "vision_backbone_id": "dinosiglip-vit-so-224px",
+        "text_config": {"model_type": "llama", **config.text},
+        "n_action_bins": config.action_bins,
+        "norm_stats": config.norm_stats,
+        "vision_sizes": sizes,
+    }
+    tensors = {
+        key: entry.write().clone(memory_format=torch.contiguous_format)
+        for key, entry in openvla_files.entries(body).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def _write_openvla(folder: Path) -> Path:
+    config = OpenVLAConfig(
+        text={
+            "vocab_size": 32064,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "pad_token_id": 32000,
+        },
+        dino=TowerConfig(hidden_size=16, layers=2, heads=2, intermediate_size=32, patch_size=8),
+        siglip=TowerConfig(hidden_size=24, layers=3, heads=3, intermediate_size=40, patch_size=8),
+        image_size=SIDE,
+        action_bins=16,
+        norm_stats={
+            "bridge_orig": {"action": STATS},
+            "tabletop": {"action": STATS | {"q01": [-1.0, -1.0]}},
+        },
+    )
+    body = OpenVLABody(config)
+    with torch.no_grad():
+        for p in body.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+        body.dino.embeddings.position_embeddings[:, 0] = 0
+    write_openvla(body, folder)
+    tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

@@ -1,0 +1,443 @@
+"""Conversion of another framework's PPO options: complete, correct values, a reason for the rest.
+
+cases.yaml has the options and what they become; the documented blocks of each framework convert
+without an unknown or refused option.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_helpers
+import yaml
+
+from embodied_ppo.commands import main
+from embodied_ppo.options import config_folders, loader, readers, validation
+from embodied_ppo.options.aliases import REFUSED
+from embodied_ppo.options.removed import REMOVED
+from embodied_ppo.options.rules.select import RULES
+from embodied_ppo.options.schema import Config
+from embodied_ppo.tools.import_config import convert as migrate
+from embodied_ppo.tools.import_config import trl
+from embodied_ppo.tools.import_config.table import Reason, Source
+
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
+DOCUMENTED = CASES["documented"]
+VERL, ROLL = DOCUMENTED["verl"]["theirs"], DOCUMENTED["roll"]["theirs"]
+FILL = {"env.id": "HalfCheetah-v4", "updates": "5", "actor.model.path": "model"}
+FILL |= {"data.train": "[a.jsonl]", "data.eval": "[b.jsonl]"}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test runs in an empty folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def convert(peer: str, flat: dict[str, Any] | str) -> migrate.Migration:
+    """Convert options of a case, or those of a documented block."""
+    options = DOCUMENTED[flat]["theirs"] if isinstance(flat, str) else flat
+    Path("source.yaml").write_text(yaml.safe_dump(run_helpers.nested(options), sort_keys=False))
+    return migrate.convert(peer, "source.yaml")
+
+
+def reasons_of(migration: migrate.Migration) -> dict[str, str]:
+    """Return their option -> the reason why it has no counterpart."""
+    rows = (*migration.meaningless, *migration.refused, *migration.unknown)
+    return {row["theirs"]: row["why"] for row in rows}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_block_converts_without_loss(name: str, capsys: pytest.CaptureFixture[str]):
+    peer, block = DOCUMENTED[name]["framework"], DOCUMENTED[name]["theirs"]
+    migration = convert(peer, block)
+    assert not migration.unknown and not migration.refused and migration.conflict is None
+    mapped = {row["theirs"] for row in migration.mapped if not row["default"]}
+    assert mapped | set(reasons_of(migration)) == set(block), (
+        "every option is mapped or has a reason"
+    )
+
+    out = "configs/experiment/imported.yaml"  # neither folder exists
+    assert main.main(["import-config", peer, "source.yaml", "--out", out]) == 0
+    capsys.readouterr()
+    fill = [f"{path}={FILL[path]}" for path in migration.to_write]
+    assert (
+        main.main(["config", "--json", "--config-dir", "configs", "experiment=imported", *fill])
+        == 0
+    )
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)
+    assert "read as" not in captured.err, "the file has canonical names"
+    for path, value in migration.options.items():
+        assert rows[path]["value"] == value and rows[path]["source"].endswith("imported.yaml"), path
+
+
+def test_missing_required_options_are_reported(
+    capsys: pytest.CaptureFixture[str],
+):
+    Path("configs/experiment").mkdir(parents=True)
+    migration = convert("verl", VERL)
+    assert set(migration.to_write) == {"data.train", "data.eval", "updates"}
+    Path("configs/experiment/x.yaml").write_text(migration.text("source.yaml"))
+    assert main.main(["train", "--config-dir", "configs", "experiment=x"]) == 2
+    assert "= ??? " in capsys.readouterr().err
+    assert main.main(["config", "--config-dir", "configs", "experiment=x"]) == 0
+    assert (
+        "without a value, so nothing is checked: data.eval, data.train, updates"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("case", CASES["values"])
+def test_values_are_mapped(case: dict[str, Any]):
+    migration = convert(case["framework"], case["theirs"])
+    assert {path: migration.options.get(path, "absent") for path in case["ours"]} == case["ours"]
+    assert not migration.refused and not migration.unknown
+
+
+@pytest.mark.parametrize("case", CASES["reasons"])
+def test_option_without_counterpart_has_a_reason(case: dict[str, Any]):
+    migration = convert(case["framework"], case["theirs"])
+    assert case["why"] in reasons_of(migration)[case["option"]]
+    assert case["option"] not in {row["theirs"] for row in migration.mapped}
+    assert not Path("pwned").exists()
+
+
+@pytest.mark.parametrize("case", CASES["differences"])
+def test_differences_of_mapped_options_are_printed(
+    case: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    rows = convert(case["framework"], case["theirs"]).differences
+    assert [row["theirs"] for row in rows] == ([case["option"]] if "option" in case else [])
+    if rows:
+        assert case["why"] in rows[0]["why"]
+        assert (
+            main.main(["import-config", case["framework"], "source.yaml", "--out", "x.yaml"]) == 0
+        )
+        out = capsys.readouterr().out
+        assert case["why"] in out[out.index("mapped, with differences") :]
+
+
+SCRIPT = r"""#!/bin/bash
+# it's a comment with an apostrophe and an option.of=x \
+set -x
+export VLLM_USE_V1=1
+home=/data
+train="['$home/a.parquet', '${home}/b.parquet']"
+CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo \
+    --config-name='ppo_trainer.yaml' \
+    algorithm.adv_estimator=gae \
+    # algorithm.gamma=0.5 \
+    actor_rollout_ref.actor.clip_ratio=0.2 \
+    +actor_rollout_ref.actor.clip_ratio_high=0.28   \
+    ++critic.optim.lr=1e-5 \
+    data.train_files="$train" data.val_files=$HOME/test.parquet \
+    data.prompt_key='a#b' trainer.experiment_name="run"\ 1 \
+    trainer.logger='["console","wandb"]' \
+    trainer.total_training_steps=3\
+    data.seed='${algorithm.nothing}' data.max_prompt_length=$(wc -l x) \
+    actor=megatron ~algorithm.lam trainer.my_own= $@ # trailing=comment
+"""
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_command_line_overrides_import_like_a_file(ending: str, capsys: pytest.CaptureFixture[str]):
+    Path("run.sh").write_bytes(SCRIPT.replace("\n", ending).encode())
+    migration = migrate.convert("verl", "run.sh")
+    expected = {
+        "algorithm.clip_ratio_low": 0.2,
+        "algorithm.clip_ratio_high": 0.28,
+        "critic.lr": 1e-5,
+        "data.train": ["/data/a.parquet", "/data/b.parquet"],
+        "data.prompt_key": "a#b",
+        "name": "run 1",
+        "updates": 3,
+    }
+    assert {path: migration.options.get(path, "absent") for path in expected} == expected
+    unknown = {row["theirs"]: row["value"] for row in migration.unknown}
+    assert unknown == {
+        "data.val_files": "${HOME}/test.parquet",
+        "data.max_prompt_length": "${shell}wc",
+        "actor": "megatron",
+        "trainer.my_own": "",
+    }
+    assert "--cfg job" in reasons_of(migration)[
+        "hydra.config-name"
+    ] and "algorithm.gamma" not in reasons_of(migration)
+
+    lines = [f"{path}={json.dumps(value)}" for path, value in VERL.items()]
+    Path("lines.txt").write_text("\n".join(lines).replace('"', "'"))  # one override per line
+    assert migrate.convert("verl", "lines.txt").options == convert("verl", VERL).options
+    assert main.main(["import-config", "verl", "lines.txt", "--quiet"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["clip_ratio_low"] == 0.3
+
+
+def test_conflicting_options_are_reported():
+    actor = "actor_rollout_ref.actor."
+    losses = {f"{actor}use_kl_loss": True, f"{actor}kl_loss_type": "kl"}
+    migration = convert("verl", losses | {"data.train_batch_size": 256})
+    assert migration.conflict is not None and "k2, k3 or k1+" in migration.conflict
+    migration = convert("verl", {"data.train_batch_size": 100, f"{actor}ppo_mini_batch_size": 64})
+    assert (
+        migration.conflict is not None
+        and "algorithm.rollout_batch_size = 100 is not a multiple" in migration.conflict
+    )
+
+
+def test_references_inside_the_file_are_resolved():
+    migration = convert(
+        "rlinf",
+        {
+            "algorithm.loss_type": "actor",
+            "runner.seq_length": 12288,
+            "data.max_prompt_length": 512,
+            "algorithm.sampling_params.max_new_tokens": (
+                "${subtract:${runner.seq_length}, ${data.max_prompt_length}}"
+            ),
+            "actor.model.precision": "bf16",
+            "critic.model.precision": "${actor.model.precision}",
+            "algorithm.recompute_logprobs": "${not:${rollout.return_logprobs}}",
+            "rollout.return_logprobs": False,
+            "runner.experiment_name": "ppo-${actor.model.precision}",
+            "actor.micro_batch_size": "${.global_batch_size}",
+            "actor.global_batch_size": 7,
+            "algorithm.value_clip": "${oc.select:algorithm.nowhere,0.3}",
+            "algorithm.gamma": "${algorithm.gae_lambda}",
+            "algorithm.gae_lambda": "${algorithm.gamma}",
+        },
+    )
+    expected = {
+        "algorithm.response_length": 11776,
+        "algorithm.recompute_log_probs": True,
+        "name": "ppo-bf16",
+        "algorithm.micro_batch_size": 7,
+        "algorithm.value_clip": 0.3,
+    }
+    assert {path: migration.options.get(path) for path in expected} == expected
+    assert {row["theirs"] for row in migration.unknown} == {
+        "algorithm.gamma",
+        "algorithm.gae_lambda",
+    }, "each other"
+
+
+# ------------------------------------------------------------------------------------------ command
+def test_experiment_goes_to_stdout_and_table_to_stderr(capsys: pytest.CaptureFixture[str]):
+    convert("roll", ROLL)
+    assert main.main(["import-config", "roll", "source.yaml"]) == 0
+    out, err = capsys.readouterr()
+    experiment = yaml.safe_load(out)
+    assert (
+        out.startswith("# @package _global_\n") and experiment["algorithm"]["clip_ratio_c"] == 1.4
+    )
+    assert (
+        "lambd = 0.95" in err and "algorithm.gae_lambda = 0.95" in err and "no counterpart" in err
+    )
+    assert "whiten_advantages = true" in err and " (default of roll)" in err
+    assert "to be set by hand" in err
+    assert main.main(["import-config", "roll", "source.yaml", "--quiet"]) == 0
+    assert capsys.readouterr() == (out, "")
+
+
+def test_json_contains_all_rows(capsys: pytest.CaptureFixture[str]):
+    top_k = "actor_rollout_ref.rollout.top_k"
+    convert("verl", VERL | {"my.own": 1, top_k: 50})
+    assert main.main(["import-config", "verl", "source.yaml", "--json", "--out", "new.yaml"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert Path("new.yaml").read_text() == report["yaml"]
+    assert [row["theirs"] for row in report["unknown"]] == ["my.own"]
+    assert [row["theirs"] for row in report["refused"]] == [top_k]
+    assert {
+        "theirs": "algorithm.lam",
+        "value": 0.9,
+        "ours": {"algorithm.gae_lambda": 0.9},
+        "default": False,
+    } in report["mapped"]
+
+
+FILES = {
+    "verl.yaml": yaml.safe_dump(run_helpers.nested(VERL)),
+    "roll.yaml": yaml.safe_dump(ROLL),
+    "generic.yaml": "learning_rate: 1.0e-6\nbeta: 0.1\n",
+    "dpo.yaml": "beta: 0.1\nlabel_smoothing: 0.1\n",
+    "sft.yaml": "learning_rate: 1.0e-6\nmax_length: 512\n",
+    "loss.yaml": "beta: 0.1\nloss_type: sigmoid\n",
+    "rloo.yaml": "num_generations: 4\nreward_clip_range: [-1, 1]\n",
+    "rloo2.yaml": "num_generations: 4\nnormalize_advantages: true\n",
+    "named.yaml": "_target_: trl.KTOConfig\nbeta: 0.1\n",
+    "broken.yaml": "algorithm: {gamma: [}\n",
+    "empty.yaml": "",
+    "list.yaml": "- 1\n",
+    "text.yaml": "gamma\n",
+    "foreign.yaml": "services: {web: {image: nginx}}\n",
+    "code.yaml": "algorithm: !!python/object/apply:os.mkdir [pwned]\n",
+    "self.yaml": "algorithm: &a {b: *a}\n",
+    "list_self.yaml": "algorithm: {gamma: &a [*a]}\n",
+    "bomb.yaml": (
+        "a: &a {x: 1, y: 1}\n"
+        + "".join(
+            f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n"
+            for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+        )
+    ),
+    "large.yaml": "a: 1\n" * 30_000,
+    "deep.yaml": f"a: {'[' * 5000}{']' * 5000}\n",
+    "hexadecimal.yaml": f"algorithm: {{gamma: 0x{'f' * 6000}}}\n",
+}
+REFUSALS = [
+    ("verl missing.yaml", "name a YAML file with verl's options: missing.yaml does not exist"),
+    ("verl broken.yaml", "correct broken.yaml: it is not plain YAML"),
+    ("verl empty.yaml", "empty.yaml holds nothing"),
+    ("verl list.yaml", "list.yaml holds a list"),
+    ("verl text.yaml", "name a YAML file with verl's options: text.yaml holds text"),
+    ("verl self.yaml", "self.yaml: it has a section that contains itself"),
+    ("verl list_self.yaml", "list_self.yaml: it has a section that contains itself"),
+    ("verl bomb.yaml", "or more than 10,000 values"),
+    ("verl hexadecimal.yaml", "hexadecimal.yaml: it is not plain YAML"),
+    ("verl large.yaml", "large.yaml: it is not plain YAML (has 150000 bytes, the limit is 131072)"),
+    ("verl deep.yaml", "deep.yaml: it is not plain YAML (RecursionError"),
+    ("verl code.yaml", "code.yaml: it is not plain YAML"),
+    ("verl foreign.yaml", "foreign.yaml holds none of them; it has services.web.image"),
+    ("verl roll.yaml", "roll.yaml looks like ROLL's (24 of its 24 options"),
+    ("trl verl.yaml", "write import-config verl: .. looks like verl's"),
+    (
+        "vrl verl.yaml",
+        "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl",
+    ),
+    ("trl generic.yaml", "write _target_: trl.PPOConfig or trl.GRPOConfig into generic.yaml"),
+    ("trl dpo.yaml", "name a file of PPOConfig or GRPOConfig: .. label_smoothing, of DPOConfig"),
+    ("trl sft.yaml", "has max_length, of DPOConfig, SFTConfig, KTOConfig or RewardConfig"),
+    ("trl loss.yaml", "has loss_type, of DPOConfig, SFTConfig or KTOConfig"),
+    ("trl rloo.yaml", "has reward_clip_range, of RLOOConfig, which cannot be imported"),
+    ("trl rloo2.yaml", "has normalize_advantages, of RLOOConfig, which cannot be imported"),
+    ("trl named.yaml", "has trl.KTOConfig, of KTOConfig"),
+    ("verl verl.yaml --out verl.yaml", "name a new file, or remove it: --out verl.yaml exists"),
+    (
+        "verl verl.yaml --out verl.yaml/new.yaml",
+        "name another file: --out verl.yaml/new.yaml cannot be written",
+    ),
+    ("verl", "import-config needs a framework and a file"),
+    ("verl verl.yaml more.yaml", "import-config needs a framework and a file"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSALS)
+def test_refusals_are_one_line_and_write_nothing(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    assert main.main(["import-config", *line.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    position = 0
+    for part in message.split(" .. "):
+        position = err.index(part, position)
+    assert {p.name for p in Path.cwd().iterdir()} == set(FILES)
+    assert Path("verl.yaml").read_text() == FILES["verl.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "options"),
+    [
+        ("verl", {"data.seed": "${multiply:[,2}"}),
+        ("verl", {"data.seed": "${subtract:2000-99-99,2}"}),
+        ("verl", {"data.seed": f"${{multiply:{'9' * 4000},{'9' * 4000}}}"}),
+        (
+            "verl",
+            {f"data.{a}": [f"${{data.{b}}}"] * 30 for a, b in zip("abcdef", "bcdefg", strict=True)}
+            | {"data.g": 1},
+        ),
+        ("verl", {"trainer.nnodes": math.inf}),
+        ("trl", {"total_episodes": math.inf}),
+        ("roll", {"actor_train.device_mapping": "list(range(0,1000000000000))"}),
+    ],
+)
+def test_absurd_values_are_reported(peer: str, options: dict[str, Any]):
+    known = {"verl": {"algorithm.gamma": 0.5}, "trl": {"gamma": 0.5}, "roll": {"gamma": 0.5}}[peer]
+    migration = convert(peer, known | options)
+    report = {
+        row["theirs"]
+        for rows in (migration.unknown, migration.refused, migration.meaningless)
+        for row in rows
+    }
+    assert report & options.keys() and migration.options["algorithm.gamma"] == 0.5
+
+
+# ------------------------------------------------------------------------------------------- tables
+HINT = re.compile(
+    r"(?<![\w.])((?:algorithm|actor|critic|rollout|reward|data|cluster|evaluation)\.[\w.]*\w|updates"
+    r"|trackers|placement|compile|matmul_precision|keep_last|eval_every|save_every)"
+    r"(?:=(\[[^\]]*\]|[\w.+-]*\w))?"
+)
+"""An option of ours in a reason, with the value that the reason proposes."""
+PEERS = {**migrate.FRAMEWORKS, "PPOConfig": trl.PPO, "GRPOConfig": trl.GRPO}
+ATTRIBUTES = {"to", "if_set", "values", "by", "why", "only", "hint", "neutral", "except"}
+ATTRIBUTES |= {"read_if", "unless"}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_hints_are_accepted(peer: str):
+    """Options that a reason names exist and are read in its mode; proposed values compose."""
+    framework, options = PEERS[peer], loader.describe(Config)
+    sections = {path.rpartition(".")[0] for path in options}
+    reasons = set[str]()
+    for path, entry in framework.table.items():
+        for value in (None, True, False, 0, 1, 3, -1, "no", "x", [1]):
+            with contextlib.suppress(*migrate.INVALID_VALUE):
+                answer = framework.answer(entry, value, Source({path: value}))
+                reasons |= {answer} if isinstance(answer, Reason) else set()
+    hints = 0
+    for reason in reasons:
+        values: dict[str, Any] = {}
+        for path, value in HINT.findall(reason):
+            theirs = any(f".{name}".endswith(f".{path}") for name in framework.table)
+            if theirs or path in sections or path in REMOVED or f"{path}_*" in reason:
+                continue
+            if f"{path}*" in reason:
+                continue
+            assert path in options, reason
+            if peer != "rlinf":
+                assert readers.mode_of(path) in (None, "reasoning"), reason
+            if value:
+                values.setdefault(path, yaml.safe_load(value))
+        if values and peer != "rlinf":
+            hints += 1
+            base = yaml.safe_load(
+                (config_folders.shipped() / "mode" / "reasoning.yaml").read_text()
+            )
+            required = {"actor.model.path": "x", "algorithm.group_size": 2}
+            required |= {"data.train": ["x"], "data.eval": ["x"], "updates": 1}
+            has_critic = values.get("algorithm.adv_type", "gae") == "gae"
+            required |= {"algorithm.normalize_advantages": has_critic}
+            loaded = loader.read(Config, [("", base), ("", required | values)])
+            validation.check(loaded.config, explicit=frozenset(values))
+    assert hints > 3 or peer == "rlinf"
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_tables_name_what_exists(peer: str):
+    """Entries have known attributes, paths of options, and rules of their framework."""
+    framework, options = PEERS[peer], loader.describe(Config)
+    entries = [*framework.table.values()]
+    entries += [x for e in entries if "embodied" in e for x in (e["embodied"], e["reasoning"])]
+    for entry in [e for e in entries if "embodied" not in e]:
+        assert entry.keys() <= ATTRIBUTES, entry
+        assert "by" not in entry or entry["by"] in framework.rules, entry
+        paths = entry.get("to") or entry.get("if_set", [])
+        for path in [paths] if isinstance(paths, str) else paths:
+            assert path in options or path in REMOVED or path in REFUSED, entry
+    for path in framework.defaults:
+        assert framework.entry(path) is not None, path
+    assert framework.constants.keys() <= options.keys()
+
+
+def test_required_options_are_of_their_mode():
+    for mode, rules in RULES.items():
+        assert all(readers.mode_of(path) in (None, mode) for path in rules.required_options)

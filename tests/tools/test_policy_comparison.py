@@ -1,0 +1,168 @@
+"""``embodied-ppo compare`` with trained runs: methods, equal runs, refusals, the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from run_helpers import run_command
+
+import embodied_ppo as ep
+from embodied_envs.base.errors import ConfigError
+from embodied_ppo.commands import main
+from embodied_ppo.tools import policy_comparison
+
+TINY = {
+    "env__num_envs": 8,
+    "env_steps": 512,
+    "algorithm__horizon": 16,
+    "algorithm__global_batch_size": 64,
+    "evaluation__episodes": 4,
+    "evaluation__video_episodes": 0,
+    "compile": "never",
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of four runs: two learning rates, two seeds."""
+    folder = tmp_path_factory.mktemp("runs")
+    for lr in (1e-3, 1e-4):
+        for seed in (0, 1):
+            run_dir = folder / f"lr={lr}" / str(seed)
+            ep.train("cartpole", seed=seed, algorithm__lr=lr, run_dir=run_dir, **TINY)
+    return folder
+
+
+@pytest.mark.slow
+def test_folder_of_runs_is_one_arm_per_method(runs, tmp_path, capsys):
+    content = run_command(capsys, "compare", runs, "episodes=12", f"out={tmp_path / 'out'}")
+    labels = [method["label"] for method in content["methods"]]
+    assert labels == ["algorithm.lr=0.0001", "algorithm.lr=0.001"]
+    assert [[r["seed"] for r in method["runs"]] for method in content["methods"]] == [
+        [0, 1],
+        [0, 1],
+    ]
+    assert content["options"] == [{"option": "algorithm.lr", "values": ["0.0001", "0.001"]}]
+    (difference,) = content["differences"]
+    low, high = difference["ci95"]
+    assert low < difference["mean"] < high and difference["decided"] == (low > 0 or high < 0)
+    means = [method["mean"] for method in content["methods"]]
+    assert difference["mean"] == pytest.approx(means[1] - means[0])
+    assert content == json.loads((tmp_path / "out/comparison.json").read_text()) | {
+        "page": content["page"],
+        "json": content["json"],
+    }
+    page = Path(content["page"]).read_text()
+    assert page.count('class="band k') >= 4, "two methods with intervals in two charts"
+    assert difference["verdict"] in page.replace("&#39;", "'") and "<script" not in page
+
+
+@pytest.mark.slow
+def test_means_are_those_of_evaluate_and_reports_are_found_again(runs, tmp_path, capsys):
+    a, b = runs / "lr=0.001/0", runs / "lr=0.0001/0"
+    content = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "one", progress=False)
+    report = ep.evaluate(a, episodes=10, seed=3, video=False, progress=False)
+    assert content["methods"][0]["mean"] == report["eval/return"]
+    assert content["methods"][0]["ci95"] == pytest.approx(report["ci95"]["eval/return"])
+    assert "other training seeds may differ" in content["differences"][0]["verdict"]
+    # An evaluation would write the report again.
+    file = Path(report["report_json"])
+    changed = json.loads(file.read_text())
+    for episode in changed["episodes"]:
+        episode["return"] += 1000
+    file.write_text(json.dumps(changed))
+    again = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "two", progress=False)
+    assert again["methods"][0]["mean"] == content["methods"][0]["mean"] + 1000
+    # A report of other versions is not used.
+    changed["versions"]["torch"] = "1.0"
+    file.write_text(json.dumps(changed))
+    fresh = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "three", progress=False)
+    assert fresh["methods"] == content["methods"]
+
+
+def test_equal_checkpoints_have_difference_0(runs, tmp_path, capsys):
+    shutil.copytree(runs / "lr=0.001/0", tmp_path / "copy")
+    content = run_command(
+        capsys, "compare", runs / "lr=0.001/0", tmp_path / "copy", "episodes=5", f"out={tmp_path}/o"
+    )
+    (difference,) = content["differences"]
+    assert difference["mean"] == 0 and difference["ci95"] == [0, 0] and not difference["decided"]
+    assert "equal in every episode" in difference["verdict"] and content["options"] == []
+
+
+def test_printed_tables(runs, tmp_path, capsys):
+    paths = [str(runs / "lr=0.001"), str(runs / "lr=0.0001")]
+    assert main.main(["compare", "--quiet", *paths, "episodes=5", f"out={tmp_path / 'out'}"]) == 0
+    out = capsys.readouterr().out
+    assert "lr=0.0001 - lr=0.001" in out and "interquartile mean" in out
+    assert "algorithm.lr  0.001     0.0001" in out
+    assert f"page: {tmp_path / 'out'}/comparison.html" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ([], "compare RUN RUN"),
+        (["{runs}/lr=0.001/0"], "one method"),
+        (["{runs}/lr=0.001"], "one method"),
+        (["{runs}", "missing"], "missing"),
+        (["{runs}", "episodes=1"], "episodes=100"),
+        (["{runs}", "checkpoint=x"], "checkpoint"),
+        (["{runs}", "epsodes=3"], "did you mean"),
+        (["{runs}", "--metric=success"], "metric=success"),
+        (["{runs}", "out={file}"], "cannot be written"),
+        (["{runs}", "{other}"], "env.id is Acrobot-v1"),
+        (["{runs}", "{empty}"], "no checkpoint"),
+    ],
+)
+def test_bad_input_is_refused(runs, tmp_path, capsys, arguments, named):
+    (tmp_path / "empty").mkdir()
+    other = tmp_path / "other"
+    if "{other}" in arguments:
+        ep.train("cartpole", env__id="Acrobot-v1", run_dir=other, **TINY | {"env_steps": 128})
+    arguments = [
+        x.format(runs=runs, other=other, empty=tmp_path / "empty", file=__file__) for x in arguments
+    ]
+    assert main.main(["compare", "--quiet", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and named in error
+
+
+@pytest.mark.slow
+def test_different_environments_are_named(runs, tmp_path):
+    short = tmp_path / "short"
+    ep.train("cartpole", env__max_episode_steps=30, run_dir=short, **TINY | {"env_steps": 128})
+    paths = (runs / "lr=0.001/0", short)
+    content = ep.compare(*paths, episodes=4, out=tmp_path / "a", progress=False)
+    assert {"option": "env.max_episode_steps", "values": ["null", "30"]} in content["options"]
+    same = {"env": {"max_episode_steps": 20}, "progress": False}
+    content = ep.compare(*paths, episodes=4, out=tmp_path / "b", **same)
+    assert max(a["mean"] for a in content["methods"]) <= 20
+
+
+def test_refusal_leaves_no_folder(runs, tmp_path, capsys):
+    out = tmp_path / "a/b"
+    assert main.main(["compare", str(runs), "--metric", "success", f"out={out}", "episodes=4"]) == 2
+    assert "does not report success" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_links_to_runs_are_followed(runs, tmp_path):
+    folder = tmp_path / "chosen"
+    folder.mkdir()
+    (folder / "a").symlink_to(runs / "lr=0.001/0")
+    (folder / "b").symlink_to(runs / "lr=0.0001")
+    content = ep.compare(folder, episodes=4, out=tmp_path / "out", progress=False)
+    assert [len(method["runs"]) for method in content["methods"]] == [1, 2]
+
+
+def test_different_numbers_of_episodes_are_refused(runs):
+    methods = policy_comparison._methods([str(runs / f"lr={lr}/0") for lr in (0.001, 0.0001)])
+    for method, n in zip(methods, (3, 2), strict=True):
+        method.reports = [{"seeds": {}, "episodes": [{"return": 1.0}] * n}]
+    with pytest.raises(ConfigError, match=r"has 2 episodes or prompts, and .* has 3"):
+        policy_comparison._set_scores(methods, "return")

@@ -1,0 +1,66 @@
+"""Bitwise differences of nested states, with their names, positions and values."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+
+from embodied_ppo.tools.state_differences import count_tensors, state_differences
+
+NAN = float("nan")
+
+
+def state() -> dict:
+    return {
+        "x": torch.arange(6.0).reshape(2, 3),
+        "list": [1, 2.5, NAN, None, "a"],
+        "inner": {"mask": torch.tensor([True, False]), "zero": torch.tensor(0.0)},
+        "nan": torch.tensor([NAN, 1.0], dtype=torch.float64),
+        "half": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def test_equal_states_have_no_difference():
+    """NaN equals NaN, also with other bits."""
+    other = copy.deepcopy(state())
+    other["nan"].view(torch.int64)[0] += 1
+    assert math.isnan(other["nan"][0])
+    assert list(state_differences(state(), other)) == []
+    assert count_tensors(state()) == 6
+
+
+def test_each_difference_is_named():
+    other = copy.deepcopy(state())
+    other["x"][1, 0] += 3e-7
+    other["x"][1, 2] = 6.0
+    other["list"][1] = 2.0
+    other["inner"]["mask"][1] = True
+    other["inner"]["zero"] *= -1  # equal numbers with other bits
+    other["half"].view(torch.int16)[1] ^= 1
+    other["nan"] = other["nan"].float()
+    del other["empty"]
+    other["new"] = torch.zeros(2)
+    found = {d.name: d for d in state_differences(state(), other)}
+    # Entries that only the other state has are not compared.
+    assert list(found) == ["x", "list[1]", "inner.mask", "inner.zero", "nan", "half", "empty"]
+    x = found["x"]
+    assert (x.index, x.stored, x.elements, x.size) == ((1, 0), 3.0, 2, 6)
+    assert x.place == "x, index [1, 0] (2 of 6 elements)"
+    assert (found["list[1]"].stored, found["list[1]"].recomputed) == (2.5, 2.0)
+    assert found["inner.mask"].index == (1,) and found["inner.zero"].index == ()
+    assert found["nan"].stored == "float64 [2]" and found["nan"].recomputed == "float32 [2]"
+    assert found["half"].index == (1,)
+    assert found["empty"].recomputed == "(absent)"
+
+
+def test_lists_of_other_lengths_differ_as_a_whole():
+    (difference,) = state_differences({"a": [1, 2]}, {"a": [1, 2, 3]})
+    assert (difference.stored, difference.recomputed) == ("list of 2", "list of 3")
+
+
+def test_fields_that_a_later_version_added_are_not_compared():
+    (difference,) = state_differences([(1.0, 2)], [(1.0, 3, True)])
+    assert (difference.name, difference.stored, difference.recomputed) == ("[0][1]", 2, 3)
