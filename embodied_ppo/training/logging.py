@@ -189,7 +189,9 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             # TensorBoard drops the points of earlier sessions from ``purge_step`` on.
-            self.board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
+            folder = self.run_dir / "tensorboard"
+            _wait_for_later_name(folder)
+            self.board = SummaryWriter(str(folder), purge_step=purge_step)
 
     def rewind(self, completed_updates: int) -> None:
         """Drop the rows after an update, which the run will repeat."""
@@ -368,6 +370,21 @@ class Log:
                     part.close()
             except OSError as error:
                 print(f"{self.run_dir}: not written to the end ({error.strerror})", file=sys.stderr)
+
+
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait until a new event file's name follows those in ``folder``, for at most three seconds.
+
+    TensorBoard reads the files in the order of their names, which begin with the second of their
+    creation and end with the number of the process and of the file. It would drop the points of a
+    run that is resumed within that second if, say, file 10 follows file 9.
+    """
+    names = (path.name.split(".") for path in folder.glob("events.out.tfevents.*"))
+    latest = max((int(name[3]) for name in names if name[3].isdigit()), default=0)
+    for _ in range(60):  # a clock that runs behind by more than this is left as it is
+        if int(time.time()) > latest:
+            break
+        time.sleep(0.05)
 
 
 @functools.cache

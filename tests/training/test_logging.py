@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import run_helpers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from embodied_ppo.core.types import Mean, Metrics
 from embodied_ppo.programs import runs
@@ -102,6 +103,17 @@ def test_rows_equal_tensorboard_points(tmp_path):
         assert [p[1] for p in points[tag]] == pytest.approx(
             [p[1] for p in series], rel=1e-6
         )  # float32
+
+
+def test_run_resumed_within_a_second_keeps_its_points(tmp_path, monkeypatch):
+    """TensorBoard reads files in the order of their names, where file 10 precedes file 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
+    while time.time() % 1 > 0.5:
+        time.sleep(0.02)
+    write(tmp_path, range(1, 4))
+    write(tmp_path, range(4, 6), completed_updates=3)
+    steps = [step for step, _ in scalars(tmp_path)["policy/loss"]]
+    assert steps == [64, 128, 192, 256, 320]
 
 
 def test_video(tmp_path):
