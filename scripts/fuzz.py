@@ -47,7 +47,6 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.data import lerobot_reader, prompts
 from embodied_ppo.options import loader as strict
 from embodied_ppo.options.schema import (
-    BenchmarkConfig,
     Config,
     DataConfig,
     DemosConfig,
@@ -192,7 +191,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 # ------------------------------------------------------------------------------------------- config
-CONFIGS = (Config, EvaluateConfig, DemosConfig, ExportConfig, BenchmarkConfig)
+CONFIGS = (Config, EvaluateConfig, DemosConfig, ExportConfig)
 
 
 @cache

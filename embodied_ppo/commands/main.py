@@ -53,7 +53,6 @@ COMMANDS = {
     "bisect": 'runs/NAME/DATE-SEED "policy/approx_kl > 0.1"',
     "verify": "runs/NAME/DATE-SEED --updates 5",
     "search": "experiment=hopper --budget 30min",
-    "benchmark": "out=runs/benchmark methods=[clone,ppo_token]",
     "plan": "placement=hybrid cluster.num_nodes=2",
     "tune": "experiment=tabletop_token cluster.devices_per_node=2",
     "watch": "runs/NAME --port 8000",

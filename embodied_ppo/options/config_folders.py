@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # hydra is imported inside the functions: --help answers at o
     from hydra.core.override_parser.types import Override
 
 PACKAGE = "embodied_ppo.configs"
-PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export", "benchmark")
+PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export")
 """Commands with a primary config of their name; the others read train's."""
 
 

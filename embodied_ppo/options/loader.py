@@ -48,12 +48,7 @@ from embodied_ppo.options.describe import (
 )
 from embodied_ppo.options.readers import mode_of
 from embodied_ppo.options.removed import REMOVED, without_removed
-from embodied_ppo.options.schema import (
-    BenchmarkConfig,
-    Config,
-    EvaluateConfig,
-    ExportConfig,
-)
+from embodied_ppo.options.schema import Config, EvaluateConfig, ExportConfig
 from embodied_ppo.options.validation import check
 
 C = TypeVar("C")
@@ -170,7 +165,7 @@ def load(cls: type[C], mapping: Mapping[str, Any], *, source: str | None = None)
         PlacementError: The same, of a placement.
     """
     loaded = read(cls, [(source or "", mapping)])
-    if isinstance(loaded.config, (Config, EvaluateConfig, ExportConfig, BenchmarkConfig)):
+    if isinstance(loaded.config, (Config, EvaluateConfig, ExportConfig)):
         check(loaded.config, explicit=loaded.deliberate())
     return loaded.config
 

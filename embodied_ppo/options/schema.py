@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from embodied_envs.base.errors import show
 
@@ -1233,31 +1233,7 @@ class DemosConfig:
     num_threads."""
 
 
-BenchmarkMethod: TypeAlias = Literal["clone", "ppo_token", "ppo_flow", "ppo_gaussian", "grpo"]
-
-
-@dataclass(frozen=True)
-class BenchmarkConfig:
-    """Options of ``embodied-ppo benchmark``."""
-
-    out: str = ""
-    """Directory of the benchmark: runs, results, table and page; an unfinished one in it is
-    continued; required."""
-    methods: tuple[BenchmarkMethod, ...] = get_args(BenchmarkMethod)
-    """Methods to train and measure; []: none, the table then has those of results."""
-    seeds: Annotated[int, Limit(ge=1, le=1000)] = 1
-    """Number of seeds of each method, from 0."""
-    jobs: Annotated[int, Limit(ge=1, le=1024)] = 2
-    """Number of processes that train at the same time, each on one core."""
-    results: tuple[Text, ...] = ()
-    """Result files of other trainers, which the table and the page also show."""
-    trial: bool = False
-    """Train for a few steps and measure a few episodes, to test the installation. The results are
-    marked, and a complete benchmark refuses them."""
-
-
 OWN_OPTIONS: dict[str, type] = {
-    "benchmark": BenchmarkConfig,
     "evaluate": EvaluateConfig,
     "demos": DemosConfig,
     "export": ExportConfig,

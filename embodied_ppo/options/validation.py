@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
 from typing import get_args
 
 from embodied_envs.base.errors import ConfigError, choose, show
@@ -28,7 +27,6 @@ from embodied_ppo.options.rules.base import (
 )
 from embodied_ppo.options.rules.select import rules_of
 from embodied_ppo.options.schema import (
-    BenchmarkConfig,
     ClusterConfig,
     Config,
     EvaluateConfig,
@@ -55,10 +53,7 @@ FOLDERS = {"checkpoint": "runs/NAME/DATE-SEED", "out": "my-folder"}
 """Options of commands that must name a folder -> an example."""
 
 
-def check(
-    config: Config | EvaluateConfig | ExportConfig | BenchmarkConfig,
-    explicit: Collection[str] = (),
-) -> None:
+def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[str] = ()) -> None:
     """Compare the options with each other.
 
     Args:
@@ -74,23 +69,13 @@ def check(
             getattr(config, path, None) == "",
             f"{path} = '' must name a directory; write {path}={example}",
         )
-    for path in ("trackers", "methods"):
-        names = getattr(config, path, ())
-        refuse(
-            len({*names}) < len(names),
-            f"{path} = {show(names)} must not contain a name twice; write"
-            f" {path}={show(list(dict.fromkeys(names))).replace(' ', '')}",
-        )
-    if isinstance(config, BenchmarkConfig):
-        refuse(
-            Path(config.out).exists() and not Path(config.out).is_dir(),
-            f"out = {config.out}: is a file; name a directory",
-        )
-        refuse(
-            not config.methods and not config.results,
-            "methods = []: nothing would be shown; write methods=[clone], or results=[FILE]",
-        )
-    if isinstance(config, BenchmarkConfig | ExportConfig):
+    names = getattr(config, "trackers", ())
+    refuse(
+        len({*names}) < len(names),
+        f"trackers = {show(names)} must not contain a name twice; write"
+        f" trackers={show(list(dict.fromkeys(names))).replace(' ', '')}",
+    )
+    if isinstance(config, ExportConfig):
         return
     refuse(
         not DEVICE.fullmatch(config.device),

@@ -2,7 +2,7 @@
 
 Belongs here: what reads, compares, re-executes or repeats runs (``policy_comparison``,
 ``verification``, ``run_fork``, ``update_replay``, ``bisection``), trains several to choose one
-(``option_search``, ``benchmark_table``), measures or fits placements (``placement_search``,
+(``option_search``), measures or fits placements (``placement_search``,
 ``memory_fit``), shows runs (``watch_server``), checks the machine (``machine_checks``), writes a
 task (``task_generator``), and reads other libraries' files (``import_config``, ``import_policy``).
 

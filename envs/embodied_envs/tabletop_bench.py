@@ -2,25 +2,19 @@
 
 A policy reads a 64 x 64 image, the gripper's state and a sentence. Six families of Tabletop are
 measured in six conditions, ``CONDITIONS``. No training sentence names the colour UNSEEN_COLOUR. The
-episodes have fixed seeds, which training never uses. ``evaluate`` measures a policy, ``result``
-returns the content of a result file, and ``read_result`` reads and checks a file of any trainer::
+episodes have fixed seeds, which training never uses. ``evaluate`` measures a policy, ``rates``
+returns its success rates and score::
 
     from embodied_envs import tabletop_bench as bench
 
     measured = bench.evaluate(lambda obs: my_policy(obs["image"], obs["state"], obs["instruction"]))
-    bench.write_result("mine.json", bench.result("my method", measured, seed=0, env_steps=250_000))
+    print(bench.rates(measured)["score"])
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import json
-import os
-import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -35,8 +29,6 @@ from embodied_envs.engines import neutral_ranges
 from embodied_envs.tasks.tabletop import Tabletop
 from embodied_envs.types import VectorEnv
 
-PROTOCOL = 1
-"""Version of the protocol; results of different versions cannot be compared."""
 NAME = "tabletop-bench"
 FAMILIES = ("reach", "touch", "lift", "push", "put", "stack")
 PAIRS = ("push", "put", "stack")
@@ -52,8 +44,6 @@ FIRST_SEED = TRAINING_SEEDS + 0x3F000000
 episodes are those of ``embodied-ppo evaluate`` with seed 16128."""
 SEEDS_PER_MEASUREMENT = 1 << 16
 """Distance between the first seeds of two measurements."""
-LARGEST = 1e18
-"""Largest seed, number of steps or of seconds in a result."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +173,7 @@ def evaluate(
             informed when an episode starts or ends.
         action_chunk: Number of actions C that the policy returns per call; they are executed one
             after the other.
-        episodes: Episodes of each measurement; ``check_result`` refuses fewer than EPISODES.
+        episodes: Episodes of each measurement; published scores have EPISODES.
         measurements: Names of MEASUREMENTS.
         num_threads: Threads of the simulator.
         on_measured: Callback (measurement, successes, episodes).
@@ -239,144 +229,14 @@ def _rate(successes: int, episodes: int) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------ results
-def _is_number(x: Any) -> bool:
-    """Return whether ``x`` is a number from 0 to LARGEST; NaN is not."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= LARGEST
-
-
-def _is_count(x: Any) -> bool:
-    """Return whether ``x`` is a whole number from 0 to LARGEST."""
-    return _is_number(x) and isinstance(x, int)
-
-
-def _is_curve(x: Any) -> bool:
-    """Return whether ``x`` is a list of [env_steps, success rate]."""
-    return isinstance(x, list) and all(
-        isinstance(point, list) and len(point) == 2 and all(map(_is_number, point)) for point in x
-    )
-
-
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "benchmark": (lambda x: x == NAME, f"{NAME}, which tabletop_bench.result writes"),
-    "protocol": (lambda x: x == PROTOCOL, f"{PROTOCOL}; measure the policy again"),
-    # Name in the table.
-    "method": (
-        lambda x: isinstance(x, str) and bool(x.strip()) and x.isprintable(),
-        "one line that is not empty",
-    ),
-    "seed": (_is_count, "a whole number from 0 to 1e18"),  # of the training
-    # Steps of the simulator in training, after the demonstrations.
-    "env_steps": (_is_count, "a whole number from 0 to 1e18"),
-    # Name -> {"episodes", "successes", "rate", "ci95"}.
-    "measurements": (lambda x: isinstance(x, dict), "an object"),
-    "versions": (lambda x: isinstance(x, dict), "an object"),  # package -> version
-    # CPU seconds of training and evaluation; null: not measured.
-    "cpu_s": (lambda x: x is None or _is_number(x), "a number from 0 to 1e18, or null"),
-    # Of evaluations in training; may be empty.
-    "curve": (_is_curve, "a list of [env_steps, success rate]"),
-    # Additional information, for example {"demonstrations": 3000}.
-    "notes": (lambda x: isinstance(x, dict), "an object"),
-}
-"""Field of a result -> its check, and what it must be. Other fields are accepted and ignored."""
-
-
-def result(
-    method: str,
-    measured: Mapping[str, Mapping[str, Any]],
-    *,
-    seed: int,
-    env_steps: int,
-    cpu_s: float | None = None,
-    curve: Iterable[tuple[int, float]] = (),
-    notes: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the content of a result file, see FIELDS.
-
-    Args:
-        method: Name in the table.
-        measured: Result of ``evaluate``.
-        seed: Seed of the training.
-        env_steps: Steps of the simulator in training, after the demonstrations.
-        cpu_s: CPU seconds; None: not measured.
-        curve: (env_steps, success rate) of evaluations during training.
-        notes: Additional information, written as a JSON object.
-    """
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "mujoco", "numpy", "embodied-ppo"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return {
-        "benchmark": NAME,
-        "protocol": PROTOCOL,
-        "method": method,
-        "seed": seed,
-        "env_steps": env_steps,
-        "measurements": {name: dict(m) for name, m in measured.items()},
-        "versions": versions,
-        "cpu_s": cpu_s,
-        "curve": [list(point) for point in curve],
-        "notes": dict(notes or {}),
-    }
-
-
-def write_result(path: Path | str, content: Mapping[str, Any]) -> None:
-    """Write a result file under a temporary name and rename it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    temporary.replace(path)
-
-
-def read_result(path: Path | str, *, episodes: int = EPISODES) -> dict[str, Any]:
-    """Read a result file and check it with ``check_result``.
-
-    Raises:
-        EnvError: The file cannot be read, or the result is invalid.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or "no JSON"
-        raise EnvError(f"{path}: cannot be read ({reason}); name a result of {NAME}") from error
-    check_result(content, str(path), episodes=episodes)
-    return content
-
-
-def check_result(content: Any, label: str = "result", *, episodes: int = EPISODES) -> None:
-    """Check that a result can be compared with other results.
-
-    Args:
-        content: Content of a result file.
-        label: Name of the result in messages.
-        episodes: Required episodes of each measurement.
-
-    Raises:
-        EnvError: A field or a measurement is missing or invalid, or has too few episodes.
-    """
-    result = content if isinstance(content, dict) else dict[str, Any]()
-    for name, (is_valid, expected) in FIELDS.items():
-        if name not in result or not is_valid(result[name]):
-            shown = str(result.get(name))[:40]
-            raise EnvError(f"{label}: {name}={shown} must be {expected}")
-    for name in MEASUREMENTS:
-        row = result["measurements"].get(name)
-        counts: dict[str, Any] = row if isinstance(row, dict) else {}
-        done, successes = (counts.get(k, -1) for k in ("episodes", "successes"))
-        if not (_is_count(done) and _is_count(successes) and episodes <= done >= successes):
-            raise EnvError(
-                f"{label}: {name} has {successes} successes in {done} episodes; the protocol needs"
-                f" at least {episodes} episodes, and no more successes"
-            )
-
-
-def rates(content: Mapping[str, Any]) -> dict[str, float]:
+def rates(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the success rates of all measurements, their mean "train", and the "score".
 
     "train" is the mean over the families, and the score is the mean over the six conditions.
+
+    Args:
+        measured: Result of ``evaluate`` with all measurements.
     """
-    counts = content["measurements"]
-    success = {name: counts[name]["successes"] / counts[name]["episodes"] for name in MEASUREMENTS}
+    success = {name: float(measured[name]["rate"]) for name in MEASUREMENTS}
     success["train"] = fmean(success[f"train/{name}"] for name in FAMILIES)
     return {**success, "score": fmean(success[name] for name in CONDITIONS)}

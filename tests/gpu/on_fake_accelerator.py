@@ -415,6 +415,3 @@ def test_rollout(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) 
     in_each_step = (reads[2].total() - reads[1].total()) // steps
     assert within("control step of a rollout", in_each_step), reads[2]
     assert within("end of a rollout", reads[2].total() - horizons[2] * in_each_step), reads[2]
-
-
-# ---------------------------------------------------------------------------------------- benchmark

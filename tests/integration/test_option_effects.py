@@ -36,7 +36,6 @@ from embodied_ppo.options import batch_sizes, loader
 from embodied_ppo.options.batch_sizes import optimization_config
 from embodied_ppo.options.compose import DEMOS_ENV
 from embodied_ppo.options.schema import (
-    BenchmarkConfig,
     Config,
     DemosConfig,
     DistillationConfig,
@@ -553,9 +552,6 @@ ELSEWHERE = {
         *("evaluate robustness_values", "evaluate robustness_episodes"),
     ],
     "commands/test_demos.py": [f"demos {x}" for x in ("out", "episodes", "seed", "noise")],
-    "tools/test_benchmark_table.py": [
-        f"benchmark {x}" for x in ("out", "methods", "results", "trial", "seeds", "jobs")
-    ],
     "commands/test_main.py": ["evaluate checkpoint", "export checkpoint", "export out"],
     "policies/vla/test_pretrained.py": ["export lora"],
 }
@@ -573,7 +569,6 @@ CLASSES = {
     "evaluate ": EvaluateConfig,
     "demos ": DemosConfig,
     "export ": ExportConfig,
-    "benchmark ": BenchmarkConfig,
 }
 TRAININGS = (robot_option_cases.CASES, language_option_cases.CASES)
 
