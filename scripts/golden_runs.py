@@ -69,7 +69,6 @@ LANGUAGE = [
     "evaluation.episodes=8",
     "updates=3",
 ]
-PREFERENCES = [f"reward.model.{option}" for option in ("pairs=40", "steps=3", "batch_size=8")]
 PI0 = [
     *VLA[: -len([option for option in VLA if option.startswith("cloning.")])],
     "experiment=pi0_tabletop",
@@ -107,7 +106,7 @@ RUNS: dict[str, list[str]] = {
         "algorithm.use_kl_loss=true",
         "algorithm.micro_batch_tokens=64",
     ],
-    "rlhf_tiny": [*LANGUAGE, "experiment=rlhf_tiny", *PREFERENCES],
+    "arithmetic_kl": [*LANGUAGE, "algorithm.use_kl_in_reward=true"],
     "fused": [*CARTPOLE, "placement=fused", "cluster.devices_per_node=2"],
     "disaggregated": [*CARTPOLE, "placement=disaggregated", "cluster.devices_per_node=2"],
     "hybrid": [*CARTPOLE, "placement=hybrid", "cluster.devices_per_node=2"],

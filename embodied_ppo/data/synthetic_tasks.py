@@ -196,36 +196,6 @@ def demonstrations(
     ]
 
 
-def preferences(
-    task: Task, problems: Sequence[Problem], count: int, *, seed: int
-) -> list[tuple[str, str, str]]:
-    """Return (prompt, correct response, wrong response) of ``count`` problems.
-
-    The problems are drawn with replacement. A tenth of the wrong responses are incomplete. Half of
-    the others have forgotten carries if the problem has carries. The remaining ones have one wrong
-    digit in the answer.
-    """
-    rng = random.Random(seed)
-    return [
-        (p.prompt, task.respond(p), _wrong(task, p, task.respond(p), rng))
-        for p in rng.choices(problems, k=count)
-    ]
-
-
-def _wrong(task: Task, problem: Problem, correct: str, rng: random.Random) -> str:
-    """Return a wrong response."""
-    if rng.random() < 0.1:
-        return correct[: rng.randrange(1, len(correct))]
-    if rng.random() < 0.5:
-        forgetful = task.write(problem.operands, lambda: rng.random() < task.forget)
-        if forgetful != correct:
-            return forgetful
-    # A response ends with the answer.
-    i = rng.randrange(len(correct) - len(problem.answer), len(correct))
-    digit = rng.choice([c for c in "0123456789" if c != correct[i]])
-    return correct[:i] + digit + correct[i + 1 :]
-
-
 # ------------------------------------------------------------------------------------------- tokens
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character of VOCABULARY, which adds no special tokens.

@@ -190,7 +190,7 @@ def _evaluate_language(
             decode=m.decode,
             progress=functools.partial(progress.advance, "responses"),
         )
-        reward = rewards_build.make_reward(m, rule, device, run.say, stack, train_model=False)
+        reward = rewards_build.make_reward(m, rule, device, run.say)
         text = response_decoder(m.decode, sampling.stop)
         result = evaluate_prompts(
             selected, engine, reward, text, sampling, n=options.n, seed=options.seed

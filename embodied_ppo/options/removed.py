@@ -36,6 +36,7 @@ _SAMPLING = "write temperature, top_k or top_p"
 _CRITIC = "the critic's optimiser and type are those of the actor, except lr; write algorithm.{}"
 _ACTOR_MODEL = "the critic computes as the actor; write actor.model.{}"
 _GRADER = "write reward.grader=FILE.py:FUNCTION"
+_REWARD_MODEL = "train a reward model beforehand and write reward.model.path=DIR"
 _CAPTIONS = "remove it, cloning learns from demonstrations without captions"
 
 REMOVED: dict[str, Removed] = {
@@ -71,8 +72,10 @@ REMOVED: dict[str, Removed] = {
     "data.system": Removed("write it as the first of each prompt's messages", (None,)),
     "reward.path": Removed(_GRADER),
     "reward.name": Removed(_GRADER),
-    "reward.format_weight": Removed("remove it, the format adds 0.1 to the score", (0.1,)),
-    "reward.model.lr": Removed("remove it, the learning rate is 5e-4", (5e-4, 1e-3)),
+    "reward.format": Removed("write reward.grader=FILE.py:FUNCTION that grades it", (None,)),
+    "reward.format_weight": Removed("write reward.grader=FILE.py:FUNCTION that grades it"),
+    **{f"reward.model.{name}": Removed(_REWARD_MODEL) for name in ("lr", "steps", "batch_size")},
+    "reward.model.pairs": Removed(_REWARD_MODEL, (0,)),
     "warm_start.lr": Removed("remove it, the learning rate is 1e-3", (1e-3,)),
     "warm_start.forget": Removed("remove it, data.task sets it", (None, 0.575)),
     # Captions trained the policy before its first checkpoint only: all stored runs can continue.

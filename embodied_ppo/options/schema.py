@@ -766,7 +766,6 @@ class EvaluationConfig:
 
 # ---------------------------------------------------------------------------------- language models
 WARM_START = positive("warm_start.steps")
-PREFERENCES = positive("reward.model.pairs")
 
 
 @dataclass(frozen=True)
@@ -880,19 +879,6 @@ class RewardModelConfig:
     path: Text | None = None
     """Directory of a sequence-classification model with one label, whose output is the reward;
     null: none."""
-    pairs: Natural = option(
-        0,
-        read_if=ReadIf(
-            "data.task, and reward.model.path=null",
-            lambda c: c.data.task is not None and c.reward.model.path is None,
-        ),
-    )
-    """Number of preference pairs of data.task on which a new reward model is trained before PPO; 0:
-    none."""
-    steps: Count = option(200, read_if=PREFERENCES)
-    """Number of optimiser steps of the reward model."""
-    batch_size: Count = option(64, read_if=PREFERENCES)
-    """Number of preference pairs of one optimiser step."""
 
 
 @dataclass(frozen=True)
@@ -909,9 +895,6 @@ class RewardConfig:
     timeout_s: Positive = 10.0
     """Time limit of one response, seconds. A response that exceeds it, or whose grader fails in
     another way, is counted and excluded from training and from all means."""
-    format: Text | None = None
-    """Regular expression that a whole response should match, with the text by which the chat
-    template begins it (<think>), and which adds 0.1 to its score; null: none."""
     model: RewardModelConfig = section(RewardModelConfig)
     """Reward model that computes the reward instead of the grader, which then only counts correct
     responses."""

@@ -85,17 +85,15 @@ def build(
     inputs = read_inputs(config, device, messages.add)
     policy = inputs.policy
 
-    # Reward, which can be a model that starts from the actor after its warm start.
-    rule = make_graders(config, inputs.prompts, stack) if "reward" in roles else None
-    # The first learner is warmed up and sends its weights to the others. A process that
-    # trains a reward model repeats the warm start, from which that model starts.
-    first_learner = "actor" in roles and not process.learners.rank
-    if first_learner or (rule is not None and config.reward.model.pairs):
-        _warm_start_actor(spec, policy, inputs.tokenizer, messages)
+    # Reward: graders, or a model.
     graders: Graders | None = None
-    if rule is not None:
-        graders = make_reward(inputs, rule, spec.device, messages.progress, stack)
+    if "reward" in roles:
+        rule = make_graders(config, inputs.prompts, stack)
+        graders = make_reward(inputs, rule, spec.device, messages.progress)
+    # The first learner is warmed up and sends its weights to the others.
     if "actor" in roles:
+        if not process.learners.rank:
+            _warm_start_actor(spec, policy, inputs.tokenizer, messages)
         broadcast_weights(policy, process.learners)
 
     # Critic and reference, here or in other processes.
@@ -244,12 +242,11 @@ def _learner_options(spec: RunSpec, a: AlgorithmConfig, messages: Messages) -> d
 def _warm_start_actor(
     spec: RunSpec, policy: LanguagePolicy, tokenizer: Any, messages: Messages
 ) -> None:
-    """Train the actor on demonstrations before PPO, or load the result from the cache.
-
-    A resumed run does so only where its reward model is initialised from this actor.
+    """Train the actor of a new run on demonstrations before PPO, or load the result from the
+    cache.
     """
     config, w = spec.config, spec.config.warm_start
-    if not w.steps or not (spec.checkpoint is None or config.reward.model.pairs):
+    if not w.steps or spec.checkpoint is not None:
         return
     assert config.data.task is not None
     task = synthetic_tasks.TASKS[config.data.task]

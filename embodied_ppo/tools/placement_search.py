@@ -170,13 +170,11 @@ def search(
         # The placement that is written names the number of devices.
         hardware = hardware_of(config, device)
         cluster = replace(config.cluster, devices_per_node=hardware.per_node[0])
-        # The duration of an update does not depend on how well a reward model is trained. It does
-        # depend on a language model's warm start, which determines when responses end; a robot's
-        # policy is not cloned.
+        # The duration of an update depends on a language model's warm start, which determines when
+        # responses end, but not on the cloning of a robot's policy.
         config = replace(
             config,
             cluster=cluster,
-            reward=replace(config.reward, model=replace(config.reward.model, steps=1)),
             cloning=replace(config.cloning, steps=0),
         )
         # Updates from the middle of the run on are measured, with compiled code only if the run

@@ -92,14 +92,12 @@ def test_printed_command_trains_in_the_best_placement(
 
 
 LANGUAGE = [
-    "experiment=rlhf_tiny",
+    "experiment=arithmetic",
+    "algorithm.use_kl_in_reward=true",
     "algorithm.rollout_batch_size=16",
     "algorithm.global_batch_size=8",
     "warm_start.steps=3",
     "warm_start.batch_size=8",
-    "reward.model.pairs=64",
-    "reward.model.steps=2",
-    "reward.model.batch_size=8",
     "evaluation.episodes=4",
     "updates=2",
     "device=cpu",

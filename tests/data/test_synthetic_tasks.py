@@ -86,24 +86,6 @@ def test_responses_without_forgotten_carries_are_correct(task: Task) -> None:
         assert demonstrations == [(p.prompt, task.respond(p))]
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_preferences(task: Task) -> None:
-    train = SPLITS[task.name][0]
-    problems = {p.prompt: p for p in train}
-    preferences = synthetic_tasks.preferences(task, train, 4_000, seed=3)
-    assert len(preferences) == 4_000
-    assert preferences == synthetic_tasks.preferences(task, train, 4_000, seed=3)
-    incomplete = forgetful = 0
-    for prompt, better, worse in preferences:
-        problem = problems[prompt]
-        assert score(task, better, problem.answer) == 1 and score(task, worse, problem.answer) == 0
-        assert worse and len(worse) < task.response_length
-        incomplete += better.startswith(worse)
-        forgetful += worse == task.write(problem.operands, always)
-    assert 0.08 < incomplete / 4_000 < 0.12
-    assert forgetful > 400, "the demonstrator's errors are among them"
-
-
 # ------------------------------------------------------------------------------------------- grader
 @pytest.mark.parametrize(
     ("source", "response", "truth", "expected"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import run_helpers
 import torch
+import transformers
 
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.options import loader, validation
@@ -21,7 +22,6 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import causal_lm
 from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.programs.system import build_system
-from embodied_ppo.rollout.rewards import reward_model
 from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.progress import Messages
 from tests.integration.option_cases import (
@@ -90,7 +90,6 @@ PROMPTS: dict[str, Any] = {
 }
 """Files instead of a task; their tokenizer has a chat template."""
 GROUPS = {"algorithm.group_size": 2}
-PAIRS = {"reward.model.pairs": 40, "reward.model.steps": 3, "reward.model.batch_size": 8}
 WARM = {"warm_start.steps": 2, "warm_start.batch_size": 8}
 SAMPLED = {"evaluation.deterministic": False}
 
@@ -138,11 +137,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.chat_template": ("never", PROMPTS),
     "data.shuffle": (False, {}),
     "reward.grader": (f"{FILES / 'even.py'}:other", {}),
-    "reward.format": ("[0-9].*", {}),
     "reward.model.path": (str(FILES / "reward"), {}),
-    "reward.model.pairs": (20, PAIRS),
-    "reward.model.steps": (4, PAIRS),
-    "reward.model.batch_size": (4, PAIRS),
     "warm_start.steps": (1, {}),
     "warm_start.batch_size": (4, WARM),
 }
@@ -217,7 +212,8 @@ def _write_files() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = causal_lm.load(None, ARCHITECTURE, section="actor.model")
-        scores = reward_model.new(ARCHITECTURE)
+        fields = transformers.AutoConfig.for_model(**ARCHITECTURE, num_labels=1)
+        scores = transformers.AutoModelForSequenceClassification.from_config(fields)
         torch.nn.init.normal_(scores.score.weight)
     model.save_pretrained(FILES / "model")
     scores.save_pretrained(FILES / "reward")

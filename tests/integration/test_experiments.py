@@ -34,7 +34,6 @@ SMALL_LANGUAGE = [
     "evaluation.episodes=4",
     "updates=1",
 ]
-SMALL_REWARD_MODEL = [f"reward.model.{x}" for x in ("pairs=20", "steps=2", "batch_size=8")]
 SMALL_CLONING = [
     f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=8", "batch_size=4")
 ]
@@ -129,8 +128,7 @@ def test_language_experiment_trains_and_evaluates(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = SMALL_LANGUAGE + (SMALL_REWARD_MODEL if name == "rlhf_tiny" else [])
-    code = main.main(["train", "--quiet", "--json", f"experiment={name}", *small])
+    code = main.main(["train", "--quiet", "--json", f"experiment={name}", *SMALL_LANGUAGE])
     assert code == 0, capsys.readouterr().err
     summary = json.loads(capsys.readouterr().out)
     assert summary["updates"] == 1 and summary["tokens"] >= 8

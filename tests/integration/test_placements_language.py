@@ -209,14 +209,8 @@ def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path:
 
 
 @pytest.mark.slow
-def test_grpo_with_reward_model_initialized_from_the_actor(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "algorithm__adv_type": "grpo",
-        "algorithm__group_size": 2,
-        "reward__model__pairs": 20,
-        "reward__model__steps": 2,
-        "reward__model__batch_size": 4,
-    }
+def test_grpo_with_graders_in_a_process_of_their_own(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"algorithm__adv_type": "grpo", "algorithm__group_size": 2}
     expected = train(tmp_path / "local", **options)
     roles = {"rollout": 0, "reward": 1, "actor": 2}
     cluster = {"cluster__component_placement": roles, "cluster__devices_per_node": 3}

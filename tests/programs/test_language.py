@@ -24,7 +24,6 @@ from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import language_models
 from embodied_ppo.rollout import language_inputs
-from embodied_ppo.rollout.rewards import reward_model
 from embodied_ppo.training import checkpoint, progress
 from tests.integration.test_resume import assert_same, contents, rows, wait_for
 from tests.training.test_logging import LANGUAGE_ONLY
@@ -356,7 +355,7 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
         "algorithm.use_kl_loss=true",
         "algorithm.entropy_target=0.5",
     ]
-    options += ["algorithm.off_policy_correction=token", "reward.format='[0-9]*'", "evaluation.n=4"]
+    options += ["algorithm.off_policy_correction=token", "evaluation.n=4"]
     train(capsys, *options, "evaluation.deterministic=false", "algorithm.entropy_bonus=0.01")
     board = EventAccumulator("run/tensorboard").Reload()
     written = set(board.Tags()["scalars"]) | {"samples"}
@@ -497,53 +496,30 @@ def test_failing_grader_affects_only_its_samples(name: str, cause: str, capsys: 
     assert log().count("reward: a response could not be graded") == 1 and cause in log()
 
 
-RLHF = [
-    "experiment=rlhf_tiny",
-    *SMALL,
-    "reward.model.pairs=40",
-    "reward.model.steps=4",
-    "reward.model.batch_size=8",
-]
-
-
 @pytest.mark.slow
-def test_reward_model_is_trained_before_ppo(capsys: Capture) -> None:
-    summary = run_command(capsys, "train", *RLHF, "run_dir=run")
-    assert "reward model: learns from 40 preferences of task arithmetic" in log()
-    assert re.search(r"reward model: \d+\.\d % of held-out preferences right", log())
-    row = rows(Path("run"))[-1]
-    assert row["kl/to_reference"] != 0 and row["kl/coef"] == 0.5
-    training = contents(Path("run"), 2)[1]["learner"]
-    assert training["reference"] is not None and training["critic_weights"] is not None
-    # The return is the model's score, success is the rule's.
-    assert row["eval/return"] == summary["final_return"] != summary["final_success"]
-    assert row["eval/accuracy"] == summary["final_success"]
+def test_reward_model_and_penalty_by_the_reference(capsys: Capture) -> None:
+    """The reward model gives every response the score 3."""
+    experiment = yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())
+    fields = {**experiment["actor"]["model"]["architecture"], **SIZES, "num_labels": 1}
+    import transformers
 
-
-@pytest.mark.slow
-def test_resumed_run_has_the_same_reward_model(capsys: Capture) -> None:
-    options = [*RLHF, "eval_every=1"]
-    run_command(capsys, "train", *options, "run_dir=full")
-    run_command(capsys, "train", *options, "run_dir=halves", "updates=1")
-    run_command(capsys, "train", "resume=halves", "updates=2")
-    assert rows(Path("full")) == rows(Path("halves"))
-
-
-@pytest.mark.slow
-def test_reward_model_by_path(capsys: Capture) -> None:
-    """The model has one label, so every response gets the offset of its configuration."""
-    architecture = {
-        **yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())["actor"][
-            "model"
-        ]
-    }
-    model = reward_model.new({**architecture["architecture"], **SIZES})
-    model.config.reward_offset = -3.0
+    config = transformers.AutoConfig.for_model(**fields)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():  # layers that add nothing to an embedding of ones
+        for p in model.parameters():
+            p.zero_()
+        model.model.embed_tokens.weight.fill_(1)
+        model.model.norm.weight.fill_(1)
+        model.score.weight.fill_(3 / config.hidden_size)
     model.save_pretrained("reward_model")
     synthetic_tasks.tokenizer().save_pretrained("reward_model")
-    summary = train(capsys, f"reward.model.path={Path('reward_model').resolve()}")
+    options = [f"reward.model.path={Path('reward_model').resolve()}"]
+    summary = train(capsys, *options, "algorithm.use_kl_in_reward=true")
     assert summary["initial_return"] == summary["final_return"] == pytest.approx(3.0)
-    assert summary["final_success"] < 1
+    row = rows(Path("run"))[-1]
+    assert "kl/to_reference" in row and row["eval/accuracy"] == summary["final_success"] < 1
+    training = contents(Path("run"), 2)[1]["learner"]
+    assert training["reference"] is not None and training["critic_weights"] is not None
     result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=8")
     assert (
         result["eval/return"] == pytest.approx(3.0)

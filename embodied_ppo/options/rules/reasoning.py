@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 
-from embodied_envs.base.errors import ConfigError, show
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.rules.base import (
     LARGEST_ROLLOUT,
@@ -90,13 +89,6 @@ def check(config: Config) -> None:
         "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or"
         " rollout.engine=builtin",
     )
-    try:
-        re.compile(config.reward.format or "", re.DOTALL)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"reward.format = {show(config.reward.format)} is no regular expression ({error});"
-            " correct it, or write reward.format=null"
-        ) from error
     _check_sizes(config)
 
 

@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -235,11 +235,6 @@ def is_math_verify(spec: str | Grader) -> bool:
 def is_cheap(spec: str | Grader) -> bool:
     """Return whether a grader is built in and too simple to crash or hang."""
     return isinstance(spec, str) and spec in GRADERS and not is_math_verify(spec)
-
-
-def has_format(*, solution_str: str, pattern: str, **_: Any) -> bool:
-    """Grade 1 if the whole response matches a regular expression, in which . is any character."""
-    return re.compile(pattern, re.DOTALL).fullmatch(solution_str) is not None
 
 
 # --------------------------------------------------------------------------------- graders by name
@@ -507,67 +502,6 @@ def first_failure(samples: Sequence[Sample], causes: Sequence[str | None]) -> st
                 f" {truth[:30]!r}, response = {response[:30]!r}): {cause}"
             )
     return None
-
-
-@dataclass(frozen=True)
-class WithFormat:
-    """Graders that add ``weight`` to the score of responses that have a format.
-
-    Attributes:
-        inner: Graders of the score.
-        format: Grades 1 where a response has the format (``has_format``), in a process that can be
-            ended, because a regular expression may take exponential time.
-        weight: Bonus.
-    """
-
-    inner: Graders
-    format: Graders
-    weight: float
-
-    @property
-    def failures(self) -> int:
-        """See ``Graders``."""
-        return self.inner.failures + self.format.failures
-
-    @property
-    def last_failure(self) -> str | None:
-        """See ``Graders``."""
-        # A failure of the grader is reported first, because it costs the score itself.
-        if self.format.failures and not self.inner.failures:
-            return f"reward.format: {self.format.last_failure}"
-        return self.inner.last_failure
-
-    def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
-        """Grade as the inner graders; ``correct`` is the value without the format reward.
-
-        The format is that of the whole message: what the chat template has begun (``<think>``), and
-        the response. ``extra`` gets the parts of the score.
-        """
-        messages: list[Sample] = [
-            (source, prompt.prefix + response, "", {})
-            for (source, response, *_), prompt in zip(samples, prompts, strict=True)
-        ]
-        scored, formats = self.inner.grade(samples, prompts), self.format.grade(messages, prompts)
-        return [self._add(*pair) for pair in zip(scored, formats, strict=True)]
-
-    def _add(self, grade: Grade, by_format: Grade) -> Grade:
-        """Return the grade with the bonus for the format."""
-        if grade.failed or by_format.failed:
-            return FAILED
-        matches = by_format.score > 0
-        bonus = self.weight * matches
-        return replace(
-            grade,
-            score=grade.score + bonus,
-            correct=grade.is_right,
-            format_ok=matches,
-            extra=grade.extra | {"score": grade.score, "format_bonus": bonus},
-        )
-
-    def close(self) -> None:
-        """Close both graders."""
-        self.inner.close()
-        self.format.close()
 
 
 def refuse_failures(grades: Sequence[Grade], cause: str | None, unit: str) -> None:

@@ -1,7 +1,6 @@
 """Reward model: transformers' sequence classification with one label.
 
-It is loaded from a path or trained on preferences. B rows, L tokens of a row, padded on the right,
-D size of a hidden state.
+B rows, L tokens of a row, padded on the right, D size of a hidden state.
 
 The score is read at the last token of prompt and response, located by the length of the row.
 transformers locates it by the id of the padding token, and ignores an end token with the same id.
@@ -13,7 +12,7 @@ as its publisher does: the markup of the actor's template would be foreign to it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from embodied_envs.base.errors import ConfigError, TrainingError
-from embodied_ppo.core.adamw import AdamW
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data.prompts import Prompt, tokenizer_class
 from embodied_ppo.policies.checkpoint_files import LOCAL, LOCAL_WEIGHTS, config_errors
 from embodied_ppo.rollout.rewards.graders import FAILED, Grade, Graders, Sample, first_failure
 
-Pair = tuple[str, str, str]
-"""(prompt, better response, worse response)."""
 BATCH_TOKENS = 16384
 """Tokens that are scored at once, including padding."""
 
@@ -94,27 +90,6 @@ def load(path: str, *, device: torch.device | str = "cpu") -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def new(architecture: Mapping[str, Any], *, device: torch.device | str = "cpu") -> Any:
-    """Build a float32 model from the fields of its configuration, as in ``causal_lm.load``.
-
-    The head is zero: every text scores 0 before training, and the loss starts at log 2.
-
-    Raises:
-        ConfigError: transformers refuses the configuration.
-    """
-    import transformers
-
-    fields = dict(architecture)
-    before = f"architecture={fields}: transformers refuses a reward model: "
-    with config_errors(before, "; write the actor's architecture"):
-        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, num_labels=1)
-        model: Any = transformers.AutoModelForSequenceClassification.from_config(
-            config, dtype=torch.float32
-        )
-    nn.init.zeros_(model.score.weight)
-    return model.to(device).eval()
-
-
 # ------------------------------------------------------------------------------------------- scores
 def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Tokenise each text, with the tokenizer's first token and one end token at its end."""
@@ -127,10 +102,7 @@ def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
-    """Return the scores at the last token of each row, float32 [B], with gradient.
-
-    The head computes in float32.
-    """
+    """Return the scores at the last token of each row, float32 [B]."""
     # The base model runs in its own type, the head in float32.
     device = model.device
     length = torch.tensor([len(row) for row in rows], device=device)
@@ -141,9 +113,7 @@ def _scores(model: Any, rows: Sequence[list[int]]) -> Tensor:
     hidden = output.last_hidden_state  # [B, L, D]
     last = hidden[torch.arange(len(rows), device=device), length - 1].float()
     bias = None if model.score.bias is None else model.score.bias.float()
-    # The offset is stored in config.json, because heads of transformers have no bias.
-    offset = getattr(model.config, "reward_offset", 0.0)
-    return F.linear(last, model.score.weight.float(), bias).squeeze(-1) - offset
+    return F.linear(last, model.score.weight.float(), bias).squeeze(-1)
 
 
 @torch.no_grad()
@@ -269,83 +239,3 @@ class RewardModel:
         """Close the rule grader."""
         if self.rule is not None:
             self.rule.close()
-
-
-# ----------------------------------------------------------------------------------------- training
-def _loss(better: Tensor, worse: Tensor) -> Tensor:
-    """Return −log σ(s_better − s_worse), mean over pairs.
-
-    Source: Christiano et al. 2017; Ouyang et al. 2022, eq. 1.
-    """
-    return -F.logsigmoid(better - worse).mean()
-
-
-def train(
-    model: Any,
-    tokenizer: Any,
-    pairs: Sequence[Pair],
-    *,
-    steps: int,
-    batch_size: int,
-    lr: float,
-    seed: int,
-) -> dict[str, float]:
-    """Train a float32 model on preferences: AdamW, gradient norm <= 1, no dropout.
-
-    The last tenth of the pairs is held out. ``model.config.reward_offset``, which
-    ``save_pretrained`` stores, is set so that the mean score of held-out responses is 0.
-
-    Args:
-        model: Sequence classification with one label, trained in place.
-        tokenizer: Its tokenizer.
-        pairs: Preferences.
-        steps: Optimiser steps.
-        batch_size: Pairs of a step.
-        lr: Learning rate.
-        seed: Seed of the order of the pairs.
-
-    Returns:
-        "loss" and "accuracy" (better response scored higher) of the held-out pairs.
-
-    Raises:
-        ConfigError: There are too few pairs.
-        TrainingError: The loss is not finite.
-    """
-    assert model.dtype == torch.float32, "AdamW's steps are below the resolution of shorter types"
-    if len(pairs) < 2:
-        raise ConfigError(
-            f"reward.model.pairs={len(pairs)}: needs one training pair and one held-out pair at"
-            " least; write 1000"
-        )
-    # Both responses of a pair, with their prompt.
-    better = _encode(tokenizer, [prompt + good for prompt, good, _ in pairs])
-    worse = _encode(tokenizer, [prompt + bad for prompt, _, bad in pairs])
-    # Hold out the last tenth.
-    count = len(pairs) - max(1, len(pairs) // 10)
-    model.eval()
-    model.config.reward_offset = 0.0
-    optimizer = AdamW(model.parameters(), lr=lr)
-    generator = torch.Generator().manual_seed(seed)
-    order: list[int] = []
-    for step in range(1, steps + 1):
-        # A new permutation of the training pairs whenever the last one is used up.
-        while len(order) < batch_size:
-            order += torch.randperm(count, generator=generator).tolist()
-        batch, order = order[:batch_size], order[batch_size:]
-        scores = _scores(model, [better[i] for i in batch] + [worse[i] for i in batch])
-        loss = _loss(*scores.split(batch_size))
-        if not torch.isfinite(loss):
-            raise TrainingError(
-                f"raise reward.model.batch_size: the loss of step {step} of the reward model is"
-                f" {loss.item()} (learning rate {lr:g})"
-            )
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    optimizer.zero_grad()
-    # Loss, accuracy and the offset come from pairs that were not trained on.
-    held_out = _score_all(model, better[count:] + worse[count:])
-    high, low = held_out.chunk(2)
-    model.config.reward_offset = float(held_out.mean())
-    return {"loss": float(_loss(high, low)), "accuracy": float((high > low).float().mean())}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from contextlib import ExitStack
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,8 @@ from typing import Any
 import pytest
 
 from embodied_envs.base.errors import ConfigError
-from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.rollout.rewards import graders
-from embodied_ppo.rollout.rewards.graders import GRADERS, Grade, WithFormat, as_grade, is_cheap
-from embodied_ppo.rollout.rewards.worker_pool import GraderPool
+from embodied_ppo.rollout.rewards.graders import GRADERS, Grade, as_grade, is_cheap
 
 SOURCE = "openai/gsm8k"
 GSM8K = ("gsm8k_strict", "gsm8k_flexible", "gsm8k_numeric")
@@ -247,29 +244,3 @@ def test_boxes_that_count(response: str, only: int, last: int, any_box: int) -> 
         assert grader(solution_str=response, ground_truth="7")["score"] == score, rule
     spec = partial(graders.math_verify, boxed="any")
     assert graders.is_math_verify(spec) and not is_cheap(spec)
-
-
-# ------------------------------------------------------------------------------- format and numbers
-def test_the_format_includes_what_the_template_has_begun() -> None:
-    """The bonus is a part of the score, and a pattern that takes too long fails one response."""
-    prompts = [
-        Prompt((), "", "", "", {}, 0, prefix=prefix) for prefix in ("<think>", "", "<think>")
-    ]
-    texts = ["a</think>7", "a</think>7", "b"]
-    samples: list[graders.Sample] = [("", text, "7", {}) for text in texts]
-    with ExitStack() as stack:
-
-        def with_format(pattern: str) -> WithFormat:
-            has_format = partial(graders.has_format, pattern=pattern)
-            pool = GraderPool(has_format, workers=1, timeout_s=0.5)
-            both = WithFormat(GraderPool("exact", workers=0, timeout_s=1), pool, 0.25)
-            stack.callback(both.close)
-            return both
-
-        grades = with_format("<think>.*</think>.*").grade(samples, prompts)
-        assert [(g.score, g.format_ok) for g in grades] == [(0.25, True), (0, False), (0, False)]
-        assert [g.extra["format_bonus"] for g in grades] == [0.25, 0, 0]
-        slow = with_format("(<think>|a+)+</think>7")
-        hang: graders.Sample = ("", "a" * 64, "", {})
-        assert [g.failed for g in slow.grade([hang, samples[0]], prompts[:2])] == [True, False]
-        assert "reward.format: sample 0 of 2" in str(slow.last_failure)
