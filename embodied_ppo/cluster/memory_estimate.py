@@ -185,16 +185,16 @@ def micro_batch(
     """
     # Shapes and types of the trajectory, values of zero.
     sample = _zeros(t, rows, device, batch_dims=2)
-    scalars = torch.zeros(sample.value.shape, device=device)
+    values = torch.zeros(sample.value.shape, device=device)
     batch = Batch(
         inputs=inputs,
         action=sample.action,
         replay=sample.replay,
         log_prob=losses.reduce_log_prob(sample.log_prob, c.logprob_type, batch_dims=1),
-        value=scalars,
-        advantage=scalars,
-        returns=scalars,
-        mask=torch.ones(sample.value.shape, dtype=torch.bool, device=device),
+        value=values,
+        advantage=torch.zeros(sample.mask.shape, device=device),
+        returns=values,
+        mask=torch.ones_like(sample.mask),
     )
     if c.minibatch_unit == "column":
         return tree.map(lambda x: x.unflatten(0, (t.mask.shape[0], -1)), batch)
@@ -232,20 +232,22 @@ def estimate_acting(
     return counter.peak, *_zeros((obs, decision), rows, torch.device("meta"))
 
 
-def empty_trajectory(obs: Any, decision: Decision, horizon: int) -> Trajectory:
+def empty_trajectory(obs: Any, decision: Decision, horizon: int, *, groups: int) -> Trajectory:
     """Return a trajectory of ``horizon`` steps with the shapes and devices of one step.
 
     Args:
         obs: Observations of one step, [N, ..].
         decision: Decision of one step.
         horizon: T.
+        groups: Number of reward groups.
     """
 
     def repeat(x: Tensor) -> Tensor:
         return x.new_empty(horizon, *x.shape)
 
     # Tensors of equal shape share one storage here; the trajectory's own do not.
-    flag = repeat(torch.empty_like(decision.value, dtype=torch.bool))
+    flagged = decision.value[:, 0] if groups > 1 else decision.value
+    flag = repeat(torch.empty_like(flagged, dtype=torch.bool))
     value = repeat(decision.value)
     return Trajectory(
         obs=tree.map(repeat, obs),

@@ -16,6 +16,7 @@ from embodied_ppo.cluster import memory_estimate
 from embodied_ppo.cluster.memory_estimate import MemoryEstimator, MemoryNeeds, nbytes
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.options import placement
+from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.policies.vla.trunk import VLAPolicy
@@ -98,7 +99,9 @@ class RobotMemoryEstimator(MemoryEstimator):
         # In parts, acting has the peak of one part, while the trajectory holds all environments.
         if a.rollout_micro_batch_size is not None:
             peak = self._act(min(a.rollout_micro_batch_size, rows))[0]
-        return peak, memory_estimate.empty_trajectory(obs, decision, a.horizon)
+        return peak, memory_estimate.empty_trajectory(
+            obs, decision, a.horizon, groups=len(reward_groups(a))
+        )
 
     def _act(self, rows: int) -> tuple[int, Any, Any]:
         """Return ``memory_estimate.estimate_acting`` of ``rows`` environments."""

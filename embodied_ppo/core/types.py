@@ -62,7 +62,8 @@ class Decision:
         action: [N, ..], passed to the simulator.
         log_prob: float32 log-probability under the behaviour policy, [N], or [N, C, A] where the
             policy factorises over actions and dimensions.
-        value: float32 [N], V(s). [N, C] where each action of a chunk has its own value.
+        value: float32 [N], V(s). [N, C] where each action of a chunk has its own value, [N, G]
+            where each reward group has.
         replay: Tensors besides observation and action that ``Policy.evaluate`` needs to recompute
             ``log_prob`` exactly.
         memory: float32 [N, S], state of a policy with memory after these observations
@@ -83,7 +84,7 @@ class Evaluation:
     Attributes:
         log_prob: [B, ..], shaped as ``Decision.log_prob``.
         entropy: [B, ..], same shape as ``log_prob``.
-        value: [B], or [B, C] as ``Decision.value``.
+        value: [B], or [B, C] or [B, G] as ``Decision.value``.
         logits: [B, K] for categorical policies, [B, D, K] for several choices without numbers, else
             None.
     """
@@ -124,6 +125,9 @@ class Trajectory:
     Where each action of a chunk has a value (reward_type=action_level), ``value``, ``next_value``,
     ``reward``, ``terminated``, ``truncated`` and ``mask`` are [T, N, C]. The mask then ends with
     the last executed action, which carries the flags.
+
+    Where the reward has G groups (algorithm.reward_groups), ``value``, ``next_value`` and
+    ``reward`` are [T, N, G].
     """
 
     obs: Obs
@@ -188,8 +192,8 @@ class Batch(ValueBatch):
         ref_log_prob: Log-probability under the reference policy, None without one.
         ref_logits: Logits of the reference policy, None without one.
 
-    ``value``, ``advantage``, ``returns`` and ``mask`` are [.., C] where ``Trajectory.value`` is [T,
-    N, C].
+    ``value``, ``advantage``, ``returns`` and ``mask`` are [.., C] where each action of a chunk has
+    a value; ``value`` and ``returns`` are [.., G] where each reward group has.
     """
 
     action: Tensor

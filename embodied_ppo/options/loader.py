@@ -30,7 +30,7 @@ from typing import (
 
 import yaml
 
-from embodied_envs.base.errors import ConfigError, join_names, nearest, one_line, show
+from embodied_envs.base.errors import ConfigError, choose, join_names, nearest, one_line, show
 from embodied_ppo.core import guarded_files
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.aliases import REFUSED, VALUE_ALIASES
@@ -354,6 +354,8 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
             with suppress(yaml.YAMLError):
                 value = plain_yaml(value)
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
+            if is_dataclass(entry := arguments[1]) and isinstance(entry, type):
+                return {k: _build_entry(entry, v, f"{path}.{k}", label) for k, v in value.items()}
             return _plain(value)
     elif hint is float:
         if (number := _number(value)) is not None:
@@ -363,6 +365,24 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
     elif isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     raise _wrong(shown, value, path, label)
+
+
+def _build_entry(cls: type[C], value: Any, path: str, label: str) -> C:
+    """Return the dataclass of one entry of a section whose names the user chooses."""
+    names = [*field_types(cls)]
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{path} = {show(value)}{_at(label)} is a section, not a value; write options under it:"
+            f" {join_names(names)}"
+        )
+    for name in value:
+        if name not in names:
+            hint = choose(str(name), names, "there are ")
+            raise ConfigError(
+                f"{path}.{name} = {show(value[name])}{_at(label)}: no such option; {hint}"
+            )
+    options = {f"{path}.{name}": x for name, x in value.items()}
+    return _build(cls, (path,), options, dict.fromkeys(options, label))
 
 
 def _number(value: Any) -> float | None:

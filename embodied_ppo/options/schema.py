@@ -477,6 +477,23 @@ class KLControlConfig:
 
 
 @dataclass(frozen=True)
+class RewardGroupConfig:
+    """Entry of ``algorithm.reward_groups``; the user chooses its name."""
+
+    terms: tuple[Text, ...] | Literal["rest"] = "rest"
+    """Reward terms, named as the curves ``env/NAME``; rest: the reward minus all terms of the
+    others."""
+    gamma: Fraction | None = None
+    """null: algorithm.gamma."""
+    gae_lambda: Fraction | None = None
+    """null: algorithm.gae_lambda."""
+    normalize: bool = False
+    """Standardise the advantages of the group before they are added."""
+    weight: NonNegative = 1.0
+    """Factor of the advantages of the group."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     # --- rollout and batches
     horizon: Count = option(32, mode="embodied")
@@ -567,6 +584,15 @@ class AlgorithmConfig:
     """With reward_norm: subtract the mean and do not divide."""
     reward_scale: bool = option(False, read_if=REWARD_NORM)
     """With reward_norm: divide by the standard deviation and do not subtract the mean."""
+    reward_groups: dict[str, RewardGroupConfig] = option({})
+    """Parts of the reward with a value output each (several critics): NAME -> {terms, gamma,
+    gae_lambda, normalize, weight}. terms lists the simulator's reward terms (curves env/NAME; in
+    reasoning the grader's numbers, curves reward/NAME) whose sum is the reward of the group, or is
+    rest: the reward minus the terms of all other groups. A = sum of weight x A_k, where A_k is the
+    estimate with the gamma and gae_lambda of the group (null: those above), standardised with
+    normalize=true; normalize_advantages then standardises A. The value loss is the sum over groups,
+    reward options apply to each. {}: one group. Example:
+    {task: {terms: [forward], weight: 1}, style: {terms: rest, normalize: true, weight: 0.5}}."""
     whiten_rewards: bool = False
     """Divide rewards by their standard deviation over the rollout, keep their mean; before the KL
     penalty."""

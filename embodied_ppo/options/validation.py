@@ -319,10 +319,47 @@ def _check_algorithm(config: Config) -> None:
         "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm = running only"
         " divides; write algorithm.reward_norm=batch",
     )
+    _check_reward_groups(config)
     for name, level in (("logprob_type", a.logprob_type), ("entropy_type", a.entropy_type)):
         refuse(
             LEVELS.index(a.reward_type) < LEVELS.index(level),
             f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} = {level}; an"
             " advantage applies to entries of its own or a finer level: write"
             f" algorithm.reward_type={level}",
+        )
+
+
+def _check_reward_groups(config: Config) -> None:
+    """Refuse reward groups that overlap, or that other options exclude. Raises ConfigError."""
+    a, groups = config.algorithm, config.algorithm.reward_groups
+    owner: dict[str, str] = {}
+    for name, group in groups.items():
+        path = f"algorithm.reward_groups.{name}"
+        refuse(
+            not re.fullmatch(r"[\w.-]+", name),
+            f"{path}: the name is part of a metric's name; use letters, digits, _, - and .",
+        )
+        refuse(not group.terms, f"{path}.terms = []: name a reward term, or write terms: rest")
+        for term in ("terms: rest",) if group.terms == "rest" else group.terms:
+            refuse(
+                term in owner,
+                f"remove {term} from {path} or from {owner.get(term)}: a term belongs to one group",
+            )
+            owner[term] = name
+        if group.gae_lambda is not None and a.adv_type != "gae":
+            raise ConfigError(
+                f"remove {path}.gae_lambda, or write algorithm.adv_type=gae: otherwise gae_lambda ="
+                f" {group.gae_lambda:g} is ignored"
+            )
+    chunked = config.env.action_chunk > 1
+    for option, fix, excluded in (
+        ("adv_type", "grpo", config.mode == "reasoning" and a.adv_type == "gae"),
+        ("reward_type", "chunk_level", a.reward_type == "action_level" and chunked),
+        ("use_kl_in_reward", "false", len(groups) > 1 and a.use_kl_in_reward),
+    ):
+        refuse(
+            groups and excluded,
+            f"write algorithm.{option}={fix}: with algorithm.{option} ="
+            f" {show(getattr(a, option))} there is one value for the whole reward, not one for each"
+            " of algorithm.reward_groups",
         )

@@ -12,9 +12,8 @@ from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
 from embodied_envs.types import EnvInfo, VectorEnv
 from embodied_ppo.core.types import Policy
-from embodied_ppo.options.schema import (
-    Config,
-)
+from embodied_ppo.options.reward_groups import value_outputs
+from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.backbone import Encoder
@@ -53,8 +52,7 @@ def make_policy(config: Config, env: VectorEnv | EnvInfo, *, weights: bool = Tru
     """
     a, m, chunk = config.algorithm, config.model, config.env.action_chunk
     spaces = env.obs_spec, env.action_spec, m
-    values = chunk if a.reward_type == "action_level" else 1
-    sizes: dict[str, Any] = {"chunk": chunk, "values": values}
+    sizes: dict[str, Any] = {"chunk": chunk, "values": value_outputs(config)}
     vla: dict[str, Any] = sizes | {"sentences": env.instructions}
     published_vla: dict[str, Any] = vla | {"mapping": config.env.action_mapping}
     if m.checkpoint is not None:

@@ -4,11 +4,12 @@
 calls, ``advantages``, ``losses`` and ``kl``, and the step of AdamW on a minibatch, ``optimizer``.
 These five files are enough to understand an update.
 
-What they leave out: ``rewards`` (normalisation and whitening), ``preparation`` (importance weights,
-ranks, action chunks), ``schedules`` (learning rate and coefficients), ``minibatches`` (the
-interface of a loss, micro-batches), ``compiled_step`` (compiled minibatches and CUDA graphs),
-``roles`` (interfaces of actor, critic, reference), ``robot_actor``, ``language_actor`` and
-``critic`` (the models), ``learner_state`` (checkpoints), ``metrics``.
+What they leave out: ``rewards`` (normalisation and whitening), ``group_advantages`` (several
+rewards), ``preparation`` (importance weights, ranks, action chunks), ``schedules`` (learning rate
+and coefficients), ``minibatches`` (the interface of a loss, micro-batches), ``compiled_step``
+(compiled minibatches and CUDA graphs), ``roles`` (interfaces of actor, critic, reference),
+``robot_actor``, ``language_actor`` and ``critic`` (the models), ``learner_state`` (checkpoints),
+``metrics``.
 
 Belongs here: what turns a rollout into new weights.
 

@@ -11,10 +11,12 @@ rewards, values and flags are never used and may be NaN.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from embodied_ppo.core.running_stats import Moments, expand, masked_moments
+from embodied_ppo.core.running_stats import Moments, expand, masked_moments, masked_sum
 from embodied_ppo.core.types import Trajectory
 
 EPS = 1e-8
@@ -262,6 +264,36 @@ def estimate(
     else:
         raise NotImplementedError(adv_type)
     return torch.where(mask, column, 0.0), returns
+
+
+# ------------------------------------------------------------------------------------ reward groups
+@torch.no_grad()
+def weighted_sum(
+    parts: Sequence[Tensor], mask: Tensor, *, weights: Sequence[float], normalized: Sequence[bool]
+) -> tuple[Tensor, list[Tensor]]:
+    """Add the advantages of reward groups: A = Σ_k w_k·Â_k, Â_k = ``normalize``(A_k) if configured.
+
+    Source: several critics as in Zargarbashi et al. 2024, "RobotKeyframing", section III-C. With
+    ``grpo`` of each reward, and A whitened, it is GDPO (Liu et al. 2026, eq. 4 to 6).
+
+    Args:
+        parts: Advantages A_k, float32 [T, N] each, 0 where masked.
+        mask: bool [T, N].
+        weights: w_k.
+        normalized: Whether A_k is standardised.
+
+    Returns:
+        A, and the share of each group, Σ|w_k·Â_k| / Σ_j Σ|w_j·Â_j| over unmasked entries, NaN
+        where all are 0.
+    """
+    scaled = [
+        w * (normalize(x, mask)[0] if standardise else x)
+        for x, w, standardise in zip(parts, weights, normalized, strict=True)
+    ]
+    total = torch.stack(scaled).double().sum(0).float() if len(scaled) > 1 else scaled[0]
+    sizes = [masked_sum(x.double().abs(), mask) for x in scaled]
+    everything = torch.stack(sizes).sum()
+    return total, [size / everything for size in sizes]
 
 
 # ------------------------------------------------------------------------------------ normalisation

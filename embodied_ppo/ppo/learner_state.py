@@ -11,6 +11,7 @@ import torch
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Mean, Metrics, UpdateObserver
+from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.ppo import schedules
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.rewards import ReturnScaler
@@ -46,7 +47,8 @@ class LearnerState:
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
         # These three continue from one update to the next, and checkpoints contain them.
-        self.returns = ReturnScaler(columns).to(device)
+        self.groups = reward_groups(config)
+        self.returns = [ReturnScaler(columns).to(device) for _ in self.groups]
         self.kl_coef = config.kl_ctrl.kl_coef
         self.initial_entropy_coef = config.entropy_bonus
         if config.entropy_target is not None:
@@ -105,13 +107,15 @@ class LearnerState:
         """Return the tensors in this process between updates, except those of the policy."""
         model = self.separate_critic
         others = [*([] if model is None else [model.state_tensors()]), *self.actor.state_tensors()]
-        return [self.optimizer.state(), self.returns.state_dict(), *others]
+        scalers = [scaler.state_dict() for scaler in self.returns]
+        return [self.optimizer.state(), scalers, *others]
 
     def state(self) -> dict[str, Any]:
         """Return everything beyond the policy's weights that the next update depends on.
 
-        Keys: returns, kl, entropy, reference; with a value head "optimizer" and "adaptive_factor",
-        otherwise these two under "actor", and "critic" and "critic_weights".
+        Keys: returns (those of further reward groups: group_returns), kl, entropy, reference; with
+        a value head "optimizer" and "adaptive_factor", otherwise these two under "actor", and
+        "critic" and "critic_weights".
         """
         optimizer = self.optimizer.state()
         if not isinstance(self.critic, SharedCritic):
@@ -121,8 +125,10 @@ class LearnerState:
                 "actor": optimizer,
                 **(empty if self.critic is None else self.critic.state()),
             }
+        others = [scaler.state_dict() for scaler in self.returns[1:]]
         return optimizer | {
-            "returns": self.returns.state_dict(),
+            "returns": self.returns[0].state_dict(),
+            **({"group_returns": others} if others else {}),
             "kl": {"coef": self.kl_coef},
             "entropy": {"coef": self.entropy_coef, "initial": self.initial_entropy_coef},
             "reference": self.actor.reference_state(),
@@ -152,7 +158,9 @@ class LearnerState:
             self.actor.load_reference(state["reference"])
         # The number of sequences may change on resume, that of environments may not.
         if value_head or c.reward_norm == "running":
-            self.returns.load_state_dict(state["returns"])
+            saved = [state["returns"], *state.get("group_returns", ())]
+            for scaler, moments in zip(self.returns, saved, strict=True):
+                scaler.load_state_dict(moments)
         # A coefficient that is constant follows the options of the resumed run.
         if c.kl_ctrl.type == "adaptive":
             self.kl_coef = float(state["kl"]["coef"])

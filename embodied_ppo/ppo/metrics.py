@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -12,16 +13,35 @@ from embodied_ppo.ppo.learner_state import LearnerState
 from embodied_ppo.ppo.roles import OptimizationStats, SharedCritic
 
 
-def of_advantages(advantage: Tensor, returns: Tensor, t: Trajectory) -> tuple[Metrics, float]:
-    """Return metrics of advantages before normalisation and of returns [T, N], and their number."""
+def of_advantages(
+    advantage: Tensor, returns: Tensor, t: Trajectory, shares: Mapping[str, Tensor]
+) -> tuple[Metrics, float]:
+    """Return metrics of advantages before normalisation and of returns, and their number.
+
+    Args:
+        advantage: [T, N].
+        returns: [T, N], or [T, N, G] of reward groups.
+        t: Experience; its values are shaped as the returns.
+        shares: Reward group -> its share of the advantage; empty: there is one group.
+    """
     raw = masked_moments(advantage, t.mask)
+    value, variances = t.value, []
+    if shares and value.ndim == returns.ndim:
+        variances = [
+            explained_variance(value[..., k], returns[..., k], t.mask) for k in range(len(shares))
+        ]
+        value, returns = value.sum(-1), returns.sum(-1)
+    elif shares:  # there is no critic
+        returns = value
     # One transfer for all of them: on a GPU the host would wait for each.
-    explained, mean, std, zeros, count = read_numbers(
-        explained_variance(t.value, returns, t.mask),
+    explained, mean, std, zeros, count, *others = read_numbers(
+        explained_variance(value, returns, t.mask),
         raw.mean,
         raw.var.sqrt(),
         ((advantage == 0) & t.mask).sum(),
         raw.count,
+        *shares.values(),
+        *variances,
     )
     metrics: Metrics = {
         "value/explained_variance": explained,
@@ -29,7 +49,9 @@ def of_advantages(advantage: Tensor, returns: Tensor, t: Trajectory) -> tuple[Me
         "advantage/std": std,
         "advantage/zero_fraction": Mean(zeros, count),
     }
-    return metrics, count
+    tags = [f"advantage/share/{name}" for name in shares]
+    tags += [f"value/explained_variance/{name}" for name in shares]
+    return metrics | dict(zip(tags, others, strict=False)), count
 
 
 def with_optimization(

@@ -7,6 +7,7 @@ cases, so that a block can be read without them:
 
     rewards.py        clipping, normalisation and whitening of rewards
     advantages.py     GAE and group-relative estimators
+    group_advantages  the same of several reward groups
     losses.py, kl.py  each term of the loss
     schedules.py      learning rate and coefficients from one update to the next
     optimizer.py      a step of AdamW on micro-batches and ranks
@@ -15,7 +16,8 @@ cases, so that a block can be read without them:
 
 T steps of a rollout (tokens of a response), N environments (sequences), B samples of a minibatch.
 [..] is [B], or [T, B] where minibatches are whole columns; with algorithm.reward_type=action_level
-masks, values and advantages have the actions of a chunk as a last dimension, [.., C].
+masks, values and advantages have the actions of a chunk as a last dimension, [.., C]; values and
+returns of several reward groups have [.., G].
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import Tensor
 from embodied_envs.base import tree
 from embodied_ppo.core.running_stats import masked_sum
 from embodied_ppo.core.types import Batch, Metrics, Trajectory
-from embodied_ppo.ppo import advantages, losses, metrics, preparation, rewards
+from embodied_ppo.ppo import advantages, group_advantages, losses, metrics, preparation, rewards
 from embodied_ppo.ppo.learner_state import LearnerState
 from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
 from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
@@ -116,13 +118,13 @@ class PPO(LearnerState):
         # Rewards and advantages are computed for the columns of all ranks, so that their statistics
         # do not depend on the number of ranks, and for each action of a chunk that has a value.
         rollout = trajectory
-        is_reshaped = ranks.world > 1 or trajectory.value.ndim == 3
+        is_reshaped = ranks.world > 1 or trajectory.mask.ndim == 3
         if is_reshaped:
             rollout = preparation.gather_columns(trajectory, ranks)
-        reward = rewards.shape_rewards(
-            rollout, c, self.returns, scores_sequences=actor.scores_sequences
+        reward = group_advantages.shape_rewards(
+            rollout, self.groups, self.returns, scores_sequences=actor.scores_sequences
         )
-        if reference is not None and c.use_kl_in_reward:
+        if reference is not None and c.use_kl_in_reward:  # with one reward group only
             distance = actor.kl_to_reference(inputs, trajectory, old_log_prob, reference)
             distance = preparation.flatten_chunks(ranks.all_gather_columns(distance))
             reward, penalty = rewards.subtract_kl_penalty(
@@ -135,15 +137,11 @@ class PPO(LearnerState):
 
         # Advantages:  δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t)
         #              A_t = Σ_l (γλ)^l·δ_{t+l} until the episode ends;  R_t = A_t + V(s_t)
-        advantage, returns = advantages.estimate(
-            c.adv_type,
-            replace(rollout, reward=reward),
-            gamma=c.gamma,
-            gae_lambda=c.gae_lambda,
-            group_size=c.group_size,
-            bootstrap_type=c.bootstrap_type,
+        # Several reward groups have a V and an A each:  A ← Σ_k w_k·A_k
+        advantage, returns, shares = group_advantages.estimate(
+            replace(rollout, reward=reward), self.groups
         )
-        measured, samples = metrics.of_advantages(advantage, returns, rollout)
+        measured, samples = metrics.of_advantages(advantage, returns, rollout, shares)
         results |= measured
         # A ← (A − mean(A)) / std(A) over the complete rollout.
         if c.normalize_advantages:
@@ -158,7 +156,7 @@ class PPO(LearnerState):
         # What the loss of a minibatch reads, of this rank's columns.
         if is_reshaped:
             advantage, returns = (
-                preparation.local_columns(x, ranks, like=trajectory.value)
+                preparation.local_columns(x, ranks, like=trajectory.mask)
                 for x in (advantage, returns)
             )
         target = reference if c.use_kl_loss else None
@@ -240,6 +238,8 @@ class PPOLoss(PolicyLoss):
             errors, value_clipped = losses.value_loss(
                 policy.value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
             )
+            if errors.ndim > b.mask.ndim:  # the sum over reward groups
+                errors, value_clipped = errors.sum(-1), value_clipped.any(-1)
             value_loss = losses.aggregate(errors, b.mask, rows=b.rows)
             loss = c.value_loss_coef * value_loss + (0.0 if critic_only else loss)
             stats["value_loss"] = value_loss.detach()

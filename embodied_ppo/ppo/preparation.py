@@ -49,7 +49,7 @@ def gather_columns(t: Trajectory, ranks: Ranks) -> Trajectory:
     """Return a trajectory whose COLUMNS are those of all ranks, with one row for each value."""
     gathered = ranks.all_gather_columns({name: getattr(t, name) for name in COLUMNS})
     # Where each action of a chunk has a value, it becomes a row with its own advantage.
-    return replace(t, **tree.map(flatten_chunks, gathered))
+    return replace(t, **(tree.map(flatten_chunks, gathered) if t.mask.ndim == 3 else gathered))
 
 
 def local_columns(x: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from torch import Tensor
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
 from embodied_ppo.core.devices import upload
-from embodied_ppo.core.running_stats import read_numbers
+from embodied_ppo.core.running_stats import expand, read_numbers
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
 from embodied_ppo.data.prompts import Prompt, Sampler
+from embodied_ppo.options.reward_groups import RewardGroup
 from embodied_ppo.rollout.generation.engine import Generation, Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.group_filter import GroupFilter
+from embodied_ppo.rollout.group_rewards import GroupRewards
 from embodied_ppo.rollout.interleaved_rollouts import add_metrics
 from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums, refuse_failures
 
@@ -93,6 +96,7 @@ class ReasoningRollout:
         filter_rounds: int = 0,
         shuffle: bool = True,
         truncation: Truncation | None = None,
+        reward_groups: Sequence[RewardGroup] = (),
         rank: int = 0,
         world: int = 1,
         notice: Callable[[str], None] = lambda text: None,
@@ -113,6 +117,7 @@ class ReasoningRollout:
                 of right and wrong responses; 0: groups are not filtered. Needs ``world`` = 1.
             shuffle: Whether to shuffle the prompts in every epoch.
             truncation: Treatment of truncated responses.
+            reward_groups: Groups of the score, each with a reward of its own; empty: none.
             rank: Index of this process, which takes an equal part of ``batch``.
             world: Number of rollout processes.
             notice: Function that shows a message to the user.
@@ -124,6 +129,7 @@ class ReasoningRollout:
         self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
         self.truncation, self.notice = truncation or Truncation(), notice
         self.rank, self.world = rank, world
+        self.group_rewards = GroupRewards(reward_groups, "the grader") if reward_groups else None
         self.filter: GroupFilter | None = None
         if filter_rounds:
             assert world == 1
@@ -277,7 +283,13 @@ class ReasoningRollout:
         penalties = self.truncation.penalties(generation.length, generation.stopped, t)
         # Failed responses are masked, so that their score does not matter.
         score = upload([0.0 if g.failed else g.score for g in grades], device)
-        score = torch.where(valid, score - sum(penalties.values()), 0.0)
+        score = torch.where(valid, score - sum(penalties.values()), 0.0)  # [N]
+        if self.group_rewards is not None:
+            names = dict.fromkeys(name for g in grades for name in g.extra)
+            terms = {x: upload([g.extra.get(x, math.nan) for g in grades], device) for x in names}
+            (score,) = self.group_rewards([terms], score.unsqueeze(0), valid.unsqueeze(0))
+        # [T, N], or [T, N, G] of reward groups
+        ends = expand(last.T, score.expand(t, *score.shape))
         zero = torch.zeros(t, n, device=device)
         trajectory = Trajectory(
             obs={
@@ -289,7 +301,7 @@ class ReasoningRollout:
             value=zero,
             replay={},
             next_value=zero,
-            reward=torch.where(last, score.unsqueeze(1), 0.0).T.contiguous(),
+            reward=torch.where(ends, score, 0.0).contiguous(),
             terminated=last.T.contiguous(),
             truncated=torch.zeros_like(last.T),
             mask=mask.T.contiguous(),

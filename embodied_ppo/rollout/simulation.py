@@ -20,6 +20,7 @@ from embodied_ppo.core import compile
 from embodied_ppo.core.finite import select_rows
 from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory
+from embodied_ppo.options.reward_groups import RewardGroup
 from embodied_ppo.rollout.acting import Acting
 from embodied_ppo.rollout.bootstrap import next_values, split_by_action
 from embodied_ppo.rollout.divergence import (
@@ -30,6 +31,7 @@ from embodied_ppo.rollout.divergence import (
 )
 from embodied_ppo.rollout.episode_statistics import EpisodeStatistics
 from embodied_ppo.rollout.group_filter import GroupFilter
+from embodied_ppo.rollout.group_rewards import GroupRewards
 
 LONGEST = 163_840
 """Largest number of steps for which a restart waits for episodes of an unknown time limit."""
@@ -92,6 +94,7 @@ class Rollout:
         restarts: Callable[[int], bool] = lambda update: False,
         stagger: bool = False,
         gamma: float = 1.0,
+        reward_groups: Sequence[RewardGroup] = (),
         rows: int | None = None,
         kept_inputs: Sequence[str] = (),
         schedule: compile.CompileSchedule | None = None,
@@ -122,6 +125,7 @@ class Rollout:
                 environments would stay in the same phase. Ignored with group_size > 1 or
                 one_episode.
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
+            reward_groups: Groups of the reward, with a value and a ``gamma`` each. Empty: none.
             rows: Largest number of observations in one forward pass of the policy; None: all.
             kept_inputs: Inputs of the policy to keep, see ``Trajectory.kept``.
             schedule: Schedule of the switch to compiled code; None: never.
@@ -131,7 +135,13 @@ class Rollout:
             stage: Index of ``env`` among the equal parts of all environments.
             stages: Number of these parts, in all processes.
         """
-        self.env, self.policy, self.seed, self.gamma = env, policy, seed, gamma
+        self.env, self.policy, self.seed = env, policy, seed
+        self.gammas = [gamma]
+        self.group_rewards: GroupRewards | None = None
+        if reward_groups:
+            self.group_rewards = GroupRewards(reward_groups, f"env.id={env.id}")
+            options = [group.options for group in reward_groups]
+            self.gammas = [a.gamma if a.chunk_reward == "discounted" else 1.0 for a in options]
         self.group_size, self.one_episode = group_size, one_episode
         # Group filtering collects whole rounds until the batch is full.
         self.filter: GroupFilter | None = None
@@ -421,11 +431,16 @@ class Rollout:
             simulated = mask.numel() if executed is None else executed.numel()
             self.outcome = self._episode_success([s.success for s in steps], mask), simulated
         metrics = self.episodes.add(steps, undiscounted, length, counted, damaged)
-        per_action = d.value.ndim == 3  # each action of a chunk has a value and a reward
-        if count is not None and not per_action:
+        # Each action of a chunk, or each reward group, has a value and a reward.
+        per_action = d.value.ndim == 3 and self.group_rewards is None
+        if self.group_rewards is not None:
+            reward = self.group_rewards([step.info for step in steps], reward, mask)
+        if executed is not None and not per_action:
             # One reward per chunk: sum over c of gamma^c r_c.
-            c = torch.arange(reward.shape[-1], dtype=reward.dtype, device=reward.device)
-            reward = reward @ self.gamma**c
+            c = torch.arange(executed.shape[-1], dtype=reward.dtype, device=reward.device)
+            rewards = reward.unbind(-1) if reward.ndim == 4 else (reward,)
+            sums = [x @ gamma**c for x, gamma in zip(rewards, self.gammas, strict=True)]
+            reward = torch.stack(sums, -1) if len(sums) > 1 else sums[0]
         trajectory = Trajectory(
             obs=tree.stack(record.observed),
             action=d.action,
@@ -479,11 +494,11 @@ class Rollout:
         return (torch.stack(succeeded) & mask).any(0)
 
     def _value(self, obs: Obs) -> Tensor:
-        """Return V [N] of observations, that of the first action if each action has one."""
+        """Return V [N] of observations, of the first action if each has one; [N, G] of groups."""
         value = apply_in_parts(
             lambda part: self.policy.value(self.policy.encode(part)), self.rows, obs
         )
-        return value if value.ndim == 1 else value[:, 0]
+        return value if value.ndim == 1 or self.group_rewards is not None else value[:, 0]
 
     def stop(self) -> None:
         """Let a ``collect`` that runs in another thread raise TrainingError at its next step."""

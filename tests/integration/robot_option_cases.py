@@ -138,6 +138,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.recurrent_size": (8, RECURRENT),
     "algorithm.bptt_length": (2, RECURRENT),
     "model.network": (NETWORK, {}),
+    "algorithm.reward_groups": ({"run": {"terms": ["reward_run"], "gamma": 0.5}, "other": {}}, {}),
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
     "model.pooling": ("spatial_softmax", PICTURES),
     "model.hidden": ([8], {}),

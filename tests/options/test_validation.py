@@ -19,6 +19,8 @@ PIPELINE = {"pipeline": True, "algorithm.off_policy_correction": "token"}
 BATCH_NORM = {"algorithm.reward_norm": "batch"}
 OBSERVED = {"model.actor_obs": ["a"], "model.critic_obs": ["a"]}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
+PARTS = "algorithm.reward_groups"
+TWO_PARTS = {"a": {"terms": ["x"]}, "b": {}}
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.global_batch_size": 300}, "nearest: 256, 512; or .. nearest env.num_envs: 75"),
     ({"algorithm.global_batch_size": 4096}, "32 x 64 = 2048 .. nearest: 2048 .. num_envs: 128"),
@@ -80,6 +82,26 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
             "algorithm.kl_ctrl.horizon": 10,
         },
         "horizon = 10 must be > 0.2 x env.num_envs = 12.8, .. algorithm.kl_ctrl.horizon=640",
+    ),
+    ({PARTS: {"a": {}, "b": {"terms": "rest"}}}, "remove terms: rest from .. or from a"),
+    ({PARTS: {"a": {"terms": ["x"]}, "b": {"terms": ["y", "x"]}}}, "remove x from"),
+    ({PARTS: {"a": {"terms": []}}}, "reward_groups.a.terms = []"),
+    ({PARTS: {"a/b": {}}}, "use letters, digits"),
+    ({PARTS: {"a": {"gama": 0.9}}}, "reward_groups.a.gama = 0.9 .. did you mean gamma?"),
+    (
+        {PARTS: {"a": {"gamma": 2}}},
+        "reward_groups.a.gamma = 2 .. must be a finite number >= 0 and <= 1",
+    ),
+    ({PARTS: {"a": 3}}, "reward_groups.a = 3 .. is a section"),
+    ({PARTS: TWO_PARTS, "algorithm.use_kl_in_reward": True}, "algorithm.use_kl_in_reward=false"),
+    (
+        {PARTS: TWO_PARTS, "env.action_chunk": 2, "algorithm.reward_type": "action_level"},
+        "write algorithm.reward_type=chunk_level",
+    ),
+    ({**LANGUAGE, PARTS: TWO_PARTS}, "write algorithm.adv_type=grpo"),
+    (
+        {PARTS: {"a": {"gae_lambda": 0.5}}, "algorithm.adv_type": "reinforce"},
+        "remove algorithm.reward_groups.a.gae_lambda",
     ),
 ]
 

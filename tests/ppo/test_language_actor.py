@@ -449,8 +449,8 @@ def test_running_reward_norm_counts_each_response_once() -> None:
         scores = torch.where(t.mask, t.reward, 0.0).sum(0)
         scores = scores if clip is None else scores.clamp(-clip, clip)
         x.prepare(t)
-        assert int(x.returns.moments.count) == N
-        assert float(x.returns.std) == pytest.approx(
+        assert int(x.returns[0].moments.count) == N
+        assert float(x.returns[0].std) == pytest.approx(
             float(scores.double().std(correction=0)), rel=1e-3
         )
 

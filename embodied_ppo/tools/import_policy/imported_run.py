@@ -89,7 +89,7 @@ def import_policy(
         scaled = config.algorithm.reward_norm == "running"
         policy.load_into(system.module, normalized_rewards=scaled)
         if scaled and policy.value_scale is not None and isinstance(system.learner, PPO):
-            moments = system.learner.returns.moments
+            moments = system.learner.returns[0].moments
             moments.var.fill_(policy.value_scale.std**2)
             moments.count.fill_(max(policy.value_scale.count, 1.0))
         replace_text(run_dir / IMPORT, json.dumps(origin, indent=1) + "\n")

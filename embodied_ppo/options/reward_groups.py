@@ -1,0 +1,51 @@
+"""The parts of the reward that have a value of their own (``algorithm.reward_groups``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from embodied_ppo.options.schema import AlgorithmConfig, Config
+
+
+@dataclass(frozen=True)
+class RewardGroup:
+    """A part of the reward.
+
+    Attributes:
+        name: Name in metrics.
+        terms: Reward terms that it consists of; None: what no other group names.
+        options: Options of the algorithm with the discount, trace and normalisation of the group.
+        normalize: Whether its advantages are standardised before they are added.
+        weight: Factor of its advantages.
+    """
+
+    name: str
+    terms: tuple[str, ...] | None
+    options: AlgorithmConfig
+    normalize: bool = False
+    weight: float = 1.0
+
+
+def reward_groups(a: AlgorithmConfig) -> tuple[RewardGroup, ...]:
+    """Return the groups in the order of the value's outputs; without the option a single one."""
+    if not a.reward_groups:
+        return (RewardGroup("reward", None, a),)
+    groups: list[RewardGroup] = []
+    for name, group in a.reward_groups.items():
+        gamma = a.gamma if group.gamma is None else group.gamma
+        trace = a.gae_lambda if group.gae_lambda is None else group.gae_lambda
+        options = replace(a, gamma=gamma, gae_lambda=trace)
+        terms = None if group.terms == "rest" else tuple(group.terms)
+        groups.append(RewardGroup(name, terms, options, group.normalize, group.weight))
+    return tuple(groups)
+
+
+def value_outputs(config: Config) -> int:
+    """Return the number of outputs of a robot policy's value head.
+
+    Each action of a chunk has a value with reward_type=action_level, else each reward group.
+    """
+    a = config.algorithm
+    if a.reward_type == "action_level" and config.env.action_chunk > 1:
+        return config.env.action_chunk
+    return len(reward_groups(a))
