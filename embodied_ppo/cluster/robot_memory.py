@@ -167,10 +167,14 @@ def describe_spaces(config: Config) -> EnvInfo:
     """
     options = training_env(config)
     # A history changes the observations, which only the wrapped environment describes.
-    is_libero = options.simulator in ("auto", "libero") and libero_env.has_task(options.id)
+    is_libero = (
+        options.simulator in ("auto", "libero")
+        and options.tasks is None
+        and libero_env.has_task(options.title)
+    )
     if is_libero and config.model.history == 1:
         return libero_env.describe(
-            options.id,
+            options.title,
             obs_keys=options.obs_keys,
             cameras=options.cameras,
             image_size=(options.image_size, options.image_size),

@@ -121,6 +121,7 @@ def check_batches(config: Config, plan: Plan) -> None:
             num_envs=config.env.num_envs,
             group_size=a.group_size,
             global_batch_size=a.global_batch_size,
+            tasks=config.env.period,
         )
         return
     # Actor and critic may have minibatches of different sizes, both in prompts.
@@ -197,7 +198,7 @@ def can_estimate(config: Config, *, in_process: bool = False) -> bool:
     # Other simulators than those of this package, EnvPool and Gymnasium may start only once in a
     # process.
     once = config.env.simulator in ("torch", "mjlab", "libero") or builds_once(config)
-    once = once or (in_process and is_users_simulator(config.env.id))
+    once = once or (in_process and is_users_simulator(config.env.title))
     # The estimate must not use the only start that such a simulator has in this process.
     return config.model.checkpoint is None and not (in_process and once)
 

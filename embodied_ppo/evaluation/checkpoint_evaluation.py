@@ -89,6 +89,12 @@ def _evaluate_robot(
     base = loader.dump(environments.evaluation_env(run.config))
     kwargs = {**base["kwargs"], **dict(options.env.get("kwargs") or {})}
     env_config = loader.load(EnvConfig, {**base, **options.env, "kwargs": kwargs}, source="env")
+    # Another task is shown to the policy in the observations of those that it has learned.
+    trained = run.config.env
+    if env_config.id != trained.id and env_config.tasks is None and trained.ids != (trained.id,):
+        env_config = replace(env_config, tasks=trained.ids)
+    num_envs = environments.evaluated_envs(env_config, options.num_envs)
+    options = replace(options, num_envs=num_envs)
     config = replace(run.config, env=env_config)
     validation.check_changed_env(config, options.env)
     task = robot_evaluation.evaluated_task(run, env_config, allow=allow)

@@ -107,13 +107,23 @@ class EvaluationResult:
         """Number of different initial states, by the hash of the first observation."""
         return len({e.initial_state for e in self.episodes})
 
+    @property
+    def has_tasks(self) -> bool:
+        """Whether the kinds of episodes are tasks of their own (``MultiTaskEnv``)."""
+        return self.task.startswith("[")
+
     def by_kind(self) -> list[EvaluationResult]:
         """Return one result for each kind of episode, sorted by name; [self] without kinds."""
         results = []
         for kind in sorted({e.kind for e in self.episodes if e.kind is not None}):
             episodes = tuple(e for e in self.episodes if e.kind == kind)
-            results.append(replace(self, task=f"{self.task}/{kind}", episodes=episodes))
+            name = kind if self.has_tasks else f"{self.task}/{kind}"
+            results.append(replace(self, task=name, episodes=episodes))
         return results or [self]
+
+    def kinds(self) -> dict[str, EvaluationResult]:
+        """Return one result for each kind of episode by its name; {} without kinds."""
+        return {part.episodes[0].kind: part for part in self.by_kind() if part.episodes[0].kind}
 
     def metrics(self) -> Metrics:
         """Return eval/return, eval/length and, if reported, eval/success with its variants."""
@@ -131,9 +141,11 @@ class EvaluationResult:
             if len(at_end) == len(self.episodes):
                 metrics["eval/success_once"] = metrics["eval/success"]
                 metrics["eval/success_at_end"] = Mean.of(at_end)
-            for part in self.by_kind() if self.episodes[0].kind is not None else ():
-                successes = map(float, part.successes or ())
-                metrics[f"eval/success/{part.episodes[0].kind}"] = Mean.of(successes)
+        for kind, part in self.kinds().items():
+            if part.successes is not None:
+                metrics[f"eval/success/{kind}"] = Mean.of(map(float, part.successes))
+            if self.has_tasks:
+                metrics[f"eval/return/{kind}"] = Mean.of(part.returns)
         return metrics
 
     def intervals(self) -> dict[str, list[float]]:
@@ -147,6 +159,12 @@ class EvaluationResult:
         }
         if self.successes is not None:
             intervals["eval/success"] = wilson_interval(sum(self.successes), len(self.successes))
+        for kind, part in self.kinds().items():
+            if self.has_tasks:
+                intervals[f"eval/return/{kind}"] = mean_interval(part.returns)
+            if part.successes is not None:
+                successes = sum(part.successes), len(part.successes)
+                intervals[f"eval/success/{kind}"] = wilson_interval(*successes)
         return {tag: list(interval) for tag, interval in intervals.items() if interval is not None}
 
 

@@ -67,9 +67,9 @@ def evaluated_task(run: TrainedRun, env: EnvConfig, *, allow: bool) -> TaskFiles
         The files; None: the task belongs to an installed package.
     """
     stored = stored_task(run.source, run.run_dir)
-    if stored is not None and stored.id != env.id:
-        return task_files.collect(env.id, env.kwargs)
-    task = task_files.select(env.id, env.kwargs, stored, allow=allow, resumes=False, say=run.say)
+    if stored is not None and stored.id != env.title:
+        return task_files.collect(env.title, env.kwargs)
+    task = task_files.select(env.title, env.kwargs, stored, allow=allow, resumes=False, say=run.say)
     return None if task is None else task.without_data(run.run_dir)
 
 
@@ -115,7 +115,8 @@ def write_report(
         recorded = video.record_video(
             policy,
             functools.partial(
-                make_env,
+                _filmed_env,
+                first_seed=evaluation.evaluation_seeds(result.seed, 1)[0],
                 config=config.env,
                 device=torch.device("cpu"),
                 render=True,
@@ -155,6 +156,15 @@ def write_report(
     )
     has_video = recorded is not None and recorded.path is not None
     return {**files, "video": str(video_file) if has_video else None}
+
+
+def _filmed_env(seeds: list[int], *, first_seed: int, config: EnvConfig, **how: Any) -> VectorEnv:
+    """Return the environment of an episode of the video, with the task that it was evaluated in."""
+    ids = config.ids
+    if len(ids) > 1:
+        task = (ids[(seeds[0] - first_seed) % len(ids)],)
+        config = replace(config, id=task, tasks=config.tasks or ids)
+    return make_env(seeds, config=config, **how)
 
 
 def restore(

@@ -194,8 +194,8 @@ def plan(
             " ones are those of the nominal environment; raise episodes"
         )
     env: EnvConfig = factory.keywords["config"]
-    simulator = engines.simulator_of(env.id, env.simulator, factory.keywords["device"])
-    ranges = engines.task_ranges(env.id, env.kwargs)
+    simulator = engines.simulator_of(env.ids[0], env.simulator, factory.keywords["device"])
+    ranges = engines.task_ranges(env.title, env.kwargs)
     factors: list[Factor] = []
     left_out: dict[str, str] = {}
     for name in options.robustness_factors or PROPERTIES:

@@ -305,8 +305,10 @@ def _task_name(flags: Any) -> dict[str, str] | None:
     """Return options that name the run after env.id of the command line."""
     env = plain(flags).get("env")
     task = env.get("id") if isinstance(env, dict) else None
-    if task is None or "${" in str(task):  # the value of ${..} is in other layers
+    if not task or "${" in str(task):  # the value of ${..} is in other layers
         return None
+    if isinstance(task, list):
+        task = f"{task[0]}-and-{len(task) - 1}-more"
     return {"name": re.sub("[/:]", "-", str(task)), "description": ""}
 
 

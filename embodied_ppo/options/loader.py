@@ -420,7 +420,8 @@ def _correction(hint: Any, value: Any, path: str) -> str:
         return f"write {path}={'true' if text in ('true', 'yes', 'on', '1') else 'false'}"
     if path == "resume" and isinstance(value, bool):  # as rsl_rl has it
         return "name a run, resume=runs/.., or write resume=auto for what run_dir holds"
-    if base is str and isinstance(value, (int, float, bool)):
+    is_text = base is str or any(base_of(x) is str for x in get_args(plain))
+    if is_text and get_origin(plain) is not tuple and isinstance(value, (int, float, bool)):
         return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
     if get_origin(plain) is tuple and isinstance(value, (int, str)) and not isinstance(value, bool):
         return f"write {path}=[{value}]"

@@ -391,8 +391,12 @@ def check_group_filter(p: Plan, group_filter: str | None) -> None:
         )
 
 
-def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size: int) -> None:
+def check_numbers(
+    p: Plan, *, num_envs: int, group_size: int, global_batch_size: int, tasks: int = 1
+) -> None:
     """Check that environments and samples divide evenly over the processes (embodied).
+
+    ``tasks``: number of environments after which their tasks repeat.
 
     Raises PlacementError.
     """
@@ -402,9 +406,9 @@ def check_numbers(p: Plan, *, num_envs: int, group_size: int, global_batch_size:
     _check_even(
         "env.num_envs",
         num_envs,
-        processes * p.stages * group_size,
+        processes * p.stages * group_size * tasks,
         f"{processes} processes x cluster.stages = {p.stages} x algorithm.group_size ="
-        f" {group_size}",
+        f" {group_size}{f' x {tasks} tasks' * (tasks > 1)}",
     )
     name = "algorithm.global_batch_size"
     _check_even(name, global_batch_size, actors, f"{actors} processes of actor")

@@ -198,11 +198,20 @@ class RealismConfig:
     [low, high] drawn uniformly."""
 
 
+SEVERAL_TASKS = ReadIf("env.id=[A,B,..]", lambda c: not isinstance(c.env.id, str))
+
+
 @dataclass(frozen=True)
 class EnvConfig:
-    id: Text = "HalfCheetah-v4"
+    id: Text | tuple[Text, ...] = "HalfCheetah-v4"
     """Task: a task of this package, a task of EnvPool or Gymnasium, package.module:Name for a
-    Task, a class or a function of your own (docs/tasks.md), Mjlab-.. or libero/..."""
+    Task, a class or a function of your own (docs/tasks.md), Mjlab-.. or libero/... A list [A,B]:
+    one policy learns several tasks with equal actions (docs/tasks.md)."""
+    task_weights: tuple[Small, ...] | None = option(None, read_if=SEVERAL_TASKS)
+    """Relative number of environments of each task of env.id; null: equal numbers."""
+    tasks: tuple[Text, ...] | None = None
+    """Tasks whose observations and indices the policy reads, to train or evaluate a policy of
+    several tasks in others (env.id); null: those of env.id. evaluate sets it."""
     simulator: Literal[
         "auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"
     ] = "auto"
@@ -268,6 +277,21 @@ class EnvConfig:
     steps of an update diverge. stop: the run ends."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the simulator's constructor."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The simulated tasks."""
+        return (self.id,) if isinstance(self.id, str) else self.id
+
+    @property
+    def period(self) -> int:
+        """Number of environments after which the tasks repeat."""
+        return sum(self.task_weights or (1,) * len(self.ids))
+
+    @property
+    def title(self) -> str:
+        """``id`` as it is written."""
+        return self.id if isinstance(self.id, str) else f"[{','.join(self.id)}]"
 
 
 ACTOR_CRITIC = equals("model.policy", "actor_critic")

@@ -49,6 +49,7 @@ from embodied_ppo.programs.robot_checks import check_evaluation, log_settings
 from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.rollout.environments import (
     builds_once,
+    evaluated_envs,
     evaluation_env,
     make_env,
     training_env,
@@ -107,8 +108,8 @@ def build(
     # Stages save time only if one of them simulates while the policy acts on another.
     if len(envs) > 1 and not envs[0].is_asynchronous:
         messages.notice(
-            f"cluster.stages={process.stages}: no overlap, {config.env.id} simulates in the thread"
-            " of the policy"
+            f"cluster.stages={process.stages}: no overlap, {config.env.title} simulates in the"
+            " thread of the policy"
         )
 
     # Policy, for the spaces of the environments here or in another process.
@@ -375,6 +376,8 @@ def _evaluation(
     if in_training:
         # The training's simulators keep their number.
         options = replace(options, num_envs=config.env.num_envs)
+    else:
+        options = replace(options, num_envs=evaluated_envs(config.env, options.num_envs))
 
     # An evaluation uses the training's simulators, or creates simulators of its own.
     def simulators(seeds: list[int]) -> VectorEnv:

@@ -176,7 +176,7 @@ def decide(
         "arithmetic": arithmetic(config, device),
     }
     if config.mode != "reasoning":
-        info["env_id"] = config.env.id
+        info["env_id"] = config.env.title
     if task is not None:
         info["task_hash"] = task.hash
     if network is not None:  # all processes execute the copy
@@ -298,7 +298,7 @@ def _task(config: Config, source: checkpoint.Checkpoint | None, say: Say) -> Tas
     if source is not None:
         stored = environments.stored_task(source, source.path.parent.parent)
     env, allow = config.env, config.allow_changed_task
-    return task_files.select(env.id, env.kwargs, stored, allow=allow, resumes=True, say=say)
+    return task_files.select(env.title, env.kwargs, stored, allow=allow, resumes=True, say=say)
 
 
 def _network(

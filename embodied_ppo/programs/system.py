@@ -117,7 +117,7 @@ def _title(spec: RunSpec, size: int | None = None) -> str:
     """Return the name of what is trained; ``size``: number of the policy's parameters."""
     config = spec.config
     if config.mode != "reasoning":
-        return config.env.id
+        return config.env.title
     name = config.data.task or Path(config.actor.model.path or "a new model").name
     return name if size is None else f"{name}, {size / 1e6:.1f} M parameters"
 

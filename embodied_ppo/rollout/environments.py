@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import embodied_envs
 from embodied_envs import task_files
+from embodied_envs.adapters.multi_task import MultiTaskEnv
 from embodied_envs.adapters.spaces import ActionConverter, flatten
 from embodied_envs.base import watchdog
 from embodied_envs.base.observation_names import names_observation
@@ -48,14 +50,12 @@ def make_env(
     if task is not None:
         task.activate()
     # If a call of the simulator hangs, the message names the environment and the limit.
-    watchdog.describe(env_id=config.id)
+    watchdog.describe(env_id=config.title)
     watchdog.set_limit(config.step_timeout_s)
     # Where stored copies are executed, the task's relative paths refer to the copy of its folder.
     with task_files.working_folder(), watchdog.constructing:
-        env = embodied_envs.make(
-            config.id,
-            num_envs=len(seeds),
-            seeds=seeds,
+        make = partial(
+            embodied_envs.make,
             simulator=config.simulator,
             num_threads=config.num_threads or None,
             max_episode_steps=config.max_episode_steps,
@@ -75,6 +75,18 @@ def make_env(
             render_size=(3 * size // 4, size),  # (height, width)
             rebuild=rebuild,
         )
+        if isinstance(config.id, str) and config.tasks is None:
+            env = make(config.id, num_envs=len(seeds), seeds=seeds)
+        else:
+            env = MultiTaskEnv(
+                config.ids,
+                lambda id, seeds: make(id, num_envs=len(seeds), seeds=seeds),
+                seeds,
+                weights=config.task_weights,
+                tasks=config.tasks,
+                # A vision-language-action model reads the sentence, not the index.
+                sentences=model is not None and model.policy != "actor_critic",
+            )
     # A history of one step is the observation itself.
     if model is None or model.history == 1:
         return env
@@ -143,7 +155,16 @@ def evaluation_env(config: Config) -> EnvConfig:
         randomize=randomize,
         ranges=config.env.ranges if randomize else {},
         realism=_realism(config),
+        task_weights=None,  # as many episodes of each task
     )
+
+
+def evaluated_envs(config: EnvConfig, num_envs: int) -> int:
+    """Return ``num_envs``, rounded up to a multiple of the number of tasks.
+
+    The task of an episode then depends on its number alone.
+    """
+    return -(-num_envs // len(config.ids)) * len(config.ids)
 
 
 def action_converter(config: EnvConfig, env: VectorEnv) -> ActionConverter:

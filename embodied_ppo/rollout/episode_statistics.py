@@ -44,6 +44,8 @@ class EpisodeStatistics:
         self.totals = torch.empty(0)
         # Return, length, success and success in the last step; NaN: unknown.
         self.finished: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
+        # The same of each task, by its index.
+        self.by_task: dict[int, deque[tuple[float, ...]]] = {}
         self.curves = InfoCurves(env.num_envs)
         self.has_success = False
         # bool [N], whether an episode has ended since the last restart.
@@ -104,6 +106,10 @@ class EpisodeStatistics:
             for e, flag in zip(totals.transpose(0, 2, 1)[counted].tolist(), flags, strict=True)
         ]
         self.finished.extend(new)
+        if self.env.id.startswith("["):  # several tasks
+            tasks = torch.stack([step.task for step in steps if step.task is not None])
+            for task, episode in zip(tasks.cpu().numpy()[counted].tolist(), new, strict=True):
+                self.by_task.setdefault(task, deque(maxlen=WINDOW)).append(episode)
         self.has_ended |= counted.any(0)
         self._report_missing_ends(len(steps))
         # In the order of ending, failures that last until the time limit come last: a part of a
@@ -118,6 +124,11 @@ class EpisodeStatistics:
                 metrics["rollout/success_once"] = metrics["rollout/success"]
                 known = (e[3] for e in window if not math.isnan(e[3]))
                 metrics["rollout/success_at_end"] = Mean.of(known)
+        for task, episodes in sorted(self.by_task.items()):
+            name = self.env.task_names[task]
+            metrics[f"rollout/return/{name}"] = Mean.of(e[0] for e in episodes)
+            if self.has_success:
+                metrics[f"rollout/success/{name}"] = Mean.of(e[2] for e in episodes)
         executed = length.cpu().numpy() > 0
         return metrics | self.curves.add(steps, executed, ended_rows, counted)
 
@@ -148,6 +159,7 @@ class EpisodeStatistics:
             "has_success": self.has_success,
             "info": self.curves.state(),
             "has_ended": self.has_ended.tolist(),
+            "by_task": {task: list(episodes) for task, episodes in self.by_task.items()},
         }
 
     def load_finished(self, state: Mapping[str, Any]) -> None:
@@ -156,6 +168,8 @@ class EpisodeStatistics:
         finished: Any = ((*e, math.nan)[:4] for e in state["finished"])
         self.finished = deque(finished, maxlen=WINDOW)
         self.has_success = state["has_success"]
+        for task, episodes in state.get("by_task", {}).items():
+            self.by_task[task] = deque(episodes, maxlen=WINDOW)
 
     def load_running(self, state: Mapping[str, Any]) -> None:
         """Continue with the current episodes of ``state``."""

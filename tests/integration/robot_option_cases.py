@@ -83,6 +83,8 @@ SUCCESSES = {
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED_CHANGES,
     "env.id": ("Swimmer-v4", {}),
+    "env.task_weights": ([3, 1], {"env.id": ["Swimmer-v4", "Reacher-v4"]}),
+    "env.tasks": (["Swimmer-v4", "Reacher-v4"], {"env.id": "Swimmer-v4"}),
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
     "env.num_envs": (8, {}),
     "env.max_episode_steps": (5, {}),

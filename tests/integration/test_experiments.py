@@ -52,6 +52,7 @@ INSTRUCTED = {f"tabletop_{x}" for x in ("token", "flow", "gaussian")}
 """Experiments of policies with instructions, which clone first."""
 SUCCESS = INSTRUCTED | {
     "metaworld",
+    "mt10",
     "go1_joystick",
     "go1_rough",
     "go1_privileged",
@@ -101,10 +102,13 @@ def test_experiment_trains_and_evaluates(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = SMALL + (SMALL_CLONING if name in INSTRUCTED else [])
+    if name == "mt10":  # one environment of each task
+        small += ["env.num_envs=10", "algorithm.global_batch_size=40"]
     code = main.main(["train", "--quiet", "--json", f"experiment={name}", *small])
     assert code == 0, capsys.readouterr().err
     summary = json.loads(capsys.readouterr().out)
-    assert summary["updates"] == 1 and summary["env_steps"] == (32 if name in INSTRUCTED else 8)
+    steps = {"mt10": 40, **dict.fromkeys(INSTRUCTED, 32)}.get(name, 8)
+    assert summary["updates"] == 1 and summary["env_steps"] == steps
     assert summary["final_return"] is not None and summary["cpu_us_per_step"] > 10
     assert (summary["final_success"] is not None) == (name in SUCCESS)
     assert Path(summary["checkpoint"]).is_dir() and Path(summary["report"]).is_file()

@@ -21,6 +21,7 @@ OBSERVED = {"model.actor_obs": ["a"], "model.critic_obs": ["a"]}
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 PARTS = "algorithm.reward_groups"
 TWO_PARTS = {"a": {"terms": ["x"]}, "b": {}}
+TWO_TASKS = {"env.id": ["WalkerWalk-v1", "CheetahRun-v1"]}
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.global_batch_size": 300}, "nearest: 256, 512; or .. nearest env.num_envs: 75"),
     ({"algorithm.global_batch_size": 4096}, "32 x 64 = 2048 .. nearest: 2048 .. num_envs: 128"),
@@ -35,6 +36,10 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline": True}, "write algorithm.off_policy_correction=token"),
     ({**PIPELINE, "env.cameras": ["front"]}, "env.cameras = [front]: .. write pipeline=false"),
     ({"cluster.stages": 3}, "num_envs = 64 .. cluster.stages = 3; nearest: 63, 66"),
+    ({**TWO_TASKS, "env.num_envs": 65}, "not a multiple of 2, the tasks .. nearest: 64, 66"),
+    ({**TWO_TASKS, "env.task_weights": [2, 1]}, "env.num_envs = 64 .. nearest: 63, 66"),
+    ({**TWO_TASKS, "cluster.stages": 64}, "cluster.stages = 64; nearest: 128"),
+    ({**TWO_TASKS, **GROUPS}, "write algorithm.group_size=1"),
     ({"algorithm.group_size": 5}, "algorithm.group_size = 5; nearest: 4, 8"),
     ({"algorithm.adv_type": "rloo"}, "adv_type = rloo .. write algorithm.group_size=4"),
     ({"algorithm.reward_norm": "group"}, "reward_norm = group .. algorithm.group_size = 1"),

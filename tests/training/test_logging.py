@@ -259,6 +259,7 @@ def test_tags_equal_documentation(run_dir):
         "eval/diverged",
         "rollout/terrain_level",
         "eval/success/<kind>",
+        *("rollout/return/<task>", "rollout/success/<task>", "eval/return/<task>"),
     }  # tested in test_video; our own engines write it
     elsewhere |= {"policy/cloning_loss"}  # test_beside
     elsewhere |= {"rollout/diverged", "eval/diverged"}  # test_divergence

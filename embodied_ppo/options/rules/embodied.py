@@ -42,6 +42,7 @@ def check(config: Config) -> None:
     _check_sequences(config)
     if config.teacher is not None:
         _check_distillation(config)
+    _check_tasks(config)
     _check_sizes(optimization_config(config))
     _check_levels(config)
     _check_model(optimization_config(config))
@@ -98,6 +99,21 @@ def _check_sequences(config: Config) -> None:
     )
 
 
+def _check_tasks(config: Config) -> None:
+    """Refuse numbers of environments that several tasks cannot share. Raises ConfigError."""
+    env, tasks = config.env, config.env.period
+    refuse(
+        env.num_envs % tasks,
+        f"env.num_envs = {env.num_envs} is not a multiple of {tasks}, the tasks of env.id (or the"
+        f" sum of env.task_weights); nearest: {nearest_multiples(tasks, env.num_envs)}",
+    )
+    refuse(
+        tasks > 1 and config.algorithm.group_size > 1,
+        f"write algorithm.group_size=1: neighbouring environments have different tasks of env.id ="
+        f" {env.title}, so that no group starts together",
+    )
+
+
 def _check_distillation(config: Config) -> None:
     """Refuse options with which nothing can be distilled. Raises ConfigError, PlacementError."""
     refuse(
@@ -117,7 +133,7 @@ def _check_process(config: Config) -> None:
     """Refuse stages and pipelines that this process cannot run. Raises ConfigError."""
     a, stages, pipeline = config.algorithm, config.cluster.stages, config.pipeline
     if stages > 1 and one_process(config):
-        unit = stages * a.group_size
+        unit = stages * a.group_size * config.env.period
         groups = "" if a.group_size == 1 else f" x algorithm.group_size = {a.group_size}"
         refuse(
             config.env.num_envs % unit,

@@ -73,7 +73,7 @@ def import_policy(
     spaces = describe_spaces(config)
     probe = make_policy(config, spaces)
     assert isinstance(probe, ActorCritic)
-    policy.check_sizes(probe, config.env.id)
+    policy.check_sizes(probe, config.env.title)
     origin = {
         "library": library,
         "file": str(path.absolute()),

@@ -6,6 +6,8 @@ SINGLE = "obs"
 """Name of an observation that is one array."""
 INSTRUCTION = "instruction"
 """Name of the observation that is an index into the simulator's sentences."""
+TASK = "task"
+"""Name of the observation that is the one-hot index of the task, where there are several."""
 ACTION_MASK = "action_mask"
 """Name of the observation that marks the possible values of all choices, bool [N, K]. The policy
 gives the others probability 0, and its networks do not read it.

@@ -1,0 +1,113 @@
+"""One policy for several tasks through whole runs: placements, resume, evaluation, export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_helpers
+import torch
+
+from embodied_ppo.evaluation import checkpoint_evaluation
+from embodied_ppo.options.schema import EvaluateConfig
+from embodied_ppo.programs import runs
+from embodied_ppo.training import checkpoint, trained_run
+
+TASKS = ["Reacher-v4", "Swimmer-v4"]
+BASE: dict[str, Any] = {
+    "env.id": TASKS,
+    "env.num_envs": 12,
+    "env.task_weights": [2, 1],
+    "env.max_episode_steps": 9,
+    "algorithm.horizon": 8,
+    "algorithm.global_batch_size": 32,
+    "evaluation.episodes": 5,
+    "evaluation.num_envs": 3,
+    "evaluation.video_episodes": 0,
+    "compile": "never",
+    "updates": 4,
+    "save_every": 2,
+}
+
+
+def train(run_dir: Path, **options: Any) -> Path:
+    runs.train(run_helpers.tiny_config({**BASE, **options, "run_dir": str(run_dir)}), quiet=True)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("several") / "run")
+
+
+def weights(run_dir: Path) -> dict[str, Any]:
+    return checkpoint.open_checkpoint(run_dir / "checkpoints" / "step_000004").policy()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the metrics of episodes in the rows of metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: x for k, x in row.items() if k[:5] in ("rollo", "eval/")} for row in rows]
+
+
+def evaluate(run_dir: Path, out: Path, **options: Any) -> dict[str, Any]:
+    options = {"video": False, "episodes": 5, "out": str(out), **options}
+    summary = checkpoint_evaluation.evaluate(EvaluateConfig(str(run_dir), **options), quiet=True)
+    return summary | {"report": json.loads((out / "report.json").read_text())}
+
+
+@pytest.mark.slow
+def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) -> None:
+    half = str(trained / "checkpoints" / "step_000002")
+    config = trained_run.open_run(str(trained))[2]
+    runs.train(replace(config, run_dir=str(tmp_path / "half"), resume=half), quiet=True)
+    assert metrics(tmp_path / "half") == metrics(trained)[-2:]
+    for name, x in weights(trained).items():
+        assert torch.equal(x, weights(tmp_path / "half")[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight_slots")
+def test_divided_environments_equal_one_process(trained: Path, tmp_path: Path) -> None:
+    """Two processes simulate 6 environments each, of which 4 and 2 have each task."""
+    placement = {"cluster.component_placement": {"env": "0-1", "rollout": 2, "actor": 3}}
+    divided = train(tmp_path / "run", **placement, **{"cluster.devices_per_node": 4})
+    assert metrics(divided) == metrics(trained)
+    for name, x in weights(trained).items():
+        assert torch.equal(x, weights(divided)[name]), name
+
+
+def test_metrics_of_each_task(trained: Path) -> None:
+    row = metrics(trained)[-1]
+    for kind in ("rollout", "eval"):
+        assert {f"{kind}/return/{task}" for task in TASKS} <= row.keys()
+    # Three episodes of the first task, two of the second one.
+    parts = [row[f"eval/return/{task}"] for task in TASKS]
+    assert row["eval/return"] == pytest.approx((3 * parts[0] + 2 * parts[1]) / 5)
+
+
+def test_evaluation_of_all_tasks_and_of_single_ones(trained: Path, tmp_path: Path) -> None:
+    """An episode depends on its number alone, and a task has the same episodes if it is alone."""
+    summary = evaluate(trained, tmp_path / "a")
+    assert (
+        summary["report"]["episodes"]
+        == evaluate(trained, tmp_path / "b", num_envs=5)["report"]["episodes"]
+    )
+    assert set(summary["report"]["tasks"]) == set(TASKS)
+    for task in TASKS:
+        assert (
+            summary["ci95"][f"eval/return/{task}"]
+            == summary["report"]["tasks"][task]["return"]["ci95"]
+        )
+    first = {e["index"]: e for e in summary["report"]["episodes"]}[0]
+    alone = evaluate(trained, tmp_path / "c", env={"id": TASKS[0]})["report"]["episodes"][0]
+    assert alone["return"] == pytest.approx(first["return"]) and first["task"] == TASKS[0]
+
+
+def test_evaluation_of_a_task_that_was_not_trained(trained: Path, tmp_path: Path) -> None:
+    report = evaluate(trained, tmp_path / "r", env={"id": "Reacher-v5"})["report"]
+    assert list(report["tasks"]) == ["Reacher-v5"] and len(report["episodes"]) == 5
