@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from embodied_ppo.options.schema import AlgorithmConfig, Config
 
+CURIOSITY = "curiosity"
+"""Name of the group of the intrinsic reward, the last one (``ppo/curiosity.py``)."""
+
 
 @dataclass(frozen=True)
 class RewardGroup:
@@ -26,10 +29,8 @@ class RewardGroup:
     weight: float = 1.0
 
 
-def reward_groups(a: AlgorithmConfig) -> tuple[RewardGroup, ...]:
-    """Return the groups in the order of the value's outputs; without the option a single one."""
-    if not a.reward_groups:
-        return (RewardGroup("reward", None, a),)
+def rollout_groups(a: AlgorithmConfig) -> tuple[RewardGroup, ...]:
+    """Return the groups of what simulators or graders return; without the option a single one."""
     groups: list[RewardGroup] = []
     for name, group in a.reward_groups.items():
         gamma = a.gamma if group.gamma is None else group.gamma
@@ -37,7 +38,16 @@ def reward_groups(a: AlgorithmConfig) -> tuple[RewardGroup, ...]:
         options = replace(a, gamma=gamma, gae_lambda=trace)
         terms = None if group.terms == "rest" else tuple(group.terms)
         groups.append(RewardGroup(name, terms, options, group.normalize, group.weight))
-    return tuple(groups)
+    return tuple(groups) or (RewardGroup("reward", None, a),)
+
+
+def reward_groups(a: AlgorithmConfig) -> tuple[RewardGroup, ...]:
+    """Return all groups in the order of the value's outputs."""
+    if not a.curiosity.weight:
+        return rollout_groups(a)
+    own = {"reward_norm": "running", "reward_clip": None, "whiten_rewards": False}
+    options = replace(a, gamma=a.curiosity.gamma, **own)
+    return (*rollout_groups(a), RewardGroup(CURIOSITY, (), options, weight=a.curiosity.weight))
 
 
 def value_outputs(config: Config) -> int:

@@ -517,6 +517,22 @@ class RewardGroupConfig:
     """Factor of the advantages of the group."""
 
 
+CURIOUS = ReadIf("algorithm.curiosity.weight > 0", lambda c: c.algorithm.curiosity.weight > 0)
+
+
+@dataclass(frozen=True)
+class CuriosityConfig:
+    weight: NonNegative = option(0.0, read_if=ACTOR_CRITIC)
+    """Weight of an intrinsic reward for rarely visited states, as another group of reward_groups
+    with a value of its own: the error of a network that learns to predict a fixed random network
+    (random network distillation), divided by the running deviation of its discounted return. 0:
+    none; try 1."""
+    gamma: Fraction = option(0.99, read_if=CURIOUS)
+    """Discount of the intrinsic reward."""
+    decay: Natural = option(0, read_if=CURIOUS)
+    """Number of updates over which the weight falls linearly to 0; 0: it is constant."""
+
+
 @dataclass(frozen=True)
 class AlgorithmConfig:
     # --- rollout and batches
@@ -617,6 +633,8 @@ class AlgorithmConfig:
     normalize=true; normalize_advantages then standardises A. The value loss is the sum over groups,
     reward options apply to each. {}: one group. Example:
     {task: {terms: [forward], weight: 1}, style: {terms: rest, normalize: true, weight: 0.5}}."""
+    curiosity: CuriosityConfig = section(CuriosityConfig, mode="embodied")
+    """Intrinsic reward."""
     whiten_rewards: bool = False
     """Divide rewards by their standard deviation over the rollout, keep their mean; before the KL
     penalty."""

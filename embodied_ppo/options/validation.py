@@ -19,6 +19,7 @@ from embodied_envs.base.errors import ConfigError, choose, show
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options import placement
 from embodied_ppo.options.readers import mode_of, unread
+from embodied_ppo.options.reward_groups import CURIOSITY, reward_groups
 from embodied_ppo.options.rules.base import (
     GROUP_ESTIMATORS,
     group_comparison,
@@ -351,15 +352,20 @@ def _check_reward_groups(config: Config) -> None:
                 f"remove {path}.gae_lambda, or write algorithm.adv_type=gae: otherwise gae_lambda ="
                 f" {group.gae_lambda:g} is ignored"
             )
-    chunked = config.env.action_chunk > 1
+    chunked, count = config.env.action_chunk > 1, len(reward_groups(a))
     for option, fix, excluded in (
         ("adv_type", "grpo", config.mode == "reasoning" and a.adv_type == "gae"),
         ("reward_type", "chunk_level", a.reward_type == "action_level" and chunked),
-        ("use_kl_in_reward", "false", len(groups) > 1 and a.use_kl_in_reward),
+        ("use_kl_in_reward", "false", count > 1 and a.use_kl_in_reward),
     ):
         refuse(
-            groups and excluded,
+            (groups or count > 1) and excluded,
             f"write algorithm.{option}={fix}: with algorithm.{option} ="
             f" {show(getattr(a, option))} there is one value for the whole reward, not one for each"
-            " of algorithm.reward_groups",
+            " of algorithm.reward_groups and algorithm.curiosity",
         )
+    refuse(
+        a.curiosity.weight and CURIOSITY in groups,
+        f"rename algorithm.reward_groups.{CURIOSITY}: algorithm.curiosity.weight ="
+        f" {a.curiosity.weight:g} has a group of this name",
+    )

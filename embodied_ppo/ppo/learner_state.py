@@ -13,6 +13,7 @@ from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Mean, Metrics, UpdateObserver
 from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.ppo import schedules
+from embodied_ppo.ppo.curiosity import Curiosity
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.rewards import ReturnScaler
 from embodied_ppo.ppo.roles import Actor, Critic, SharedCritic
@@ -29,6 +30,7 @@ class LearnerState:
         *,
         columns: int,
         device: torch.device,
+        curiosity: Curiosity | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create the learner.
@@ -39,6 +41,7 @@ class LearnerState:
             optimizer: Of the policy's parameters, a value head included; its loss is a ``PPOLoss``.
             columns: N of all ranks together.
             device: Where rewards are shaped.
+            curiosity: Computes an intrinsic reward; None: there is none.
             notice: Called with messages for the user.
         """
         config = optimizer.config
@@ -48,6 +51,7 @@ class LearnerState:
         self.cpu_clock = time.process_time  # measures them
         # These three continue from one update to the next, and checkpoints contain them.
         self.groups = reward_groups(config)
+        self.curiosity = curiosity
         self.returns = [ReturnScaler(columns).to(device) for _ in self.groups]
         self.kl_coef = config.kl_ctrl.kl_coef
         self.initial_entropy_coef = config.entropy_bonus
@@ -107,6 +111,7 @@ class LearnerState:
         """Return the tensors in this process between updates, except those of the policy."""
         model = self.separate_critic
         others = [*([] if model is None else [model.state_tensors()]), *self.actor.state_tensors()]
+        others += [] if self.curiosity is None else [self.curiosity.state()]
         scalers = [scaler.state_dict() for scaler in self.returns]
         return [self.optimizer.state(), scalers, *others]
 
@@ -129,6 +134,7 @@ class LearnerState:
         return optimizer | {
             "returns": self.returns[0].state_dict(),
             **({"group_returns": others} if others else {}),
+            **({} if self.curiosity is None else {"curiosity": self.curiosity.state()}),
             "kl": {"coef": self.kl_coef},
             "entropy": {"coef": self.entropy_coef, "initial": self.initial_entropy_coef},
             "reference": self.actor.reference_state(),
@@ -161,6 +167,8 @@ class LearnerState:
             saved = [state["returns"], *state.get("group_returns", ())]
             for scaler, moments in zip(self.returns, saved, strict=True):
                 scaler.load_state_dict(moments)
+        if self.curiosity is not None:
+            self.curiosity.load_state(state["curiosity"])
         # A coefficient that is constant follows the options of the resumed run.
         if c.kl_ctrl.type == "adaptive":
             self.kl_coef = float(state["kl"]["coef"])

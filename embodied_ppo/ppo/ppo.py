@@ -54,6 +54,8 @@ class PPO(LearnerState):
         c, optimizer = self.config, self.optimizer
         warmup = update < c.critic_warmup
         start = self.cpu_clock()
+        if self.curiosity is not None:
+            self.groups = self.curiosity.groups_at(self.groups, update)
         batch, results = self.prepare(trajectory)
         prepared = self.cpu_clock()
 
@@ -72,6 +74,8 @@ class PPO(LearnerState):
                 for epoch in range(c.update_epoch):
                     for index in optimizer.minibatches(epoch):
                         optimizer.step(index)
+                        if self.curiosity is not None:
+                            self.curiosity.step(batch, index)
                     # Stop early where the policy has moved too far from the one that acted.
                     if c.target_kl_stop is not None and optimizer.epoch_kl() > c.target_kl_stop:
                         break
@@ -97,14 +101,19 @@ class PPO(LearnerState):
             actor.reshard()
         inputs = actor.encode(trajectory)
 
+        results: Metrics = {}
+        # The last reward group is the novelty of observations, if the options have it.
+        if self.curiosity is not None:
+            trajectory, results = self.curiosity.with_reward(trajectory, inputs)
+
         # Log-probabilities of the actions, log π_old(a|s), and under the policy before training,
         # log π_ref(a|s). Acting has computed the former, so they are rarely computed again.
-        results: Metrics = {}
         old_log_prob, weight = trajectory.log_prob, None
         if actor.recompute or c.off_policy_correction is not None:
-            old_log_prob, weight, results = preparation.recompute_behaviour(
+            old_log_prob, weight, measured = preparation.recompute_behaviour(
                 actor, inputs, trajectory, c
             )
+            results |= measured
         reference = None
         if c.use_kl_loss or c.use_kl_in_reward:
             reference = actor.reference_view(trajectory)

@@ -17,7 +17,9 @@ from embodied_ppo.core.recurrent_state import memory_size
 from embodied_ppo.core.running_stats import Moments, RunningMoments
 from embodied_ppo.core.types import Batch, Evaluation, Policy, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig
+from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.ppo import kl, losses
+from embodied_ppo.ppo.curiosity import Curiosity
 from embodied_ppo.ppo.minibatches import PolicyTerms, SampleCutter
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO, PPOLoss
@@ -64,7 +66,19 @@ def robot_ppo(
     )
     # Every policy here has a value head, so this group has parameters.
     device = optimizer.critic[0].device
-    return PPO(actor, SharedCritic(), optimizer, columns=num_envs, device=device, notice=notice)
+    curiosity = None
+    if config.curiosity.weight:
+        assert isinstance(policy, ActorCritic)  # refused by validation
+        curiosity = Curiosity(policy.encoder, config, seed=seed, ranks=actor.ranks).to(device)
+    return PPO(
+        actor,
+        SharedCritic(),
+        optimizer,
+        columns=num_envs,
+        device=device,
+        curiosity=curiosity,
+        notice=notice,
+    )
 
 
 class RobotLoss(PPOLoss):

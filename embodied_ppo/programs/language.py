@@ -33,7 +33,7 @@ from embodied_ppo.evaluation import language_evaluation
 from embodied_ppo.evaluation.prompt_evaluation import PromptEvaluationResult
 from embodied_ppo.evaluation.run_report import ReportFiles, ReportTarget
 from embodied_ppo.imitation.supervised_finetuning import warm_start
-from embodied_ppo.options.reward_groups import reward_groups
+from embodied_ppo.options.reward_groups import rollout_groups
 from embodied_ppo.options.schema import AlgorithmConfig, Config
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.policies.language_models import critic_config, make_critic, make_policy
@@ -312,7 +312,7 @@ def make_rollout(
             overlong_buffer=config.rollout.overlong_buffer,
             overlong_penalty=config.rollout.overlong_penalty,
         ),
-        reward_groups=reward_groups(a) if a.reward_groups else (),
+        reward_groups=rollout_groups(a) if a.reward_groups else (),
         rank=rank,
         world=world,
         notice=notice,

@@ -37,7 +37,7 @@ from embodied_ppo.evaluation.run_report import ReportFiles, ReportTarget
 from embodied_ppo.imitation import behavior_cloning, expert_demos, teacher
 from embodied_ppo.imitation.distillation import DistillationLearner
 from embodied_ppo.options.batch_sizes import steps_per_update
-from embodied_ppo.options.reward_groups import reward_groups
+from embodied_ppo.options.reward_groups import rollout_groups
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.robot_policy import AnyPolicy, make_policy
@@ -336,7 +336,7 @@ def make_rollout(
         stagger=True,
         # Discount within a chunk; between decisions the estimator of advantages discounts.
         gamma=a.gamma if a.chunk_reward == "discounted" else 1.0,
-        reward_groups=reward_groups(a) if a.reward_groups else (),
+        reward_groups=rollout_groups(a) if a.reward_groups or a.curiosity.weight else (),
         rows=a.rollout_micro_batch_size,
         kept_inputs=kept_inputs,
         schedule=schedule,

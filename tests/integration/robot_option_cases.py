@@ -80,6 +80,8 @@ SUCCESSES = {
 }
 """Groups whose members may succeed or fail."""
 
+CURIOUS = {"algorithm.curiosity.weight": 1.0}
+
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED_CHANGES,
     "env.id": ("Swimmer-v4", {}),
@@ -140,6 +142,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.recurrent_size": (8, RECURRENT),
     "algorithm.bptt_length": (2, RECURRENT),
     "model.network": (NETWORK, {}),
+    "algorithm.curiosity.weight": (0.5, {}),
+    "algorithm.curiosity.gamma": (0.5, CURIOUS),
+    "algorithm.curiosity.decay": (2, CURIOUS),
     "algorithm.reward_groups": ({"run": {"terms": ["reward_run"], "gamma": 0.5}, "other": {}}, {}),
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
     "model.pooling": ("spatial_softmax", PICTURES),

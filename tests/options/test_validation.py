@@ -105,6 +105,14 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ),
     ({**LANGUAGE, PARTS: TWO_PARTS}, "write algorithm.adv_type=grpo"),
     (
+        {PARTS: {"curiosity": {}}, "algorithm.curiosity.weight": 1},
+        "rename algorithm.reward_groups.curiosity",
+    ),
+    (
+        {"algorithm.use_kl_in_reward": True, "algorithm.curiosity.weight": 1},
+        "algorithm.use_kl_in_reward=false",
+    ),
+    (
         {PARTS: {"a": {"gae_lambda": 0.5}}, "algorithm.adv_type": "reinforce"},
         "remove algorithm.reward_groups.a.gae_lambda",
     ),

@@ -188,8 +188,9 @@ RECURRENT = ("model.recurrent=gru", "model.recurrent_size=8", "algorithm.minibat
         ("compile=always",),
         (*RECURRENT, "compile=never"),
         ("env.action_chunk=2",),
+        ("algorithm.curiosity.weight=0.5", "algorithm.curiosity.decay=8", "compile=always"),
     ],
-    ids=["eager", "compiled", "recurrent", "chunks"],
+    ids=["eager", "compiled", "recurrent", "chunks", "curiosity"],
 )
 def test_run_with_groups_resumes_bit_for_bit(
     options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
