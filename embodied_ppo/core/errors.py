@@ -11,7 +11,14 @@ from embodied_envs.base.errors import (
 )
 
 __all__ = ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "ProcessLost"]
-__all__ += ["TrainingError", "UsageError"]
+__all__ += ["RolloutMismatch", "TrainingError", "UsageError"]
+
+
+class RolloutMismatch(ConfigError):
+    """The learner computes other numbers than the policy that acted, see ``ppo.agreement``.
+
+    It refuses the network or engine, although the run has begun.
+    """
 
 
 class PlacementError(ValueError):

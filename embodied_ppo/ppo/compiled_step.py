@@ -171,6 +171,8 @@ class MinibatchStep:
         self.loss.config = SimpleNamespace(**{x: getattr(loss.config, x) for x in STEP_OPTIONS})
         # Values are arguments: a library must not depend on them.
         self.loss.coefficients = dict.fromkeys(loss.coefficients, 0.0)
+        # All minibatches are one program, in which the comparison costs next to nothing.
+        self.loss.compares = True
         # The model is an attribute of the loss, which is called as one module.
         self.names, self.actors = [f"model.{n}" for n in (*actor, *critic)], len(actor)
         self.buffers = [f"model.{n}" for n in buffers]

@@ -38,7 +38,8 @@ class CriticLoss(MinibatchLoss):
             config: Options of its optimiser.
             length: response_length.
         """
-        super().__init__(critic, config, names=("value_loss", "value_clipped"))
+        names = ("value_loss", "value_clipped", "value_difference")
+        super().__init__(critic, config, names=names)
         self.length = float(config.loss_scale_factor or length)
 
     def forward(self, b: ValueBatch) -> tuple[Tensor, Statistics]:
@@ -57,7 +58,11 @@ class CriticLoss(MinibatchLoss):
             columns=b.columns,
             length=self.length,
         )
-        return loss, {"value_loss": loss.detach(), "value_clipped": (clipped & b.mask).sum()}
+        return loss, {
+            "value_loss": loss.detach(),
+            "value_clipped": (clipped & b.mask).sum(),
+            "value_difference": losses.value_difference(value, b.value, b.mask),
+        }
 
 
 class LocalCritic:

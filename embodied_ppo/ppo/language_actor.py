@@ -21,6 +21,7 @@ from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.policies.decoder import ModuleReference
 from embodied_ppo.ppo import kl
+from embodied_ppo.ppo.agreement import Tolerances
 from embodied_ppo.ppo.minibatches import PolicyTerms, TokenBudgetCutter, column_parts
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO, PPOLoss
@@ -280,6 +281,7 @@ def language_ppo(
     notice: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     reference: Reference | None = None,
+    tolerances: Tolerances | None = None,
 ) -> PPO:
     """Return the PPO of a language model.
 
@@ -297,7 +299,7 @@ def language_ppo(
         recompute: Whether the behaviour's log-probabilities are recomputed before the first epoch,
             instead of using those of the rollout.
         num_sequences: N of all ranks.
-        updates, seed, compile_schedule, ranks: As for ``MinibatchOptimizer``.
+        updates, seed, compile_schedule, ranks, tolerances: As for ``MinibatchOptimizer``.
         notice: Called with messages for the user.
         reference: None: a copy of ``policy`` if the options need a reference.
     """
@@ -324,6 +326,7 @@ def language_ppo(
         buffers=[name for name, _ in policy.named_buffers()],
         compile_schedule=compile_schedule,
         ranks=ranks,
+        tolerances=tolerances,
     )
     actor.optimizer = optimizer
     # Rewards and advantages are computed on the device of the policy.

@@ -263,6 +263,12 @@ def value_loss(
     )
 
 
+@torch.no_grad()
+def value_difference(value: Tensor, old_value: Tensor, mask: Tensor) -> Tensor:
+    """Return Σ (V − V_old)² / (1 + V_old²) over unmasked entries; all arguments are [..]."""
+    return masked_sum((value - old_value).square() / (1 + old_value.square()), mask)
+
+
 # -------------------------------------------------------------------------------------- aggregation
 def minibatch_counts(mask: Tensor, unit: str) -> tuple[Tensor, Tensor | None]:
     """Return the divisors of the losses of a complete minibatch, float64 scalars.

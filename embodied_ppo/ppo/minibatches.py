@@ -36,6 +36,7 @@ class MinibatchLoss(nn.Module, ABC):
         model: The model that is trained.
         config: Options that the loss and the step of AdamW read.
         names: Names of the statistics that the loss returns.
+        compares: Whether the loss returns the statistic "value_difference", see ``agreement``.
         coefficients: Numbers that change between updates, which compiled code receives as tensors.
     """
 
@@ -46,6 +47,7 @@ class MinibatchLoss(nn.Module, ABC):
         self.model: Any = model
         self.config, self.names = config, names
         self.coefficients: dict[str, Any] = {}
+        self.compares = False
 
     @abstractmethod
     def forward(self, b: Any) -> tuple[Tensor, Statistics]:
@@ -89,7 +91,7 @@ class PolicyLoss(MinibatchLoss):
         # Their order is that of the columns of statistics, in eager and in compiled steps.
         names = ("policy_loss", "clip_fraction", "dual_clip_fraction", "approx_kl", "ratio_max")
         names += ("count", "entropy")
-        names += ("value_loss", "value_clipped") if has_value_head else ()
+        names += ("value_loss", "value_clipped", "value_difference") if has_value_head else ()
         names += ("kl",) if config.use_kl_loss else ()
         super().__init__(policy, config, names=names)
         self.length = float(config.loss_scale_factor or length)

@@ -21,9 +21,10 @@ from embodied_envs.base.random import sampling_key
 from embodied_ppo.core import compile
 from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.collectives import Ranks
+from embodied_ppo.core.errors import RolloutMismatch
 from embodied_ppo.core.types import Samples, UpdateObserver
 from embodied_ppo.options.schema import AlgorithmConfig
-from embodied_ppo.ppo import losses, schedules
+from embodied_ppo.ppo import agreement, losses, schedules
 from embodied_ppo.ppo.compiled_step import STEP_STATISTICS, CompiledStep
 from embodied_ppo.ppo.minibatches import (
     MinibatchLoss,
@@ -56,6 +57,7 @@ class MinibatchOptimizer:
         compile_schedule: compile.CompileSchedule | None = None,
         ranks: Ranks | None = None,
         section: str = "algorithm",
+        tolerances: agreement.Tolerances | None = None,
     ) -> None:
         """Create the optimiser.
 
@@ -73,6 +75,8 @@ class MinibatchOptimizer:
             ranks: Ranks that learn together, each from its own columns. A minibatch consists of
                 equal shares of all ranks.
             section: Section of options that sets the learning rate, for messages.
+            tolerances: How far the first minibatch of an update may differ from its rollout. None:
+                any difference is accepted.
         """
         self.loss, self.config, self.cutter, self.buffers = loss, config, cutter, list(buffers)
         self.model: nn.Module = loss.model
@@ -99,6 +103,9 @@ class MinibatchOptimizer:
         self.compiled: CompiledStep | None = None
         if compile_schedule is not None and compile_schedule.first_compiled_update is not None:
             self.compiled = CompiledStep(compile_schedule)
+        self.tolerances = tolerances
+        self._named_buffers = dict(self.model.named_buffers())
+        self._versions: list[int] = []  # none before the first update
         self.auxiliary_loss = auxiliary_loss
         self.auxiliary_losses: list[float] = []
         """Values of ``auxiliary_loss`` in the newest update."""
@@ -115,7 +122,9 @@ class MinibatchOptimizer:
                 self.step(index)
         return self.end()
 
-    def begin(self, batch: Samples, update: int, *, critic_only: bool = False) -> None:
+    def begin(
+        self, batch: Samples, update: int, *, critic_only: bool = False, compares: bool = True
+    ) -> None:
         """Prepare the minibatches of an update.
 
         Args:
@@ -123,6 +132,7 @@ class MinibatchOptimizer:
             update: Number of the update, from 0.
             critic_only: Whether the actor does not change. The loss then has an argument of that
                 name.
+            compares: Whether the first minibatch must agree with the batch, see ``tolerances``.
 
         Raises:
             TrainingError: The compilation failed and is required.
@@ -131,6 +141,7 @@ class MinibatchOptimizer:
         self._batch, self._update, self._critic_only = batch, update, critic_only
         self._rows: list[Tensor] = []  # statistics of each minibatch, on the device until ``end``
         self._epochs = self._epoch_start = 0
+        self._compares = compares
         # Learning rates of this update. The linear schedule limits an adapted factor, which
         # continues from this limit.
         factor = schedules.learning_rate_factor(c, update, self.updates)
@@ -177,7 +188,7 @@ class MinibatchOptimizer:
         )
         order = torch.randperm(mask.shape[0], generator=generator, device=mask.device)
         # A CUDA graph leaves masked minibatches out itself. Reading the mask would make it wait.
-        if self.compiled is not None and self.compiled.captures:
+        if self._captures:
             return order.split(self._size)
         unmasked = torch.stack([part.sum() for part in mask[order].split(self._size)])
         if self.ranks.world > 1:
@@ -190,6 +201,7 @@ class MinibatchOptimizer:
 
         Raises:
             TrainingError: A loss or gradient is not finite. No weight has changed.
+            RolloutMismatch: The first minibatch differs from the rollout.
         """
         if self.observer is not None:
             self.observer.before_minibatch(index, epoch=self._epochs - 1)
@@ -208,6 +220,7 @@ class MinibatchOptimizer:
                 rows = ranks.all_reduce_sum(rows)
                 columns = None if columns is None else ranks.all_reduce_sum(columns)
             loss = partial(self.loss, critic_only=True) if self._critic_only else self.loss
+            self.loss.compares = not self._rows
             total: Mapping[str, Tensor] = {}
             for micro in self.cutter.micro_batches(minibatch, ranks):
                 value, stats = loss(replace(micro, rows=rows, columns=columns))
@@ -243,11 +256,13 @@ class MinibatchOptimizer:
             total["finite"] = norm + value
             if not math.isfinite(float(total["finite"])):
                 raise self._not_finite(total)
+            row = torch.stack([total[name].float() for name in self.statistics])
+            if not self._rows and ranks.world == 1:  # other ranks have other rows
+                self._compare(row)
             # g ← g · min(1, max_grad_norm / (|g| + 1e-6))
             if (max_norm := self.config.max_grad_norm) is not None:
                 torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm, foreach=True)
             self.adamw.step()
-            row = torch.stack([total[name].float() for name in self.statistics])
         self._rows.append(row)
         if self.observer is not None:
             named = dict(zip(self.statistics, row.tolist(), strict=True))
@@ -258,9 +273,41 @@ class MinibatchOptimizer:
         assert self.compiled is not None
         row = self.compiled(index)
         # Reading the value would make a CUDA graph wait; ``end`` checks it after the epochs.
-        if not self.compiled.captures and not math.isfinite(row[-1].item()):
+        if not self._captures and not math.isfinite(row[-1].item()):
             raise self._not_finite(dict(zip(self.statistics, row.tolist(), strict=True)))
         return row
+
+    @property
+    def _captures(self) -> bool:
+        """Whether steps are CUDA graphs; to read a result would make them wait."""
+        return self.compiled is not None and self.compiled.captures
+
+    def _compare(self, row: Tensor) -> None:
+        """Raise RolloutMismatch if ``row`` [K] of the first minibatch differs from the rollout."""
+        if not self._compares or self.tolerances is None:
+            return
+        measured = agreement.differences(dict(zip(self.statistics, row.tolist(), strict=True)))
+        limits = self.tolerances
+        if measured.log_prob <= limits.log_prob and measured.value <= limits.value:
+            return
+        # A few samples show which module differs. Other ranks do not evaluate a sharded one.
+        unit, cause = self.config.minibatch_unit, agreement.UNKNOWN
+        samples = self._batch.mask.shape[1 if unit == "column" else 0]
+        index = torch.arange(min(samples, agreement.SAMPLES[unit]), device=row.device)
+        parts = self.cutter.micro_batches(take(self._batch, index, unit), self.ranks)
+        if not self.ranks.sharded and (part := next(iter(parts), None)) is not None:
+            states = zip(self._named_buffers.items(), self._versions, strict=False)
+            changed = [name for (name, x), version in states if x._version != version]
+            cause = agreement.find_cause(self.loss, part, changed)
+        difference = agreement.describe(measured, limits)
+        raise RolloutMismatch(f"{cause}; update {self._update}: {difference}")
+
+    def record_versions(self) -> None:
+        """Record how often torch has written each buffer, such as the moments of a normaliser.
+
+        While the policy acts, nothing may write them.
+        """
+        self._versions = [x._version for x in self._named_buffers.values()]
 
     def epoch_kl(self) -> float:
         """Return approx_kl of this epoch, the mean over its minibatches and over ranks."""
@@ -283,7 +330,6 @@ class MinibatchOptimizer:
                 later ones did.
         """
         rows, epochs = self._rows, self._epochs
-        del self._batch, self._rows
         sums: dict[str, float] = {} if rows else defaultdict(float)
         if rows:
             table = torch.stack(rows).double()  # [minibatches, statistics]
@@ -296,10 +342,13 @@ class MinibatchOptimizer:
             if bad:
                 stats = dict(zip(self.statistics, table[bad[0]].tolist(), strict=True))
                 raise self._not_finite(stats, f"minibatch {bad[0]}")
+            # Compiled steps, and those of several ranks, have not been compared yet.
+            self._compare(table[0])
             for name, x in column.items():
                 sums[name] = float(x.max() if name.endswith("_max") else x.sum())
             # Masked minibatches took no step, see ``MinibatchStep``.
             sums["steps"] = float((column["rows"] > 0).sum())
+        del self._batch, self._rows
         if self._runs_compiled:
             assert self.compiled is not None
             self.compiled.end(sums["steps"])

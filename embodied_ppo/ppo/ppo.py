@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
@@ -50,6 +51,7 @@ class PPO(LearnerState):
 
         Raises:
             TrainingError: A loss or gradient is not finite.
+            RolloutMismatch: The first minibatch differs from the rollout, see ``agreement``.
         """
         c, optimizer = self.config, self.optimizer
         warmup = update < c.critic_warmup
@@ -70,7 +72,9 @@ class PPO(LearnerState):
                 # Epochs x minibatches: each epoch is a new permutation of the samples, each
                 # minibatch one step of AdamW on ``PPOLoss``.
                 optimizer.loss.coefficients["entropy"] = self.entropy_coef
-                optimizer.begin(batch, update, critic_only=warmup)
+                # Only a rollout of these weights must agree with them.
+                current = bool((trajectory.version == update).all())
+                optimizer.begin(batch, update, critic_only=warmup, compares=current)
                 for epoch in range(c.update_epoch):
                     for index in optimizer.minibatches(epoch):
                         optimizer.step(index)
@@ -90,6 +94,7 @@ class PPO(LearnerState):
             self.adapt_coefficients(stats.sums, results)
         # Normalise observations with this rollout's statistics from the next one on.
         self.actor.observe(trajectory)
+        optimizer.record_versions()
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += self.cpu_clock() - prepared
         return results
@@ -253,4 +258,9 @@ class PPOLoss(PolicyLoss):
             loss = c.value_loss_coef * value_loss + (0.0 if critic_only else loss)
             stats["value_loss"] = value_loss.detach()
             stats["value_clipped"] = (value_clipped & b.mask).sum()
+            stats["value_difference"] = (
+                losses.value_difference(policy.value, b.value, b.mask)
+                if self.compares
+                else torch.zeros_like(value_loss)
+            )
         return loss, stats

@@ -19,6 +19,7 @@ from embodied_ppo.core.types import Batch, Evaluation, Policy, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.ppo import kl, losses
+from embodied_ppo.ppo.agreement import Tolerances
 from embodied_ppo.ppo.curiosity import Curiosity
 from embodied_ppo.ppo.minibatches import PolicyTerms, SampleCutter
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
@@ -40,6 +41,7 @@ def robot_ppo(
     notice: Callable[[str], None] = lambda text: None,
     auxiliary_loss: Callable[[torch.Generator], Tensor] | None = None,
     ranks: Ranks | None = None,
+    tolerances: Tolerances | None = None,
 ) -> PPO:
     """Return the PPO of a policy with a value head.
 
@@ -47,7 +49,7 @@ def robot_ppo(
         policy: A policy that is an ``nn.Module``.
         config: Options of the algorithm.
         num_envs: Environments of all ranks.
-        updates, seed, compile_schedule, ranks: As for ``MinibatchOptimizer``.
+        updates, seed, compile_schedule, ranks, tolerances: As for ``MinibatchOptimizer``.
         notice: Called with messages for the user.
         auxiliary_loss: Behaviour cloning loss, see ``behavior_cloning.AuxiliaryCloningLoss``.
     """
@@ -63,6 +65,7 @@ def robot_ppo(
         auxiliary_loss=auxiliary_loss,
         compile_schedule=compile_schedule,
         ranks=ranks,
+        tolerances=tolerances,
     )
     # Every policy here has a value head, so this group has parameters.
     device = optimizer.critic[0].device

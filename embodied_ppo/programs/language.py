@@ -37,6 +37,7 @@ from embodied_ppo.options.reward_groups import rollout_groups
 from embodied_ppo.options.schema import AlgorithmConfig, Config
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.policies.language_models import critic_config, make_critic, make_policy
+from embodied_ppo.ppo import agreement
 from embodied_ppo.ppo.critic import LocalCritic
 from embodied_ppo.ppo.language_actor import FrozenReference, language_ppo, log_prob_batch_size
 from embodied_ppo.ppo.roles import Critic
@@ -237,6 +238,7 @@ def _learner_options(spec: RunSpec, a: AlgorithmConfig, messages: Messages) -> d
         "updates": spec.updates,
         "seed": spec.config.seed,
         "compile_schedule": schedule_at(spec, messages, since),
+        "tolerances": agreement.tolerances(spec.config),
     }
 
 

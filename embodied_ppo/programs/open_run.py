@@ -24,6 +24,7 @@ from embodied_envs.base.errors import (
     TrainingError,
     show_path,
 )
+from embodied_ppo.core.errors import RolloutMismatch
 from embodied_ppo.evaluation import report
 from embodied_ppo.evaluation.run_report import success_metric
 from embodied_ppo.options import loader, validation
@@ -234,7 +235,7 @@ def open_run(spec: RunSpec, messages: Messages, bar: Progress) -> Iterator[OpenR
     Raises:
         ConfigError, CheckpointError, EnvError, PlacementError: The run is refused; the directory
             has no new file.
-        TrainingError: The run fails after that.
+        TrainingError, RolloutMismatch: The run fails after that.
     """
     with ExitStack() as stack:
         # Later edits have no effect: changed files are replaced by their copies in the directory.
@@ -296,7 +297,12 @@ def _write_start(spec: RunSpec, *, quiet: bool) -> Log:
 
 
 def _raise_failure(error: Exception, run_dir: Path) -> None:
-    """Raise the error of a run that had begun: it is a failure, not a refusal (exit code 3)."""
+    """Raise the error of a run that had begun: it is a failure, not a refusal (exit code 3).
+
+    A ``RolloutMismatch`` remains a refusal: the same command cannot succeed.
+    """
+    if isinstance(error, RolloutMismatch):
+        raise error
     if isinstance(error, (ConfigError, CheckpointError, EnvError)):
         raise TrainingError(str(error)) from error
     if isinstance(error, OSError) and not run_dir.exists():

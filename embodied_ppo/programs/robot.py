@@ -42,6 +42,7 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.robot_policy import AnyPolicy, make_policy
 from embodied_ppo.policies.vla.pi0 import PI0
+from embodied_ppo.ppo import agreement
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.programs.compilation import compile_schedules
@@ -292,6 +293,7 @@ def make_learner(
         notice=messages.notice,
         auxiliary_loss=auxiliary_loss,
         ranks=ranks,
+        tolerances=agreement.tolerances(config),
     )
 
 
