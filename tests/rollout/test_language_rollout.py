@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from embodied_envs.base.errors import TrainingError
 from embodied_ppo.data.prompts import Prompt, Sampler
+from embodied_ppo.options import loader
+from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.policies import causal_lm
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
@@ -123,6 +126,30 @@ def test_fields_of_a_trajectory() -> None:
         "rollout/epoch": 1,
     }
     assert notices == ["reward: a response could not be graded: ValueError: no"]
+
+
+def test_numbers_of_the_grader_are_rewards_of_groups() -> None:
+    """The grader returns a term "even" besides the score; the rest has the penalty of length 4."""
+
+    class Graders(LengthGraders):
+        def grade(self, samples: Any, prompts: Any) -> list[Grade]:
+            grades = super().grade(samples, prompts)
+            return [
+                g if g.failed else replace(g, extra={"even": float(g.score % 2 == 0)})
+                for g in grades
+            ]
+
+    groups = {"even": {"terms": ["even"]}, "length": {}}
+    config = loader.load(AlgorithmConfig, {"reward_groups": groups})
+    t, _ = rollout(
+        graders=Graders(),
+        reward_groups=reward_groups(config),
+        truncation=Truncation(overlong_buffer=1),
+    ).collect(4, update=0, version=0)
+    assert t.value.shape == (4, 4) and t.reward.shape == (4, 4, 2)
+    # Scores 2, failed, 0 and 3; the last response has 4 tokens.
+    assert t.reward.sum(0).tolist() == [[1, 1], [0, 0], [1, -1], [0, 2]]
+    assert t.reward[2, 0].tolist() == [1, 1] and t.reward[3, 3].tolist() == [0, 2]
 
 
 def test_group_members_are_adjacent_and_seeds_depend_on_the_update() -> None:
