@@ -103,6 +103,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
     "algorithm.missing_eos_penalty": (0.5, {}),
     "algorithm.ratio_level": ("sequence", {}),
+    "algorithm.reward_groups": (
+        {"score": {"weight": 0.1}},
+        {**GROUPS, "algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False},
+    ),
     "algorithm.group_filter": ("success", {**GROUPS, "algorithm.adv_type": "grpo"}),
     "algorithm.group_filter_rounds": (
         1,

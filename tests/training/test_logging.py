@@ -265,6 +265,9 @@ def test_tags_equal_documentation(run_dir):
     elsewhere |= {"rollout/diverged", "eval/diverged"}  # test_divergence
     elsewhere |= {f"rollout/{x}" for x in ("filter_rounds", "groups_dropped", "groups_missing")}
     # test_group_filter
+    elsewhere |= {"advantage/share/<group>", "value/explained_variance/<group>"}
+    # test_group_advantages
+    elsewhere |= {"curiosity/reward", "curiosity/loss"}  # test_curiosity
     elsewhere |= {f"distill/{x}" for x in ("loss", "action_error", "teacher_share")}
     # test_distillation
     elsewhere |= {
