@@ -205,6 +205,12 @@ class Batch(ValueBatch):
     ref_logits: Tensor | None = None
 
 
+MEAN_SHIFT = "mean_shift"
+"""Name in ``Batch.replay`` of what ``evaluate`` adds to the means for the log-probability, shaped
+as ``action`` (``algorithm.rpo_alpha``).
+"""
+
+
 # ------------------------------------------------------------------------------------------ metrics
 @dataclass(frozen=True, slots=True)
 class Mean:

@@ -105,16 +105,18 @@ def executed_bounds(action_mapping: str, spec: Any) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def mode_of(kind: str, parameters: Tensor) -> Tensor:
-    """Return the mode of a distribution: actions [B, A], or choices int64 [B].
+def mode_of(kind: str, parameters: Tensor, second: Tensor) -> Tensor:
+    """Return the action without noise of a distribution: numbers [B, A], or choices int64 [B].
 
     Args:
         kind: ``ActorCritic.kind``.
         parameters: First result of ``ActorCritic.distribution``.
+        second: Second result.
     """
     if kind == "categorical":
         return parameters.argmax(-1)
-    return parameters.tanh() if kind == "squashed_gaussian" else parameters
+    mode = dist.NUMBERS[kind].mode(parameters, second)
+    return mode.tanh() if kind == "squashed_gaussian" else mode
 
 
 def distillation_loss(
@@ -129,24 +131,25 @@ def distillation_loss(
     Args:
         loss: "mse", "nll" or "kl".
         kind: ``ActorCritic.kind`` of the student, and with kl also of the teacher.
-        parameters: Mean of the student's Gaussian [B, A], or logits [B, K].
-        log_std: Logarithm of its standard deviation, [A] or [B, A]; not read for logits.
-        target: mse, nll: the teacher's action, float32 [B, A] or int64 [B]. kl: mean and log_std of
+        parameters: Mean of the student's Gaussian [B, A], alpha of beta, or logits [B, K].
+        log_std: Logarithm of its standard deviation, [A] or [B, A], beta; not read for logits.
+        target: mse, nll: the teacher's action, float32 [B, A] or int64 [B]. kl: both parameters of
             the teacher [B, 2A], or its logits [B, K].
     """
     if loss == "mse":
-        return (mode_of(kind, parameters) - target).square().mean(-1)
+        return (mode_of(kind, parameters, log_std) - target).square().mean(-1)
     if kind == "categorical":
         if loss == "nll":
             return -dist.categorical_log_prob(target, parameters)
         return dist.categorical_kl(target, parameters)
     if loss == "kl":
         teacher_mean, teacher_log_std = target.chunk(2, dim=-1)
-        return dist.gaussian_kl(teacher_mean, teacher_log_std, parameters, log_std).sum(-1)
+        divergence = dist.NUMBERS[kind].kl
+        return divergence(teacher_mean, teacher_log_std, parameters, log_std).sum(-1)
     if kind == "squashed_gaussian":
         u = target.clamp(-LARGEST_TANH, LARGEST_TANH).atanh()
         return -dist.squashed_log_prob(u, parameters, log_std).sum(-1)
-    return -dist.gaussian_log_prob(target, parameters, log_std).sum(-1)
+    return -dist.NUMBERS[kind].log_prob(target, parameters, log_std).sum(-1)
 
 
 def resolve_loss(config: DistillationConfig, student: ActorCritic, teacher: ActorCritic) -> str:
@@ -249,7 +252,7 @@ class GuidedPolicy(nn.Module):
         student, teacher = self.student, self.teacher
         own = student.act(inputs["student"])
         target, teacher_log_std = teacher.distribution(inputs["teacher"])
-        mode, label = own.action, mode_of(teacher.kind, target)
+        mode, label = own.action, mode_of(teacher.kind, target, teacher_log_std)
         if student.kind == "categorical":
             error = (mode != label).float()
         else:

@@ -62,6 +62,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     },
     "algorithm.kl_penalty": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
     "algorithm.lr_schedule": {"constant_with_warmup": "constant"},
+    "model.distribution": {"normal": "gaussian", "tanh_normal": "squashed_gaussian"},  # Brax
 }
 # Options of other trainers that have no meaning here: path -> reason and hint.
 REFUSED: dict[str, str] = dict.fromkeys(

@@ -69,6 +69,7 @@ def optimization_config(config: Config) -> Config:
         minibatch_unit="step" if config.model.recurrent is None else "column",
         loss_agg_func="token-mean",
         target_kl_stop=None,
+        rpo_alpha=None,
         lr=d.lr,
         lr_schedule=d.lr_schedule,
         lr_end=0.0,

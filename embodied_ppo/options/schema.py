@@ -307,7 +307,8 @@ OWN_NETWORK = ACTOR_CRITIC & is_set("model.network")
 TRUNK = ACTOR_CRITIC & equals("model.network", None)
 CONTINUOUS = ACTOR_CRITIC & ReadIf(
     "model.distribution=gaussian or squashed_gaussian",
-    lambda c: c.model.distribution != "categorical",  # auto may become one of the two
+    # auto may become one of the two
+    lambda c: c.model.distribution not in ("categorical", "beta"),
 )
 GAUSSIAN = ReadIf(
     "model.policy=gaussian, or actor_critic and model.distribution=gaussian or squashed_gaussian",
@@ -344,11 +345,14 @@ class ModelConfig:
     """Apply layer normalisation before each hidden activation."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
-    distribution: Literal["auto", "gaussian", "squashed_gaussian", "categorical"] = option(
+    distribution: Literal["auto", "gaussian", "squashed_gaussian", "beta", "categorical"] = option(
         "auto", read_if=ACTOR_CRITIC
     )
-    """Action distribution; auto: categorical for discrete actions, gaussian for continuous
-    actions."""
+    """Action distribution; auto: categorical for discrete actions, gaussian for continuous ones.
+    The actions of two are in [-1, 1], which env.action_mapping=rescale maps to the bounds of the
+    task. squashed_gaussian: tanh(u), u Gaussian; its entropy is an estimate from the sampled u.
+    beta: 2x - 1, x ~ Beta(1 + softplus(y), 1 + softplus(z)) with network outputs y and z, starts
+    with a standard deviation of 0.48; without sampling, its action is the mean."""
     state_dependent_std: bool = option(False, read_if=CONTINUOUS)
     """Compute the standard deviation from the observation; false: one learned deviation per action
     dimension."""
@@ -360,7 +364,9 @@ class ModelConfig:
     init_log_std: float = option(0.0, read_if=GAUSSIAN)
     """Initial logarithm of the standard deviation."""
     min_log_std: float = option(-5.0, read_if=GAUSSIAN)
-    """Lower bound of the logarithm of the standard deviation."""
+    """Lower bound of the logarithm of the standard deviation. A learned deviation that is equal in
+    all states is moved to the bound after each update, where it has a gradient; one that depends on
+    the state has none in states beyond the bound."""
     max_log_std: float = option(2.0, read_if=GAUSSIAN)
     """Upper bound of the logarithm of the standard deviation."""
     orthogonal_init: bool = True
@@ -680,6 +686,12 @@ class AlgorithmConfig:
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
     """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is
     set)."""
+    rpo_alpha: NonNegative | None = option(None, mode="embodied", read_if=CONTINUOUS)
+    """Robust policy optimisation (Rahman and Xue 2022): the policy loss uses the means mu + z, z ~
+    U(-rpo_alpha, rpo_alpha) per sample and number, new in each pass over the rollout, so that the
+    policy stays random; 0.5 is usual, in the units of actions (before the tanh). Acting, the
+    entropy and the recorded log-probabilities have no z. approx_kl contains it, about A rpo_alpha^2
+    / (6 std^2) for A numbers, which target_kl_stop and the adaptive schedules see. null: off."""
     entropy_target: float | None = option(None, read_if=ENTROPY)
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
     constant coefficient."""

@@ -34,7 +34,7 @@ from embodied_envs.types import (
 )
 from embodied_ppo.core.history import PREVIOUS_ACTIONS
 from embodied_ppo.core.recurrent_state import MEMORY, START
-from embodied_ppo.core.types import Decision, Evaluation
+from embodied_ppo.core.types import MEAN_SHIFT, Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import distributions as dist
 from embodied_ppo.policies.backbone import (
@@ -95,6 +95,9 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.chunk, self.values = chunk, values
         self.kind = _distribution(config, action_spec)
+        self.is_beta = config.distribution == "beta"
+        self.family = dist.NUMBERS.get(config.distribution, dist.NUMBERS["auto"])
+        """Distribution of the numbers of an action."""
         self.state_dependent_std = config.state_dependent_std
         self.log_std_range = (config.min_log_std, config.max_log_std)
         self.std_function = config.std_function
@@ -129,9 +132,11 @@ class ActorCritic(nn.Module):
         self.actions = size = sum(choices) + self.numbers
         self.composite = None
         if isinstance(action_spec, Composite):
-            self.composite = CompositeActions(choices, self.numbers)
+            self.composite = CompositeActions(choices, self.numbers, self.family)
         self.has_mask = has_action_mask(obs_spec)
-        outputs = size + self.numbers if self.state_dependent_std else size
+        # One output for each logit, and one or two for each number.
+        two = self.state_dependent_std or self.is_beta
+        outputs = size + self.numbers if two else size
         self.policy_head = linear(features, outputs, config.policy_gain, config.orthogonal_init)
         self.value_head = None
         if has_critic:
@@ -141,7 +146,7 @@ class ActorCritic(nn.Module):
             critic = ("critic_encoder.", "value_trunk.", "value_recurrent.", "value_head.")
             self.unused_weights = critic
         self.log_std = None
-        if self.numbers:
+        if self.numbers and not self.is_beta:
             if self.state_dependent_std:  # the bias sets the initial scale of all states
                 with torch.no_grad():
                     self.policy_head.bias[size:] += self._initial_std_output(config.init_log_std)
@@ -174,15 +179,20 @@ class ActorCritic(nn.Module):
     def _policy(
         self, features: Tensor, inputs: dict[str, Any], *, mean_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return (mean, log_std) [B, A], or (logits [B, K], unused), or those of a composite.
+        """Return the two parameters of the distribution, see ``distribution``, or of a composite.
 
-        With ``mean_only`` the parameter ``log_std`` is not read, and log_std unused.
+        The first one of a composite has the logits of its choices before its means.
         """
         out = self.policy_head(features)
         if self.has_mask:
             out = dist.mask_logits(out, inputs[ACTION_MASK])
         if not self.numbers or (mean_only and self.log_std is not None):
             return out, out
+        if self.is_beta:
+            # Above 1, so that the density has one maximum, inside the bounds.
+            logits, x = out.split([self.actions - self.numbers, 2 * self.numbers], dim=-1)
+            alpha, beta = (1 + functional.softplus(x)).chunk(2, dim=-1)
+            return torch.cat([logits, alpha], dim=-1), beta
         if self.log_std is None:
             mean, log_std = out.split([self.actions, self.numbers], dim=-1)
             if self.std_function == "softplus":
@@ -240,7 +250,11 @@ class ActorCritic(nn.Module):
         return inputs
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
-        """See ``Policy.observe``."""
+        """See ``Policy.observe``; moves the deviation to its bounds, see ``min_log_std``."""
+        if self.log_std is not None:
+            # A clamped parameter has no gradient beyond its bounds, and would stay there for ever.
+            with torch.no_grad():
+                self.log_std.clamp_(*self.log_std_range)
         self.encoder.observe(obs, mask)
         if self.critic_encoder is not None:
             self.critic_encoder.observe(obs, mask)
@@ -250,7 +264,7 @@ class ActorCritic(nn.Module):
         device = self.policy_head.weight.device
         if self.composite is not None:
             return self.composite.noise(rows, generator, device)
-        draw = dist.categorical_noise if self.kind == "categorical" else dist.gaussian_noise
+        draw = dist.categorical_noise if self.kind == "categorical" else self.family.noise
         return draw((rows, self.actions), generator, device)
 
     @torch.no_grad()
@@ -269,9 +283,10 @@ class ActorCritic(nn.Module):
             action = params.argmax(-1) if noise is None else dist.categorical_sample(params, noise)
             log_prob = dist.categorical_log_prob(action, params)
             return Decision(action, log_prob, value, memory=memory)
-        x = params if noise is None else dist.gaussian_sample(params, log_std, noise)
-        if self.kind == "gaussian":
-            log_prob = self._by_action(dist.gaussian_log_prob(x, params, log_std))
+        family = self.family
+        x = family.mode(params, log_std) if noise is None else family.sample(params, log_std, noise)
+        if self.kind != "squashed_gaussian":
+            log_prob = self._by_action(family.log_prob(x, params, log_std))
             return Decision(x, log_prob, value, memory=memory)
         log_prob = self._by_action(dist.squashed_log_prob(x, params, log_std))
         return Decision(x.tanh(), log_prob, value, {"pre_squash": x}, memory)
@@ -279,11 +294,11 @@ class ActorCritic(nn.Module):
     def choose(self, features: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the mode of actions with choices, and their logits [B, K] before the mask."""
         logits = self.policy_head(features)[..., : self.actions - self.numbers]
-        params, _ = self._policy(features, inputs, mean_only=True)
+        params, second = self._policy(features, inputs, mean_only=True)
         params = params[..., : self.actions]
         if self.composite is None:
             return params.argmax(-1), logits
-        return self.composite.sample(params, params, None), logits
+        return self.composite.sample(params, second, None), logits
 
     def evaluate(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
@@ -325,21 +340,25 @@ class ActorCritic(nn.Module):
         features, _ = self.features(inputs, steps)
         value, _ = self._value(inputs, features, steps)
         params, log_std = self._policy(features, inputs)
+        shifted = params  # RPO: the mean in the log-probability
+        if MEAN_SHIFT in replay:
+            z = replay[MEAN_SHIFT][..., -self.numbers :]
+            shifted = params + functional.pad(z, (self.actions - self.numbers, 0))
         if self.composite is not None:
-            log_prob = self._by_action(self.composite.log_prob(action, params, log_std))
+            log_prob = self._by_action(self.composite.log_prob(action, shifted, log_std))
             entropy = self._by_action(self.composite.entropy(params, log_std))
             logits = None if self.numbers else self.composite.logits(params)
             return Evaluation(log_prob, entropy, value, logits)
         if self.kind == "categorical":
             log_prob = dist.categorical_log_prob(action, params)
             return Evaluation(log_prob, dist.categorical_entropy(params), value, params)
-        if self.kind == "gaussian":
-            log_prob = dist.gaussian_log_prob(action, params, log_std)
-            entropy = dist.gaussian_entropy(params, log_std)
-        else:
+        if self.kind == "squashed_gaussian":
             u = replay["pre_squash"]
-            log_prob = dist.squashed_log_prob(u, params, log_std)
+            log_prob = dist.squashed_log_prob(u, shifted, log_std)
             entropy = dist.squashed_entropy(u, params, log_std)
+        else:
+            log_prob = self.family.log_prob(action, shifted, log_std)
+            entropy = self.family.entropy(params, log_std)
         return Evaluation(self._by_action(log_prob), self._by_action(entropy), value)
 
     def actor_only(self) -> ActorCritic:
@@ -357,11 +376,12 @@ class ActorCritic(nn.Module):
     def distribution(
         self, inputs: dict[str, Any], *, mean_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return (mean, log_std) [B, A], or (logits [B, K], unused), with gradients.
+        """Return (mean, log_std) or (alpha, beta) [B, A], or (logits [B, K], unused).
 
         ``kind`` names the distribution; the mean of squashed_gaussian is that before the tanh. The
         logarithm of a standard deviation that is equal in all states is [A]. With ``mean_only`` it
-        is not read: compiled code must not read a parameter that is not one of its arguments.
+        is not read: compiled code must not read a parameter that is not one of its arguments. The
+        results have gradients.
         """
         return self._policy(self.features(inputs)[0], inputs, mean_only=mean_only)
 
@@ -460,7 +480,8 @@ def _distribution(config: ModelConfig, spec: ActionSpec) -> str:
     discrete = isinstance(spec, Discrete)
     kind = config.distribution
     if isinstance(spec, Composite):
-        if kind not in ("auto", "gaussian" if spec.box.size else "categorical"):
+        allowed = ("gaussian", "beta") if spec.box.size else ("categorical",)
+        if kind not in ("auto", *allowed):
             raise ConfigError(
                 f"model.distribution={kind}: the task's actions have {len(spec.choices)} choices"
                 f" and {spec.box.size} numbers; use auto"
@@ -471,6 +492,6 @@ def _distribution(config: ModelConfig, spec: ActionSpec) -> str:
     if discrete != (kind == "categorical"):
         fact = "discrete; use categorical"
         if not discrete:
-            fact = "continuous; use gaussian or squashed_gaussian"
+            fact = "continuous; use gaussian, squashed_gaussian, beta"
         raise ConfigError(f"model.distribution={kind}: the task's actions are {fact}, or auto")
     return kind

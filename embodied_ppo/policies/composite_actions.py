@@ -1,6 +1,7 @@
 """Distribution of several choices and numbers in one action (``embodied_envs.types.Composite``).
 
-The D choices are categorical and the A numbers Gaussian, all independent given the observation:
+The D choices are categorical and the A numbers Gaussian (N) or of a beta distribution, all
+independent given the observation:
 
     log pi(a) = sum_d log p_d(a_d) + sum_i log N(a_i; mean_i, std_i^2)
     H = sum_d H(p_d) + sum_i H(N_i)
@@ -21,14 +22,15 @@ class CompositeActions(nn.Module):
     """Functions of the parameters of B distributions.
 
     Parameters are [B, S + A]: the logits of all choices, S in total, then the means. ``log_std`` is
-    [A] or [B, A].
+    [A] or [B, A]. A beta distribution has alpha and beta instead of mean and log_std.
     """
 
     index: Tensor
 
-    def __init__(self, choices: tuple[int, ...], numbers: int) -> None:
+    def __init__(self, choices: tuple[int, ...], numbers: int, family: dist.Numbers) -> None:
         """Describe the action: ``choices`` are the values of D choices, ``numbers`` is A."""
         super().__init__()
+        self.family = family
         self.d, self.s, self.numbers = len(choices), sum(choices), numbers
         # [D, K]: position of each choice's logits; S stands for a value that it does not have.
         index = torch.full((len(choices), max(choices)), self.s)
@@ -50,18 +52,18 @@ class CompositeActions(nn.Module):
     def noise(self, rows: int, generator: Generator | None, device: torch.device) -> Tensor:
         """Return the random numbers of ``sample``, [rows, S + A]."""
         choices = dist.categorical_noise((rows, self.s), generator, device)
-        return torch.cat([choices, dist.gaussian_noise((rows, self.numbers), generator, device)], 1)
+        return torch.cat([choices, self.family.noise((rows, self.numbers), generator, device)], 1)
 
     def sample(self, parameters: Tensor, log_std: Tensor, noise: Tensor | None) -> Tensor:
         """Return actions, float32 [B, D + A]; without ``noise`` the mode."""
         logits, mean = self.logits(parameters), parameters[..., self.s :]
         if noise is None:
-            choice = logits.argmax(-1)
+            choice, numbers = logits.argmax(-1), self.family.mode(mean, log_std)
         else:
-            choice = dist.categorical_sample(logits, self._by_choice(noise, 1.0))
+            choice, numbers = dist.categorical_sample(logits, self._by_choice(noise, 1.0)), mean
             if self.numbers:
-                mean = dist.gaussian_sample(mean, log_std, noise[..., self.s :])
-        return torch.cat([choice.to(mean.dtype), mean], dim=-1)
+                numbers = self.family.sample(mean, log_std, noise[..., self.s :])
+        return torch.cat([choice.to(mean.dtype), numbers], dim=-1)
 
     def log_prob(self, action: Tensor, parameters: Tensor, log_std: Tensor) -> Tensor:
         """Return the log-probability of each column of actions [B, D + A], [B, D + A]."""
@@ -69,7 +71,7 @@ class CompositeActions(nn.Module):
         if not self.numbers:
             return log_prob
         mean = parameters[..., self.s :]
-        numbers = dist.gaussian_log_prob(action[..., self.d :], mean, log_std)
+        numbers = self.family.log_prob(action[..., self.d :], mean, log_std)
         return torch.cat([log_prob, numbers], dim=-1)
 
     def entropy(self, parameters: Tensor, log_std: Tensor) -> Tensor:
@@ -77,5 +79,5 @@ class CompositeActions(nn.Module):
         entropy = dist.categorical_entropy(self.logits(parameters))
         if not self.numbers:
             return entropy
-        numbers = dist.gaussian_entropy(parameters[..., self.s :], log_std)
+        numbers = self.family.entropy(parameters[..., self.s :], log_std)
         return torch.cat([entropy, numbers], dim=-1)

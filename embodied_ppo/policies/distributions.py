@@ -1,4 +1,4 @@
-"""Action distributions as pure functions: Gaussian, squashed Gaussian, categorical, flow step.
+"""Action distributions as pure functions: (squashed) Gaussian, beta, categorical, flow step.
 
 Log-probabilities are [B, A], per dimension, for continuous actions and [B] for categorical ones.
 Random numbers come only from the given generator.
@@ -7,7 +7,8 @@ Random numbers come only from the given generator.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -15,6 +16,10 @@ from torch.nn import functional as F
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
+BETA_MARGIN = 1e-6
+"""Distance that the number of a beta distribution keeps from 0 and 1, where log p is infinite."""
+CANDIDATES = 4
+"""Proposals of a gamma number in ``beta_sample``. Each is rejected with p <= 0.049 (shape 1)."""
 IMPOSSIBLE = -1e9
 """Logit of a choice that is not possible: its probability is exactly 0, and p log p is not NaN."""
 
@@ -29,6 +34,11 @@ def gaussian_noise(
 def gaussian_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> Tensor:
     """Return x = mean + exp(log_std) * noise, [B, A]."""
     return torch.addcmul(mean, log_std.exp(), noise)
+
+
+def gaussian_mode(mean: Tensor, log_std: Tensor) -> Tensor:
+    """Return the mean."""
+    return mean
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -80,6 +90,115 @@ def squashed_entropy(u: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """
     noise = ((u - mean) * (-log_std).exp()).detach()
     return gaussian_entropy(mean, log_std) + log_tanh_slope(mean + log_std.exp() * noise)
+
+
+def beta_noise(
+    shape: Sequence[int], generator: Generator | None, device: torch.device | None = None
+) -> Tensor:
+    """Return the random numbers of ``beta_sample`` for actions of ``shape`` [B, A], [B, 16 A]."""
+    rows, size = shape
+    numbers = (rows, 2 * CANDIDATES * size)
+    uniform = torch.rand(*numbers, generator=generator, device=device)
+    return torch.cat([gaussian_noise(numbers, generator, device), uniform], dim=1)
+
+
+def beta_sample(alpha: Tensor, beta: Tensor, noise: Tensor) -> Tensor:
+    """Return a = 2x - 1 with x = g / (g + h), g ~ Gamma(alpha), h ~ Gamma(beta), [B, A].
+
+    A gamma number of shape k >= 1 is d v, d = k - 1/3, v = (1 + n / sqrt(9 d))^3 with n ~ N(0, 1),
+    accepted if log u < n^2 / 2 + d (1 - v + log v), u ~ U(0, 1). The first accepted one of
+    ``CANDIDATES`` is taken. Where all are rejected (p < 6e-6), v = 1.
+
+    Source: Marsaglia and Tsang 2000, "A Simple Method for Generating Gamma Variables".
+    """
+    normal, uniform = noise.unflatten(-1, (2, CANDIDATES, 2, -1)).unbind(
+        -4
+    )  # [B, candidates, 2, A]
+    d = torch.stack([alpha, beta], dim=-2).unsqueeze(-3) - 1 / 3
+    v = (1 + normal * (9 * d).rsqrt()) ** 3
+    bound = 0.5 * normal.square() + d * (1 - v + v.clamp(min=1e-30).log())
+    accepted = (v > 0) & (uniform.log() < bound)
+    chosen = torch.ones_like(v[..., 0, :, :])
+    for k in reversed(range(CANDIDATES)):
+        chosen = torch.where(accepted[..., k, :, :], v[..., k, :, :], chosen)
+    g, h = (d.squeeze(-3) * chosen).unbind(-2)
+    return 2 * (g / (g + h)).clamp(BETA_MARGIN, 1 - BETA_MARGIN) - 1
+
+
+def beta_mean(alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return the mean of a = 2x - 1, [B, A]."""
+    return 2 * alpha / (alpha + beta) - 1
+
+
+def _log_beta(alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return log B = log G(alpha) + log G(beta) - log G(alpha + beta), G: the gamma function.
+
+    Arguments are float64: the terms of a narrow distribution cancel.
+    """
+    return alpha.lgamma() + beta.lgamma() - (alpha + beta).lgamma()
+
+
+def beta_log_prob(action: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return the log-probability of a = 2x - 1, x ~ Beta(alpha, beta), per dimension, [B, A].
+
+    log p(a) = (alpha - 1) log x + (beta - 1) log(1 - x) - log B(alpha, beta) - log 2
+
+    x is computed from the action and keeps ``BETA_MARGIN`` from 0 and 1.
+    """
+    a, b = alpha.double(), beta.double()
+    x = (0.5 * (action.double() + 1)).clamp(BETA_MARGIN, 1 - BETA_MARGIN)
+    log_p = (a - 1) * x.log() + (b - 1) * (1 - x).log() - _log_beta(a, b) - math.log(2)
+    return log_p.to(alpha.dtype)
+
+
+def beta_entropy(alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return the entropy of a = 2x - 1, x ~ Beta(alpha, beta), per dimension, [B, A].
+
+    H = log B(alpha, beta) - (alpha - 1) psi(alpha) - (beta - 1) psi(beta)
+        + (alpha + beta - 2) psi(alpha + beta) + log 2,  psi: the digamma function
+    """
+    a, b = alpha.double(), beta.double()
+    expected = (a - 1) * a.digamma() + (b - 1) * b.digamma() - (a + b - 2) * (a + b).digamma()
+    return (_log_beta(a, b) - expected + math.log(2)).to(alpha.dtype)
+
+
+def beta_kl(alpha: Tensor, beta: Tensor, other_alpha: Tensor, other_beta: Tensor) -> Tensor:
+    """Return KL(Beta(alpha, beta) || Beta(other_alpha, other_beta)) per dimension, [B, A].
+
+    KL = log B(other) - log B + (alpha - other_alpha) psi(alpha) + (beta - other_beta) psi(beta)
+         - (alpha + beta - other_alpha - other_beta) psi(alpha + beta)
+    """
+    a, b, c, d = (x.double() for x in (alpha, beta, other_alpha, other_beta))
+    moments = (a - c) * a.digamma() + (b - d) * b.digamma() - (a + b - c - d) * (a + b).digamma()
+    return (_log_beta(c, d) - _log_beta(a, b) + moments).to(alpha.dtype)
+
+
+class Numbers(NamedTuple):
+    """Functions of a distribution of numbers, see those of the Gaussian and the beta distribution.
+
+    Its parameters [B, A] are mean and log_std, or alpha and beta.
+    """
+
+    noise: Callable[..., Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor], Tensor]
+    mode: Callable[[Tensor, Tensor], Tensor]
+    """The action without noise."""
+    log_prob: Callable[[Tensor, Tensor, Tensor], Tensor]
+    entropy: Callable[[Tensor, Tensor], Tensor]
+    kl: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+_GAUSSIAN = Numbers(
+    *(gaussian_noise, gaussian_sample, gaussian_mode, gaussian_log_prob),
+    *(gaussian_entropy, gaussian_kl),
+)
+NUMBERS = {
+    "auto": _GAUSSIAN,
+    "gaussian": _GAUSSIAN,
+    "squashed_gaussian": _GAUSSIAN,
+    "beta": Numbers(beta_noise, beta_sample, beta_mean, beta_log_prob, beta_entropy, beta_kl),
+}
+"""Value of ``model.distribution`` -> distribution of numbers, before the tanh if it has one."""
 
 
 def categorical_noise(

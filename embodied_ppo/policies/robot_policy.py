@@ -71,6 +71,12 @@ def make_policy(config: Config, env: VectorEnv | EnvInfo, *, weights: bool = Tru
             policy = published.FLOW_FAMILIES[kind](*spaces, **published_vla)
         else:
             policy = CheckpointVLA(*spaces, closes=env.gripper_closes, **published_vla)
+    has_mean = isinstance(policy, ActorCritic) and policy.numbers and not policy.is_beta
+    if a.rpo_alpha is not None and not has_mean:
+        raise ConfigError(
+            f"write algorithm.rpo_alpha=null: {a.rpo_alpha:g} shifts the mean of a (squashed)"
+            " Gaussian of model.policy=actor_critic, and this policy has none"
+        )
     if not isinstance(policy, ActorCritic) or policy.numbers:
         for path, on in (("kl_loss_type", a.use_kl_loss), ("kl_penalty", a.use_kl_in_reward)):
             if on and getattr(a, path) == "full":

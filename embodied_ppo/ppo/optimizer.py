@@ -22,7 +22,7 @@ from embodied_ppo.core import compile
 from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import RolloutMismatch
-from embodied_ppo.core.types import Samples, UpdateObserver
+from embodied_ppo.core.types import MEAN_SHIFT, Samples, UpdateObserver
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.ppo import agreement, losses, schedules
 from embodied_ppo.ppo.compiled_step import STEP_STATISTICS, CompiledStep
@@ -138,6 +138,10 @@ class MinibatchOptimizer:
             TrainingError: The compilation failed and is required.
         """
         c = self.config
+        if c.rpo_alpha is not None:  # in the batch, because compiled code keeps its arguments
+            policy_batch: Any = batch
+            shift = {MEAN_SHIFT: torch.zeros_like(policy_batch.action)}
+            batch = replace(policy_batch, replay=policy_batch.replay | shift)
         self._batch, self._update, self._critic_only = batch, update, critic_only
         self._rows: list[Tensor] = []  # statistics of each minibatch, on the device until ``end``
         self._epochs = self._epoch_start = 0
@@ -183,6 +187,8 @@ class MinibatchOptimizer:
         self._epochs, self._epoch_start = epoch + 1, len(self._rows)
         mask = self._batch.mask
         mask = mask.any(0) if self.config.minibatch_unit == "column" else mask
+        if self.config.rpo_alpha is not None:
+            self._draw_mean_shift(self.config.rpo_alpha, epoch)
         generator = torch.Generator(mask.device).manual_seed(
             sampling_key(self.seed, self._update, "shuffle", epoch, *self._rank_key)
         )
@@ -195,6 +201,13 @@ class MinibatchOptimizer:
             unmasked = self.ranks.all_reduce_sum(unmasked)
         counts = unmasked.tolist()
         return [i for i, count in zip(order.split(self._size), counts, strict=True) if count]
+
+    def _draw_mean_shift(self, alpha: float, epoch: int) -> None:
+        """Draw z ~ U(-alpha, alpha) for each sample, in the memory that compiled code reads."""
+        batch: Any = self._batch
+        shift = batch.replay[MEAN_SHIFT]
+        key = sampling_key(self.seed, self._update, "mean_shift", epoch, *self._rank_key)
+        shift.uniform_(-alpha, alpha, generator=torch.Generator(shift.device).manual_seed(key))
 
     def step(self, index: Tensor) -> None:
         """Take one step of AdamW on the samples (or columns) ``index`` of the batch.

@@ -96,6 +96,25 @@ def test_losses_of_squashed_gaussians_are_those_of_the_executed_action() -> None
     assert bool(saturated.isfinite().all())
 
 
+def test_losses_of_beta_distributions_are_those_of_the_executed_action() -> None:
+    alpha, beta = torch.tensor([[3.0]]), torch.tensor([[1.0]])  # mean 2 * 3/4 - 1
+    action = torch.tensor([[0.0]])
+    assert distillation_loss("mse", "beta", alpha, beta, action).tolist() == [0.25]
+    # density 3 x^2 at x = 1/2, divided by 2
+    nll = distillation_loss("nll", "beta", alpha, beta, action)
+    assert nll.tolist() == pytest.approx([-math.log(0.375)])
+    # of a uniform teacher: -E log(3 x^2) = 2 - log 3
+    kl = distillation_loss("kl", "beta", alpha, beta, torch.ones(1, 2))
+    assert kl.tolist() == pytest.approx([2 - math.log(3)])
+    spec = ArraySpec((3,))
+    teacher = _policy(spec, distribution="beta")
+    assert resolve_loss(DistillationConfig(loss="kl"), teacher, teacher) == "kl"
+    inputs, target = teacher.encode(torch.randn(4, 3)), _policy(spec, distribution="beta")
+    parameters = torch.cat(target.distribution(target.encode(torch.randn(4, 3))), dim=-1)
+    loss = distillation_loss("kl", "beta", *teacher.distribution(inputs), parameters)
+    assert loss.shape == (4,) and (loss > 0).all()
+
+
 def test_losses_of_choices_equal_hand_computed_values() -> None:
     logits, unused = torch.tensor([[0.0, math.log(3)]]), torch.zeros(1)  # 1/4, 3/4
     nll = distillation_loss("nll", "categorical", logits, unused, torch.tensor([0]))

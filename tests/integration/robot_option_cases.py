@@ -178,6 +178,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         3.0,
         {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"},
     ),
+    "algorithm.rpo_alpha": (0.5, {}),
     "algorithm.logprob_type": ("token_level", {}),
     "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
     "algorithm.reward_type": ("action_level", CHUNKS),
@@ -270,7 +271,7 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "algorithm.off_policy_correction": [(kind, COLUMNS) for kind in ("token", "sequence")],
     "model.policy": [(kind, CAMERA) for kind in ("actor_critic", "token", "flow", "gaussian")],
     "model.flow_chain": [(kind, FLOW) for kind in ("one", "sum", "mean")],
-    "model.distribution": [("auto", {}), ("squashed_gaussian", {})],
+    "model.distribution": [("auto", {}), ("squashed_gaussian", {}), ("beta", {})],
     "model.activation": [(kind, {}) for kind in ("tanh", "relu", "elu", "silu", "gelu")],
     "algorithm.logprob_type": [
         (kind, CHUNKS) for kind in ("token_level", "action_level", "chunk_level")

@@ -123,6 +123,7 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "apart": {
         "cluster__component_placement": {"env": "0-1", "rollout": 2, "actor": 3},
         "cluster__devices_per_node": 4,
+        "algorithm__rpo_alpha": 0.2,
         **GROUPS,
     },
     "crossed": {

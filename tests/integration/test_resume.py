@@ -103,7 +103,9 @@ def test_resumed_run_equals_an_uninterrupted_run(
     def config(run_dir: Path, **changes: object) -> Config:
         c = tiny(run_dir, **changes)
         env = replace(c.env, simulator=adapter, num_threads=0, restart_every=restart_every)
-        return replace(c, env=env)
+        if adapter == "envpool":
+            return replace(c, env=env)
+        return replace(c, env=env, algorithm=replace(c.algorithm, rpo_alpha=0.2))
 
     runs.train(config(tmp_path / "uninterrupted"), quiet=True)
 

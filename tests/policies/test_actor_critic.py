@@ -41,7 +41,8 @@ SPECS: dict[str, ObsSpec] = {
     },
 }
 ACTIONS = {"box": Box((-1.0,) * 3, (1.0,) * 3), "discrete": Discrete(4)}
-KINDS = [("box", "gaussian"), ("box", "squashed_gaussian"), ("discrete", "categorical")]
+KINDS = [("box", "gaussian"), ("box", "squashed_gaussian"), ("box", "beta")]
+KINDS += [("discrete", "categorical")]
 
 
 def model(**options: Any) -> ModelConfig:
@@ -78,7 +79,7 @@ CASES = [
     for kind, spec, shared, dependent in itertools.product(
         KINDS, SPECS, (True, False), (False, True)
     )
-    if not (dependent and kind[1] == "categorical")
+    if not (dependent and kind[1] in ("beta", "categorical"))
 ]
 
 
@@ -137,6 +138,10 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     )
     mode = policy.act(inputs)
     assert torch.equal(mode.action, policy.act(inputs).action)
+    if distribution == "beta":
+        alpha, beta = policy.distribution(inputs)
+        assert decision.action.abs().max() < 1 and alpha.min() > 1 and beta.min() > 1
+        assert torch.equal(mode.action, 2 * alpha / (alpha + beta) - 1)
     if distribution == "squashed_gaussian":
         assert decision.action.abs().max() < 1 and torch.equal(
             decision.replay["pre_squash"].tanh(), decision.action

@@ -14,6 +14,7 @@ from torch.distributions import Categorical, Normal
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import ArraySpec, Box, Composite, Discrete
 from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies import distributions as dist
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.composite_actions import CompositeActions
 from embodied_ppo.ppo import kl, losses
@@ -42,7 +43,7 @@ def test_by_hand() -> None:
     # Logits (0, log 3) and (0, 0, log 2), mean 1, std 2; action (1, 2, 3):
     # log p = log(3/4) + log(2/4) + (-1/2 - log 2 - log(2 pi)/2) = -0.287682 - 0.693147 - 2.112086
     # H = 0.562335 + (2 * 1/4 log 4 + 1/2 log 2 = 1.039721) + (log 2 + 1.418939 = 2.112086)
-    actions = CompositeActions((2, 3), 1)
+    actions = CompositeActions((2, 3), 1, dist.NUMBERS["gaussian"])
     parameters = torch.tensor([[0.0, math.log(3), 0.0, 0.0, math.log(2), 1.0]])
     log_std = torch.tensor([math.log(2.0)])
     log_prob = actions.log_prob(torch.tensor([[1.0, 2.0, 3.0]]), parameters, log_std)
@@ -61,7 +62,7 @@ def test_agrees_with_torch(seed: int, choices: list[int], numbers: int) -> None:
     shape = 3, sum(choices) + numbers
     parameters = 3 * torch.randn(*shape, generator=generator, dtype=torch.float64)
     log_std = torch.randn(numbers, generator=generator, dtype=torch.float64)
-    actions = CompositeActions(tuple(choices), numbers)
+    actions = CompositeActions(tuple(choices), numbers, dist.NUMBERS["gaussian"])
     noise = actions.noise(3, generator, torch.device("cpu")).double()
     action = actions.sample(parameters, log_std, noise)
     *logits, mean = parameters.split([*choices, numbers], dim=-1)
@@ -82,6 +83,7 @@ def test_agrees_with_torch(seed: int, choices: list[int], numbers: int) -> None:
         (SPEC, {}),
         (SPEC, {"state_dependent_std": True}),
         (SPEC, {"recurrent": "gru", "recurrent_size": 4}),
+        (SPEC, {"distribution": "beta"}),
         (Composite((3, 2)), {}),
         (Discrete(5), {}),
     ],

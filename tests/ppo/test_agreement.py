@@ -15,7 +15,13 @@ from embodied_ppo.commands import main
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import RolloutMismatch
 from embodied_ppo.core.types import Trajectory
-from embodied_ppo.options.schema import ActorConfig, Config, LanguageModelConfig, RolloutConfig
+from embodied_ppo.options.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    LanguageModelConfig,
+    RolloutConfig,
+)
 from embodied_ppo.ppo import agreement, losses
 from embodied_ppo.ppo.agreement import Tolerances, tolerances
 from embodied_ppo.ppo.ppo import PPO
@@ -72,6 +78,8 @@ def test_tolerances_follow_the_precision() -> None:
     assert tolerances(Config(matmul_precision="medium")) == low
     actor = ActorConfig(model=LanguageModelConfig(dtype="bfloat16"))
     assert tolerances(Config(mode="reasoning", actor=actor)) == low
+    shifted = Config(algorithm=AlgorithmConfig(rpo_alpha=0.5))
+    assert tolerances(shifted) == Tolerances(math.inf, agreement.ROUNDING)
     vllm = Config(mode="reasoning", rollout=RolloutConfig(engine="vllm"))
     assert tolerances(vllm) == Tolerances(agreement.LOW_PRECISION, agreement.ROUNDING)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
-from embodied_ppo.core.types import Batch
+from embodied_ppo.core.types import MEAN_SHIFT, Batch
 from embodied_ppo.ppo.compiled_step import ADAMW_SETTINGS, MinibatchStep, adam_state, adamw_settings
 from embodied_ppo.ppo.minibatches import SampleCutter, TokenBudgetCutter, take
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
@@ -52,6 +52,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "columns": ({"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum"}, {}),
     "categorical": ({"entropy_bonus": 0.1}, {"discrete": True}),
     "squashed": ({"entropy_bonus": 0.1}, {"model": {"distribution": "squashed_gaussian"}}),
+    "shifted": ({"entropy_bonus": 0.1}, {}),
+    "beta": ({"entropy_bonus": 0.1}, {"model": {"distribution": "beta"}}),
     "separate trunks": (
         {},
         {"model": {"shared_backbone": False, "layer_norm": True, "state_dependent_std": True}},
@@ -59,9 +61,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def prepared(learner: PPO, **options: Any) -> Batch:
-    t = experience(learner, noise=0.3, **options)
-    return learner.prepare(t)[0]
+def prepared(learner: PPO, *, shifted: bool = False, **options: Any) -> Batch:
+    """Return a batch; ``shifted`` adds the means' shift that ``rpo_alpha`` draws."""
+    batch = learner.prepare(experience(learner, noise=0.3, **options))[0]
+    if not shifted:
+        return batch
+    shift = torch.rand(batch.action.shape, generator=torch.Generator().manual_seed(1)) - 0.5
+    return replace(batch, replay=batch.replay | {MEAN_SHIFT: shift})
 
 
 def parameter_names(optimizer: MinibatchOptimizer) -> list[list[str]]:
@@ -110,11 +116,11 @@ def eager_step(optimizer: MinibatchOptimizer, batch: Batch, index: Tensor, coef:
 def test_program_equals_eager_step(case: str) -> None:
     options, arguments = CASES[case]
     eager, fast = (make(options, **copy.deepcopy(arguments)) for _ in range(2))
-    batch = prepared(eager)
+    batch = prepared(eager, shifted=case == "shifted")
     start = [p.detach().clone() for p in eager.policy.parameters()]
     size = N // 4 if "minibatch_unit" in options else 16
     indices = [torch.arange(i * size, (i + 1) * size).flip(0) for i in range(4)]
-    rows = program_steps(fast, prepared(fast), indices)
+    rows = program_steps(fast, prepared(fast, shifted=case == "shifted"), indices)
     for row, index in zip(rows, indices, strict=True):
         expected = eager_step(eager.optimizer, batch, index, eager.entropy_coef)
         torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-5)

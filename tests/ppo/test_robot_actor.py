@@ -15,7 +15,8 @@ from torch import Tensor
 from embodied_envs.base import tree
 from embodied_envs.base.errors import TrainingError
 from embodied_envs.base.random import sampling_key
-from embodied_ppo.core.types import ArraySpec, Box, Discrete, Mean, Metrics, Trajectory
+from embodied_envs.types import Composite
+from embodied_ppo.core.types import MEAN_SHIFT, ArraySpec, Box, Discrete, Mean, Metrics, Trajectory
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.policies.actor_critic import ActorCritic
@@ -282,6 +283,137 @@ def test_fully_masked_rollout_changes_no_weight():
     learner.optimizer.cutter = SampleCutter(replace(learner.config, global_batch_size=1))
     metrics = numbers(learner.update(t, update=0))
     assert len(recorded) == 1 and not math.isnan(metrics["policy/loss"])
+
+
+# ----------------------------------------------------------------------- exploration (rpo_alpha)
+def test_a_shifted_mean_changes_the_log_probability_only():
+    # mean 0, std 1, action 0.5, z = 0.2: log p = -(0.5 - 0.2)^2 / 2 - log(2 pi) / 2 = -0.963939
+    policy = make(model={"policy_gain": 1e-9, "normalize_obs": False}).policy
+    assert isinstance(policy, ActorCritic)
+    inputs, action = policy.encode(torch.zeros(1, OBS)), torch.full((1, ACTIONS), 0.5)
+    plain = policy.evaluate(inputs, action, {})
+    shifted = policy.evaluate(inputs, action, {MEAN_SHIFT: torch.full((1, ACTIONS), 0.2)})
+    assert shifted.log_prob.flatten().tolist() == pytest.approx([-0.9639385] * ACTIONS)
+    assert plain.log_prob.flatten().tolist() == pytest.approx([-1.0439385] * ACTIONS)
+    assert torch.equal(shifted.entropy, plain.entropy)
+    assert torch.equal(shifted.value, plain.value)
+    # Of a squashed Gaussian the mean before the tanh; of a composite that of its numbers.
+    squashed = make(model={"distribution": "squashed_gaussian", "policy_gain": 1e-9}).policy
+    replay = {"pre_squash": action}
+    plain, shifted = (
+        squashed.evaluate(inputs, action.tanh(), replay | shift)
+        for shift in ({}, {MEAN_SHIFT: torch.full((1, ACTIONS), 0.2)})
+    )
+    difference = shifted.log_prob - plain.log_prob
+    assert difference.flatten().tolist() == pytest.approx([0.08] * ACTIONS, abs=1e-6)
+    assert torch.equal(shifted.entropy, plain.entropy)
+    spec = Composite((3,), Box((-1.0,), (1.0,)))
+    composite = ActorCritic(ArraySpec((OBS,)), spec, ModelConfig(policy_gain=1e-9))
+    inputs, action = composite.encode(torch.zeros(1, OBS)), torch.tensor([[1.0, 0.5]])
+    plain, shifted = (
+        composite.evaluate(inputs, action, shift)
+        for shift in ({}, {MEAN_SHIFT: torch.full((1, 2), 0.2)})
+    )
+    difference = (shifted.log_prob - plain.log_prob).flatten().tolist()
+    assert difference == pytest.approx([0, 0.08], abs=1e-6)
+
+
+@pytest.mark.parametrize("unit", ["step", "column"])
+def test_shifts_are_new_in_each_epoch_and_equal_in_each_run(unit):
+    class Recorder:
+        """Record the shift of the whole batch in each epoch; ``UpdateObserver``."""
+
+        def __init__(self) -> None:
+            self.batch: Any = None
+            self.shifts: dict[tuple[int, int], Tensor] = {}
+            self.update = 0
+
+        def on_batch(self, batch: Any, *, loss: Any) -> None:
+            self.batch = batch
+
+        def before_minibatch(self, index: Tensor, *, epoch: int) -> None:
+            shift = self.batch.replay[MEAN_SHIFT]
+            assert torch.equal(shift, self.shifts.setdefault((self.update, epoch), shift.clone()))
+
+        def after_minibatch(self, statistics: Any) -> None:
+            pass
+
+    runs = []
+    for _ in range(2):
+        learner = make({"rpo_alpha": 0.5, "minibatch_unit": unit})
+        recorder: Any = Recorder()
+        learner.optimizer.observer = recorder
+        for update in range(2):
+            recorder.update = update
+            learner.update(experience(learner), update=update)
+        runs.append((recorder.shifts, weights(learner)))
+    (shifts, state), (others, other_state) = runs
+    shape = (T, N, ACTIONS) if unit == "column" else (T * N, ACTIONS)
+    assert len(shifts) == 4 and all(x.shape == shape for x in shifts.values())
+    assert len({x.sum().item() for x in shifts.values()}) == 4
+    everything = torch.stack([*shifts.values()])
+    assert everything.abs().max() <= 0.5 and everything.abs().mean().item() == pytest.approx(
+        0.25, abs=0.03
+    )
+    assert all(torch.equal(x, others[key]) for key, x in shifts.items())
+    assert all(torch.equal(x, other_state[name]) for name, x in state.items())
+
+
+def test_zero_shift_is_bit_equal_and_a_shift_changes_the_update_only():
+    outcomes = []
+    for alpha in (None, 0.0, 0.5):
+        learner = make({"rpo_alpha": alpha, "entropy_bonus": 0.01})
+        t = experience(learner, noise=0.1)
+        assert MEAN_SHIFT not in t.replay  # acting and the recorded log-probabilities have none
+        metrics = numbers(learner.update(t, update=0))
+        assert MEAN_SHIFT not in t.replay
+        outcomes.append((metrics, weights(learner), t))
+    (metrics, state, t), zero, shifted = outcomes
+    assert metrics == zero[0] and all(torch.equal(x, zero[1][name]) for name, x in state.items())
+    assert torch.equal(t.log_prob, shifted[2].log_prob) and torch.equal(t.action, shifted[2].action)
+    assert not torch.equal(state["log_std"], shifted[1]["log_std"])
+    assert shifted[0]["policy/approx_kl"] > metrics["policy/approx_kl"]
+
+
+HEADS: list[dict[str, Any]] = [{"distribution": "gaussian"}, {"distribution": "squashed_gaussian"}]
+HEADS += [{"distribution": "beta"}, {"state_dependent_std": True}, {"rpo_alpha": 0.3}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_each_head_learns_a_target_within_the_bounds(head):
+    """Episodes of one step with reward -|a - 0.8 tanh(s)|^2, whose mean is about -2.4 at first."""
+    options = {name: x for name, x in head.items() if name == "rpo_alpha"}
+    model = {"model": {**{n: x for n, x in head.items() if n not in options}, "hidden": [32]}}
+    learner = make({"lr": 3e-3, "entropy_bonus": 0.001, "update_epoch": 4, **options}, **model)
+    sampled, means = [], []
+    for update in range(80):
+        t = full(experience(learner, seed=update))
+        assert isinstance(t.obs, Tensor)
+        target = 0.8 * ((t.obs[..., :ACTIONS] - 1) / 2).tanh()
+        reward = -(t.action - target).square().sum(-1)
+        mean = learner.policy.act(learner.policy.encode(t.obs.flatten(0, 1))).action.view_as(target)
+        zeros, ones = torch.zeros_like(reward), torch.ones_like(t.mask)
+        t = replace(t, reward=reward, next_value=zeros, terminated=ones, truncated=~ones)
+        metrics = numbers(learner.update(t, update=update))
+        sampled.append(reward.mean().item())
+        means.append((mean - target).square().mean().item())
+    assert math.isfinite(metrics["policy/entropy"])
+    assert sum(sampled[-5:]) / 5 > 0.6 * sampled[0]
+    assert sum(means[-5:]) / 5 < 0.25 * means[0]
+
+
+def test_a_deviation_beyond_its_bound_is_moved_back():
+    """At the bound it has a gradient, so that a bonus on the entropy can raise it again."""
+    learner = make({"entropy_bonus": 1.0}, model={"min_log_std": -1.0})
+    policy = learner.policy
+    assert isinstance(policy, ActorCritic) and policy.log_std is not None
+    with torch.no_grad():
+        policy.log_std.fill_(-3.0)
+    learner.update(experience(learner), update=0)
+    assert policy.log_std.tolist() == [-1.0] * ACTIONS
+    learner.update(experience(learner), update=1)
+    assert (policy.log_std > -1).all()
 
 
 # ------------------------------------------------------------------------------------- permutations

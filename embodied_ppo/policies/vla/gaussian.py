@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Generator, Tensor, nn
 
+from embodied_envs.types import Obs
 from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import distributions as dist
@@ -34,6 +35,12 @@ class GaussianVLA(VLA):
         mean = self.mean(hidden).float()
         log_std = self.log_std.clamp(*self.bounds) + math.log(self.temperature)
         return mean, log_std.expand_as(mean), hidden[:, 0]
+
+    def observe(self, obs: Obs, mask: Tensor) -> None:
+        """See ``ActorCritic.observe``."""
+        super().observe(obs, mask)
+        with torch.no_grad():
+            self.log_std.clamp_(*self.bounds)
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""

@@ -146,6 +146,7 @@ def test_run_policy_needs_neither_torch_nor_the_package(cheetah: Path) -> None:
     "options",
     [
         {"env.id": "CartPole-v1"},
+        {"env.id": "toy_envs:Grouped", "env.obs_keys": ["state"], "model.distribution": "beta"},
         {
             "env.id": "toy_envs:Grouped",
             "env.action_chunk": 2,
@@ -168,6 +169,8 @@ def test_choices_chunks_and_groups(options: dict[str, Any], tmp_path: Path) -> N
         assert policy.act(golden["observation/state"][0]).shape == (2, 1)
         assert policy.info["ctrl_of_action"] is not None
         assert set(golden["episode"]) > {0, 1, 2, 3}  # episodes of at most 20 decisions
+    elif "env.obs_keys" in options:
+        assert policy.act(golden["observation/state"][0]).tolist() == golden["action"][0].tolist()
     else:
         assert policy.act(golden["observation/obs"][:5]).tolist() == golden["action"][:5].tolist()
         assert policy.outputs["logits"]["tolerance"] is not None
