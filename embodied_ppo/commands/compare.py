@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from embodied_envs.base.errors import one_line
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
 from embodied_ppo.training.run_files import check_compared
@@ -25,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="score of an episode; auto: success if the task reports it",
     )
+    parser.add_argument(
+        "--references",
+        type=Path,
+        metavar="FILE",
+        help="JSON of runs of several tasks: {task: [LOW, HIGH], ..}, the returns with the"
+        " normalised scores 0 and 1; default: those of the worst and the best run",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -34,25 +44,40 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("no runs; write embodied-ppo compare RUN RUN, or a folder of runs")
     for path in paths:
         check_compared(path)  # before torch is loaded
+    references = None if args.references is None else _read_references(args.references)
     from embodied_ppo.tools.policy_comparison import compare_lines
 
     with output.stdout_to_stderr():
-        content = compare_lines(paths, args.metric, lines, quiet=args.quiet)
+        content = compare_lines(paths, args.metric, lines, references=references, quiet=args.quiet)
     output.print_result(content, args, print_comparison)
+
+
+def _read_references(file: Path) -> dict[str, tuple[float, float]]:
+    """Read the returns of each task that normalise its scores."""
+    try:
+        content = json.loads(file.read_text())
+        return {task: (float(low), float(high)) for task, (low, high) in content.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f'--references {file}: write JSON like {{"Hopper-v4": [0, 2741]}}; {one_line(error)}'
+        ) from error
 
 
 def print_comparison(content: Mapping[str, Any]) -> None:
     """Print the tables of a comparison."""
-    rows = [["method", "runs", f"mean {content['metric']}", "95 %", "interquartile mean"]]
+    # The mean of runs of several tasks has no interval of its own.
+    several = "tasks" in content
+    head = ["method", "runs", f"mean {content['metric']}", "95 %", "interquartile mean"]
+    rows = [[*head[:3], "interquartile mean", "95 %"] if several else head]
     for method in content["methods"]:
-        low, high = method["ci95"]
+        low, high = method["interquartile_mean_ci95" if several else "ci95"]
+        interval, centre = f"{low:.4g} to {high:.4g}", f"{method['interquartile_mean']:.4g}"
         rows.append(
             [
                 method["label"],
                 str(len(method["runs"])),
                 f"{method['mean']:.4g}",
-                f"{low:.4g} to {high:.4g}",
-                f"{method['interquartile_mean']:.4g}",
+                *((centre, interval) if several else (interval, centre)),
             ]
         )
     output.table(rows)
@@ -63,6 +88,13 @@ def print_comparison(content: Mapping[str, Any]) -> None:
         rows.append([name, mean, f"{low:+.4g} to {high:+.4g}", f"{d['win_rate']:.0%}"])
     print()
     output.table(rows)
+    if several:
+        rows = [["task", "references", *(method["label"] for method in content["methods"])]]
+        for task in content["tasks"]:
+            ends = " to ".join(f"{x:.4g}" for x in content["references"][task["task"]])
+            rows.append([task["task"], ends, *(f"{m['mean']:.4g}" for m in task["methods"])])
+        print()
+        output.table(rows)
     if content["options"]:
         print()
         head = ["option", *(method["label"] for method in content["methods"])]

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,10 +176,15 @@ def interquartile_mean(values: NDArray[np.float64]) -> float:
     A quarter of the total weight is removed at each end. A value at the border has a fractional
     weight.
     """
-    ordered, n = np.sort(values), len(values)
+    return float(_interquartile_means(values))
+
+
+def _interquartile_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the interquartile mean of each row: [.., n] -> [..]."""
+    n = values.shape[-1]
     upper = np.minimum(np.arange(1, n + 1), 0.75 * n)
     weights = np.maximum(0.0, upper - np.maximum(np.arange(n), 0.25 * n))
-    return float((ordered * weights).sum() / weights.sum())
+    return np.sort(values, axis=-1) @ (weights / weights.sum())
 
 
 def win_rate(a: Scores, b: Scores) -> float:
@@ -203,8 +209,7 @@ def interquartile_mean_interval(scores: Scores) -> tuple[float, float]:
         rows = generator.integers(runs, size=runs)
         columns = generator.integers(count, size=count)
         values.append(interquartile_mean(scores[np.ix_(rows, columns)].mean(1)))
-    low, high = np.quantile(values, (0.025, 0.975))
-    return float(low), float(high)
+    return _interval_of(np.array(values))
 
 
 def median_curve(
@@ -233,3 +238,61 @@ def median_curve(
     low, high = np.quantile(np.median(y[rows], axis=1), (0.025, 0.975), axis=0)
     columns = (x.tolist(), np.median(y, axis=0).tolist(), low.tolist(), high.tolist())
     return list(zip(*columns, strict=True))
+
+
+# ---------------------------------------------------------------------- statistics of several tasks
+# Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice", with
+# the normalised scores of the runs of each task. The bootstrap is stratified: it resamples the runs
+# within each task, because tasks are fixed and runs are random. Methods are independent.
+Runs: TypeAlias = Sequence[NDArray[np.float64]]
+"""Normalised scores of a method's runs in each task, M arrays [S_m]."""
+
+
+def _resampled(runs: Runs, seed: int) -> list[NDArray[np.float64]]:
+    """Return replicates of the runs of each task, [REPLICATES, S_m]."""
+    generator = np.random.default_rng(seed)
+    return [x[generator.integers(len(x), size=(REPLICATES, len(x)))] for x in runs]
+
+
+def _interval_of(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the 95 % percentile interval of replicates."""
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def interquartile_mean_of_tasks(runs: Runs) -> ScoreDifference:
+    """Return the interquartile mean of the runs of all tasks together, with its interval."""
+    replicates = _interquartile_means(np.concatenate(_resampled(runs, 0), axis=1))
+    return ScoreDifference(interquartile_mean(np.concatenate(runs)), *_interval_of(replicates))
+
+
+def difference_of_tasks(a: Runs, b: Runs) -> ScoreDifference:
+    """Return the difference of the interquartile means of two methods, B minus A."""
+    mean = interquartile_mean(np.concatenate(b)) - interquartile_mean(np.concatenate(a))
+    # Two seeds, so that methods with as many runs are not resampled in the same way.
+    of_a, of_b = (
+        _interquartile_means(np.concatenate(_resampled(x, seed), axis=1))
+        for seed, x in enumerate((a, b))
+    )
+    return ScoreDifference(mean, *_interval_of(of_b - of_a))
+
+
+def improvement_probability(a: Runs, b: Runs) -> float:
+    """Return the mean over tasks of ``win_rate``."""
+    pairs = zip(a, b, strict=True)
+    return float(np.mean([win_rate(x[:, None], y[:, None]) for x, y in pairs]))
+
+
+def performance_profile(
+    runs: Runs, thresholds: Sequence[float]
+) -> list[tuple[float, float, float, float]]:
+    """Return points of the performance profile: τ, F(τ), lower and upper end of its interval.
+
+    F(τ) = 1/M Σ_m 1/S_m Σ_s [score_ms > τ], the share of runs above τ, with equal weights of tasks.
+    """
+    points, replicates = [], _resampled(runs, 0)
+    for tau in thresholds:
+        share = float(np.mean([(x > tau).mean() for x in runs]))
+        low, high = _interval_of(np.mean([(x > tau).mean(1) for x in replicates], axis=0))
+        points.append((float(tau), share, low, high))
+    return points

@@ -1,6 +1,6 @@
 """Compare trained policies on the same initial states; write differences, intervals and a page.
 
-A method is one run, or several runs that differ only in their seed.
+A method is one run, or several runs that differ only in their seed, and perhaps their task.
 """
 
 from __future__ import annotations
@@ -65,10 +65,15 @@ class ComparedRun:
     config: Config
     options: Mapping[str, str]
 
+    @property
+    def task(self) -> str:
+        """The task, or the name of a run without ``env.id``."""
+        return self.options.get("env.id", self.config.name)
+
 
 @dataclass
 class ComparedMethod:
-    """Runs that differ only in their seed.
+    """Runs that differ only in their seed and their task.
 
     Attributes:
         label: Name in tables: the path that the user named, or the options that differ.
@@ -82,9 +87,23 @@ class ComparedMethod:
     reports: list[dict[str, Any]] = field(default_factory=list)
     scores: Scores = field(default_factory=lambda: np.zeros((0, 0)))
 
+    def by_task(self) -> dict[str, ComparedMethod]:
+        """Return the runs of each task as a method."""
+        tasks: dict[str, ComparedMethod] = {}
+        reports = self.reports or [{}] * len(self.runs)
+        for trained_run, content in zip(self.runs, reports, strict=True):
+            part = tasks.setdefault(trained_run.task, ComparedMethod(self.label, []))
+            part.runs = [*part.runs, trained_run]
+            part.reports.append(content)
+        return tasks
+
 
 def compare(
-    *runs: str | Path | Run, metric: str = "auto", progress: bool = True, **options: Any
+    *runs: str | Path | Run,
+    metric: str = "auto",
+    references: Mapping[str, Sequence[float]] | None = None,
+    progress: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """Evaluate runs on the same initial states; write and return the comparison.
 
@@ -93,6 +112,8 @@ def compare(
             in their seed form one method.
         metric: Score of an episode: "return", "success", or "auto", which is success if the task
             reports it, otherwise the return.
+        references: Task -> returns with the normalised scores 0 and 1, for runs of several tasks.
+            None: the lowest and the highest mean return of the compared runs in each task.
         progress: Show progress on stderr.
         options: Options of ``embodied-ppo evaluate``: episodes, seed, env, ...; ``out`` is the
             directory of comparison.json and comparison.html, by default comparisons/DATE. The
@@ -109,11 +130,19 @@ def compare(
     """
     lines = override_lines("evaluate", options)
     paths = [path_text(trained_run) for trained_run in runs]
-    return compare_lines(paths, metric, lines, label=CALL, quiet=not progress)
+    return compare_lines(
+        paths, metric, lines, references=references, label=CALL, quiet=not progress
+    )
 
 
 def compare_lines(
-    paths: Sequence[str], metric: Any, lines: Sequence[str], *, quiet: bool, label: str = FLAGS
+    paths: Sequence[str],
+    metric: Any,
+    lines: Sequence[str],
+    *,
+    quiet: bool,
+    references: Mapping[str, Sequence[float]] | None = None,
+    label: str = FLAGS,
 ) -> dict[str, Any]:
     """Compare runs with lines option=value, see ``compare``."""
     if not paths:
@@ -131,7 +160,7 @@ def compare_lines(
         raise ConfigError("episodes=1: an interval needs at least 2 episodes; write episodes=100")
     options = replace(options, video=False)
     methods = _methods(paths)
-    _check_same_task([method.runs[0] for method in methods])
+    _check_same_tasks(methods)
     out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     check_writable(out)
     progress = Progress(quiet)
@@ -144,9 +173,18 @@ def compare_lines(
     if metric == "auto":
         every = all(r["overall"]["success"] is not None for m in methods for r in m.reports)
         metric = "success" if every else "return"
-    _set_scores(methods, metric)
-    content = _content(methods, metric, options)
-    charts = _curves(methods, content["mode"])
+    if len(methods[0].by_task()) > 1:
+        content = _content_of_tasks(methods, metric, options, references)
+        profiles = {row["label"]: row["profile"] for row in content["methods"]}
+        curves = {label: [(x, y) for x, y, _, _ in points] for label, points in profiles.items()}
+        bands = {
+            label: [(x, *ends) for x, _, *ends in points] for label, points in profiles.items()
+        }
+        charts = [line_chart("Share of runs above τ", "normalized score τ", curves, bands)]
+    else:
+        _set_scores(methods, metric)
+        content = _content(methods, metric, options)
+        charts = _curves(methods, content["mode"])
     page = report.template("comparison.html.j2").render(content=content, charts=charts)
     files = {"page": out / "comparison.html", "json": out / "comparison.json"}
     with report_write_errors(out):
@@ -168,9 +206,14 @@ def _methods(paths: Sequence[str]) -> list[ComparedMethod]:
         if not nested:
             methods.append(ComparedMethod(path, [_open(folder)]))
             continue
-        runs_of: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
-        for trained_run in map(_open, in_sweep_order(nested)):
-            key = tuple(sorted(trained_run.options.items()))
+        opened = [*map(_open, in_sweep_order(nested))]
+        # Options that differ between tasks only, such as the number of environments, do not
+        # distinguish methods.
+        tasks = ComparedMethod(path, opened).by_task().values()
+        names = {row["option"] for part in tasks for row in option_differences(part.runs)}
+        runs_of: dict[tuple[str | None, ...], list[ComparedRun]] = {}
+        for trained_run in opened:
+            key = tuple(trained_run.options.get(name) for name in sorted(names))
             runs_of.setdefault(key, []).append(trained_run)
         for runs in runs_of.values():
             methods.append(ComparedMethod(path, sorted(runs, key=lambda x: x.config.seed)))
@@ -227,16 +270,19 @@ def option_differences(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     return [row for row in rows if len({*row["values"]}) > 1]
 
 
-def _check_same_task(runs: Sequence[ComparedRun]) -> None:
-    """Raise ConfigError if the modes or the tasks differ; other options are in the table."""
-    first = runs[0]
-    for trained_run in runs[1:]:
+def _check_same_tasks(methods: Sequence[ComparedMethod]) -> None:
+    """Raise ConfigError if modes or tasks differ; other options are in the table."""
+    first = methods[0]
+    for method in methods[1:]:
         for path in ("mode", "env.id"):
-            expected, value = first.options.get(path), trained_run.options.get(path)
+            expected, value = (
+                ", ".join(sorted({str(run.options.get(path)) for run in x.runs}))
+                for x in (first, method)
+            )
             if value != expected:
                 raise ConfigError(
-                    f"{trained_run.path}: {path} is {value}, and {expected} in {first.path};"
-                    " compare runs of the same task"
+                    f"{method.runs[0].path}: {path} is {value}, and {expected} in"
+                    f" {first.runs[0].path}; compare runs of the same tasks"
                 )
 
 
@@ -327,7 +373,7 @@ def _content(
     return {
         "format": FORMAT,
         "mode": reference_run.config.mode,
-        "task": reference_run.options.get("env.id", reference_run.config.name),
+        "task": reference_run.task,
         "metric": metric,
         "episodes": methods[0].scores.shape[1],
         "seed": options.seed,
@@ -342,12 +388,19 @@ def _content(
 def _difference(a: ComparedMethod, b: ComparedMethod, *, binary: bool) -> dict[str, Any]:
     """Return the difference of two methods, an entry of comparison.json."""
     result = comparison.difference(a.scores, b.scores, binary=binary)
+    return _entry(a, b, result, comparison.win_rate(a.scores, b.scores))
+
+
+def _entry(
+    a: ComparedMethod, b: ComparedMethod, result: comparison.ScoreDifference, win_rate: float
+) -> dict[str, Any]:
+    """Return an entry of "differences"."""
     return {
         "a": a.label,
         "b": b.label,
         "mean": result.mean,
         "ci95": [result.low, result.high],
-        "win_rate": comparison.win_rate(a.scores, b.scores),
+        "win_rate": win_rate,
         "decided": result.is_decided,
         "verdict": _verdict(a, b, result),
     }
@@ -368,6 +421,71 @@ def _verdict(a: ComparedMethod, b: ComparedMethod, result: comparison.ScoreDiffe
         better, worse = (b, a) if result.mean > 0 else (a, b)
         return f"{better.label} is better than {worse.label}: {numbers}{advice}"
     return f"{b.label} against {a.label} is undecided: {numbers}{advice}"
+
+
+# ----------------------------------------------------------------------------------- several tasks
+def _content_of_tasks(
+    methods: Sequence[ComparedMethod],
+    metric: str,
+    options: EvaluateConfig,
+    references: Mapping[str, Sequence[float]] | None,
+) -> dict[str, Any]:
+    """Return the content of comparison.json for methods with runs of several tasks.
+
+    Scores of methods and differences are normalised by two reference returns of each task; success
+    is not. "tasks" has the comparison of each task.
+    """
+    parts = [method.by_task() for method in methods]
+    tasks, contents, ranges = [*parts[0]], [], {}
+    scores: list[list[Any]] = [[] for _ in methods]
+    for task in tasks:
+        compared = [part[task] for part in parts]
+        _set_scores(compared, metric)
+        contents.append(_content(compared, metric, options))
+        means = np.concatenate([method.scores.mean(1) for method in compared])
+        ends = (0.0, 1.0) if metric == "success" else (means.min(), means.max())
+        if metric != "success" and references is not None:
+            if task not in references:
+                raise ConfigError(f"references: add {task}: [LOW, HIGH]; it has no such task")
+            ends = references[task]
+        ranges[task] = [float(x) for x in ends]
+        if not ranges[task][1] > ranges[task][0]:
+            raise ConfigError(
+                f"name references of {task}, LOW below HIGH, instead of {ranges[task]}"
+            )
+        for runs, method in zip(scores, compared, strict=True):
+            low, high = ranges[task]
+            runs.append((method.scores.mean(1) - low) / (high - low))
+    every = np.concatenate([x for runs in scores for x in runs])
+    thresholds = np.linspace(min(0.0, every.min()), max(1.0, every.max()), 51).tolist()
+    rows, differences = [], []
+    for i, (method, runs) in enumerate(zip(methods, scores, strict=True)):
+        method.scores = np.concatenate(runs)[:, None]
+        result = comparison.interquartile_mean_of_tasks(runs)
+        rows.append(
+            {
+                "label": method.label,
+                "mean": float(method.scores.mean()),
+                "interquartile_mean": result.mean,
+                "interquartile_mean_ci95": [result.low, result.high],
+                "profile": comparison.performance_profile(runs, thresholds),
+                "runs": [run for content in contents for run in content["methods"][i]["runs"]],
+            }
+        )
+        if i:
+            result = comparison.difference_of_tasks(scores[0], runs)
+            rate = comparison.improvement_probability(scores[0], runs)
+            differences.append(_entry(methods[0], method, result, rate))
+    common = {k: v for k, v in contents[0].items() if k not in ("methods", "differences", "task")}
+    name = "success" if metric == "success" else "normalized return"
+    return common | {
+        "task": f"{len(tasks)} tasks",
+        "metric": name,
+        "methods": rows,
+        "differences": differences,
+        "references": ranges,
+        "tasks": contents,
+    }
 
 
 # ------------------------------------------------------------------------------------------- charts

@@ -61,6 +61,38 @@ def test_interquartile_mean():
     assert comparison.interquartile_mean(np.array([7.0])) == 7.0
 
 
+def test_statistics_of_several_tasks():
+    a = [np.array([0.0, 0.4]), np.array([0.2, 0.6, 1.0])]
+    b = [np.array([0.5, 0.9]), np.array([0.2, 0.8, 1.2])]
+    # of 5 values a quarter is 1.25: (.75·.2 + .4 + .75·.6) / 2.5 and (.75·.5 + .8 + .75·.9) / 2.5
+    first, second = (comparison.interquartile_mean_of_tasks(x) for x in (a, b))
+    assert (first.mean, second.mean) == pytest.approx((0.4, 0.74))
+    result = comparison.difference_of_tasks(a, b)
+    assert result.mean == pytest.approx(0.34) and result.low < 0.34 < result.high
+    # pairs won: 4 of 4 in the first task; .5, 2 and 3 of 3 by .2, .8 and 1.2 in the second
+    assert comparison.improvement_probability(a, b) == pytest.approx((1 + 5.5 / 9) / 2)
+    # The shares above .4 are 0 of 2 and 2 of 3, each task with weight 1/2; above 1.0 none.
+    points = comparison.performance_profile(a, [-0.1, 0.4, 1.0])
+    assert [share for _, share, _, _ in points] == pytest.approx([1.0, 1 / 3, 0.0])
+    assert points[0][2:] == (1.0, 1.0) and points[1][2] < 1 / 3 < points[1][3]
+
+
+def test_stratified_bootstrap_resamples_runs_within_tasks():
+    generator = np.random.default_rng(5)
+    runs = [generator.normal(size=4), 100 + generator.normal(size=6)]
+    # A slow bootstrap with other random numbers, and the mean of the middle half value by value.
+    values = []
+    for _ in range(2000):
+        drawn = sorted(float(generator.choice(x)) for x in runs for _ in range(len(x)))
+        weights = [0, 0, 0.5, 1, 1, 1, 1, 0.5, 0, 0]  # 2.5 of 10 are removed at each end
+        values.append(sum(w * x for w, x in zip(weights, drawn, strict=True)) / 5)
+    result = comparison.interquartile_mean_of_tasks(runs)
+    assert result.mean == comparison.interquartile_mean(np.concatenate(runs))
+    assert (result.low, result.high) == pytest.approx(np.quantile(values, (0.025, 0.975)), abs=0.2)
+    # Without strata, the number of large values would vary, and the interval be 50 wide.
+    assert result.high - result.low < 2
+
+
 def test_win_rate():
     a, b = np.array([[1.0, 1.0], [3.0, 3.0]]), np.array([[2.0, 2.0], [3.0, 3.0]])
     # pairs: 2>1 yes, 3>1 yes, 2>3 no, 3=3 half

@@ -104,6 +104,43 @@ def test_printed_tables(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_runs_of_several_tasks(runs, tmp_path, capsys):
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder)
+    for lr in (1e-3, 1e-4):
+        # Another number of environments does not make the runs of a task another method.
+        options = TINY | {"env__id": "Acrobot-v1", "env__num_envs": 4}
+        ep.train("cartpole", algorithm__lr=lr, run_dir=folder / f"lr={lr}" / "acrobot", **options)
+    references = tmp_path / "references.json"
+    references.write_text('{"CartPole-v1": [0, 500], "Acrobot-v1": [-500, -100]}')
+    command = ["compare", folder, "episodes=5", f"--references={references}"]
+    content = run_command(capsys, *command, f"out={tmp_path / 'out'}")
+    assert [part["task"] for part in content["tasks"]] == ["CartPole-v1", "Acrobot-v1"]
+    for i, method in enumerate(content["methods"]):
+        cartpole, acrobot = (part["methods"][i]["runs"] for part in content["tasks"])
+        scores = [r["mean"] / 500 for r in cartpole] + [(r["mean"] + 500) / 400 for r in acrobot]
+        assert len(scores) == len(method["runs"]) == 3
+        assert method["mean"] == pytest.approx(sum(scores) / 3)
+        # Of 3 values the middle half are .25, 1 and .25 of them.
+        low, middle, high = sorted(scores)
+        assert method["interquartile_mean"] == pytest.approx((low / 4 + middle + high / 4) / 1.5)
+        shares = [share for _, share, _, _ in method["profile"]]
+        assert len(shares) == 51 and shares == sorted(shares, reverse=True)
+    (difference,) = content["differences"]
+    means = [method["interquartile_mean"] for method in content["methods"]]
+    assert difference["mean"] == pytest.approx(means[1] - means[0])
+    page = Path(content["page"]).read_text()
+    assert "Share of runs above" in page and page.count('class="band k') == 2
+    # Without references each task has the range of its runs.
+    arguments = [*map(str, command[:3]), f"out={tmp_path / 'two'}"]
+    assert main.main([arguments[0], "--quiet", *arguments[1:]]) == 0
+    assert "Acrobot-v1" in capsys.readouterr().out
+    references.write_text('{"CartPole-v1": [0, 500]}')
+    assert main.main([*map(str, command[:4]), "--quiet", f"out={tmp_path / 'three'}"]) == 2
+    assert "add Acrobot-v1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, named",
     [
