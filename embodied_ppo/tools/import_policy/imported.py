@@ -108,7 +108,7 @@ class ImportedPolicy:
         check_chain(self.actor, "policy", self.label)
         outputs = self.actor[-1].outputs
         deviations = None if self.log_std is None else self.log_std.numel()
-        if (self.has_state_dependent_std and outputs % 2) or deviations not in (None, outputs):
+        if (self.has_two_outputs and outputs % 2) or deviations not in (None, outputs):
             raise ConfigError(
                 f"copy the file again: the policy of {self.label} returns {outputs:,} numbers,"
                 f" which do not fit its standard deviations ({show(deviations)})"
@@ -134,20 +134,25 @@ class ImportedPolicy:
             check_finite(x, self.label)
 
     @property
-    def has_state_dependent_std(self) -> bool:
-        """Whether the last layer returns means and standard deviations."""
-        return bool(self.options.get("model.state_dependent_std", False))
+    def has_two_outputs(self) -> bool:
+        """Whether the last layer returns two numbers per action: both parameters."""
+        return self.is_beta or bool(self.options.get("model.state_dependent_std", False))
+
+    @property
+    def is_beta(self) -> bool:
+        """Whether the policy is a beta distribution."""
+        return self.options.get("model.distribution") == "beta"
 
     @property
     def is_discrete(self) -> bool:
         """Whether the policy returns logits of choices."""
-        return self.log_std is None and not self.has_state_dependent_std
+        return self.log_std is None and not self.has_two_outputs
 
     @property
     def actions(self) -> int:
         """Dimensions of an action, or number of choices."""
         outputs = self.actor[-1].outputs
-        return outputs // 2 if self.has_state_dependent_std else outputs
+        return outputs // 2 if self.has_two_outputs else outputs
 
     # -------------------------------------------------------------------------------------- options
     def fixed_options(self) -> dict[str, Any]:

@@ -110,6 +110,13 @@ def _with_imported_options(
     """
     given = loaded.deliberate(GIVEN)
     given = {path: loader.flat(loader.dump(loaded.config))[path] for path in given}
+    if policy.is_beta and given.get("model.distribution") != "beta":
+        # A file of a Gaussian whose network returns the deviation has the same layout.
+        raise ConfigError(
+            f"write model.distribution=beta if {policy.label} is of BetaDistribution with"
+            " action_range (-1, 1): it has no standard deviation, and policies whose network"
+            " returns it cannot be imported"
+        )
     fixed = policy.fixed_options()
     fixed["model.activation"] = policy.checked_activation(given.get("model.activation"))
     for option, value in fixed.items():

@@ -1,7 +1,8 @@
 """Policies of rsl_rl: the file of ``OnPolicyRunner.save`` (model_<n>.pt).
 
 Layouts: 5.x has actor_state_dict and critic_state_dict with mlp.<i>, obs_normalizer and
-distribution.std_param (or log_std_param). 3.x and 4.x have model_state_dict with actor.<i>,
+distribution.std_param (or log_std_param; neither with BetaDistribution, whose last layer returns
+alpha and beta before softplus(x) + 1). 3.x and 4.x have model_state_dict with actor.<i>,
 critic.<i>, std (or log_std), actor_obs_normalizer and critic_obs_normalizer. 1.x and 2.x keep the
 normaliser in obs_norm_state_dict. ``EmpiricalNormalization`` computes (x - mean) / (std + 0.01)
 without a bound. Actions are passed to the simulator as they are.
@@ -82,7 +83,8 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         log_std = imported.log_std_of(std, label)
     if not actor or not critic:
         raise ConfigError(f"name a file that rsl_rl saved: {label} has no linear layers")
-    if log_std is None:
+    is_beta = log_std is None and prefix == ".mlp" and actor[-1].outputs % 2 == 0
+    if log_std is None and not is_beta:
         raise ConfigError(
             f"name a policy with a standard deviation per action ({std_name.format('std')}):"
             f" {label} has none; policies whose network returns it cannot be imported"
@@ -96,6 +98,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         actor,
         critic,
         log_std=log_std,
+        options={"model.distribution": "beta"} if is_beta else {},
         normalizer=statistics,
         default_activation="elu",
         critic_problem=None if same_statistics else OTHER_NORMALIZER,

@@ -105,9 +105,9 @@ def vec_normalize(path: Path, **changes: Any) -> None:
     forget("stable_baselines3")
 
 
-def rsl_rl(path: Path, layout: int = 5, **changes: Any) -> nn.Module:
-    """Write a file of ``OnPolicyRunner.save`` of version 1, 3 or 5."""
-    actor, critic = mlp(ACTIONS), mlp(1, (7,))
+def rsl_rl(path: Path, layout: int = 5, *, beta: bool = False, **changes: Any) -> nn.Module:
+    """Write a file of ``OnPolicyRunner.save`` of version 1, 3 or 5, or of its BetaDistribution."""
+    actor, critic = mlp(2 * ACTIONS if beta else ACTIONS), mlp(1, (7,))
     var = torch.from_numpy(VAR).float()[None]
     normalizer = {
         "_mean": torch.from_numpy(MEAN).float()[None],
@@ -124,7 +124,7 @@ def rsl_rl(path: Path, layout: int = 5, **changes: Any) -> nn.Module:
         content: dict[str, Any] = {
             "actor_state_dict": state(actor, "mlp")
             | prefixed("obs_normalizer")
-            | {"distribution.std_param": std},
+            | ({} if beta else {"distribution.std_param": std}),
             "critic_state_dict": state(critic, "mlp") | prefixed("obs_normalizer"),
         }
     elif layout == 3:

@@ -72,6 +72,16 @@ def test_commands_accept_the_run(run: Path, tmp_path: Path, capsys) -> None:
     assert bundle["action_difference"] < 1e-5
 
 
+def test_beta_distribution_must_be_named(tmp_path: Path, capsys) -> None:
+    """A file of a Gaussian whose network returns the deviation has the same layout."""
+    foreign.rsl_rl(tmp_path / "x.pt", beta=True)
+    arguments = [str(tmp_path / "x.pt"), f"run_dir={tmp_path / 'run'}", *TASK, *SMALL, "--quiet"]
+    assert main.main(["import-policy", "rsl_rl", *arguments]) == 2
+    assert "model.distribution=beta" in capsys.readouterr().err
+    assert main.main(["import-policy", "rsl_rl", *arguments, "model.distribution=beta"]) == 0
+    assert ep.load(tmp_path / "run").config.model.distribution == "beta"
+
+
 @pytest.mark.slow
 def test_options_that_contradict_the_file_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     files = [str(run.parent / "model.zip"), f"normalizer={run.parent / 'vec.pkl'}"]

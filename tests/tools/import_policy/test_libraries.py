@@ -121,6 +121,14 @@ def test_older_layouts_of_rsl_rl(layout: int, tmp_path: Path) -> None:
     torch.testing.assert_close(network.log_std.exp(), torch.full((ACTIONS,), 0.7))
 
 
+def test_beta_distribution_of_rsl_rl(tmp_path: Path) -> None:
+    actor = foreign.rsl_rl(tmp_path / "x.pt", beta=True)
+    network = ours(read("rsl_rl", tmp_path / "x.pt"))
+    alpha, beta = (1 + nn.functional.softplus(actor(CASES["rsl_rl"](RAW)))).chunk(2, dim=-1)
+    assert (actions(network) - (2 * alpha / (alpha + beta) - 1)).abs().max() < 1e-5
+    assert network.log_std is None and actions(network).std() > 0.05
+
+
 def test_choices(tmp_path: Path) -> None:
     """ppo.py of CleanRL: no normaliser; the action is the most likely choice."""
     actor = foreign.cleanrl(tmp_path / "x", choices=4)
