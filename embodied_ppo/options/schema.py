@@ -602,6 +602,13 @@ class AlgorithmConfig:
     """Decay of the advantage estimator's trace."""
     normalize_advantages: bool = True
     """Standardise advantages over the whole rollout, once per update."""
+    popart: Annotated[float, Limit(gt=0, le=1)] | None = option(
+        None, mode="embodied", read_if=(ACTOR_CRITIC, GAE)
+    )
+    """Normalise values by the mean and standard deviation of each task's returns, V = sigma x n +
+    mu with one output n for each task of env.id, and advantages within each task. The statistics
+    are moving averages, in which the newest rollout has this weight; the outputs are rescaled so
+    that no V changes (PopArt). null: one value, and advantages of all tasks together."""
     advantage_clip: Positive | None = None
     """Bound to which advantages are clamped after normalisation, in both directions; null: no
     clamping."""

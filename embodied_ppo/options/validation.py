@@ -321,12 +321,31 @@ def _check_algorithm(config: Config) -> None:
         " divides; write algorithm.reward_norm=batch",
     )
     _check_reward_groups(config)
+    _check_popart(config)
     for name, level in (("logprob_type", a.logprob_type), ("entropy_type", a.entropy_type)):
         refuse(
             LEVELS.index(a.reward_type) < LEVELS.index(level),
             f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} = {level}; an"
             " advantage applies to entries of its own or a finer level: write"
             f" algorithm.reward_type={level}",
+        )
+
+
+def _check_popart(config: Config) -> None:
+    """Refuse options that need several values, or parts of one. Raises ConfigError."""
+    a, tasks = config.algorithm, config.env.tasks
+    action_level = a.reward_type == "action_level" and config.env.action_chunk > 1
+    unknown = [] if tasks is None else sorted(set(config.env.ids) - set(tasks))
+    for fix, excluded in (
+        ("algorithm.reward_type=chunk_level", action_level),
+        ("algorithm.reward_groups={}", len(reward_groups(a)) > 1),
+        ("cluster.shard=false", config.cluster.shard),
+        (f"env.tasks=[..,{','.join(unknown)}]", bool(unknown)),
+    ):
+        refuse(
+            a.popart is not None and excluded,
+            f"write {fix}: algorithm.popart = {a.popart} has one value for each trained task,"
+            " whose head is in one process",
         )
 
 

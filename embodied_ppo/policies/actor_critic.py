@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from embodied_envs.base import tree
 from embodied_envs.base.errors import ConfigError
-from embodied_envs.base.observation_names import ACTION_MASK
+from embodied_envs.base.observation_names import ACTION_MASK, TASK
 from embodied_envs.types import (
     ActionSpec,
     ArraySpec,
@@ -45,6 +45,7 @@ from embodied_ppo.policies.backbone import (
     split_parameters,
 )
 from embodied_ppo.policies.composite_actions import CompositeActions
+from embodied_ppo.policies.popart import TASK_INPUT, PopArt
 from embodied_ppo.policies.recurrent import RecurrentLayer
 
 CRITIC = "/critic"
@@ -77,6 +78,7 @@ class ActorCritic(nn.Module):
         *,
         chunk: int = 1,
         values: int = 1,
+        popart: PopArt | None = None,
     ) -> None:
         """Build the networks.
 
@@ -87,6 +89,7 @@ class ActorCritic(nn.Module):
             config: Options of the section ``model``.
             chunk: Actions of a chunk, C.
             values: Outputs of the value head: 1, V is [B]; C, V is [B, C].
+            popart: Statistics that normalise the value, which then is one; None: it is not.
 
         Raises:
             ConfigError: The distribution does not fit the action space, or an observation that the
@@ -141,10 +144,12 @@ class ActorCritic(nn.Module):
         self.value_head = None
         if has_critic:
             features = (self.value_trunk or self.trunk).features
+            values = values if popart is None else popart.tasks
             self.value_head = linear(features, values, 1.0, config.orthogonal_init)
         else:
             critic = ("critic_encoder.", "value_trunk.", "value_recurrent.", "value_head.")
-            self.unused_weights = critic
+            self.unused_weights = (*critic, "popart.")
+        self.popart = popart if has_critic else None
         self.log_std = None
         if self.numbers and not self.is_beta:
             if self.state_dependent_std:  # the bias sets the initial scale of all states
@@ -202,9 +207,16 @@ class ActorCritic(nn.Module):
         return mean, log_std.clamp(*self.log_std_range)
 
     def _value(
-        self, inputs: dict[str, Any], features: Tensor | None, steps: int = 1
+        self,
+        inputs: dict[str, Any],
+        features: Tensor | None,
+        steps: int = 1,
+        *,
+        normalized: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return V and the state of the critic's own memory; ``features`` are reused if given.
+
+        ``normalized``: return the value that the loss reads, see ``PopArt``.
 
         V is NaN where the critic, or an observation that it reads, is missing; the state is then
         the one before.
@@ -228,6 +240,8 @@ class ActorCritic(nn.Module):
             hidden, state = _advance(self.value_recurrent, joined, inputs, offset, steps)
             x = self.value_trunk.combine(own, joined, hidden)
         value = self.value_head(x)
+        if self.popart is not None:
+            return self.popart(value, inputs.get(TASK_INPUT), normalized=normalized), state
         return (value.squeeze(-1) if self.values == 1 else value), state
 
     def _by_action(self, x: Tensor) -> Tensor:
@@ -247,6 +261,9 @@ class ActorCritic(nn.Module):
         if self.has_mask:
             assert isinstance(obs, dict)
             inputs[ACTION_MASK] = obs[ACTION_MASK]
+        if self.popart is not None and self.popart.tasks > 1:
+            assert isinstance(obs, dict)
+            inputs[TASK_INPUT] = obs[TASK]
         return inputs
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
@@ -303,7 +320,10 @@ class ActorCritic(nn.Module):
     def evaluate(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
     ) -> Evaluation:
-        """See ``Policy.evaluate``. A memory starts from the recorded state of each row."""
+        """See ``Policy.evaluate``. A memory starts from the recorded state of each row.
+
+        With ``PopArt`` the value is normalised.
+        """
         return self._evaluate(inputs, action, replay, 1)
 
     def evaluate_columns(
@@ -338,7 +358,7 @@ class ActorCritic(nn.Module):
     ) -> Evaluation:
         """Evaluate rows [B, ..]: ``steps`` steps of B / steps sequences, in order of time."""
         features, _ = self.features(inputs, steps)
-        value, _ = self._value(inputs, features, steps)
+        value, _ = self._value(inputs, features, steps, normalized=True)
         params, log_std = self._policy(features, inputs)
         shifted = params  # RPO: the mean in the log-probability
         if MEAN_SHIFT in replay:
@@ -365,6 +385,7 @@ class ActorCritic(nn.Module):
         """Return a copy without the critic: values are NaN, and the memory is the actor's."""
         actor = copy.deepcopy(self)
         actor.value_head = actor.value_trunk = actor.value_recurrent = actor.critic_encoder = None
+        actor.popart = None
         actor.memory_size = 0 if actor.recurrent is None else actor.recurrent.state_size
         return actor
 

@@ -17,6 +17,7 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.backbone import Encoder
+from embodied_ppo.policies.popart import PopArt
 from embodied_ppo.policies.vla import published
 from embodied_ppo.policies.vla.action_tokens import TokenVLA
 from embodied_ppo.policies.vla.flow_matching import FlowVLA
@@ -62,7 +63,9 @@ def make_policy(config: Config, env: VectorEnv | EnvInfo, *, weights: bool = Tru
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if m.policy == "actor_critic":
-            policy = ActorCritic(*spaces, **sizes)
+            tasks = len(config.env.tasks or config.env.ids)
+            popart = None if a.popart is None else PopArt(tasks, a.popart)
+            policy = ActorCritic(*spaces, **sizes, popart=popart)
         elif m.checkpoint is None:
             policy = FAMILIES[m.policy](*spaces, **vla)
             policy.freeze(m.freeze_trunk)

@@ -298,6 +298,15 @@ def weighted_sum(
 
 # ------------------------------------------------------------------------------------ normalisation
 @torch.no_grad()
+def normalize_tasks(advantage: Tensor, mask: Tensor, task: Tensor) -> Tensor:
+    """Return advantages [T, N] that are standardised within each task, int64 [T, N]."""
+    for k in range(int(task.max()) + 1):
+        own = mask & (task == k)
+        advantage = torch.where(own, normalize(advantage, own)[0], advantage)
+    return advantage
+
+
+@torch.no_grad()
 def normalize(advantage: Tensor, mask: Tensor) -> tuple[Tensor, Moments]:
     """Standardise advantages: (A − μ)·rsqrt(σ² + 1e-8), unbiased σ² over unmasked entries.
 

@@ -157,8 +157,18 @@ class PPO(LearnerState):
         )
         measured, samples = metrics.of_advantages(advantage, returns, rollout, shares)
         results |= measured
-        # A ← (A − mean(A)) / std(A) over the complete rollout.
-        if c.normalize_advantages:
+        # PopArt: the loss reads (V − μ)/σ and (R − μ)/σ with statistics of the task's returns.
+        value, popart = trajectory.value, getattr(self.actor.policy, "popart", None)
+        tasks: Tensor | None = None
+        if popart is not None:
+            task = preparation.task_of_samples(inputs, trajectory.mask)
+            tasks = ranks.all_gather_columns(task) if is_reshaped else task
+            popart.update(self.policy.value_head, returns, tasks, rollout.mask)
+            value, returns = popart.normalize(value, task), popart.normalize(returns, tasks)
+        # A ← (A − mean(A)) / std(A) over the complete rollout, or of each task in it.
+        if c.normalize_advantages and tasks is not None:
+            advantage = advantages.normalize_tasks(advantage, rollout.mask, tasks)
+        elif c.normalize_advantages:
             advantage, _ = advantages.normalize(advantage, rollout.mask)
             if samples < 2:
                 self.notice(
@@ -179,7 +189,7 @@ class PPO(LearnerState):
             action=trajectory.action,
             replay=trajectory.replay,
             log_prob=losses.reduce_log_prob(old_log_prob, c.logprob_type, batch_dims=2),
-            value=trajectory.value,
+            value=value,
             advantage=advantage,
             returns=returns,
             mask=trajectory.mask,

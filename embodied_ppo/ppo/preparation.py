@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
@@ -16,6 +17,7 @@ from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.running_stats import expand, masked_sum, read_numbers
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig
+from embodied_ppo.policies.popart import TASK_INPUT
 from embodied_ppo.ppo import losses
 from embodied_ppo.ppo.roles import Actor
 
@@ -57,6 +59,12 @@ def local_columns(x: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor:
     if like.ndim == 3:  # [T·C, N] to [T, N, C]
         x = x.unflatten(0, (-1, like.shape[2])).transpose(1, 2)
     return ranks.local_columns(x)
+
+
+def task_of_samples(inputs: Any, mask: Tensor) -> Tensor:
+    """Return the index of the task of each sample, int64 [T, N]; 0 where there is one task."""
+    one_hot = inputs.get(TASK_INPUT)
+    return torch.zeros_like(mask, dtype=torch.int64) if one_hot is None else one_hot.argmax(-1)
 
 
 def flatten_chunks(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from embodied_envs import task_files
 from embodied_envs.adapters.multi_task import MultiTaskEnv
 from embodied_envs.adapters.spaces import ActionConverter, flatten
 from embodied_envs.base import watchdog
-from embodied_envs.base.observation_names import names_observation
+from embodied_envs.base.observation_names import TASK, names_observation
 from embodied_envs.task_files import TaskFiles
 from embodied_envs.types import Box, VectorEnv
 from embodied_ppo.options.schema import Config, EnvConfig, ModelConfig, RealismConfig
@@ -91,11 +91,12 @@ def make_env(
     if model is None or model.history == 1:
         return env
     # Only what the actor reads is stacked. Observations of the critic alone pass unchanged.
-    names = None
+    names, named = None, env.obs_spec if isinstance(env.obs_spec, dict) else {}
+    if isinstance(env, MultiTaskEnv):
+        names = [name for name in named if name != TASK]
     if model.actor_obs is not None:
-        spec, keys = env.obs_spec, model.actor_obs
-        assert isinstance(spec, dict)
-        names = [n for n in spec if any(names_observation(key, n) for key in keys)]
+        keys = model.actor_obs
+        names = [n for n in names or named if any(names_observation(key, n) for key in keys)]
     return HistoryEnv(env, model.history, names)
 
 

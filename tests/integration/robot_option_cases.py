@@ -86,6 +86,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED_CHANGES,
     "env.id": ("Swimmer-v4", {}),
     "env.task_weights": ([3, 1], {"env.id": ["Swimmer-v4", "Reacher-v4"]}),
+    "algorithm.popart": (0.1, {}),
     "env.tasks": (["Swimmer-v4", "Reacher-v4"], {"env.id": "Swimmer-v4"}),
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
     "env.num_envs": (8, {}),

@@ -24,6 +24,7 @@ BASE: dict[str, Any] = {
     "env.max_episode_steps": 9,
     "algorithm.horizon": 8,
     "algorithm.global_batch_size": 32,
+    "algorithm.popart": 0.3,
     "evaluation.episodes": 5,
     "evaluation.num_envs": 3,
     "evaluation.video_episodes": 0,
@@ -79,6 +80,28 @@ def test_divided_environments_equal_one_process(trained: Path, tmp_path: Path) -
     assert metrics(divided) == metrics(trained)
     for name, x in weights(trained).items():
         assert torch.equal(x, weights(divided)[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight_slots")
+def test_two_learners_have_equal_statistics(tmp_path: Path) -> None:
+    """A minibatch is the whole rollout, so that it has the same samples."""
+    whole = {"algorithm.global_batch_size": 96}
+    local = weights(train(tmp_path / "local", **whole))
+    two = {"placement": "fused", "cluster.devices_per_node": 2}
+    run_helpers.assert_states_close(weights(train(tmp_path / "two", **two, **whole)), local)
+
+
+@pytest.mark.slow
+def test_exported_policy_reads_the_index(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bundle"
+    run_helpers.run_command(capsys, "export", f"checkpoint={trained}", f"out={out}")
+    info = json.loads((out / "policy.json").read_text())
+    assert {"task": [2], "obs": [11]}.items() <= {
+        x["name"]: x["shape"] for x in info["inputs"]
+    }.items()
 
 
 def test_metrics_of_each_task(trained: Path) -> None:

@@ -39,6 +39,11 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({**TWO_TASKS, "env.num_envs": 65}, "not a multiple of 2, the tasks .. nearest: 64, 66"),
     ({**TWO_TASKS, "env.task_weights": [2, 1]}, "env.num_envs = 64 .. nearest: 63, 66"),
     ({**TWO_TASKS, "cluster.stages": 64}, "cluster.stages = 64; nearest: 128"),
+    ({"algorithm.popart": 0.1, "env.tasks": ["A"], "env.id": "B"}, "write env.tasks=[..,B]"),
+    (
+        {"algorithm.popart": 0.1, "cluster.shard": True, "placement": "fused"},
+        "write cluster.shard=false",
+    ),
     ({**TWO_TASKS, **GROUPS}, "write algorithm.group_size=1"),
     ({"algorithm.group_size": 5}, "algorithm.group_size = 5; nearest: 4, 8"),
     ({"algorithm.adv_type": "rloo"}, "adv_type = rloo .. write algorithm.group_size=4"),
