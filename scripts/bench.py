@@ -10,7 +10,7 @@
     placements     an update in one process, fused over Ray, and in time-shared processes
     placements_language
                    the same with a language model and its critic
-    learning       returns over --seeds of --experiments; --json stores curves
+    learning       the learning protocol, alone: see scripts/bench_learning.py
     mlp            policies with EnvPool's simulators: CPU and GPU, eager and compiled
     ant, go1, panda, tabletop
                    training and environment of the experiments ant_gpu, .. on a GPU
@@ -45,7 +45,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -85,15 +84,13 @@ class Part:
         write: Receives each figure or failure, one mapping each; the default prints it.
         options: Options of the training runs, ``any.option=value``.
         tiny: Whether to run with small sizes.
-        rounds, seeds, jobs, experiments: See the command line.
+        rounds, experiments: See the command line.
     """
 
     write: Callable[[dict[str, Any]], None]
     options: Sequence[str] = ()
     tiny: bool = False
     rounds: int = 1
-    seeds: int = 1
-    jobs: int = 1
     experiments: Sequence[str] = ()
 
     def report(self, name: str, value: Any) -> None:
@@ -371,31 +368,6 @@ def measure_vla(part: Part) -> None:
 
 
 # ------------------------------------------------------------------------------------ training runs
-def measure_learning(part: Part) -> None:
-    """Report the final result of each seed, and its curve."""
-    seeds = range(part.seeds)
-    jobs = [(name, seed) for seed in seeds for name in part.experiments or ["cartpole"]]
-
-    def run(job: tuple[str, int]) -> None:
-        name, seed = job
-        options = [f"experiment={name}", f"seed={seed}", *part.options]
-        options += TINY_RUN if part.tiny else []
-        result = part.attempt(f"{name}/{seed}", lambda: train(*options))
-        if result is None:
-            return
-        summary, rows = result
-        tags = ("eval/accuracy", "eval/success", "rollout/return")
-        tag = next(tag for tag in tags if any(row.get(tag) is not None for row in rows))
-        points = [[row["env_steps"], row[tag]] for row in rows if row.get(tag) is not None]
-        stored = ("final_return", "final_success", "env_steps", "train_s", "cpu_s", "config_hash")
-        entry = {key: summary[key] for key in stored if key in summary}
-        entry |= {"command": "embodied-ppo train " + " ".join(options), "curve_of": tag}
-        part.report(f"{name}/{seed}", entry | {"curve": points[:: max(1, len(points) // 60)]})
-
-    with ThreadPoolExecutor(part.jobs) as pool:
-        list(pool.map(run, jobs))
-
-
 NO_LEARNING = ["save_every=0", "evaluation.episodes=1", "env_steps=null"]
 QWEN = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14}
 QWEN |= {"num_key_value_heads": 2, "intermediate_size": 4864, "max_position_embeddings": 128}
@@ -537,7 +509,6 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "language": measure_language,
     "simulators": measure_simulators,
     "vla": measure_vla,
-    "learning": measure_learning,
     "placements": measure_placements,
     "placements_language": measure_placements_language,
     "mlp": measure_mlp,
@@ -669,9 +640,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("words", nargs="+", metavar="PART", help="parts, and options of training")
     parser.add_argument("--json", type=Path, help="file of the results, for example gpu.json")
-    parser.add_argument("--experiments", nargs="+", default=[], help="of train and learning")
-    parser.add_argument("--seeds", type=int, default=3, help="of learning")
-    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs of learning")
+    parser.add_argument("--experiments", nargs="+", default=[], help="of train")
+    learning = parser.add_argument_group("learning")
+    learning.add_argument("--tasks", nargs="+", default=[], help="tasks, or groups of them")
+    learning.add_argument("--steps", nargs="+", type=int, help="instead of those of the protocol")
+    learning.add_argument("--seeds", type=int, help="number, instead of that of the protocol")
+    learning.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="a recipe")
+    learning.add_argument("--label", default="default", help="name of the recipe")
+    learning.add_argument("--jobs", type=int, default=1, help="concurrent runs")
+    learning.add_argument("--results", type=Path, help="default: docs/results/protocol.json")
+    learning.add_argument("--runs", type=Path, default=Path("runs/learning"), help="their folder")
     parser.add_argument("--rounds", type=int, default=5, help="of language, simulators and vla")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for a part")
     parser.add_argument("--tiny", action="store_true", help="small sizes; needs no GPU")
@@ -679,23 +657,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     options = [word for word in args.words if "=" in word]
     names = [word for word in args.words if "=" not in word]
+    if names == ["learning"]:
+        import bench_learning
+
+        return bench_learning.run(args, [*options, *args.set])
     names = [part for name in names for part in (GPU if name == "gpu" else [name])]
     if unknown := set(names) - set(PARTS):
-        parser.error(f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}, gpu")
+        parser.error(
+            f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}, gpu, learning"
+        )
     if args.child:
         import torch
 
         torch.set_num_threads(1)
         write = lambda line: print(json.dumps(line), flush=True)
-        sizes = (args.rounds, args.seeds, args.jobs, args.experiments)
-        part = Part(write, options, args.tiny, *sizes)
+        part = Part(write, options, args.tiny, args.rounds, args.experiments)
         PARTS[names[0]](part)
         return 0
     facts = provenance() | {"tiny": args.tiny}
     print(f"{facts['device']}, commit {facts['commit']}, {facts['versions']}")
     print("| part | figure | value |\n|---|---|---|", flush=True)
-    common = [*options, "--seeds", str(args.seeds), "--jobs", str(args.jobs)]
-    common += ["--rounds", str(args.rounds), *(["--tiny"] if args.tiny else [])]
+    common = [*options, "--rounds", str(args.rounds), *(["--tiny"] if args.tiny else [])]
     common += ["--experiments", *args.experiments] if args.experiments else []
     child = [sys.executable, __file__, "--child"]
     complete = [run_and_store(name, [*child, name, *common], facts, args) for name in names]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import bench
+import bench_learning
 import bench_models
 import pytest
 import torch
@@ -117,11 +118,59 @@ def test_training_and_its_lower_bounds_are_measured() -> None:
 
 
 @pytest.mark.slow
-def test_curves_are_stored() -> None:
-    lines = Lines()
-    bench.measure_learning(lines.part)
-    entry = lines.figures["cartpole/0"]
-    assert entry["curve_of"] == "rollout/return" and entry["curve"][-1][0] == entry["env_steps"]
+def test_learning_protocol_is_resumable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, runs = tmp_path / "results.json", tmp_path / "runs"
+    command = ["learning", "--tiny", "--results", str(file), "--runs", str(runs)]
+    command += ["--tasks", "HalfCheetah-v4", "--steps", "128"]
+    assert bench.main([*command, "--seeds", "1", "--set", "algorithm.lr=1e-3"]) == 0
+    (row,) = json.loads(file.read_text())
+    assert bench_learning.key_of(row) == ("default", "HalfCheetah-v4", 128, 0)
+    assert row["env_steps"] == 128 and row["options"]["algorithm.lr"] == "1e-3"
+    assert {"commit", "versions", "curve", "cpu_s"} <= row.keys()
+    # It is not run again. One that was interrupted continues from its checkpoint.
+    trained: list[tuple[str, ...]] = []
+    original = bench.run_command
+
+    def record(command: str, *options: str) -> dict[str, Any]:
+        trained.append(options)
+        return original(command, *options)
+
+    monkeypatch.setattr(bench, "run_command", record)
+    assert bench.main([*command, "--seeds", "1", "--set", "algorithm.lr=1e-3"]) == 0
+    assert not trained
+    file.unlink()
+    assert bench.main([*command, "--seeds", "1", "--set", "algorithm.lr=1e-3"]) == 0
+    run_dir = runs / "default" / "HalfCheetah-v4_128" / "0"
+    assert len(trained) == 1 and {f"run_dir={run_dir}", "resume=auto"} <= {*trained[0]}
+    assert len([*(run_dir / "checkpoints").glob("step_*")]) == 1
+    assert json.loads(file.read_text())[0]["final_return"] == row["final_return"]
+    # Another recipe needs another label; a failed run is reported, and the exit code is 1.
+    with pytest.raises(SystemExit, match="choose another label"):
+        bench.main([*command, "--seeds", "1"])
+    wrong = ["--seeds", "1", "--label", "wrong", "--set", "algorithm.lr=-1"]
+    assert bench.main([*command, *wrong]) == 1
+    assert "algorithm.lr" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="choose of mujoco"):
+        bench.main(["learning", "--tasks", "Cheetah"])
+
+
+def test_tables_of_the_learning_protocol(capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = {task.id: task for task in bench_learning.selected(["Hopper-v4", "playground"])}
+    row = {"task": "Hopper-v4", "steps": 1000, "label": "a"}
+    rows = [row | {"seed": i, "final_return": 2741.0 * x} for i, x in enumerate((0.5, 0.7, 1.2))]
+    rows += [x | {"label": "b", "final_return": x["final_return"] + 2741.0} for x in rows]
+    # A task without a reference has a row, and no score.
+    rows.append(row | {"task": "Go1JoystickFlatTerrain-v1", "seed": 0, "final_return": 9.0})
+    bench_learning.print_tables(rows, tasks)
+    out = capsys.readouterr().out
+    assert "| Hopper-v4 | 2741.0 | 1919 (1370 to 3289), 3 | 4660 (4112 to 6030), 3 |" in out
+    assert "| Go1JoystickFlatTerrain-v1 | - | 9 (9 to 9), 1 | - |" in out
+    # (.25·.5 + .7 + .25·1.2) / 1.5 = .75
+    assert "| a | 1 | 0.750 | 0.500 to 1.200 |" in out and "| b | 1 | 1.750 |" in out
+    assert "| 1.000 |" in out
+    assert [len(bench_learning.GROUPS[x]) for x in bench_learning.GROUPS] == [6, 12, 3]
 
 
 @pytest.mark.slow
