@@ -531,8 +531,8 @@ class CuriosityConfig:
     weight: NonNegative = option(0.0, read_if=ACTOR_CRITIC)
     """Weight of an intrinsic reward for rarely visited states, as another group of reward_groups
     with a value of its own: the error of a network that learns to predict a fixed random network
-    (random network distillation), divided by the running deviation of its discounted return. 0:
-    none; try 1."""
+    (random network distillation), divided by the deviation of its newest discounted returns.
+    0: none; try 1."""
     gamma: Fraction = option(0.99, read_if=CURIOUS)
     """Discount of the intrinsic reward."""
     decay: Natural = option(0, read_if=CURIOUS)

@@ -30,6 +30,9 @@ HIDDEN = ModelConfig(hidden=(256, 256), activation="elu")
 LEARNING_RATE = 1e-4
 OBS_CLIP = 5.0
 """Bound of normalised observations. The values above are those of Burda et al., section 2."""
+RECENT_ROLLOUTS = 10
+"""Rollouts over which the deviation of intrinsic returns is averaged. Over the whole run, as in the
+paper, the error of the first updates made later rewards 1000 times too small for control tasks."""
 ROWS = 8192
 """Rows of a forward pass without gradient."""
 
@@ -43,8 +46,8 @@ class Curiosity:
     Source: Burda et al. 2018, "Exploration by random network distillation", section 2.2; here the
     reward of a row is that of its own observation s_t and not of s_{t+1}, whose novelty V(s_{t+1})
     contains, so that ends of episodes and of the rollout need no observation of their own. The
-    reward is divided by the running deviation of its discounted return (section 2.4), as the reward
-    group "curiosity" is configured.
+    reward is divided by the deviation of its newest discounted returns (section 2.4), see
+    RECENT_ROLLOUTS.
     """
 
     def __init__(

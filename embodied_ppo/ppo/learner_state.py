@@ -13,7 +13,7 @@ from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Mean, Metrics, UpdateObserver
 from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.ppo import schedules
-from embodied_ppo.ppo.curiosity import Curiosity
+from embodied_ppo.ppo.curiosity import RECENT_ROLLOUTS, Curiosity
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.rewards import ReturnScaler
 from embodied_ppo.ppo.roles import Actor, Critic, SharedCritic
@@ -52,7 +52,9 @@ class LearnerState:
         # These three continue from one update to the next, and checkpoints contain them.
         self.groups = reward_groups(config)
         self.curiosity = curiosity
-        self.returns = [ReturnScaler(columns).to(device) for _ in self.groups]
+        # The prediction error, whose group names no term, falls by orders of magnitude.
+        rollouts = [RECENT_ROLLOUTS if group.terms == () else None for group in self.groups]
+        self.returns = [ReturnScaler(columns, x).to(device) for x in rollouts]
         self.kl_coef = config.kl_ctrl.kl_coef
         self.initial_entropy_coef = config.entropy_bonus
         if config.entropy_target is not None:

@@ -154,8 +154,16 @@ class ReturnScaler(nn.Module):
 
     running: Tensor
 
-    def __init__(self, num_envs: int):
+    def __init__(self, num_envs: int, rollouts: int | None = None):
+        """Start without returns.
+
+        Args:
+            num_envs: N.
+            rollouts: R, so that each rollout has the weight 1/R and earlier ones fade, for rewards
+                whose scale changes by orders of magnitude; None: all returns count equally.
+        """
         super().__init__()
+        self.rollouts = rollouts
         self.moments = RunningMoments(())
         self.register_buffer("running", torch.zeros(num_envs, dtype=torch.float64))
 
@@ -184,6 +192,8 @@ class ReturnScaler(nn.Module):
         after = advantages.scan(carry.flip(0), after.flip(0)).flip(0)
         returns = reward + discount * after[:-1]  # [T, N]
         self.running.copy_(after[-1])
+        if self.rollouts is not None:
+            self.moments.count.clamp_(max=(self.rollouts - 1) * keep.sum())
         self.moments.update(returns.flatten(), keep.flatten())
 
     @property

@@ -19,6 +19,7 @@ from embodied_ppo.options.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.ppo.curiosity import FEATURES, LEARNING_RATE, Curiosity
 from embodied_ppo.ppo.ppo import PPO
+from embodied_ppo.ppo.rewards import ReturnScaler
 from embodied_ppo.ppo.robot_actor import RobotActor, robot_ppo
 from tests.integration.test_resume import assert_same
 from tests.ppo import test_robot_actor
@@ -90,6 +91,15 @@ def test_advantage_against_reference() -> None:
     actual = batch.advantage.unflatten(0, (T, N)).double()
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert 0 < numbers(metrics)["advantage/share/curiosity"] < 1
+
+
+def test_deviation_of_newest_returns_by_hand() -> None:
+    """With R = 2 the newest rollout has the weight 1/2 (each return is one reward here)."""
+    scaler, done = ReturnScaler(2, rollouts=2), torch.ones(1, 2, dtype=torch.bool)
+    for reward in ([0.0, 8.0], [0.0, 8.0], [0.0, 8.0], [1.0, 3.0]):
+        scaler.update(torch.tensor([reward]), done, done, gamma=0.9)
+    # variance 16 and 1, means 4 and 2: (16 + 1)/2 + (1/4)·2² = 9.5
+    assert float(scaler.std) == pytest.approx(9.5**0.5)
 
 
 @pytest.mark.parametrize("unit", ["step", "column"])
