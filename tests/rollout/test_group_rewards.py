@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 
 from embodied_envs.base.errors import ConfigError
+from embodied_ppo.core.types import Trajectory
 from embodied_ppo.options import loader
 from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.options.schema import AlgorithmConfig
@@ -51,3 +53,25 @@ def test_impossible_terms_are_refused(groups: dict[str, Any], line: str) -> None
         split(groups)
     for part in line.split(" .. "):
         assert part in str(error.value)
+
+
+def test_discount_of_a_group_applies_within_chunks() -> None:
+    """A decision of two actions has the reward r_0 + γ·r_1 in each group."""
+
+    def collect(gamma: float | None) -> Trajectory:
+        groups = {"run": {"terms": ["reward_run"], "gamma": gamma}, "cost": {}}
+        options = {"env.action_chunk": 2, "algorithm.reward_groups": groups if gamma else {}}
+        rollout = run_helpers.tiny_rollout(run_helpers.tiny_config(options))
+        try:
+            return rollout.collect(8, update=0, version=0)[0]
+        finally:
+            rollout.close()
+
+    plain, near, far = collect(None), collect(0.5), collect(0.99)
+    assert torch.equal(plain.action, near.action) and near.value.shape == near.reward.shape
+    torch.testing.assert_close(far.reward.sum(-1), plain.reward)
+    assert torch.equal(near.reward[..., 1], far.reward[..., 1])
+    second = (far.reward - near.reward)[..., 0] / 0.49
+    first = near.reward[..., 0] - 0.5 * second
+    # The reward of the forward velocity of one step is at most a few units.
+    assert 0 < float(first.abs().mean()) < 3 and 0 < float(second.abs().mean()) < 3
