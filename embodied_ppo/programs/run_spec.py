@@ -288,6 +288,13 @@ def _initial_policy(config: Config) -> checkpoint.Checkpoint:
                 f" {show(then.get(path))}, and with another value its weights are another function;"
                 f" write {path}={show(then.get(path))}"
             )
+    # The index of a task is its place among the tasks, and names and sizes are theirs.
+    before, tasks = (c.env.tasks or c.env.ids for c in (trained, config))
+    if before != tasks and len(before) > 1:
+        raise ConfigError(
+            f"write env.tasks=[{','.join(before)}]: initial_policy={run_dir} reads their"
+            " observations and indices"
+        )
     return source
 
 

@@ -11,6 +11,7 @@ import pytest
 import run_helpers
 import torch
 
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.evaluation import checkpoint_evaluation
 from embodied_ppo.options.schema import EvaluateConfig
 from embodied_ppo.programs import runs
@@ -90,6 +91,15 @@ def test_two_learners_have_equal_statistics(tmp_path: Path) -> None:
     local = weights(train(tmp_path / "local", **whole))
     two = {"placement": "fused", "cluster.devices_per_node": 2}
     run_helpers.assert_states_close(weights(train(tmp_path / "two", **two, **whole)), local)
+
+
+@pytest.mark.slow
+def test_trained_policy_continues_in_one_of_its_tasks(trained: Path, tmp_path: Path) -> None:
+    options = {"env.id": "Reacher-v4", "env.task_weights": None, "initial_policy": str(trained)}
+    with pytest.raises(ConfigError, match=r"env.tasks=\[Reacher-v4,Swimmer-v4\]"):
+        train(tmp_path / "run", **options)
+    run = train(tmp_path / "run", **options, **{"env.tasks": TASKS})
+    assert "eval/return/Reacher-v4" in metrics(run)[-1]
 
 
 @pytest.mark.slow
