@@ -187,6 +187,10 @@ class Numbers(NamedTuple):
     entropy: Callable[[Tensor, Tensor], Tensor]
     kl: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+    def __repr__(self) -> str:
+        # Without addresses, which would be other compiled code in each process.
+        return " ".join(function.__name__ for function in self)
+
 
 _GAUSSIAN = Numbers(
     *(gaussian_noise, gaussian_sample, gaussian_mode, gaussian_log_prob),
