@@ -72,7 +72,8 @@ def rollout(policy: torch.nn.Module, columns: int = 2) -> Trajectory:
         terminated=no,
         truncated=no,
         mask=~no,
-        version=0,
+        # Of older weights, so that their values are not compared with those of the policy.
+        version=torch.full((columns, B), -1),
     )
 
 
