@@ -87,7 +87,7 @@ class ClusterSystem(RunSystem):
             records: What is written about the run.
             plan: Groups of processes on devices.
             build_worker: Builds the worker of a process; it is pickled and called there.
-            options: Address of the cluster, time limits, weight transfer.
+            options: Time limits, restarts and sharding.
             threads: CPU threads of tensor operations in each process; 0: torch's default.
             notice: Called with lines for the log, also those of the processes.
 
@@ -382,7 +382,7 @@ class ClusterSystem(RunSystem):
                 sender_of = {
                     r: self.learners[i]
                     for r in ranks
-                    if (i := self.plan.nearest_actor(r)) is not None
+                    if (i := self.plan.actor_beside(r)) is not None
                 }
                 senders = list(dict.fromkeys(sender_of.values()))
                 calls += self._join_gather(senders)
@@ -397,27 +397,11 @@ class ClusterSystem(RunSystem):
                 self._publishing += calls
             else:
                 self._wait(calls, "publish")
-            if self.options.check_weights:
-                self._check_weights()
 
     def _join_gather(self, senders: list[WorkerHandle]) -> list[Pending[Reply[None]]]:
         """Start the other learners' part of the senders' all-gathers of sharded parameters."""
         others = [h for h in self.learners if h not in senders] if self.options.shard else []
         return [h.call(Worker.join_gather) for h in others]
-
-    def _check_weights(self) -> None:
-        """Raise PlacementError where processes hold different weights or versions."""
-        # Compare checksums of all processes with that of the first learner.
-        handles = list(dict.fromkeys([*self.learners, *self.actors]))
-        checksums = self._call(handles, Worker.checksum)
-        expected_version, expected = checksums[0]
-        for handle, (version, checksum) in zip(handles, checksums, strict=True):
-            if (version, checksum) != checksums[0]:
-                raise PlacementError(
-                    f"weights: {handle} holds {checksum} at version {version}, {handles[0]} holds"
-                    f" {expected} at version {expected_version} (cluster.check_weights); report"
-                    " this with the command"
-                )
 
     # ---------------------------------------------------------------------------------------- calls
     def _call(

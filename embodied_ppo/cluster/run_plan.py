@@ -54,7 +54,6 @@ def plan_run(config: Config, device: torch.device) -> Plan | None:
         roles=validation.roles(config),
         stages=c.stages,
         max_lag=c.max_lag,
-        weights=c.weights,
     )
     # The plan itself is valid. Batches, sharding and compilation must be possible in it, too.
     check_batches(config, plan)

@@ -8,7 +8,6 @@ store (an object in Ray's object store).
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -136,7 +135,7 @@ class WeightBuffer:
         """
         if buffer is None:
             device = self.tensors[0].device if self.tensors else "cpu"
-            # Zeros, so that the padding between tensors is equal in all checksums.
+            # Zeros, so that equal tensors have equal bytes, also between them.
             buffer = torch.zeros(self.layout.total, dtype=torch.uint8, device=device)
         for view, x in zip(self.layout.views(buffer), self.tensors, strict=True):
             # ``copy_`` casts to the receiver's type.
@@ -166,14 +165,6 @@ class WeightBuffer:
         """Copy bytes, uint8 [total], into the tensors."""
         for x, view in zip(self.tensors, self.layout.views(buffer), strict=True):
             x.copy_(view)
-
-    def checksum(self) -> str:
-        """Return the first 16 hex digits of the SHA-256 of all bytes."""
-        # In buckets, so that no copy of the whole model is needed.
-        digest = hashlib.sha256()
-        for bucket in self.buckets():
-            digest.update(bucket.pack().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------ shared memory

@@ -320,11 +320,6 @@ class Worker:
                 bucket.unpack(buffer)
         self._set_version(version)
 
-    def checksum(self) -> tuple[int, str]:
-        """Return the version of the weights, and a checksum of all tensors with frozen ones."""
-        buffer = WeightBuffer(weight_tensors(self.module, frozen=True), ranks=self.spec.learners)
-        return self.version, buffer.checksum()
-
     # ----------------------------------------------------------------------------------- offloading
     def move_to(self, level: int) -> int:
         """Move tensors so that the device holds those of a residency level; simulators stay.

@@ -204,7 +204,7 @@ def evaluate(
     deterministic: bool = True,
     temperature: float | None = None,
     on_episode: Callable[[Episode], None] | None = None,
-    on_nan: Literal["reset", "stop"] = "stop",
+    skip_diverged: bool = False,
 ) -> EvaluationResult:
     """Evaluate ``policy``; the same policy and seed give the same result bit for bit.
 
@@ -223,13 +223,13 @@ def evaluate(
             step).
         temperature: Temperature of sampled actions, for policies that have one; None: the policy's.
         on_episode: Called when an episode ends.
-        on_nan: What an observation or reward that is not finite leads to. stop: EnvError. reset:
-            the episode ends; it is counted and has no return.
+        skip_diverged: End an episode with an observation or reward that is not finite; it is
+            counted and has no return. False: EnvError.
 
     Raises:
         CheckpointError: An action is not finite.
-        EnvError: An episode does not end; or an observation or reward is not finite, in all
-            episodes or with on_nan=stop.
+        EnvError: An episode does not end; or an observation or reward is not finite, with
+            skip_diverged in all episodes.
     """
     seeds = evaluation_seeds(seed, episodes)
     env: VectorEnv | None = None
@@ -250,7 +250,7 @@ def evaluate(
                 results += _run_block(
                     env, policy, block, first_episode, seed, deterministic, on_episode, diverged
                 )
-                if diverged and (on_nan == "stop" or len(diverged) == episodes):
+                if diverged and (not skip_diverged or len(diverged) == episodes):
                     raise EnvError(f"fix env.id={env.id}: {diverged[0]}; no result is written")
         finally:
             if env is not None:

@@ -6,7 +6,7 @@ import functools
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -37,11 +37,11 @@ def measure(
     policy: AnyPolicy,
     factory: Callable[[list[int]], VectorEnv],
     on_episode: Callable[[Any], None] = lambda episode: None,
-    on_nan: Literal["reset", "stop"] = "stop",
+    skip_diverged: bool = False,
 ) -> EvaluationResult:
     """Evaluate a policy with the options ``e``; call ``on_episode`` with each finished episode.
 
-    ``on_nan``: see ``episodes.evaluate``.
+    ``skip_diverged``: see ``episodes.evaluate``.
     """
     return evaluation.evaluate(
         policy,
@@ -52,7 +52,7 @@ def measure(
         deterministic=e.deterministic,
         temperature=None if e.deterministic else sampling_temperature(policy, e.temperature),
         on_episode=on_episode,
-        on_nan=on_nan,
+        skip_diverged=skip_diverged,
     )
 
 

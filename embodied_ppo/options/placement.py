@@ -129,7 +129,6 @@ class Plan:
     hardware: Hardware
     stages: int = 1
     max_lag: int = 0
-    weights: str = "auto"
 
     def has(self, role: str) -> bool:
         """Return whether the run has ``role``."""
@@ -161,18 +160,15 @@ class Plan:
         """Return how rollout process ``rank`` gets the weights: share, ipc, broadcast or store."""
         if self.fused("rollout", "actor"):
             return "share"
-        if self.weights != "auto" or self.max_lag:
-            return self.weights if self.weights != "auto" else "store"
-        device = self.group("rollout").ranks[rank][0]
-        return "ipc" if device in self.group("actor").devices else "broadcast"
+        if self.max_lag:
+            return "store"  # processes fetch the weights later, when the learner has newer ones
+        return "broadcast" if self.actor_beside(rank) is None else "ipc"
 
-    def nearest_actor(self, rank: int) -> int | None:
-        """Return the actor process on the device, else on the node, of rollout process ``rank``."""
-        device, ranks = self.group("rollout").ranks[rank][0], self.group("actor").ranks
-        node_of = self.hardware.node
-        on_device = [i for i, devices in enumerate(ranks) if device in devices]
-        on_node = [i for i, devices in enumerate(ranks) if node_of(devices[0]) == node_of(device)]
-        return next(iter(on_device + on_node), None)
+    def actor_beside(self, rank: int) -> int | None:
+        """Return the actor process on the device of rollout process ``rank``, or None."""
+        device = self.group("rollout").ranks[rank][0]
+        actors = enumerate(self.group("actor").ranks)
+        return next((i for i, devices in actors if device in devices), None)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return a table: the ranks of each group (columns) on each device (rows), with header."""
@@ -300,7 +296,6 @@ def plan(
     roles: Sequence[str] = ROLES["embodied"],
     stages: int = 1,
     max_lag: int = 0,
-    weights: str = "auto",
 ) -> Plan:
     """Return the checked plan of a placement.
 
@@ -310,7 +305,6 @@ def plan(
         roles: Roles of the run.
         stages: ``cluster.stages``.
         max_lag: ``cluster.max_lag``.
-        weights: ``cluster.weights``.
 
     Raises:
         PlacementError: The placement is malformed, or does not fit the hardware or the options.
@@ -320,9 +314,8 @@ def plan(
     else:
         check_roles(placement, roles)
         groups = tuple(_group(entry, value, hardware) for entry, value in placement.items())
-    checked = Plan(groups, hardware, stages, max_lag, weights)
+    checked = Plan(groups, hardware, stages, max_lag)
     _check_lag(checked)
-    _check_weights(checked)
     return checked
 
 
@@ -356,17 +349,6 @@ def _check_lag(p: Plan) -> None:
                 f"cluster.max_lag = {p.max_lag}: {role} and {learner} share device"
                 f" {min(common)}, so they cannot run at once; write cluster.max_lag=0, or give"
                 f" {learner} its own devices (placement=disaggregated)"
-            )
-
-
-def _check_weights(p: Plan) -> None:
-    """Check that ``ipc`` has an actor on every node with a rollout. Raises PlacementError."""
-    for rank in range(p.processes("rollout")):
-        if p.weights_path(rank) == "ipc" and p.nearest_actor(rank) is None:
-            node = p.hardware.node(p.group("rollout").ranks[rank][0])
-            raise PlacementError(
-                f"cluster.weights = ipc: rollout rank {rank} is on node {node}, which has no actor"
-                " to read the memory of; remove it (auto)"
             )
 
 

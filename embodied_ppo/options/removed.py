@@ -44,6 +44,9 @@ REMOVED: dict[str, Removed] = {
     "tracker_run_name": Removed("set WANDB_NAME in the environment"),
     "learner_threads": Removed("remove it, one thread computes a minibatch", (1,)),
     "env.stagger": Removed("remove it, first episodes are cut at different steps", (True,)),
+    "env.success_key": Removed("return the flag as success in the simulator's info", (None,)),
+    "env.on_nan": Removed("remove it, up to 1 % of the steps are masked", ("reset",)),
+    "env.realism.push_interval_s": Removed("remove it, a push follows each 5 to 10 s", ([5, 10],)),
     "model.backbone": Removed("remove it, images are read by convolutions", ("auto", "mlp", "cnn")),
     "model.hidden_gain": Removed("remove it, the gain is sqrt(2)", (1.4142135623730951,)),
     "model.value_gain": Removed("remove it, the gain is 1", (1.0,)),
@@ -83,6 +86,9 @@ REMOVED: dict[str, Removed] = {
     "cloning.caption_coef": Removed(_CAPTIONS),
     "distillation.teacher_share": Removed("write distillation.teacher_share_updates", (1.0,)),
     "cluster.start_timeout_s": Removed("remove it, a start waits 300 s"),
+    "cluster.weights": Removed("remove it, the placement decides"),
+    "cluster.check_weights": Removed("remove it, each process receives the learner's weights"),
+    "matmul_precision": Removed("remove it, float32 products are computed in float32"),
     "cluster.address": Removed("set RAY_ADDRESS to auto or HOST:6379 in the environment"),
 }
 """Options that were removed after runs were written with them, by path."""

@@ -188,14 +188,9 @@ class RealismConfig:
     """Largest change of each element of the action in one control step, in the unit of the policy's
     actions ([-1, 1] with env.action_mapping=rescale); null: no limit."""
     push_velocity: NonNegative | tuple[NonNegative, ...] | None = None
-    """Size of random pushes, m/s, v or [low, high]: at random times the base of the robot (a root
+    """Size of random pushes, m/s, v or [low, high]: every 5 to 10 s the base of the robot (a root
     free joint) receives a change of its horizontal velocity of this size in a random direction.
     Tasks of this package; null: no pushes."""
-    push_interval_s: Positive | tuple[Positive, ...] = option(
-        (5.0, 10.0), read_if=is_set("env.realism.push_velocity")
-    )
-    """Time from the start of an episode to the first push and between two pushes, seconds, t or
-    [low, high] drawn uniformly."""
 
 
 SEVERAL_TASKS = ReadIf("env.id=[A,B,..]", lambda c: not isinstance(c.env.id, str))
@@ -228,9 +223,6 @@ class EnvConfig:
     """Mapping of continuous actions to the bounds of the task. rescale clamps to [-1, 1] and maps
     that range to the bounds, but only clips a dimension with an infinite bound at its finite one;
     clip clamps to the bounds; none passes actions on unchanged."""
-    success_key: Text | None = None
-    """Entry of the simulator's info that marks success; null: `success` or `is_success` where
-    present."""
     obs_keys: tuple[Text, ...] | None = option(None, read_if=equals("model.actor_obs", None))
     """Names of the observations that the policy and its critic read, where a simulator returns
     several (images of env.cameras are always read); null: all, or those of model.actor_obs and
@@ -271,10 +263,6 @@ class EnvConfig:
     """Time limit of one call of the simulator (constructor, reset or step), seconds. The run ends
     when it is exceeded, and can be resumed from its last checkpoint. null: no limit. A first call
     may compile for minutes."""
-    on_nan: Literal["reset", "stop"] = "reset"
-    """What follows an observation or reward that is not finite. reset: the step is not trained on,
-    its episode has no return, and the environment is reset; the run ends where more than 1 % of the
-    steps of an update diverge. stop: the run ends."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the simulator's constructor."""
 
@@ -1080,15 +1068,9 @@ class ClusterConfig:
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
     """Number of rollouts that run ahead of the updates; 0: strictly on-policy. More than 0 needs
     separate devices for actor."""
-    weights: Literal["auto", "ipc", "broadcast", "store"] = "auto"
-    """Transport of the actor's weights to rollout processes. ipc: through the memory of one device
-    or machine; broadcast: by a collective; store: through Ray's object store. auto: ipc where they
-    share a device, else broadcast; with max_lag store."""
     shard: bool = False
     """Shard every parameter, gradient and optimiser state over the processes of actor (FSDP2), for
     models that do not fit on one device. A layer is gathered only while it computes."""
-    check_weights: bool = False
-    """Compare a checksum of the weights of all processes after each update."""
     step_timeout_s: Positive = 1800.0
     """Time limit of waiting for a process in one phase, seconds. The error names the process and
     its last progress."""
@@ -1161,10 +1143,6 @@ class Config:
     """Collect rollout k+1 in a second thread while the learner trains on rollout k, on two CPU
     cores. The policy that acts lags one update behind (rollout/version_lag 1), which
     algorithm.off_policy_correction=token corrects. Needs placement=local and a CPU."""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Precision of float32 matrix products while training: highest computes in float32, high in
-    tf32 (GPU), medium in bfloat16 (GPU, and CPUs with AMX); see
-    torch.set_float32_matmul_precision."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Tracking tools that receive what TensorBoard receives: wandb (Weights & Biases), mlflow. Each
     needs the extra of its name, and is set up by its environment variables."""

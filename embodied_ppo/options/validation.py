@@ -177,7 +177,6 @@ def _check_placement(config: Config) -> None:
             PlacementError,
         )
         placement.check_roles(cluster.component_placement, roles(config))
-    _check_lag(cluster)
     if one_process(config):
         for name, value in vars(cluster).items():
             refuse(
@@ -186,17 +185,6 @@ def _check_placement(config: Config) -> None:
                 f" placement=local runs one process and ignores cluster.{name} = {show(value)}",
                 PlacementError,
             )
-
-
-def _check_lag(cluster: ClusterConfig) -> None:
-    """Refuse a transport that does not keep weights for cluster.max_lag. Raises PlacementError."""
-    refuse(
-        cluster.max_lag and cluster.weights not in ("auto", "store"),
-        f"cluster.weights = {cluster.weights} and cluster.max_lag = {cluster.max_lag}: rollout"
-        " processes fetch the weights later, and only cluster.weights=store keeps them; write"
-        " cluster.weights=store or cluster.max_lag=0",
-        PlacementError,
-    )
 
 
 def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
@@ -214,7 +202,6 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
             PlacementError,
         )
     check(replace(config, cluster=ClusterConfig()), explicit)
-    _check_lag(config.cluster)
 
 
 def roles(config: Config) -> list[str]:

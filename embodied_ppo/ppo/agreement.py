@@ -43,8 +43,7 @@ def tolerances(config: Config) -> Tolerances:
     """Return the tolerances of a run; infinite where a difference is intended."""
     language = config.mode == "reasoning"
     dtype = config.actor.model.dtype if language else config.model.dtype
-    exact = dtype == "float32" and config.matmul_precision == "highest"
-    value = ROUNDING if exact else LOW_PRECISION
+    value = ROUNDING if dtype == "float32" else LOW_PRECISION
     other_engine = language and config.rollout.engine != "builtin"
     log_prob = LOW_PRECISION if other_engine else value
     if config.algorithm.rpo_alpha is not None:  # shifts the means

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from embodied_envs.base import watchdog
-from embodied_envs.base.compilation import matmul_precision
+from embodied_envs.base.compilation import highest_matmul_precision
 from embodied_envs.base.errors import (
     CheckpointError,
     ConfigError,
@@ -120,8 +120,7 @@ class OpenRun:
 
         Raises SystemExit(130) after a second signal.
         """
-        precision = self.spec.config.matmul_precision
-        with stop_signals(timer) as should_stop, matmul_precision(precision):
+        with stop_signals(timer) as should_stop, highest_matmul_precision():
             try:
                 yield should_stop
             # The first signal sets ``should_stop``; a second one, or one in an evaluation, raises.

@@ -342,7 +342,6 @@ def make_rollout(
         rows=a.rollout_micro_batch_size,
         kept_inputs=kept_inputs,
         schedule=schedule,
-        on_nan=config.env.on_nan,
         notice=notice,
         stage=stage,
         stages=stages,
@@ -393,7 +392,7 @@ def _evaluation(
             hint = "if a process can have only one simulator, write evaluation.env=training"
             raise EnvError(f"{hint} (docs/tasks.md): {error}") from error
 
-    return partial(evaluation.measure, options, policy, simulators, on_nan=config.env.on_nan)
+    return partial(evaluation.measure, options, policy, simulators, skip_diverged=True)
 
 
 def _write_report(

@@ -171,7 +171,6 @@ class WorkerBuilder:
         messages = Messages(say)
         # Send each line at once: the driver keeps lines until its log is open.
         messages.open(say)
-        torch.set_float32_matmul_precision(self.spec.config.matmul_precision)
         device = devices.activate(self.spec.device)
         devices.select_egl_device(device, messages.notice)
         # Nothing closes this stack: the process is ended after ``Worker.close``.

@@ -1,10 +1,9 @@
-"""Environments whose observations or rewards are not finite (``env.on_nan``)."""
+"""Environments whose observations or rewards are not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -203,7 +202,6 @@ class DivergenceLog:
 
     Attributes:
         guard: Its ``example`` is reported.
-        on_nan: The option ``env.on_nan``.
         env_offset: Number of the first environment in the run.
         stages: Number of rollouts of an update, in all processes.
         group_size: Environments that start alike, so that all of them may diverge at once.
@@ -213,7 +211,6 @@ class DivergenceLog:
     """
 
     guard: DivergenceGuard
-    on_nan: Literal["reset", "stop"]
     env_offset: int
     stages: int
     group_size: int = 1
@@ -230,8 +227,7 @@ class DivergenceLog:
             update: Index of the update.
 
         Raises:
-            TrainingError: One with ``stop``, more than LIMIT with ``reset``, or an action is not
-                finite.
+            TrainingError: There are more than LIMIT, or an action is not finite.
         """
         env, n = self.guard.env, int(diverged.sum())
         self.newest = n
@@ -249,11 +245,11 @@ class DivergenceLog:
             )
         steps = self.stages * diverged.numel()  # of the update
         # Too many divergences bias the data: end the run.
-        if self.on_nan == "stop" or n > max(self.group_size, LIMIT * steps):
+        if n > max(self.group_size, LIMIT * steps):
             raise TrainingError(
                 f"fix env.id={env.id} (a shorter time step, bounded actions): {what} in {where};"
-                f" {n} of {steps} steps diverged, none of which was trained on (env.on_nan="
-                f"{self.on_nan}; reset masks up to {LIMIT:.0%})"
+                f" {n} of {steps} steps diverged, none of which was trained on; up to {LIMIT:.0%}"
+                " are masked"
             )
         self.total += n
         # Print a line after 1, 10, 100 times as many divergences.
@@ -263,5 +259,5 @@ class DivergenceLog:
         done = "it was reset" if self.guard.can_reset else "it is masked until its episode ends"
         return (
             f"env.id={env.id}: {what} in {where}; {done}, and the step is not trained on"
-            f" (env.on_nan=reset); so far {self.total}, see rollout/diverged"
+            f"; so far {self.total}, see rollout/diverged"
         )

@@ -60,7 +60,6 @@ def make_env(
             num_threads=config.num_threads or None,
             max_episode_steps=config.max_episode_steps,
             action_mapping=config.action_mapping,
-            success_key=config.success_key,
             obs_keys=config.obs_keys,
             action_chunk=config.action_chunk,
             cameras=config.cameras,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -98,7 +98,6 @@ class Rollout:
         rows: int | None = None,
         kept_inputs: Sequence[str] = (),
         schedule: compile.CompileSchedule | None = None,
-        on_nan: Literal["reset", "stop"] = "reset",
         notice: Callable[[str], None] = lambda text: None,
         stage: int = 0,
         stages: int = 1,
@@ -129,8 +128,6 @@ class Rollout:
             rows: Largest number of observations in one forward pass of the policy; None: all.
             kept_inputs: Inputs of the policy to keep, see ``Trajectory.kept``.
             schedule: Schedule of the switch to compiled code; None: never.
-            on_nan: What an environment leads to that returns a number which is not finite, see
-                ``DivergenceGuard``.
             notice: Receives lines for the log.
             stage: Index of ``env`` among the equal parts of all environments.
             stages: Number of these parts, in all processes.
@@ -162,7 +159,7 @@ class Rollout:
         self.steps = 0  # of each environment, since the last restart
         # Environments that return NaN or infinity are masked, reset and counted.
         self.guard = DivergenceGuard(env)
-        self.divergences = DivergenceLog(self.guard, on_nan, self.env_offset, stages, group_size)
+        self.divergences = DivergenceLog(self.guard, self.env_offset, stages, group_size)
         self.notice = notice
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
@@ -487,7 +484,7 @@ class Rollout:
         if all(x is None for x in success):
             raise ConfigError(
                 f"algorithm.group_filter = success: env.id={self.env.id} reports no success; write"
-                " algorithm.group_filter=null, or name its flag in env.success_key"
+                " algorithm.group_filter=null, or return its flag as success in the info"
             )
         # An episode succeeds if one of its unmasked steps reports success.
         succeeded = [torch.zeros_like(mask[0]) if x is None else x.bool() for x in success]

@@ -139,7 +139,6 @@ def _placements(config: Config, devices: int) -> Iterator[Config]:
         node_groups={},
         component_placement={},
         max_lag=0,
-        weights="auto" if c.max_lag else c.weights,
     )
     # Each learner needs an environment or a prompt.
     a = config.algorithm

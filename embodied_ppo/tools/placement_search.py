@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from embodied_envs.base.compilation import matmul_precision
+from embodied_envs.base.compilation import highest_matmul_precision
 from embodied_envs.base.errors import ConfigError, ProcessLost, TrainingError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.cluster.run_plan import hardware_of
@@ -156,7 +156,7 @@ def search(
     with (
         Interrupts(),
         Progress(quiet) as bar,
-        matmul_precision(config.matmul_precision),
+        highest_matmul_precision(),
         ExitStack() as stack,
     ):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="embodied-ppo-tune-")))

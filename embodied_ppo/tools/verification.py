@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from embodied_envs.base.compilation import matmul_precision
+from embodied_envs.base.compilation import highest_matmul_precision
 from embodied_envs.base.errors import (
     CheckpointError,
     ConfigError,
@@ -340,7 +340,7 @@ def _evaluate(source: Path, recorded: dict[str, Any], config: Config) -> dict[st
             "out": folder,
         }
         evaluation = loader.load(EvaluateConfig, options, source="the report's options")
-        with matmul_precision(config.matmul_precision):
+        with highest_matmul_precision():
             results = checkpoint_evaluation.evaluate(evaluation, quiet=True)
         return report.read(Path(results["report_json"]))
 

@@ -39,7 +39,7 @@ FREE_ON_RESUME = (
     "trackers",
 )
 """Options that may change on resume without a message; all other changes are reported."""
-ROUNDING_OPTIONS = ("device", "threads", "matmul_precision", "compile")
+ROUNDING_OPTIONS = ("device", "threads", "compile")
 """Options that change results by rounding only; one line reports all changes."""
 SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
@@ -407,7 +407,7 @@ def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
     name = f"cpu ({torch.backends.cpu.get_cpu_capability()})"
     return {
         "threads": config.threads or torch.get_num_threads(),
-        "matmul_precision": config.matmul_precision,
+        "matmul_precision": "highest",  # an option of earlier versions
         "compile": config.compile,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "torch": versions()["torch"],

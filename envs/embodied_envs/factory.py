@@ -39,7 +39,6 @@ def make(
     num_threads: int | None = None,
     max_episode_steps: int | None = None,
     action_mapping: str = "rescale",
-    success_key: str | None = None,
     obs_keys: Sequence[str] | None = None,
     action_chunk: int = 1,
     cameras: Sequence[str] = (),
@@ -70,8 +69,6 @@ def make(
         num_threads: Threads of EnvPool or of our engine; None: the cores that this process may use.
         max_episode_steps: Time limit in primitive steps; None: the task's default.
         action_mapping: "rescale", "clip" or "none" for continuous actions, see ``actions.mapper``.
-        success_key: Entry of the info that means success; None: "success" or "is_success", if the
-            task has one.
         obs_keys: Entries of a dictionary of observations to use. Our own tasks offer "state" and,
             if they define it, "privileged" (``Task.privileged``). None: all except that one, which
             is an error if one of them is privileged by its name (``spaces.PRIVILEGED``).
@@ -105,7 +102,6 @@ def make(
         num_threads=num_threads,
         max_episode_steps=max_episode_steps,
         action_mapping=action_mapping,
-        success_key=success_key,
         obs_keys=obs_keys,
         cameras=cameras,
         image_size=image_size,
@@ -172,7 +168,7 @@ def _with_realism(
         checked = realistic_env.read(options, env)
         if checked.push_velocity is not None:  # then it has the method
             simulator: Any = env
-            simulator.use_pushes(checked.push_velocity, checked.push_interval_s)
+            simulator.use_pushes(checked.push_velocity)
     except EnvError:
         env.close()
         raise
@@ -198,11 +194,6 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
         )
     engine = simulator_of(id, simulator, options.device)
     if engine in ("mujoco", "warp") and tasks.find(id) is not None:
-        if options.success_key is not None:
-            raise EnvError(
-                f"env.id={id}: success_key={options.success_key!r} is for EnvPool and Gymnasium;"
-                " remove it, because the task defines success"
-            )
         from embodied_envs.physics.make import make as make_own  # MuJoCo takes half a second
 
         return make_own(id, options, engine=engine)

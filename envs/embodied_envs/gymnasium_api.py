@@ -43,7 +43,7 @@ NO_LIMIT = 2**31 - 1
 
 
 MAKE_OPTIONS = inspect.signature(embodied_envs.make).parameters.keys() - {
-    *("id", "num_envs", "seeds", "kwargs", "render", "rebuild", "success_key", "image_layout")
+    *("id", "num_envs", "seeds", "kwargs", "render", "rebuild", "image_layout")
 }
 """Options of ``embodied_envs.make`` that are options here, too; all others are the task's."""
 

@@ -141,7 +141,6 @@ REFUSALS = [
     ("tune resume=auto", "resume"),
     ("tune device=cuda:99", "device"),
     ("tune cluster.num_nodes=2", "cluster.num_nodes"),
-    ("tune cluster.max_lag=1 cluster.weights=ipc", "cluster.weights"),
     ("tune cluster.device_memory_gb=1e-5", "tune: no placement is"),
     (
         "train experiment=cartpole env.num_envs=100000000 algorithm.global_batch_size=100000000",

@@ -138,13 +138,13 @@ def test_run_with_lag_is_placed_in_several_processes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     summary = tune(
-        capsys, "cluster.max_lag=1", "cluster.devices_per_node=2", "cluster.check_weights=true"
+        capsys, "cluster.max_lag=1", "cluster.devices_per_node=2", "cluster.step_timeout_s=900"
     )
     assert reasons(summary)["local"].endswith("one process cannot run ahead of itself")
     assert measured(summary).keys() == {"disaggregated"}
     cluster = train_printed_command(capsys, summary)["cluster"]
-    names = ("max_lag", "check_weights", "devices_per_node")
-    assert [cluster[name] for name in names] == [1, True, 2]
+    names = ("max_lag", "step_timeout_s", "devices_per_node")
+    assert [cluster[name] for name in names] == [1, 900, 2]
 
 
 def test_placement_beyond_the_memory_is_refused() -> None:

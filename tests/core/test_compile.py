@@ -614,7 +614,7 @@ def test_interrupt_ends_wait_for_compiler(options: list[str], tmp_path: Path) ->
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
 
 
-def test_matmul_precision_is_restored_after_training(
+def test_training_computes_in_float32_and_restores_the_callers_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precisions: list[str] = []
@@ -625,5 +625,9 @@ def test_matmul_precision_is_restored_after_training(
         return _original(self, trajectory, update=update)
 
     monkeypatch.setattr(PPO, "update", note)
-    runs.train(tiny(tmp_path / "run", updates=2, matmul_precision="medium"), quiet=True)
-    assert precisions == ["medium"] * 2 and torch.get_float32_matmul_precision() == "highest"
+    torch.set_float32_matmul_precision("medium")
+    try:
+        runs.train(tiny(tmp_path / "run", updates=2), quiet=True)
+        assert precisions == ["highest"] * 2 and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")

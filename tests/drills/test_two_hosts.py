@@ -220,7 +220,7 @@ def test_roles_on_two_hosts_equal_one_process(hosts: tuple[Host, Host], tmp_path
         "'cluster.component_placement={env: 1, rollout: 0, actor: 1}'"
         " 'cluster.node_groups={sim: 1}'"
     )
-    joined = "cluster.num_nodes=2 cluster.devices_per_node=1 cluster.check_weights=true"
+    joined = "cluster.num_nodes=2 cluster.devices_per_node=1"
     before = [host.processes() for host in hosts]
     hosts[0].run(f"RAY_ADDRESS=auto {train} {placement} {joined} run_dir=two_hosts", cwd=tmp_path)
     assert [new_processes(host, old) for host, old in zip(hosts, before, strict=True)] == [{}, {}]

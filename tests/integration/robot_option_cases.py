@@ -110,7 +110,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.realism.obs_dropout": (0.5, {}),
     "env.realism.action_rate_limit": (0.05, {}),
     "env.realism.push_velocity": (1.0, DRIFTER),
-    "env.realism.push_interval_s": ([1.0, 2.0], {**DRIFTER, "env.realism.push_velocity": 1.0}),
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
     "env.restart_each_rollout": (True, {}),
     "env.restart_every": (8, {"env.max_episode_steps": 4}),
@@ -191,18 +190,9 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 LAG = {"algorithm.off_policy_correction": 1}
 """Options for experience that an older policy made -> rollouts between acting and learning."""
 
-REPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "env.success_key": (
-        "near",
-        {**POINT, "env.kwargs": {"far": 0.8}, "algorithm.horizon": 16},
-        "rollout/success",
-    ),
-}
-
 UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.num_threads": (2, {}, "speed only: environments are independent"),
     "env.image_layout": ("hwc", {}, "it only decides shapes that leave it open"),
-    "env.on_nan": ("stop", {}, "it only ends a run whose simulator diverges"),
     "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
     "algorithm.micro_batch_size": (4, {}, "memory only"),
     "algorithm.rollout_micro_batch_size": (2, {}, "memory only"),
@@ -292,7 +282,7 @@ CASES = OptionCases(
     base=loader.flat(run_helpers.BASE),
     sections=("algorithm.", "model.", "env."),
     changes=CHANGES,
-    reported=REPORTED,
+    reported={},
     unchanged=UNCHANGED,
     refused=REFUSED,
     other_values=OTHER_VALUES,

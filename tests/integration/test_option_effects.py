@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 import embodied_envs
-from embodied_envs.base.compilation import matmul_precision
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.commands import main
@@ -337,11 +336,6 @@ def threads(value: int) -> int:
         torch.set_num_threads(1)
 
 
-def precision(value: str) -> str:
-    with matmul_precision(value):
-        return torch.get_float32_matmul_precision()
-
-
 def located(value: str | None) -> str:
     """Return the directory in which an existing run is resumed."""
     options = {"run_dir": str(run("save_every", 50)), "resume": value}
@@ -416,7 +410,6 @@ EFFECTS: dict[str, Effect] = {
         "never",
         lambda v: compilation.compile_from(run_helpers.tiny_config({"compile": v}), CPU, print),
     ),
-    "matmul_precision": ("highest", "medium", precision),
     "env.num_threads": (1, 3, threads_of_simulator),
     "model.gradient_checkpointing": (
         False,
@@ -475,7 +468,6 @@ EFFECTS: dict[str, Effect] = {
     ),
     "cluster.stages": of_plan(1, 2, "cluster.stages", placement="hybrid"),
     "cluster.max_lag": of_plan(0, 1, "cluster.max_lag", placement="disaggregated"),
-    "cluster.weights": of_plan("broadcast", "store", "cluster.weights", placement="disaggregated"),
     "cluster.shard": of_plan(False, True, "cluster.shard"),
     "evaluate episodes": (2, 3, of_evaluate("report", "episodes")),
     "evaluate num_envs": (1, 3, of_evaluate("environments", "num_envs")),
@@ -530,7 +522,6 @@ ELSEWHERE = {
     "training/test_trackers.py": ["trackers"],
     "envs/test_task_files.py": ["allow_changed_task", "evaluate allow_changed_task"],
     "envs/base/test_images.py": ["env.image_layout"],
-    "rollout/test_divergence.py": ["env.on_nan"],
     "commands/test_supervisor.py": ["env.step_timeout_s"],
     "extras/test_vllm.py": ["rollout.gpu_memory_utilization"],
     "rollout/rewards/test_worker_pool.py": ["reward.timeout_s"],
@@ -544,7 +535,6 @@ ELSEWHERE = {
         *("distillation.teacher_share_updates", "distillation.update_epoch"),
         *("distillation.global_batch_size", "distillation.lr"),
     ],
-    "cluster/test_weight_sync.py": ["cluster.check_weights"],
     "cluster/test_channels.py": ["cluster.step_timeout_s"],
     "drills/test_placement_failures.py": ["cluster.max_restarts"],
     "evaluation/test_robustness.py": [

@@ -107,18 +107,12 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "colocated": {
         "placement": "colocated",
         "cluster__devices_per_node": 1,
-        "cluster__check_weights": True,
         "model__history": 2,
         "model__recurrent": "gru",
         "model__recurrent_size": 4,
         "algorithm__minibatch_unit": "column",
     },
-    "disaggregated": {
-        "placement": "disaggregated",
-        "cluster__devices_per_node": 2,
-        "cluster__weights": "store",
-        "cluster__check_weights": True,
-    },
+    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 2},
     "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 2},
     "apart": {
         "cluster__component_placement": {"env": "0-1", "rollout": 2, "actor": 3},
@@ -193,11 +187,7 @@ def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: 
 
 SHARDED: dict[str, dict[str, Any]] = {
     "fused": TWO_LEARNERS["fused"],
-    "disaggregated": {
-        **TWO_LEARNERS["disaggregated"],
-        "cluster__weights": "store",
-        "cluster__check_weights": True,
-    },
+    "disaggregated": TWO_LEARNERS["disaggregated"],
 }
 
 
@@ -257,8 +247,7 @@ def test_recurrent_policy_with_two_learners_equals_one_process(
     cached_run: CachedRuns, tmp_path: Path
 ) -> None:
     """Each learner has half of the columns of a minibatch, with their states."""
-    sharded = {"cluster__shard": True, "cluster__check_weights": True}
-    metrics = train(tmp_path / "run", **TWO_LEARNERS["hybrid"], **sharded, **RECURRENT)
+    metrics = train(tmp_path / "run", **TWO_LEARNERS["hybrid"], cluster__shard=True, **RECURRENT)
     local = cached_run(**RECURRENT)
     assert_close(metrics, rows(local))
     run_helpers.assert_states_close(weights(tmp_path / "run", 3), weights(local, 3))

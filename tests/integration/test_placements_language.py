@@ -96,11 +96,7 @@ def local(cached_run: CachedRuns) -> Path:
 
 EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 1},
-    "colocated": {
-        "placement": "colocated",
-        "cluster__devices_per_node": 1,
-        "cluster__check_weights": True,
-    },
+    "colocated": {"placement": "colocated", "cluster__devices_per_node": 1},
     "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 2},
     "crossed": {
         "cluster__component_placement": {"rollout,critic": 0, "actor,reward": 1, "reference": 0},
@@ -189,11 +185,7 @@ def test_run_resumes_bit_for_bit_in_other_placements(
 
 SHARDED: dict[str, dict[str, Any]] = {
     "fused": TWO_LEARNERS["fused"],
-    "disaggregated": {
-        "placement": "disaggregated",
-        "cluster__devices_per_node": 4,
-        "cluster__check_weights": True,
-    },
+    "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4},
 }
 
 

@@ -162,18 +162,11 @@ def test_presets_use_all_devices(name: str, devices: int, mode: str) -> None:
 def test_weight_transport() -> None:
     two = Hardware((2, 2), "cuda")
     placement = {"env,rollout": "0-1", "actor": "2-3"}
-    for weights, path in (("auto", "broadcast"), ("store", "store"), ("broadcast", "broadcast")):
-        assert plan(placement, two, weights=weights).weights_path(0) == path
+    assert plan(placement, two).weights_path(0) == "broadcast"
     assert plan(placement, EIGHT, max_lag=1).weights_path(0) == "store"
-    across = plan({"env,rollout": ["0", "2"], "actor": ["1", "3"]}, two, weights="ipc")
-    for p, actors in (
-        (plan(placement, EIGHT, weights="ipc"), [0, 0]),
-        (across, [0, 1]),
-        (plan(placement, two), [None, None]),
-    ):
-        assert [p.nearest_actor(rank) for rank in range(2)] == actors
-    with pytest.raises(PlacementError, match="rollout rank 0 is on node 0, which has no actor"):
-        plan(placement, two, weights="ipc")
+    shared = plan({"env,rollout": "1-2", "actor": "0-1"}, two)
+    assert [shared.weights_path(rank) for rank in range(2)] == ["ipc", "broadcast"]
+    assert [shared.actor_beside(rank) for rank in range(2)] == [1, None]
 
 
 def test_presets_omit_unused_roles() -> None:

@@ -75,7 +75,6 @@ def test_tolerances_follow_the_precision() -> None:
     exact = Tolerances(agreement.ROUNDING, agreement.ROUNDING)
     low = Tolerances(agreement.LOW_PRECISION, agreement.LOW_PRECISION)
     assert tolerances(Config()) == exact
-    assert tolerances(Config(matmul_precision="medium")) == low
     actor = ActorConfig(model=LanguageModelConfig(dtype="bfloat16"))
     assert tolerances(Config(mode="reasoning", actor=actor)) == low
     shifted = Config(algorithm=AlgorithmConfig(rpo_alpha=0.5))

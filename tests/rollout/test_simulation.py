@@ -26,12 +26,11 @@ def rollout(
     seed: int = 0,
     group_size: int = 1,
     one_episode=False,
-    on_nan="reset",
     **options,
 ):
     env = toy_envs.ScriptedEnv(lengths, clock, **options)
     policy = toy_envs.CountingPolicy()
-    settings = {"group_size": group_size, "one_episode": one_episode, "on_nan": on_nan}
+    settings = {"group_size": group_size, "one_episode": one_episode}
     return env, Rollout(env, policy, seed=seed, **settings)
 
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
-from embodied_envs.adapters.infos import curve_name
 from embodied_envs.base.errors import EnvError
 from embodied_envs.types import ArraySpec, Obs, VectorEnv, choices_of
 
 SUCCESS_KEYS = ("success", "is_success")
-"""Entries of a simulator's info that mean success if ``env.success_key`` is None."""
+"""Entries of a simulator's info that mean success."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,6 @@ class AdapterOptions:
     num_threads: int | None = None
     max_episode_steps: int | None = None
     action_mapping: str = "rescale"
-    success_key: str | None = None
     obs_keys: Sequence[str] | None = None
     cameras: Sequence[str] = ()
     image_size: tuple[int, int] = (64, 64)
@@ -90,7 +88,7 @@ class Adapter(VectorEnv):
         self.device = torch.device(options.device)
         self._seeds = list(options.seeds)
         self._seeds_are_new = True  # until the reset() that uses them
-        self._success_option = self._success_key = options.success_key
+        self._success_key: str | None = None  # the one of SUCCESS_KEYS that the info has
         self._render_size = options.render_size if options.render else None
         self._closed = False
 
@@ -179,33 +177,22 @@ class Adapter(VectorEnv):
         frame = frame[0] if frame.ndim == 4 else frame
         return _resize_image(frame, self._check_render())
 
-    def _find_success_key(self, info: Iterable[str]) -> str | None:
-        """Return the success key; without an option, search the info for a default key."""
-        if self._success_key is None:
-            self._success_key = next((key for key in SUCCESS_KEYS if key in info), None)
-        return self._success_key
-
-    def _success(self, numbers: Mapping[str, Tensor], *, ended: bool) -> Tensor | None:
+    def _success(self, numbers: Mapping[str, Tensor]) -> Tensor | None:
         """Return success, bool [N], from the numbers of a step's info; None: there is none.
 
         Args:
             numbers: See ``infos.read_numbers``.
-            ended: Whether an episode has ended, whose info must have the entry of
-                ``env.success_key``.
         """
-        key = self._find_success_key(numbers)
-        success = None if key is None else numbers.get(curve_name(key))
-        if success is not None and len(success) == self.num_envs:
-            return success.nan_to_num() != 0  # NaN: an environment without the entry
-        if self._success_option is None and (key is None or success is not None):
-            return None  # no entry, or one number of all environments, such as a rate
-        if ended and self._success_option is not None:
-            names = ", ".join(sorted(numbers)) or "nothing"
-            raise self._error(
-                f"success_key={key!r} is not in the info of a step that ends an episode; it has"
-                f" {names}"
-            )
-        return torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        if self._success_key is None:
+            self._success_key = next((key for key in SUCCESS_KEYS if key in numbers), None)
+        if self._success_key is None:
+            return None
+        success = numbers.get(self._success_key)
+        if success is None:  # an info of this episode had the entry, that of this step does not
+            return torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        if len(success) != self.num_envs:
+            return None  # one number of all environments, such as a rate
+        return success.nan_to_num() != 0  # NaN: an environment without the entry
 
 
 def _resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:

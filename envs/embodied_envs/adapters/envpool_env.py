@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import envpool_scenes, spaces
-from embodied_envs.adapters.base import Adapter, AdapterOptions, check_kwargs
+from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions, check_kwargs
 from embodied_envs.base import tree, watchdog
 from embodied_envs.base.errors import EnvError, choose
 from embodied_envs.base.host_memory import free_memory
@@ -326,12 +326,7 @@ class EnvPoolEnv(Adapter):
         info = {
             key.removeprefix("info:"): i for key, i in position.items() if key.startswith("info:")
         }
-        key = self._find_success_key(info)
-        if key is not None and key not in info:
-            raise self._error(
-                f"success_key={key!r} is not in its info; it has {', '.join(sorted(info))}"
-            )
-        self._success_index = None if key is None else info[key]
+        self._success_index = next((info[key] for key in SUCCESS_KEYS if key in info), None)
         self._numbers = [
             (name, i)
             for name, i in info.items()

@@ -70,7 +70,7 @@ class GymnasiumEnv(Adapter):
     vector_kwargs       arguments of Gymnasium's SyncVectorEnv or AsyncVectorEnv
 
     A step that is both terminated and truncated counts as terminated. ``success`` is None until the
-    first info that has the key (Gymnasium does not declare infos), unless ``success_key`` names it.
+    first info that has it (Gymnasium does not declare infos).
     A vector implementation that accepts only one seed gets the first of ``seeds``.
     """
 
@@ -117,7 +117,7 @@ class GymnasiumEnv(Adapter):
                 # Environments keep state between episodes, so new seeds need new environments.
                 self._env.close()
                 self._env = self._make()
-            self._success_key = self._success_option
+            self._success_key = None
             obs = self._seeded_reset()[0]
             self._seeds_are_new = False
         else:
@@ -138,7 +138,7 @@ class GymnasiumEnv(Adapter):
         truncated = truncated.astype(bool) & acted & ~terminated
         self._done = ended = terminated | truncated
         numbers = self._numbers(info)
-        success = self._success(numbers, ended=bool(ended.any()))
+        success = self._success(numbers)
         final_obs = self._final_obs(obs, info) if self._same_step and ended.any() else None
 
         def to_tensor(x: np.ndarray) -> Tensor:

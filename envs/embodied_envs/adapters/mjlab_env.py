@@ -42,9 +42,9 @@ class MjlabEnv(TorchVectorEnv):
     config  fields of the task's configuration to set: {"sim.njmax": 300, ..}
 
     Episodes end with their true last observation, because this adapter does the resets (mjlab's
-    auto_reset is off). success_key names one of the task's termination terms; None: the term
-    "success" if there is one, else the success of a command (for example lifting). Random numbers
-    come from the process's global generators, which ``restart`` seeds with the first of the seeds.
+    auto_reset is off). Success is the termination term "success" if there is one, else the success
+    of a command (for example lifting). Random numbers come from the process's global generators,
+    which ``restart`` seeds with the first of the seeds.
     """
 
     def __init__(self, id: str, options: AdapterOptions) -> None:

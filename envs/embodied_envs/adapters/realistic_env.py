@@ -55,7 +55,6 @@ class Realism:
         action_rate_limit: Largest change of an action in one control step; None: no limit.
         push_velocity: (low, high), size of the pushes that the simulator itself executes, m/s;
             None: no pushes.
-        push_interval_s: (low, high), time between two pushes, s.
     """
 
     action_delay: tuple[int, int] = (0, 0)
@@ -66,7 +65,6 @@ class Realism:
     action_rate_limit: float | None = None
     parts: int = 1
     push_velocity: tuple[float, float] | None = field(default=None, compare=False)
-    push_interval_s: tuple[float, float] = field(default=(5.0, 10.0), compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,7 +117,6 @@ class _Reader:
         push_velocity = self._range("push_velocity", self.options.get("push_velocity") or 0)
         if push_velocity[1] and self.env.physics_steps is None:
             raise self._refused("push_velocity", f"{OWN_TASKS_ONLY}, such as Go1Joystick")
-        interval_s = self.options.get("push_interval_s", Realism.push_interval_s)
         limit = self.options.get("action_rate_limit")
         if limit is not None:
             if not isinstance(self.env.action_spec, Box):
@@ -134,7 +131,6 @@ class _Reader:
             obs_dropout=self._disturbances("obs_dropout"),
             action_rate_limit=limit,
             push_velocity=push_velocity if push_velocity[1] else None,
-            push_interval_s=self._range("push_interval_s", interval_s, positive=True),
         )
 
     def _action_delay(self) -> tuple[tuple[int, int], int]:

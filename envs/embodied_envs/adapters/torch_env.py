@@ -73,8 +73,8 @@ class TorchVectorEnv(Adapter):
 
     A step that is both terminated and truncated counts as terminated. If the environment's ``cfg``
     has is_finite_horizon (Isaac Lab, mjlab), the time limit terminates. ``success`` is
-    info[success_key] [N], in the last step of an episode info["final_info"][success_key]; "a/b"
-    reads info["a"]["b"]. It is None until the first info has it.
+    info["success"] or info["is_success"] [N], in the last step of an episode that of
+    info["final_info"]. It is None until the first info has it.
 
     ``restart`` does not create a new environment: it resets with new seeds, all of them if the
     environment accepts a list, else the first. State that outlives an episode (a curriculum, domain
@@ -132,7 +132,7 @@ class TorchVectorEnv(Adapter):
             obs = self._seeded_reset() if self._seeds_are_new else self._env.reset()[0]
             obs = self._read_reset(obs)
         if self._seeds_are_new:
-            self._success_key = self._success_option
+            self._success_key = None
         self._seeds_are_new = False
         return obs
 
@@ -161,7 +161,7 @@ class TorchVectorEnv(Adapter):
             truncated=truncated,
             mask=torch.ones_like(terminated),
             final_obs=final_obs,
-            success=self._success(numbers, ended=final_obs is not None),
+            success=self._success(numbers),
             info=numbers or None,
         )
 

@@ -80,10 +80,10 @@ def warn_uncompiled(name: str, error: Exception, stacklevel: int = 3) -> None:
 
 
 @contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products within the block."""
+def highest_matmul_precision() -> Iterator[None]:
+    """Compute matrix products of float32 in float32 within the block, whatever a caller has set."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:

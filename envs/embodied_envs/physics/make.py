@@ -99,7 +99,7 @@ def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
 
     Args:
         id: ``env.id``.
-        options: Options of all simulators; ``success_key`` is not read.
+        options: Options of all simulators.
         engine: "mujoco" (CPU threads) or "warp" (GPU worlds; also on device "cpu"). On a GPU, other
             worlds are simulated first to measure ``nconmax`` and ``njmax`` unless ``kwargs`` has
             them.

@@ -25,6 +25,9 @@ from embodied_envs.types import ArraySpec, Box, Obs, Step, VectorEnv
 HUGE = 1e10
 """A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
+PUSH_INTERVAL_S = (5.0, 10.0)
+"""Bounds of the time before the first push of an episode and between two, at least one step."""
+
 _RESET, _STEP = 0, 1
 """Streams of random numbers, see ``base.random``; that of pushes is 2."""
 
@@ -140,24 +143,23 @@ class MujocoEnv(VectorEnv):
         spec: Any = tree.map(lambda x: ArraySpec(tuple(x.shape[1:]), x.dtype), self._last_obs)
         self.obs_spec = spec
 
-    def use_pushes(self, velocity: tuple[float, float], interval_s: tuple[float, float]) -> None:
+    def use_pushes(self, velocity: tuple[float, float]) -> None:
         """Push the robot's base at random times; call it before ``reset``.
 
         Args:
             velocity: Bounds of the size of a push, m/s.
-            interval_s: Bounds of the time between two pushes, s; at least one control step each.
 
         Raises:
             EnvError: There is no base to push, or an episode is shorter than every interval.
         """
         step_s = self.step_s
         assert step_s is not None  # the constructor sets it
-        low, high = (max(1, round(x / step_s)) for x in interval_s)
+        low, high = (max(1, round(x / step_s)) for x in PUSH_INTERVAL_S)
         if low >= self._time_limit:
-            shown = f"[{interval_s[0]:g}, {interval_s[1]:g}]"
             raise EnvError(
-                f"env.id={self.id}: env.realism.push_interval_s = {shown}: an episode ends after"
-                f" {self._time_limit * step_s:g} s, before the first push; lower it"
+                f"env.id={self.id}: remove env.realism.push_velocity, or raise"
+                f" env.max_episode_steps: an episode ends after {self._time_limit * step_s:g} s,"
+                f" before the first push ({PUSH_INTERVAL_S[0]:g} to {PUSH_INTERVAL_S[1]:g} s)"
             )
         self._pushes = Pushes(self.physics, id=self.id, velocity=velocity, interval=(low, high))
         self._pushes.begin(self._all_worlds, self._seeds, self._episode)

@@ -24,8 +24,8 @@ from torch import Tensor
 from embodied_envs.base import random, tree
 from embodied_envs.base.compilation import (
     compile_function,
+    highest_matmul_precision,
     is_compilation_disabled,
-    matmul_precision,
 )
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics import warp_kernels
@@ -410,10 +410,10 @@ class WarpPhysics:
         """Return ``function``; on a GPU compiled, so that few kernels do its work."""
         if self.device.type not in FUSED_DEVICES or is_compilation_disabled():
             return function
-        # The gradient mode of the caller would be a variant of the compiled code, and so would the
-        # option matmul_precision, which is for policies and not for the simulation.
+        # The gradient mode of the caller and its precision of matrix products would each be a
+        # variant of the compiled code.
         compiled = torch.no_grad()(compile_function(function, dynamic=False))
-        return matmul_precision("highest")(compiled)
+        return highest_matmul_precision()(compiled)
 
     def _launch(self, name: Hashable, kernels: Callable[[], None]) -> None:
         """Run ``kernels``, which launches warp kernels only, on torch's current stream."""
@@ -503,7 +503,7 @@ class _CapturedStep:
                     stacklevel=2,
                 )
         if self.graph is None:
-            with matmul_precision("highest"):
+            with highest_matmul_precision():
                 result = self.step(action)
         else:
             self.action.copy_(action)
@@ -525,7 +525,7 @@ class _CapturedStep:
             torch.cuda.stream(stream),
             torch.cuda.use_mem_pool(self.pool, device),
             self.physics.scope(),
-            matmul_precision("highest"),
+            highest_matmul_precision(),
             wp.ScopedCapture() as capture,
         ):
             self.result = self.step(self.action)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import embodied_envs
 from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
-from embodied_envs.physics import mujoco_warp
+from embodied_envs.physics import mujoco_env, mujoco_warp
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.physics.mujoco_warp import (
     WarpPhysics,
@@ -370,7 +370,7 @@ class Servo(toy_envs.Drifter):
 
 ROBOT: dict[str, Any] = {
     "id": f"{__name__}:Servo",
-    "realism": {"push_velocity": [0.5, 1], "push_interval_s": [0.04, 0.1]},
+    "realism": {"push_velocity": [0.5, 1]},
     "randomize": True,
     "ranges": {"joint_offset": [-0.1, 0.1], "motor_strength": [0.5, 1.5]},
     "max_episode_steps": 8,
@@ -379,7 +379,8 @@ ROBOT: dict[str, Any] = {
 """Pushes, encoder errors and motor strengths."""
 
 
-def test_pushes_and_encoder_errors_equal_the_cpu_engines() -> None:
+def test_pushes_and_encoder_errors_equal_the_cpu_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mujoco_env, "PUSH_INTERVAL_S", (0.04, 0.1))
     cpu, gpu = make(**ROBOT, simulator="mujoco"), make(**ROBOT)
     assert compare(cpu, gpu, 7, 1e-4) == 28
     assert float(cpu.s["qvel"][:, 6:8].norm(dim=1).min()) > 0.1

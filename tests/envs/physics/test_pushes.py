@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 import embodied_envs
+from embodied_envs.physics import mujoco_env
 from embodied_envs.physics.mujoco_env import MujocoEnv
 
 XY = slice(6, 8)
 """Horizontal velocity of the base in qvel, after the six of the block."""
 
 
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Push after 5 to 10 control steps of 20 ms."""
+    monkeypatch.setattr(mujoco_env, "PUSH_INTERVAL_S", (0.1, 0.2))
+
+
 def make(n: int = 2, seeds: list[int] | None = None, **options: Any) -> Any:
-    options.setdefault("realism", {"push_velocity": [0.5, 1.0], "push_interval_s": [0.1, 0.2]})
+    options.setdefault("realism", {"push_velocity": [0.5, 1.0]})
     return embodied_envs.make(
         "toy_envs:Drifter",
         num_envs=n,
@@ -65,9 +72,10 @@ def test_base_velocity_changes_by_the_size_at_the_interval(stage: str) -> None:
     assert not v[:, :, :6].any() and float(v[:, :, 8:].abs().max()) < 1e-12
 
 
-def test_fixed_size_equals_a_hand_made_change_of_velocity() -> None:
+def test_fixed_size_equals_a_hand_made_change_of_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Base velocity (0, 0) and a push of 0.5 m/s in direction u give 0.5 u in all bodies."""
-    env = make(1, realism={"push_velocity": 0.5, "push_interval_s": 0.1})
+    monkeypatch.setattr(mujoco_env, "PUSH_INTERVAL_S", (0.1, 0.1))
+    env = make(1, realism={"push_velocity": 0.5})
     v = velocities(env, 11)[:, 0]
     assert not v[:6].any(), "5 steps without a push"
     assert float(v[6, XY].norm()) == pytest.approx(0.5, abs=1e-12)
