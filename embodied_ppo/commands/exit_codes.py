@@ -6,7 +6,7 @@ PROBLEM_FOUND = 1
 """``doctor`` found a problem with something that the default recipes need; ``verify`` found a
 difference."""
 REFUSED = 2
-"""The input was refused; nothing was started, except that ``RolloutMismatch`` ends a run."""
+"""The input was refused; nothing was started, except that ``RunRefused`` ends a run."""
 FAILED = 3
 """The run failed; the last line on stderr states the cause."""
 INTERRUPTED = 130

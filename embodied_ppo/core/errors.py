@@ -11,13 +11,20 @@ from embodied_envs.base.errors import (
 )
 
 __all__ = ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "ProcessLost"]
-__all__ += ["RolloutMismatch", "TrainingError", "UsageError"]
+__all__ += ["RolloutMismatch", "RunRefused", "TrainingError", "UsageError"]
 
 
-class RolloutMismatch(ConfigError):
+class RunRefused(ConfigError):
+    """Options that only a rollout shows to be wrong: the same command cannot succeed.
+
+    They are refused although the run has begun.
+    """
+
+
+class RolloutMismatch(RunRefused):
     """The learner computes other numbers than the policy that acted, see ``ppo.agreement``.
 
-    It refuses the network or engine, although the run has begun.
+    It refuses the network or engine.
     """
 
 

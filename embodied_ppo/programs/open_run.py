@@ -24,7 +24,7 @@ from embodied_envs.base.errors import (
     TrainingError,
     show_path,
 )
-from embodied_ppo.core.errors import RolloutMismatch
+from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.evaluation import report
 from embodied_ppo.evaluation.run_report import success_metric
 from embodied_ppo.options import loader, validation
@@ -217,7 +217,7 @@ def started(
     with (
         Interrupts(),
         claimed(config, messages.add) as (run_dir, resumed),
-        _removed_if_interrupted(run_dir),
+        _removed_if_untrained(run_dir),
     ):
         yield decide(config, run_dir, resumed, messages.add, **how), messages, bar
 
@@ -234,7 +234,7 @@ def open_run(spec: RunSpec, messages: Messages, bar: Progress) -> Iterator[OpenR
     Raises:
         ConfigError, CheckpointError, EnvError, PlacementError: The run is refused; the directory
             has no new file.
-        TrainingError, RolloutMismatch: The run fails after that.
+        TrainingError, RunRefused: The run fails after that.
     """
     with ExitStack() as stack:
         # Later edits have no effect: changed files are replaced by their copies in the directory.
@@ -298,9 +298,9 @@ def _write_start(spec: RunSpec, *, quiet: bool) -> Log:
 def _raise_failure(error: Exception, run_dir: Path) -> None:
     """Raise the error of a run that had begun: it is a failure, not a refusal (exit code 3).
 
-    A ``RolloutMismatch`` remains a refusal: the same command cannot succeed.
+    ``RunRefused`` remains a refusal: the same command cannot succeed.
     """
-    if isinstance(error, RolloutMismatch):
+    if isinstance(error, RunRefused):
         raise error
     if isinstance(error, (ConfigError, CheckpointError, EnvError)):
         raise TrainingError(str(error)) from error
@@ -324,13 +324,16 @@ def _raise_failure(error: Exception, run_dir: Path) -> None:
 
 
 @contextmanager
-def _removed_if_interrupted(run_dir: Path) -> Iterator[None]:
-    """Remove what a block writes if an interrupt ends it before an update or a checkpoint."""
+def _removed_if_untrained(run_dir: Path) -> Iterator[None]:
+    """Remove what a block writes if it ends before an update or a checkpoint.
+
+    Interrupts and refusals end it so; of a run that fails, the log remains.
+    """
     # Entries that exist before the run are never removed.
     existing = set(os.listdir(run_dir))
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, RunRefused):
         # Without a checkpoint and a trained update there is nothing to continue.
         if not checkpoint.steps(run_dir / "checkpoints") and not any(
             row.get("update") for row in report.rows(run_dir)

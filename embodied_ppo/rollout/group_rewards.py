@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from embodied_envs.base.errors import ConfigError, choose, join_names
+from embodied_envs.base.errors import TrainingError, choose, join_names
+from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.running_stats import expand
 from embodied_ppo.options.reward_groups import RewardGroup
 
@@ -23,7 +24,8 @@ class GroupRewards:
         self.groups, self.source = groups, source
         named = [term for group in groups for term in group.terms or ()]
         self.names = tuple(named)
-        self.checked = not named
+        self.has_rest = any(group.terms is None for group in groups)
+        self.checked = False
 
     def __call__(
         self, rows: Sequence[Mapping[str, Tensor] | None], reward: Tensor, mask: Tensor
@@ -31,26 +33,28 @@ class GroupRewards:
         """Return the rewards [.., G] of groups; one group has no dimension of its own, [..].
 
         Args:
-            rows: T times term -> [N], or [N, C] for the actions of a chunk; NaN counts as 0.
+            rows: T times term -> [N], or [N, C] for the actions of a chunk. A term that a row
+                lacks, or that is NaN, counts as 0.
             reward: [..] = [T, N] or [T, N, C].
             mask: bool [T, N].
 
         Raises:
-            ConfigError: A term does not exist, or the terms of all groups are not the reward.
+            RunRefused: The first step lacks a term, or the terms of all groups are not the reward.
+            TrainingError: A term is infinite.
         """
         if not self.names:
             return reward
         if not self.checked:
             self._check_names(rows[0] or {}, reward[0])
-        zero = torch.zeros_like(reward[0])
-        terms = {
-            name: torch.stack([(row or {}).get(name, zero) for row in rows]).double().nan_to_num()
-            for name in self.names
-        }
-        total = sum(terms.values(), torch.zeros_like(reward, dtype=torch.float64))
-        if not self.checked and all(group.terms is not None for group in self.groups):
-            self._check_sum(terms, total, reward, mask)
         self.checked = True
+        zero = torch.zeros_like(reward[0])
+        unmasked = expand(mask, reward)
+        terms: dict[str, Tensor] = {}
+        for name in self.names:
+            x = torch.stack([(row or {}).get(name, zero) for row in rows]).double()
+            terms[name] = torch.where(unmasked & ~x.isnan(), x, 0.0)
+        total = sum(terms.values(), torch.zeros_like(reward, dtype=torch.float64))
+        self._check_numbers(terms, total, torch.where(unmasked, reward, 0.0))
         parts = [
             reward.double() - total
             if group.terms is None
@@ -65,20 +69,26 @@ class GroupRewards:
         for name in self.names:
             if name not in offered:
                 there = choose(name, offered, "it returns ") if offered else "it returns none"
-                raise ConfigError(
-                    f"algorithm.reward_groups: {self.source} has no reward term {name}; {there}"
+                raise RunRefused(
+                    f"correct {name} in algorithm.reward_groups: the first step of {self.source}"
+                    f" has no such reward term; {there}"
                 )
 
-    def _check_sum(
-        self, terms: Mapping[str, Tensor], total: Tensor, reward: Tensor, mask: Tensor
-    ) -> None:
-        """Refuse terms that are not the whole reward."""
+    def _check_numbers(self, terms: Mapping[str, Tensor], total: Tensor, reward: Tensor) -> None:
+        """Refuse terms [.., N] that are infinite, or without a rest not the whole reward."""
         magnitude = 1 + sum((x.abs() for x in terms.values()), torch.zeros_like(total))
-        wrong = ((total - reward).abs() > TOLERANCE * magnitude) & expand(mask, reward)
-        if bool(wrong.any()):
-            a, b = float(total[wrong][0]), float(reward[wrong][0])
-            raise ConfigError(
-                "write terms: rest in one group of algorithm.reward_groups, or add what is missing:"
-                f" {join_names(self.names)} add up to {a:g} where the reward of"
-                f" {self.source} is {b:g}"
-            )
+        wrong = (total - reward).abs() > TOLERANCE * magnitude
+        if self.has_rest:
+            wrong = torch.zeros_like(wrong)
+        if not bool((wrong | ~magnitude.isfinite()).any()):
+            return
+        for name, x in terms.items():
+            if bool(x.isinf().any()):
+                raise TrainingError(
+                    f"return finite numbers: the reward term {name} of {self.source} is infinite"
+                )
+        a, b = float(total[wrong][0]), float(reward[wrong][0])
+        raise RunRefused(
+            "write terms: rest in one group of algorithm.reward_groups, or add what is missing:"
+            f" {join_names(self.names)} add up to {a:g} where the reward of {self.source} is {b:g}"
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
 from embodied_ppo.core.devices import upload
+from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.running_stats import expand, read_numbers
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
 from embodied_ppo.data.prompts import Prompt, Sampler
@@ -155,7 +156,8 @@ class ReasoningRollout:
             is the reward of the last token, which ends the episode.
 
         Raises:
-            ConfigError: Groups are filtered, but a grader returns no correctness.
+            RunRefused: Groups are filtered, but a grader returns no correctness; or reward groups
+                do not fit its numbers.
             TrainingError: Too many responses could not be graded.
         """
         assert horizon == self.sampling.max_tokens
@@ -192,7 +194,7 @@ class ReasoningRollout:
             # A rule beside a reward model may have failed.
             if grade.correct is None and not self.graders.failures:
                 source = self.prompts[rows[i // self.group_size]].data_source
-                raise ConfigError(
+                raise RunRefused(
                     f"algorithm.group_filter = success: the grader of data source {source!r}"
                     ' returns no correctness; return {"score": .., "acc": ..}, or write'
                     " algorithm.group_filter=null"

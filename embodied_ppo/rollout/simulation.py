@@ -12,11 +12,12 @@ from torch import Tensor
 
 from embodied_envs.base import tree, watchdog
 from embodied_envs.base.action_mask import check_action_mask
-from embodied_envs.base.errors import ConfigError, TrainingError
+from embodied_envs.base.errors import TrainingError
 from embodied_envs.base.random import env_seeds, sampling_key
 from embodied_envs.base.tree import apply_in_parts
 from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core import compile
+from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.finite import select_rows
 from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory
@@ -295,7 +296,8 @@ class Rollout:
             Trajectory [T, N, ..], and the metrics of finished episodes.
 
         Raises:
-            ConfigError: Groups are filtered, but the task reports no success.
+            RunRefused: Groups are filtered, but the task reports no success; or reward groups do
+                not fit its reward terms.
         """
         if self.filter is None:
             return interleave([self.collecting(horizon, update=update, version=version)])[0]
@@ -482,7 +484,7 @@ class Rollout:
     def _episode_success(self, success: list[Tensor | None], mask: Tensor) -> Tensor:
         """Return whether the first episode of each environment succeeded, bool [N]."""
         if all(x is None for x in success):
-            raise ConfigError(
+            raise RunRefused(
                 f"algorithm.group_filter = success: env.id={self.env.id} reports no success; write"
                 " algorithm.group_filter=null, or return its flag as success in the info"
             )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import run_helpers
 import torch
 
-from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.errors import TrainingError
+from embodied_ppo.commands import main
+from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.options import loader
 from embodied_ppo.options.reward_groups import reward_groups
@@ -40,8 +43,8 @@ def test_terms_of_groups_by_hand() -> None:
 @pytest.mark.parametrize(
     ("groups", "line"),
     [
-        ({"x": {"terms": ["c"]}, "y": {}}, "env.id=Toy has no reward term c; .. a, b"),
-        ({"x": {"terms": ["mean"]}, "y": {}}, "has no reward term mean"),
+        ({"x": {"terms": ["c"]}, "y": {}}, "correct c .. first step of env.id=Toy .. a, b"),
+        ({"x": {"terms": ["mean"]}, "y": {}}, "correct mean"),
         (
             {"x": {"terms": ["a"]}, "y": {"terms": ["b"]}},
             "write terms: rest .. a, b add up to 0 where the reward of env.id=Toy is 1",
@@ -49,10 +52,45 @@ def test_terms_of_groups_by_hand() -> None:
     ],
 )
 def test_impossible_terms_are_refused(groups: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(RunRefused) as error:
         split(groups)
     for part in line.split(" .. "):
         assert part in str(error.value)
+
+
+def test_every_rollout_is_checked() -> None:
+    """A term that a later rollout lacks would be missing in the reward."""
+    config = loader.load(AlgorithmConfig, {"reward_groups": {"x": {"terms": ["a", "b"]}}})
+    rewards = GroupRewards(reward_groups(config), "env.id=Toy")
+    assert rewards(ROWS[:1], REWARD[:1], MASK[:1]).tolist() == [[3.0, 6.0]]
+    with pytest.raises(RunRefused, match="a, b add up to 0 where the reward of env.id=Toy is 1"):
+        rewards(ROWS[1:], REWARD[1:], MASK[1:])
+    hidden = torch.tensor([[False, True]])
+    assert rewards(ROWS[1:], REWARD[1:], hidden)[0, 1] == 1.0
+
+
+def test_infinite_term_is_named() -> None:
+    config = loader.load(AlgorithmConfig, {"reward_groups": {"x": {"terms": ["a"]}, "y": {}}})
+    rewards = GroupRewards(reward_groups(config), "env.id=Toy")
+    rows = [{"a": torch.tensor([torch.inf, 1.0])}]
+    with pytest.raises(TrainingError, match="the reward term a of env.id=Toy is infinite"):
+        rewards(rows, REWARD[:1], MASK[:1])
+    masked = rewards(rows, REWARD[:1], torch.tensor([[False, True]]))
+    assert masked[0, 1].tolist() == [1.0, 5.0] and bool(masked.isfinite().all())
+
+
+@pytest.mark.slow
+def test_misspelt_term_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ["env.id=HalfCheetah-v4", "env.num_envs=4", "updates=2", "compile=never"]
+    options += ["algorithm.horizon=16", "algorithm.global_batch_size=32", f"run_dir={run_dir}"]
+    groups = "algorithm.reward_groups={run: {terms: [reward_rum]}, other: {}}"
+    assert main.main(["train", "--quiet", *options, groups]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "correct reward_rum" in last and "did you mean reward_run?" in last
+    assert not run_dir.exists()
 
 
 def test_discount_of_a_group_applies_within_chunks() -> None:
