@@ -93,10 +93,10 @@ def _evaluate_robot(
     trained = run.config.env
     if env_config.id != trained.id and env_config.tasks is None and trained.ids != (trained.id,):
         env_config = replace(env_config, tasks=trained.ids)
-    num_envs = environments.evaluated_envs(env_config, options.num_envs)
-    options = replace(options, num_envs=num_envs)
     config = replace(run.config, env=env_config)
     validation.check_changed_env(config, options.env)
+    num_envs = environments.evaluated_envs(env_config, options.num_envs)
+    options = replace(options, num_envs=num_envs)
     task = robot_evaluation.evaluated_task(run, env_config, allow=allow)
     builds_once = environments.builds_once(run.config)
     factory = functools.partial(

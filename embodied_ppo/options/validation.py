@@ -26,6 +26,7 @@ from embodied_ppo.options.rules.base import (
     one_process,
     refuse,
 )
+from embodied_ppo.options.rules.embodied import check_task_names
 from embodied_ppo.options.rules.select import rules_of
 from embodied_ppo.options.schema import (
     ClusterConfig,
@@ -256,6 +257,13 @@ def check_changed_env(config: Config, changes: Collection[str]) -> None:
     Raises:
         ConfigError: A changed option is not read.
     """
+    if config.mode == "embodied":
+        check_task_names(config.env)
+    refuse(
+        "tasks" in changes,
+        "remove env.tasks: the policy gets the observations and indices of the tasks that it was"
+        " trained with",
+    )
     _check_unread(config, {f"env.{name}" for name in changes}, config.mode)
 
 
@@ -324,14 +332,15 @@ def _check_popart(config: Config) -> None:
     action_level = a.reward_type == "action_level" and config.env.action_chunk > 1
     unknown = [] if tasks is None else sorted(set(config.env.ids) - set(tasks))
     for fix, excluded in (
-        ("algorithm.reward_type=chunk_level", action_level),
-        ("algorithm.reward_groups={}", len(reward_groups(a)) > 1),
-        ("cluster.shard=false", config.cluster.shard),
-        (f"env.tasks=[..,{','.join(unknown)}]", bool(unknown)),
+        ("write algorithm.reward_type=chunk_level", action_level),
+        ("write algorithm.curiosity.weight=0", a.curiosity.weight > 0),
+        ("remove algorithm.reward_groups", len(reward_groups(a)) > 1),
+        ("write cluster.shard=false", config.cluster.shard),
+        (f"write env.tasks=[..,{','.join(unknown)}]", bool(unknown)),
     ):
         refuse(
             a.popart is not None and excluded,
-            f"write {fix}: algorithm.popart = {a.popart} has one value for each trained task,"
+            f"{fix}: algorithm.popart = {a.popart} has one value for each trained task,"
             " whose head is in one process",
         )
 
@@ -358,6 +367,11 @@ def _check_reward_groups(config: Config) -> None:
                 f"remove {path}.gae_lambda, or write algorithm.adv_type=gae: otherwise gae_lambda ="
                 f" {group.gae_lambda:g} is ignored"
             )
+    refuse(
+        groups and not any(group.weight for group in reward_groups(a)),
+        f"write algorithm.reward_groups.{next(iter(groups), '')}.weight=1: the weight of every"
+        " group is 0, so that all advantages are 0 and the policy does not learn",
+    )
     chunked, count = config.env.action_chunk > 1, len(reward_groups(a))
     for option, fix, excluded in (
         ("adv_type", "grpo", config.mode == "reasoning" and a.adv_type == "gae"),

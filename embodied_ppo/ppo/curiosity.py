@@ -63,6 +63,7 @@ class Curiosity:
         """
         self.config, self.ranks = config, ranks
         self.inputs = [*([VECTOR] if encoder.vectors else []), *encoder.images]
+        self.normalized = encoder.moments is not None
         with torch.random.fork_rng():
             torch.manual_seed(sampling_key(seed, "curiosity"))
             self.target, self.predictor = (
@@ -86,7 +87,7 @@ class Curiosity:
     def _own(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the networks read of a policy's inputs [.., D]."""
         own = {name: inputs[name] for name in self.inputs}
-        if VECTOR in own:
+        if self.normalized:
             own[VECTOR] = own[VECTOR].clamp(-OBS_CLIP, OBS_CLIP)
         return own
 

@@ -96,6 +96,12 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({PARTS: {"a": {}, "b": {"terms": "rest"}}}, "remove terms: rest from .. or from a"),
     ({PARTS: {"a": {"terms": ["x"]}, "b": {"terms": ["y", "x"]}}}, "remove x from"),
     ({PARTS: {"a": {"terms": []}}}, "reward_groups.a.terms = []"),
+    ({PARTS: {"a": {"weight": 0}}}, "write algorithm.reward_groups.a.weight=1"),
+    ({"env.id": []}, "env.id = []: list one or more tasks"),
+    ({"env.id": ["A", "A"]}, "env.id = [A, A]: .. each of them once"),
+    ({"env.id": ["A", "B"], "env.tasks": []}, "env.tasks = []"),
+    ({"algorithm.popart": 0.1, "algorithm.curiosity.weight": 1}, "curiosity.weight=0: .. popart"),
+    ({"algorithm.rpo_alpha": 0.5, "algorithm.use_kl_loss": True}, "algorithm.use_kl_loss=false"),
     ({PARTS: {"a/b": {}}}, "use letters, digits"),
     ({PARTS: {"a": {"gama": 0.9}}}, "reward_groups.a.gama = 0.9 .. did you mean gamma?"),
     (

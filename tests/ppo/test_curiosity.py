@@ -17,6 +17,7 @@ from embodied_ppo.core.types import Trajectory
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import AlgorithmConfig, ModelConfig
 from embodied_ppo.policies.actor_critic import ActorCritic
+from embodied_ppo.policies.backbone import VECTOR
 from embodied_ppo.ppo.curiosity import FEATURES, LEARNING_RATE, Curiosity
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.ppo.rewards import ReturnScaler
@@ -180,3 +181,15 @@ def test_number_of_ranks_does_not_change_result() -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_observations_that_are_not_normalised_are_not_clipped() -> None:
+    """Beyond the bound of normalised observations, states would all look the same."""
+    for normalize_obs, equal in ((False, False), (True, True)):
+        config = loader.load(ModelConfig, {"hidden": [8], "normalize_obs": normalize_obs})
+        policy = ActorCritic(ArraySpec((1,)), Box((-1.0,), (1.0,)), config, values=2)
+        options = loader.load(AlgorithmConfig, {**PLAIN, "curiosity": CURIOUS})
+        curiosity = Curiosity(policy.encoder, options, seed=0, ranks=Ranks())
+        inputs = curiosity._own({VECTOR: torch.tensor([[20.0], [30.0]])})
+        first, second = curiosity.error(inputs).tolist()
+        assert (first == second) is equal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.errors import ConfigError, show
 from embodied_envs.base.observation_names import names_observation
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.batch_sizes import optimization_config
@@ -18,7 +18,7 @@ from embodied_ppo.options.rules.base import (
     one_process,
     refuse,
 )
-from embodied_ppo.options.schema import Config
+from embodied_ppo.options.schema import Config, EnvConfig
 
 WIDTH_UNIT = 8
 """Twice the number of attention heads of a small vision-language-action model."""
@@ -99,8 +99,19 @@ def _check_sequences(config: Config) -> None:
     )
 
 
+def check_task_names(env: EnvConfig) -> None:
+    """Refuse lists of tasks that are empty or name a task twice. Raises ConfigError."""
+    for path, names in (("env.id", env.ids), ("env.tasks", env.tasks)):
+        refuse(
+            names is not None and not 0 < len(names) == len(set(names)),
+            f"{path} = {show(names)}: list one or more tasks, each of them once; env.task_weights"
+            " gives a task more environments",
+        )
+
+
 def _check_tasks(config: Config) -> None:
     """Refuse numbers of environments that several tasks cannot share. Raises ConfigError."""
+    check_task_names(config.env)
     env, tasks = config.env, config.env.period
     refuse(
         env.num_envs % tasks,
@@ -213,6 +224,11 @@ def _check_model(config: Config) -> None:
         f" model.width = {model.width} must be a multiple of {WIDTH_UNIT}",
     )
     recurrent = small and model.recurrent is not None
+    refuse(
+        a.rpo_alpha is not None and a.use_kl_loss,
+        f"write algorithm.use_kl_loss=false: algorithm.rpo_alpha = {a.rpo_alpha} shifts the means"
+        " of which the loss would take the KL; algorithm.use_kl_in_reward=true takes it before",
+    )
     refuse(
         recurrent and a.minibatch_unit != "column",
         f"model.recurrent = {model.recurrent}: gradients pass through time, so minibatches consist"
