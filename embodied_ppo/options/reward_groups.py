@@ -51,7 +51,7 @@ def reward_groups(a: AlgorithmConfig) -> tuple[RewardGroup, ...]:
 
 
 def value_outputs(config: Config) -> int:
-    """Return the number of outputs of a robot policy's value head.
+    """Return the number of values of a state that a robot policy has, without PopArt.
 
     Each action of a chunk has a value with reward_type=action_level, else each reward group.
     """
@@ -59,3 +59,16 @@ def value_outputs(config: Config) -> int:
     if a.reward_type == "action_level" and config.env.action_chunk > 1:
         return config.env.action_chunk
     return len(reward_groups(a))
+
+
+def value_names(config: Config) -> tuple[str, ...]:
+    """Return what the outputs of a robot policy's value head are values of, in their order."""
+    a, number = config.algorithm, value_outputs(config)
+    if a.popart is not None:
+        return tuple(f"{task} with popart" for task in config.env.tasks or config.env.ids)
+    groups = reward_groups(a)
+    if number == 1:
+        return ("the reward",)
+    if number != len(groups):
+        return tuple(f"action {i + 1}" for i in range(number))
+    return tuple(f"group {group.name}" for group in groups)

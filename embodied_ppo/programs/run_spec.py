@@ -31,6 +31,7 @@ from embodied_ppo.training.run_directory import (
     arithmetic,
     changed_options,
     check_resume,
+    check_values,
     config_hash,
     parent_of,
     versions,
@@ -295,6 +296,7 @@ def _initial_policy(config: Config) -> checkpoint.Checkpoint:
             f"write env.tasks=[{','.join(before)}]: initial_policy={run_dir} reads their"
             " observations and indices"
         )
+    check_values(config, trained, f"initial_policy={run_dir}")
     return source
 
 

@@ -69,7 +69,7 @@ def fork_lines(
     loaded = prepare(args, given, label=label)
     config, explicit = loaded.config, {*loaded.deliberate(GIVEN)} - {"resume"}
     old = loader.relevant(run_config)
-    check_fixed_options(config, loader.flat(old))
+    check_fixed_options(config, old)
     updates = total_updates(config)
     if update >= updates:
         raise ConfigError(

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from embodied_envs.base import watchdog
-from embodied_envs.base.errors import ConfigError, show, show_path
+from embodied_envs.base.errors import ConfigError, join_names, show, show_path
 from embodied_ppo import __version__
 from embodied_ppo.core import guarded_files
 from embodied_ppo.options import loader
 from embodied_ppo.options.batch_sizes import total_updates
+from embodied_ppo.options.reward_groups import value_names
 from embodied_ppo.options.schema import Config
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_files import PARENT, Parent
@@ -48,12 +49,16 @@ SAME_FUNCTION += ("model.std_function", "model.obs_eps", "model.obs_std_eps")
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
-    *("model.activation", "model.std_function", "model.decode"),
+    *("model.activation", "model.std_function", "model.decode", "model.distribution"),
     # With other values the weights do not fit the model, or belong to other observations.
     *("model.policy", "model.hidden", "model.critic_hidden", "model.shared_backbone"),
     *("model.actor_obs", "model.critic_obs"),
 )
 """Options that must not change on resume."""
+TASKS = ("env.id", "env.tasks", "env.task_weights")
+"""Options that must not change on resume where a run has several tasks: they give the tasks their
+indices and environments.
+"""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
 FILES += (PARENT, "metrics.sha256")
 """Files that a run writes into its directory."""
@@ -247,16 +252,31 @@ def changed_options(config: Config, source: checkpoint.Checkpoint) -> dict[str, 
     }
 
 
-def check_fixed_options(config: Config, old: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option in FIXED_ON_RESUME differs from ``old``, path -> value."""
-    for path, now in loader.flat(loader.relevant(config)).items():
-        if path in FIXED_ON_RESUME and old.get(path) != now:
+def check_values(config: Config, trained: Config, source: str) -> None:
+    """Raise ConfigError if the value head of the policy of ``source`` has other outputs."""
+    then, now = value_names(trained), value_names(config)
+    if config.mode == "embodied" and then != now:
+        raise ConfigError(
+            "write algorithm.reward_groups, algorithm.curiosity.weight and algorithm.popart as in"
+            f" {source}: its policy has a value of {join_names(then, 90)}, and these options need a"
+            f" value of {join_names(now, 90)}"
+        )
+
+
+def check_fixed_options(config: Config, stored: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an option that must not change differs from ``stored`` ones."""
+    old, new = loader.flat(stored), loader.flat(loader.relevant(config))
+    several = any(isinstance(options.get("env.id"), list) for options in (old, new))
+    for path in (*FIXED_ON_RESUME, *(TASKS if several else ())):
+        if path in new and old.get(path) != (now := new[path]):
             raise ConfigError(
                 f"leave out {path} and experiment= (resume= alone restores the run's options), or"
                 " start a new run from the weights with train initial_policy=RUN:"
                 f" {path}={show(now)[:40]}: the run to resume has {show(old.get(path))[:40]}, on"
                 " which its counters or random numbers depend"
             )
+    trained = loader.load(Config, {**stored, "resume": None}, source=loader.STORED)
+    check_values(config, trained, "the run to resume")
 
 
 def check_resume(
@@ -279,7 +299,7 @@ def check_resume(
         ConfigError: An option in FIXED_ON_RESUME differs, or the checkpoint has more updates.
     """
     old = loader.flat(stored_options(source))
-    check_fixed_options(config, old)
+    check_fixed_options(config, stored_options(source))
     # Other options may change, but then the run is not the uninterrupted one, so report each.
     for path, now in loader.flat(loader.relevant(config)).items():
         if path.split(".")[0] in (*FREE_ON_RESUME, *ROUNDING_OPTIONS) or old.get(path) == now:

@@ -72,6 +72,28 @@ def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) 
         assert torch.equal(x, weights(tmp_path / "half")[name]), name
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"env.id": TASKS[::-1]}, r"leave out env.id .* the run to resume has \[Reacher-v4"),
+        ({"env.id": TASKS[0], "env.task_weights": None}, "leave out env.id"),
+        ({"env.tasks": TASKS[::-1]}, "leave out env.tasks"),
+        ({"env.task_weights": [1, 2]}, "leave out env.task_weights"),
+        (
+            {"algorithm.popart": None},
+            "a value of Reacher-v4 with popart, Swimmer-v4 with popart, and .* of the reward",
+        ),
+        (
+            {"algorithm.popart": None, "algorithm.curiosity.weight": 1},
+            "need a value of group reward, group curiosity",
+        ),
+    ],
+)
+def test_resume_keeps_tasks_and_values(trained: Path, options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        train(trained, resume="auto", updates=5, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
 def test_divided_environments_equal_one_process(trained: Path, tmp_path: Path) -> None:
@@ -98,7 +120,10 @@ def test_trained_policy_continues_in_one_of_its_tasks(trained: Path, tmp_path: P
     options = {"env.id": "Reacher-v4", "env.task_weights": None, "initial_policy": str(trained)}
     with pytest.raises(ConfigError, match=r"env.tasks=\[Reacher-v4,Swimmer-v4\]"):
         train(tmp_path / "run", **options)
-    run = train(tmp_path / "run", **options, **{"env.tasks": TASKS})
+    options["env.tasks"] = TASKS
+    with pytest.raises(ConfigError, match=r"initial_policy=.* has a value of Reacher-v4 with pop"):
+        train(tmp_path / "run", **{**options, "algorithm.popart": None})
+    run = train(tmp_path / "run", **options)
     assert "eval/return/Reacher-v4" in metrics(run)[-1]
 
 
@@ -139,6 +164,13 @@ def test_evaluation_of_all_tasks_and_of_single_ones(trained: Path, tmp_path: Pat
     first = {e["index"]: e for e in summary["report"]["episodes"]}[0]
     alone = evaluate(trained, tmp_path / "c", env={"id": TASKS[0]})["report"]["episodes"][0]
     assert alone["return"] == pytest.approx(first["return"]) and first["task"] == TASKS[0]
+
+
+def test_evaluation_keeps_the_indices_of_the_tasks(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="remove env.tasks"):
+        evaluate(trained, tmp_path / "r", env={"tasks": TASKS[::-1]})
+    with pytest.raises(ConfigError, match=r"env.id = \[\]: list one or more tasks"):
+        evaluate(trained, tmp_path / "r", env={"id": []})
 
 
 def test_evaluation_of_a_task_that_was_not_trained(trained: Path, tmp_path: Path) -> None:

@@ -340,6 +340,9 @@ def test_changed_options_are_logged_or_refused(tmp_path: Path) -> None:
     message = "initial_policy=RUN: model.activation=relu: the run to resume has tanh"
     with pytest.raises(ValueError, match=message):
         runs.train(replace(config, model=replace(config.model, activation="relu")), quiet=True)
+    with pytest.raises(ValueError, match=r"model.distribution=squashed_gaussian: the run to res"):
+        changed = replace(config.model, distribution="squashed_gaussian")
+        runs.train(replace(config, model=changed), quiet=True)
     with pytest.raises(ValueError, match=r"updates=5: .* has completed 9"):
         runs.train(replace(config, updates=5), quiet=True)
 
