@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from operator import attrgetter
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from embodied_envs.base.errors import nearest, show
@@ -56,16 +57,16 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
     from embodied_ppo.options import loader, readers
 
     rows: dict[str, dict[str, Any]] = {}
-    mode = getattr(loaded.config, "mode", None)
+    mode, values = getattr(loaded.config, "mode", None), loader.dump(loaded.config)
     for path, option in loader.describe(type(loaded.config)).items():
         if mode and readers.mode_of(path) not in (None, mode) and path not in loaded.origin:
             continue
         if only and only.lower() not in f"{path} {option.meaning}".lower():
             continue
-        value = "???" if path in loaded.missing else attrgetter(path)(loaded.config)
+        value = "???" if path in loaded.missing else reduce(getitem, path.split("."), values)
         default = option.default
         rows[path] = {
-            "value": list(value) if isinstance(value, tuple) else value,
+            "value": value,
             "default": list(default) if isinstance(default, tuple) else default,
             "source": loaded.origin.get(path, "default"),
             "meaning": option.meaning,

@@ -261,6 +261,8 @@ def _layers(
     for o in overrides:
         if o.is_delete() and not folders.selects(o):
             _delete(merged, o)
+        elif not o.is_delete() and o.value() == {}:  # merged with the content of files
+            _refuse_unchanged(merged, o)
     of_files = strict.leaves(cls, plain(merged), files[-1][0] if files else "")
     origin = {path: _origin(path, files) for path in of_files}
     strength = {file: i for i, (file, _) in enumerate(files)}
@@ -324,6 +326,17 @@ def _delete(merged: Any, override: Override) -> None:
             " leave it out"
         )
     del section[leaf]
+
+
+def _refuse_unchanged(merged: Any, override: Override) -> None:
+    """Refuse ``option={}``, which adds nothing to what a file sets."""
+    from omegaconf import OmegaConf
+
+    path = override.key_or_group
+    if OmegaConf.select(merged, path):
+        raise ConfigError(
+            f"write ~{path}, which removes what a file sets; {path}={{}} would add nothing to it"
+        )
 
 
 def _resolved(

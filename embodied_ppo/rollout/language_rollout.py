@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
 from embodied_ppo.core.devices import upload
 from embodied_ppo.core.errors import RunRefused

@@ -451,6 +451,21 @@ def test_deletion_restores_the_default(capsys: pytest.CaptureFixture[str]) -> No
     assert config(capsys, "~experiment")["env.id"]["source"] == "default"
 
 
+def test_empty_section_cannot_replace_that_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["config", "experiment=tabletop_push", "env.kwargs={}"]) == 2
+    assert "write ~env.kwargs, which removes" in capsys.readouterr().err
+    assert config(capsys, "experiment=tabletop_push", "~env.kwargs")["env.kwargs"]["value"] == {}
+    assert config(capsys, "experiment=null", "env.kwargs={}")["env.kwargs"]["value"] == {}
+
+
+def test_config_shows_sections_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = "algorithm.reward_groups={run: {terms: [forward]}, other: {weight: 2}}"
+    value = config(capsys, groups)["algorithm.reward_groups"]["value"]
+    assert value["run"]["terms"] == ["forward"] and value["other"]["weight"] == 2
+    assert main.main(["config", groups, "--only", "reward_groups"]) == 0
+    assert "{run: {terms: [forward], gamma: null" in capsys.readouterr().out
+
+
 def test_env_steps_conflict_with_updates_of_a_file(
     capsys: pytest.CaptureFixture[str], user_configs: Path
 ) -> None:

@@ -167,7 +167,7 @@ def test_evaluation_of_all_tasks_and_of_single_ones(trained: Path, tmp_path: Pat
 
 
 def test_evaluation_keeps_the_indices_of_the_tasks(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="remove env.tasks"):
+    with pytest.raises(ConfigError, match=r"remove env.tasks"):
         evaluate(trained, tmp_path / "r", env={"tasks": TASKS[::-1]})
     with pytest.raises(ConfigError, match=r"env.id = \[\]: list one or more tasks"):
         evaluate(trained, tmp_path / "r", env={"id": []})

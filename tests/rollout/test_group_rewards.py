@@ -63,7 +63,7 @@ def test_every_rollout_is_checked() -> None:
     config = loader.load(AlgorithmConfig, {"reward_groups": {"x": {"terms": ["a", "b"]}}})
     rewards = GroupRewards(reward_groups(config), "env.id=Toy")
     assert rewards(ROWS[:1], REWARD[:1], MASK[:1]).tolist() == [[3.0, 6.0]]
-    with pytest.raises(RunRefused, match="a, b add up to 0 where the reward of env.id=Toy is 1"):
+    with pytest.raises(RunRefused, match=r"a, b add up to 0 where the reward of env.id=Toy is 1"):
         rewards(ROWS[1:], REWARD[1:], MASK[1:])
     hidden = torch.tensor([[False, True]])
     assert rewards(ROWS[1:], REWARD[1:], hidden)[0, 1] == 1.0
@@ -73,7 +73,7 @@ def test_infinite_term_is_named() -> None:
     config = loader.load(AlgorithmConfig, {"reward_groups": {"x": {"terms": ["a"]}, "y": {}}})
     rewards = GroupRewards(reward_groups(config), "env.id=Toy")
     rows = [{"a": torch.tensor([torch.inf, 1.0])}]
-    with pytest.raises(TrainingError, match="the reward term a of env.id=Toy is infinite"):
+    with pytest.raises(TrainingError, match=r"the reward term a of env.id=Toy is infinite"):
         rewards(rows, REWARD[:1], MASK[:1])
     masked = rewards(rows, REWARD[:1], torch.tensor([[False, True]]))
     assert masked[0, 1].tolist() == [1.0, 5.0] and bool(masked.isfinite().all())
