@@ -491,7 +491,7 @@ def test_shipped_experiment_is_valid(name: str, capsys: pytest.CaptureFixture[st
 
 
 def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["experiment=cartpole", "algorithm.lam=0.9", "--only", "gae_lambda"]
+    arguments = ["experiment=cartpole", "algorithm.lam=0.9", "--only", "estimator's trace"]
     assert main.main(["config", *arguments]) == 0
     out = capsys.readouterr()
     row = "  gae_lambda  0.9  command line  Decay of the advantage estimator's trace.\n"
