@@ -123,7 +123,12 @@ class MinibatchOptimizer:
         return self.end()
 
     def begin(
-        self, batch: Samples, update: int, *, critic_only: bool = False, compares: bool = True
+        self,
+        batch: Samples,
+        update: int,
+        *,
+        critic_only: bool = False,
+        current: Tensor | None = None,
     ) -> None:
         """Prepare the minibatches of an update.
 
@@ -132,7 +137,8 @@ class MinibatchOptimizer:
             update: Number of the update, from 0.
             critic_only: Whether the actor does not change. The loss then has an argument of that
                 name.
-            compares: Whether the first minibatch must agree with the batch, see ``tolerances``.
+            current: bool, whether these weights made the batch, so that the first minibatch must
+                agree with it, see ``tolerances``. None: they did.
 
         Raises:
             TrainingError: The compilation failed and is required.
@@ -145,7 +151,7 @@ class MinibatchOptimizer:
         self._batch, self._update, self._critic_only = batch, update, critic_only
         self._rows: list[Tensor] = []  # statistics of each minibatch, on the device until ``end``
         self._epochs = self._epoch_start = 0
-        self._compares = compares
+        self._current = current
         # Learning rates of this update. The linear schedule limits an adapted factor, which
         # continues from this limit.
         factor = schedules.learning_rate_factor(c, update, self.updates)
@@ -271,7 +277,7 @@ class MinibatchOptimizer:
                 raise self._not_finite(total)
             row = torch.stack([total[name].float() for name in self.statistics])
             if not self._rows and ranks.world == 1:  # other ranks have other rows
-                self._compare(row)
+                self._compare(*self._read(row))
             # g ← g · min(1, max_grad_norm / (|g| + 1e-6))
             if (max_norm := self.config.max_grad_norm) is not None:
                 torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm, foreach=True)
@@ -295,9 +301,17 @@ class MinibatchOptimizer:
         """Whether steps are CUDA graphs; to read a result would make them wait."""
         return self.compiled is not None and self.compiled.captures
 
-    def _compare(self, row: Tensor) -> None:
+    def _read(self, statistics: Tensor) -> tuple[Tensor, bool]:
+        """Return the tensor on the CPU, and whether these weights made the batch."""
+        if self._current is None:
+            return statistics.cpu(), True
+        # One copy, because a GPU has to finish its work for each.
+        numbers = torch.cat([statistics.flatten(), self._current.to(statistics).view(1)]).cpu()
+        return numbers[:-1].view_as(statistics), bool(numbers[-1])
+
+    def _compare(self, row: Tensor, current: bool) -> None:
         """Raise RolloutMismatch if ``row`` [K] of the first minibatch differs from the rollout."""
-        if not self._compares or self.tolerances is None:
+        if not current or self.tolerances is None:
             return
         measured = agreement.differences(dict(zip(self.statistics, row.tolist(), strict=True)))
         limits = self.tolerances
@@ -306,7 +320,7 @@ class MinibatchOptimizer:
         # A few samples show which module differs. Other ranks do not evaluate a sharded one.
         unit, cause = self.config.minibatch_unit, agreement.UNKNOWN
         samples = self._batch.mask.shape[1 if unit == "column" else 0]
-        index = torch.arange(min(samples, agreement.SAMPLES[unit]), device=row.device)
+        index = torch.arange(min(samples, agreement.SAMPLES[unit]), device=self._batch.mask.device)
         parts = self.cutter.micro_batches(take(self._batch, index, unit), self.ranks)
         if not self.ranks.sharded and (part := next(iter(parts), None)) is not None:
             states = zip(self._named_buffers.items(), self._versions, strict=False)
@@ -348,7 +362,7 @@ class MinibatchOptimizer:
             table = torch.stack(rows).double()  # [minibatches, statistics]
             if self.ranks.world > 1:
                 table = self._over_ranks(table)
-            table = table.cpu()
+            table, current = self._read(table)
             column = {name: table[:, i] for i, name in enumerate(self.statistics)}
             # A CUDA graph leaves the weights unchanged and cannot raise; its error is raised here.
             bad = (~column["finite"].isfinite()).nonzero().flatten().tolist()
@@ -356,7 +370,7 @@ class MinibatchOptimizer:
                 stats = dict(zip(self.statistics, table[bad[0]].tolist(), strict=True))
                 raise self._not_finite(stats, f"minibatch {bad[0]}")
             # Compiled steps, and those of several ranks, have not been compared yet.
-            self._compare(table[0])
+            self._compare(table[0], current)
             for name, x in column.items():
                 sums[name] = float(x.max() if name.endswith("_max") else x.sum())
             # Masked minibatches took no step, see ``MinibatchStep``.

@@ -73,8 +73,8 @@ class PPO(LearnerState):
                 # minibatch one step of AdamW on ``PPOLoss``.
                 optimizer.loss.coefficients["entropy"] = self.entropy_coef
                 # Only a rollout of these weights must agree with them.
-                current = bool((trajectory.version == update).all())
-                optimizer.begin(batch, update, critic_only=warmup, compares=current)
+                current = (trajectory.version == update).all()
+                optimizer.begin(batch, update, critic_only=warmup, current=current)
                 for epoch in range(c.update_epoch):
                     for index in optimizer.minibatches(epoch):
                         optimizer.step(index)
