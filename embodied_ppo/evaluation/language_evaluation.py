@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,15 +25,16 @@ def evaluation_sampling(
     e: EvaluationConfig | EvaluateConfig, config: Config, stops: tuple[int, ...]
 ) -> Sampling:
     """Return how the responses of an evaluation are sampled."""
-    length = e.response_length if isinstance(e, EvaluateConfig) else None
-    return Sampling(
-        max_tokens=length or config.algorithm.response_length,
+    sampling = Sampling(
+        max_tokens=config.algorithm.response_length,
         temperature=0.0 if e.deterministic else e.temperature,
-        top_k=e.top_k,
-        top_p=e.top_p,
         stop_ids=stops,
         stop=config.rollout.stop,
     )
+    if isinstance(e, EvaluationConfig):
+        return sampling
+    length = e.response_length or sampling.max_tokens
+    return replace(sampling, max_tokens=length, top_k=e.top_k, top_p=e.top_p)
 
 
 def write_report(target: ReportTarget, result: PromptEvaluationResult) -> ReportFiles:

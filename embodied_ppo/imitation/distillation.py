@@ -326,9 +326,7 @@ class DistillationLoss(MinibatchLoss):
         """See ``MinibatchLoss``."""
         mean_only = self.kind == "mse"
         if self.model.memory_size:
-            parameters, log_std = self.model.distribution_of_columns(
-                b.inputs, length=self.config.bptt_length, mean_only=mean_only
-            )
+            parameters, log_std = self.model.distribution_of_columns(b.inputs, mean_only=mean_only)
         else:
             parameters, log_std = self.model.distribution(b.inputs, mean_only=mean_only)
         elements = distillation_loss(self.kind, self.model.kind, parameters, log_std, b.target)

@@ -68,7 +68,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 REFUSED: dict[str, str] = dict.fromkeys(
     (f"rollout.{name}" for name in ("top_k", "top_p", "min_p", "repetition_penalty")),
     "training on filtered samples would learn from another distribution than the one sampled; for"
-    " evaluation there are evaluation.top_k and top_p",
+    " evaluation, embodied-ppo evaluate has top_k and top_p",
 )
 SIMILAR: dict[str, str] = {
     "total_timesteps": "env_steps",

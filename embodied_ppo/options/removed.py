@@ -32,7 +32,8 @@ class Removed:
         return self.accepted is None or value in self.accepted
 
 
-_SAMPLING = "write temperature, top_k or top_p"
+_EVALUATE = "write it to embodied-ppo evaluate"
+_SAMPLING = "write evaluation.temperature, or top_k or top_p to embodied-ppo evaluate"
 _CRITIC = "the critic's optimiser and type are those of the actor, except lr; write algorithm.{}"
 _ACTOR_MODEL = "the critic computes as the actor; write actor.model.{}"
 _GRADER = "write reward.grader=FILE.py:FUNCTION"
@@ -54,10 +55,13 @@ REMOVED: dict[str, Removed] = {
     "model.word_buckets": Removed("remove it, there are 1024 buckets of words", (1024,)),
     "algorithm.whiten_subtract_mean": Removed("remove it, rewards keep their mean", (False,)),
     "algorithm.whiten_after_kl": Removed("remove it, whitening precedes the penalty", (False,)),
-    "evaluation.seed": Removed("measure with other seeds: embodied-ppo evaluate seed=N", (0,)),
-    "evaluation.response_length": Removed(
-        "write it to embodied-ppo evaluate", (None,), same_as="algorithm.response_length"
+    "algorithm.bptt_length": Removed(
+        "remove it, gradients pass through algorithm.horizon", (None,), same_as="algorithm.horizon"
     ),
+    "evaluation.seed": Removed("measure with other seeds: embodied-ppo evaluate seed=N", (0,)),
+    "evaluation.response_length": Removed(_EVALUATE, (None,), same_as="algorithm.response_length"),
+    "evaluation.top_k": Removed(_EVALUATE, (0,)),
+    "evaluation.top_p": Removed(_EVALUATE, (1,)),
     "evaluation.min_p": Removed(_SAMPLING, (0,)),
     "evaluation.repetition_penalty": Removed(_SAMPLING, (1,)),
     "evaluation.video_steps": Removed("remove it, a video shows at most 300 steps"),
@@ -72,6 +76,10 @@ REMOVED: dict[str, Removed] = {
         for name in ("lr_schedule", "lr_end", "lr_warmup", "max_grad_norm", "weight_decay")
     },
     "rollout.slots": Removed("write algorithm.rollout_micro_batch_size", (256,)),
+    "rollout.stop_token_ids": Removed(
+        "write rollout.stop=[TEXT], or eos_token_id to the model's generation_config.json", ([],)
+    ),
+    "rollout.overlong_penalty": Removed("remove it, the largest penalty is 1", (1,)),
     "data.system": Removed("write it as the first of each prompt's messages", (None,)),
     "reward.path": Removed(_GRADER),
     "reward.name": Removed(_GRADER),

@@ -566,10 +566,7 @@ class AlgorithmConfig:
     type."""
     minibatch_unit: Literal["step", "column"] = option("step", mode="embodied")
     """Unit of which minibatches are drawn: step is a single step, column is all T steps of one
-    environment."""
-    bptt_length: Count | None = option(None, mode="embodied", read_if=is_set("model.recurrent"))
-    """Number of steps through which gradients of a recurrent policy pass; each part of a column
-    starts from the state that was recorded while acting. Must divide horizon; null: horizon."""
+    environment, through which the gradients of a recurrent policy pass."""
     # --- advantages
     adv_type: Literal[
         "gae",
@@ -826,10 +823,6 @@ class EvaluationConfig:
         ),
     )
     """Sampling temperature."""
-    top_k: Natural = option(0, mode="reasoning", read_if=SAMPLED)
-    """Sample from the k most likely tokens only; 0: from all."""
-    top_p: Annotated[float, Limit(gt=0, le=1)] = option(1.0, mode="reasoning", read_if=SAMPLED)
-    """Sample from the most likely tokens that together have this probability; 1: from all."""
     env_kwargs: dict[str, Any] = option({}, mode="embodied")
     """Changes to env.kwargs during evaluation, also in ``embodied-ppo evaluate`` (Atari:
     episodic_life=false)."""
@@ -912,18 +905,14 @@ class RolloutConfig:
     temperature: Positive = 1.0
     """Sampling temperature: logits are divided by it, while sampling and while training."""
     stop: tuple[Text, ...] = ()
-    """Texts that end a response."""
-    stop_token_ids: tuple[Natural, ...] = ()
-    """Tokens that end a response, in addition to the end-of-sequence tokens of model and
+    """Texts that end a response, in addition to the end-of-sequence tokens of model and
     tokenizer."""
     truncation: Literal["terminal", "drop"] = "terminal"
     """Treatment of a response that was cut at response_length: terminal grades it as it is, drop
     leaves it out of the loss."""
     overlong_buffer: Natural = 0
-    """Number of last tokens before response_length over which a penalty rises linearly to
-    overlong_penalty (DAPO); 0: no penalty."""
-    overlong_penalty: NonNegative = option(1.0, read_if=positive("rollout.overlong_buffer"))
-    """Penalty subtracted from the score of a response of full length."""
+    """Number of last tokens before response_length over which a penalty, which is subtracted
+    from the score, rises linearly from 0 to 1 (DAPO); 0: no penalty."""
 
 
 @dataclass(frozen=True)

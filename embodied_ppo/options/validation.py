@@ -45,7 +45,7 @@ LEVELS = ("token_level", "action_level", "chunk_level")
 """Granularities, from fine to coarse."""
 READ_BY_DISTILL = ("horizon", "micro_batch_size", "rollout_micro_batch_size", "max_grad_norm")
 READ_BY_DISTILL += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "group_size")
-READ_BY_DISTILL += ("reward_type", "bptt_length")
+READ_BY_DISTILL += ("reward_type",)
 """Options of section algorithm that ``distill`` reads; ``reward_type`` sets the size of the value
 head.
 """

@@ -327,12 +327,7 @@ class ActorCritic(nn.Module):
         return self._evaluate(inputs, action, replay, 1)
 
     def evaluate_columns(
-        self,
-        inputs: dict[str, Any],
-        action: Tensor,
-        replay: dict[str, Tensor],
-        *,
-        length: int | None = None,
+        self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
     ) -> Evaluation:
         """Evaluate sequences with gradients through time (truncated at their first steps).
 
@@ -340,18 +335,13 @@ class ActorCritic(nn.Module):
             inputs: As for ``evaluate``, but [T, B, ..].
             action: [T, B, ..].
             replay: [T, B, ..].
-            length: Steps through which gradients pass; each part of that length starts from its
-                recorded state. Divides T; None: T.
 
         Returns:
             As ``evaluate``, [T, B, ..].
         """
-        total, columns = action.shape[:2]
-        length = length or total
-        rows: Any = tree.map(lambda x: _cut(x, length), (inputs, action, replay))
-        inputs, action, replay = rows
-        evaluation = self._evaluate(inputs, action, replay, length)
-        return tree.map(lambda x: _join(x, length, columns), evaluation)
+        size, flat = action.shape[:2], tree.flatten_time
+        evaluation = self._evaluate(flat(inputs), flat(action), flat(replay), size[0])
+        return tree.map(lambda x: x.unflatten(0, size), evaluation)
 
     def _evaluate(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor], steps: int
@@ -407,22 +397,19 @@ class ActorCritic(nn.Module):
         return self._policy(self.features(inputs)[0], inputs, mean_only=mean_only)
 
     def distribution_of_columns(
-        self, inputs: dict[str, Any], *, length: int | None = None, mean_only: bool = False
+        self, inputs: dict[str, Any], *, mean_only: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return ``distribution`` of sequences, [T, B, ..], with gradients through time.
 
         Args:
             inputs: As for ``distribution``, but [T, B, ..].
-            length: As for ``evaluate_columns``.
             mean_only: As for ``distribution``.
         """
-        total, columns = next(tree.leaves(inputs)).shape[:2]
-        steps = int(length or total)
-        rows = tree.map(lambda x: _cut(x, steps), inputs)
-        features, _ = self.features(rows, steps)
+        size, rows = next(tree.leaves(inputs)).shape[:2], tree.flatten_time(inputs)
+        features, _ = self.features(rows, size[0])
         params, log_std = self._policy(features, rows, mean_only=mean_only)
-        joined = _join(params, steps, columns)
-        return joined, log_std if log_std.ndim == 1 else _join(log_std, steps, columns)
+        joined = params.unflatten(0, size)
+        return joined, log_std if log_std.ndim == 1 else log_std.unflatten(0, size)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """See ``Policy.parameter_groups``."""
@@ -432,16 +419,6 @@ class ActorCritic(nn.Module):
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
         return []
-
-
-def _cut(x: Tensor, length: int) -> Tensor:
-    """Reshape [T, B, ..] to [length, T / length · B, ..], flattened."""
-    return x.unflatten(0, (-1, length)).transpose(0, 1).flatten(0, 2)
-
-
-def _join(x: Tensor, length: int, columns: int) -> Tensor:
-    """Invert ``_cut`` for ``columns`` columns: return [T, B, ..]."""
-    return x.unflatten(0, (length, -1, columns)).transpose(0, 1).flatten(0, 1)
 
 
 def _make_recurrent(config: ModelConfig, inputs: int) -> RecurrentLayer | None:

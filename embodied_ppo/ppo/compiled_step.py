@@ -31,7 +31,7 @@ them in the vector of settings.
 """
 
 STEP_OPTIONS: tuple[str, ...] = (
-    *("adam_beta1", "adam_beta2", "adam_eps", "bptt_length", "clip_ratio_c", "clip_ratio_high"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "clip_ratio_c", "clip_ratio_high"),
     *("clip_ratio_low", "entropy_type", "huber_delta", "kl_loss_coef", "kl_loss_type"),
     *("logprob_type", "loss_agg_func", "max_grad_norm", "minibatch_unit", "policy_loss"),
     *("ratio_level", "value_clip", "value_loss_coef"),

@@ -98,7 +98,7 @@ class RobotLoss(PPOLoss):
         if self.batch_dims == 1:
             out = self.model.evaluate(b.inputs, b.action, b.replay)
         elif memory_size(self.model):
-            out = self.model.evaluate_columns(b.inputs, b.action, b.replay, length=c.bptt_length)
+            out = self.model.evaluate_columns(b.inputs, b.action, b.replay)
         else:  # the model reads samples; columns are flattened for it and folded back
             flat = tree.flatten_time
             out = self.model.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))

@@ -312,7 +312,6 @@ def make_rollout(
             treatment=config.rollout.truncation,
             missing_eos=a.missing_eos_penalty,
             overlong_buffer=config.rollout.overlong_buffer,
-            overlong_penalty=config.rollout.overlong_penalty,
         ),
         reward_groups=rollout_groups(a) if a.reward_groups else (),
         rank=rank,

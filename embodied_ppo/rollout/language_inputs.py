@@ -128,10 +128,10 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
 
 
 def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response: those of tokenizer, model and options.
+    """Return the tokens that end a response: those of tokenizer and model.
 
     Raises:
-        ConfigError: There is none, or the model lacks one.
+        ConfigError: There is none and no text either, or the model lacks one.
     """
     model = policy.model
     # Published models declare end tokens in different places; chat models often have a second one.
@@ -140,22 +140,22 @@ def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[in
         model.config.eos_token_id,
         model.generation_config.eos_token_id,
     ]
-    # Options add tokens to the declared ones and do not replace them.
-    ids = set(config.rollout.stop_token_ids)
+    ids = set[Any]()
     # Each place has one id, a list of ids, or None.
     for value in declared:
         ids.update(value if isinstance(value, (list, tuple)) else [value])
     tokens = tuple(sorted(ids - {None}))
     if not tokens and not config.rollout.stop:
         raise ConfigError(
-            "rollout.stop_token_ids = []: neither tokenizer nor model name a token that ends a"
-            " response; name one, or rollout.stop=[TEXT]"
+            "write rollout.stop=[TEXT], or eos_token_id to generation_config.json in"
+            " actor.model.path: neither tokenizer nor model name a token that ends a response"
         )
     # The ids are sorted, so the last one is the largest.
     limit = policy.model.get_input_embeddings().num_embeddings
     if tokens and tokens[-1] >= limit:
         raise ConfigError(
-            f"rollout.stop_token_ids: {tokens[-1]} is none of the model's {limit} tokens"
+            f"actor.model: eos_token_id {tokens[-1]} is none of the model's {limit} tokens; correct"
+            " it in the files of the model or of the tokenizer"
         )
     return tokens
 

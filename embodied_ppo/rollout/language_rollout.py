@@ -47,15 +47,13 @@ class Truncation:
         treatment: "terminal": they are graded like other responses. "drop": they are graded for
             the metrics and excluded from the loss.
         missing_eos: Penalty subtracted from their score.
-        overlong_buffer: Tokens before max_tokens over which a penalty rises linearly, also for
+        overlong_buffer: Tokens before max_tokens over which a penalty rises linearly to 1, also for
             responses that stopped (Yu et al. 2025, DAPO, eq. 13); 0: no penalty.
-        overlong_penalty: Largest value of that penalty.
     """
 
     treatment: Literal["terminal", "drop"] = "terminal"
     missing_eos: float = 0.0
     overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
 
     def penalties(self, length: Tensor, stopped: Tensor, max_tokens: int) -> dict[str, Tensor]:
         """Return name -> penalty to subtract from the scores, float32 [N]; those that are set.
@@ -69,9 +67,9 @@ class Truncation:
         if self.missing_eos:
             penalties["missing_eos_penalty"] = self.missing_eos * (~stopped).float()
         if self.overlong_buffer:
-            # DAPO, eq. 13: 0 up to the buffer, then linear up to the largest penalty at max_tokens.
+            # DAPO, eq. 13: 0 up to the buffer, then linear up to 1 at max_tokens.
             excess = (length - (max_tokens - self.overlong_buffer)).clamp(min=0)
-            penalties["overlong_penalty"] = self.overlong_penalty * excess / self.overlong_buffer
+            penalties["overlong_penalty"] = excess / self.overlong_buffer
         return penalties
 
 

@@ -286,7 +286,7 @@ def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_pa
 
 MEMORIES: dict[str, dict[str, Any]] = {
     "history": {"model": {"history": 3}},
-    "gru": {"model": {"recurrent": "gru", "recurrent_size": 8}, "algorithm": {"bptt_length": 4}},
+    "gru": {"model": {"recurrent": "gru", "recurrent_size": 8}},
 }
 
 

@@ -50,7 +50,7 @@ ARCHITECTURE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "pad_token_id": 0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": [2, 20, 21, 22, 23],
 }
 BASE: dict[str, Any] = {
     "mode": "reasoning",
@@ -59,7 +59,6 @@ BASE: dict[str, Any] = {
     "data": {"task": "arithmetic"},
     "actor": {"model": {"architecture": ARCHITECTURE}},
     "reward": {"grader": f"{FILES / 'even.py'}:compute_score", "workers": 0},
-    "rollout": {"stop_token_ids": [20, 21, 22, 23]},
     "algorithm": {
         "loss_type": "actor",
         "prompt_length": 9,
@@ -129,10 +128,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "critic.lr": (1e-3, {}),
     "rollout.temperature": (0.5, {}),
     "rollout.stop": (["0", "11"], {}),
-    "rollout.stop_token_ids": ([5], {}),
     "rollout.truncation": ("drop", {}),
     "rollout.overlong_buffer": (4, {}),
-    "rollout.overlong_penalty": (0.1, {"rollout.overlong_buffer": 4}),
     "data.task": ("scratchpad", {}),
     "data.train": ([str(FILES / "more.jsonl")], PROMPTS),
     "data.prompt_key": ("task", PROMPTS),
@@ -156,8 +153,6 @@ REPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "evaluation.deterministic": (False, {}, "eval/return"),
     "evaluation.n": (2, SAMPLED, "eval/return"),
     "evaluation.temperature": (0.1, SAMPLED, "eval/return"),
-    "evaluation.top_k": (2, SAMPLED, "eval/return"),
-    "evaluation.top_p": (0.2, SAMPLED, "eval/return"),
 }
 
 UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {

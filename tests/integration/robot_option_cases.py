@@ -140,7 +140,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.history": (2, {}),
     "model.recurrent": ("gru", COLUMNS),
     "model.recurrent_size": (8, RECURRENT),
-    "algorithm.bptt_length": (2, RECURRENT),
     "model.network": (NETWORK, {}),
     "algorithm.curiosity.weight": (0.5, {}),
     "algorithm.curiosity.gamma": (0.5, CURIOUS),

@@ -28,7 +28,7 @@ RECURRENT = {
     "algorithm.minibatch_unit": "column",
 }
 MEMORIES: dict[str, dict[str, Any]] = {
-    "lstm": {**RECURRENT, "model.recurrent": "lstm", "algorithm.bptt_length": 4},
+    "lstm": {**RECURRENT, "model.recurrent": "lstm"},
     "history": {"model.history": 3},
     "both": {**RECURRENT, "model.history": 3, "model.shared_backbone": False},
 }

@@ -200,7 +200,7 @@ UNREAD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "distillation.loss": ("nll", {}, {"teacher": "runs/x"}),
     "eval_every": (2, {"evaluation.episodes": 0}, {}),
     "evaluation.num_envs": (4, {"evaluation.env": "training"}, {}),
-    "evaluation.top_k": (5, LANGUAGE, {**LANGUAGE, "evaluation.deterministic": False}),
+    "evaluation.temperature": (0.5, LANGUAGE, {**LANGUAGE, "evaluation.deterministic": False}),
     "env.obs_keys": (["a"], OBSERVED, {}),
     "initial_policy": ("runs/x", {"resume": "runs/x"}, {}),
     "allow_changed_task": (True, {}, {"resume": "runs/first"}),
@@ -210,7 +210,6 @@ UNREAD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model.flow_steps": (3, TOKENS, FLOW),
     "model.std_function": ("softplus", {}, {"model.state_dependent_std": True}),
     "model.recurrent_size": (8, {}, {"model.recurrent": "gru", **COLUMNS}),
-    "rollout.overlong_penalty": (0.5, LANGUAGE, {**LANGUAGE, "rollout.overlong_buffer": 8}),
 }
 
 

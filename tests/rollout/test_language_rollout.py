@@ -173,16 +173,16 @@ def test_penalties_and_mask_of_truncated_responses() -> None:
     )
     assert missing_eos.tolist() == [0, 0.5]
     # A buffer of 2 before 4: the lengths 2, 3, 4 exceed its start by 0, 1, 2 tokens.
-    truncation = Truncation(overlong_buffer=2, overlong_penalty=3.0)
+    truncation = Truncation(overlong_buffer=2)
     lengths = torch.tensor([1, 2, 3, 4])
     penalties = truncation.penalties(lengths, torch.ones(4, dtype=torch.bool), 4)
-    assert penalties["overlong_penalty"].tolist() == [0, 0, 1.5, 3.0]
+    assert penalties["overlong_penalty"].tolist() == [0, 0, 0.5, 1.0]
     t, metrics = rollout(truncation=truncation).collect(4, update=0, version=0)
     # The lengths are 3, 4, 1, 4, the second one failed.
-    assert (plain - t.reward.sum(0)).tolist() == [1.5, 0, 0, 3.0]
+    assert (plain - t.reward.sum(0)).tolist() == [0.5, 0, 0, 1.0]
     values = numbers(metrics)
-    assert values["reward/score"] == 5 / 3 and values["reward/overlong_penalty"] == 1.5
-    assert values["rollout/return"] == pytest.approx(5 / 3 - 1.5)
+    assert values["reward/score"] == 5 / 3 and values["reward/overlong_penalty"] == 0.5
+    assert values["rollout/return"] == pytest.approx(5 / 3 - 0.5)
     t, metrics = rollout(truncation=Truncation("drop")).collect(4, update=0, version=0)
     assert t.mask.any(0).tolist() == [True, False, True, True]
     assert numbers(metrics)["rollout/truncated"] == 1 / 4

@@ -235,11 +235,6 @@ def _check_model(config: Config) -> None:
         f" of whole columns, but algorithm.minibatch_unit = {a.minibatch_unit}; write"
         " algorithm.minibatch_unit=column",
     )
-    if recurrent and a.bptt_length is not None and a.horizon % a.bptt_length:
-        raise ConfigError(
-            f"algorithm.bptt_length = {a.bptt_length} does not divide algorithm.horizon ="
-            f" {a.horizon}; nearest: {nearest_values(divisors(a.horizon), a.bptt_length)}"
-        )
     low, initial, high = model.min_log_std, model.init_log_std, model.max_log_std
     refuse(
         not low < high,

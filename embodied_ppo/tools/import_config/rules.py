@@ -32,7 +32,6 @@ SHARED: dict[str, Rule] = {
     "as_bool": lambda value, source: bool(value),
     "as_negation": lambda value, source: not value,
     "as_list": lambda value, source: [value] if isinstance(value, str) else value,
-    "one_item": lambda value, source: [value],
     "at_least_zero": lambda value, source: max(0, value or 0),
     "rounded_up": lambda value, source: math.ceil(value),
 }
