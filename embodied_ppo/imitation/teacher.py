@@ -155,6 +155,12 @@ def check_teacher(teacher: TrainedRun, config: Config) -> None:
                 f"env.{option} = {show(ours)}: the teacher {teacher.run_dir} was trained with"
                 f" {show(theirs)}; write env.{option}={show(theirs)}, or name another teacher"
             )
+    theirs, ours = (options.tasks or options.ids for options in (env, config.env))
+    if theirs != ours:
+        raise ConfigError(
+            f"write env.tasks={show(theirs)}: the teacher {teacher.run_dir} reads the index of a"
+            f" task among these, and the student would read it among {show(ours)}"
+        )
     # Where one of them names its observations, the other one must, too: both read one simulator.
     own = environments.training_env(config).obs_keys
     others = environments.evaluation_env(teacher.config).obs_keys

@@ -224,7 +224,7 @@ def _layers(
         nodes = [OmegaConf.create(content)]
         files.append((f"{strict.STORED}, {path}", content))
     else:
-        choices = [_choice(o) for o in overrides if folders.selects(o)]
+        choices = [group_choice(o) for o in overrides if folders.selects(o)]
         if args.command == "train" and "experiment" not in groups:
             choices += _default_experiment(groups.get("mode"), overrides)
         composed = folders.compose(folders.primary, choices)
@@ -239,7 +239,7 @@ def _layers(
     # A group that the command line chose overrides the experiment.
     for group, override in groups.items():
         if group not in ("experiment", "mode") and override.value() is not None:
-            node = folders.compose(None, [f"+{_choice(override).lstrip('+')}"])
+            node = folders.compose(None, [f"+{group_choice(override).lstrip('+')}"])
             chosen = node.pop("hydra").runtime.choices
             nodes.append(node)
             files += folders.files(f"{group}/{override.value()}", chosen)
@@ -495,7 +495,7 @@ def quoted(line: str) -> str:
     return f"{key}='{escaped}'"
 
 
-def _choice(override: Override) -> str:
+def group_choice(override: Override) -> str:
     """Return the override of a group as Hydra reads it: ``group=null`` is ``~group``."""
     if override.value() is None and not override.is_delete():
         return f"~{override.key_or_group}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_envs.base.errors import ConfigError, shorten
 from embodied_ppo.options import loader
-from embodied_ppo.options.compose import PROGRAM, parse_line, plain, prepare
+from embodied_ppo.options.compose import PROGRAM, group_choice, parse_line, plain, prepare
 from embodied_ppo.options.config_folders import ConfigFolders, config_folders
 from embodied_ppo.options.loader import Loaded
 from embodied_ppo.options.schema import Config
@@ -124,7 +124,7 @@ def sweep_jobs(args: argparse.Namespace) -> tuple[Path, list[SweepJob]]:
 def _hydra_section(overrides: Sequence[Override], folders: ConfigFolders) -> Any:
     """Return section hydra of the composed configs."""
     chosen = [
-        str(o.input_line)
+        str(o.input_line) if o.is_hydra_override() else group_choice(o)
         for o in overrides
         if o.is_hydra_override() or (folders.selects(o) and not o.is_sweep_override())
     ]

@@ -253,13 +253,14 @@ def changed_options(config: Config, source: checkpoint.Checkpoint) -> dict[str, 
 
 
 def check_values(config: Config, trained: Config, source: str) -> None:
-    """Raise ConfigError if the value head of the policy of ``source`` has other outputs."""
+    """Raise ConfigError if ``source`` has values, or deviations of returns, of other rewards."""
     then, now = value_names(trained), value_names(config)
-    if config.mode == "embodied" and then != now:
+    kept = config.mode == "embodied" or config.algorithm.reward_norm == "running"
+    if kept and then != now:
         raise ConfigError(
             "write algorithm.reward_groups, algorithm.curiosity.weight and algorithm.popart as in"
-            f" {source}: its policy has a value of {join_names(then, 90)}, and these options need a"
-            f" value of {join_names(now, 90)}"
+            f" {source}: its values are those of {join_names(then, 90)}, and these options need"
+            f" those of {join_names(now, 90)}"
         )
 
 

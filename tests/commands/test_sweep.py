@@ -128,6 +128,15 @@ def test_folder_of_a_job_is_named_after_the_options_that_differ(
     assert override.value() == str(folder), "a command line needs no quotes"
 
 
+def test_jobs_without_an_experiment() -> None:
+    """Hydra itself refuses experiment=null."""
+    options = ["experiment=null", "env.id=CartPole-v1", "algorithm.lr=1e-2,1e-3"]
+    args = argparse.Namespace(config_dir=None, config_name=None, command="train")
+    args.overrides = options
+    _, jobs = sweeps.sweep_jobs(args)
+    assert [job.loaded.config.env.id for job in jobs] == ["CartPole-v1"] * 2
+
+
 @pytest.mark.slow
 def test_sweep_continues_after_a_failed_job(
     capsys: pytest.CaptureFixture[str],

@@ -370,6 +370,7 @@ def test_teachers_that_do_not_fit_are_refused(teacher: Path) -> None:
         ({"mode": "reasoning"}, "language model"),
         ({"model": replace(model, history=2)}, "model.history=2"),
         ({"model": unnamed}, "reads all observations"),
+        ({"env": replace(trained.env, tasks=("A", "B"))}, r"write env\.tasks=\[A"),
     ):
         chosen = TrainedRun(replace(trained, **change), source, run_dir, print)
         with pytest.raises(ConfigError, match=message):

@@ -81,11 +81,11 @@ def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) 
         ({"env.task_weights": [1, 2]}, "leave out env.task_weights"),
         (
             {"algorithm.popart": None},
-            "a value of Reacher-v4 with popart, Swimmer-v4 with popart, and .* of the reward",
+            "those of Reacher-v4 with popart, Swimmer-v4 with popart, and .* those of the reward",
         ),
         (
             {"algorithm.popart": None, "algorithm.curiosity.weight": 1},
-            "need a value of group reward, group curiosity",
+            "need those of group reward, group curiosity",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_trained_policy_continues_in_one_of_its_tasks(trained: Path, tmp_path: P
     with pytest.raises(ConfigError, match=r"env.tasks=\[Reacher-v4,Swimmer-v4\]"):
         train(tmp_path / "run", **options)
     options["env.tasks"] = TASKS
-    with pytest.raises(ConfigError, match=r"initial_policy=.* has a value of Reacher-v4 with pop"):
+    with pytest.raises(ConfigError, match=r"initial_policy=.* are those of Reacher-v4 with pop"):
         train(tmp_path / "run", **{**options, "algorithm.popart": None})
     run = train(tmp_path / "run", **options)
     assert "eval/return/Reacher-v4" in metrics(run)[-1]
