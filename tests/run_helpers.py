@@ -27,6 +27,7 @@ from embodied_ppo.options import loader, validation
 from embodied_ppo.options.batch_sizes import total_updates
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import robot_policy
+from embodied_ppo.policies.actor_critic import POLICY_GAIN, ActorCritic
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.programs import robot
 from embodied_ppo.programs.run_spec import RunSpec
@@ -41,6 +42,13 @@ BASE: dict[str, Any] = {
     "algorithm": {"horizon": 8, "global_batch_size": 16, "update_epoch": 3, "lr": 3e-3},
     "updates": 3,
 }
+
+
+def scale_policy(policy: ActorCritic, gain: float) -> ActorCritic:
+    """Return the new policy with another gain of its head: its actions depend on observations."""
+    with torch.no_grad():
+        policy.policy_head.weight.mul_(gain / POLICY_GAIN)
+    return policy
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -286,7 +286,7 @@ class CountingPolicy(nn.Module):
 
 # ----------------------------------------------------------------------------------- Gymnasium task
 class Point(gymnasium.Env):
-    """Move a point to the origin of the plane; the info has ``success``.
+    """Move a point to the origin of the plane; the info has ``success`` and ``near``.
 
     An episode ends at success. ``far`` scales the initial position, so that kwargs have an effect.
     """
@@ -308,8 +308,8 @@ class Point(gymnasium.Env):
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self.x = (self.x + 0.2 * action).clip(-10, 10).astype(np.float32)
         distance = float(np.linalg.norm(self.x))
-        success = distance < 0.3
-        return self.x.copy(), -distance, success, False, {"success": success}
+        info = {"success": distance < 0.3, "near": distance < 0.6}
+        return self.x.copy(), -distance, info["success"], False, info
 
 
 class Faulty(Point):

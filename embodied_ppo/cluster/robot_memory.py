@@ -19,6 +19,7 @@ from embodied_ppo.options import placement
 from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import robot_policy
+from embodied_ppo.policies.initialization import skip_orthogonal_matrices
 from embodied_ppo.policies.vla.trunk import VLAPolicy
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.rollout import group_filter
@@ -36,13 +37,12 @@ class RobotMemoryEstimator(MemoryEstimator):
         """
         self.config, self.cpu = config, torch.device("cpu")
         self.spaces = describe_spaces(config)
-        # Memory does not depend on the values of weights. Orthogonal ones take minutes to compute
-        # for layers of ten thousand units.
-        sizes = replace(config, model=replace(config.model, orthogonal_init=False))
-        # A network larger than the free memory would end this process without a message.
-        if config.model.policy == "actor_critic" and config.model.network is None:
-            _check_weights(sizes, replace(self.spaces, device=torch.device("meta")))
-        self.policy: Any = robot_policy.make_policy(sizes, self.spaces, weights=False)
+        # Memory does not depend on the values of weights.
+        with skip_orthogonal_matrices():
+            # A network larger than the free memory would end this process without a message.
+            if config.model.policy == "actor_critic" and config.model.network is None:
+                _check_weights(config, replace(self.spaces, device=torch.device("meta")))
+            self.policy: Any = robot_policy.make_policy(config, self.spaces, weights=False)
         self._acting_by_rows: dict[tuple[int, float | None], tuple[int, Any, Any]] = {}
         """Environments and memory of the device in GB -> ``memory_estimate.estimate_acting``."""
 

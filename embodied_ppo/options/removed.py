@@ -51,6 +51,9 @@ REMOVED: dict[str, Removed] = {
     "model.backbone": Removed("remove it, images are read by convolutions", ("auto", "mlp", "cnn")),
     "model.hidden_gain": Removed("remove it, the gain is sqrt(2)", (1.4142135623730951,)),
     "model.value_gain": Removed("remove it, the gain is 1", (1.0,)),
+    # The initialisation is that of a new policy only: all stored runs can continue.
+    "model.orthogonal_init": Removed("remove it, new weights are orthogonal"),
+    "model.policy_gain": Removed("remove it, the gain is 0.01"),
     "model.heads": Removed("remove it, a small model has 4 heads", (4,)),
     "model.word_buckets": Removed("remove it, there are 1024 buckets of words", (1024,)),
     "algorithm.whiten_subtract_mean": Removed("remove it, rewards keep their mean", (False,)),

@@ -290,7 +290,6 @@ NEW_VLA = VLA & equals("model.checkpoint", None)
 PRETRAINED_VLA = is_set("model.checkpoint")
 PRETRAINED_FLOW = equals("model.policy", "flow") & is_set("model.checkpoint")
 PRETRAINED_TOKEN = equals("model.policy", "token") & is_set("model.checkpoint")
-ORTHOGONAL = ACTOR_CRITIC & equals("model.orthogonal_init", True)
 OWN_NETWORK = ACTOR_CRITIC & is_set("model.network")
 TRUNK = ACTOR_CRITIC & equals("model.network", None)
 CONTINUOUS = ACTOR_CRITIC & ReadIf(
@@ -310,7 +309,7 @@ class ModelConfig:
     """Policy family. actor_critic: a trunk with a policy head and a value head. token, flow and
     gaussian are vision-language-action models, which read an instruction; their actions are tokens,
     the result of flow matching, or Gaussian. They read the options from width on, actor_critic
-    reads those from network to policy_gain."""
+    reads those from network to critic_obs."""
     network: Text | None = option(None, read_if=ACTOR_CRITIC)
     """Your own trunk, FILE.py:Class (docs/networks.md); null: build one from hidden,
     activation and layer_norm, after convolutions where there are images. The run keeps a copy of
@@ -357,10 +356,6 @@ class ModelConfig:
     the state has none in states beyond the bound."""
     max_log_std: float = option(2.0, read_if=GAUSSIAN)
     """Upper bound of the logarithm of the standard deviation."""
-    orthogonal_init: bool = True
-    """Initialise with orthogonal weights and zero biases; false: torch's default initialisation."""
-    policy_gain: Positive = option(0.01, read_if=ORTHOGONAL)
-    """Gain of the orthogonal initialisation of the policy head."""
     history: Small = option(1, read_if=ACTOR_CRITIC)
     """Number of observations that the policy reads together (K): the newest one, the K - 1 changes
     before it in the episode and the actions between them; zeros before the start of the episode. 1:

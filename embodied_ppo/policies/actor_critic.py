@@ -50,6 +50,10 @@ from embodied_ppo.policies.recurrent import RecurrentLayer
 
 CRITIC = "/critic"
 """Name of the model inputs that only the critic reads, a dictionary like that of the actor's."""
+POLICY_GAIN = 0.01
+"""Gain of the policy head of a new policy, whose actions then hardly depend on the observation
+(Andrychowicz et al. 2020, "What Matters In On-Policy Reinforcement Learning?").
+"""
 
 
 class ActorCritic(nn.Module):
@@ -140,12 +144,12 @@ class ActorCritic(nn.Module):
         # One output for each logit, and one or two for each number.
         two = self.state_dependent_std or self.is_beta
         outputs = size + self.numbers if two else size
-        self.policy_head = linear(features, outputs, config.policy_gain, config.orthogonal_init)
+        self.policy_head = linear(features, outputs, POLICY_GAIN)
         self.value_head = None
         if has_critic:
             features = (self.value_trunk or self.trunk).features
             values = values if popart is None else popart.tasks
-            self.value_head = linear(features, values, 1.0, config.orthogonal_init)
+            self.value_head = linear(features, values, 1.0)
         else:
             critic = ("critic_encoder.", "value_trunk.", "value_recurrent.", "value_head.")
             self.unused_weights = (*critic, "popart.")
@@ -425,8 +429,7 @@ def _make_recurrent(config: ModelConfig, inputs: int) -> RecurrentLayer | None:
     """Return the recurrent layer of a trunk with ``inputs`` inputs, if there is one."""
     if config.recurrent is None:
         return None
-    size, orthogonal = config.recurrent_size, config.orthogonal_init
-    return RecurrentLayer(config.recurrent, inputs, size, orthogonal=orthogonal)
+    return RecurrentLayer(config.recurrent, inputs, config.recurrent_size)
 
 
 def _advance(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, Self, TypeVar
 
@@ -17,6 +16,7 @@ from embodied_envs.types import ArraySpec, Obs, ObsSpec
 from embodied_ppo.core.running_stats import RunningMoments
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import own_network
+from embodied_ppo.policies.initialization import orthogonal_
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
@@ -145,27 +145,16 @@ class Encoder(nn.Module):
             self.moments.update(self.join(obs), mask)
 
 
-def linear(size_in: int, size_out: int, gain: float, orthogonal: bool) -> nn.Linear:
-    """Return a linear layer with orthogonal (or torch's default) initialisation.
-
-    Args:
-        size_in: Inputs.
-        size_out: Outputs.
-        gain: Scale of the orthogonal matrix; 0 initialises with zeros.
-        orthogonal: Whether to initialise weights orthogonally and biases with zeros.
-    """
-    return _init(nn.Linear(size_in, size_out), gain, orthogonal)
+def linear(size_in: int, size_out: int, gain: float) -> nn.Linear:
+    """Return a linear layer whose weight is ``gain`` times an orthogonal matrix, and its bias 0."""
+    return _init(nn.Linear(size_in, size_out), gain)
 
 
-def _init(layer: Layer, gain: float, orthogonal: bool) -> Layer:
+def _init(layer: Layer, gain: float) -> Layer:
     """Initialise a layer, see ``linear``."""
-    if orthogonal:
-        if gain == 0.0:
-            nn.init.zeros_(layer.weight)
-        else:
-            nn.init.orthogonal_(layer.weight, gain)
-        assert layer.bias is not None
-        nn.init.zeros_(layer.bias)
+    orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -173,9 +162,9 @@ HIDDEN_GAIN = math.sqrt(2.0)
 """Gain of the orthogonal initialisation of hidden layers."""
 
 
-def _convolution(orthogonal: bool, into: int, out: int, kernel: int, stride: int) -> nn.Conv2d:
+def _convolution(into: int, out: int, kernel: int, stride: int) -> nn.Conv2d:
     """Return a convolution of a hidden layer."""
-    return _init(nn.Conv2d(into, out, kernel, stride), HIDDEN_GAIN, orthogonal)
+    return _init(nn.Conv2d(into, out, kernel, stride), HIDDEN_GAIN)
 
 
 class Pixels(nn.Module):
@@ -198,16 +187,15 @@ class NatureCNN(nn.Module):
     SMALLEST = 36
     """Smallest height and width of an image, pixels."""
 
-    def __init__(self, shape: tuple[int, int, int], config: ModelConfig) -> None:
+    def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
         channels, height, width = shape
-        conv = partial(_convolution, config.orthogonal_init)
         self.layers = nn.Sequential(
-            conv(channels, 32, 8, 4),
+            _convolution(channels, 32, 8, 4),
             nn.ReLU(),
-            conv(32, 64, 4, 2),
+            _convolution(32, 64, 4, 2),
             nn.ReLU(),
-            conv(64, 64, 3, 1),
+            _convolution(64, 64, 3, 1),
             nn.ReLU(),
             nn.Flatten(),
         )
@@ -232,9 +220,9 @@ class SpatialSoftmaxCNN(nn.Module):
     SMALLEST = 16
     """Smallest height and width of an image, pixels."""
 
-    def __init__(self, shape: tuple[int, int, int], config: ModelConfig) -> None:
+    def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        maps, conv = self.MAPS, partial(_convolution, config.orthogonal_init)
+        maps, conv = self.MAPS, _convolution
         layers = conv(shape[0], maps, 8, 4), conv(maps, maps, 3, 1), conv(maps, maps, 1, 1)
         self.layers = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
         self.features = 2 * maps
@@ -277,7 +265,7 @@ class DefaultTrunk(nn.Module):
         for spec in encoder.images.values():
             shape = channels_first_shape(spec)
             small = min(shape[1:]) < cnn_class.SMALLEST
-            cnn = Pixels(shape) if small else cnn_class(shape, config)
+            cnn = Pixels(shape) if small else cnn_class(shape)
             self.cnns.append(cnn)
             size += cnn.features
         if size == 0:
@@ -286,7 +274,7 @@ class DefaultTrunk(nn.Module):
         """Size of what the hidden layers and the recurrent layer read."""
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise((size + recurrent, *config.hidden)):
-            layers.append(linear(size_in, size_out, HIDDEN_GAIN, config.orthogonal_init))
+            layers.append(linear(size_in, size_out, HIDDEN_GAIN))
             if config.layer_norm:
                 layers.append(nn.LayerNorm(size_out))
             layers.append(ACTIVATIONS[config.activation]())

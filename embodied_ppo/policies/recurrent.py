@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from embodied_ppo.policies.initialization import orthogonal_
+
 GATES = {"gru": 3, "lstm": 4}
 """Kind of layer -> number of gates, G."""
 LONGEST = 50
@@ -188,39 +190,32 @@ class _Sequence(torch.autograd.Function):
 class RecurrentLayer(nn.Module):
     """A GRU or LSTM."""
 
-    def __init__(
-        self, kind: Literal["gru", "lstm"], inputs: int, size: int, *, orthogonal: bool
-    ) -> None:
-        """Create the layer.
+    def __init__(self, kind: Literal["gru", "lstm"], inputs: int, size: int) -> None:
+        """Create the layer with orthogonal weights.
+
+        Biases are 0, except those of the gates that keep the state, which make its units forget
+        within 1 to ``LONGEST`` steps (Tallec and Ollivier 2018, "Can recurrent neural networks warp
+        time?", eq. 14, with evenly spaced times).
 
         Args:
             kind: Kind of layer.
             inputs: Input features, D.
             size: Units, H.
-            orthogonal: Whether to initialise weights orthogonally and biases with zeros; otherwise
-                uniformly within ±1/sqrt(H), as torch does. In both cases the biases of the gates
-                that keep the state then make its units forget within 1 to ``LONGEST`` steps
-                (Tallec and Ollivier 2018, "Can recurrent neural networks warp time?", eq. 14, with
-                evenly spaced times).
         """
         super().__init__()
         self.kind, self.size = kind, size
         self.state_size = size if kind == "gru" else 2 * size
         """Numbers of the state, S."""
         gates = GATES[kind]
-        self.input_weight = nn.Parameter(torch.empty(gates * size, inputs))
-        self.hidden_weight = nn.Parameter(torch.empty(size, gates * size))
+        self.input_weight = nn.Parameter(torch.zeros(gates * size, inputs))
+        self.hidden_weight = nn.Parameter(torch.zeros(size, gates * size))
         self.input_bias = nn.Parameter(torch.zeros(gates * size))
         self.hidden_bias = nn.Parameter(torch.zeros(gates * size))
         with torch.no_grad():
             for gate in range(gates):
                 part = slice(gate * size, (gate + 1) * size)
-                if orthogonal:
-                    nn.init.orthogonal_(self.input_weight[part])
-                    nn.init.orthogonal_(self.hidden_weight[:, part])
-            if not orthogonal:
-                for p in self.parameters():
-                    p.uniform_(-(size**-0.5), size**-0.5)
+                orthogonal_(self.input_weight[part])
+                orthogonal_(self.hidden_weight[:, part])
             # Gate z of the GRU and f of the LSTM, both second, keep the state.
             steps = torch.linspace(1.0, LONGEST - 1.0, size)
             self.input_bias[size : 2 * size] = steps.log()

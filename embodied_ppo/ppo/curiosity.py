@@ -67,7 +67,7 @@ class Curiosity:
         with torch.random.fork_rng():
             torch.manual_seed(sampling_key(seed, "curiosity"))
             self.target, self.predictor = (
-                nn.Sequential(trunk, linear(trunk.features, FEATURES, 1.0, True))
+                nn.Sequential(trunk, linear(trunk.features, FEATURES, 1.0))
                 for trunk in (make_trunk(encoder, HIDDEN), make_trunk(encoder, HIDDEN))
             )
         self.target.requires_grad_(False)

@@ -28,6 +28,7 @@ from embodied_ppo.imitation.distillation import (
 )
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, DistillationConfig, ModelConfig
+from embodied_ppo.policies import actor_critic
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.programs import runs
 from embodied_ppo.training import trained_run
@@ -43,7 +44,6 @@ TASK: dict[str, Any] = {
 TEACHER = {
     "model": {
         "hidden": [16],
-        "policy_gain": 1.0,  # a policy that depends on the observations from the beginning
         "actor_obs": ["state", "privileged"],
         "critic_obs": ["state", "privileged"],
     },
@@ -126,7 +126,8 @@ def test_losses_of_choices_equal_hand_computed_values() -> None:
 
 def _policy(spec: Any, action: Any = None, **options: Any) -> ActorCritic:
     action = action or Box((-1.0, -1.0), (1.0, 1.0))
-    return ActorCritic(spec, action, ModelConfig(hidden=(8,), policy_gain=1.0, **options))
+    policy = ActorCritic(spec, action, ModelConfig(hidden=(8,), **options))
+    return run_helpers.scale_policy(policy, 1.0)
 
 
 def test_loss_is_resolved_or_refused_by_the_distributions() -> None:
@@ -205,7 +206,10 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose actor reads a privileged observation."""
     run_dir = tmp_path_factory.mktemp("teacher") / "run"
-    runs.train(config(TASK, TEACHER, {"run_dir": str(run_dir)}), quiet=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # A policy that depends on the observations from the beginning.
+        patch.setattr(actor_critic, "POLICY_GAIN", 1.0)
+        runs.train(config(TASK, TEACHER, {"run_dir": str(run_dir)}), quiet=True)
     return run_dir
 
 

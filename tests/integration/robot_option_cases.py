@@ -156,8 +156,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.init_log_std": (-1.0, {}),
     "model.min_log_std": (-1.0, {"model.init_log_std": -1.0}),
     "model.max_log_std": (-1.0, {"model.init_log_std": -1.0}),
-    "model.orthogonal_init": (False, {}),
-    "model.policy_gain": (1.0, {}),
     "model.normalize_obs": (False, {}),
     "model.obs_clip": (0.5, {}),
     "model.obs_eps": (0.5, {}),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_helpers import scale_policy
 from torch import Tensor
 from torch.distributions import Categorical, Normal
 
@@ -25,7 +26,8 @@ SPEC = Composite((3, 2), Box((-1.0,), (2.0,)))
 
 def policy(spec: Composite | Discrete = SPEC, *, seed: int = 0, **options: object) -> ActorCritic:
     torch.manual_seed(seed)
-    actor = ActorCritic(MASKED, spec, ModelConfig(hidden=(8,), policy_gain=1.0, **options))  # pyright: ignore[reportArgumentType]
+    actor = ActorCritic(MASKED, spec, ModelConfig(hidden=(8,), **options))  # pyright: ignore[reportArgumentType]
+    scale_policy(actor, 1.0)
     with torch.no_grad():
         actor.policy_head.bias.normal_()
     return actor

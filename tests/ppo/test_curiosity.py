@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import reference_numerics as reference
 import torch
+from run_helpers import scale_policy
 
 from embodied_envs.base import tree
 from embodied_envs.types import ArraySpec, Box
@@ -31,10 +32,11 @@ CURIOUS = {"weight": 0.5, "gamma": 0.9, "decay": 10}
 
 
 def make(options: dict[str, Any] | None = None) -> tuple[PPO, Curiosity]:
-    model = loader.load(ModelConfig, {"hidden": [8], "policy_gain": 0.5, "normalize_obs": False})
+    model = loader.load(ModelConfig, {"hidden": [8], "normalize_obs": False})
     torch.manual_seed(0)
     box = Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
     policy = ActorCritic(ArraySpec((OBS,)), box, model, values=2)
+    scale_policy(policy, 0.5)
     config = loader.load(AlgorithmConfig, {**PLAIN, "curiosity": CURIOUS, **(options or {})})
     learner = robot_ppo(policy, config, num_envs=N, updates=10, seed=0)
     assert learner.curiosity is not None

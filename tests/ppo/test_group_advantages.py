@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference_numerics as reference
 import torch
-from run_helpers import run_command
+from run_helpers import run_command, scale_policy
 
 from embodied_envs.types import ArraySpec, Box
 from embodied_ppo.core.types import Trajectory
@@ -28,10 +28,11 @@ TWO = {"near": {"terms": ["a"]}, "far": {}}
 
 def make(options: dict[str, Any], *, groups: int = 2) -> PPO:
     """Return the learner of a policy whose value is linear in the observation."""
-    model = loader.load(ModelConfig, {"hidden": [], "policy_gain": 0.5, "normalize_obs": False})
+    model = loader.load(ModelConfig, {"hidden": [], "normalize_obs": False})
     torch.manual_seed(0)
     box = Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
     policy = ActorCritic(ArraySpec((OBS,)), box, model, values=groups)
+    scale_policy(policy, 0.5)
     config = loader.load(AlgorithmConfig, {**PLAIN, **options})
     return robot_ppo(policy, config, num_envs=N, updates=10, seed=0)
 

@@ -34,9 +34,10 @@ STEP = {"normalize_advantages": False, "max_grad_norm": None, "update_epoch": 1}
 def make_learner(options: dict[str, Any], *, values: int = C, samples: int = T * N) -> PPO:
     """Return the learner of chunks of C actions; ``values`` is the number of value outputs."""
     torch.manual_seed(0)
-    model = loader.load(ModelConfig, {"hidden": [8], "policy_gain": 0.5, "normalize_obs": False})
+    model = loader.load(ModelConfig, {"hidden": [8], "normalize_obs": False})
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = ActorCritic(ArraySpec((OBS,)), box, model, chunk=C, values=values)
+    run_helpers.scale_policy(policy, 0.5)
     config = loader.load(AlgorithmConfig, {"global_batch_size": samples, **STEP, **options})
     return robot_ppo(policy, config, num_envs=N, updates=10, seed=0)
 

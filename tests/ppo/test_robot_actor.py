@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import scale_policy
 from torch import Tensor
 
 from embodied_envs.base import tree
@@ -41,18 +42,18 @@ def make(
     *,
     discrete: bool = False,
     seed: int = 0,
+    gain: float = 0.5,
     **arguments: Any,
 ) -> PPO:
     """Return the learner of a small policy; ``model`` has model options."""
-    model = loader.load(
-        ModelConfig, {"hidden": [16], "policy_gain": 0.5, **arguments.pop("model", {})}
-    )
+    model = loader.load(ModelConfig, {"hidden": [16], **arguments.pop("model", {})})
     config = loader.load(
         AlgorithmConfig, {"global_batch_size": 16, "update_epoch": 2, **(options or {})}
     )
     torch.manual_seed(seed)
     actions = Discrete(4) if discrete else Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
-    policy = ActorCritic(ArraySpec((OBS,)), actions, model).to(arguments.pop("device", "cpu"))
+    policy = scale_policy(ActorCritic(ArraySpec((OBS,)), actions, model), gain)
+    policy.to(arguments.pop("device", "cpu"))
     return robot_ppo(policy, config, **{"num_envs": N, "updates": 10, "seed": seed, **arguments})
 
 
@@ -288,7 +289,7 @@ def test_fully_masked_rollout_changes_no_weight():
 # ----------------------------------------------------------------------- exploration (rpo_alpha)
 def test_a_shifted_mean_changes_the_log_probability_only():
     # mean 0, std 1, action 0.5, z = 0.2: log p = -(0.5 - 0.2)^2 / 2 - log(2 pi) / 2 = -0.963939
-    policy = make(model={"policy_gain": 1e-9, "normalize_obs": False}).policy
+    policy = make(model={"normalize_obs": False}, gain=0).policy
     assert isinstance(policy, ActorCritic)
     inputs, action = policy.encode(torch.zeros(1, OBS)), torch.full((1, ACTIONS), 0.5)
     plain = policy.evaluate(inputs, action, {})
@@ -298,7 +299,7 @@ def test_a_shifted_mean_changes_the_log_probability_only():
     assert torch.equal(shifted.entropy, plain.entropy)
     assert torch.equal(shifted.value, plain.value)
     # Of a squashed Gaussian the mean before the tanh; of a composite that of its numbers.
-    squashed = make(model={"distribution": "squashed_gaussian", "policy_gain": 1e-9}).policy
+    squashed = make(model={"distribution": "squashed_gaussian"}, gain=0).policy
     replay = {"pre_squash": action}
     plain, shifted = (
         squashed.evaluate(inputs, action.tanh(), replay | shift)
@@ -308,7 +309,7 @@ def test_a_shifted_mean_changes_the_log_probability_only():
     assert difference.flatten().tolist() == pytest.approx([0.08] * ACTIONS, abs=1e-6)
     assert torch.equal(shifted.entropy, plain.entropy)
     spec = Composite((3,), Box((-1.0,), (1.0,)))
-    composite = ActorCritic(ArraySpec((OBS,)), spec, ModelConfig(policy_gain=1e-9))
+    composite = scale_policy(ActorCritic(ArraySpec((OBS,)), spec, ModelConfig()), 0)
     inputs, action = composite.encode(torch.zeros(1, OBS)), torch.tensor([[1.0, 0.5]])
     plain, shifted = (
         composite.evaluate(inputs, action, shift)

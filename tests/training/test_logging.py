@@ -226,7 +226,6 @@ ALL_ON: dict[str, Any] = {
         "evaluation.episodes": 32,
         "evaluation.num_envs": 32,
         "algorithm.horizon": 16,
-        "model.policy_gain": 0.5,
     },
 }
 
