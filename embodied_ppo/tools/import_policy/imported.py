@@ -239,6 +239,12 @@ class ImportedPolicy:
                 f" env.obs_keys: model.critic_obs gives the value function of {task} other"
                 f" observations than the policy, and that of {self.label} reads the same"
             )
+        values = 1 if policy.value_head is None else policy.value_head.out_features
+        if values != 1 and self.critic is not None:
+            raise ConfigError(
+                f"write critic=new: the options of the run give a state {values} values, of tasks,"
+                f" of actions or of reward groups, and {self.label} has one of the reward"
+            )
         of_task = f"{policy.actions:,} {'dimensions' if policy.numbers else 'choices'}"
         of_file = f"{self.actions:,} {'choices' if self.is_discrete else 'dimensions'}"
         if of_task != of_file:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,8 @@ def _with_imported_options(
     Raises:
         ConfigError: The user has given an option another value than the file needs.
     """
-    given = loaded.deliberate(GIVEN)
-    given = {path: loader.flat(loader.dump(loaded.config))[path] for path in given}
+    options: Any = loader.dump(loaded.config)
+    given = {path: reduce(getitem, path.split("."), options) for path in loaded.deliberate(GIVEN)}
     if policy.is_beta and given.get("model.distribution") != "beta":
         # A file of a Gaussian whose network returns the deviation has the same layout.
         raise ConfigError(
@@ -127,7 +129,6 @@ def _with_imported_options(
             )
     free = {path: x for path, x in policy.suggested_options().items() if path not in given}
     derived = fixed | free
-    options = loader.dump(loaded.config)
     for option, value in derived.items():
         section, name = option.split(".")
         options[section][name] = value

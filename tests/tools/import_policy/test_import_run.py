@@ -82,6 +82,16 @@ def test_beta_distribution_must_be_named(tmp_path: Path, capsys) -> None:
     assert ep.load(tmp_path / "run").config.model.distribution == "beta"
 
 
+def test_run_with_several_values_needs_a_new_critic(tmp_path: Path, capsys) -> None:
+    foreign.rsl_rl(tmp_path / "x.pt")
+    arguments = [str(tmp_path / "x.pt"), f"run_dir={tmp_path / 'run'}", *TASK, *SMALL, "--quiet"]
+    arguments += ["algorithm.reward_groups={run: {terms: [reward_run]}, cost: {}}"]
+    assert main.main(["import-policy", "rsl_rl", *arguments]) == 2
+    assert "write critic=new: the options of the run give a state 2" in capsys.readouterr().err
+    assert main.main(["import-policy", "rsl_rl", *arguments, "critic=new"]) == 0
+    assert list(ep.load(tmp_path / "run").config.algorithm.reward_groups) == ["run", "cost"]
+
+
 @pytest.mark.slow
 def test_options_that_contradict_the_file_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     files = [str(run.parent / "model.zip"), f"normalizer={run.parent / 'vec.pkl'}"]
