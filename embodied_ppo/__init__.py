@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied_ppo.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from embodied_ppo.api import Run, config, distill, evaluate, load, train
     from embodied_ppo.core.errors import (
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from embodied_ppo.tools.update_replay import replay
     from embodied_ppo.tools.verification import verify
 
-__version__ = "0.1.0"
 __all__ = ["Run", "bisect", "compare", "config", "distill", "evaluate", "fork", "load", "replay"]
 __all__ += ["search", "train", "verify"]
 TOOLS = {

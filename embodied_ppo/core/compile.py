@@ -32,7 +32,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-import embodied_ppo
 from embodied_envs.base.compilation import is_compilation_disabled, warn_uncompiled
 from embodied_envs.base.errors import TrainingError, one_line
 
@@ -111,8 +110,7 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
         RuntimeError: The class of a module is defined in no file.
     """
     digest = hashlib.sha256()
-    package = Path(embodied_ppo.__file__).parent
-    sources = {*package.rglob("*.py")}
+    sources = {*Path(__file__).parents[1].rglob("*.py")}  # of embodied_ppo
     parts = {name: value for name, value in vars(program).items() if isinstance(value, nn.Module)}
     modules = dict(pair for part, value in parts.items() for pair in _all_modules(part, value))
     for kind in {type(m) for m in modules.values()}:

@@ -25,8 +25,8 @@ import torch
 
 from embodied_envs.base import watchdog
 from embodied_envs.base.errors import ConfigError, join_names, show, show_path
-from embodied_ppo import __version__
 from embodied_ppo.core import guarded_files
+from embodied_ppo.core.version import __version__
 from embodied_ppo.options import loader
 from embodied_ppo.options.batch_sizes import total_updates
 from embodied_ppo.options.reward_groups import value_names
