@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from embodied_ppo.core import compile
+from embodied_ppo.core import cuda_graph
 
 
 class Stream:
@@ -23,7 +23,7 @@ class Stream:
 
 
 class RecordingCuda:
-    """Replaces the functions of ``torch.cuda`` that ``compile.record_graph`` calls.
+    """Replaces the functions of ``torch.cuda`` that ``cuda_graph.record_graph`` calls.
 
     Functions without a device act on device "current", as those of torch act on device 0. A
     recording runs the program on the CPU, which changes its state once; a replay does nothing.
@@ -36,7 +36,7 @@ class RecordingCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device: Any = "current"
         self.recorded: list[tuple[Any, Any]] = []
-        compile._recording_stream.cache_clear()
+        cuda_graph._recording_stream.cache_clear()
         for name, value in {
             "Stream": lambda device=None: Stream(device or self.device),
             "current_stream": lambda device=None: Stream(device or self.device),

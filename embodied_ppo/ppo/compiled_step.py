@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodied_envs.base import tree
 from embodied_ppo.core import compile
+from embodied_ppo.core.cuda_graph import Example
 from embodied_ppo.core.types import Samples
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.ppo import losses
@@ -290,12 +291,12 @@ class CompiledStep:
 
         # Called only where a compilation starts, because ``adam_state`` allocates all moments, and
         # an eager step only those of its parameters.
-        def example() -> compile.Example:
+        def example() -> Example:
             # A program receives parameters by position and replaces them by name.
             name = {id(p): n for n, p in loss.model.named_parameters()}
             actor, critic = ([name[id(p)] for p in group["params"]] for group in adamw.param_groups)
             settings = torch.zeros(len(ADAMW_SETTINGS) + len(loss.coefficients), device=device)
-            return compile.Example(
+            return Example(
                 MinibatchStep(loss, actor, critic, batch, buffers),
                 adam_state(adamw).tensors,
                 [settings, torch.arange(size, device=device), *_constants(loss, batch, buffers)],

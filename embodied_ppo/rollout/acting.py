@@ -12,6 +12,7 @@ from embodied_envs.base import tree
 from embodied_envs.base.tree import apply_in_parts
 from embodied_envs.types import Obs
 from embodied_ppo.core import compile
+from embodied_ppo.core.cuda_graph import Example
 from embodied_ppo.core.types import Decision, Policy
 
 
@@ -95,11 +96,11 @@ class Acting:
         kept = {name: inputs[name] for name in self.kept_inputs}
         return self.policy.act(inputs, noise=noise), kept
 
-    def _program(self, obs: Obs, noise: Tensor) -> compile.Example:
+    def _program(self, obs: Obs, noise: Tensor) -> Example:
         """Return the program to compile with example inputs."""
         program = ActProgram(self.policy, obs)
         self.weights = program.weights()
         # An eager call gives the structure of the decision.
         self.structure, _ = self._act(obs, noise)
         inputs = [noise, *(x.contiguous() for x in tree.leaves(obs))]
-        return compile.Example(program, self.weights, inputs)
+        return Example(program, self.weights, inputs)

@@ -23,7 +23,7 @@ from torch import Tensor
 from embodied_envs.base import tree
 from embodied_envs.base.errors import TrainingError
 from embodied_envs.base.random import env_seeds
-from embodied_ppo.core import compile
+from embodied_ppo.core import compile, cuda_graph
 from embodied_ppo.core.types import Batch, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig, Config
 from embodied_ppo.policies import robot_policy
@@ -205,8 +205,8 @@ def test_compiler_failure_is_reported_once() -> None:
     notices: list[str] = []
     schedule = compile.CompileSchedule(0, notice=notices.append)
     x = torch.zeros(3)
-    assert schedule.get(0, lambda: compile.Example(DataDependent(), [x], [x])) is None
-    assert schedule.get(1, lambda: compile.Example(DataDependent(), [x], [x])) is None
+    assert schedule.get(0, lambda: cuda_graph.Example(DataDependent(), [x], [x])) is None
+    assert schedule.get(1, lambda: cuda_graph.Example(DataDependent(), [x], [x])) is None
     assert notices[0].startswith("compile: waiting for the compiler") and len(notices) == 2
     assert "the compiler failed (" in notices[1] and "training continues without" in notices[1]
     failed = schedule._library
@@ -216,7 +216,7 @@ def test_compiler_failure_is_reported_once() -> None:
         TrainingError,
         match=r"compile=always: the compiler failed \(.*\); its folder is .*; repair it, or use",
     ):
-        schedule.get(0, lambda: compile.Example(DataDependent(), [x], [x]))
+        schedule.get(0, lambda: cuda_graph.Example(DataDependent(), [x], [x]))
     assert compile.CompileSchedule.waiting == 0
 
 
@@ -467,15 +467,15 @@ def test_cuda_graph_minibatches_do_not_synchronize() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def captured_programs() -> dict[str, compile.Example]:
+def captured_programs() -> dict[str, cuda_graph.Example]:
     """Return examples: a minibatch after an update, acting, and a language model's minibatch."""
     learner = make({"update_epoch": 1, "entropy_bonus": 0.01})
     learner.update(experience(learner), update=0)
     batch, _ = learner.prepare(experience(learner))
-    optimizer, examples = learner.optimizer, dict[str, compile.Example]()
+    optimizer, examples = learner.optimizer, dict[str, cuda_graph.Example]()
 
     class Recorder(compile.CompileSchedule):
-        def get(self, update: int, make_example: Callable[[], compile.Example]) -> None:
+        def get(self, update: int, make_example: Callable[[], cuda_graph.Example]) -> None:
             examples["update"] = make_example()
 
     optimizer.compiled = CompiledStep(Recorder(0))
@@ -501,7 +501,7 @@ def captured_programs() -> dict[str, compile.Example]:
     parameters = [p.detach() for p in objective.model.parameters()]
     state = [*parameters, *(torch.rand_like(p) for p in parameters * 2)]
     arguments = [torch.rand(len(ADAMW_SETTINGS) + 1), torch.arange(2), *tree.leaves(batch)]
-    return {**examples, "language": compile.Example(step, state, arguments)}
+    return {**examples, "language": cuda_graph.Example(step, state, arguments)}
 
 
 @pytest.mark.slow
@@ -514,7 +514,7 @@ def test_fused_program_gives_the_numbers_of_eager_code(
     run_helpers.trace_only(monkeypatch)
     example = captured_programs()[name]
     arguments, before = list(example.arguments), [x.clone() for x in example.state]
-    program = compile.fuse(example.program, [*example.state, *map(torch.zeros_like, arguments)])
+    program = cuda_graph.fuse(example.program, [*example.state, *map(torch.zeros_like, arguments)])
     assert program is not example.program
     assert all(map(torch.equal, before, example.state))
     results = []
@@ -535,7 +535,7 @@ def test_program_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=fail))
     example = captured_programs()["act"]
     with pytest.warns(UserWarning, match=r"^ActProgram runs without .* \(no C compiler\)$"):
-        program = compile.fuse(example.program, [*example.state, *example.arguments])
+        program = cuda_graph.fuse(example.program, [*example.state, *example.arguments])
     assert program is example.program
 
 
@@ -546,7 +546,7 @@ def test_cuda_graph_copies_an_argument_that_changed_in_place(
     RecordingCuda(monkeypatch)
     with torch.inference_mode(inference):
         x = torch.zeros(3)
-        graph = compile.CudaGraph(compile.Example(lambda x: x + 1, [], [x]))
+        graph = cuda_graph.CudaGraph(cuda_graph.Example(lambda x: x + 1, [], [x]))
         for value in (1.0, 2.0):
             x.fill_(value)
             for _ in range(2):

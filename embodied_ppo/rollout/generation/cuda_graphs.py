@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embodied_ppo.core.compile import record_graph
+from embodied_ppo.core.cuda_graph import record_graph
 from embodied_ppo.policies.causal_lm import LanguagePolicy, precision
 from embodied_ppo.policies.decoder import Attention
 from embodied_ppo.rollout.generation.decode_model import DecodeModel
