@@ -25,7 +25,7 @@ from embodied_ppo.core.types import Batch, Decision, Policy, Trajectory
 from embodied_ppo.options.placement import Plan
 from embodied_ppo.options.schema import AlgorithmConfig, Config
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
-from embodied_ppo.policies.vla.trunk import VLAPolicy
+from embodied_ppo.policies.vla.vla_policy import VLAPolicy
 from embodied_ppo.ppo import losses
 from embodied_ppo.ppo.ppo import PPO
 

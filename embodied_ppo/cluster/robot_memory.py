@@ -20,7 +20,7 @@ from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.policies.initialization import skip_orthogonal_matrices
-from embodied_ppo.policies.vla.trunk import VLAPolicy
+from embodied_ppo.policies.vla.vla_policy import VLAPolicy
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.rollout import group_filter
 from embodied_ppo.rollout.environments import make_env, training_env

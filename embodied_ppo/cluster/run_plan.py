@@ -14,14 +14,13 @@ from embodied_ppo.cluster.language_memory import LanguageMemoryEstimator
 from embodied_ppo.cluster.memory_estimate import MemoryEstimator, MemoryNeeds
 from embodied_ppo.cluster.offload import Residency
 from embodied_ppo.cluster.robot_memory import RobotMemoryEstimator
-from embodied_ppo.core.devices import select_device
+from embodied_ppo.core.devices import device_memory_gb, select_device
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options import placement, placement_memory, validation
 from embodied_ppo.options.batch_sizes import batches
 from embodied_ppo.options.placement import Hardware, Plan
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies.language_models import critic_config
-from embodied_ppo.policies.vla.trunk import device_memory_gb
 from embodied_ppo.ppo.language_actor import full_kl
 from embodied_ppo.rollout.environments import builds_once
 

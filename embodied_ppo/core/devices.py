@@ -1,4 +1,4 @@
-"""The CUDA device of a process: PyTorch's current device, and the GPU that MuJoCo renders on.
+"""The device of a process: PyTorch's current one, its memory, and the GPU that MuJoCo renders on.
 
 Streams, events and CUDA graphs that are created without a device belong to the current device. The
 current device is a property of the thread, and 0 in each new one.
@@ -40,6 +40,13 @@ def activate(device: torch.device) -> torch.device:
         device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
     return device
+
+
+def device_memory_gb(device: torch.device) -> float:
+    """Return the memory of a GPU, or of the machine, in GB."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 def egl_device_id(environment: Mapping[str, str], device: torch.device) -> str | None:

@@ -5,9 +5,9 @@ recording of scripted experts.
 
 Does not belong here: readers and writers of data files (``data``).
 
-To add a policy to behaviour cloning: subclass ``policies.vla.trunk.VLA`` (``policies.vla.gaussian``
-is the shortest example), whose ``action_loss`` returns the loss, and add the class to
-``robot_policy.Family``. To add a scripted expert: record it in
+To add a policy to behaviour cloning: subclass ``policies.vla.vla_policy.VLA``, whose
+``action_loss`` returns the loss (``policies.vla.gaussian`` is the shortest example), and add the
+class to ``robot_policy.Family``. To add a scripted expert: record it in
 ``embodied_envs.tasks.expert_recorder``, and accept its ``env.id`` in ``expert_demos``, which
 accepts Tabletop only.
 """

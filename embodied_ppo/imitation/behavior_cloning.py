@@ -28,7 +28,8 @@ from embodied_ppo.options.schema import CloningConfig
 from embodied_ppo.policies.backbone import channels_first_shape
 from embodied_ppo.policies.robot_policy import Family
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA
-from embodied_ppo.policies.vla.trunk import CELL, MASKED_WORD, VLA, WORDS, Grounding
+from embodied_ppo.policies.vla.trunk import CELL, MASKED_WORD, WORDS, Grounding
+from embodied_ppo.policies.vla.vla_policy import VLA
 
 BETAS = (0.9, 0.99)
 GRAD_NORM = 1.0

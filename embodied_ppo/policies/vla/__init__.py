@@ -1,8 +1,9 @@
 """Vision-language-action policies: small ones of our own and readers of published checkpoints.
 
-Belongs here: the shared trunk, one module for each action head (tokens, flow matching, Gaussian),
-one module and one file reader for each published family, and what families share: weights of
-published directories (``published_weights``), layers that attend to a prefix (``prefix``).
+Belongs here: the trunk of the small policies, the base classes of all policies (``vla_policy``),
+one module for each action head (tokens, flow matching, Gaussian), one module and one file reader
+for each published family, and what families share: weights of published directories
+(``published_weights``), layers that attend to a prefix (``prefix``).
 
 Does not belong here: simulators, behaviour cloning, training.
 

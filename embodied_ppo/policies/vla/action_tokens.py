@@ -21,7 +21,8 @@ from torch import Generator, Tensor, nn
 from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import distributions as dist
-from embodied_ppo.policies.vla.trunk import VLA, DecoderMemory, Grounding, VLAPolicy
+from embodied_ppo.policies.vla.trunk import DecoderMemory, Grounding
+from embodied_ppo.policies.vla.vla_policy import VLA, VLAPolicy
 
 Context = TypeVar("Context")
 

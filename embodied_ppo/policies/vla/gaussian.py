@@ -14,7 +14,8 @@ from embodied_envs.types import Obs
 from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import distributions as dist
-from embodied_ppo.policies.vla.trunk import VLA, DecoderMemory, Grounding
+from embodied_ppo.policies.vla.trunk import DecoderMemory, Grounding
+from embodied_ppo.policies.vla.vla_policy import VLA
 
 
 class GaussianVLA(VLA):

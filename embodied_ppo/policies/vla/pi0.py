@@ -46,9 +46,8 @@ from embodied_ppo.policies.vla.prefix import (
     positions,
 )
 from embodied_ppo.policies.vla.published_weights import PublishedTensor, Rename, save, substitute
-from embodied_ppo.policies.vla.trunk import (
-    WORDS,
-    ObservationEncoder,
+from embodied_ppo.policies.vla.trunk import WORDS, ObservationEncoder
+from embodied_ppo.policies.vla.vla_policy import (
     ValueHead,
     action_size,
     check_units,

@@ -40,9 +40,8 @@ from embodied_ppo.policies.vla import openvla_files, published_weights
 from embodied_ppo.policies.vla.action_tokens import Tokens
 from embodied_ppo.policies.vla.openvla import OpenVLA, OpenVLABody
 from embodied_ppo.policies.vla.openvla_files import ActionTokens
-from embodied_ppo.policies.vla.trunk import (
-    Grounding,
-    ObservationEncoder,
+from embodied_ppo.policies.vla.trunk import Grounding, ObservationEncoder
+from embodied_ppo.policies.vla.vla_policy import (
     ValueHead,
     action_size,
     check_units,
