@@ -18,7 +18,6 @@ from embodied_envs.base.tree import apply_in_parts
 from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import RunRefused
-from embodied_ppo.core.finite import select_rows
 from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory
 from embodied_ppo.options.reward_groups import RewardGroup
@@ -33,6 +32,7 @@ from embodied_ppo.rollout.divergence import (
 from embodied_ppo.rollout.episode_statistics import EpisodeStatistics
 from embodied_ppo.rollout.group_filter import GroupFilter
 from embodied_ppo.rollout.group_rewards import GroupRewards
+from embodied_ppo.rollout.staggering import Staggering
 
 LONGEST = 163_840
 """Largest number of steps for which a restart waits for episodes of an unknown time limit."""
@@ -120,10 +120,8 @@ class Rollout:
                 is resumed by replaying all actions since its last restart.
             restarts: Whether new episodes start before the rollout of an update, because an
                 evaluation has used the simulators.
-            stagger: Truncate the first episode of environment i after i/N of the time limit.
-                Otherwise, in tasks whose episodes always last until the time limit, all N
-                environments would stay in the same phase. Ignored with group_size > 1 or
-                one_episode.
+            stagger: Truncate the first episode of environment i after i/N of the time limit, see
+                ``Staggering``. Ignored with group_size > 1 or one_episode.
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
             reward_groups: Groups of the reward, with a value and a ``gamma`` each. Empty: none.
             rows: Largest number of observations in one forward pass of the policy; None: all.
@@ -150,13 +148,9 @@ class Rollout:
         # of simulated steps.
         self.outcome = (torch.zeros(env.num_envs, dtype=torch.bool), 0)
         self.restart_every, self.restarts = restart_every, restarts
-        # Staggering: environment i of all environments is cut at step i/N of the time limit.
         limit = env.max_episode_steps if stagger and group_size == 1 and not one_episode else None
         self.env_offset, self.total = stage * env.num_envs, stages * env.num_envs
-        # [N], the step that ends each environment's first episode; 0: none
-        cut_step = (self.env_offset + torch.arange(env.num_envs)) * (limit or 0) // self.total
-        self.cut_step = cut_step.to(env.device)
-        self.cuts = {t for t in cut_step.tolist() if t > 0}
+        self.staggering = Staggering(env, limit, self.env_offset, self.total)
         self.steps = 0  # of each environment, since the last restart
         # Environments that return NaN or infinity are masked, reset and counted.
         self.guard = DivergenceGuard(env)
@@ -208,7 +202,7 @@ class Rollout:
         if not replays or self.steps + horizon <= every:
             return False
         if limit is not None:
-            waits = self.steps < limit * (2 if self.cuts else 1)
+            waits = self.steps < limit * (2 if self.staggering.cuts else 1)
         else:
             waits = not self.episodes.has_ended.all() and self.steps + horizon <= LONGEST
         if waits and (limit is not None or self.steps > 2 * every):
@@ -232,57 +226,6 @@ class Rollout:
             obs = self.env.reset()
         check_action_mask(self.env.id, self.env.action_spec, obs)
         return self.guard.begin(obs)
-
-    def _begin_truncated_step(self, action: Tensor) -> Callable[[], tuple[Step, Tensor | None]]:
-        """Pass an action to the simulator, and truncate episodes that are staggered to end now.
-
-        Returns:
-            A function that waits for the step. It returns the step and the mask of truncated
-            environments, bool [N], or None. With ``truncate_next`` an episode that is due and
-            diverges in this step is among them.
-        """
-        self.steps += 1
-        # Which environments end their first episode in this step.
-        due = self.cut_step == self.steps if self.steps in self.cuts else None
-        if due is not None and self.env.can_truncate:
-            self.env.truncate_next(due)
-        # An asynchronous simulator runs in the meantime, others run in the returned function.
-        if self.env.is_asynchronous:
-            self.env.send(action)
-
-        def finish() -> tuple[Step, Tensor | None]:
-            if self.env.is_asynchronous:
-                step = self.env.receive()
-            else:
-                with watchdog.stepping:
-                    step = self.env.step(action)
-            if due is None:
-                return step, None
-            if self.env.can_truncate:
-                return step, due & step.mask & step.truncated
-            return self._truncate(step, due)
-
-        return finish
-
-    def _truncate(self, step: Step, due: Tensor) -> tuple[Step, Tensor | None]:
-        """Truncate episodes after a step, where bool [N], unless they ended in it.
-
-        Return the step and the mask of truncated environments, bool [N], or None.
-        """
-        cut = due & step.mask & ~(step.terminated | step.truncated)
-        # On a GPU the check would synchronise, which takes longer than a reset of no environment.
-        needed = cut.device.type != "cpu" or bool(cut.any())
-        with watchdog.resetting:
-            # A cut episode ends as at a time limit: its last observation is kept as the successor,
-            # and the environment shows the first observation of the next episode.
-            fresh = self.env.reset_where(cut) if needed else None
-        if fresh is None:
-            return step, None
-        final = step.obs
-        if step.final_obs is not None:
-            final = select_rows(cut, step.obs, step.final_obs)
-        obs, truncated = select_rows(cut, fresh, step.obs), step.truncated | cut
-        return replace(step, obs=obs, truncated=truncated, final_obs=final), cut
 
     def collect(self, horizon: int, *, update: int, version: int) -> Experience:
         """Take ``horizon`` steps in every environment, repeatedly if groups are filtered.
@@ -341,7 +284,8 @@ class Rollout:
                 }
             tree.write(record.kept, t, self.acting.kept)
             self._count_cpu_s("act", record)
-            wait_for_step = self._begin_truncated_step(decision.action)
+            self.steps += 1
+            wait_for_step = self.staggering.begin_step(decision.action, self.steps)
             yield
             # The time of the other stages, which ran meanwhile, does not count.
             record.clock, wait_start = self.cpu_clock(), time.perf_counter()
@@ -589,7 +533,8 @@ class Rollout:
         obs, steps = self.obs, []
         for action in actions:
             # Cuts for staggering happen at the same steps as in the original rollout.
-            step = self._begin_truncated_step(action)()[0]
+            self.steps += 1
+            step = self.staggering.begin_step(action, self.steps)()[0]
             if self.guard.on_host:
                 step, _ = self.guard.check(step)
             elif check:

@@ -281,7 +281,7 @@ def test_stagger(same_step: bool, saves: bool):
 
     env, r = staggered()
     t, metrics = r.collect(7, update=0, version=0)
-    assert r.cuts == {2, 4, 6}
+    assert r.staggering.cuts == {2, 4, 6}
     assert column(t, 0)[-1] == (0, 6, 7.0, 7.5, False, False, True)  # not truncated
     assert column(t, 1)[1:3] == [
         (0, 1, 102.0, 1002.5, False, True, True),
