@@ -1,7 +1,7 @@
 """Several processes: Ray workers, weight transfer, sharding, memory estimates.
 
 Belongs here: what starts, connects and supervises processes. Ray is imported in
-``ray_system``, ``ray_worker`` and ``ray_reservation`` only.
+``ray_system``, ``ray_processes``, ``ray_worker`` and ``ray_reservation`` only.
 
 Does not belong here: the placement syntax and its plan (``options.placement``), what a worker of a
 mode holds (``modes``).

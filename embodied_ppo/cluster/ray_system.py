@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,25 +13,20 @@ import ray
 
 from embodied_envs.types import EnvInfo
 from embodied_ppo.cluster.offload import Residency
-from embodied_ppo.cluster.ray_reservation import START_TIMEOUT_S, Reservation
+from embodied_ppo.cluster.ray_processes import ClusterProcesses
+from embodied_ppo.cluster.ray_reservation import START_TIMEOUT_S
 from embodied_ppo.cluster.ray_worker import (
-    LOOPBACK,
-    Address,
     BuildWorker,
     Pending,
     RayWorker,
-    RayWorkerActor,
     Reply,
     StoreRef,
-    WorkerConnections,
     WorkerHandle,
-    end,
     wait,
 )
-from embodied_ppo.cluster.worker import Worker, WorkerSpec
-from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.cluster.worker import Worker
 from embodied_ppo.core.types import Mean, Metrics
-from embodied_ppo.options.placement import REQUESTS, Group, Plan
+from embodied_ppo.options.placement import REQUESTS, Plan
 from embodied_ppo.options.schema import ClusterConfig
 from embodied_ppo.rollout.interleaved_rollouts import add_metrics
 from embodied_ppo.training import checkpoint
@@ -42,11 +35,6 @@ from embodied_ppo.training.run_system import Records, RunSystem
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-SHARE = 1 / 64
-"""Share of a device's bundle that a process reserves; up to 64 processes fit on a device."""
-CLOSE_TIMEOUT_S = 3.0
-"""Time limit for processes to close what they hold, seconds."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ class ClusterSystem(RunSystem):
             ConfigError, EnvError: Raised by ``build_worker``.
         """
         super().__init__(records)
-        self.plan, self.options, self.threads, self.notice = plan, options, threads, notice
+        self.plan, self.options, self.notice = plan, options, notice
         self.facts: dict[str, Any] = {}
         """Facts for the run's summary."""
         self.moved_bytes = 0
@@ -117,164 +105,29 @@ class ClusterSystem(RunSystem):
         self._publishing: list[Pending[Any]] = []
         self._watching: list[Pending[None]] = []
         """Calls that end only where a simulator exceeds its time limit."""
-        self.processes: dict[Group, list[WorkerHandle]] = {}
-        self.reservation = Reservation(plan, notice)
+        self.processes = ClusterProcesses(plan, options, threads, notice)
         try:
-            self._start()
-            self._check_files()
+            self.processes.check_files(records.checkpoints.parent.absolute())
             self._build(build_worker)
         except BaseException:
             self.close()
             raise
 
-    @property
-    def handles(self) -> list[WorkerHandle]:
-        """Return all processes."""
-        return [h for handles in self.processes.values() for h in handles]
-
-    # ---------------------------------------------------------------------------------------- start
-    def _start(self) -> None:
-        """Start the processes, and collect their addresses."""
-        options, gpu = self.options, self.plan.hardware.kind == "cuda"
-        self.secret = secrets.token_hex(16)
-        opened = list[tuple[Group, Pending[Any]]]()
-        served = {role for caller in REQUESTS for role in self.plan.remote_roles(caller)}
-        single_node = len(self.plan.hardware.per_node) == 1
-        for group in self.plan.groups:
-            for rank, devices in enumerate(group.ranks):
-                name = f"{group.name} rank {rank}"
-                actor = RayWorkerActor.options(
-                    num_cpus=0 if gpu else SHARE,
-                    num_gpus=SHARE if gpu else 0,
-                    scheduling_strategy=self.reservation.strategy(devices[0]),
-                    max_restarts=0,
-                ).remote(name, self.threads)
-                # Each process opens its sockets and reports their addresses.
-                call = WorkerHandle(actor, name).start(
-                    RayWorker.open,
-                    LOOPBACK if single_node else None,
-                    self.secret,
-                    options.step_timeout_s,
-                    serves=not served.isdisjoint(group.roles),
-                    hosts_store="actor" in group.roles and rank == 0,
-                )
-                opened.append((group, call))
-        replies = wait([call for _, call in opened], "start", START_TIMEOUT_S)
-        self.addresses: dict[str, Address] = {}
-        self.devices: dict[str, tuple[int, ...]] = {}
-        for (group, call), endpoints in zip(opened, replies, strict=True):
-            handle = WorkerHandle(
-                call.handle.actor, call.handle.name, endpoints.pid, endpoints.node
-            )
-            self.devices[handle.name] = group.ranks[len(self.processes.setdefault(group, []))]
-            self.processes[group].append(handle)
-            if endpoints.exchange is not None:
-                self.addresses[handle.name] = endpoints.exchange
-            if endpoints.store is not None:
-                self.store: Address = endpoints.store
-
-    def _check_files(self) -> None:
-        """Check that processes on other nodes can read the run directory. Raises PlacementError.
-
-        A temporary file is written beside the run directory, and the other processes that read or
-        write the run's files look for it.
-        """
-        driver_node = ray.get_runtime_context().get_node_id()
-        roles = [role for role in ("rollout", "actor", "critic") if self.plan.has(role)]
-        groups = dict.fromkeys(self.plan.group(role) for role in roles)
-        handles = [h for g in groups for h in self.processes[g] if h.node != driver_node]
-        if not handles:
-            return
-        run_dir = folder = self.records.checkpoints.parent.absolute()
-        while not folder.exists():
-            folder = folder.parent
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".embodied_ppo-") as file:
-                calls = [h.start(RayWorker.file_exists, file.name) for h in handles]
-                visible = wait(calls, "start", START_TIMEOUT_S)
-        except OSError as error:
-            raise PlacementError(
-                f"run_dir={run_dir}: cannot be written ({error.strerror}); name another"
-            ) from error
-        for handle, is_visible in zip(handles, visible, strict=True):
-            if not is_visible:
-                raise PlacementError(
-                    f"run_dir={run_dir}: {handle} cannot read this machine's folder; use a shared"
-                    " file system (same path on all machines)"
-                )
-
-    def _servers(self, caller: str, rank: int) -> dict[str, list[WorkerHandle]]:
-        """Role -> other processes with it that rank ``rank`` of ``caller`` sends requests to."""
-        servers, count = dict[str, list[WorkerHandle]](), self.plan.processes(caller)
-        for role in self.plan.remote_roles(caller):
-            handles, n = self.processes[self.plan.group(role)], self.plan.processes(role)
-            first = rank * n // count
-            servers[role] = handles[first : max(first + 1, (rank + 1) * n // count)]
-        return servers
-
-    def _serve(
-        self, callers: Sequence[WorkerHandle], *roles: str, during: str = ""
-    ) -> list[Pending[Reply[None]]]:
-        """Have processes of these roles serve ``callers`` until those have finished.
-
-        A worker runs one call at a time. It therefore cannot serve requests unless this call is
-        started, and a process that sends requests must not be one of its own servers.
-        """
-        callers_of: dict[WorkerHandle, set[WorkerHandle]] = {}
-        for caller in REQUESTS:
-            for rank, handle in enumerate(self.processes[self.plan.group(caller)]):
-                if handle in callers:
-                    for role, servers in self._servers(caller, rank).items():
-                        for server in servers if role in roles else ():
-                            callers_of.setdefault(server, set()).add(handle)
-        return [
-            server.call(Worker.serve, len(handles), during)
-            for server, handles in callers_of.items()
-        ]
-
-    def _connections(self, group: Group, rank: int, env_info: EnvInfo | None) -> WorkerConnections:
-        """Return the spec of one process, and the addresses of processes that it works with."""
-        ranks = dict.fromkeys(group.roles, (rank, group.processes))
-        roles_of: dict[str, list[str]] = {}
-        for caller in REQUESTS.keys() & group.roles:
-            for role, handles in self._servers(caller, rank).items():
-                for handle in handles:
-                    roles_of.setdefault(handle.name, []).append(role)
-        process_groups = {"learners": "actor", "critics": "critic"}
-        gathers_to_act = self.options.shard and {"rollout", "actor"} <= {*group.roles}
-        return WorkerConnections(
-            WorkerSpec(
-                group.roles,
-                ranks,
-                self.plan.stages,
-                env_info=env_info,
-                tensors_move=self.residency.offloads(group) or gathers_to_act,
-            ),
-            servers=[
-                (self.addresses[name], name, tuple(roles)) for name, roles in roles_of.items()
-            ],
-            process_groups={
-                name: ranks[role] for name, role in process_groups.items() if role in ranks
-            },
-            store=self.store,
-            secret=self.secret,
-            timeout_s=self.options.step_timeout_s,
-            shard=self.plan.hardware.kind if self.options.shard else None,
-        )
-
     def _build(self, build_worker: BuildWorker) -> None:
         """Build the workers: simulators, then rollouts, which connect to them, then others."""
         timeout_s = max(START_TIMEOUT_S, self.options.step_timeout_s)
+        handles_of = self.processes.by_group
         rollout, actor = self.plan.group("rollout"), self.plan.group("actor")
         simulating = [self.plan.group("env")] if self.plan.has("env") else []
         env_info: EnvInfo | None = None
         for group in dict.fromkeys((*simulating, rollout, actor, *self.plan.groups)):
+            offloads, connect = self.residency.offloads(group), self.processes.connections
             calls = [
-                h.start(RayWorker.build, build_worker, self._connections(group, rank, env_info))
-                for rank, h in enumerate(self.processes[group])
+                h.start(RayWorker.build, build_worker, connect(group, rank, env_info, offloads))
+                for rank, h in enumerate(handles_of[group])
             ]
             # A rollout process creates its simulators, and reads their spaces, while it is built.
-            serving = self._serve(self.processes[group], "env") if group is rollout else []
+            serving = self.processes.serve(handles_of[group], "env") if group is rollout else []
             pending: list[Pending[Reply[Any]]] = [*calls, *serving]
             for reply in wait(pending, "build", timeout_s)[: len(calls)]:
                 facts, description = reply.result
@@ -282,11 +135,9 @@ class ClusterSystem(RunSystem):
                 env_info = env_info or description
                 for line in reply.log_lines:
                     self.notice(line)
-        self.learners, self.actors = self.processes[actor], self.processes[rollout]
+        self.learners, self.actors = handles_of[actor], handles_of[rollout]
         self._watching = [
-            h.start(RayWorker.watch_simulator)
-            for group in simulating
-            for h in self.processes[group]
+            h.start(RayWorker.watch_simulator) for group in simulating for h in handles_of[group]
         ]
         # The first transfer includes frozen parameters, so that all processes start from the same
         # model. Later ones do not.
@@ -296,7 +147,7 @@ class ClusterSystem(RunSystem):
         if self.plan.remote_roles("actor"):
             self._move_to_phase("save")  # in this phase all roles of a learner have their tensors
             calls = [h.call(Worker.initialize) for h in self.learners]
-            self._wait(calls, "initialize", self._serve(self.learners, *REQUESTS["actor"]))
+            self._wait(calls, "initialize", self.processes.serve(self.learners, *REQUESTS["actor"]))
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -316,7 +167,7 @@ class ClusterSystem(RunSystem):
         """Offload the processes that a phase does not use, then load those that it uses."""
         start = time.monotonic()
         for group, level in self.residency.moves_before(phase):
-            self._call(self.processes[group], Worker.move_to, level)
+            self._call(self.processes.by_group[group], Worker.move_to, level)
         self.swap_s += time.monotonic() - start
 
     # -------------------------------------------------------------------------------------- weights
@@ -349,7 +200,7 @@ class ClusterSystem(RunSystem):
         if len(members) > 1 and frozen:  # the first call
             world, timeout_s = len(members), self.options.step_timeout_s
             calls = [
-                h.start(RayWorker.join, "weights", self.store, rank, world, timeout_s)
+                h.start(RayWorker.join, "weights", self.processes.store, rank, world, timeout_s)
                 for rank, h in enumerate(members)
             ]
             wait(calls, "start", START_TIMEOUT_S)
@@ -436,7 +287,7 @@ class ClusterSystem(RunSystem):
             roles = call.handle.name.partition(" ")[0].replace(",", "+")
             if phase in TRAINING_PHASES:
                 self.training_cpu_s += reply.cpu_s
-                for device in self.devices[call.handle.name]:
+                for device in self.processes.devices[call.handle.name]:
                     self.busy_s[device] += reply.busy_s
             peaks = {f"memory/{roles}_peak_gb": reply.rss_mb}
             if self.plan.hardware.kind == "cuda":
@@ -456,7 +307,8 @@ class ClusterSystem(RunSystem):
         with self._training():
             self._move_to_phase("collect")
             # Simulators and graders in other processes answer while the rollout runs.
-            serving = self._serve(self.actors, *REQUESTS["rollout"], during=f"update {update}")
+            during = f"update {update}"
+            serving = self.processes.serve(self.actors, *REQUESTS["rollout"], during=during)
             started = [h.call_split(Worker.collect, horizon, update) for h in self.actors]
             data, calls = [data for data, _ in started], [call for _, call in started]
             if self.plan.max_lag:
@@ -480,7 +332,7 @@ class ClusterSystem(RunSystem):
                 h.call(Worker.update, update, *self._share_of(i, experience.data))
                 for i, h in enumerate(self.learners)
             ]
-            serving = self._serve(self.learners, *REQUESTS["actor"])
+            serving = self.processes.serve(self.learners, *REQUESTS["actor"])
             replies = self._wait(calls, "update", serving)
             self.steps += sum(reply.result[1] for reply in replies)
             # Means are summed over the learners; other metrics are equal in all of them.
@@ -518,7 +370,7 @@ class ClusterSystem(RunSystem):
         self._move_to_phase("evaluate")
         first = self.actors[0]
         evaluating = first.call(Worker.evaluate)
-        serving = self._serve([first], *REQUESTS["rollout"], during="evaluation")
+        serving = self.processes.serve([first], *REQUESTS["rollout"], during="evaluation")
         return self._wait([evaluating], "evaluate", serving)[0].result
 
     def write_report(
@@ -531,11 +383,11 @@ class ClusterSystem(RunSystem):
     def _save(self, update: int, arguments: Mapping[str, Any]) -> Path:
         self._move_to_phase("save")
         first, *others = self.learners
-        serving = self._serve(self.actors, "env")
+        serving = self.processes.serve(self.actors, "env")
         states = [h.call_split(Worker.state) for h in self.actors]
         # Workers run calls in order: one with a rollout and a critic must return its rollout's
         # state, which the first learner waits for, before it serves that learner's requests.
-        serving += self._serve([first], *REQUESTS["actor"])
+        serving += self.processes.serve([first], *REQUESTS["actor"])
         folder = str(self.records.checkpoints.absolute())
         calls = [first.call(Worker.save, folder, update, arguments, *(data for data, _ in states))]
         if self.options.shard:  # gathering the shards is a collective operation
@@ -547,20 +399,19 @@ class ClusterSystem(RunSystem):
         self._move_to_phase("save")
         handles = list(dict.fromkeys([*self.actors, *self.learners]))
         calls = [h.call(Worker.load, str(source.path.absolute())) for h in handles]
-        serving = self._serve(self.actors, "env") + self._serve(self.learners, *REQUESTS["actor"])
+        serving = self.processes.serve(self.actors, "env")
+        serving += self.processes.serve(self.learners, *REQUESTS["actor"])
         self._wait(calls, "load", serving)
 
     def cpu_s(self) -> dict[str, float]:
         """Return CPU seconds by phase; "process": sum over all processes except the driver."""
         # Phases of all processes are added.
         total = {"process": self.training_cpu_s}
-        for seconds_of in self._call(self.handles, Worker.cpu_s):
+        for seconds_of in self._call(self.processes.handles, Worker.cpu_s):
             for phase, seconds in seconds_of.items():
                 total[phase] = total.get(phase, 0.0) + seconds
         return total
 
     def close(self) -> None:
         """End all processes, and free the devices."""
-        end(self.handles, CLOSE_TIMEOUT_S)
-        self.processes = {}
-        self.reservation.close()
+        self.processes.close()

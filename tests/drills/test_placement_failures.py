@@ -65,7 +65,7 @@ def start_timer(action: Callable[[], Any], seconds: float = 0.3) -> threading.Ti
 
 def handles(system: Any) -> dict[str, Any]:
     """Return name -> process."""
-    return {h.name: h for h in system.handles}
+    return {h.name: h for h in system.processes.handles}
 
 
 SIMULATORS, POLICY = "env rank 0", "rollout,actor rank 0"

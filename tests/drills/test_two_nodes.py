@@ -67,7 +67,7 @@ def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
         stack.callback(lambda: restored.append(handler_is_restored()))
         system = run_helpers.build_cluster_system(c, tmp_path, stack)
         restored = [handler_is_restored()]
-        nodes_of = {h.name: h.node for h in system.handles}
+        nodes_of = {h.name: h.node for h in system.processes.handles}
         assert len(set(nodes_of.values())) == 2
         system.collect(16, update=0)
         nodes[0].remove_node(nodes[1], allow_graceful=False)
