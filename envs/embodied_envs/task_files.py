@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import importlib.abc
@@ -13,8 +12,7 @@ import json
 import os
 import sys
 import sysconfig
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,6 +20,7 @@ from unittest import mock
 
 from embodied_envs import tasks
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, join_names
+from embodied_envs.file_references import files_named_in_source, files_named_in_xml, imports
 
 MAX_COPIED_BYTES = 64 << 20
 """Limit of the sum of all copies in a run directory, bytes.
@@ -289,12 +288,12 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
         Path(os.path.realpath(path)): name for name, path in sources.items()
     }
     for path in sources.values():
-        queue += _files_named_in_source(path)
+        queue += files_named_in_source(path)
     while queue and len(modules) < MAX_FILES:
         path = Path(os.path.realpath(queue.pop()))
         if path not in modules and not _is_installed(path):
             modules[path] = None
-            queue += _files_named_in_xml(path)
+            queue += files_named_in_xml(path)
     if not modules:
         return None
     cwd = Path.cwd()
@@ -387,53 +386,10 @@ def _sources(module: str) -> dict[str, Path]:
             sources[name] = path
             parents = _with_parents(name)[:-1]
             is_package = path.name == "__init__.py"
-            queue += parents + _imports(path, name if is_package else name.rpartition(".")[0])
+            queue += parents + imports(path, name if is_package else name.rpartition(".")[0])
         elif name == module:
             return {}
     return sources
-
-
-def _parse(path: Path) -> ast.AST:
-    """Return the syntax tree of a source; empty if it cannot be parsed."""
-    try:
-        return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
-
-
-def _imports(path: Path, package: str) -> list[str]:
-    """Return dotted names that a source may import; some are names within a module."""
-    names: list[str] = []
-    for node in ast.walk(_parse(path)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            parents = parts[: len(parts) - node.level + 1] if node.level else []
-            base = ".".join([*filter(None, parents), *filter(None, [node.module])])
-            names += [base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)]
-    return [x for x in names if x and x.partition(".")[0] not in sys.stdlib_module_names]
-
-
-def _strings(nodes: Iterable[ast.AST]) -> list[str]:
-    """Return the values of the string constants among ``nodes``."""
-    return [x.value for x in nodes if isinstance(x, ast.Constant) and isinstance(x.value, str)]
-
-
-def _files_named_in_source(path: Path) -> list[Path]:
-    """Return the files that a Python source names, in its folder or in the parent folder."""
-    names: set[str] = set()
-    for node in ast.walk(_parse(path)):
-        parts = _strings(node.args if isinstance(node, ast.Call) else [node])
-        while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            parts = _strings([node.right]) + parts
-            node = node.left
-        is_short = sum(map(len, parts)) < 300
-        if parts and is_short and PurePosixPath(parts[-1]).suffix not in ("", ".py"):
-            names.add("/".join(parts))
-    folders = (path.parent, path.parent.parent)
-    candidates = [folder / name for name in sorted(names) for folder in folders]
-    return [candidate for candidate in candidates if os.path.isfile(candidate)]
 
 
 def _loaded_models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool]:
@@ -456,32 +412,6 @@ def _loaded_models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool
     names = [str(x) for call in calls for x in call.args[:1] or [call.kwargs.get("filename")]]
     paths = [Path(name).absolute() for name in names if os.path.isfile(Path(name))]
     return paths, any(not os.path.isabs(name) for name in names)
-
-
-def _files_named_in_xml(
-    path: Path, main: Path | None = None, folders: Sequence[str] = (), depth: int = 0
-) -> list[Path]:
-    """Return the files that an MJCF or URDF refers to: includes, meshes, textures, skins."""
-    if depth > 20 or path.suffix.lower() not in (".xml", ".mjcf", ".urdf"):
-        return []
-    try:
-        nodes = list(ElementTree.fromstring(path.read_bytes()).iter())
-    except (ElementTree.ParseError, OSError, ValueError, LookupError):
-        return []
-    main = main or path
-    keys = ("meshdir", "texturedir", "assetdir")
-    local_folders = [node.attrib[key] for node in nodes for key in keys if key in node.attrib]
-    folders = [*folders, *local_folders]
-    bases = [main.parent, path.parent, *(main.parent / folder for folder in folders)]
-    files: list[Path] = []
-    for node in nodes:
-        for value in (value for key, value in node.attrib.items() if key.startswith("file")):
-            file = next((base / value for base in bases if os.path.isfile(base / value)), None)
-            if file is not None:
-                files.append(file)
-                if node.tag == "include":
-                    files += _files_named_in_xml(file, main, folders, depth + 1)
-    return files
 
 
 # ---------------------------------------------------------------------------------------- execution
