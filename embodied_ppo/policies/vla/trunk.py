@@ -263,6 +263,10 @@ class Trunk(ObservationEncoder):
         new = ids[(ids > 0) & (weight[ids] == 0).all(1)]
         weight[new] = torch.randn(weight.shape, generator=generator)[new.cpu()].to(weight)
 
+    def set_sentences(self, sentences: tuple[str, ...]) -> None:
+        """Set the sentences that the instruction observation indexes."""
+        self.table = sentence_table(sentences, WORD_BUCKETS).to(self.table.device)
+
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """Return normalised vectors, images and the word ids of instructions, if there are any."""
         inputs = self.encode_observations(obs)

@@ -18,13 +18,7 @@ from embodied_envs.types import ActionSpec, Box, Obs, ObsSpec
 from embodied_ppo.core.devices import device_memory_gb
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.backbone import split_parameters
-from embodied_ppo.policies.vla.trunk import (
-    ActionDecoder,
-    DecoderMemory,
-    Grounding,
-    Trunk,
-    sentence_table,
-)
+from embodied_ppo.policies.vla.trunk import ActionDecoder, DecoderMemory, Grounding, Trunk
 
 
 class ValueHead(nn.Module):
@@ -281,9 +275,7 @@ class VLA(VLAPolicy):
     def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
-        self.trunk.table = sentence_table(self.sentences, self.trunk.words.num_embeddings).to(
-            self.query.device
-        )
+        self.trunk.set_sentences(self.sentences)
 
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
