@@ -276,7 +276,8 @@ class MinibatchOptimizer:
             if not math.isfinite(float(total["finite"])):
                 raise self._not_finite(total)
             row = torch.stack([total[name].float() for name in self.statistics])
-            if not self._rows and ranks.world == 1:  # other ranks have other rows
+            # Other ranks have other rows, so that ``end`` compares them.
+            if self.tolerances is not None and not self._rows and ranks.world == 1:
                 self._compare(*self._read(row))
             # g ← g · min(1, max_grad_norm / (|g| + 1e-6))
             if (max_norm := self.config.max_grad_norm) is not None:
