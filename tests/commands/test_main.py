@@ -169,7 +169,7 @@ REFUSALS = [
     ("train seed=0,1", "seed"),
     ("train algorithm.gamma=interval(0.9,0.99)", "is an interval, which"),
     ("train hydra.verbose=true", "hydra.verbose"),
-    ("train ~algorithm.adam_eps", "algorithm.adam_eps"),
+    ("train ~algorithm.weight_decay", "algorithm.weight_decay"),
     ("train algorithm@x=atari", "x"),
     ("", "no command; commands: train,"),
     ("trian", "did you mean train?"),
@@ -598,7 +598,7 @@ def test_help_and_refusals_import_neither_torch_nor_hydra(line: str) -> None:
     )
     modules = process.stdout.splitlines()[-1]
     assert "'torch'" not in modules and "'hydra'" not in modules
-    assert cpu_of_children() - before < 0.5, "seconds of processor time"
+    assert cpu_of_children() - before < 1.0, "seconds of processor time"
 
 
 @pytest.mark.slow
