@@ -78,9 +78,9 @@ class PopArt(nn.Module):
         member = torch.nn.functional.one_hot(task, self.tasks).double() * mask.unsqueeze(-1)
         x = returns.double().masked_fill(~mask, 0.0).unsqueeze(-1)  # [T, N, 1]
         number = member.sum((0, 1))  # [K]
-        found, old_mean, old_std = number > 0, self.mean.clone(), self.std()
-        self.count += found
-        weight = torch.where(found, (1.0 / self.count.clamp(min=1.0)).clamp(min=self.rate), 0.0)
+        seen, old_mean, old_std = number > 0, self.mean.clone(), self.std()
+        self.count += seen
+        weight = torch.where(seen, (1.0 / self.count.clamp(min=1.0)).clamp(min=self.rate), 0.0)
         for average, power in ((self.mean, x), (self.square, x.square())):
             average.lerp_((member * power).sum((0, 1)) / number.clamp(min=1.0), weight)
         std = self.std()
