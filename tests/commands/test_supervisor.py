@@ -126,13 +126,13 @@ def test_child_ends_with_the_command() -> None:
 def test_pause_by_the_user_does_not_count(tmp_path: Path) -> None:
     """Ctrl-Z stops the process group during a simulator's call."""
     call = "with watchdog.stepping: print('ready', flush=True); time.sleep(0.5)"
-    body = f"watchdog.set_limit(1.0)\n    {call}"
+    body = f"watchdog.set_limit(6.0)\n    {call}"  # far above the delays of a loaded machine
     run = subprocess.Popen(
         command(body), stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
     )
     assert run.stdout is not None and run.stdout.readline() == "ready\n"
     os.killpg(run.pid, signal.SIGSTOP)
-    time.sleep(6.0)
+    time.sleep(8.0)
     os.kill(run.pid, signal.SIGCONT)  # the parent first: the child has not ended its call
     time.sleep(0.3)
     os.killpg(run.pid, signal.SIGCONT)
