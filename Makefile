@@ -17,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	"$$python" -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
-IMPORT_LIBRARIES := sb3 rsl_rl cleanrl brax
+IMPORT_LIBRARIES := sb3 rsl_rl cleanrl
 
 help: ## print this list
 	@awk -F ' *## ' \
@@ -147,11 +147,10 @@ LEROBOT_BASE ?= $(shell for python in python3.12 python3.13; do \
 	@touch $@
 
 # An environment for each library whose policies are imported, without the trainer. CleanRL is
-# scripts: its policies need torch only. Brax 0.14 calls a function that jax 0.9 removed.
+# scripts: its policies need torch only.
 IMPORT_sb3 := stable-baselines3==2.9.2
 IMPORT_rsl_rl := rsl-rl-lib==5.5.1
 IMPORT_cleanrl := torch
-IMPORT_brax := brax==0.14.2 jax==0.8.3
 .venv-import/%/ready: .venv/dev
 	$(BIN)/python -m venv --clear .venv-import/$*
 	.venv-import/$*/bin/python -m pip --disable-pip-version-check install \

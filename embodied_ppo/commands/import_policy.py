@@ -12,7 +12,7 @@ from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
 from embodied_ppo.options.compose import prepare, quoted
 
-NAMES = ("sb3", "rsl_rl", "cleanrl", "brax")
+NAMES = ("sb3", "rsl_rl", "cleanrl")
 """Libraries, which ``tools.import_policy.libraries`` reads."""
 IMPORT_OPTIONS = ("normalizer", "critic")
 """Options that are read here and are no options of a run."""

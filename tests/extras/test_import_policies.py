@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("library", ["sb3", "rsl_rl", "cleanrl", "brax"])
+@pytest.mark.parametrize("library", ["sb3", "rsl_rl", "cleanrl"])
 def test_actions_equal_those_of_the_library(
     library: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,11 +74,9 @@ class ImportedPolicy:
             file.
         default_activation: The library's activation (``model.activation``).
         activation: That of the policy; None: the file does not have it.
-        options: Further options that the policy needs, by path.
+        is_beta: Whether the policy is a beta distribution.
         action_mapping: How actions are mapped to the bounds of the task (``env.action_mapping``);
             the user may change it.
-        mapping_unknown: What the file does not do, for example "contain clip_actions", so that
-            ``action_mapping`` is the library's default; empty: it does.
         std_bounds: Bounds of the logarithm of the standard deviation; the user may change them.
         critic_problem: Why the value function cannot be imported; None: it can.
         gamma: Discount factor of the training; None: the file does not have it.
@@ -95,9 +92,8 @@ class ImportedPolicy:
     value_scale: ValueScale | None = None
     normalized_rewards: bool = False
     activation: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    is_beta: bool = False
     action_mapping: str = "none"
-    mapping_unknown: str = ""
     std_bounds: tuple[float, float] = LOG_STD_BOUNDS
     critic_problem: str | None = None
     gamma: float | None = None
@@ -108,7 +104,7 @@ class ImportedPolicy:
         check_chain(self.actor, "policy", self.label)
         outputs = self.actor[-1].outputs
         deviations = None if self.log_std is None else self.log_std.numel()
-        if (self.has_two_outputs and outputs % 2) or deviations not in (None, outputs):
+        if (self.is_beta and outputs % 2) or deviations not in (None, outputs):
             raise ConfigError(
                 f"copy the file again: the policy of {self.label} returns {outputs:,} numbers,"
                 f" which do not fit its standard deviations ({show(deviations)})"
@@ -134,32 +130,23 @@ class ImportedPolicy:
             check_finite(x, self.label)
 
     @property
-    def has_two_outputs(self) -> bool:
-        """Whether the last layer returns two numbers per action: both parameters."""
-        return self.is_beta or bool(self.options.get("model.state_dependent_std", False))
-
-    @property
-    def is_beta(self) -> bool:
-        """Whether the policy is a beta distribution."""
-        return self.options.get("model.distribution") == "beta"
-
-    @property
     def is_discrete(self) -> bool:
         """Whether the policy returns logits of choices."""
-        return self.log_std is None and not self.has_two_outputs
+        return self.log_std is None and not self.is_beta
 
     @property
     def actions(self) -> int:
         """Dimensions of an action, or number of choices."""
         outputs = self.actor[-1].outputs
-        return outputs // 2 if self.has_two_outputs else outputs
+        return outputs // 2 if self.is_beta else outputs  # both parameters of each dimension
 
     # -------------------------------------------------------------------------------------- options
     def fixed_options(self) -> dict[str, Any]:
         """Return path -> value of the options that follow from the file, except the activation."""
         n = self.normalizer
+        distribution = "categorical" if self.is_discrete else "gaussian"
         options: dict[str, Any] = {
-            "model.distribution": "categorical" if self.is_discrete else "gaussian",
+            "model.distribution": "beta" if self.is_beta else distribution,
             "model.policy": "actor_critic",
             "model.network": None,
             "model.hidden": [layer.outputs for layer in self.actor[:-1]],
@@ -178,7 +165,7 @@ class ImportedPolicy:
             options["model.obs_std_eps"] = n.std_eps
         if not self.is_discrete:
             options["model.state_dependent_std"] = False
-        return options | dict(self.options)
+        return options
 
     def suggested_options(self) -> dict[str, Any]:
         """Return path -> value of options that the user may change."""
@@ -187,7 +174,6 @@ class ImportedPolicy:
             low, high = self.std_bounds
             options = {"model.min_log_std": low, "model.max_log_std": high}
             options["env.action_mapping"] = self.action_mapping
-            options = {path: x for path, x in options.items() if path not in self.options}
         if self.critic is None:
             return options
         if self.value_scale is None and not self.normalized_rewards:

@@ -143,11 +143,6 @@ def _import_notes(policy: ImportedPolicy, config: Config, explicit: Any) -> list
             f"model.activation={config.model.activation} is the library's default; the file does"
             " not contain it"
         )
-    if policy.mapping_unknown and not policy.is_discrete:
-        notes.append(
-            f"env.action_mapping={policy.action_mapping}, the library's default; the file does not"
-            f" {policy.mapping_unknown}"
-        )
     if policy.normalizer is None:
         notes.append("the file has no normaliser: the policy reads observations as they are")
     if policy.critic is None:

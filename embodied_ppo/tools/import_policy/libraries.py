@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodied_envs.base.errors import ConfigError
-from embodied_ppo.tools.import_policy import brax, cleanrl, rsl_rl, sb3
+from embodied_ppo.tools.import_policy import cleanrl, rsl_rl, sb3
 from embodied_ppo.tools.import_policy.imported import ImportedPolicy
 from embodied_ppo.tools.import_policy.untrusted_files import label_of, refusing_damage
 
@@ -14,7 +14,6 @@ LIBRARIES = {
     "sb3": ("Stable-Baselines3", sb3.read),
     "rsl_rl": ("rsl_rl", rsl_rl.read),
     "cleanrl": ("CleanRL", cleanrl.read),
-    "brax": ("Brax", brax.read),
 }
 """Key -> name of the library, and the reader of its files."""
 KEEP_NORMALIZER_APART = ("sb3", "cleanrl")

@@ -30,6 +30,9 @@ NO_EPS = 1e-16
 OTHER_NORMALIZER = "normalises observations in another way than the policy"
 STD_RANGE = (math.log(1e-6), math.log(1e6))
 """Bounds of the logarithm of the standard deviation."""
+MAPPING_NOTE = (
+    "env.action_mapping=none, the library's default; the file does not contain clip_actions"
+)
 SEPARATE_NORMALIZERS = {
     "obs_norm_state_dict": "actor",
     "privileged_obs_norm_state_dict": "critic",
@@ -98,11 +101,11 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         actor,
         critic,
         log_std=log_std,
-        options={"model.distribution": "beta"} if is_beta else {},
+        is_beta=is_beta,
         normalizer=statistics,
         default_activation="elu",
         critic_problem=None if same_statistics else OTHER_NORMALIZER,
-        mapping_unknown="contain clip_actions",
+        notes=(MAPPING_NOTE,),
         std_bounds=STD_RANGE,
     )
 

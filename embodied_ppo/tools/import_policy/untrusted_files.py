@@ -2,7 +2,7 @@
 
 Files of PyTorch are read by ``torch.load(weights_only=True)``. Other pickles are read by an
 unpickler that constructs arrays of numpy; every other class or function that a pickle names becomes
-a ``Record``, which stores its arguments and its state.
+a ``Record``, which stores its state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DAMAGED = (
 """Exceptions that a damaged file can raise; RecursionError is a RuntimeError."""
 LARGEST_FILE = 2**30
 """Largest size of a file, in bytes."""
-PACKAGES = ("numpy.", "jax.", "brax.", "flax.", "gymnasium.", "gym.", "stable_baselines3.")
+PACKAGES = ("numpy.", "gymnasium.", "gym.", "stable_baselines3.")
 """Packages whose names a pickle may use."""
 NEEDED_NAME = re.compile(r"GLOBAL (\S+)")
 """How PyTorch names what a file needs."""
@@ -116,13 +116,12 @@ def read_npz(path: Path, label: str) -> dict[str, np.ndarray]:
 
 # ------------------------------------------------------------------------------------------ pickles
 class Record:
-    """An object of another package: its arguments and its state."""
+    """An object of another package, of which only the state is kept."""
 
-    arguments: tuple[Any, ...] = ()
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+        """Accept the arguments with which the pickle would construct the object."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -130,12 +129,6 @@ class Record:
 
 def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
     return np.frombuffer(buffer, dtype).reshape(shape, order=order)
-
-
-def _jax_array(function: Any, arguments: Any, state: Any, *_: Any) -> np.ndarray:
-    array = function(*arguments)
-    array.__setstate__(state)
-    return array
 
 
 _RECONSTRUCT: Any = np.zeros(1).__reduce__()[0]
@@ -146,7 +139,6 @@ _ALLOWED: dict[str, Callable[..., Any]] = {
     "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
     "numpy.core.multiarray.scalar": _SCALAR,
     "numpy.core.numeric._frombuffer": _frombuffer,
-    "jax._src.array._reconstruct_array": _jax_array,
     "_codecs.encode": lambda text, encoding: text.encode("latin1"),  # bytes of protocol 2
     "__builtin__.bytes": bytes,
     "collections.OrderedDict": dict,
@@ -188,10 +180,7 @@ def read_pickle(path: Path, label: str) -> Any:
 def entries(value: Any) -> dict[Any, Any] | None:
     """Return the attributes of an object or the entries of a dictionary; None for other values."""
     if isinstance(value, Record):
-        parts = (*value.arguments, *(value.state if isinstance(value.state, tuple) else ()))
-        parts = [part for part in (*parts, value.state) if isinstance(part, dict)]
-        value = {key: x for part in parts for key, x in part.items()}
-        return value.get("_dict", value)  # that of flax's FrozenDict
+        value = value.state or {}
     return value if isinstance(value, dict) else None
 
 

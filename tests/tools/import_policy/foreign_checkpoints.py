@@ -148,32 +148,3 @@ def cleanrl(path: Path, *, choices: int = 0) -> nn.Module:
         weights["actor_logstd"] = torch.full((1, ACTIONS), -0.5)
     torch.save(weights, path)
     return actor
-
-
-def brax(path: Path, **changes: Any) -> nn.Module:
-    """Write a file of ``save_params`` with arrays of numpy."""
-    actor, critic = mlp(2 * ACTIONS), mlp(1, (7,))
-
-    def params(network: nn.Sequential) -> dict[str, Any]:
-        layers = [x for x in network if isinstance(x, nn.Linear)]
-        return {
-            "params": {
-                f"hidden_{i}": {
-                    "kernel": layer.weight.detach().numpy().T.copy(),
-                    "bias": layer.bias.detach().numpy(),
-                }
-                for i, layer in enumerate(layers)
-            }
-        }
-
-    statistics: dict[str, Any] = {
-        "mean": MEAN.astype(np.float32),
-        "std": np.sqrt(VAR).astype(np.float32),
-        "count": np.int32(1000),
-        "summed_variance": (VAR * COUNT).astype(np.float32),
-        **changes,
-    }
-    name = "brax.training.acme.running_statistics.RunningStatisticsState"
-    path.write_bytes(pickle.dumps((named(name, **statistics), params(actor), params(critic))))
-    forget("brax")
-    return actor

@@ -20,11 +20,9 @@ from tests.tools.import_policy.foreign_checkpoints import ACTIONS, COUNT, MEAN, 
 from tests.tools.import_policy.test_libraries import CASES, written
 
 
-def brax(weights: Any, std: Any = None, count: Any = 5.0) -> bytes:
-    """Return a pickle with the parameters of Brax: statistics, policy."""
-    statistics = {"mean": np.zeros(4), "std": np.ones(4) if std is None else std, "count": count}
-    layer = {"kernel": weights, "bias": np.zeros(4, np.float32)}
-    return pickle.dumps((statistics, {"params": {"hidden_0": layer}}), protocol=2)
+def pickled(**changes: Any) -> bytes:
+    """Return a pickle with other statistics."""
+    return pickle.dumps({"mean": MEAN, "var": VAR, "count": COUNT, **changes}, protocol=2)
 
 
 def cleanrl(**changes: Any) -> bytes:
@@ -45,16 +43,16 @@ def npz(**changes: Any) -> bytes:
 
 MATRIX = torch.zeros(8, OBS)
 FILES: dict[str, bytes] = {
-    "brax-memo-index": b"\x80\x02Nr\xff\xff\xff\x7f.",
-    "brax-text": b"\x80\x04\x8d" + (2**40).to_bytes(8, "little") + b".",
-    "brax-extension": b"\x80\x02\x82\x01.",
-    "brax-deep": b"]" * 40_000 + b"a" * 39_999 + b".",
-    "brax-control": b"c\x1b[31m\nb\n.",
-    "brax-complex": brax(np.zeros((3, 3), np.complex64)),
-    "brax-weights-3d": brax(np.zeros((2, 2, 2), np.float32)),
-    "brax-1e300": brax(np.full((4, 4), 1e300)),
-    "brax-negative-deviation": brax(np.zeros((4, 4)), -np.ones(4)),
-    "brax-count": brax(np.zeros((4, 4)), count="a"),
+    "pickle-memo-index": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "pickle-text": b"\x80\x04\x8d" + (2**40).to_bytes(8, "little") + b".",
+    "pickle-extension": b"\x80\x02\x82\x01.",
+    "pickle-deep": b"]" * 40_000 + b"a" * 39_999 + b".",
+    "pickle-control": b"c\x1b[31m\nb\n.",
+    "pickle-complex": pickled(mean=MEAN + 1j),
+    "pickle-1e300": pickled(mean=MEAN + 1e300),
+    "pickle-variance": pickled(var=-VAR),
+    "pickle-count": pickled(count="a"),
+    "cleanrl-weights-3d": cleanrl(actor__0__weight=MATRIX[None]),
     "cleanrl-complex": cleanrl(actor__0__weight=MATRIX.to(torch.complex64)),
     "cleanrl-sparse": cleanrl(actor__0__weight=MATRIX.to_sparse()),
     "cleanrl-meta": cleanrl(actor__0__weight=MATRIX.to("meta")),
@@ -82,9 +80,10 @@ FILES: dict[str, bytes] = {
 def arguments(name: str, folder: Path) -> tuple[str, Path, Path | None]:
     """Write a file; return library, file and normaliser."""
     library, _, _ = name.partition("-")
-    file = folder / ("n.npz" if library == "normalizer" else "x.bin")
+    suffixes = {"normalizer": ".npz", "pickle": ".pkl"}
+    file = folder / f"damaged{suffixes.get(library, '.bin')}"
     file.write_bytes(FILES[name])
-    if library != "normalizer":
+    if library not in suffixes:
         return library, file, None
     foreign.cleanrl(folder / "x.bin")
     return "cleanrl", folder / "x.bin", file
@@ -100,7 +99,7 @@ def test_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
     assert line.split()[0] in ("copy", "name", "remove", "save", "use", "write"), line
 
 
-@pytest.mark.parametrize("name", ["brax-memo-index", "cleanrl-bool", "normalizer-mean-4"])
+@pytest.mark.parametrize("name", ["pickle-memo-index", "cleanrl-bool", "normalizer-mean-4"])
 def test_command_refuses_and_writes_nothing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,12 +112,14 @@ def test_command_refuses_and_writes_nothing(
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("library", CASES)
-def test_mutated_files_are_imported_or_refused(library: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*CASES, "sb3-normalizer"])
+def test_mutated_files_are_imported_or_refused(name: str, tmp_path: Path) -> None:
     """Bytes that are replaced, removed, repeated or exchanged raise no other exception."""
     torch.manual_seed(5)
-    _, file, normalizer = written(library, tmp_path)
-    original, generator = file.read_bytes(), random.Random(library)
+    library = name.partition("-")[0]
+    _, checkpoint, normalizer = written(library, tmp_path)
+    file = checkpoint if name == library or normalizer is None else normalizer
+    original, generator = file.read_bytes(), random.Random(name)
     imported = 0
     for _ in range(60):
         data = bytearray(original)
@@ -130,7 +131,7 @@ def test_mutated_files_are_imported_or_refused(library: str, tmp_path: Path) -> 
             )
         file.write_bytes(data)
         try:
-            libraries.read(library, file, normalizer, critic=True)
+            libraries.read(library, checkpoint, normalizer, critic=True)
             imported += 1
         except ConfigError as error:
             assert "\n" not in str(error)

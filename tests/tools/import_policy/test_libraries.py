@@ -6,7 +6,6 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,6 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "sb3": lambda x: root(x, 1e-8, 2.0),
     "rsl_rl": lambda x: ((x - MEAN_) / (VAR_.sqrt() + 0.01)).float(),
     "cleanrl": lambda x: root(x, 1e-8, 10.0),
-    "brax": lambda x: ((x - MEAN_) / VAR_.sqrt()).float(),
 }
 
 
@@ -105,8 +103,6 @@ def test_actions_are_those_of_the_formula(library: str, tmp_path: Path) -> None:
     actor, file, normalizer = written(library, tmp_path)
     policy = read(library, file, normalizer)
     expected = actor(CASES[library](RAW))
-    if library == "brax":
-        expected = expected[:, :ACTIONS].tanh()
     assert (actions(ours(policy)) - expected).abs().max() < 1e-5
     assert expected.std() > 0.1
     assert policy.normalizer.count == COUNT
@@ -135,53 +131,6 @@ def test_choices(tmp_path: Path) -> None:
     policy = read("cleanrl", tmp_path / "x")
     network = ours(policy, Discrete(4))
     assert (actions(network) == actor(RAW).argmax(-1)).all() and policy.normalizer is None
-
-
-def test_standard_deviation_of_brax_is_softplus(tmp_path: Path) -> None:
-    """std = softplus(x) + 0.001; softplus(0) = log 2."""
-    actor = foreign.brax(tmp_path / "x")
-    network = ours(read("brax", tmp_path / "x"))
-    _, log_std = network.distribution(network.encode(RAW))
-    raw = actor(CASES["brax"](RAW))[:, ACTIONS:]
-    torch.testing.assert_close(log_std.exp(), nn.functional.softplus(raw) + 0.001)
-
-
-@pytest.mark.parametrize("wrapped", ["state", "arguments"])
-def test_frozen_dictionaries_of_brax(wrapped: str, tmp_path: Path) -> None:
-    """Older files keep parameters in flax's FrozenDict, as its state or its argument."""
-    foreign.brax(tmp_path / "x")
-    expected = read("brax", tmp_path / "x")
-    cls = foreign.fake_class("flax.core.frozen_dict.FrozenDict")
-    if wrapped == "arguments":
-        cls.__reduce__ = lambda self: (cls, (vars(self)["_dict"],))  # pyright: ignore
-        cls.__init__ = lambda self, *args: None  # pyright: ignore
-    params = {
-        f"hidden_{i}": {"kernel": layer.weight.T.numpy(), "bias": layer.bias.numpy()}
-        for i, layer in enumerate(expected.actor)
-    }
-    frozen = foreign.named("flax.core.frozen_dict.FrozenDict", _dict={"params": params})
-    statistics = {"mean": MEAN, "std": np.sqrt(VAR), "count": np.float64(COUNT)}
-    (tmp_path / "y").write_bytes(pickle.dumps((statistics, frozen)))
-    foreign.forget("flax")
-    network = ours(replace(read("brax", tmp_path / "y"), critic=expected.critic))
-    torch.testing.assert_close(actions(network), actions(ours(expected)))
-
-
-def test_arrays_of_jax(tmp_path: Path) -> None:
-    """``save_params`` pickles arrays of jax: a function, its arguments, the state."""
-    rebuild = foreign.fake_class("jax._src.array._reconstruct_array")
-
-    class JaxArray:
-        def __reduce__(self) -> Any:
-            function, arguments, state = np.eye(4, dtype=np.float32).__reduce__()[:3]
-            return rebuild, (function, arguments, state, {"weak_type": False})
-
-    layers = {"hidden_0": {"kernel": JaxArray(), "bias": np.arange(4, dtype=np.float32)}}
-    statistics = {"mean": np.zeros(4), "std": np.ones(4), "count": np.float32(0)}
-    (tmp_path / "x").write_bytes(pickle.dumps((statistics, {"params": layers})))
-    foreign.forget("jax")
-    policy = read("brax", tmp_path / "x")
-    assert torch.equal(policy.actor[0].weight, torch.eye(4)) and policy.normalizer is None
 
 
 def test_value_of_normalised_rewards(tmp_path: Path) -> None:
@@ -279,15 +228,12 @@ def refused(match: str, library: str, file: Path, *args: Any, **kwargs: Any) -> 
     assert "\n" not in str(error.value) and str(file.name) in str(error.value)
 
 
-@pytest.mark.parametrize("library", ["rsl_rl", "cleanrl", "brax"])
+@pytest.mark.parametrize("library", ["rsl_rl", "cleanrl"])
 def test_code_is_refused_and_not_executed(library: str, tmp_path: Path) -> None:
     marker = Path("/tmp/embodied-ppo-was-here")
     marker.unlink(missing_ok=True)
     file = tmp_path / "x.pt"
-    if library == "brax":
-        file.write_bytes(pickle.dumps((Evil(), {}, {})))
-    else:
-        torch.save({"model_state_dict": {}, "infos": Evil()}, file)
+    torch.save({"model_state_dict": {}, "infos": Evil()}, file)
     refused(
         r"save the weights .*x.pt needs (posix|os).system, and only numbers are read", library, file
     )
@@ -308,16 +254,19 @@ def test_code_in_files_of_sb3_is_refused(tmp_path: Path) -> None:
 
 def test_allowed_names_cannot_be_used_for_more(tmp_path: Path) -> None:
     """Functions of the reader cannot be changed by a pickle, and make arrays of numbers only."""
-    file = tmp_path / "x"
+    foreign.cleanrl(tmp_path / "x")
     build = b"cnumpy.core.multiarray\n_reconstruct\n}(S'__defaults__'\nNub."
-    file.write_bytes(build)
-    refused("copy the file again: .* is damaged", "brax", file)
-    file.write_bytes(pickle.dumps(np.array([Evil()], dtype=object)))
-    refused("save the params|copy the file|needs posix.system", "brax", file)
-    file.write_bytes(pickle.dumps(getattr))
-    refused("needs builtins.getattr", "brax", file)
-    file.write_bytes(pickle.dumps(eval))
-    refused("needs builtins.eval", "brax", file)
+    contents = {
+        "copy the file again: .* is damaged": build,
+        "copy the file|needs posix.system": pickle.dumps(np.array([Evil()], dtype=object)),
+        "needs builtins.getattr": pickle.dumps(getattr),
+        "needs builtins.eval": pickle.dumps(eval),
+    }
+    for match, content in contents.items():
+        (tmp_path / "n.pkl").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{match}") as error:
+            read("cleanrl", tmp_path / "x", tmp_path / "n.pkl")
+        assert "\n" not in str(error.value) and "n.pkl" in str(error.value)
 
 
 @pytest.mark.parametrize("library", libraries.LIBRARIES)
