@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     arguments.refuse_lines(args.overrides, args.command)
     checks = run_checks()
     if args.json:
-        print(output.as_json([check.as_dict() for check in checks]))
+        print(output.as_json([vars(check) for check in checks]))
     else:
         print_checks(checks)
     return PROBLEM_FOUND if any(check.breaks_default_recipes for check in checks) else 0
@@ -31,7 +31,7 @@ def print_checks(checks: Sequence[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         state = check.state.upper() if check.state == "ok" else check.state
-        print(f"{state:<7}  {check.name:<{width}}  {check.result}")
+        print(f"{state:<7}  {check.name:<{width}}  {check.found}")
         if check.fix:
             print(f"{'':<7}  {'':<{width}}  fix: {check.fix}")
     if broken := [check.name for check in checks if check.breaks_default_recipes]:

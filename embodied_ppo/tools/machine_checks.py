@@ -1,8 +1,8 @@
 """Checks of this machine, with a fix for every problem.
 
-This module needs the standard library only. Each check is a function of the table CHECKS, which
-returns a text or raises. It may hang or crash, so it runs in a separate process with a deadline
-(``python -m embodied_ppo.tools.machine_checks NAME``).
+Importing this module needs the standard library only. Each check is a function of the table
+CHECKS, which returns a text or raises. It may hang or crash, so it runs in a separate process with
+a deadline (``python -m embodied_ppo.tools.machine_checks NAME``).
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,14 +42,14 @@ class Check:
     Attributes:
         name: Subject of the check.
         state: ok; problem: broken, or needed and missing; absent: missing and optional.
-        result: Description of the result.
+        found: Description of the result.
         fix: Fix unless the state is ok.
         needed: Whether the default recipes (quickstart, arithmetic) need it.
     """
 
     name: str
     state: State
-    result: str
+    found: str
     fix: str = ""
     needed: bool = True
 
@@ -59,11 +57,6 @@ class Check:
     def breaks_default_recipes(self) -> bool:
         """Return whether the default recipes cannot run."""
         return self.state == "problem" and self.needed
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the check for --json."""
-        fields = {"name": self.name, "state": self.state, "found": self.result}
-        return fields | {"fix": self.fix, "needed": self.needed}
 
 
 class CheckFailed(Exception):
@@ -76,48 +69,28 @@ class CheckFailed(Exception):
 
 
 # ----------------------------------------------------------------------------------------- packages
-def requirements() -> dict[str, dict[str, str]]:
-    """Return extra ("": always) -> package -> versions that work, such as ">=2.9,<3"."""
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    if project.is_file():
-        table = tomllib.loads(project.read_text())["project"]
-        lines = {"": table["dependencies"], **table["optional-dependencies"]}
-    else:
-        lines = dict[str, list[str]]()
-        for line in requires("embodied-ppo") or []:
-            text, _, marker = line.partition(";")
-            extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
-            lines.setdefault(extra[1] if extra else "", []).append(text)
-    pattern = re.compile(r"([\w.-]+)(?:\[[^]]*\])?\s*(.*)")
-    return {
-        extra: {m[1].lower(): m[2].strip() for text in texts if (m := pattern.match(text))}
-        for extra, texts in lines.items()
-    }
-
-
 def check_packages(extra: str) -> str:
     """Check that the packages of an extra ("": those that are always needed) are installed."""
+    from packaging.requirements import Requirement  # Hydra and Ray need it, too
+
     missing, other = [], []
-    for name, limits in requirements()[extra].items():
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            missing.append(name)
+    for line in requires("embodied-ppo") or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if (marker is None) != (extra == "") or (marker and not marker.evaluate({"extra": extra})):
             continue
-        now = _numbers(installed)
-        for kind, bound in re.findall(r"(>=|<)\s*([\d.]+)", limits):
-            if (now >= _numbers(bound)) != (kind == ">="):
-                other.append(f"{name} {installed} (works with {limits})")
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            missing.append(requirement.name)
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            other.append(f"{requirement.name} {installed} (works with {requirement.specifier})")
     if missing or other:
         result = [f"not installed: {', '.join(missing)}"] if missing else []
         state = "absent" if extra and not other else "problem"
         raise CheckFailed("; ".join(result + other), state=state)
     return "in the supported versions"
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Convert 2.13.0+cpu to (2, 13, 0)."""
-    return tuple(int(x) for x in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
 # ---------------------------------------------------------------------------- torch, GPUs, compiler
@@ -302,11 +275,11 @@ def print_check(name: str) -> None:
     """Run a check in this process and print its result as the last line."""
     function, fix, _ = CHECKS[name]
     try:
-        result: dict[str, Any] = {"state": "ok", "result": function()}
+        result: dict[str, Any] = {"state": "ok", "found": function()}
     except CheckFailed as failure:
-        result = {"state": failure.state, "result": str(failure), "fix": failure.fix or fix}
+        result = {"state": failure.state, "found": str(failure), "fix": failure.fix or fix}
     except Exception as error:  # every error is a result
-        result = {"state": "problem", "result": one_line(error, kind=True), "fix": fix}
+        result = {"state": "problem", "found": one_line(error, kind=True), "fix": fix}
     print("\n" + json.dumps(result), flush=True)
     os._exit(0)  # without waiting for threads of a library
 
@@ -354,11 +327,11 @@ def check_rendering(backends: Mapping[str, Check]) -> Check:
     working = [name for name, check in backends.items() if check.state == "ok"]
     chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
     if chosen in BACKENDS and chosen not in working:
-        result = f"MUJOCO_GL = {chosen} does not render: {backends[chosen].result}"
+        result = f"MUJOCO_GL = {chosen} does not render: {backends[chosen].found}"
         fix = f"export MUJOCO_GL={working[0]}" if working else RENDERING_FIX
         return Check("rendering", "problem", result, fix)
     if chosen not in BACKENDS and not {"egl", "osmesa"} & {*working}:
-        result = f"no backend works without a screen: {backends['egl'].result}"
+        result = f"no backend works without a screen: {backends['egl'].found}"
         return Check("rendering", "problem", result, RENDERING_FIX)
     used = chosen if chosen in BACKENDS else working[0]
     return Check("rendering", "ok", f"training uses {used}; working: {', '.join(working)}")

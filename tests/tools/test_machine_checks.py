@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import run_helpers
 import torch
+from packaging.requirements import Requirement
 
 from embodied_ppo.commands import main
 from embodied_ppo.tools import machine_checks
@@ -59,22 +60,6 @@ def test_this_machine_has_no_problem() -> None:
     assert {"disk here", "disk cache", "disk temporary", "shared memory"} <= rows.keys()
 
 
-def test_requirements_are_those_of_pyproject_and_of_the_installation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = machine_checks.requirements()
-    assert found[""]["gymnasium"] == ">=1.2,<2" and "mujoco-warp" in found["warp"]
-    assert len(found[""]) == len(project["dependencies"])
-    lines = ["torch<3,>=2.9", 'mujoco-warp<4,>=3.17; extra == "warp"']
-    monkeypatch.setattr(machine_checks, "requires", lambda name: lines)
-    monkeypatch.setattr(Path, "is_file", lambda path: False)
-    assert machine_checks.requirements() == {
-        "": {"torch": "<3,>=2.9"},
-        "warp": {"mujoco-warp": "<4,>=3.17"},
-    }
-
-
 # --------------------------------------------------------------------------- problems in a process
 @pytest.mark.slow
 def test_three_problems_in_one_process(
@@ -96,7 +81,7 @@ def test_three_problems_in_one_process(
     assert rows["envpool"]["state"] == "problem"
     assert rows["envpool"]["fix"] == "pip install --force-reinstall --no-deps envpool"
     # The same checks as a table; checking again would take as long.
-    checks = [Check(**{"result": row.pop("found"), **row}) for row in rows.values()]
+    checks = [Check(**row) for row in rows.values()]
     monkeypatch.setattr(machine_checks, "run_checks", lambda: checks)
     assert main.main(["doctor"]) == 1
     table = capsys.readouterr().out
@@ -119,7 +104,7 @@ def test_hanging_probe_and_its_child_are_ended(
     monkeypatch.setattr(machine_checks, "DEADLINE_S", 5.0)
     start = time.monotonic()
     check = machine_checks.run_apart("envpool")
-    assert check.result == "did not answer in 5 s" and time.monotonic() - start < 30
+    assert check.found == "did not answer in 5 s" and time.monotonic() - start < 30
     assert run_helpers.processes_ended(int(child.read_text()))
 
 
@@ -135,7 +120,7 @@ def test_crash_of_a_probe_is_reported(
     text: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", stub(tmp_path, "envpool", text))
-    assert machine_checks.run_apart("envpool").result.startswith(error)
+    assert machine_checks.run_apart("envpool").found.startswith(error)
 
 
 def test_egl_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +151,7 @@ def test_rendering_backend_of_training(
     monkeypatch.setenv("MUJOCO_GL", mujoco_gl)
     states: dict[str, Any] = {x: "ok" if x in working else "problem" for x in BACKENDS}
     row = machine_checks.check_rendering({x: Check(x, s, "") for x, s in states.items()})
-    assert row.state == ("problem" if fix else "ok") and row.result.startswith(result)
+    assert row.state == ("problem" if fix else "ok") and row.found.startswith(result)
     assert row.fix.startswith(fix) and bool(row.fix) == bool(fix)
 
 
@@ -182,11 +167,14 @@ def test_rendering_backend_of_training(
 def test_package_versions(
     extra: str, name: str, now: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lowest = machine_checks.requirements()[extra]
+    lowest = {}
+    for line in metadata.requires("embodied-ppo") or []:
+        requirement = Requirement(line)
+        lowest[requirement.name] = re.findall(r">=\s*([\d.]+)", str(requirement.specifier))[0]
 
     def version(package: str) -> str:
         if package != name:
-            return re.findall(r">=\s*([\d.]+)", lowest[package])[0]
+            return lowest[package]
         if now is None:
             raise PackageNotFoundError(package)
         return now

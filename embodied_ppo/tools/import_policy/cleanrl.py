@@ -15,7 +15,7 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.tools.import_policy import untrusted_files
 from embodied_ppo.tools.import_policy.imported import ImportedPolicy
 from embodied_ppo.tools.import_policy.layers import StateDict
-from embodied_ppo.tools.import_policy.normalizers import NONE, read_normalizer
+from embodied_ppo.tools.import_policy.normalizers import read_normalizer
 
 RETURNS_NOTE = (
     "values are of rewards divided by a deviation that is not in the file; it is measured again as"
@@ -50,9 +50,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
             f" with the obs_rms of the environment, or normalizer=none: {label} does not contain"
             " the normaliser"
         )
-    statistics, scale = None, None
-    if normalizer is not None and normalizer != NONE:
-        statistics, scale = read_normalizer(normalizer, eps=1e-8, clip=10.0)
+    statistics, scale = read_normalizer(normalizer)
     return ImportedPolicy(
         label,
         actor,

@@ -179,8 +179,8 @@ class ImportedPolicy:
         if self.value_scale is None and not self.normalized_rewards:
             return options | {"algorithm.reward_norm": None}
         clip = REWARD_CLIP if self.value_scale is None else self.value_scale.reward_clip
-        options |= {"algorithm.reward_norm": "running"}
         return options | {
+            "algorithm.reward_norm": "running",
             "algorithm.reward_clip": clip,
             "algorithm.reward_clip_order": "after_norm",
         }

@@ -27,11 +27,11 @@ from embodied_ppo.tools.import_policy.untrusted_files import (
 
 NONE = Path("none")
 """Value of normalizer=.. where the training normalised no observations."""
+EPS, CLIP = 1e-8, 10.0
+"""``Normalizer.eps`` and ``Normalizer.clip`` if the file does not contain them."""
 
 
-def read_normalizer(
-    path: Path, *, eps: float, clip: float | None
-) -> tuple[Normalizer | None, ValueScale | None]:
+def read_normalizer(path: Path | None) -> tuple[Normalizer | None, ValueScale | None]:
     """Read statistics of observations, and those of returns where the file has them.
 
     The file is that of ``VecNormalize.save``; a pickle of ``obs_rms`` of Gymnasium's
@@ -39,28 +39,26 @@ def read_normalizer(
     and, optional, epsilon, clip, return_var and return_count (of ``NormalizeReward``).
 
     Args:
-        path: The file.
-        eps: ``Normalizer.eps`` if the file does not contain it.
-        clip: ``Normalizer.clip`` if the file does not contain it.
+        path: The file; without statistics if it is None or ``NONE``.
 
     Raises:
         ConfigError: The file cannot be read, or has no such statistics.
     """
+    if path is None or path == NONE:
+        return None, None
     label = f"normalizer={label_of(path)}"
     with refusing_damage(label):
-        return _read(path, label, eps, clip)
+        return _read(path, label)
 
 
-def _read(
-    path: Path, label: str, eps: float, clip: float | None
-) -> tuple[Normalizer | None, ValueScale | None]:
+def _read(path: Path, label: str) -> tuple[Normalizer | None, ValueScale | None]:
     if path.suffix == ".npz":
         arrays = read_npz(path, label)
         scale = None
         if "return_var" in arrays:
             var, count = arrays["return_var"], arrays.get("return_count")
-            scale = value_scale(var, count, 1e-8, REWARD_CLIP, label)
-        return _statistics(arrays, label, eps, clip), scale
+            scale = value_scale(var, count, EPS, REWARD_CLIP, label)
+        return _statistics(arrays, label), scale
     value = read_pickle(path, label)
     values = entries(value)
     if values is None:
@@ -69,9 +67,10 @@ def _read(
             f" {label} holds a {type(value).__name__}"
         )
     if "obs_rms" not in values and "norm_obs" not in values:
-        values = _without_epsilon(values) if isinstance(value, Record) else values
-        return _statistics(values, label, eps, clip), None
-    eps = number(values.get("epsilon", eps), label, "epsilon")
+        # The epsilon of a ``RunningMeanStd`` is the count at its start.
+        own = {"epsilon": EPS} if isinstance(value, Record) else {}
+        return _statistics(values | own, label), None
+    eps = number(values.get("epsilon", EPS), label, "epsilon")
     normalizer, scale = None, None
     if values.get("norm_obs", True):
         rms = values.get("obs_rms")
@@ -81,8 +80,9 @@ def _read(
                 f"name a policy that reads one vector: {label} normalises {len(rms):,} observations"
                 f" by name, {names}"
             )
-        bound = number(values.get("clip_obs", clip), label, "clip_obs")
-        normalizer = _statistics(_without_epsilon(entries(rms) or {}), label, eps, bound)
+        bound = number(values.get("clip_obs", CLIP), label, "clip_obs")
+        statistics = (entries(rms) or {}) | {"epsilon": eps, "clip": bound}
+        normalizer = _statistics(statistics, label)
     if values.get("norm_reward", False):
         returns = entries(values.get("ret_rms")) or {}
         bound = number(values.get("clip_reward"), label, "clip_reward")
@@ -90,14 +90,7 @@ def _read(
     return normalizer, scale
 
 
-def _without_epsilon(rms: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a ``RunningMeanStd``, whose epsilon is the count at its start."""
-    return {name: x for name, x in rms.items() if name != "epsilon"}
-
-
-def _statistics(
-    values: Mapping[str, Any], label: str, eps: float, clip: float | None
-) -> Normalizer:
+def _statistics(values: Mapping[str, Any], label: str) -> Normalizer:
     """Return the normaliser of mean, var and count, and of epsilon and clip where given."""
     if missing := [name for name in ("mean", "var", "count") if name not in values]:
         raise ConfigError(
@@ -106,6 +99,6 @@ def _statistics(
         )
     return running_statistics(
         *(values["mean"], values["var"], values["count"], label),
-        eps=number(values.get("epsilon", eps), label, "epsilon"),
-        clip=number(values["clip"], label, "clip") if "clip" in values else clip,
+        eps=number(values.get("epsilon", EPS), label, "epsilon"),
+        clip=number(values.get("clip", CLIP), label, "clip"),
     )

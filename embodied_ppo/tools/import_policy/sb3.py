@@ -20,7 +20,7 @@ from embodied_ppo.core import guarded_files
 from embodied_ppo.tools.import_policy import imported, untrusted_files
 from embodied_ppo.tools.import_policy.imported import ImportedPolicy
 from embodied_ppo.tools.import_policy.layers import StateDict
-from embodied_ppo.tools.import_policy.normalizers import NONE, read_normalizer
+from embodied_ppo.tools.import_policy.normalizers import read_normalizer
 
 ACTIVATIONS = {"Tanh": "tanh", "ReLU": "relu", "ELU": "elu", "SiLU": "silu", "GELU": "gelu"}
 
@@ -55,9 +55,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
             "write normalizer=FILE, the file of VecNormalize.save, or normalizer=none: the training"
             f" of {label} used VecNormalize, which is a file of its own"
         )
-    statistics, scale = None, None
-    if normalizer is not None and normalizer != NONE:
-        statistics, scale = read_normalizer(normalizer, eps=1e-8, clip=10.0)
+    statistics, scale = read_normalizer(normalizer)
     state = StateDict(untrusted_files.tensors(weights, label, "policy.pth"), label)
     actor = [*state.mlp("mlp_extractor.policy_net"), state.linear("action_net")]
     actions = data.get("action_space")
