@@ -29,7 +29,7 @@ from embodied_ppo.options.compose import CALL, GIVEN, override_lines, prepare
 if TYPE_CHECKING:  # both load torch
     from embodied_ppo.options.loader import Loaded
     from embodied_ppo.options.schema import Config
-    from embodied_ppo.trained_policy import TrainedPolicy
+    from embodied_ppo.evaluation.trained_policy import TrainedPolicy
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def load(
     path, seed = path_text(checkpoint), whole_number("seed", seed)
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", short_text("device", device)):
         raise ConfigError(f"write device=cpu, cuda, cuda:N or auto: device={device[:60]!r}")
-    from embodied_ppo.trained_policy import load_policy
+    from embodied_ppo.evaluation.trained_policy import load_policy
 
     return load_policy(path, device=device, seed=seed, allow_changed_task=allow_changed_task)
 

@@ -16,7 +16,8 @@ from run_helpers import run_command
 
 import embodied_ppo as ep
 from embodied_envs.base import errors
-from embodied_ppo import api, trained_policy
+from embodied_ppo import api
+from embodied_ppo.evaluation import trained_policy
 from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.options.compose import override_lines
 from embodied_ppo.training import checkpoint

@@ -1,6 +1,7 @@
 """Measure a policy: episodes in simulation, held-out prompts, reports, videos.
 
-Belongs here: running evaluations, confidence intervals, report pages, video files.
+Belongs here: running evaluations, confidence intervals, report pages, video files, the policy of a
+checkpoint outside of training (``trained_policy``).
 
 Does not belong here: what an experiment measures of its own training (``training``).
 

@@ -4,7 +4,7 @@ Belongs here: writing and checking deployment bundles of robot policies (``bundl
 that runs them (``run_policy``), published layouts of language and vision-language-action models
 (``export``).
 
-Does not belong here: policies that act in this package (``embodied_ppo.trained_policy``).
+Does not belong here: policies that act in this package (``evaluation.trained_policy``).
 
 To add a format: write it in a module of its own, and call it in ``export.export``.
 """
