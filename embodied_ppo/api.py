@@ -27,9 +27,9 @@ from embodied_ppo.core.guarded_files import MAX_PATH
 from embodied_ppo.options.compose import CALL, GIVEN, override_lines, prepare
 
 if TYPE_CHECKING:  # both load torch
+    from embodied_ppo.evaluation.trained_policy import TrainedPolicy
     from embodied_ppo.options.loader import Loaded
     from embodied_ppo.options.schema import Config
-    from embodied_ppo.evaluation.trained_policy import TrainedPolicy
 
 
 @dataclass(frozen=True)
