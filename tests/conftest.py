@@ -48,7 +48,6 @@ LONGEST_FILES = (
     "gpu/test_fake_accelerator.py",
     "commands/test_sweep.py",
     "integration/test_tutorial.py",
-    "imitation/test_auxiliary_cloning.py",
     "policies/vla/test_trunk.py",
     "integration/test_experiments.py",
     "policies/vla/test_pi0.py",

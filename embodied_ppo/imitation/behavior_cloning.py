@@ -303,38 +303,3 @@ def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> flo
         loss = policy.bc_loss(_inputs(policy, demos, part), action, executed, noise)[0]
         total += float(loss) * len(part)
     return total / len(frames)
-
-
-class AuxiliaryCloningLoss:
-    """Loss that keeps the policy close to demonstrations during PPO.
-
-    It is ``config.coef`` times the cloning loss of a new random batch of frames at each call.
-    """
-
-    def __init__(self, policy: Family, demos: Demonstrations, config: CloningConfig) -> None:
-        """Check that the demonstrations fit the policy.
-
-        Raises:
-            ConfigError: They do not fit.
-        """
-        check(policy, demos)
-        self.policy, self.demos, self.config = policy, demos, config
-
-    def __call__(self, generator: torch.Generator) -> Tensor:
-        """Return the loss, a scalar with gradient, without updating the policy's normaliser.
-
-        Args:
-            generator: Draws the batch; on the CPU.
-        """
-        policy, demos, device = self.policy, self.demos, self.policy.device
-        frames = torch.randint(len(demos.state), (self.config.batch_size,), generator=generator)
-        seed = int(torch.randint(2**62, (), generator=generator))
-        sentences = policy.sentences
-        policy.set_sentences(demos.instructions)
-        try:
-            inputs = _inputs(policy, demos, frames)
-        finally:
-            policy.set_sentences(sentences)
-        action, executed = (x.to(device) for x in demos.chunk(frames, policy.chunk))
-        noise = torch.Generator(device).manual_seed(seed)
-        return self.config.coef * policy.bc_loss(inputs, action, executed, noise)[0]

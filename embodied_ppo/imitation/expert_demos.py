@@ -301,7 +301,7 @@ def clone(
 def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -> str:
     """Return a digest of everything that the cloned weights depend on, 20 hex digits."""
     settings = [
-        loader.dump(replace(config.cloning, coef=0.0)),
+        loader.dump(config.cloning),
         str(folder.resolve()),
         torch.__version__,
         config.seed,

@@ -95,6 +95,9 @@ REMOVED: dict[str, Removed] = {
     # Captions trained the policy before its first checkpoint only: all stored runs can continue.
     "cloning.captions": Removed(_CAPTIONS),
     "cloning.caption_coef": Removed(_CAPTIONS),
+    "cloning.coef": Removed(
+        "write algorithm.use_kl_loss=true, which keeps the policy close to its clone", (0,)
+    ),
     "distillation.teacher_share": Removed("write distillation.teacher_share_updates", (1.0,)),
     "cluster.start_timeout_s": Removed("remove it, a start waits 300 s"),
     "cluster.weights": Removed("remove it, the placement decides"),

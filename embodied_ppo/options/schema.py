@@ -969,9 +969,6 @@ class WarmStartConfig:
 
 
 CLONING = positive("cloning.steps")
-DEMONSTRATIONS = ReadIf(
-    "cloning.steps >= 1 or cloning.coef > 0", lambda c: c.cloning.steps > 0 or c.cloning.coef > 0
-)
 
 
 @dataclass(frozen=True)
@@ -979,22 +976,19 @@ class CloningConfig:
     steps: Natural = option(0, read_if=VLA)
     """Number of supervised optimiser steps on demonstrations before PPO, for vision-language-action
     models; 0: none. The result is cached on disk between runs."""
-    dataset: Text | None = option(None, read_if=DEMONSTRATIONS)
+    dataset: Text | None = option(None, read_if=CLONING)
     """Directory of demonstrations in LeRobot's layout (v2.0 to v3.0); null: record some once with
     the expert of the task (Tabletop has one)."""
-    episodes: Count = option(2000, read_if=DEMONSTRATIONS)
+    episodes: Count = option(2000, read_if=CLONING)
     """Number of demonstrations to learn from, the first ones of the data set."""
     foresight_steps: Natural = option(400, read_if=CLONING)
     """Number of auxiliary optimiser steps before cloning that predict the robot's future state and
     the final image of a demonstration, which trains the instruction embedding
     (``imitation/behavior_cloning``)."""
-    batch_size: Count = option(64, read_if=DEMONSTRATIONS)
+    batch_size: Count = option(64, read_if=CLONING)
     """Number of frames of one optimiser step."""
     lr: Positive = option(4e-3, read_if=CLONING)
     """Learning rate of the supervised steps."""
-    coef: NonNegative = option(0.0, read_if=VLA)
-    """Coefficient of the cloning loss of batch_size demonstrated frames, which is added to the loss
-    of every minibatch of PPO; 0: PPO alone."""
 
 
 DISTILLING = ReadIf("embodied-ppo distill teacher=RUN", lambda c: c.teacher is not None)

@@ -92,8 +92,6 @@ def with_optimization(
         results |= learner.curiosity.metrics()
     if c.entropy_target is not None:
         results["policy/entropy_coef"] = learner.entropy_coef
-    if learner.optimizer.auxiliary_loss is not None:
-        results["policy/cloning_loss"] = Mean.of(learner.optimizer.auxiliary_losses)
     # Without a critic all values are 0, and metrics of them would mean nothing.
     if learner.critic is None:
         return {tag: x for tag, x in results.items() if not tag.startswith("value/")}

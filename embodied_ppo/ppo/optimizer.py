@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,6 @@ class MinibatchOptimizer:
         updates: int,
         seed: int,
         buffers: Sequence[str] = (),
-        auxiliary_loss: Callable[[torch.Generator], Tensor] | None = None,
         compile_schedule: compile.CompileSchedule | None = None,
         ranks: Ranks | None = None,
         section: str = "algorithm",
@@ -69,8 +68,6 @@ class MinibatchOptimizer:
             updates: Updates of the complete run, for the schedule of the learning rate.
             seed: Seed of the permutations.
             buffers: Names of the buffers of ``loss.model`` that the loss reads.
-            auxiliary_loss: Loss of samples that it draws, added to each eager minibatch of the
-                actor.
             compile_schedule: When minibatches run as compiled code. None: never.
             ranks: Ranks that learn together, each from its own columns. A minibatch consists of
                 equal shares of all ranks.
@@ -106,10 +103,6 @@ class MinibatchOptimizer:
         self.tolerances = tolerances
         self._named_buffers = dict(self.model.named_buffers())
         self._versions: list[int] = []  # none before the first update
-        self.auxiliary_loss = auxiliary_loss
-        self.auxiliary_losses: list[float] = []
-        """Values of ``auxiliary_loss`` in the newest update."""
-        self._auxiliary_generator = torch.Generator()
         self.observer: UpdateObserver | None = None
         """Called with each batch and its minibatches."""
 
@@ -162,12 +155,6 @@ class MinibatchOptimizer:
         self.learning_rates = c.lr * factor, (c.lr if c.value_lr is None else c.value_lr) * factor
         for group, lr in zip(self.adamw.param_groups, self.learning_rates, strict=True):
             group["lr"] = lr
-        # "beside" is a part of the seed: another word would change the results of existing
-        # configurations.
-        self._auxiliary_generator.manual_seed(
-            sampling_key(self.seed, update, "beside", *self._rank_key)
-        )
-        self.auxiliary_losses.clear()
         self._size = self.cutter.minibatch_size(batch, self.ranks.world)
         samples = batch.mask.shape[1 if c.minibatch_unit == "column" else 0]
         self._runs_compiled = self.compiled is not None and self.compiled.begin(
@@ -253,10 +240,6 @@ class MinibatchOptimizer:
                 trained = self.critic
                 for p in self.actor:  # AdamW leaves parameters without a gradient unchanged
                     p.grad = None
-            elif self.auxiliary_loss is not None:
-                auxiliary = self.auxiliary_loss(self._auxiliary_generator)
-                (auxiliary / ranks.world).backward()
-                self.auxiliary_losses.append(float(auxiliary.detach()))
             # Norms of actor and critic are metrics; the clipping uses that of both together.
             value = total["loss"]
             if ranks.world > 1:

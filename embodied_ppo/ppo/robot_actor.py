@@ -39,7 +39,6 @@ def robot_ppo(
     seed: int,
     compile_schedule: compile.CompileSchedule | None = None,
     notice: Callable[[str], None] = lambda text: None,
-    auxiliary_loss: Callable[[torch.Generator], Tensor] | None = None,
     ranks: Ranks | None = None,
     tolerances: Tolerances | None = None,
 ) -> PPO:
@@ -51,7 +50,6 @@ def robot_ppo(
         num_envs: Environments of all ranks.
         updates, seed, compile_schedule, ranks, tolerances: As for ``MinibatchOptimizer``.
         notice: Called with messages for the user.
-        auxiliary_loss: Behaviour cloning loss, see ``behavior_cloning.AuxiliaryCloningLoss``.
     """
     # First the actor, which shards the parameters: the moments of the optimiser are shards, too.
     actor = RobotActor(policy, config, ranks or Ranks())
@@ -62,7 +60,6 @@ def robot_ppo(
         SampleCutter(config),
         updates=updates,
         seed=seed,
-        auxiliary_loss=auxiliary_loss,
         compile_schedule=compile_schedule,
         ranks=ranks,
         tolerances=tolerances,

@@ -71,8 +71,6 @@ def compile_from(
     if config.model.network is not None and config.compile == "auto":
         # Tracing would fix a branch that depends on values.
         compile_obstacle = "model.network is compiled with compile=always only"
-    if config.cloning.coef:
-        compile_obstacle = "cloning.coef adds demonstrations to minibatches; leave it 0"
     if not compile_obstacle:
         return since, ""
     # An explicit request that is impossible is refused; otherwise a line of the log is enough.

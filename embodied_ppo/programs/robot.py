@@ -30,11 +30,10 @@ from embodied_ppo.cluster.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.compile import CompileSchedule
 from embodied_ppo.core.types import Policy, Trajectory
-from embodied_ppo.data.lerobot_reader import read as read_demonstrations
 from embodied_ppo.evaluation import robot_evaluation as evaluation
 from embodied_ppo.evaluation.episodes import EvaluationResult, lend
 from embodied_ppo.evaluation.run_report import ReportFiles, ReportTarget
-from embodied_ppo.imitation import behavior_cloning, expert_demos, teacher
+from embodied_ppo.imitation import expert_demos, teacher
 from embodied_ppo.imitation.distillation import DistillationLearner
 from embodied_ppo.options.batch_sizes import steps_per_update
 from embodied_ppo.options.reward_groups import rollout_groups
@@ -268,21 +267,8 @@ def make_learner(
         schedule: When minibatches switch to compiled code.
         messages: Lines for the log.
         ranks: Processes that learn together; None: this one alone.
-
-    Raises:
-        ConfigError, EnvError: The demonstrations of cloning.coef cannot be read or recorded.
     """
-    config, ranks = spec.config, ranks or Ranks()
-    auxiliary_loss = None
-    if config.cloning.coef:
-        assert not isinstance(policy, ActorCritic)  # refused by validation
-        demos = read_demonstrations(
-            expert_demos.demonstrations(config, messages.progress, messages.advance),
-            limit=config.cloning.episodes,
-        )
-        # Each rank draws a part of the batch; the optimiser averages their gradients.
-        share = replace(config.cloning, batch_size=max(1, config.cloning.batch_size // ranks.world))
-        auxiliary_loss = behavior_cloning.AuxiliaryCloningLoss(policy, demos, share)
+    config = spec.config
     return robot_ppo(
         policy,
         config.algorithm,
@@ -291,7 +277,6 @@ def make_learner(
         seed=config.seed,
         compile_schedule=schedule,
         notice=messages.notice,
-        auxiliary_loss=auxiliary_loss,
         ranks=ranks,
         tolerances=agreement.tolerances(config),
     )

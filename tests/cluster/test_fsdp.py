@@ -32,13 +32,11 @@ from embodied_ppo.cluster import memory_estimate
 from embodied_ppo.cluster.fsdp import Sharded
 from embodied_ppo.core.collectives import RankGroup, Ranks
 from embodied_ppo.core.types import Policy, Trajectory
-from embodied_ppo.imitation import behavior_cloning
 from embodied_ppo.options import loader
-from embodied_ppo.options.schema import AlgorithmConfig, CloningConfig
+from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.policies import causal_lm
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.ppo.robot_actor import robot_ppo
-from tests.imitation.test_behavior_cloning import demonstrations
 from tests.policies import test_causal_lm as test_language
 from tests.policies.vla import test_pi0, test_smolvla
 from tests.policies.vla import test_pretrained as test_vla_checkpoints
@@ -192,23 +190,9 @@ def learner_of(
     ranks: Ranks,
     **options: Any,
 ) -> tuple[PPO, list[Trajectory]]:
-    """Return a learner, and this rank's columns of three trajectories.
-
-    With ``demonstrations`` in ``algorithm`` the learner has an auxiliary cloning loss.
-    """
+    """Return a learner, and this rank's columns of three trajectories."""
     policy, _ = policy_of(kind, folder, model)
     *_, rollouts = _policy_and_experience(kind, folder, tuple(model.items()))
-    if algorithm.get("demonstrations"):
-        demos = demonstrations()
-        shape = policy.trunk.encoder.images["front"].shape
-        images = torch.nn.functional.interpolate(
-            demos.images["front"].permute(0, 3, 1, 2).float(), shape[1:]
-        ).byte()
-        demos = replace(demos, images={"front": images.permute(0, 2, 3, 1)})
-        options["auxiliary_loss"] = behavior_cloning.AuxiliaryCloningLoss(
-            policy, demos, CloningConfig(coef=0.3, batch_size=4)
-        )
-        algorithm = {name: x for name, x in algorithm.items() if name != "demonstrations"}
     c = loader.load(
         AlgorithmConfig,
         {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm},
@@ -273,7 +257,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tokens, one by one": ("tokens, one by one", {}, {"micro_batch_size": 2}),
     "tokens, value apart": ("tokens", {"detach_value": True}, {"critic_warmup": 1}),
     "tokens, frozen trunk": ("tokens", {"freeze_trunk": True}, {"minibatch_unit": "column"}),
-    "tokens, demonstrations": ("tokens", {}, {"demonstrations": True}),
     "gaussian": ("gaussian", {}, {"off_policy_correction": "token"}),
     "flow": ("flow, all steps", {}, {}),
     "openvla": ("openvla", {"gradient_checkpointing": True}, {}),
@@ -283,7 +266,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"lora_rank": 4, "gradient_checkpointing": True},
         EVERYTHING,
     ),
-    "openvla, frozen trunk": ("openvla", {"freeze_trunk": True}, {"demonstrations": True}),
+    "openvla, frozen trunk": ("openvla", {"freeze_trunk": True}, {}),
     "pi0": ("pi0", {"gradient_checkpointing": True}, {}),
     "pi0, value apart": (
         "pi0",

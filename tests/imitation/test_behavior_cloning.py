@@ -176,7 +176,7 @@ def test_command_records_and_clones_and_reuses_both(
     # one option changes the clone, the other does not
     assert main.main([*words, "run_dir=four", "model.depth=1"]) == 0
     assert "taken from" not in capsys.readouterr().err
-    assert main.main([*words, "run_dir=five", "cloning.coef=0.1", "model.detach_value=false"]) == 0
+    assert main.main([*words, "run_dir=five", "model.detach_value=false"]) == 0
     assert "cloning: taken from" in capsys.readouterr().err
     # a resumed run loads its own weights
     assert main.main([*words, "resume=one", "run_dir=three", "updates=2"]) == 0

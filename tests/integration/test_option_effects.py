@@ -529,7 +529,6 @@ ELSEWHERE = {
         f"cloning.{x}"
         for x in ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr")
     ],
-    "imitation/test_auxiliary_cloning.py": ["cloning.coef"],
     "imitation/test_distillation.py": [
         *("teacher", "initial_policy", "distillation.loss", "distillation.sample_actions"),
         *("distillation.teacher_share_updates", "distillation.update_epoch"),

@@ -260,7 +260,6 @@ def test_tags_equal_documentation(run_dir):
         "eval/success/<kind>",
         *("rollout/return/<task>", "rollout/success/<task>", "eval/return/<task>"),
     }  # tested in test_video; our own engines write it
-    elsewhere |= {"policy/cloning_loss"}  # test_beside
     elsewhere |= {"rollout/diverged", "eval/diverged"}  # test_divergence
     elsewhere |= {f"rollout/{x}" for x in ("filter_rounds", "groups_dropped", "groups_missing")}
     # test_group_filter
