@@ -93,7 +93,7 @@ def load_prompts(
     Args:
         paths: Files and directories, see ``read_rows``.
         tokenizer: The tokenizer.
-        data: Section ``data``: keys of the rows, chat template and suffix.
+        data: Section ``data``: keys of the rows and chat template.
         prompt_length: Largest number of tokens.
         needs_answer: See ``read_rows``.
 
@@ -115,7 +115,7 @@ def load_prompts(
     rows = read_rows(paths, **keys, needs_answer=needs_answer)
     prefix = _response_prefix(tokenizer) if chat else ""
     for index, row in enumerate(rows):
-        messages = _messages(row, row.suffix if data.suffix is None else data.suffix)
+        messages = _messages(row)
         text = "\n".join(m["content"] for m in messages)
         source = "the tokenizer or its chat template" if chat else "the tokenizer"
         before = f"{row.location}: {source} refuses {brief(text)} ("
@@ -158,11 +158,11 @@ def _response_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     return opened[len(os.path.commonprefix([header, opened])) :]  # noqa: RUF071  (texts, not paths)
 
 
-def _messages(row: Row, suffix: str) -> list[dict[str, str]]:
-    """Return the chat of a row, with ``suffix`` at the end of its last message."""
+def _messages(row: Row) -> list[dict[str, str]]:
+    """Return the chat of a row, with the suffix of its layout at the end of its last message."""
     chat = row.prompt
     *earlier, last = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
-    return [*earlier, {**last, "content": last["content"] + suffix}]
+    return [*earlier, {**last, "content": last["content"] + row.suffix}]
 
 
 def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -124,8 +124,8 @@ def prepare(
     keys, realism = None, own.realism
     if own.obs_keys is not None and others.obs_keys is not None:
         keys = tuple(dict.fromkeys((*own.obs_keys, *others.obs_keys)))
-        if realism.obs_keys is None:  # what only the teacher reads stays exact
-            realism = replace(realism, obs_keys=config.model.actor_obs or own.obs_keys)
+        # What only the teacher reads stays exact.
+        realism = environments.limit_realism(realism, config.model.actor_obs or own.obs_keys)
     cameras = tuple(dict.fromkeys((*own.cameras, *others.cameras)))
     env = replace(own, obs_keys=keys, cameras=cameras, realism=realism)
     return Distillation(config, device, task, teacher, env, own.obs_keys, others.obs_keys)

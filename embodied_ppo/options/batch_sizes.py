@@ -9,6 +9,11 @@ from typing import Literal
 
 from embodied_ppo.options.schema import Config
 
+DISTILLATION_EPOCHS = 4
+"""Number of passes of ``distill`` over one rollout."""
+DISTILLATION_BATCH = 256
+"""Largest number of samples of one optimiser step of ``distill``, unless a column is longer."""
+
 
 @dataclass(frozen=True)
 class MinibatchSchedule:
@@ -60,13 +65,19 @@ def optimization_config(config: Config) -> Config:
     if config.teacher is None:
         return config
     d, a = config.distillation, config.algorithm
-    micro = a.micro_batch_size
+    # Gradients of a recurrent policy pass through whole columns.
+    columns = config.model.recurrent is not None
+    unit, units = (
+        (a.horizon, config.env.num_envs) if columns else (1, a.horizon * config.env.num_envs)
+    )
+    largest = min(max(1, DISTILLATION_BATCH // unit), units)
+    batch = unit * next(n for n in range(largest, 0, -1) if units % n == 0)
     algorithm = replace(
         a,
-        update_epoch=d.update_epoch,
-        global_batch_size=d.global_batch_size,
-        micro_batch_size=None if micro is None else min(micro, d.global_batch_size),
-        minibatch_unit="step" if config.model.recurrent is None else "column",
+        update_epoch=DISTILLATION_EPOCHS,
+        global_batch_size=batch,
+        micro_batch_size=None if a.micro_batch_size is None else min(a.micro_batch_size, batch),
+        minibatch_unit="column" if columns else "step",
         loss_agg_func="token-mean",
         target_kl_stop=None,
         rpo_alpha=None,

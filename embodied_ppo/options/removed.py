@@ -38,6 +38,7 @@ _CRITIC = "the critic's optimiser and type are those of the actor, except lr; wr
 _ACTOR_MODEL = "the critic computes as the actor; write actor.model.{}"
 _GRADER = "write reward.grader=FILE.py:FUNCTION"
 _REWARD_MODEL = "train a reward model beforehand and write reward.model.path=DIR"
+_BETAS = "write algorithm.adam_betas=[0.9,0.999]"
 _CAPTIONS = "remove it, cloning learns from demonstrations without captions"
 
 REMOVED: dict[str, Removed] = {
@@ -47,6 +48,9 @@ REMOVED: dict[str, Removed] = {
     "env.stagger": Removed("remove it, first episodes are cut at different steps", (True,)),
     "env.success_key": Removed("return the flag as success in the simulator's info", (None,)),
     "env.on_nan": Removed("remove it, up to 1 % of the steps are masked", ("reset",)),
+    "env.realism.obs_keys": Removed(
+        "write obs_delay, obs_noise, obs_bias and obs_dropout as sections, {NAME: VALUE}", (None,)
+    ),
     "env.realism.push_interval_s": Removed("remove it, a push follows each 5 to 10 s", ([5, 10],)),
     "model.backbone": Removed("remove it, images are read by convolutions", ("auto", "mlp", "cnn")),
     "model.hidden_gain": Removed("remove it, the gain is sqrt(2)", (1.4142135623730951,)),
@@ -58,6 +62,12 @@ REMOVED: dict[str, Removed] = {
     "model.word_buckets": Removed("remove it, there are 1024 buckets of words", (1024,)),
     "algorithm.whiten_subtract_mean": Removed("remove it, rewards keep their mean", (False,)),
     "algorithm.whiten_after_kl": Removed("remove it, whitening precedes the penalty", (False,)),
+    # Values of stored runs of these are merged into other options, see ``without_removed``.
+    "model.std_function": Removed("write model.state_dependent_std=softplus, or true for exp"),
+    "model.obs_std_eps": Removed("write model.obs_eps=[1e-8,VALUE]"),
+    "algorithm.adam_beta1": Removed(_BETAS),
+    "algorithm.adam_beta2": Removed(_BETAS),
+    "algorithm.chunk_reward": Removed("write algorithm.reward_type=chunk_sum for the plain sum"),
     "algorithm.bptt_length": Removed(
         "remove it, gradients pass through algorithm.horizon", (None,), same_as="algorithm.horizon"
     ),
@@ -83,6 +93,7 @@ REMOVED: dict[str, Removed] = {
         "write rollout.stop=[TEXT], or eos_token_id to the model's generation_config.json", ([],)
     ),
     "rollout.overlong_penalty": Removed("remove it, the largest penalty is 1", (1,)),
+    "data.suffix": Removed("write it at the end of each prompt", (None,)),
     "data.system": Removed("write it as the first of each prompt's messages", (None,)),
     "reward.path": Removed(_GRADER),
     "reward.name": Removed(_GRADER),
@@ -97,6 +108,10 @@ REMOVED: dict[str, Removed] = {
     "cloning.caption_coef": Removed(_CAPTIONS),
     "cloning.coef": Removed(
         "write algorithm.use_kl_loss=true, which keeps the policy close to its clone", (0,)
+    ),
+    "distillation.update_epoch": Removed("remove it, there are 4 passes over a rollout", (4,)),
+    "distillation.global_batch_size": Removed(
+        "remove it, a minibatch has up to 256 samples that divide the rollout", (256,)
     ),
     "distillation.teacher_share": Removed("write distillation.teacher_share_updates", (1.0,)),
     "cluster.start_timeout_s": Removed("remove it, a start waits 300 s"),
@@ -125,6 +140,21 @@ def without_removed(options: Mapping[str, Any], label: str) -> dict[str, Any]:
                 f"use the version that trained the run: {path} = {show(options[path])} ({label})"
                 f" was removed; in new runs {REMOVED[path].hint}"
             )
-    if (file := options.get("reward.path")) is not None:  # a file and a function were two options
-        current["reward.grader"] = f"{file}:{options.get('reward.name', 'compute_score')}"
-    return current
+    return current | _merged(options)
+
+
+def _merged(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that replace two of earlier versions."""
+    merged: dict[str, Any] = {}
+    if (file := options.get("reward.path")) is not None:
+        merged["reward.grader"] = f"{file}:{options.get('reward.name', 'compute_score')}"
+    if options.get("model.std_function") == "softplus" and options["model.state_dependent_std"]:
+        merged["model.state_dependent_std"] = "softplus"
+    if std_eps := options.get("model.obs_std_eps"):
+        merged["model.obs_eps"] = [options["model.obs_eps"], std_eps]
+    if "algorithm.adam_beta1" in options:
+        betas = (options[f"algorithm.adam_beta{i}"] for i in (1, 2))
+        merged["algorithm.adam_betas"] = [*betas]
+    if options.get("algorithm.chunk_reward") == "sum":
+        merged["algorithm.reward_type"] = "chunk_sum"
+    return merged

@@ -160,12 +160,13 @@ PartialDelay = Annotated[float, Limit(ge=0, le=1000)]
 
 @dataclass(frozen=True)
 class RealismConfig:
-    """Properties of a real robot that simulators lack; the defaults are those of the simulator."""
+    """Properties of a real robot that simulators lack; the defaults are those of the simulator.
 
-    obs_keys: tuple[Text, ...] | None = None
-    """Names of the observations that obs_delay, obs_noise, obs_bias and obs_dropout change; null:
-    those of model.actor_obs, or all except privileged ones. Others, which only the critic reads,
-    stay as they are. An observation that is one array is named state."""
+    obs_delay, obs_noise, obs_bias and obs_dropout change the observations of model.actor_obs, or
+    all except privileged ones; or those that a section of values names. An observation that is one
+    array is named state.
+    """
+
     action_delay: Delay | PartialDelay | tuple[Delay, ...] | tuple[PartialDelay, ...] = 0
     """Delay of actions in control steps, k or [low, high] drawn per episode. Until the first action
     arrives, the simulator executes 0 or the nearest value within the bounds of the policy's
@@ -340,14 +341,10 @@ class ModelConfig:
     task. squashed_gaussian: tanh(u), u Gaussian; its entropy is an estimate from the sampled u.
     beta: 2x - 1, x ~ Beta(1 + softplus(y), 1 + softplus(z)) with network outputs y and z, starts
     with a standard deviation of 0.48; without sampling, its action is the mean."""
-    state_dependent_std: bool = option(False, read_if=CONTINUOUS)
-    """Compute the standard deviation from the observation; false: one learned deviation per action
-    dimension."""
-    std_function: Literal["exp", "softplus"] = option(
-        "exp", read_if=CONTINUOUS & equals("model.state_dependent_std", True)
-    )
-    """Standard deviation from the network's output x: exp(x), or softplus(x) + exp(min_log_std), as
-    in Brax."""
+    state_dependent_std: bool | Literal["softplus"] = option(False, read_if=CONTINUOUS)
+    """Compute the standard deviation from the observation, as exp(x) of the network's output x, or
+    with softplus as softplus(x) + exp(min_log_std), as in Brax; false: one learned deviation per
+    action dimension."""
     init_log_std: float = option(0.0, read_if=GAUSSIAN)
     """Initial logarithm of the standard deviation."""
     min_log_std: float = option(-5.0, read_if=GAUSSIAN)
@@ -382,10 +379,11 @@ class ModelConfig:
     obs_clip: Positive | None = option(10.0, read_if=equals("model.normalize_obs", True))
     """Bound to which normalised vector observations are clamped, in both directions; null: no
     clamping."""
-    obs_eps: Positive = option(1e-8, read_if=equals("model.normalize_obs", True))
-    """Number that is added to the variance of vector observations before its root divides them."""
-    obs_std_eps: NonNegative = option(0.0, read_if=equals("model.normalize_obs", True))
-    """Number that is added to the standard deviation of vector observations (that root)."""
+    obs_eps: Positive | tuple[NonNegative, ...] = option(
+        1e-8, read_if=equals("model.normalize_obs", True)
+    )
+    """Number that is added to the variance of vector observations before its root divides them; or
+    [a, b], of which a is added to the variance and b to that root, the standard deviation."""
     width: Width = option(64, read_if=NEW_VLA)
     """Embedding width of the tokens (D)."""
     depth: Small = option(2, read_if=NEW_VLA)
@@ -706,18 +704,13 @@ class AlgorithmConfig:
         "action_level", mode="embodied"
     )
     """Granularity of the entropy: per action dimension, per action, or per chunk."""
-    reward_type: Literal["action_level", "chunk_level"] = option("chunk_level", mode="embodied")
-    """Granularity of rewards and advantages. chunk_level: a chunk of actions has one reward and one
-    value (see chunk_reward); action_level: each action of a chunk has a reward, a value, an
-    advantage and a mask."""
-    chunk_reward: Literal["discounted", "sum"] = option(
-        "discounted",
-        mode="embodied",
-        read_if=ReadIf("env.action_chunk >= 2", lambda c: c.env.action_chunk > 1)
-        & equals("algorithm.reward_type", "chunk_level"),
+    reward_type: Literal["action_level", "chunk_level", "chunk_sum"] = option(
+        "chunk_level", mode="embodied"
     )
-    """Reward of a chunk of actions (reward_type=chunk_level): the sum of its rewards discounted by
-    gamma per primitive step, or the plain sum, as in RLinf."""
+    """Granularity of rewards and advantages. chunk_level: a chunk of actions has one value and one
+    reward, the sum of its rewards discounted by gamma per primitive step; chunk_sum: the same with
+    the plain sum, as in RLinf; action_level: each action of a chunk has a reward, a value, an
+    advantage and a mask."""
     target_kl_stop: Positive | None = None
     """Skip the remaining epochs of an update when the mean approx_kl of an epoch exceeds this,
     nats; null: never."""
@@ -776,11 +769,9 @@ class AlgorithmConfig:
     """Target of the adaptive schedules, approx_kl in nats."""
     max_grad_norm: Positive | None = 0.5
     """Global norm to which gradients are clipped; null: no clipping."""
-    adam_beta1: Annotated[float, Limit(ge=0, lt=1)] = 0.9
-    """Decay of AdamW's first moment."""
-    adam_beta2: Annotated[float, Limit(ge=0, lt=1)] = 0.999
-    """Decay of AdamW's second moment. If it equals adam_beta1, no step changes a weight by more
-    than the learning rate, even where gradients were small for long."""
+    adam_betas: tuple[Annotated[float, Limit(ge=0, lt=1)], ...] = (0.9, 0.999)
+    """Decays of AdamW's first and second moment. If they are equal, no step changes a weight by
+    more than the learning rate, even where gradients were small for long."""
     adam_eps: Positive = 1e-5
     """Epsilon of AdamW."""
     weight_decay: NonNegative = 0.0
@@ -924,8 +915,6 @@ class DataConfig:
     answer_key: Text | None = option(None, read_if=FILES)
     """Field of a row that contains the correct answer; null: reward_model.ground_truth,
     ground_truth or answer."""
-    suffix: str | None = option(None, read_if=FILES)
-    """Text appended to every prompt; null: the usual one of a known layout (GSM8K), else none."""
     chat_template: Literal["auto", "always", "never"] = option("auto", read_if=FILES)
     """Whether prompts go through the tokenizer's chat template; auto: where the tokenizer has
     one."""
@@ -996,8 +985,9 @@ DISTILLING = ReadIf("embodied-ppo distill teacher=RUN", lambda c: c.teacher is n
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Options of ``embodied-ppo distill``, which reads them instead of PPO's options. The formulas
-    are in ``imitation/distillation``."""
+    """Options of ``embodied-ppo distill``, which reads them instead of PPO's options. It makes 4
+    passes over each rollout, with the largest minibatches of at most 256 samples that divide it.
+    The formulas are in ``imitation/distillation``."""
 
     loss: Literal["auto", "mse", "nll", "kl"] = "auto"
     """Loss of a labelled observation. mse: squared error of the student's mode, per action
@@ -1010,11 +1000,6 @@ class DistillationConfig:
     the first rollout only; 0: the teacher never acts."""
     sample_actions: bool = False
     """Execute samples of the student's distribution; false: its mode."""
-    update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 4
-    """Number of passes over one rollout."""
-    global_batch_size: Count = 256
-    """Samples (steps) of one optimiser step. It must divide the rollout (algorithm.horizon x
-    env.num_envs)."""
     lr: Positive = 1e-3
     """Learning rate of the actor; the critic is not trained."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

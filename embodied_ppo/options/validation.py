@@ -41,11 +41,8 @@ UNSET = (None, False)
 """Values that switch an option off (0 counts as False). Setting an unread option to one of them is
 accepted.
 """
-LEVELS = ("token_level", "action_level", "chunk_level")
-"""Granularities, from fine to coarse."""
 READ_BY_DISTILL = ("horizon", "micro_batch_size", "rollout_micro_batch_size", "max_grad_norm")
-READ_BY_DISTILL += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "group_size")
-READ_BY_DISTILL += ("reward_type",)
+READ_BY_DISTILL += ("adam_betas", "adam_eps", "weight_decay", "group_size", "reward_type")
 """Options of section algorithm that ``distill`` reads; ``reward_type`` sets the size of the value
 head.
 """
@@ -315,11 +312,16 @@ def _check_algorithm(config: Config) -> None:
         "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm = running only"
         " divides; write algorithm.reward_norm=batch",
     )
+    refuse(
+        len(a.adam_betas) != 2,
+        f"algorithm.adam_betas = {show(a.adam_betas)} must be two numbers; write"
+        " algorithm.adam_betas=[0.9,0.999]",
+    )
     _check_reward_groups(config)
     _check_popart(config)
     for name, level in (("logprob_type", a.logprob_type), ("entropy_type", a.entropy_type)):
         refuse(
-            LEVELS.index(a.reward_type) < LEVELS.index(level),
+            a.reward_type == "action_level" and level == "chunk_level",
             f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} = {level}; an"
             " advantage applies to entries of its own or a finer level: write"
             f" algorithm.reward_type={level}",

@@ -105,9 +105,9 @@ class ActorCritic(nn.Module):
         self.is_beta = config.distribution == "beta"
         self.family = dist.NUMBERS.get(config.distribution, dist.NUMBERS["auto"])
         """Distribution of the numbers of an action."""
-        self.state_dependent_std = config.state_dependent_std
+        self.state_dependent_std = bool(config.state_dependent_std)
+        self.uses_softplus = config.state_dependent_std == "softplus"
         self.log_std_range = (config.min_log_std, config.max_log_std)
-        self.std_function = config.std_function
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)
@@ -166,7 +166,7 @@ class ActorCritic(nn.Module):
     # ---------------------------------------------------------------------------------------- heads
     def _initial_std_output(self, log_std: float) -> float:
         """Return the network's output for a standard deviation of exp(``log_std``)."""
-        if self.std_function == "exp":
+        if not self.uses_softplus:
             return log_std
         above = math.exp(log_std) - math.exp(self.log_std_range[0])  # softplus of the output
         return math.log(math.expm1(max(above, 1e-6)))
@@ -204,7 +204,7 @@ class ActorCritic(nn.Module):
             return torch.cat([logits, alpha], dim=-1), beta
         if self.log_std is None:
             mean, log_std = out.split([self.actions, self.numbers], dim=-1)
-            if self.std_function == "softplus":
+            if self.uses_softplus:
                 log_std = (functional.softplus(log_std) + math.exp(self.log_std_range[0])).log()
         else:
             mean, log_std = out, self.log_std

@@ -97,8 +97,10 @@ class Encoder(nn.Module):
         self.clip = config.obs_clip
         self.moments = None
         if config.normalize_obs and self.vectors:
-            eps = {"eps": config.obs_eps, "std_eps": config.obs_std_eps}
-            self.moments = RunningMoments((self.vector_size,), **eps, scale_constants=False)
+            eps = config.obs_eps if isinstance(config.obs_eps, tuple) else (config.obs_eps, 0.0)
+            self.moments = RunningMoments(
+                (self.vector_size,), eps=eps[0], std_eps=eps[1], scale_constants=False
+            )
 
     def constant_inputs(self) -> list[str]:
         """Return the names of the numbers that had the same value in all of the training."""

@@ -32,7 +32,7 @@ them in the vector of settings.
 """
 
 STEP_OPTIONS: tuple[str, ...] = (
-    *("adam_beta1", "adam_beta2", "adam_eps", "clip_ratio_c", "clip_ratio_high"),
+    *("adam_betas", "adam_eps", "clip_ratio_c", "clip_ratio_high"),
     *("clip_ratio_low", "entropy_type", "huber_delta", "kl_loss_coef", "kl_loss_type"),
     *("logprob_type", "loss_agg_func", "max_grad_norm", "minibatch_unit", "policy_loss"),
     *("ratio_level", "value_clip", "value_loss_coef"),
@@ -103,8 +103,8 @@ def adamw_settings(
     )  # [n, 2]
     rate = torch.tensor(lr, dtype=torch.float64).expand(n, 2)
     columns = (
-        rate / (1 - config.adam_beta1**t),
-        (1 - config.adam_beta2**t).rsqrt(),
+        rate / (1 - config.adam_betas[0] ** t),
+        (1 - config.adam_betas[1] ** t).rsqrt(),
         rate * config.weight_decay,
         torch.tensor(coefficients, dtype=torch.float64).expand(n, -1),
     )
@@ -135,8 +135,9 @@ def adamw_step(
     the library of the minibatch, where these operations are fused.
     """
     # lerp computes m + (1 − β1)·(g − m), which equals β1·m + (1 − β1)·g.
-    first = torch.lerp(first, grad, 1 - c.adam_beta1)
-    second = second * c.adam_beta2 + grad * grad * (1 - c.adam_beta2)
+    beta1, beta2 = c.adam_betas
+    first = torch.lerp(first, grad, 1 - beta1)
+    second = second * beta2 + grad * grad * (1 - beta2)
     p = p * (1 - decay) - step * first / (second.sqrt() * inv + c.adam_eps)
     return p, first, second
 

@@ -86,7 +86,7 @@ class MinibatchOptimizer:
         # Each group has its own learning rate; the norm of both together clips the gradients.
         self.adamw = AdamW(
             [{"params": self.actor, "lr": config.lr}, {"params": self.critic, "lr": value_lr}],
-            betas=(config.adam_beta1, config.adam_beta2),
+            betas=(config.adam_betas[0], config.adam_betas[1]),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
             fused=True,

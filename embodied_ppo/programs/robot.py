@@ -322,7 +322,7 @@ def make_rollout(
         restarts=functools.partial(_follows_evaluation, config),
         stagger=True,
         # Discount within a chunk; between decisions the estimator of advantages discounts.
-        gamma=a.gamma if a.chunk_reward == "discounted" else 1.0,
+        gamma=a.gamma if a.reward_type != "chunk_sum" else 1.0,
         reward_groups=rollout_groups(a) if a.reward_groups or a.curiosity.weight else (),
         rows=a.rollout_micro_batch_size,
         kept_inputs=kept_inputs,

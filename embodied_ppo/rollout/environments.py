@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,25 @@ def training_env(config: Config) -> EnvConfig:
     return replace(config.env, obs_keys=keys, realism=_realism(config))
 
 
+@dataclass(frozen=True)
+class LimitedRealism(RealismConfig):
+    """``env.realism`` that changes some observations only, because others read the rest."""
+
+    obs_keys: tuple[str, ...] = ()
+    """Names of the observations that are changed."""
+
+
+def limit_realism(realism: RealismConfig, names: tuple[str, ...] | None) -> RealismConfig:
+    """Return ``realism`` that changes the observations ``names`` only; None: those it has."""
+    if names is None or isinstance(realism, LimitedRealism):
+        return realism
+    return LimitedRealism(**vars(realism), obs_keys=names)
+
+
 def _realism(config: Config) -> RealismConfig:
     """Return ``env.realism``, limited to the observations of ``model.actor_obs`` if it is set."""
-    realism = config.env.realism
     # Sensor errors and delays apply to the actor. What the critic alone reads stays exact.
-    if realism.obs_keys is not None or config.model.actor_obs is None:
-        return realism
-    return replace(realism, obs_keys=config.model.actor_obs)
+    return limit_realism(config.env.realism, config.model.actor_obs)
 
 
 def evaluation_env(config: Config) -> EnvConfig:

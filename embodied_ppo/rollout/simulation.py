@@ -137,7 +137,7 @@ class Rollout:
         if reward_groups:
             self.group_rewards = GroupRewards(reward_groups, f"env.id={env.id}")
             options = [group.options for group in reward_groups]
-            self.gammas = [a.gamma if a.chunk_reward == "discounted" else 1.0 for a in options]
+            self.gammas = [a.gamma if a.reward_type != "chunk_sum" else 1.0 for a in options]
         self.group_size, self.one_episode = group_size, one_episode
         # Group filtering collects whole rounds until the batch is full.
         self.filter: GroupFilter | None = None

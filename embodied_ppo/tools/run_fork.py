@@ -11,7 +11,6 @@ from typing import Any
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.api import Run, interruptible, path_text, whole_number
-from embodied_ppo.options import loader
 from embodied_ppo.options.batch_sizes import total_updates
 from embodied_ppo.options.compose import CALL, FLAGS, GIVEN, override_lines, prepare
 from embodied_ppo.programs import runs
@@ -68,8 +67,7 @@ def fork_lines(
     given = [*override_lines(command, {"resume": str(folder)}), *lines]
     loaded = prepare(args, given, label=label)
     config, explicit = loaded.config, {*loaded.deliberate(GIVEN)} - {"resume"}
-    old = loader.relevant(run_config)
-    check_fixed_options(config, old)
+    check_fixed_options(config, run_config)
     updates = total_updates(config)
     if update >= updates:
         raise ConfigError(
@@ -86,7 +84,7 @@ def fork_lines(
             reexecution.repeat(source_run, out, start=start, stop=update, say=bar.say)
             source = checkpoint.find(out)
         opened = checkpoint.open_checkpoint(source)
-        parent = branch(source_run, opened, run_dir, loader.flat(old), config)
+        parent = branch(source_run, opened, run_dir, run_config, config)
         config = replace(config, resume=str(source))
         return runs.train(config, explicit=explicit, quiet=quiet, command=None, parent=parent)
 

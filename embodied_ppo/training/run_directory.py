@@ -44,12 +44,12 @@ ROUNDING_OPTIONS = ("device", "threads", "compile")
 """Options that change results by rounding only; one line reports all changes."""
 SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
-SAME_FUNCTION += ("model.std_function", "model.obs_eps", "model.obs_std_eps")
+SAME_FUNCTION += ("model.state_dependent_std", "model.obs_eps")
 """Options that change the function which the same weights compute."""
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
-    *("model.activation", "model.std_function", "model.decode", "model.distribution"),
+    *("model.activation", "model.state_dependent_std", "model.decode", "model.distribution"),
     # With other values the weights do not fit the model, or belong to other observations.
     *("model.policy", "model.hidden", "model.critic_hidden", "model.shared_backbone"),
     *("model.actor_obs", "model.critic_obs"),
@@ -196,14 +196,14 @@ def parent_of(config: Config, source: checkpoint.Checkpoint, run_dir: Path) -> P
     home = folder.parent if folder.name == "checkpoints" else folder
     if home.resolve() == run_dir.resolve():
         return None
-    return branch(home, source, run_dir, loader.flat(stored_options(source)), config)
+    return branch(home, source, run_dir, stored_config(source), config)
 
 
 def branch(
     home: Path,
     source: checkpoint.Checkpoint,
     run_dir: Path,
-    old: Mapping[str, Any],
+    trained: Config,
     config: Config,
 ) -> Parent:
     """Return the record of a branch.
@@ -212,11 +212,11 @@ def branch(
         home: Directory of the run that it leaves.
         source: The state at the branch.
         run_dir: Directory of the branch.
-        old: Options of the run, path -> value.
+        trained: Options of the run.
         config: Options of the branch.
     """
     # Stored options contain absolute paths, so the new ones must, too.
-    new = loader.flat(loader.relevant(absolute(config)))
+    old, new = loader.flat(loader.relevant(trained)), loader.flat(loader.relevant(absolute(config)))
     return Parent(
         run=str(home.resolve()),
         relative=os.path.relpath(home.resolve(), run_dir.resolve()),
@@ -230,9 +230,17 @@ def branch(
     )
 
 
-def stored_options(source: checkpoint.Checkpoint) -> dict[str, Any]:
-    """Return the options in the config.yaml of a checkpoint; raises CheckpointError."""
-    return read_options(source.path / checkpoint.CONFIG)
+def stored_config(source: checkpoint.Checkpoint) -> Config:
+    """Return the options in the config.yaml of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        ConfigError: Its options are not of this version.
+    """
+    path = source.path / checkpoint.CONFIG
+    # ``resume`` belongs to the command that continued the run and not to the run.
+    options = {**read_options(path), "resume": None}
+    return loader.load(Config, options, source=f"{loader.STORED}, {path}")
 
 
 def read_options(path: Path) -> dict[str, Any]:
@@ -243,8 +251,7 @@ def read_options(path: Path) -> dict[str, Any]:
 
 def changed_options(config: Config, source: checkpoint.Checkpoint) -> dict[str, Any]:
     """Return path -> value of the options with another value than in a checkpoint's run."""
-    # Options that the checkpoint's version did not have are not compared.
-    old = loader.flat(stored_options(source))
+    old = loader.flat(loader.relevant(stored_config(source)))
     return {
         path: now
         for path, now in loader.flat(loader.relevant(absolute(config))).items()
@@ -264,9 +271,9 @@ def check_values(config: Config, trained: Config, source: str) -> None:
         )
 
 
-def check_fixed_options(config: Config, stored: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option that must not change differs from ``stored`` ones."""
-    old, new = loader.flat(stored), loader.flat(loader.relevant(config))
+def check_fixed_options(config: Config, trained: Config) -> None:
+    """Raise ConfigError if an option that must not change differs from that of ``trained``."""
+    old, new = (loader.flat(loader.relevant(c)) for c in (trained, config))
     several = any(isinstance(options.get("env.id"), list) for options in (old, new))
     for path in (*FIXED_ON_RESUME, *(TASKS if several else ())):
         if path in new and old.get(path) != (now := new[path]):
@@ -276,7 +283,6 @@ def check_fixed_options(config: Config, stored: Mapping[str, Any]) -> None:
                 f" {path}={show(now)[:40]}: the run to resume has {show(old.get(path))[:40]}, on"
                 " which its counters or random numbers depend"
             )
-    trained = loader.load(Config, {**stored, "resume": None}, source=loader.STORED)
     check_values(config, trained, "the run to resume")
 
 
@@ -299,8 +305,9 @@ def check_resume(
     Raises:
         ConfigError: An option in FIXED_ON_RESUME differs, or the checkpoint has more updates.
     """
-    old = loader.flat(stored_options(source))
-    check_fixed_options(config, stored_options(source))
+    trained = stored_config(source)
+    check_fixed_options(config, trained)
+    old = loader.flat(loader.relevant(trained))
     # Other options may change, but then the run is not the uninterrupted one, so report each.
     for path, now in loader.flat(loader.relevant(config)).items():
         if path.split(".")[0] in (*FREE_ON_RESUME, *ROUNDING_OPTIONS) or old.get(path) == now:
@@ -317,8 +324,7 @@ def check_resume(
         )
     # These schedules depend on the number of updates, so a longer run has other learning rates.
     schedule = config.algorithm.lr_schedule
-    options = stored_options(source) | {"resume": None}
-    planned = total_updates(loader.load(Config, options, source=loader.STORED))
+    planned = total_updates(trained)
     if schedule in ("linear", "cosine", "adaptive_linear") and planned != updates:
         say(
             f"resume: the run had {planned} updates, now {updates}: lr_schedule={schedule} covers"

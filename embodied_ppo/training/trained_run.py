@@ -8,14 +8,13 @@ from pathlib import Path
 
 from torch import nn
 
-from embodied_ppo.options import loader
 from embodied_ppo.options.schema import (
     Config,
     ModelConfig,
 )
 from embodied_ppo.policies import own_network
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.run_directory import stored_options
+from embodied_ppo.training.run_directory import stored_config
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,4 @@ def open_run(path: str, option: str = "checkpoint") -> tuple[checkpoint.Checkpoi
     # If a checkpoint was moved out of its run, the folder that contains it counts as the run.
     folder = source.path.parent
     run_dir = folder.parent if folder.name == "checkpoints" else folder
-    # ``resume`` belongs to the command that continued the run and not to the run.
-    options = {**stored_options(source), "resume": None}
-    origin = f"{loader.STORED}, {source.path / checkpoint.CONFIG}"
-    return source, run_dir, loader.load(Config, options, source=origin)
+    return source, run_dir, stored_config(source)

@@ -381,7 +381,7 @@ def test_source_of_each_option(capsys: pytest.CaptureFixture[str], user_configs:
     assert sources["algorithm.gae_lambda"] == "command line"
     assert rows["algorithm.gae_lambda"]["value"] == 0.9
     assert sources["mode"] == "configs/mode/embodied.yaml"
-    assert sources["algorithm.adam_beta1"] == "default"
+    assert sources["algorithm.adam_betas"] == "default"
     assert sources["seed"] == "command line"
     assert rows["name"]["value"] == "hopper"
     rows = config(capsys, "--config-dir", user_configs, "experiment=derived")

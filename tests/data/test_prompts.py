@@ -276,8 +276,8 @@ def test_chat_prompts(chat_tokenizer: Any, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": question}]
     expected = chat_tokenizer.apply_chat_template(chat, add_generation_prompt=True)
     assert prompts[1].ids == tuple(expected["input_ids"])
-    (plain, _), _ = load(file, chat_tokenizer, chat_template="never", suffix="")
-    assert plain.text == GSM8K[0]["question"] and plain.ids[0] == 1
+    (plain, _), _ = load(file, chat_tokenizer, chat_template="never")
+    assert plain.text == GSM8K[0]["question"] + GSM8K_SUFFIX and plain.ids[0] == 1
 
 
 @pytest.mark.parametrize("prefix", ["", "<think>\n", "<think>\n\n</think>\n\n"])
@@ -296,12 +296,12 @@ def test_start_of_a_response_that_the_template_writes(
     assert prompt.prefix == "" and not prompt.templated
 
 
-def test_suffix_and_messages(chat_tokenizer: Any, tmp_path: Path) -> None:
+def test_messages(chat_tokenizer: Any, tmp_path: Path) -> None:
     messages = (("user", "a"), ("assistant", "b"), ("user", "c"))
     chat = [{"role": role, "content": content} for role, content in messages]
     file = write(tmp_path / "f.jsonl", [{"prompt": chat, "answer": "1"}])
-    (prompt,), _ = load(file, chat_tokenizer, chat_template="always", suffix="!")
-    assert prompt.text == "<u>a|<a>b|<u>c!|<a>"
+    (prompt,), _ = load(file, chat_tokenizer, chat_template="always")
+    assert prompt.text == "<u>a|<a>b|<u>c|<a>"
     (prompt,), _ = load(file, chat_tokenizer, chat_template="never")
     assert prompt.text == "a\nb\nc"
 

@@ -354,7 +354,6 @@ def refusal(
         ("model.actor_obs=[state,privileged]", "model.actor_obs: remove privileged"),
         ("env.id=toy_envs:Balance", "toy_envs:Grouped"),
         ("algorithm.lr=0.1", "distillation.lr"),
-        ("distillation.global_batch_size=48", "distillation.global_batch_size"),
         ("distillation.loss=huber", "distillation.loss = huber"),
         ("placement=fused", "placement"),
     ],

@@ -134,7 +134,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.train": ([str(FILES / "more.jsonl")], PROMPTS),
     "data.prompt_key": ("task", PROMPTS),
     "data.answer_key": ("truth", PROMPTS),
-    "data.suffix": ("0", PROMPTS),
     "data.chat_template": ("never", PROMPTS),
     "data.shuffle": (False, {}),
     "reward.grader": (f"{FILES / 'even.py'}:other", {}),

@@ -62,8 +62,7 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     "algorithm.lr_warmup": (2, {}),
     "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
     "algorithm.max_grad_norm": (0.01, {}),
-    "algorithm.adam_beta1": (0.5, {}),
-    "algorithm.adam_beta2": (0.9, {}),
+    "algorithm.adam_betas": ([0.5, 0.9], {}),
     "algorithm.adam_eps": (0.1, {}),
     "algorithm.weight_decay": (0.1, {}),
 }

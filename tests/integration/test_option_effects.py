@@ -531,8 +531,7 @@ ELSEWHERE = {
     ],
     "imitation/test_distillation.py": [
         *("teacher", "initial_policy", "distillation.loss", "distillation.sample_actions"),
-        *("distillation.teacher_share_updates", "distillation.update_epoch"),
-        *("distillation.global_batch_size", "distillation.lr"),
+        *("distillation.teacher_share_updates", "distillation.lr"),
     ],
     "cluster/test_channels.py": ["cluster.step_timeout_s"],
     "drills/test_placement_failures.py": ["cluster.max_restarts"],

@@ -71,7 +71,6 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({**OBSERVED, "model.critic_obs": []}, "model.critic_obs = []: names no observation"),
     ({**OBSERVED, "model.critic_obs": ["b"]}, "model.critic_obs lacks a, but"),
     ({**OBSERVED, "env.cameras": ["front"]}, "no network reads front; add it to model.actor_obs"),
-    ({**OBSERVED, "env.realism.obs_keys": ["b"]}, "does not contain b; only what the actor"),
     ({**TOKENS, "model.shared_backbone": False}, "model.policy=token has one trunk"),
     ({**TOKENS, "model.width": 4}, "model.width=8: model.width = 4 .. multiple of 8"),
     ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
@@ -208,7 +207,6 @@ UNREAD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model.bins": (8, {}, TOKENS),
     "model.lora_rank": (4, TOKENS, PUBLISHED),
     "model.flow_steps": (3, TOKENS, FLOW),
-    "model.std_function": ("softplus", {}, {"model.state_dependent_std": True}),
     "model.recurrent_size": (8, {}, {"model.recurrent": "gru", **COLUMNS}),
 }
 

@@ -31,8 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tight clipping of gradients": ({"max_grad_norm": 0.01}, {}),
     "adam": (
         {
-            "adam_beta1": 0.5,
-            "adam_beta2": 0.9,
+            "adam_betas": (0.5, 0.9),
             "adam_eps": 0.1,
             "weight_decay": 0.1,
             "value_lr": 1e-2,
@@ -136,7 +135,7 @@ def test_program_equals_eager_step(case: str) -> None:
 
 def test_adamw_settings_equal_torch_bias_corrections() -> None:
     """After 3 steps of the actor and 5 of the critic: bias corrections of steps 4 and 6."""
-    learner = make({"adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.1})
+    learner = make({"adam_betas": (0.9, 0.99), "weight_decay": 0.1})
     row = dict(
         zip(
             (*ADAMW_SETTINGS, "entropy"),

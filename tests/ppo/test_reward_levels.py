@@ -267,11 +267,6 @@ COLUMNS = {"algorithm.minibatch_unit": "column"}
             {**ACTION_LEVEL, **COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum"},
             "loss_agg_func = seq-mean-token-sum: .*token-mean",
         ),
-        ({**ACTION_LEVEL, "algorithm.chunk_reward": "sum"}, "remove algorithm.chunk_reward"),
-        (
-            {"env.action_chunk": 1, "algorithm.chunk_reward": "sum"},
-            "remove algorithm.chunk_reward",
-        ),
         ({"model.detach_value": True}, "remove model.detach_value"),
     ],
     ids=lambda x: next(reversed(x)) if isinstance(x, dict) else "",

@@ -889,7 +889,7 @@ def test_constant_coefficients_follow_config_after_resume():
     learner.update(experience(learner), update=0)
     options = {
         **{"lr": 0.123, "weight_decay": 0.5, "entropy_bonus": 0.7, "use_kl_in_reward": True},
-        **{"kl_ctrl": {"kl_coef": 0.9}, "adam_beta1": 0.5},
+        **{"kl_ctrl": {"kl_coef": 0.9}, "adam_betas": [0.5, 0.999]},
     }
     changed = make(options)
     changed.load_state(learner.state())

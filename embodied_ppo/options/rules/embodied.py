@@ -223,6 +223,12 @@ def _check_model(config: Config) -> None:
         f"write model.width={max(1, round(model.width / WIDTH_UNIT)) * WIDTH_UNIT}:"
         f" model.width = {model.width} must be a multiple of {WIDTH_UNIT}",
     )
+    eps = model.obs_eps
+    refuse(
+        isinstance(eps, tuple) and (len(eps) != 2 or not any(eps)),
+        f"model.obs_eps = {show(eps)} must be a number, or two of which one is > 0; write"
+        " model.obs_eps=1e-8",
+    )
     recurrent = small and model.recurrent is not None
     refuse(
         a.rpo_alpha is not None and a.use_kl_loss,
@@ -273,12 +279,6 @@ def _check_observations(config: Config) -> None:
         " critic reads the features of the actor's trunk; add it, or write"
         " model.shared_backbone=false",
     )
-    changed = without(actor, config.env.realism.obs_keys or ())
-    refuse(
-        changed is not None,
-        f"env.realism.obs_keys: {written} does not contain {changed}; only what the actor reads is"
-        " changed, remove it",
-    )
     camera = without((*actor, *critic), config.env.cameras)
     refuse(
         camera is not None,
@@ -293,7 +293,7 @@ def _check_levels(config: Config) -> None:
     Raises ConfigError.
     """
     a = config.algorithm
-    if config.env.action_chunk == 1 or a.reward_type == "chunk_level":
+    if config.env.action_chunk == 1 or a.reward_type != "action_level":
         return
     for path, value, allowed in (
         ("loss_agg_func", a.loss_agg_func, "token-mean"),
@@ -313,7 +313,6 @@ def _check_sizes(config: Config) -> None:
     Raises ConfigError.
     """
     a, num_envs = config.algorithm, config.env.num_envs
-    section = "algorithm" if config.teacher is None else "distillation"
     total, batch, micro = a.horizon * num_envs, a.global_batch_size, a.micro_batch_size
     rollout = f"algorithm.horizon x env.num_envs = {a.horizon} x {num_envs} = {total}"
     refuse(
@@ -332,7 +331,7 @@ def _check_sizes(config: Config) -> None:
         # num_envs must be a multiple of batch / gcd(batch, horizon) and of group_size.
         env_unit = math.lcm(batch // math.gcd(batch, a.horizon), a.group_size)
         raise ConfigError(
-            f"{rollout} is not a multiple of {section}.global_batch_size = {batch}; nearest:"
+            f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest:"
             f" {hint}; or with this batch, nearest env.num_envs:"
             f" {nearest_multiples(env_unit, num_envs)}"
         )

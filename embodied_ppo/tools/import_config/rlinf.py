@@ -70,10 +70,9 @@ def per_step(value: Any, source: Source) -> Any:
 
 def reward_type(value: Any, source: Source) -> Answer:
     """Map the reward type; their chunk_level sums the rewards of a chunk without a discount."""
-    answer: dict[str, Any] = {"algorithm.reward_type": value}
     if value == "chunk_level" and trains_robot(source) and chunk_size(source) > 1:
-        answer["algorithm.chunk_reward"] = "sum"
-    return answer
+        value = "chunk_sum"
+    return {"algorithm.reward_type": value}
 
 
 def critic_warmup(value: Any, source: Source) -> Answer:
@@ -210,6 +209,7 @@ RLINF = load(
         **rules.by_name(reward_type, critic_warmup, minibatches, length, rollout, evaluation),
         **rules.by_name(env_type, model_type, checkpoint, component_placement),
         "clip_ratio": rules.clip_ratio("algorithm"),
+        "adam_betas": rules.adam_betas("actor.optim."),
         "warmup_steps": rules.warmup_steps(),
         "warmup_fraction": rules.warmup_fraction(updates),
         "task_type": lambda value, source: mode_of(source),

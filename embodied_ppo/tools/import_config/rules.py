@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.tools.import_config.table import Answer, Reason, Rule, Source
 
 
@@ -40,6 +41,17 @@ SHARED: dict[str, Rule] = {
 def by_name(*functions: Any) -> dict[str, Rule]:
     """Return functions by their names."""
     return {function.__name__: function for function in functions}
+
+
+def adam_betas(section: str = "") -> Rule:
+    """Map the two decays of AdamW in ``section``, of which one may be unset."""
+
+    def rule(value: Any, source: Source) -> Answer:
+        betas = (source.get(f"{section}adam_beta{i}") for i in (1, 2))
+        pairs = zip(betas, AlgorithmConfig.adam_betas, strict=True)
+        return {"algorithm.adam_betas": [own if x is None else x for x, own in pairs]}
+
+    return rule
 
 
 def clip_ratio(section: str) -> Rule:

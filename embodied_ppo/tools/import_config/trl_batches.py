@@ -72,5 +72,6 @@ def training_rules(
 
     return {
         **rules.SHARED,
+        "adam_betas": rules.adam_betas(),
         **rules.by_name(batches, interval, warmup_ratio, strategy, micro_batch, length, epochs),
     }

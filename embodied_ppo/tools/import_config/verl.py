@@ -108,8 +108,8 @@ def filter_rounds(value: Any, source: Source) -> Answer:
 
 def betas(value: Any, source: Source) -> Answer:
     if not isinstance(value, list) or len(value) != 2:
-        return Reason("not a pair; write algorithm.adam_beta1 and adam_beta2")
-    return {"algorithm.adam_beta1": value[0], "algorithm.adam_beta2": value[1]}
+        return Reason("not a pair; write algorithm.adam_betas")
+    return {"algorithm.adam_betas": value}
 
 
 # ------------------------------------------------------------------------------------ batches, data

@@ -161,8 +161,8 @@ class ImportedPolicy:
             hidden = [layer.outputs for layer in self.critic[:-1]]
             options["model.critic_hidden"] = None if hidden == options["model.hidden"] else hidden
         if n is not None:
-            options |= {"model.obs_clip": n.clip, "model.obs_eps": n.eps}
-            options["model.obs_std_eps"] = n.std_eps
+            eps = [n.eps, n.std_eps] if n.std_eps else n.eps
+            options |= {"model.obs_clip": n.clip, "model.obs_eps": eps}
         if not self.is_discrete:
             options["model.state_dependent_std"] = False
         return options

@@ -131,7 +131,7 @@ def test_initial_deviation_of_softplus() -> None:
     from embodied_envs.types import ArraySpec, Box
     from embodied_ppo.options.schema import ModelConfig
 
-    config = ModelConfig(state_dependent_std=True, std_function="softplus", init_log_std=-1.0)
+    config = ModelConfig(state_dependent_std="softplus", init_log_std=-1.0)
     spec = ArraySpec((3,), torch.float32)
     policy = ActorCritic(spec, Box((-1.0,), (1.0,)), config)
     _, log_std = policy.distribution(policy.encode(torch.zeros(1, 3)))
