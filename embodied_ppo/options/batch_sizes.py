@@ -67,9 +67,8 @@ def optimization_config(config: Config) -> Config:
     d, a = config.distillation, config.algorithm
     # Gradients of a recurrent policy pass through whole columns.
     columns = config.model.recurrent is not None
-    unit, units = (
-        (a.horizon, config.env.num_envs) if columns else (1, a.horizon * config.env.num_envs)
-    )
+    unit = a.horizon if columns else 1
+    units = a.horizon * config.env.num_envs // unit
     largest = min(max(1, DISTILLATION_BATCH // unit), units)
     batch = unit * next(n for n in range(largest, 0, -1) if units % n == 0)
     algorithm = replace(

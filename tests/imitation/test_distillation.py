@@ -56,7 +56,7 @@ STUDENT = {
         "actor_obs": ["state"],
         "critic_obs": ["state", "privileged"],
     },
-    "distillation": {"teacher_share_updates": 2, "lr": 3e-3, "global_batch_size": 32},
+    "distillation": {"teacher_share_updates": 2, "lr": 3e-3},
     "updates": 4,
     "save_every": 2,
 }

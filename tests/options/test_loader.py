@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -304,6 +305,45 @@ def test_removed_options_of_a_stored_run() -> None:
     assert loader.read(Config, [(STORED_RUN, nested(same))]).config.critic == Config().critic
     file = {"reward.path": "/g.py", "reward.name": "score"}
     assert loader.read(Config, [(STORED_RUN, nested(file))]).config.reward.grader == "/g.py:score"
+
+
+@pytest.mark.parametrize(
+    ("stored", "path", "value"),
+    [
+        (
+            {"model.state_dependent_std": True, "model.std_function": "softplus"},
+            "model.state_dependent_std",
+            "softplus",
+        ),
+        (
+            {"model.state_dependent_std": True, "model.std_function": "exp"},
+            "model.state_dependent_std",
+            True,
+        ),
+        ({"model.obs_eps": 1e-8, "model.obs_std_eps": 0.0}, "model.obs_eps", 1e-8),
+        ({"model.obs_eps": 1e-8, "model.obs_std_eps": 0.01}, "model.obs_eps", (1e-8, 0.01)),
+        (
+            {"algorithm.adam_beta1": 0.8, "algorithm.adam_beta2": 0.95},
+            "algorithm.adam_betas",
+            (0.8, 0.95),
+        ),
+        (
+            {"algorithm.chunk_reward": "sum", "algorithm.reward_type": "chunk_level"},
+            "algorithm.reward_type",
+            "chunk_sum",
+        ),
+        (
+            {"algorithm.chunk_reward": "discounted", "algorithm.reward_type": "chunk_level"},
+            "algorithm.reward_type",
+            "chunk_level",
+        ),
+    ],
+)
+def test_two_options_of_a_stored_run_become_one(
+    stored: dict[str, Any], path: str, value: Any
+) -> None:
+    config = loader.load(Config, nested(stored), source=STORED_RUN)
+    assert attrgetter(path)(config) == value
 
 
 @pytest.mark.parametrize(
