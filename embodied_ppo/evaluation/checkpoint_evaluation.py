@@ -19,7 +19,7 @@ from embodied_ppo.evaluation.episodes import EvaluationResult, evaluation_seeds,
 from embodied_ppo.evaluation.prompt_evaluation import evaluate_prompts
 from embodied_ppo.evaluation.run_report import ReportTarget
 from embodied_ppo.options import loader, validation
-from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
+from embodied_ppo.options.schema import EvaluateConfig
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.rollout import environments, language_inputs
 from embodied_ppo.rollout.generation.engine import Engine
@@ -86,9 +86,9 @@ def _evaluate_robot(
     evaluation_seeds(options.seed, options.episodes)  # raises before anything is built
     allow = options.allow_changed_task
     # Options of the evaluation replace those of the training; arguments of the task are merged.
-    base = loader.dump(environments.evaluation_env(run.config))
-    kwargs = {**base["kwargs"], **dict(options.env.get("kwargs") or {})}
-    env_config = loader.load(EnvConfig, {**base, **options.env, "kwargs": kwargs}, source="env")
+    base = environments.evaluation_env(run.config)
+    kwargs = {**base.kwargs, **dict(options.env.get("kwargs") or {})}
+    env_config = environments.changed_env(base, {**options.env, "kwargs": kwargs}, "env")
     # Another task is shown to the policy in the observations of those that it has learned.
     trained = run.config.env
     if env_config.id != trained.id and env_config.tasks is None and trained.ids != (trained.id,):

@@ -36,8 +36,8 @@ from embodied_envs.types import VectorEnv
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.evaluation.charts import Chart, line_chart, number
 from embodied_ppo.evaluation.episodes import EvaluationResult
-from embodied_ppo.options import loader
 from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
+from embodied_ppo.rollout import environments
 
 FORMAT = 2
 """Version of robustness.json; it changes when a field changes its meaning."""
@@ -237,8 +237,7 @@ def changed(factory: Factory, changes: Mapping[str, Any]) -> Factory:
     """
     if not changes:
         return factory
-    options = {**loader.dump(factory.keywords["config"]), **changes}
-    config = loader.load(EnvConfig, options, source="robustness_values")
+    config = environments.changed_env(factory.keywords["config"], changes, "robustness_values")
     return functools.partial(factory, config=config)
 
 

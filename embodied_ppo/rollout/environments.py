@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from embodied_envs.base import watchdog
 from embodied_envs.base.observation_names import TASK, names_observation
 from embodied_envs.task_files import TaskFiles
 from embodied_envs.types import Box, VectorEnv
+from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, EnvConfig, ModelConfig, RealismConfig
 from embodied_ppo.rollout.history_env import HistoryEnv
 from embodied_ppo.training import checkpoint
@@ -138,6 +140,25 @@ def limit_realism(realism: RealismConfig, names: tuple[str, ...] | None) -> Real
     if names is None or isinstance(realism, LimitedRealism):
         return realism
     return LimitedRealism(**vars(realism), obs_keys=names)
+
+
+def changed_env(env: EnvConfig, changes: Mapping[str, Any], source: str) -> EnvConfig:
+    """Return options of an environment of which some are replaced.
+
+    Args:
+        env: The options.
+        changes: Name below env -> value.
+        source: Label of the changes, for messages.
+
+    Raises:
+        ConfigError: A changed option is unknown or out of bounds.
+    """
+    options, names = loader.dump(env), None
+    if isinstance(env.realism, LimitedRealism):
+        names = env.realism.obs_keys
+        del options["realism"]["obs_keys"]
+    changed = loader.load(EnvConfig, {**options, **changes}, source=source)
+    return replace(changed, realism=limit_realism(changed.realism, names))
 
 
 def _realism(config: Config) -> RealismConfig:
