@@ -9,14 +9,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from embodied_envs.base.errors import ConfigError, one_line
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data import video_encoder
 from embodied_ppo.data.lerobot_reader import (
     ACTION,
@@ -47,17 +48,29 @@ count [1].
 """
 
 
+@dataclass(frozen=True)
+class _Episode:
+    """An episode of the incomplete file; fields as the arguments of ``Writer.add``."""
+
+    images: Mapping[str, np.ndarray]
+    numbers: Mapping[str, np.ndarray]
+    instruction: str
+
+    def __len__(self) -> int:
+        return len(self.numbers[ACTION])
+
+
 class Writer:
     """Recorder of episodes in LeRobot v3.0, for a ``with`` statement; otherwise call ``close``.
 
-    After every ``episodes_per_file`` episodes a file is complete: one parquet of numbers, one mp4
+    After every ``episodes_per_file`` episodes a file is written: one parquet of numbers, one mp4
     per camera and one parquet of episodes. The latter is renamed into place last, and makes the
-    episodes valid. A process that is killed loses the episodes of the incomplete file. If the
+    episodes valid. Until then they are in memory, and a process that is killed loses them. If the
     folder is opened again, recording continues after the last complete file (``episodes``,
     ``frames``).
 
     Images are stored without loss (H.264 of RGB: libx264rgb, crf 0). torchcodec and PyAV can decode
-    them; most browsers do not show them. One ffmpeg process per camera and file encodes.
+    them; most browsers do not show them.
     """
 
     def __init__(
@@ -84,24 +97,31 @@ class Writer:
             ConfigError: ``folder`` holds other data, or another process is recording into it.
         """
         self.folder = Path(folder)
-        self.episodes = self.frames = 0
-        """Number of episodes and frames, including those of the incomplete file."""
         self._fps, self._cameras, self._per_file = fps, dict(cameras), episodes_per_file
-        self._vectors = {STATE: list(state), ACTION: list(action)}
-        self._features = _features(fps, self._vectors, self._cameras)
+        self._features = _features(fps, {STATE: list(state), ACTION: list(action)}, self._cameras)
         check_pyarrow(self.folder)
         self._tasks: dict[str, int] = {}
-        self._stats: dict[str, Stats] = {}
         self._file = 0
-        self._episode_rows: list[dict[str, Any]] = []
-        self._columns: dict[str, list[np.ndarray]] = defaultdict(list)
-        self._encoders: dict[str, Any] = {}
+        self._rows: list[dict[str, Any]] = []
+        """Rows of meta/episodes of all complete files."""
+        self._pending: list[_Episode] = []
+        """Episodes of the incomplete file."""
         self._lock = self._locked()
         try:
             self._open()
         except BaseException:
             os.close(self._lock)
             raise
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes, including those of the incomplete file."""
+        return len(self._rows) + len(self._pending)
+
+    @property
+    def frames(self) -> int:
+        """Number of frames, including those of the incomplete file."""
+        return sum(row["length"] for row in self._rows) + sum(map(len, self._pending))
 
     def add(
         self,
@@ -120,35 +140,24 @@ class Writer:
 
         Raises:
             ConfigError: A number is not finite, or encoding failed.
+            OSError: The file cannot be written.
         """
-        if self._lock < 0:
-            raise ConfigError(f"{self.folder}: was closed; create a new Writer to continue")
-        numbers = {STATE: state, ACTION: action}
+        numbers = {STATE: state.astype(np.float32), ACTION: action.astype(np.float32)}
         for name, x in numbers.items():
             check_finite(
                 x, name, lambda row: f"{self.folder}: episode {self.episodes}, frame {row}"
             )
-        try:
-            self._encode(images)
-            self._append(images, len(state), numbers, instruction)
-        except BaseException as error:
-            # The video now holds a part of an episode and cannot be completed.
-            self._discard()
-            if isinstance(error, OSError):
-                cause = one_line(error)[:200]
-                raise ConfigError(
-                    f"{self.folder}: episode {self.episodes} could not be encoded ({cause}); is the"
-                    f" disk full? {SAFE}"
-                ) from error
-            raise
-        if len(self._episode_rows) == self._per_file:
+        self._pending.append(_Episode(images, numbers, instruction))
+        if len(self._pending) == self._per_file:
             self._finish()
 
     def close(self) -> None:
-        """Complete the current file with the episodes that it has. May be called twice."""
-        if self._episode_rows:
-            self._finish()
-        self._release()
+        """Write the incomplete file with the episodes that it has."""
+        try:
+            if self._pending:
+                self._finish()
+        finally:
+            os.close(self._lock)
 
     def __enter__(self) -> Writer:
         return self
@@ -191,90 +200,17 @@ class Writer:
                     f" {expected.get(key)}; choose another folder, or the options of the first"
                     " recording"
                 )
-        rows = episode_rows(self.folder)
         self._tasks = {text: index for index, text in read_tasks(self.folder, VERSION).items()}
-        self.episodes, self.frames = len(rows), sum(row["length"] for row in rows)
-        keys = (*self._vectors, *(CAMERA + name for name in self._cameras))
+        self._rows = episode_rows(self.folder)
         with reading(f"{self.folder}/meta/episodes (written by other software?)"):
-            for row in rows:
+            for row in self._rows:
                 index = {name: row[f"meta/episodes/{name}"] for name in self._file_indices()}
                 self._file = index["chunk_index"] * CHUNK + index["file_index"] + 1
-                for key in keys:
-                    stats = {x: np.array(row[f"stats/{key}/{x}"]) for x in _STATS}
-                    self._stats[key] = _merged(self._stats.get(key), stats)
-        # Remove the incomplete files of an interrupted recording.
-        videos = [self._path(VIDEO_PATH, name) for name in self._cameras]
-        for path in [*self.folder.rglob("*.part"), self._path(DATA_PATH), *videos]:
-            path.unlink(missing_ok=True)
-        self._publish()
-
-    # --------------------------------------------------------------------------------------- adding
-    def _encode(self, images: Mapping[str, np.ndarray]) -> None:
-        """Send the images to ffmpeg."""
-        for name, frames in images.items():
-            if name not in self._encoders:
-                part = _part(self._path(VIDEO_PATH, name))
-                part.parent.mkdir(parents=True, exist_ok=True)
-                self._encoders[name] = video_encoder.encoder(
-                    part,
-                    self._cameras[name],
-                    self._fps,
-                    codec="libx264rgb",
-                    pix_fmt="rgb24",
-                    options=LOSSLESS,
-                )
-            self._encoders[name].send(np.ascontiguousarray(frames))
-
-    def _append(
-        self,
-        images: Mapping[str, np.ndarray],
-        length: int,
-        numbers: Mapping[str, np.ndarray],
-        instruction: str,
-    ) -> None:
-        """Keep the numbers of an episode until the file is complete."""
-        self._tasks.setdefault(instruction, len(self._tasks))
-        stats: dict[str, Stats] = {}
-        for name, x in numbers.items():
-            self._columns[name].append(np.asarray(x, dtype=np.float32))
-            stats[name] = _stats(self._columns[name][-1])
-        stats |= {CAMERA + name: _image_stats(frames) for name, frames in images.items()}
-        self._stats = {key: _merged(self._stats.get(key), new) for key, new in stats.items()}
-        self._episode_rows.append(self._episode_row(length, instruction, stats))
-        self.episodes += 1
-        self.frames += length
-
-    def _discard(self) -> None:
-        """Discard incomplete episodes and close."""
-        self.episodes -= len(self._episode_rows)
-        self.frames -= sum(row["length"] for row in self._episode_rows)
-        self._episode_rows = []
-        self._release()
-
-    def _release(self) -> None:
-        """Close encoders and release the lock."""
-        for encoder in self._encoders.values():
-            encoder.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._encoders, self._lock = {}, -1
-
-    def _episode_row(
-        self, length: int, instruction: str, stats: Mapping[str, Stats]
-    ) -> dict[str, Any]:
-        """Return the row of the next episode in meta/episodes."""
-        indices = self._file_indices()
-        start = sum(row["length"] for row in self._episode_rows)  # frame of this file
-        times = {"from_timestamp": start / self._fps, "to_timestamp": (start + length) / self._fps}
-        row: dict[str, Any] = {"episode_index": self.episodes, "tasks": [instruction]}
-        row["length"] = length
-        row |= {f"data/{key}": x for key, x in indices.items()}
-        row |= {"dataset_from_index": self.frames, "dataset_to_index": self.frames + length}
-        for name in self._cameras:
-            row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in (indices | times).items()}
-        for key, values in stats.items():
-            row |= {f"stats/{key}/{x}": array.tolist() for x, array in values.items()}
-        return row | {f"meta/episodes/{key}": x for key, x in indices.items()}
+            # Remove the incomplete files of an interrupted recording.
+            videos = [self._path(VIDEO_PATH, name) for name in self._cameras]
+            for path in [*self.folder.rglob("*.part"), self._path(DATA_PATH), *videos]:
+                path.unlink(missing_ok=True)
+            self._publish()
 
     # ------------------------------------------------------------------------------------ finishing
     def _file_indices(self) -> dict[str, int]:
@@ -286,48 +222,66 @@ class Writer:
         return self.folder / template.format(video_key=CAMERA + camera, **self._file_indices())
 
     def _finish(self) -> None:
-        """Write everything added since the last file; the episodes become valid."""
-        try:
-            self._write_file()
-        except BaseException:
-            self._discard()
-            raise
-        self._file += 1
-        self._publish()
-
-    def _write_file(self) -> None:
-        """Write the current file."""
+        """Write the episodes of the incomplete file; they become valid, or are discarded."""
         import pyarrow
         import pyarrow.parquet as parquet
 
-        rows = self._episode_rows
+        episodes, self._pending = self._pending, []
+        rows: list[dict[str, Any]] = []
+        start = 0  # frame of this file
+        for episode in episodes:
+            self._tasks.setdefault(episode.instruction, len(self._tasks))
+            rows.append(self._episode_row(episode, len(self._rows) + len(rows), start))
+            start += len(episode)
+        for name, size in self._cameras.items():
+            with _replacing(self._path(VIDEO_PATH, name)) as part:
+                _encode(part, [episode.images[name] for episode in episodes], size, self._fps)
         lengths = [row["length"] for row in rows]
         frame = np.concatenate([np.arange(length) for length in lengths])
-        for name, encoder in self._encoders.items():
-            encoder.close()
-            path = self._path(VIDEO_PATH, name)
-            with reading(f"{path} (is the disk full? {SAFE})"):
-                ffmpeg = video_encoder.import_ffmpeg(path)
-                if (count := ffmpeg.count_frames_and_secs(str(_part(path)))[0]) != len(frame):
-                    raise OSError(f"ffmpeg wrote {count} of {len(frame)} frames")
-            _move(_part(path), path)
-        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        columns |= {
+        columns = {
+            **{
+                name: np.concatenate([episode.numbers[name] for episode in episodes])
+                for name in (STATE, ACTION)
+            },
             "timestamp": (frame / self._fps).astype(np.float32),
             "frame_index": frame,
             "episode_index": np.repeat([row["episode_index"] for row in rows], lengths),
             "index": rows[0]["dataset_from_index"] + np.arange(len(frame)),
             "task_index": np.repeat([self._tasks[row["tasks"][0]] for row in rows], lengths),
         }
-        data = pyarrow.table({name: _column(x) for name, x in columns.items()})
         # The episodes are written last, because they make the other files valid.
         for path, table in (
-            (self._path(DATA_PATH), data),
+            (self._path(DATA_PATH), pyarrow.table({x: _column(y) for x, y in columns.items()})),
             (self.folder / "meta/tasks.parquet", _tasks_table(self._tasks)),
             (self._path(EPISODES_PATH), pyarrow.Table.from_pylist(rows)),
         ):
-            _write(path, lambda part, table=table: parquet.write_table(table, part))
-        self._episode_rows, self._columns, self._encoders = [], defaultdict(list), {}
+            with _replacing(path) as part:
+                parquet.write_table(table, part)
+        self._rows += rows
+        self._file += 1
+        self._publish()
+
+    def _episode_row(self, episode: _Episode, number: int, start: int) -> dict[str, Any]:
+        """Return the row of an episode in meta/episodes.
+
+        Args:
+            episode: The episode.
+            number: Its index in the data set.
+            start: Its first frame in the file.
+        """
+        indices, length, first = self._file_indices(), len(episode), self.frames + start
+        times = {"from_timestamp": start / self._fps, "to_timestamp": (start + length) / self._fps}
+        row: dict[str, Any] = {"episode_index": number, "tasks": [episode.instruction]}
+        row["length"] = length
+        row |= {f"data/{key}": x for key, x in indices.items()}
+        row |= {"dataset_from_index": first, "dataset_to_index": first + length}
+        stats = {name: _stats(x) for name, x in episode.numbers.items()}
+        for name in self._cameras:
+            row |= {f"videos/{CAMERA}{name}/{key}": x for key, x in (indices | times).items()}
+            stats[CAMERA + name] = _image_stats(episode.images[name])
+        for key, values in stats.items():
+            row |= {f"stats/{key}/{x}": array.tolist() for x, array in values.items()}
+        return row | {f"meta/episodes/{key}": x for key, x in indices.items()}
 
     def _publish(self) -> None:
         """Write meta/stats.json and meta/info.json, which describe the complete files."""
@@ -346,14 +300,26 @@ class Writer:
             "video_path": VIDEO_PATH if self._cameras else None,
             "features": self._features,
         }
-        stats = {
-            key: {x: array.tolist() for x, array in values.items()}
-            for key, values in self._stats.items()
-        }
+        keys = (STATE, ACTION, *(CAMERA + name for name in self._cameras)) if self._rows else ()
+        stats = {key: _union(self._rows, key) for key in keys}
         # info.json is written last, because it makes the folder a data set.
         for name, value in {"stats": stats, "info": info}.items():
-            text = json.dumps(value, indent=4, ensure_ascii=False)
-            _write(self.folder / f"meta/{name}.json", lambda part, text=text: part.write_text(text))
+            with _replacing(self.folder / f"meta/{name}.json") as part:
+                part.write_text(json.dumps(value, indent=4, ensure_ascii=False))
+
+
+def _encode(path: Path, parts: Sequence[np.ndarray], size: tuple[int, int], fps: int) -> None:
+    """Write images uint8 [L, H, W, 3] of several episodes as one video."""
+    encoder = video_encoder.encoder(
+        path, size, fps, codec="libx264rgb", pix_fmt="rgb24", options=LOSSLESS
+    )
+    for frames in parts:
+        encoder.send(np.ascontiguousarray(frames))
+    encoder.close()
+    with reading(f"{path} (is the disk full? {SAFE})"):
+        ffmpeg, expected = video_encoder.import_ffmpeg(path), sum(map(len, parts))
+        if (count := ffmpeg.count_frames_and_secs(str(path))[0]) != expected:
+            raise OSError(f"ffmpeg wrote {count} of {expected} frames")
 
 
 def _features(
@@ -429,26 +395,18 @@ def _tasks_table(tasks: Mapping[str, int]) -> Any:
     return table.replace_schema_metadata({"pandas": json.dumps(metadata)})
 
 
-def _part(path: Path) -> Path:
-    """Return the temporary name of a file.
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary name; flush the file that was written there to disk and rename it.
 
-    It contains the process id, because ffmpeg of a killed process may still write to its own.
+    The name contains the process id, because ffmpeg of a killed process may still write to its own.
     """
-    return path.with_name(f"{path.name}.{os.getpid()}.part")
-
-
-def _move(part: Path, path: Path) -> None:
-    """Flush a file to disk and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    yield part
     with open(part, "rb") as file:
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file under a temporary name and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(_part(path))
-    _move(_part(path), path)
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -474,16 +432,14 @@ def _image_stats(x: np.ndarray) -> Stats:
     return {key: v.reshape(3, 1, 1) for key, v in stats.items()} | {"count": np.array([len(x)])}
 
 
-def _merged(a: Stats | None, b: Stats) -> Stats:
-    """Return the statistics of the union of two sets of frames."""
-    if a is None:
-        return b
-    count = a["count"] + b["count"]
-    wa, wb = a["count"] / count, b["count"] / count
-    mean = wa * a["mean"] + wb * b["mean"]
+def _union(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """Return the statistics of the feature ``key`` over all episodes, as lists."""
+    low, high, mean, std, count = (
+        np.array([row[f"stats/{key}/{name}"] for row in rows]) for name in _STATS
+    )
+    share = (count / count.sum()).reshape(-1, *[1] * (mean.ndim - 1))
+    total = (share * mean).sum(0)
     # Variance of the union: E[var_k + (mean_k - mean)^2].
-    spread_a = a["std"] ** 2 + (a["mean"] - mean) ** 2
-    spread_b = b["std"] ** 2 + (b["mean"] - mean) ** 2
-    variance = wa * spread_a + wb * spread_b
-    low, high = np.minimum(a["min"], b["min"]), np.maximum(a["max"], b["max"])
-    return {"min": low, "max": high, "mean": mean, "std": np.sqrt(variance), "count": count}
+    variance = (share * (std**2 + (mean - total) ** 2)).sum(0)
+    union = (low.min(0), high.max(0), total, np.sqrt(variance), count.sum(0))
+    return {name: x.tolist() for name, x in zip(_STATS, union, strict=True)}
