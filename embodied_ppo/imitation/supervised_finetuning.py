@@ -135,12 +135,15 @@ def compute_or_load(
     Raises:
         ConfigError: The folder cannot be written.
     """
+    from safetensors import SafetensorError  # also raised for a full disk
+
     if path.exists():
-        losses = _load(weights, path)
-        if not isinstance(losses, str):
+        try:
+            losses = _load(weights, path)
             notice(f"{label}: taken from {path}")
             return True, losses
-        notice(f"{label}: {path} is damaged ({losses}); it is computed again")
+        except (SafetensorError, OSError, ValueError) as error:
+            notice(f"{label}: {path} is damaged ({one_line(error)}); it is computed again")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,7 +154,7 @@ def compute_or_load(
     losses = compute()
     try:
         _save(weights, losses, path)
-    except OSError as error:  # e.g. a full disk; the weights are in memory, so training continues
+    except (SafetensorError, OSError) as error:  # the weights are in memory: training continues
         notice(f"{label}: not kept ({one_line(error)})")
     return False, losses
 
@@ -183,8 +186,7 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 
 
 def _save(weights: Mapping[str, Tensor], losses: dict[str, float], path: Path) -> None:
-    """Write weights, losses and a digest atomically; raise OSError on failure."""
-    from safetensors import SafetensorError
+    """Write weights, losses and a digest atomically. Raises OSError or SafetensorError."""
     from safetensors.torch import save_file
 
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.new")
@@ -194,24 +196,23 @@ def _save(weights: Mapping[str, Tensor], losses: dict[str, float], path: Path) -
         facts = json.dumps({"sha256": digest_of(tensors), "losses": losses})
         save_file(tensors, temporary, metadata={"facts": facts})
         temporary.replace(path)
-    except SafetensorError as error:  # safetensors' own exception for a full disk
-        raise OSError(str(error)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _load(weights: Mapping[str, Tensor], path: Path) -> dict[str, float] | str:
-    """Load a file of ``_save`` into the weights; return the losses, or why it is damaged."""
-    from safetensors import SafetensorError, safe_open
+def _load(weights: Mapping[str, Tensor], path: Path) -> dict[str, float]:
+    """Load a file of ``_save`` into the weights; return the losses.
 
-    try:
-        with safe_open(path, "pt") as file:
-            facts = json.loads((file.metadata() or {}).get("facts", "{}"))
-            tensors = {name: file.get_tensor(name) for name in weights}
-    except (SafetensorError, OSError, ValueError) as error:
-        return one_line(error)
+    Raises:
+        OSError, SafetensorError, ValueError: The file is damaged.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        facts = json.loads((file.metadata() or {}).get("facts", "{}"))
+        tensors = {name: file.get_tensor(name) for name in weights}
     if digest_of(tensors) != facts.get("sha256"):
-        return "its digest is not that of its weights"
+        raise ValueError("its digest is not that of its weights")
     for name, x in weights.items():
         x.copy_(tensors[name])
     return facts["losses"]
