@@ -169,7 +169,6 @@ class TokenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, action, ref_hidden, ref_weight, entropy, distance = ctx.saved_tensors
         head, (hidden_type, weight_type) = ctx.head, ctx.types
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         # The gradients of (log π(a), H, KL), [M, 1].
         by_log_prob, by_entropy, by_distance = (g if g is None else g.unsqueeze(1) for g in grads)
         # Factors of the terms with π above: of log π, and of 1, [M, 1].
@@ -185,10 +184,11 @@ class TokenStatistics(torch.autograd.Function):
                 by_distance if log_prob_factor is None else log_prob_factor + by_distance
             )
             constant = constant + by_distance * distance.unsqueeze(1)
-        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(action), head.rows):
             rows = slice(start, start + head.rows)
+            factors = (by_log_prob, log_prob_factor, constant, by_distance)
             d = _logit_gradient(
                 hidden[rows],
                 weight,
@@ -196,21 +196,9 @@ class TokenStatistics(torch.autograd.Function):
                 None if ref_hidden is None else ref_hidden[rows],
                 ref_weight,
                 head,
-                None if by_log_prob is None else by_log_prob[rows],
-                None if log_prob_factor is None else log_prob_factor[rows],
-                constant[rows],
-                None if by_distance is None else by_distance[rows],
+                *(x if x is None else x[rows] for x in factors),
             )
-            if hidden_grad is not None:
-                torch.mm(d, weight, out=hidden_grad[rows])
-            if weight_grad is not None:
-                weight_grad.add_(d.T @ hidden[rows])
+            torch.mm(d, weight, out=hidden_grad[rows])
+            weight_grad.add_(d.T @ hidden[rows])
             del d
-        return (
-            None if hidden_grad is None else hidden_grad.to(hidden_type),
-            None if weight_grad is None else weight_grad.to(weight_type),
-            None,
-            None,
-            None,
-            None,
-        )
+        return hidden_grad.to(hidden_type), weight_grad.to(weight_type), *[None] * 4
