@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,6 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of ``from_pretrained``: never download files or run code of a checkpoint."""
 LOCAL_WEIGHTS = LOCAL | {"use_safetensors": True}
 """The same for weights. Other formats can run code when they are read."""
-TOLERANCE = 1e-4
-"""Largest accepted difference between our logits and those of transformers, relative to the largest
-logit, in float32.
-"""
-HALF_TOLERANCE = 0.05
-"""The same in half precision."""
-FORWARD_ERRORS = (AttributeError, TypeError, RuntimeError, IndexError, ZeroDivisionError)
-"""Exceptions of a forward pass that was written for another architecture or other sizes."""
 
 
 @contextlib.contextmanager
@@ -98,30 +90,6 @@ def load_tokenizer(folder: Path, owner: str) -> Any:
     transformers = import_transformers("model.checkpoint")
     with config_errors(f"{label}: its tokenizer cannot be read: "):
         return transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
-
-
-def forward_mismatch(difference: Callable[[], float], dtype: torch.dtype) -> str | None:
-    """Return how our forward pass differs from that of transformers, None if both agree.
-
-    Args:
-        difference: Computes the largest difference of the logits, see ``relative_difference``.
-        dtype: Type of the weights.
-    """
-    try:
-        value = difference()
-    except torch.OutOfMemoryError:
-        raise
-    except FORWARD_ERRORS as error:
-        cause = one_line(error, kind=True)
-        return f"its structure is different, or its sizes do not fit: {cause}"
-    if value <= (TOLERANCE if dtype == torch.float32 else HALF_TOLERANCE):
-        return None
-    return f"logits differ by {value:.2g} of the largest"
-
-
-def relative_difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest expected logit."""
-    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
