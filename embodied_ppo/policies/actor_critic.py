@@ -321,15 +321,6 @@ class ActorCritic(nn.Module):
             return params.argmax(-1), logits
         return self.composite.sample(params, second, None), logits
 
-    def evaluate(
-        self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
-    ) -> Evaluation:
-        """See ``Policy.evaluate``. A memory starts from the recorded state of each row.
-
-        With ``PopArt`` the value is normalised.
-        """
-        return self._evaluate(inputs, action, replay, 1)
-
     def evaluate_columns(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
     ) -> Evaluation:
@@ -344,13 +335,17 @@ class ActorCritic(nn.Module):
             As ``evaluate``, [T, B, ..].
         """
         size, flat = action.shape[:2], tree.flatten_time
-        evaluation = self._evaluate(flat(inputs), flat(action), flat(replay), size[0])
+        evaluation = self.evaluate(flat(inputs), flat(action), flat(replay), size[0])
         return tree.map(lambda x: x.unflatten(0, size), evaluation)
 
-    def _evaluate(
-        self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor], steps: int
+    def evaluate(
+        self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor], steps: int = 1
     ) -> Evaluation:
-        """Evaluate rows [B, ..]: ``steps`` steps of B / steps sequences, in order of time."""
+        """See ``Policy.evaluate``; with ``PopArt`` the value is normalised.
+
+        Rows are ``steps`` steps of B / steps sequences, in order of time. A memory starts from the
+        recorded state of each sequence's first row.
+        """
         features, _ = self.features(inputs, steps)
         value, _ = self._value(inputs, features, steps, normalized=True)
         params, log_std = self._policy(features, inputs)
