@@ -5,12 +5,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from embodied_envs.base.errors import ConfigError, EnvError, TrainingError, one_line, show
-from embodied_ppo.core import compile
+from embodied_ppo.core import compile, guarded_files
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data import dataset_folder
 from embodied_ppo.data.lerobot_reader import read as read_demonstrations
@@ -171,14 +170,14 @@ def record(
                     families[demo.family] += 1
                     advance(writer.episodes, config.episodes)
     except (OSError, ConfigError, EnvError) as error:
-        on_disk = isinstance(error, OSError)
-        message = str(error)
-        if isinstance(error, OSError):
+        if not isinstance(error, OSError):
+            message, hint = str(error), "."
+        else:
             message = f"{folder}: cannot be written ({error.strerror or one_line(error)})"
+            hint = "; is the disk full?"
         if families:  # recording had begun, so this is not a refusal of the options
-            hint = "; is the disk full?" if on_disk else "."
             raise TrainingError(f"{message}{hint} {SAFE}") from error
-        if on_disk:
+        if isinstance(error, OSError):
             raise ConfigError(f"{message}; choose another folder") from error
         raise
     return {
@@ -237,21 +236,18 @@ def _check_request(config: DemosConfig, *, exists: bool) -> None:
         "noise": config.noise,
         "seed": config.seed,
     }
-    if exists:
-        try:
-            stored = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return  # another program recorded it; the Writer has compared the features
-        for name, value in request.items():
-            if name in stored and stored[name] != json.loads(json.dumps(value)):
-                raise ConfigError(
-                    f"{config.out}: holds demonstrations with {name}={show(stored[name])}, not"
-                    f" {show(value)}; choose another folder, or the options it was begun with"
-                )
+    if not exists:
+        path.write_text(json.dumps(request, indent=1) + "\n")
         return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    temporary.write_text(json.dumps(request, indent=1) + "\n")
-    temporary.replace(path)
+    stored: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # another program recorded it; the Writer has compared it
+        stored = guarded_files.read_object(path)
+    for name, value in request.items():
+        if name in stored and stored[name] != json.loads(json.dumps(value)):
+            raise ConfigError(
+                f"{config.out}: holds demonstrations with {name}={show(stored[name])}, not"
+                f" {show(value)}; choose another folder, or the options it was begun with"
+            )
 
 
 def clone(
