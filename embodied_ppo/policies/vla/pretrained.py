@@ -35,7 +35,6 @@ from embodied_ppo.core.collectives import layers
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import lora
 from embodied_ppo.policies.backbone import channels_first_shape
-from embodied_ppo.policies.checkpoint_files import copy_permissions
 from embodied_ppo.policies.vla import openvla_files, published_weights
 from embodied_ppo.policies.vla.action_tokens import Tokens
 from embodied_ppo.policies.vla.openvla import OpenVLA, OpenVLABody
@@ -223,6 +222,15 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             if p.requires_grad
         }
 
+    def export(self, source: str | Path, out: str | Path) -> None:
+        """Write the model in the layout of ``source``, see ``published_weights.save``.
+
+        Adapters are merged; the value head is left out. The policy cannot be used afterwards.
+        """
+        lora.merge(self.body.language)
+        targets = openvla_files.entries(self.body.body)
+        published_weights.save(targets, source, out, openvla_files.rename)
+
     # ------------------------------------------------------------------------------------- encoding
     @property
     def vision_learns(self) -> bool:
@@ -317,23 +325,3 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         if self.closes is not None:
             action = torch.where(self.actions.mask, action, (1 - action / self.closes) / 2)
         return self.actions.bins(action)
-
-
-def export(policy: CheckpointVLA, source: str | Path, out: str | Path) -> None:
-    """Write the trained model in the format of its source directory.
-
-    Adapters are merged and the value head is left out. ``policy`` cannot be used afterwards.
-
-    Args:
-        policy: The policy.
-        source: Directory that the policy was built from.
-        out: Directory to write.
-
-    Raises:
-        OSError: A file cannot be read or written.
-    """
-    folder = Path(out)
-    lora.merge(policy.body.language)
-    targets = openvla_files.entries(policy.body.body)
-    published_weights.save(targets, source, folder, openvla_files.rename)
-    copy_permissions(folder)

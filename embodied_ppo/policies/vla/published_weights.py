@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, join_names, show
-from embodied_ppo.policies.checkpoint_files import check_finite, config_errors, read_json
+from embodied_ppo.policies.checkpoint_files import (
+    check_finite,
+    config_errors,
+    copy_permissions,
+    read_json,
+)
 
 M = TypeVar("M")
 Patterns: TypeAlias = "Sequence[tuple[str, str]]"
@@ -262,3 +267,4 @@ def save(targets: Targets, source: str | Path, out: str | Path, rename: Rename) 
                 storages.add(storage.data_ptr())
                 tensors[key] = x
         save_file(tensors, out / file.name, metadata=metadata)
+    copy_permissions(out)

@@ -17,7 +17,6 @@ from embodied_ppo.options.schema import (
 )
 from embodied_ppo.policies import causal_lm, peft_files, robot_policy
 from embodied_ppo.policies.checkpoint_files import copy_permissions
-from embodied_ppo.policies.vla import pretrained
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA
 from embodied_ppo.rollout import environments
@@ -118,10 +117,8 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
                 trained = policy.published_parameters(source)
                 rank, alpha = config.model.lora_rank, config.model.lora_alpha
                 peft_files.save(peft_files.Adapter(rank, alpha, trained), source, out)
-            elif isinstance(policy, PI0):
-                policy.export(config.model.checkpoint, out)
             else:
-                pretrained.export(policy, config.model.checkpoint, out)
+                policy.export(config.model.checkpoint, out)
         exported = _read_exported(config, env, out, adapter=adapter)
         if isinstance(policy, PI0):
             assert isinstance(exported, PI0)

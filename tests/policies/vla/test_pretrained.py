@@ -19,7 +19,6 @@ from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_envs.types import ArraySpec, Box
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import lora
-from embodied_ppo.policies.vla import pretrained
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA
 from embodied_ppo.training import checkpoint
 
@@ -231,7 +230,7 @@ def test_openvla_is_written_in_its_own_layout(
     inputs = policy.encode(observations())
     d = sample(policy, inputs)
     expected = policy.evaluate(inputs, d.action, d.replay).log_prob
-    pretrained.export(policy, published, tmp_path / "openvla")
+    policy.export(published, tmp_path / "openvla")
     again = policy_of(tmp_path / "openvla", decode=decode, perturbed=False)
     out = again.evaluate(again.encode(observations()), d.action, d.replay).log_prob
     assert (out - expected).abs().max() < 1e-4 if options == ADAPTED else torch.equal(out, expected)
