@@ -28,7 +28,7 @@ from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.policies.vla import openvla, pi0_files
 from embodied_ppo.policies.vla.action_tokens import TokenVLA
 from embodied_ppo.policies.vla.flow_matching import FlowVLA
-from embodied_ppo.policies.vla.openvla import OpenVLA, OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.policies.vla.openvla import DINO, SIGLIP, OpenVLA, OpenVLABody, OpenVLAConfig
 from embodied_ppo.policies.vla.openvla_files import ActionTokens
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA
@@ -369,8 +369,20 @@ def openvla_config(actions: int, *, tiny: bool) -> OpenVLAConfig:
         return OpenVLAConfig(text=text, **norms)
     text |= {"hidden_size": 32, "intermediate_size": 48}
     text |= {"num_hidden_layers": 3, "num_attention_heads": 4}
-    dino = TowerConfig(hidden_size=16, layers=3, heads=2, intermediate_size=64, patch_size=7)
-    siglip = TowerConfig(hidden_size=24, layers=4, heads=3, intermediate_size=40, patch_size=7)
+    dino = DINO | {
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "mlp_ratio": 4,
+        "patch_size": 7,
+    }
+    siglip = SIGLIP | {
+        "hidden_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "intermediate_size": 40,
+        "patch_size": 7,
+    }
     return OpenVLAConfig(text=text, dino=dino, siglip=siglip, image_size=28, **norms)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from embodied_ppo.policies.vla import openvla_files
-from embodied_ppo.policies.vla.openvla import OpenVLABody, OpenVLAConfig, TowerConfig
+from embodied_ppo.policies.vla.openvla import DINO, SIGLIP, OpenVLABody, OpenVLAConfig
 
 SIDE = 32
 """Height and width of the tests' camera images in pixels."""
@@ -46,8 +46,8 @@ def write_openvla(body: OpenVLABody, folder: Path) -> Path:
     """Write the weights of a body and its config.json, as the publishers do."""
     config = body.config
     sizes = {
-        "dino": vars(config.dino),
-        "siglip": vars(config.siglip),
+        "dino": config.dino,
+        "siglip": config.siglip,
         "image_size": config.image_size,
     }
     raw = {
@@ -80,8 +80,22 @@ def _write_openvla(folder: Path) -> Path:
             "max_position_embeddings": 256,
             "pad_token_id": 32000,
         },
-        dino=TowerConfig(hidden_size=16, layers=2, heads=2, intermediate_size=32, patch_size=8),
-        siglip=TowerConfig(hidden_size=24, layers=3, heads=3, intermediate_size=40, patch_size=8),
+        dino=DINO
+        | {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 8,
+        },
+        siglip=SIGLIP
+        | {
+            "hidden_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "intermediate_size": 40,
+            "patch_size": 8,
+        },
         image_size=SIDE,
         action_bins=16,
         norm_stats={

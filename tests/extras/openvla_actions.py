@@ -37,10 +37,10 @@ def shrink_towers(sizes: dict[str, dict[str, int]]) -> None:
             name,
             **options,
             embed_dim=width,
-            depth=tower["layers"],
-            num_heads=tower["heads"],
+            depth=tower["num_hidden_layers"],
+            num_heads=tower["num_attention_heads"],
             patch_size=tower["patch_size"],
-            mlp_ratio=(tower["intermediate_size"] + 1e-3) / width,
+            mlp_ratio=tower.get("mlp_ratio") or (tower["intermediate_size"] + 1e-3) / width,
         )
 
     timm.create_model = create

@@ -19,12 +19,13 @@ from torch import Tensor
 from embodied_ppo.policies.checkpoint_files import pad_left
 from embodied_ppo.policies.vla import openvla_files
 from embodied_ppo.policies.vla.openvla import (
+    DINO,
     EMPTY,
+    SIGLIP,
     Embedded,
     OpenVLA,
     OpenVLABody,
     OpenVLAConfig,
-    TowerConfig,
 )
 
 PYTHON = os.environ.get("OPENVLA_PYTHON", "")
@@ -55,8 +56,22 @@ CONFIG = OpenVLAConfig(
         "max_position_embeddings": 512,
         "pad_token_id": 32000,
     },
-    dino=TowerConfig(hidden_size=32, layers=3, heads=2, intermediate_size=64, patch_size=8),
-    siglip=TowerConfig(hidden_size=24, layers=4, heads=3, intermediate_size=40, patch_size=8),
+    dino=DINO
+    | {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 8,
+    },
+    siglip=SIGLIP
+    | {
+        "hidden_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "intermediate_size": 40,
+        "patch_size": 8,
+    },
     image_size=SIDE,
     norm_stats={"robot": {"action": STATS}},
 )

@@ -52,23 +52,23 @@ CROPPED_AREA = 0.9
 
 
 # ------------------------------------------------------------------------------------ configuration
-@dataclass(frozen=True, kw_only=True)
-class TowerConfig:
-    """Sizes of a vision transformer."""
-
-    hidden_size: int
-    layers: int
-    heads: int
-    intermediate_size: int
-    """Hidden units of a layer's MLP; in DINOv2 a multiple of hidden_size."""
-    patch_size: int = 14
-    """Side of a patch in pixels."""
-
-
-DINO = TowerConfig(hidden_size=1024, layers=24, heads=16, intermediate_size=4096)
-"""timm's vit_large_patch14_reg4_dinov2."""
-SIGLIP = TowerConfig(hidden_size=1152, layers=27, heads=16, intermediate_size=4304)
-"""timm's vit_so400m_patch14_siglip_224 and _384."""
+DINO: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "mlp_ratio": 4,
+    "patch_size": 14,
+    "num_register_tokens": 4,
+}
+"""Fields of transformers' Dinov2WithRegistersConfig for timm's vit_large_patch14_reg4_dinov2."""
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+}
+"""Fields of SiglipVisionConfig for timm's vit_so400m_patch14_siglip_224 and _384."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +83,12 @@ class OpenVLAConfig:
     """Fields of transformers' LlamaConfig; missing ones are those of Llama 2 7B, as in the
     published code.
     """
-    dino: TowerConfig = DINO
-    siglip: TowerConfig = SIGLIP
+    dino: Mapping[str, Any] = field(default_factory=lambda: DINO)
+    """Fields of Dinov2WithRegistersConfig."""
+    siglip: Mapping[str, Any] = field(default_factory=lambda: SIGLIP)
+    """Fields of SiglipVisionConfig."""
     image_size: int = 224
     """Side of the square that images are resized to, in pixels."""
-    registers: int = 4
-    """Number of DINOv2's register tokens."""
     action_bins: int = 256
     """Number of action ids, the last ones of the vocabulary before its padding."""
     pad_to_multiple_of: int = 64
@@ -109,7 +109,7 @@ class OpenVLAConfig:
     @property
     def grid(self) -> int:
         """Patches along a side of the image."""
-        return self.image_size // self.dino.patch_size
+        return self.image_size // self.dino["patch_size"]
 
     def __post_init__(self) -> None:
         lowest = max(EMPTY + 1, self.action_bins + 3)
@@ -267,7 +267,7 @@ class OpenVLABody(InferenceModule):
         self.siglip: Any = models[1]
         self.language_model: Any = models[2]
         size = self.language_model.config.hidden_size
-        features = config.dino.hidden_size + config.siglip.hidden_size
+        features = config.dino["hidden_size"] + config.siglip["hidden_size"]
         self.projector = Projector(features, size, dtype=dtype)
         # timm's DINOv2 has no mask token and adds no position to its class token.
         self.dino.embeddings.mask_token = None
@@ -542,27 +542,11 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     for name in ("model_type", "torch_dtype", "dtype"):
         text.pop(name, None)
 
-    def sizes(tower: TowerConfig) -> dict[str, Any]:
-        # timm's SigLIP uses the exact GELU; the default of transformers is the tanh approximation.
-        return {
-            "hidden_size": tower.hidden_size,
-            "num_hidden_layers": tower.layers,
-            "num_attention_heads": tower.heads,
-            "image_size": config.image_size,
-            "patch_size": tower.patch_size,
-            "layer_norm_eps": 1e-6,
-            "hidden_act": "gelu",
-        }
-
+    # timm's SigLIP uses the exact GELU; the default of transformers is the tanh approximation.
+    tower = {"image_size": config.image_size, "layer_norm_eps": 1e-6, "hidden_act": "gelu"}
     with config_errors("text_config or vision_sizes: transformers refuses: ", kind=True):
-        dino = transformers.Dinov2WithRegistersConfig(
-            **sizes(config.dino),
-            mlp_ratio=config.dino.intermediate_size // config.dino.hidden_size,
-            num_register_tokens=config.registers,
-        )
-        siglip = transformers.SiglipVisionConfig(
-            **sizes(config.siglip), intermediate_size=config.siglip.intermediate_size
-        )
+        dino = transformers.Dinov2WithRegistersConfig(**tower | dict(config.dino))
+        siglip = transformers.SiglipVisionConfig(**tower | dict(config.siglip))
         llama = transformers.LlamaConfig(**text)
         options = {"dtype": dtype, "trust_remote_code": False}
         return (

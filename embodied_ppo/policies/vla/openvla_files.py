@@ -24,14 +24,7 @@ from embodied_ppo.policies.checkpoint_files import (
     read_json,
 )
 from embodied_ppo.policies.vla import published_weights
-from embodied_ppo.policies.vla.openvla import (
-    DINO,
-    MEANS,
-    SIGLIP,
-    OpenVLABody,
-    OpenVLAConfig,
-    TowerConfig,
-)
+from embodied_ppo.policies.vla.openvla import DINO, MEANS, SIGLIP, OpenVLABody, OpenVLAConfig
 from embodied_ppo.policies.vla.published_weights import Patterns, PublishedTensor, Targets
 
 BACKBONES = {"dinosiglip-vit-so-224px": 224, "dinosiglip-vit-so-384px": 384}
@@ -64,10 +57,9 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     with config_errors("a field has the wrong type or name (", "); compare with openvla-7b's"):
         return OpenVLAConfig(
             text=text,
-            dino=TowerConfig(**sizes["dino"]) if "dino" in sizes else DINO,
-            siglip=TowerConfig(**sizes["siglip"]) if "siglip" in sizes else SIGLIP,
+            dino=DINO | sizes.get("dino", {}),
+            siglip=SIGLIP | sizes.get("siglip", {}),
             image_size=int(sizes.get("image_size", BACKBONES[backbone])),
-            registers=int(sizes.get("registers", 4)),
             action_bins=int(raw.get("n_action_bins", 256)),
             pad_to_multiple_of=int(raw.get("pad_to_multiple_of", 64)),
             pad_token_id=int(raw.get("pad_token_id", 32000)),
@@ -248,7 +240,7 @@ def entries(body: OpenVLABody) -> dict[str, PublishedTensor]:
         if key == f"{TOWER}featurizer.pos_embed":
             x = x[:, 1:]  # timm's class token has no position
         if ".q_kv." in key:
-            size = body.config.siglip.hidden_size
+            size = body.config.siglip["hidden_size"]
             parts[key.replace(".q_kv.", ".q.")].append((0, x[:size]))
             parts[key.replace(".q_kv.", ".kv.")].append((0, x[size:]))
         else:

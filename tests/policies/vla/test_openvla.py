@@ -14,11 +14,12 @@ from torch import Tensor
 
 from embodied_ppo.policies.vla import openvla
 from embodied_ppo.policies.vla.openvla import (
+    DINO,
+    SIGLIP,
     Embedded,
     OpenVLA,
     OpenVLABody,
     OpenVLAConfig,
-    TowerConfig,
 )
 
 STATS = {"q01": [-2.0, 0.0, 0.0], "q99": [2.0, 1.0, 0.5], "mask": [True, True, False]}
@@ -33,8 +34,22 @@ CONFIG = OpenVLAConfig(
         "max_position_embeddings": 128,
         "pad_token_id": 32000,
     },
-    dino=TowerConfig(hidden_size=16, layers=3, heads=2, intermediate_size=64, patch_size=7),
-    siglip=TowerConfig(hidden_size=24, layers=4, heads=3, intermediate_size=40, patch_size=7),
+    dino=DINO
+    | {
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "mlp_ratio": 4,
+        "patch_size": 7,
+    },
+    siglip=SIGLIP
+    | {
+        "hidden_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "intermediate_size": 40,
+        "patch_size": 7,
+    },
     image_size=28,
     norm_stats={"bridge_orig": {"action": STATS}},
 )

@@ -222,8 +222,8 @@ def config_json() -> dict[str, Any]:
         "use_fused_vision_backbone": True,
         "vision_backbone_id": "dinosiglip-vit-so-224px",
         "vision_sizes": {
-            "dino": vars(CONFIG.dino),
-            "siglip": vars(CONFIG.siglip),
+            "dino": CONFIG.dino,
+            "siglip": CONFIG.siglip,
             "image_size": 28,
         },
     }
@@ -318,12 +318,10 @@ def test_published_configuration_and_sizes() -> None:
     del raw["vision_sizes"]
     config = openvla_files.read_config(raw)
     assert config.grid**2 == 256 and config.vocab_size == 32000
-    assert (config.dino.hidden_size, config.dino.layers, config.dino.heads) == (1024, 24, 16)
-    assert (config.siglip.hidden_size, config.siglip.layers, config.siglip.intermediate_size) == (
-        1152,
-        27,
-        4304,
-    )
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    assert [config.dino[name] for name in names] == [1024, 24, 16]
+    assert [config.siglip[name] for name in names] == [1152, 27, 16]
+    assert config.siglip["intermediate_size"] == 4304
     with torch.device("meta"):
         body = OpenVLABody(config)
     keys = [key for key in openvla_files.entries(body) if not key.startswith("language_model.")]
