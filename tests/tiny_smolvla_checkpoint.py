@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_pi0_checkpoint import write_tokenizer
 
-from embodied_ppo.policies.vla import smolvla_files
+from embodied_ppo.policies.vla import smolvla
 
 STATISTICS = {
     f"{name}.{kind}": torch.full((size,), value)
@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, *, statistics: bool = True, **fields: Any) ->
     folder.mkdir(parents=True)
     raw = CONFIG | fields
     torch.manual_seed(0)
-    model = smolvla_files.build_model(raw, folder)
+    model = smolvla.build_model(raw, folder)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))

@@ -23,7 +23,7 @@ from vla_policy_checks import random_observations
 from embodied_envs.types import ArraySpec, Box, ObsSpec
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import peft_files
-from embodied_ppo.policies.vla import pi0_files, pretrained, smolvla_files
+from embodied_ppo.policies.vla import pi0_files, pretrained, smolvla
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA
 from embodied_ppo.policies.vla.published import FLOW_FAMILIES
@@ -103,9 +103,9 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     text = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6}
     text |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "rms_norm_eps": 1e-5}
     vision |= {"image_size": 16, "patch_size": 4}
-    for name in smolvla_files.VLM_SIZES:
+    for name in smolvla.VLM_SIZES:
         sizes = {"text": text, "vision": vision, "scale_factor": 2}
-        monkeypatch.setitem(smolvla_files.VLM_SIZES, name, sizes)
+        monkeypatch.setitem(smolvla.VLM_SIZES, name, sizes)
 
 
 def our_policy(

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from embodied_envs.base.errors import ConfigError, choose
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.checkpoint_files import read_json
-from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files, smolvla_files
+from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files, smolvla
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published, Statistics
 from embodied_ppo.policies.vla.pi05 import PI05
@@ -122,8 +122,8 @@ def flow_sizes(raw: Mapping[str, Any], config: ModelConfig, env: Any, chunk: int
     tokenize: Any = PromptTokenizer(_WordCounter(), words, clean=False)
     with torch.device("meta"):
         if _kind(raw) == "smolvla":
-            model: Any = smolvla_files.build_model(raw, str(config.checkpoint))
-            tokenize = smolvla_files.SentenceTokenizer(_WordCounter(), words)
+            model: Any = smolvla.build_model(raw, str(config.checkpoint))
+            tokenize = smolvla.SentenceTokenizer(_WordCounter(), words)
         else:
             model = pi0_files.build_model(raw, str(config.checkpoint), _kind(raw))
     # With statistics, as in published directories, no running normaliser changes the prefix.

@@ -24,7 +24,7 @@ from vla_policy_checks import (
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import ArraySpec, Box, ObsSpec
 from embodied_ppo.options.schema import ModelConfig
-from embodied_ppo.policies.vla import smolvla_files
+from embodied_ppo.policies.vla import smolvla
 from embodied_ppo.policies.vla.pi0 import KEYS
 from embodied_ppo.policies.vla.smolvla import SmolVLA
 
@@ -93,7 +93,7 @@ def test_refused_configurations(key: str, value: Any, folder: Path, tmp_path: Pa
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     (damaged / "config.json").write_text(json.dumps(CONFIG | {key: value}))
     with pytest.raises(ConfigError, match=re.escape(f"{key}={value}")):
-        smolvla_files.read(damaged)
+        smolvla.read(damaged)
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(16, 16), (0, 32), (-1, 32), (40, 32)])
@@ -101,7 +101,7 @@ def test_number_of_layers(layers: int, expected: int) -> None:
     """Zero or less: all layers of SmolVLM2, as in lerobot, which has no more than these."""
     name = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
     raw = {"vlm_model_name": name, "num_vlm_layers": layers}
-    assert smolvla_files.vlm_config(raw, "x").text_config.num_hidden_layers == expected
+    assert smolvla.vlm_config(raw, "x").text_config.num_hidden_layers == expected
 
 
 def test_weights_of_another_shape_are_not_broadcast(folder: Path, tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_weights_of_another_shape_are_not_broadcast(folder: Path, tmp_path: Path
     weights["model.action_out_proj.bias"] = weights["model.action_out_proj.bias"][:1].clone()
     save_file(weights, damaged / "model.safetensors")
     with pytest.raises(ConfigError, match=r"model.action_out_proj.bias \[1\]"):
-        smolvla_files.read(damaged)
+        smolvla.read(damaged)
