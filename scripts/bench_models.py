@@ -391,11 +391,12 @@ def pi0_config(*, tiny: bool) -> Any:
     from transformers import PI0Config
 
     if not tiny:
-        return PI0Config(**pi0_files.lerobot_fields({}))
+        return PI0Config()
     common = {"num_hidden_layers": 2, "intermediate_size": 64, "hidden_size": 32}
     gemma = {"model_type": "gemma", "num_attention_heads": 4, "num_key_value_heads": 1}
     gemma |= {"head_dim": 8, "vocab_size": 300, **common}
-    vision = pi0_files.SIGLIP | common | {"num_attention_heads": 2, "projection_dim": 64}
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **common}
+    vision |= {"num_attention_heads": 2, "projection_dim": 64}
     vision |= {"patch_size": 8, "image_size": 16}
     vlm = {"model_type": "paligemma", "projection_dim": 64, "image_token_id": 300}
     text = gemma | {"hidden_size": 64, "intermediate_size": 128}

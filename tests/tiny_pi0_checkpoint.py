@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from embodied_ppo.policies.vla import pi05_model
+from embodied_ppo.policies.vla.pi05 import use_adaptive_norms
 
 QUANTILES = {"STATE": "QUANTILES", "ACTION": "QUANTILES"}
 """lerobot's normalization_mapping of π0.5."""
@@ -59,10 +59,11 @@ def tiny_model(seed: int = 0, *, kind: str = "pi0", **fields: Any) -> Any:
     """Return a model with larger weights than initial ones, so that every part has an effect."""
     from transformers import PI0ForConditionalGeneration
 
-    model_class = PI0ForConditionalGeneration if kind == "pi0" else pi05_model.model_class()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(tiny_config(**fields))
+        model = PI0ForConditionalGeneration(tiny_config(**fields))
+        if kind == "pi05":
+            model = use_adaptive_norms(model)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1 * torch.randn_like(p))

@@ -90,16 +90,21 @@ def run_lerobot(family: str, folder: Path) -> Tensor:
 
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the named variants the sizes that ``lerobot_policies`` gives them."""
-    gemma = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1}
-    monkeypatch.setattr(
-        pi0_files, "GEMMA", pi0_files.GEMMA | gemma | {"head_dim": 8, "vocab_size": 300}
-    )
-    widths = {"gemma_2b": 64, "gemma_300m": 32}
-    variants = {k: {"hidden_size": n, "intermediate_size": 2 * n} for k, n in widths.items()}
-    monkeypatch.setattr(pi0_files, "VARIANTS", variants)
+    gemma: dict[str, Any] = {"model_type": "gemma", "num_hidden_layers": 2}
+    gemma |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 300}
+    text, expert = (gemma | {"hidden_size": n, "intermediate_size": 2 * n} for n in (64, 32))
     vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
     vision |= {"num_hidden_layers": 2, "num_attention_heads": 2}
-    monkeypatch.setattr(pi0_files, "SIGLIP", pi0_files.SIGLIP | vision)
+    siglip = vision | {"model_type": "siglip_vision_model", "vision_use_head": False}
+    vlm = {"model_type": "paligemma", "text_config": text, "projection_dim": 64}
+    read_config = pi0_files.read_config
+
+    def read_small(raw: dict[str, Any], folder: Path) -> Any:
+        tower = siglip | {"image_size": raw["image_resolution"][0], "projection_dim": 64}
+        sizes = vlm | {"image_token_id": 300, "vision_config": tower}
+        return read_config(raw | {"vlm_config": sizes, "dit_config": expert}, folder)
+
+    monkeypatch.setattr(pi0_files, "read_config", read_small)
     text = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6}
     text |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "rms_norm_eps": 1e-5}
     vision |= {"image_size": 16, "patch_size": 4}

@@ -35,8 +35,9 @@ from embodied_ppo.policies import lora
 from embodied_ppo.policies.backbone import VECTOR
 from embodied_ppo.policies.decoder import run_layer
 from embodied_ppo.policies.fusion import eagerly, normalise
+from embodied_ppo.policies.vla import pi0_files
 from embodied_ppo.policies.vla.flow_matching import Field, Flow, learned_log_std
-from embodied_ppo.policies.vla.pi0_files import Published, Statistics, read, rename
+from embodied_ppo.policies.vla.pi0_files import Published, Statistics
 from embodied_ppo.policies.vla.prefix import (
     PrefixCache,
     TimeEncoding,
@@ -245,9 +246,11 @@ class PI0(Flow, lora.Adapted):
     """
 
     trunk_class: type[PI0Trunk] = PI0Trunk
-    read = staticmethod(read)
+    build_model = staticmethod(pi0_files.build_model)
+    """Function that builds the model of a config.json with new weights."""
+    read = staticmethod(pi0_files.read)
     """Function that reads a checkpoint directory."""
-    rename: Rename = staticmethod(rename)
+    rename: Rename = staticmethod(pi0_files.rename)
     """Function that maps the keys of published files to names of parameters."""
     state_tokens = 1
     """Number of the expert's tokens of the state. They precede the noisy actions and do not attend

@@ -5,23 +5,27 @@ The normalised state is written into the prompt as integers::
     Task: pick up the cup, State: 127 3 255;
     Action:
 
-Names of sizes are those of ``pi0``. Source: Physical Intelligence 2025, arXiv 2504.16054; openpi
-and lerobot for the prompt.
+Names of sizes are those of ``pi0``; those of weights are lerobot's. Source: Physical Intelligence
+2025, arXiv 2504.16054; openpi and lerobot for the prompt; adaptive norms as in Peebles and Xie
+2022, arXiv 2212.09748.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import Obs
 from embodied_ppo.policies.backbone import VECTOR
+from embodied_ppo.policies.vla import pi0_files
 from embodied_ppo.policies.vla.pi0 import PAD, PI0, PI0Trunk
-from embodied_ppo.policies.vla.pi0_files import PromptTokenizer
+from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published
 from embodied_ppo.policies.vla.prefix import PrefixCache
 from embodied_ppo.policies.vla.trunk import WORDS
 
@@ -31,6 +35,86 @@ END = ";\nAction: "
 """Text after the state."""
 
 
+# ------------------------------------------------------------------------------------------ modules
+class AdaptiveNorm(nn.Module):
+    """Root mean square norm whose scale, shift and gate are linear functions of a condition."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        """Build the norm.
+
+        Args:
+            width: D, numbers of a token and of the condition.
+            epsilon: Added to the mean square.
+        """
+        super().__init__()
+        self.epsilon = epsilon
+        self.dense = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise.
+
+        Args:
+            x: [B, Q, D].
+            condition: [B, D].
+
+        Returns:
+            x / rms(x) (1 + scale) + shift, [B, Q, D], and the gate [B, 1, D]; both of x's dtype.
+        """
+        # [B, 1, D] each
+        scale, shift, gate = self.dense(condition).unsqueeze(1).float().chunk(3, dim=-1)
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.epsilon)
+        return (h * (1 + scale) + shift).to(x.dtype), gate.to(x.dtype)
+
+
+class TimeConditioned(nn.Module):
+    """Embeds noisy actions, and computes the condition of the norms from the time of the flow."""
+
+    def __init__(self, actions: int, width: int, encode_time: nn.Module) -> None:
+        """Build the layers.
+
+        Args:
+            actions: N, numbers of a padded action.
+            width: D of the action expert.
+            encode_time: Maps times [B] to [B, D].
+        """
+        super().__init__()
+        self.sinusoid_embeds = encode_time
+        self.action_in_proj = nn.Linear(actions, width)
+        self.time_mlp_in = nn.Linear(width, width)
+        self.time_mlp_out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens [B, H, D] of latents x [B, H, N], and the condition [B, D]."""
+        time = self.sinusoid_embeds(tau).to(self.time_mlp_in.weight.dtype)
+        time = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time))))
+        return self.action_in_proj(x.to(self.action_in_proj.weight.dtype)), time
+
+
+def use_adaptive_norms(model: Any) -> Any:
+    """Replace the modules of transformers' PI0ForConditionalGeneration in which π0.5 differs."""
+    expert, body = model.config.dit_config, model.model.dit
+    width, epsilon = expert.hidden_size, expert.rms_norm_eps
+    encode_time = model.embed_action_time.sinusoid_embeds
+    model.embed_action_time = TimeConditioned(model.config.max_action_dim, width, encode_time)
+    for layer in body.layers:
+        layer.input_layernorm = AdaptiveNorm(width, epsilon)
+        layer.post_attention_layernorm = AdaptiveNorm(width, epsilon)
+    body.norm = AdaptiveNorm(width, epsilon)
+    return model
+
+
+def build_model(raw: Mapping[str, Any], folder: str | Path) -> Any:
+    """Return the model of a config.json with new weights, see ``pi0_files.build_model``."""
+    return use_adaptive_norms(pi0_files.build_model(raw, folder))
+
+
+def read(folder: str | Path) -> Published:
+    """Read a checkpoint directory, see ``pi0_files.read``."""
+    return pi0_files.read(folder, build_model, "QUANTILES")
+
+
+# ------------------------------------------------------------------------------------------- policy
 class PromptTrunk(PI0Trunk):
     """Trunk whose words contain the state.
 
@@ -110,6 +194,8 @@ class PI05(PI0):
     trunk_class = PromptTrunk
     state_tokens = 0
     state_in_prefix = True
+    build_model = staticmethod(build_model)
+    read = staticmethod(read)
 
     def prompt_tokens(self) -> int:
         """See ``PI0.prompt_tokens``."""

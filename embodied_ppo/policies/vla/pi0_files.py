@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from embodied_envs.base.errors import ConfigError, show
 from embodied_ppo.policies.checkpoint_files import (
+    check_supported,
     config_errors,
     import_transformers,
     load_tokenizer,
     read_json,
 )
-from embodied_ppo.policies.vla import pi05_model
 from embodied_ppo.policies.vla.published_weights import (
     Patterns,
     PublishedTensor,
@@ -37,30 +37,8 @@ from embodied_ppo.policies.vla.published_weights import (
 
 MAX_WORDS = 48
 """Tokens of a prompt after which lerobot and openpi cut it off."""
-VARIANTS: dict[str, dict[str, int]] = {
-    "gemma_300m": {"hidden_size": 1024, "intermediate_size": 4096},
-    "gemma_2b": {"hidden_size": 2048, "intermediate_size": 16384},
-}
-"""Sizes that differ between the values of lerobot's ``paligemma_variant`` and
-``action_expert_variant``.
-"""
-GEMMA = {
-    "model_type": "gemma",
-    "num_hidden_layers": 18,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "vocab_size": 257152,
-}
-SIGLIP = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "patch_size": 14,
-    "vision_use_head": False,
-}
+VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
+"""Values of lerobot's and openpi's options for the published sizes, the defaults of PI0Config."""
 PERIODS = ("min_period", "max_period")
 SHARED_FIELDS = ("chunk_size", "max_state_dim", "max_action_dim", "num_inference_steps", *PERIODS)
 """Fields that the config.json of lerobot and of transformers have in common."""
@@ -172,7 +150,7 @@ class Published:
     """Contents of a checkpoint directory.
 
     Attributes:
-        model: transformers' PI0ForConditionalGeneration, or ``pi05_model.model_class``; float32.
+        model: transformers' PI0ForConditionalGeneration, or one with its attributes; float32.
         tokenize: Sentence -> ids, including begin of sequence and end of line; ``read`` returns a
             PromptTokenizer.
         state: Statistics of the state, None: the model uses the robot's units.
@@ -191,34 +169,6 @@ class Published:
     antialias: bool = True
     relative: tuple[int, ...] = ()
     modules: Patterns = MODULES
-
-
-def read(folder: str | Path) -> Published:
-    """Read a checkpoint directory.
-
-    Raises:
-        ConfigError: A file is missing, or the directory holds another kind of model.
-    """
-    from transformers.initialization import no_init_weights
-
-    folder = Path(folder)
-    kind, raw = read_kind(folder, "flow")
-
-    def build() -> tuple[Any, Targets]:
-        with no_init_weights():
-            model = build_model(raw, folder, kind)
-        return model, targets_of(model, PARAMETERS)
-
-    lerobot = "type" in raw
-    modules = MODULES if lerobot else TRANSFORMERS_MODULES
-    return Published(
-        load(folder, build, rename, optional=(UNREAD,)),
-        _tokenizer(folder, raw.get("tokenizer_max_length") or MAX_WORDS, clean=not lerobot),
-        *statistics(folder, raw, "QUANTILES" if kind == "pi05" else "MEAN_STD"),
-        antialias=not lerobot,
-        relative=_relative(raw, folder) if lerobot else (),
-        modules=modules if lerobot or "model_type" in raw else OPENPI_MODULES,
-    )
 
 
 def targets_of(model: nn.Module, patterns: Patterns) -> Targets:
@@ -241,7 +191,7 @@ def rename(keys: Iterable[str]) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------ configuration
-def build_model(raw: Mapping[str, Any], folder: str | Path, kind: str) -> Any:
+def build_model(raw: Mapping[str, Any], folder: str | Path) -> Any:
     """Return the model of a config.json with new weights.
 
     Raises:
@@ -249,8 +199,6 @@ def build_model(raw: Mapping[str, Any], folder: str | Path, kind: str) -> Any:
     """
     config = read_config(raw, folder)
     with config_errors(f"model.checkpoint={folder}: config.json is refused: "):
-        if kind == "pi05":
-            return pi05_model.model_class()(config)
         return import_transformers("model.checkpoint").PI0ForConditionalGeneration(config)
 
 
@@ -266,8 +214,14 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
     with config_errors(f"{label}: config.json is refused: "):
         if raw.get("model_type") == "pi0":
             return transformers.PI0Config.from_dict(raw)
+        for name, value in VARIANTS.items():
+            check_supported(f"{label}: config.json has ", name, raw.get(name, value), value)
         fields = lerobot_fields(raw) if "type" in raw else openpi_fields(raw)
-        return transformers.PI0Config(**fields)
+        config = transformers.PI0Config(**fields)
+        if "vlm_config" not in fields:
+            side = raw.get("image_resolution") or raw.get("resize_imgs_with_padding") or (224, 224)
+            config.vlm_config.vision_config.image_size = side[0]
+        return config
 
 
 def check_numbers(raw: Mapping[str, Any], label: str, path: str = "") -> None:
@@ -307,29 +261,15 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
     if "num_steps" in raw:  # lerobot before 0.4
         fields.setdefault("num_inference_steps", raw["num_steps"])
-    if "vlm_config" in raw and "dit_config" in raw:  # sizes that are none of lerobot's variants
-        return fields | {name: raw[name] for name in ("vlm_config", "dit_config")}
-    sizes = []
-    for name, usual in (("paligemma_variant", "gemma_2b"), ("action_expert_variant", "gemma_300m")):
-        variant = raw.get(name, usual)
-        if variant not in VARIANTS:
-            raise ConfigError(f"config.json: {name}={variant} is not one of {', '.join(VARIANTS)}")
-        sizes.append(GEMMA | VARIANTS[variant])
-    text, expert = sizes
-    side = (raw.get("image_resolution") or raw.get("resize_imgs_with_padding") or (224, 224))[0]
-    vision = SIGLIP | {"image_size": side, "projection_dim": text["hidden_size"]}
-    vlm = {"model_type": "paligemma", "text_config": text, "vision_config": vision}
-    vlm |= {"projection_dim": text["hidden_size"], "image_token_id": text["vocab_size"]}
-    return fields | {"vlm_config": vlm, "dit_config": expert}
+    # Sizes other than the published ones are in fields of our own.
+    return fields | {name: raw[name] for name in ("vlm_config", "dit_config") if name in raw}
 
 
 def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of transformers for the config.json that openpi's conversion writes."""
-    names = ("paligemma_variant", "action_expert_variant")
-    fields = lerobot_fields({name: raw[name] for name in names if name in raw})
     size = int(raw.get("action_dim", 32))
-    sizes = {"chunk_size": int(raw["action_horizon"])}
-    return fields | sizes | {"max_state_dim": size, "max_action_dim": size}
+    sizes = {"max_state_dim": size, "max_action_dim": size}
+    return {"chunk_size": int(raw["action_horizon"]), **sizes}
 
 
 def _relative(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
@@ -342,6 +282,43 @@ def _relative(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
         excluded = [str(x).lower() for x in raw.get("relative_exclude_joints") or () if x]
     absolute = {i for i, name in enumerate(names) if any(x in name for x in excluded)}
     return tuple(i for i in range(size) if i not in absolute)
+
+
+def read(
+    folder: str | Path,
+    build_model: Callable[[Mapping[str, Any], Path], Any] = build_model,
+    mode: str = "MEAN_STD",
+) -> Published:
+    """Read a checkpoint directory.
+
+    Args:
+        folder: The directory.
+        build_model: Returns the model of its config.json with new weights.
+        mode: Key of ENDS, for directories that name none.
+
+    Raises:
+        ConfigError: A file is missing, or the directory holds another kind of model.
+    """
+    from transformers.initialization import no_init_weights
+
+    folder = Path(folder)
+    _, raw = read_kind(folder, "flow")
+
+    def build() -> tuple[Any, Targets]:
+        with no_init_weights():
+            model = build_model(raw, folder)
+        return model, targets_of(model, PARAMETERS)
+
+    lerobot = "type" in raw
+    modules = MODULES if lerobot else TRANSFORMERS_MODULES
+    return Published(
+        load(folder, build, rename, optional=(UNREAD,)),
+        _tokenizer(folder, raw.get("tokenizer_max_length") or MAX_WORDS, clean=not lerobot),
+        *statistics(folder, raw, mode),
+        antialias=not lerobot,
+        relative=_relative(raw, folder) if lerobot else (),
+        modules=modules if lerobot or "model_type" in raw else OPENPI_MODULES,
+    )
 
 
 # ---------------------------------------------------------------------------------------- tokenizer

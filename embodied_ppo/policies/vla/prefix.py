@@ -56,7 +56,7 @@ def block(
 
     Args:
         layer: Layer of transformers' Gemma. With ``condition`` its norms are
-            ``pi05_model.AdaptiveNorm``.
+            ``pi05.AdaptiveNorm``.
         x: [B, Q, D'].
         rotation: cos and sin of the rotary positions.
         visible: bool [B, 1, 1 or n Q, P + Q], keys that each query attends to, see ``grouped``.
@@ -94,7 +94,7 @@ def apply_norm(
     """Return the normalised x [B, Q, D'], and the gate of its residual branch (None: 1).
 
     Args:
-        norm: Layer norm, with ``condition`` a ``pi05_model.AdaptiveNorm``.
+        norm: Layer norm, with ``condition`` a ``pi05.AdaptiveNorm``.
         x: [B, Q, D'].
         condition: [B, D'], see ``block``.
 

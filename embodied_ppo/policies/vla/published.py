@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from embodied_envs.base.errors import ConfigError, choose
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.checkpoint_files import read_json
-from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files, smolvla
+from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published, Statistics
 from embodied_ppo.policies.vla.pi05 import PI05
@@ -102,30 +102,30 @@ def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | Chec
     spaces, policy_class = (env.obs_spec, env.action_spec, config), FLOW_FAMILIES.get(_kind(raw))
     policy: PI0 | CheckpointVLA
     if policy_class is not None:
-        policy = policy_class(*spaces, flow_sizes(raw, config, env, options["chunk"]), **options)
+        sizes = flow_sizes(policy_class, raw, config, env, options["chunk"])
+        policy = policy_class(*spaces, sizes, **options)
     else:
         policy = _OpenVLASizes(*spaces, closes=env.gripper_closes, **options)
     _replace_meta_tensors(policy)
     return policy
 
 
-def flow_sizes(raw: Mapping[str, Any], config: ModelConfig, env: Any, chunk: int) -> Published:
+def flow_sizes(
+    policy_class: type[PI0], raw: Mapping[str, Any], config: ModelConfig, env: Any, chunk: int
+) -> Published:
     """Return what is read from the directory of a flow model, with a model on the device meta.
 
     Args:
+        policy_class: Class of the family.
         raw: Fields of config.json.
         config: Options of the section ``model``.
         env: Spaces of the environment.
         chunk: Actions of a chunk.
     """
     words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS
-    tokenize: Any = PromptTokenizer(_WordCounter(), words, clean=False)
     with torch.device("meta"):
-        if _kind(raw) == "smolvla":
-            model: Any = smolvla.build_model(raw, str(config.checkpoint))
-            tokenize = smolvla.SentenceTokenizer(_WordCounter(), words)
-        else:
-            model = pi0_files.build_model(raw, str(config.checkpoint), _kind(raw))
+        model = policy_class.build_model(raw, str(config.checkpoint))
+    tokenize = PromptTokenizer(_WordCounter(), words, clean=False)
     # With statistics, as in published directories, no running normaliser changes the prefix.
     vectors = [s for s in dict(env.obs_spec).values() if len(s.shape) == 1]
     state, action = (

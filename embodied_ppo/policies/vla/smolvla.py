@@ -43,16 +43,13 @@ from embodied_ppo.policies.vla.prefix import PrefixCache, append_room, block, gr
 SELF_ATTENTION_EVERY = 2
 """Layer i of the expert has self-attention if i is a multiple of it, else cross-attention."""
 
-_TEXT = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 15,
-    "num_key_value_heads": 5,
-    "head_dim": 64,
-}
 VLM_SIZES: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": {
-        "text": _TEXT
-        | {
+        "text": {
+            "num_hidden_layers": 32,
+            "num_attention_heads": 15,
+            "num_key_value_heads": 5,
+            "head_dim": 64,
             "hidden_size": 960,
             "intermediate_size": 2560,
             "vocab_size": 49280,
@@ -340,6 +337,7 @@ class SmolVLA(PI0):
     trunk_class = SmolTrunk
     state_tokens = 0
     state_in_prefix = True
+    build_model = staticmethod(build_model)
     read = staticmethod(read)
     rename = staticmethod(rename)
 
