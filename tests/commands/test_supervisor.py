@@ -87,7 +87,7 @@ REQUESTS = """
             requests.append(number)
     signal.signal(signal.SIGINT, handle)
     print("ready", os.getpid(), flush=True)
-    time.sleep(1.0)
+    time.sleep(3.0)
     print(len(requests), flush=True)
 """
 
@@ -108,12 +108,12 @@ def test_signal_is_one_request(receiver: str) -> None:
             os.kill(run.pid if receiver == "command" else child, signal.SIGINT)
         time.sleep(0.3)
     assert run.stdout.readline().split() == [str(1 + receiver.endswith("twice"))]
-    assert run.wait(20) == 0
+    assert run.wait(60) == 0
 
 
 def test_child_ends_with_the_command() -> None:
     run = subprocess.Popen(
-        command(REQUESTS.replace("1.0", "60")), stdout=subprocess.PIPE, text=True
+        command(REQUESTS.replace("3.0", "60")), stdout=subprocess.PIPE, text=True
     )
     assert run.stdout is not None
     child = int(run.stdout.readline().split()[1])

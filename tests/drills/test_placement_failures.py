@@ -94,7 +94,7 @@ def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path: Path
         with pytest.raises(ProcessLost) as caught:
             work[phase]()
         killer.join()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40
         text = str(caught.value)
         assert text.startswith(
             f"process lost: {victim} (pid {processes_by_name[victim].pid}, node "

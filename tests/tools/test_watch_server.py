@@ -386,7 +386,7 @@ def test_ctrl_c_ends_the_command(tmp_path: Path, flags: tuple[str, ...]) -> None
         "the default folder is runs"
     )
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and out == "" and "Traceback" not in err
     connection.close()
 
