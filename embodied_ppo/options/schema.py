@@ -331,6 +331,11 @@ class ModelConfig:
     """Non-linearity of the hidden layers (convolutions use relu)."""
     layer_norm: bool = option(False, read_if=TRUNK)
     """Apply layer normalisation before each hidden activation."""
+    wide_obs: Count | None = option(None, read_if=TRUNK)
+    """Vector observations of more numbers than this, n, are multiplied by sqrt(wide_obs / n) after
+    their normalisation, and the first layer's initial weights of them are divided by it. Adam
+    changes every weight by about lr, so that the output of a layer changes more the more inputs it
+    has; null: that is accepted."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
     distribution: Literal["auto", "gaussian", "squashed_gaussian", "beta", "categorical"] = option(

@@ -274,6 +274,10 @@ class DefaultTrunk(nn.Module):
             raise ConfigError("env: the observation is empty; nothing to act on")
         self.inputs = size
         """Size of what the hidden layers and the recurrent layer read."""
+        # x ← x·√(wide_obs/n) and W ← W/√(wide_obs/n): the same function, but changes of all weights
+        # by ±lr change its outputs by about lr·√wide_obs instead of lr·√n.
+        wide = config.wide_obs
+        self.scale = 1.0 if not wide else min(1.0, math.sqrt(wide / max(encoder.vector_size, 1)))
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise((size + recurrent, *config.hidden)):
             layers.append(linear(size_in, size_out, HIDDEN_GAIN))
@@ -281,13 +285,18 @@ class DefaultTrunk(nn.Module):
                 layers.append(nn.LayerNorm(size_out))
             layers.append(ACTIVATIONS[config.activation]())
         self.layers = nn.Sequential(*layers)
+        if self.scale != 1.0 and config.hidden:
+            own = slice(features, features + encoder.vector_size)  # the vector's, see ``join``
+            with torch.no_grad():
+                self.get_parameter("layers.0.weight")[:, own] /= self.scale
         self.features = config.hidden[-1] if config.hidden else size + recurrent
 
     def join(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
         """Return all inputs as one vector each, [B, ``inputs``]."""
         parts = [] if features is None else [features]
         if VECTOR in inputs:
-            parts.append(inputs[VECTOR])
+            x = inputs[VECTOR]
+            parts.append(x if self.scale == 1.0 else x * self.scale)
         parts += [cnn(inputs[name]) for name, cnn in zip(self.names, self.cnns, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

@@ -146,6 +146,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.hidden": ([8], {}),
     "model.activation": ("relu", {}),
     "model.layer_norm": (True, {}),
+    "model.wide_obs": (2, {}),
     "model.shared_backbone": (False, {}),
     "model.distribution": ("squashed_gaussian", {}),
     "model.state_dependent_std": (True, {}),
