@@ -69,31 +69,25 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
             f"{path} = '' must name a directory; write {path}={example}",
         )
     names = getattr(config, "trackers", ())
-    refuse(
-        len({*names}) < len(names),
-        f"trackers = {show(names)} must not contain a name twice; write"
-        f" trackers={show(list(dict.fromkeys(names))).replace(' ', '')}",
-    )
+    refuse(len({*names}) < len(names), f"write each name once: trackers = {show(names)}")
     if isinstance(config, ExportConfig):
         return
     refuse(
         not DEVICE.fullmatch(config.device),
-        f"device = {show(config.device)} must be auto, cpu, cuda or cuda:N; device=cpu works on"
-        " every machine",
+        f"write device=auto, cpu, cuda or cuda:N (device=cpu works on every machine): device = {show(config.device)}",
     )
     if isinstance(config, EvaluateConfig):
         _check_unread(config, explicit)
         _check_robustness(config)
         refuse(
             config.n > 1 and config.deterministic,
-            f"n = {config.n}, but deterministic = true: all {config.n} responses would be the same;"
-            " write deterministic=false",
+            f"write deterministic=false: else all n = {config.n} responses are equal",
         )
         return
     refuse(
         not re.fullmatch(r"[^/\\\0]+", config.name) or config.name.startswith("."),
-        f"name = {show(config.name)} must be a folder name: not empty, no / or \\, and no dot at"
-        " the beginning; try name=custom",
+        "write name=custom, or another folder: not empty, no / or \\, and no dot at the beginning:"
+        f" name = {show(config.name)}",
     )
     for path in sorted(explicit):
         mode, value = mode_of(path), attrgetter(path)(config)
@@ -103,7 +97,7 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         )
     refuse(
         config.model.checkpoint == "",
-        "model.checkpoint = '' is not a directory; name one, or write model.checkpoint=null",
+        "write model.checkpoint=null, or name a directory: model.checkpoint = ''",
     )
     _check_placement(config)
     _check_algorithm(config)
@@ -170,8 +164,7 @@ def _check_placement(config: Config) -> None:
     if cluster.component_placement:
         refuse(
             preset != "local",
-            f"placement = {preset}: cluster.component_placement places the roles too; leave one of"
-            " them out",
+            f"remove placement = {preset}, or cluster.component_placement: both place the roles",
             PlacementError,
         )
         placement.check_roles(cluster.component_placement, roles(config))
@@ -179,8 +172,8 @@ def _check_placement(config: Config) -> None:
         for name, value in vars(cluster).items():
             refuse(
                 name != "stages" and value != getattr(ClusterConfig(), name),
-                f"remove cluster.{name}, or choose a placement ({', '.join(placement.PRESETS)}):"
-                f" placement=local runs one process and ignores cluster.{name} = {show(value)}",
+                f"remove cluster.{name} = {show(value)}, or choose a placement"
+                f" ({', '.join(placement.PRESETS)}): placement=local is one process",
                 PlacementError,
             )
 
@@ -189,14 +182,13 @@ def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
     """Check the options of ``tune``: refuse those that it searches, then call ``check``."""
     refuse(
         config.resume is not None,
-        f"resume = {config.resume}: tune does not continue a run; remove it, and write it to train"
-        " with the placement that tune recommends",
+        f"write resume = {config.resume} to train, with the placement that tune recommends",
     )
     for path in ("placement", "cluster.stages", "cluster.component_placement"):
         value = attrgetter(path)(config)
         refuse(
             value != attrgetter(path)(Config()),
-            f"{path} = {show(value)}: tune chooses this option; remove it, or use it with train",
+            f"remove {path} = {show(value)}, or write it to train: tune chooses this option",
             PlacementError,
         )
     check(replace(config, cluster=ClusterConfig()), explicit)
@@ -223,8 +215,7 @@ def _check_robustness(config: EvaluateConfig) -> None:
         chosen = config.robustness_factors
         refuse(
             chosen and name not in chosen,
-            f"add {name} to robustness_factors = {show(chosen)}, or remove {path}, which is"
-            " ignored",
+            f"add {name} to robustness_factors = {show(chosen)}, or remove {path}",
         )
         numbers = values if isinstance(values, list) else []
         refuse(
@@ -258,8 +249,7 @@ def check_changed_env(config: Config, changes: Collection[str]) -> None:
         check_task_names(config.env)
     refuse(
         "tasks" in changes,
-        "remove env.tasks: the policy gets the observations and indices of the tasks that it was"
-        " trained with",
+        "remove env.tasks: the policy reads the observations and indices of its own tasks",
     )
     _check_unread(config, {f"env.{name}" for name in changes}, config.mode)
 
@@ -270,47 +260,41 @@ def _check_algorithm(config: Config) -> None:
     members = "environments" if config.mode == "embodied" else "responses"
     refuse(
         a.clip_ratio_low >= 1 and a.policy_loss == "clip",
-        f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1 (the lower bound of the"
-        " ratio, 1 - clip_ratio_low, must be positive); the default is"
-        " algorithm.clip_ratio_low=0.2",
+        f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1, so that the bound of the"
+        " ratio 1 - clip_ratio_low is > 0; the default is algorithm.clip_ratio_low=0.2",
     )
     refuse(
         a.use_kl_loss and a.kl_loss_type == "k1",
-        "algorithm.kl_loss_type = k1 has an expected gradient of zero and cannot be a loss; write"
-        " algorithm.kl_loss_type=k2, k3 or k1+",
+        "write algorithm.kl_loss_type=k2, k3 or k1+: the expected gradient of k1 is zero",
     )
     refuse(
         comparison is not None and a.group_size < 2,
-        f"{comparison} compares {members} of a group, but algorithm.group_size = {a.group_size}; it"
-        " must be >= 2: write algorithm.group_size=4",
+        f"{comparison} compares {members}: write algorithm.group_size=4, or another number >= 2;"
+        f" algorithm.group_size = {a.group_size}",
     )
     refuse(
         a.adv_type == "dr_grpo" and a.normalize_advantages,
-        "algorithm.adv_type = dr_grpo divides by no standard deviation, but"
-        " algorithm.normalize_advantages = true does; write algorithm.normalize_advantages=false,"
-        " or algorithm.adv_type=grpo",
+        "write algorithm.normalize_advantages=false, or algorithm.adv_type=grpo:"
+        " algorithm.adv_type = dr_grpo divides by no standard deviation",
     )
     refuse(
         a.adv_type == "dr_grpo" and a.loss_agg_func == "seq-mean-token-mean",
-        "algorithm.adv_type = dr_grpo divides no loss by the length of its sequence, but"
-        " algorithm.loss_agg_func = seq-mean-token-mean does; write"
-        " algorithm.loss_agg_func=seq-mean-token-sum-norm",
+        "write algorithm.loss_agg_func=seq-mean-token-sum-norm: algorithm.adv_type = dr_grpo"
+        " divides by no length, seq-mean-token-mean does",
     )
     refuse(
         a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS,
-        f"algorithm.group_filter = {a.group_filter} drops groups without a difference, but"
-        f" algorithm.adv_type = {a.adv_type} compares no groups and would learn from a biased"
-        " choice of episodes; write algorithm.adv_type=grpo, or algorithm.group_filter=null",
+        "write algorithm.adv_type=grpo, or algorithm.group_filter=null: algorithm.adv_type ="
+        f" {a.adv_type} compares no groups and would learn from a biased choice of episodes",
     )
     refuse(
         a.reward_shift and a.reward_scale,
-        "algorithm.reward_shift = true (only subtract) and algorithm.reward_scale = true (only"
-        " divide) exclude each other; for both steps leave both false",
+        "leave both false to subtract and divide: algorithm.reward_shift = true only subtracts,"
+        " algorithm.reward_scale = true only divides",
     )
     refuse(
         a.reward_shift and a.reward_norm == "running",
-        "algorithm.reward_shift = true subtracts a mean, but algorithm.reward_norm = running only"
-        " divides; write algorithm.reward_norm=batch",
+        "write algorithm.reward_norm=batch: running subtracts no mean, reward_shift = true does",
     )
     refuse(
         len(a.adam_betas) != 2,
@@ -322,9 +306,8 @@ def _check_algorithm(config: Config) -> None:
     for name, level in (("logprob_type", a.logprob_type), ("entropy_type", a.entropy_type)):
         refuse(
             a.reward_type == "action_level" and level == "chunk_level",
-            f"algorithm.reward_type = {a.reward_type} is finer than algorithm.{name} = {level}; an"
-            " advantage applies to entries of its own or a finer level: write"
-            f" algorithm.reward_type={level}",
+            f"write algorithm.reward_type={level}: {a.reward_type} is finer than algorithm.{name} ="
+            f" {level}",
         )
 
 
@@ -342,8 +325,7 @@ def _check_popart(config: Config) -> None:
     ):
         refuse(
             a.popart is not None and excluded,
-            f"{fix}: algorithm.popart = {a.popart} has one value for each trained task,"
-            " whose head is in one process",
+            f"{fix}: algorithm.popart = {a.popart} has one value per trained task, in one process",
         )
 
 
@@ -372,7 +354,7 @@ def _check_reward_groups(config: Config) -> None:
     refuse(
         groups and not any(group.weight for group in reward_groups(a)),
         f"write algorithm.reward_groups.{next(iter(groups), '')}.weight=1: the weight of every"
-        " group is 0, so that all advantages are 0 and the policy does not learn",
+        " group is 0, so that the policy does not learn",
     )
     chunked, count = config.env.action_chunk > 1, len(reward_groups(a))
     for option, fix, excluded in (
@@ -382,9 +364,8 @@ def _check_reward_groups(config: Config) -> None:
     ):
         refuse(
             (groups or count > 1) and excluded,
-            f"write algorithm.{option}={fix}: with algorithm.{option} ="
-            f" {show(getattr(a, option))} there is one value for the whole reward, not one for each"
-            " of algorithm.reward_groups and algorithm.curiosity",
+            f"write algorithm.{option}={fix}: with {show(getattr(a, option))} there is no value for"
+            " each of algorithm.reward_groups and algorithm.curiosity",
         )
     refuse(
         a.curiosity.weight and CURIOSITY in groups,

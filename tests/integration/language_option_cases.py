@@ -167,7 +167,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     "algorithm.loss_type": ("actor_critic", "is the loss of a model with a value head"),
     "rollout.gpu_memory_utilization": (0.5, r"rollout\.engine=vllm"),
-    "rollout.engine": ("vllm", "rollout.engine = vllm needs a directory"),  # test_vllm.py has it
+    "rollout.engine": ("vllm", "rollout.engine = vllm reads"),  # test_vllm.py has it
 }
 
 

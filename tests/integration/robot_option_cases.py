@@ -192,7 +192,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "algorithm.loss_type": ("actor", "is the loss of a policy without a value head"),
+    "algorithm.loss_type": ("actor", "write algorithm.loss_type=actor_critic"),
 }
 
 

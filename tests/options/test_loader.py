@@ -220,7 +220,7 @@ def test_placement_and_component_placement_exclude_each_other() -> None:
     line = refused(
         Config, {"placement": "fused", "cluster": {"component_placement": devices}}, PlacementError
     )
-    assert "placement = fused: cluster.component_placement places the roles too; leave one" in line
+    assert "remove placement = fused, or cluster.component_placement" in line
     line = refused(Config, {"cluster": {"max_lag": 2}}, PlacementError)
     assert (
         "remove cluster.max_lag" in line

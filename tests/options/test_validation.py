@@ -32,9 +32,9 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.minibatch_unit": "column", "algorithm.global_batch_size": 96}, "num_envs: 63, 66"),
     ({"algorithm.micro_batch_size": 512}, "write algorithm.micro_batch_size=256"),
     ({"algorithm.minibatch_unit": "column", "algorithm.micro_batch_size": 40}, "nearest: 32, 64"),
-    ({"pipeline": True, "placement": "fused"}, "write placement=local, or pipeline=false and"),
+    ({"pipeline": True, "placement": "fused"}, "write pipeline=false: placement = fused"),
     ({"pipeline": True}, "write algorithm.off_policy_correction=token"),
-    ({**PIPELINE, "env.cameras": ["front"]}, "env.cameras = [front]: .. write pipeline=false"),
+    ({**PIPELINE, "env.cameras": ["front"]}, "write pipeline=false: env.cameras = [front]"),
     ({"cluster.stages": 3}, "num_envs = 64 .. cluster.stages = 3; nearest: 63, 66"),
     ({**TWO_TASKS, "env.num_envs": 65}, "not a multiple of 2, the tasks .. nearest: 64, 66"),
     ({**TWO_TASKS, "env.task_weights": [2, 1]}, "env.num_envs = 64 .. nearest: 63, 66"),
@@ -73,7 +73,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({**OBSERVED, "env.cameras": ["front"]}, "no network reads front; add it to model.actor_obs"),
     ({**TOKENS, "model.shared_backbone": False}, "model.policy=token has one trunk"),
     ({**TOKENS, "model.width": 4}, "model.width=8: model.width = 4 .. multiple of 8"),
-    ({"env_steps": None}, "updates = null and env_steps = null: .. updates=100"),
+    ({"env_steps": None}, "updates=100: updates = null and env_steps = null"),
     ({"algorithm.ratio_level": "sequence"}, "algorithm.minibatch_unit=column (or"),
     ({**COLUMNS, "algorithm.ratio_level": "sequence"}, "env.restart_each_rollout=true (or"),
     ({"algorithm.ratio_level": "chunk"}, "action_chunk = 1 .. logprob_type=token_level"),
@@ -82,7 +82,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.group_filter": "success", **GROUPS}, "adv_type = gae compares no groups"),
     (
         {"algorithm.group_filter": "success", "algorithm.adv_type": "grpo", **GROUPS},
-        "updates = null: .. write updates=100",
+        "write updates=100: updates = null, and",
     ),
     (
         {

@@ -261,11 +261,11 @@ COLUMNS = {"algorithm.minibatch_unit": "column"}
     [
         (
             {**ACTION_LEVEL, **COLUMNS, "algorithm.off_policy_correction": "sequence"},
-            "off_policy_correction = sequence: .*reward_type=chunk_level",
+            "reward_type=chunk_level: .*off_policy_correction = sequence",
         ),
         (
             {**ACTION_LEVEL, **COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum"},
-            "loss_agg_func = seq-mean-token-sum: .*token-mean",
+            "token-mean.*: .*loss_agg_func = seq-mean-token-sum",
         ),
         ({"model.detach_value": True}, "remove model.detach_value"),
     ],

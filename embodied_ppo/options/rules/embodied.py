@@ -32,12 +32,11 @@ def check(config: Config) -> None:
     a = config.algorithm
     refuse(
         a.loss_type != "actor_critic",
-        f"algorithm.loss_type = {a.loss_type} is the loss of a policy without a value head, but"
-        " mode=embodied trains one model with a value head; write algorithm.loss_type=actor_critic",
+        f"write algorithm.loss_type=actor_critic: {a.loss_type} has no value head, a robot has one",
     )
     refuse(
         config.updates is None and config.env_steps is None,
-        "updates = null and env_steps = null: the length of training is not set; write updates=100",
+        "write updates=100: updates = null and env_steps = null set no length of the training",
     )
     _check_sequences(config)
     if config.teacher is not None:
@@ -58,44 +57,34 @@ def _check_sequences(config: Config) -> None:
     columns, comparison = a.minibatch_unit == "column", group_comparison(config)
     refuse(
         comparison is not None and not restarts,
-        f"{comparison} needs groups that start together, but env.restart_each_rollout ="
-        " false; write env.restart_each_rollout=true",
+        f"write env.restart_each_rollout=true: {comparison} needs groups that start together",
     )
     refuse(
         a.loss_agg_func != "token-mean" and not columns,
-        f"algorithm.loss_agg_func = {a.loss_agg_func} averages over sequences, but"
-        f" algorithm.minibatch_unit = {a.minibatch_unit} cuts them; write"
-        " algorithm.minibatch_unit=column (or loss_agg_func=token-mean)",
+        "write algorithm.minibatch_unit=column (or loss_agg_func=token-mean): minibatches of steps"
+        f" cut the sequences of algorithm.loss_agg_func = {a.loss_agg_func}",
     )
     refuse(
         a.ratio_level == "sequence" and not columns,
-        "algorithm.ratio_level = sequence is a mean over an episode, but algorithm.minibatch_unit ="
-        f" {a.minibatch_unit} cuts it; write algorithm.minibatch_unit=column (or"
-        " ratio_level=chunk)",
+        "write algorithm.minibatch_unit=column (or ratio_level=chunk): minibatches of steps cut the"
+        " episodes of algorithm.ratio_level = sequence",
     )
     refuse(
         a.ratio_level == "sequence" and not restarts,
-        "algorithm.ratio_level = sequence is a mean over an episode, but with"
-        " env.restart_each_rollout = false a column holds parts of several; write"
-        " env.restart_each_rollout=true (or ratio_level=chunk)",
+        "write env.restart_each_rollout=true (or ratio_level=chunk): else a column holds parts of"
+        " several episodes, and algorithm.ratio_level = sequence is a mean over one",
     )
+    chunk = config.env.action_chunk
+    one_entry = a.logprob_type == "chunk_level" or (chunk == 1 and a.logprob_type == "action_level")
     refuse(
-        a.ratio_level == "chunk" and a.logprob_type == "chunk_level",
-        "algorithm.ratio_level = chunk is a mean over a chunk, but algorithm.logprob_type ="
-        " chunk_level has one ratio for it; write algorithm.logprob_type=action_level",
-    )
-    one_action = config.env.action_chunk == 1 and a.logprob_type == "action_level"
-    refuse(
-        a.ratio_level == "chunk" and one_action,
-        "algorithm.ratio_level = chunk is a mean over a chunk, but with env.action_chunk = 1 and"
-        " algorithm.logprob_type = action_level it has one entry; write"
-        " algorithm.logprob_type=token_level (or ratio_level=token)",
+        a.ratio_level == "chunk" and one_entry,
+        "write algorithm.logprob_type=token_level (or ratio_level=token): algorithm.ratio_level ="
+        f" chunk is a mean, and env.action_chunk = {chunk} with {a.logprob_type} has one entry",
     )
     refuse(
         a.group_filter is not None and config.updates is None and config.teacher is None,
-        f"updates = null: with algorithm.group_filter = {a.group_filter} an update takes a varying"
-        " number of environment steps, so that env_steps sets no number of updates; write"
-        " updates=100",
+        "write updates=100: updates = null, and env_steps sets no number of updates where"
+        f" algorithm.group_filter = {a.group_filter} collects a varying number of steps",
     )
 
 
@@ -115,13 +104,12 @@ def _check_tasks(config: Config) -> None:
     env, tasks = config.env, config.env.period
     refuse(
         env.num_envs % tasks,
-        f"env.num_envs = {env.num_envs} is not a multiple of {tasks}, the tasks of env.id (or the"
-        f" sum of env.task_weights); nearest: {nearest_multiples(tasks, env.num_envs)}",
+        f"env.num_envs = {env.num_envs} is not a multiple of {tasks}, the tasks of env.id with"
+        f" env.task_weights; nearest: {nearest_multiples(tasks, env.num_envs)}",
     )
     refuse(
         tasks > 1 and config.algorithm.group_size > 1,
-        f"write algorithm.group_size=1: neighbouring environments have different tasks of env.id ="
-        f" {env.title}, so that no group starts together",
+        f"write algorithm.group_size=1: neighbours have different tasks, env.id = {env.title}",
     )
 
 
@@ -129,13 +117,12 @@ def _check_distillation(config: Config) -> None:
     """Refuse options with which nothing can be distilled. Raises ConfigError, PlacementError."""
     refuse(
         config.model.policy != "actor_critic",
-        f"model.policy = {config.model.policy}: distill trains model.policy=actor_critic, which may"
-        " have cameras (model=cnn); write that, or clone demonstrations (embodied-ppo clone)",
+        "write model.policy=actor_critic (model=cnn for cameras), or clone demonstrations"
+        f" (embodied-ppo clone): distill does not train model.policy = {config.model.policy}",
     )
     refuse(
         not one_process(config),
-        f"placement = {config.placement}: distill runs in one process; write placement=local, and"
-        " place the PPO run that starts from the student (initial_policy)",
+        f"write placement=local: distill runs in one process, placement = {config.placement}",
         PlacementError,
     )
 
@@ -154,33 +141,20 @@ def _check_process(config: Config) -> None:
         name = "distill" if config.teacher is not None else "algorithm.group_filter"
         refuse(
             a.group_filter is not None or config.teacher is not None,
-            f"cluster.stages = {stages}: {name} needs all environments in one stage; remove it",
+            f"remove cluster.stages = {stages}: {name} needs all environments in one stage",
         )
-    refuse(
-        pipeline and not one_process(config),
-        f"pipeline = true and placement = {config.placement}: pipeline overlaps collecting and"
-        " learning in one process; write placement=local, or pipeline=false and"
-        " placement=disaggregated cluster.max_lag=1",
-    )
-    refuse(
-        pipeline and config.teacher is not None,
-        "pipeline = true: distill labels each rollout by the teacher while it is collected; remove"
-        " it",
-    )
+    cameras = f"env.cameras = {show(config.env.cameras)} are rendered in the thread of simulators"
+    for unsupported, reason in (
+        (not one_process(config), f"placement = {config.placement} overlaps by cluster.max_lag=1"),
+        (config.teacher is not None, "distill labels each rollout while it is collected"),
+        (bool(config.env.cameras), cameras),
+        (config.model.checkpoint is not None, "there would be two copies of model.checkpoint"),
+    ):
+        refuse(pipeline and unsupported, f"write pipeline=false: {reason}")
     refuse(
         pipeline and a.off_policy_correction is None,
-        "pipeline = true and algorithm.off_policy_correction = null: rollouts are one update old,"
-        " and without weights for that the policy learns much less; write"
-        " algorithm.off_policy_correction=token",
-    )
-    refuse(
-        pipeline and config.env.cameras,
-        f"pipeline = true and env.cameras = [{','.join(config.env.cameras)}]: images can be"
-        " rendered only in the thread that created the simulators; write pipeline=false",
-    )
-    refuse(
-        pipeline and config.model.checkpoint is not None,
-        "pipeline = true: would keep two copies of the model of model.checkpoint; remove it",
+        "write algorithm.off_policy_correction=token: with pipeline = true rollouts are one update"
+        " old, and without weights for that the policy learns much less",
     )
 
 
@@ -211,12 +185,11 @@ def _check_model(config: Config) -> None:
     small = model.policy == "actor_critic"
     refuse(
         not small and not model.shared_backbone,
-        f"model.shared_backbone = false: model.policy={model.policy} has one trunk; leave it out",
+        f"remove model.shared_backbone = false: model.policy={model.policy} has one trunk",
     )
     refuse(
         model.policy == "flow" and model.flow_noise == "learned" and model.flow_chain == "one",
-        "model.flow_chain = one: with model.flow_noise=learned every step is stochastic; write"
-        " model.flow_chain=sum",
+        "write model.flow_chain=sum: with model.flow_noise=learned every step is stochastic",
     )
     refuse(
         model.width % WIDTH_UNIT,
@@ -232,20 +205,18 @@ def _check_model(config: Config) -> None:
     recurrent = small and model.recurrent is not None
     refuse(
         a.rpo_alpha is not None and a.use_kl_loss,
-        f"write algorithm.use_kl_loss=false: algorithm.rpo_alpha = {a.rpo_alpha} shifts the means"
-        " of which the loss would take the KL; algorithm.use_kl_in_reward=true takes it before",
+        "write algorithm.use_kl_in_reward=true and algorithm.use_kl_loss=false:"
+        f" algorithm.rpo_alpha = {a.rpo_alpha} shifts the means of the loss",
     )
     refuse(
         recurrent and a.minibatch_unit != "column",
-        f"model.recurrent = {model.recurrent}: gradients pass through time, so minibatches consist"
-        f" of whole columns, but algorithm.minibatch_unit = {a.minibatch_unit}; write"
-        " algorithm.minibatch_unit=column",
+        "write algorithm.minibatch_unit=column: gradients of model.recurrent ="
+        f" {model.recurrent} pass through whole columns",
     )
     low, initial, high = model.min_log_std, model.init_log_std, model.max_log_std
     refuse(
         not low < high,
-        f"model.min_log_std = {low:g} must be < model.max_log_std = {high:g}; the defaults are -5"
-        " and 2",
+        f"model.min_log_std = {low:g} must be < model.max_log_std = {high:g}; defaults: -5 and 2",
     )
     refuse(
         not low <= initial <= high,
@@ -263,8 +234,8 @@ def _check_observations(config: Config) -> None:
     written = f"model.actor_obs = [{','.join(actor)}]"
     if critic is None:
         raise ConfigError(
-            f"{written}: model.critic_obs is null, so that the critic's observations are not set;"
-            f" write model.critic_obs=[{','.join((*actor, 'NAME'))}]"
+            f"write model.critic_obs=[{','.join((*actor, 'NAME'))}]: model.critic_obs is null, but"
+            f" {written}"
         )
     for name, keys in (("actor_obs", actor), ("critic_obs", critic)):
         refuse(not keys, f"model.{name} = []: names no observation; list at least one")
@@ -275,14 +246,13 @@ def _check_observations(config: Config) -> None:
     missing = without(critic, actor)
     refuse(
         model.shared_backbone and missing is not None,
-        f"{written}: model.critic_obs lacks {missing}, but with model.shared_backbone=true the"
-        " critic reads the features of the actor's trunk; add it, or write"
-        " model.shared_backbone=false",
+        f"write model.shared_backbone=false, or add {missing}: model.critic_obs lacks {missing},"
+        f" but the critic reads the features of the trunk of {written}",
     )
     camera = without((*actor, *critic), config.env.cameras)
     refuse(
         camera is not None,
-        f"env.cameras = [{','.join(config.env.cameras)}]: no network reads {camera}; add it to"
+        f"env.cameras = {show(config.env.cameras)}: no network reads {camera}; add it to"
         " model.actor_obs or model.critic_obs, or remove it here",
     )
 
@@ -301,9 +271,8 @@ def _check_levels(config: Config) -> None:
     ):
         refuse(
             value not in (None, allowed),
-            f"algorithm.{path} = {value}: sequences of actions have none with algorithm.reward_type"
-            f" = action_level and env.action_chunk = {config.env.action_chunk}; write"
-            f" algorithm.{path}={allowed}, or algorithm.reward_type=chunk_level",
+            f"write algorithm.{path}={allowed}, or algorithm.reward_type=chunk_level: algorithm."
+            f"{path} = {value} has no meaning for actions of a chunk",
         )
 
 

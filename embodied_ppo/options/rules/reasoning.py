@@ -26,68 +26,60 @@ def check(config: Config) -> None:
     model, stages = config.actor.model, config.cluster.stages
     refuse(
         a.loss_type != "actor",
-        f"algorithm.loss_type = {a.loss_type} is the loss of a model with a value head, but"
-        " mode=reasoning trains a policy without one; write algorithm.loss_type=actor",
+        f"write algorithm.loss_type=actor: {a.loss_type} is the loss of a model with a value head",
     )
     refuse(
         stages > 1,
-        f"cluster.stages = {stages}: is for simulators, and mode=reasoning has none; write"
-        " cluster.stages=1",
+        f"write cluster.stages=1: mode=reasoning has no simulators for cluster.stages = {stages}",
         PlacementError,
     )
     refuse(
         config.updates is None,
-        "updates = null: the length of training is not set; write updates=100",
+        "write updates=100: updates = null sets no length of the training",
     )
     refuse(
         d.task is None and not d.train,
-        "data.train = [] and data.task = null: there are no prompts; write data.train=[FILE.jsonl]"
-        " or data.task=arithmetic",
+        "write data.train=[FILE.jsonl] or data.task=arithmetic: data.train = [] has no prompts",
     )
     refuse(
         d.task is None and not d.eval,
-        "data.eval = []: there is nothing to evaluate on; write data.eval=[FILE.jsonl] with"
-        " held-out prompts",
+        "write data.eval=[FILE.jsonl] with held-out prompts: data.eval = []",
     )
     refuse(
         model.path is None and not model.architecture,
-        "actor.model.path = null: there is no model; name a directory that transformers wrote, or"
-        " give actor.model.architecture (experiment=arithmetic has one)",
+        "write actor.model.path=DIRECTORY as transformers writes it, or actor.model.architecture"
+        " (experiment=arithmetic has one): actor.model.path = null",
     )
     refuse(
         d.task is None and model.path is None and config.actor.tokenizer is None,
-        "actor.tokenizer = null: a new model for files of prompts needs one; write"
-        " actor.tokenizer=DIRECTORY",
+        "write actor.tokenizer=DIRECTORY: a new model for files of prompts needs one, not null",
     )
     refuse(
         a.ratio_level == "chunk",
-        "algorithm.ratio_level = chunk is a mean over the actions of a robot's decision; write"
-        " algorithm.ratio_level=sequence (a response) or token",
+        "write algorithm.ratio_level=sequence (a response) or token: only robots have a chunk",
     )
     refuse(
         r.overlong_buffer >= a.response_length,
-        f"rollout.overlong_buffer = {r.overlong_buffer} must be < algorithm.response_length ="
-        f" {a.response_length}; lower it",
+        f"lower rollout.overlong_buffer = {r.overlong_buffer} below algorithm.response_length ="
+        f" {a.response_length}",
     )
     refuse(
         e.n > 1 and e.deterministic,
-        f"evaluation.n = {e.n}, but evaluation.deterministic = true: all {e.n} responses would be"
-        " the same; write evaluation.deterministic=false",
+        f"write evaluation.deterministic=false: else all evaluation.n = {e.n} responses are equal",
     )
     refuse(
         config.compile == "always" and (a.micro_batch_tokens or a.micro_batch_size),
-        "compile = always: compiled minibatches have one shape; leave algorithm.micro_batch_tokens"
-        " and algorithm.micro_batch_size null, or write compile=never",
+        "remove algorithm.micro_batch_tokens and algorithm.micro_batch_size, or write"
+        " compile=never: minibatches of compile = always have one shape",
     )
     refuse(
         (r.engine == "vllm" or model.path is not None) and config.warm_start.steps > 0,
-        f"warm_start.steps = {config.warm_start.steps} is for a new model (actor.model.path=null)"
-        " and rollout.engine=builtin; write warm_start.steps=0",
+        f"write warm_start.steps=0: {config.warm_start.steps} steps are for a new model"
+        " (actor.model.path=null) and rollout.engine=builtin",
     )
     refuse(
         r.engine == "vllm" and model.path is None,
-        "rollout.engine = vllm needs a directory; write actor.model.path=DIRECTORY, or"
-        " rollout.engine=builtin",
+        "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or engine=builtin",
     )
     _check_sizes(config)
 
