@@ -54,7 +54,7 @@ class RemoteExperience:
 
 
 class ClusterSystem(RunSystem):
-    """``System`` whose roles are in several processes.
+    """``RunSystem`` whose roles are in several processes.
 
     Methods raise the first error of any process.
     """

@@ -74,7 +74,8 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         return
     refuse(
         not DEVICE.fullmatch(config.device),
-        f"write device=auto, cpu, cuda or cuda:N (device=cpu works on every machine): device = {show(config.device)}",
+        f"write device=cpu, which works everywhere: device = {show(config.device)} must be auto,"
+        " cpu, cuda or cuda:N",
     )
     if isinstance(config, EvaluateConfig):
         _check_unread(config, explicit)

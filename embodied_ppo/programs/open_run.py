@@ -158,7 +158,8 @@ class OpenRun:
             self.spec.run_dir / "reports" / f"step_{update:06d}",
         )
         if written.get("video"):
-            self.log.video("evaluation", str(written["video"]), steps=self.system.steps)
+            video = str(written["video"])
+            self.log.trackers.video("evaluation", video, steps=self.system.steps)
         return written
 
     def write_summary(

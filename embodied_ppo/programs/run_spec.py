@@ -26,14 +26,16 @@ from embodied_ppo.policies import own_network
 from embodied_ppo.rollout import environments
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_directory import (
+    ROUNDING_OPTIONS,
     SAME_FUNCTION,
     absolute,
     arithmetic,
-    changed_options,
     check_resume,
     check_values,
     config_hash,
+    differences,
     parent_of,
+    stored_config,
     versions,
 )
 from embodied_ppo.training.run_files import Parent
@@ -250,8 +252,9 @@ def _finished(
     # The report is of a shorter run, which was extended later.
     if summary["updates"] != source.update:
         return None
-    if changed := changed_options(config, source):
-        path, value = next(iter(changed.items()))
+    for path, (_, value) in differences(stored_config(source), config).items():
+        if path in ROUNDING_OPTIONS:
+            continue
         raise ConfigError(
             f"{path}={show(value)}: {run_dir} has completed its {updates} updates, and nothing"
             f" would use the new value; train further with {budget_options(config)}, or leave it"

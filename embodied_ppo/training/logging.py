@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 """Least interval of progress lines in seconds, if stderr is not a terminal."""
 
-GIF_FRAMES = 75
-"""Largest number of frames of a video in TensorBoard."""
-
 CELL = 400
 """Largest length of a table cell, in characters."""
 
@@ -240,7 +237,8 @@ class Log:
         if self.board is not None:
             values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in points.items()]
             # One event for all tags takes a tenth of the time of one event per tag.
-            self._write(values, steps)
+            assert self.board.file_writer is not None
+            self.board.file_writer.add_summary(self._summary(value=values), steps)
             if "time/save_s" in row:  # a resumed run starts here and does not repeat these points
                 self.board.flush()
         # Write the row last: for a resumed run an update with a row is complete.
@@ -317,25 +315,6 @@ class Log:
         }
         self.board.add_hparams(plain, dict(results), run_name="hparams")
 
-    def video(self, tag: str, path: str | Path, *, steps: int) -> None:
-        """Write an mp4 to trackers, and to TensorBoard as an animated GIF.
-
-        The GIF has at most GIF_FRAMES frames, of half the size, at 10 frames per second.
-        """
-        self.trackers.video(tag, path, steps=steps)
-        if self.board is None:
-            return
-        import imageio.v3 as imageio
-
-        frames = imageio.imread(path)  # [T, H, W, 3]
-        # GIFs are large: keep every second pixel, and every second frame or fewer.
-        frames = frames[:: max(2, math.ceil(len(frames) / GIF_FRAMES)), ::2, ::2]
-        gif = imageio.imwrite("<bytes>", frames, extension=".gif", loop=0, duration=100)
-        picture = self._summary.Image(
-            height=frames.shape[1], width=frames.shape[2], colorspace=3, encoded_image_string=gif
-        )
-        self._write([self._summary.Value(tag=tag, image=picture)], steps)
-
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
         """Write rows with equal keys to trackers, and to TensorBoard's text tab.
 
@@ -350,11 +329,6 @@ class Log:
         ]
         lines = (head, " | ".join("---" for _ in rows[0]), *body)
         self.board.add_text(tag, "\n".join(f"| {line} |" for line in lines), steps)
-
-    def _write(self, values: list[Any], steps: int) -> None:
-        """Write one event to TensorBoard, which must be there."""
-        assert self.board is not None and self.board.file_writer is not None
-        self.board.file_writer.add_summary(self._summary(value=values), steps)
 
     def close(self, status: Status = "finished") -> None:
         """Close the trackers, the files and the progress bar; ``status``: how the run ended."""

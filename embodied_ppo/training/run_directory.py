@@ -216,19 +216,24 @@ def branch(
         trained: Options of the run.
         config: Options of the branch.
     """
-    # Stored options contain absolute paths, so the new ones must, too.
-    old, new = loader.flat(loader.relevant(trained)), loader.flat(loader.relevant(absolute(config)))
     return Parent(
         run=str(home.resolve()),
         relative=os.path.relpath(home.resolve(), run_dir.resolve()),
         update=source.update,
         policy_sha256=str(source.manifest["files"][checkpoint.POLICY]["sha256"]),
-        options={
-            path: (old[path], now)
-            for path, now in new.items()
-            if path in old and old[path] != now and path not in ("run_dir", "resume")
-        },
+        options=differences(trained, config),
     )
+
+
+def differences(trained: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return path -> (value in a stored run, value now) of the options that differ."""
+    # Stored options contain absolute paths, so the new ones must, too.
+    old, new = (loader.flat(loader.relevant(c)) for c in (trained, absolute(config)))
+    return {
+        path: (old[path], now)
+        for path, now in new.items()
+        if path in old and old[path] != now and path not in ("run_dir", "resume")
+    }
 
 
 def stored_config(source: checkpoint.Checkpoint) -> Config:
@@ -248,16 +253,6 @@ def read_options(path: Path) -> dict[str, Any]:
     """Return the options in the config.yaml of a run or checkpoint; raises CheckpointError."""
     with guarded_files.refusing_damage(path, "use another checkpoint or run"):
         return guarded_files.check_fields(loader.read_yaml(path), {})
-
-
-def changed_options(config: Config, source: checkpoint.Checkpoint) -> dict[str, Any]:
-    """Return path -> value of the options with another value than in a checkpoint's run."""
-    old = loader.flat(loader.relevant(stored_config(source)))
-    return {
-        path: now
-        for path, now in loader.flat(loader.relevant(absolute(config))).items()
-        if path in old and old[path] != now and path not in (*ROUNDING_OPTIONS, "run_dir", "resume")
-    }
 
 
 def check_values(config: Config, trained: Config, source: str) -> None:

@@ -192,7 +192,7 @@ def test_names_tables_and_videos(tmp_path: Path) -> None:
     ]
     log.table("samples", table, steps=0)
     imageio.imwrite(tmp_path / "video.mp4", np.zeros((4, 48, 64, 3), np.uint8), fps=20)
-    log.video("evaluation", tmp_path / "video.mp4", steps=0)
+    log.trackers.video("evaluation", tmp_path / "video.mp4", steps=0)
     log.close("interrupted")
     assert [line.partition(":")[0] for line in sorted(lines)] == ["mlflow", "wandb"]
     client = MlflowClient()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -10,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import imageio.v3 as imageio
-import numpy as np
 import pytest
 import run_helpers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -114,23 +111,6 @@ def test_run_resumed_within_a_second_keeps_its_points(tmp_path, monkeypatch):
     write(tmp_path, range(4, 6), completed_updates=3)
     steps = [step for step, _ in scalars(tmp_path)["policy/loss"]]
     assert steps == [64, 128, 192, 256, 320]
-
-
-def test_video(tmp_path):
-    frames = np.zeros((20, 48, 64, 3), np.uint8)
-    for t in range(20):
-        frames[t, :, : 3 * t] = 255  # a bar that grows
-    imageio.imwrite(tmp_path / "video.mp4", frames, fps=20)
-    log = Log(tmp_path, total_updates=1, quiet=True)
-    log.video("evaluation", tmp_path / "video.mp4", steps=640)
-    log.close()
-    (image,) = board(tmp_path / "tensorboard").Images("evaluation")
-    assert (image.step, image.height, image.width) == (640, 24, 32)
-    assert image.encoded_image_string.startswith(b"GIF89a")
-    played = imageio.imread(io.BytesIO(image.encoded_image_string), extension=".gif")
-    assert played.shape == (10, 24, 32, 3)
-    growth = [frame.mean() for frame in played]
-    assert growth == sorted(growth) and growth[-1] > growth[0] + 50
 
 
 # ------------------------------------------------------------------------------------------ resumed
