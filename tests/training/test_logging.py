@@ -232,14 +232,13 @@ def test_tags_equal_documentation(run_dir):
     assert {"env/near", "env/near/episode_sum"} <= written
     written = {re.sub(r"^env/.*?(/episode_sum)?$", r"env/<name>\1", tag) for tag in written}
     elsewhere = {
-        "evaluation",
         "rollout/unstable",
         "rollout/diverged",
         "eval/diverged",
         "rollout/terrain_level",
         "eval/success/<kind>",
         *("rollout/return/<task>", "rollout/success/<task>", "eval/return/<task>"),
-    }  # tested in test_video; our own engines write it
+    }  # our own engines write it
     elsewhere |= {"rollout/diverged", "eval/diverged"}  # test_divergence
     elsewhere |= {f"rollout/{x}" for x in ("filter_rounds", "groups_dropped", "groups_missing")}
     # test_group_filter
