@@ -54,7 +54,7 @@ class RemoteExperience:
 
 
 class ClusterSystem(RunSystem):
-    """``RunSystem`` whose roles are in several processes.
+    """``System`` whose roles are in several processes.
 
     Methods raise the first error of any process.
     """
