@@ -13,12 +13,13 @@ from embodied_envs.base import tree
 
 def is_finite(values: Any) -> bool:
     """Return whether all numbers of nested tensors are finite."""
-    numbers = [x for x in tree.leaves(values) if x.is_floating_point()]
     # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. Finite elements
     # may overflow it, so a sum that is not finite needs the second test.
-    if not numbers or math.isfinite(float(sum(x.sum() for x in numbers))):
-        return True
-    return all(bool(x.isfinite().all()) for x in numbers)
+    return all(
+        math.isfinite(x.sum().item()) or bool(x.isfinite().all())
+        for x in tree.leaves(values)
+        if x.is_floating_point()
+    )
 
 
 def finite_rows(values: Any) -> Tensor:

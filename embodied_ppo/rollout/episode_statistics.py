@@ -207,6 +207,7 @@ class InfoCurves:
             ended: bool [T, N], rows that end an episode.
             whole: bool [T, N], those of them whose episode counts.
         """
+        N = self.num_envs
         # Names may appear at any step; a name keeps its place for the rest of the run.
         infos = [step.info or {} for step in steps]
         for name in (name for info in infos for name in info):
@@ -220,17 +221,18 @@ class InfoCurves:
         metrics: Metrics = {}
         values = np.zeros((2, *counted.shape[:1], len(self.names), self.num_envs))
         for k, name in enumerate(self.names):
-            rows = [info.get(name) for info in infos]
+            rows: list[Any] = [info.get(name) for info in infos]
+            # torch needs longer to return a shape than Python to compare two.
+            shapes = [None if x is None else x.shape for x in rows]
             # Simulators that log per update return single numbers instead of one per environment.
-            single = [x for x in rows if x is not None and len(x) != self.num_envs]
+            single = [x for x, shape in zip(rows, shapes, strict=True) if shape and shape[0] != N]
             total = np.zeros(2)
-            if len(single) < sum(x is not None for x in rows):
-                gap = next(x for x in rows if x is not None and len(x) == self.num_envs)
-                gap = torch.full_like(gap, torch.nan, dtype=torch.float32)
-                each = torch.stack(
-                    [gap if x is None or x.shape != gap.shape else x.float() for x in rows]
-                )
-                array = each.double().cpu().numpy().reshape(*counted.shape, -1)  # [T, N, C]
+            if (shape := next((x for x in shapes if x and x[0] == N), None)) is not None:
+                if any(other != shape for other in shapes):
+                    gap = torch.full_like(rows[shapes.index(shape)], torch.nan, dtype=torch.float32)
+                    rows = [x if s == shape else gap for x, s in zip(rows, shapes, strict=True)]
+                array = torch.stack(rows).float().double().cpu().numpy()
+                array = array.reshape(*counted.shape, -1)  # [T, N, C]
                 # Rows that only reset do not count.
                 valid = np.isfinite(array) & counted[..., None]
                 values[0, :, k] = np.where(valid, array, 0.0).sum(-1)
