@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodied_ppo.core.running_stats import Moments, expand, masked_moments, masked_sum
 from embodied_ppo.core.types import Trajectory
+from embodied_ppo.options.schema import AlgorithmConfig
 
 EPS = 1e-8
 
@@ -209,16 +210,8 @@ def return_to_go(
 
 
 @torch.no_grad()
-def estimate(
-    adv_type: str,
-    t: Trajectory,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    group_size: int = 1,
-    bootstrap_type: str = "standard",
-) -> tuple[Tensor, Tensor]:
-    """Return advantage and returns of the estimator named ``adv_type``, float32 [T, N].
+def estimate(t: Trajectory, c: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Return advantage and returns of the estimator ``adv_type``, float32 [T, N].
 
     gae                           as ``gae``
     reinforce                     return-to-go of each row (Williams 1992)
@@ -234,26 +227,25 @@ def estimate(
     value where the time limit or the rollout cut it.
 
     Args:
-        adv_type: One of the names above.
         t: Shaped rewards, values, flags, mask and steps [T, N]; other fields are not read.
-        gamma: As in ``gae``, and so are the arguments that are not listed.
-        group_size: Columns of a group, for the group-relative estimators.
+        c: Options. ``group_size`` is the number of columns of a group.
     """
     flags, steps = (t.terminated, t.truncated, t.mask), 1 if t.steps is None else t.steps
+    adv_type, group_size = c.adv_type, c.group_size
     advantage, returns = gae(
         t.reward,
         t.value,
         t.next_value,
         *flags,
-        gamma=gamma,
-        gae_lambda=gae_lambda if adv_type == "gae" else 1.0,
+        gamma=c.gamma,
+        gae_lambda=c.gae_lambda if adv_type == "gae" else 1.0,
         steps=steps,
-        bootstrap_type=bootstrap_type,
+        bootstrap_type=c.bootstrap_type,
     )
     if adv_type == "gae":
         return advantage, returns
     if adv_type in ("reinforce", "reinforce_plus_plus"):
-        return return_to_go(t.reward, *flags, gamma=gamma, steps=steps), returns
+        return return_to_go(t.reward, *flags, gamma=c.gamma, steps=steps), returns
     # The other estimators give one advantage, computed from the score, to all rows of a column.
     mask = t.mask.bool()
     score, valid = torch.where(mask, t.reward.double(), 0.0).sum(0), mask.any(0)  # [N]

@@ -337,11 +337,6 @@ class CompiledStep:
             count += steps
         del self._constants
 
-    @property
-    def captures(self) -> bool:
-        """Whether the step is a CUDA graph; to read a result would make it wait."""
-        return self.schedule.captures
-
 
 def _constants(loss: MinibatchLoss, batch: Samples, buffers: Sequence[str]) -> list[Tensor]:
     """Return the arguments that are the same in all minibatches of an update."""

@@ -31,13 +31,12 @@ def shape_rewards(
     t: Trajectory,
     groups: Sequence[RewardGroup],
     returns: Sequence[rewards.ReturnScaler],
-    *,
     scores_sequences: bool,
 ) -> Tensor:
     """Return ``rewards.shape_rewards`` of each group, [T, N] or [T, N, G]."""
     columns = [t] if len(groups) == 1 else split(t, len(groups))
     parts = [
-        rewards.shape_rewards(part, group.options, scaler, scores_sequences=scores_sequences)
+        rewards.shape_rewards(part, group.options, scaler, scores_sequences)
         for part, group, scaler in zip(columns, groups, returns, strict=True)
     ]
     return torch.stack(parts, -1) if len(parts) > 1 else parts[0]
@@ -52,14 +51,7 @@ def estimate(
     """
     columns = [t] if len(groups) == 1 else split(t, len(groups))
     estimates = [
-        advantages.estimate(
-            group.options.adv_type,
-            part,
-            gamma=group.options.gamma,
-            gae_lambda=group.options.gae_lambda,
-            group_size=group.options.group_size,
-            bootstrap_type=group.options.bootstrap_type,
-        )
+        advantages.estimate(part, group.options)
         for part, group in zip(columns, groups, strict=True)
     ]
     parts, returns = zip(*estimates, strict=True)

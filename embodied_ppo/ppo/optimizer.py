@@ -121,7 +121,7 @@ class MinibatchOptimizer:
         update: int,
         *,
         critic_only: bool = False,
-        current: Tensor | None = None,
+        current: bool = True,
     ) -> None:
         """Prepare the minibatches of an update.
 
@@ -130,8 +130,8 @@ class MinibatchOptimizer:
             update: Number of the update, from 0.
             critic_only: Whether the actor does not change. The loss then has an argument of that
                 name.
-            current: bool, whether these weights made the batch, so that the first minibatch must
-                agree with it, see ``tolerances``. None: they did.
+            current: Whether these weights made the batch, so that the first minibatch must agree
+                with it, see ``tolerances``.
 
         Raises:
             TrainingError: The compilation failed and is required.
@@ -167,6 +167,8 @@ class MinibatchOptimizer:
             buffers=self.buffers,
             critic_only=critic_only,
         )
+        # Whether steps are CUDA graphs; to read a result would make them wait.
+        self._captures = self.compiled is not None and self.compiled.schedule.captures
         if self.observer is not None:
             self.observer.on_batch(batch, loss=self.loss)
 
@@ -261,7 +263,7 @@ class MinibatchOptimizer:
             row = torch.stack([total[name].float() for name in self.statistics])
             # Other ranks have other rows, so that ``end`` compares them.
             if self.tolerances is not None and not self._rows and ranks.world == 1:
-                self._compare(*self._read(row))
+                self._compare(row)
             # g ← g · min(1, max_grad_norm / (|g| + 1e-6))
             if (max_norm := self.config.max_grad_norm) is not None:
                 torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm, foreach=True)
@@ -280,22 +282,9 @@ class MinibatchOptimizer:
             raise self._not_finite(dict(zip(self.statistics, row.tolist(), strict=True)))
         return row
 
-    @property
-    def _captures(self) -> bool:
-        """Whether steps are CUDA graphs; to read a result would make them wait."""
-        return self.compiled is not None and self.compiled.captures
-
-    def _read(self, statistics: Tensor) -> tuple[Tensor, bool]:
-        """Return the tensor on the CPU, and whether these weights made the batch."""
-        if self._current is None:
-            return statistics.cpu(), True
-        # One copy, because a GPU has to finish its work for each.
-        numbers = torch.cat([statistics.flatten(), self._current.to(statistics).view(1)]).cpu()
-        return numbers[:-1].view_as(statistics), bool(numbers[-1])
-
-    def _compare(self, row: Tensor, current: bool) -> None:
+    def _compare(self, row: Tensor) -> None:
         """Raise RolloutMismatch if ``row`` [K] of the first minibatch differs from the rollout."""
-        if not current or self.tolerances is None:
+        if not self._current or self.tolerances is None:
             return
         measured = agreement.differences(dict(zip(self.statistics, row.tolist(), strict=True)))
         limits = self.tolerances
@@ -346,7 +335,7 @@ class MinibatchOptimizer:
             table = torch.stack(rows).double()  # [minibatches, statistics]
             if self.ranks.world > 1:
                 table = self._over_ranks(table)
-            table, current = self._read(table)
+            table = table.cpu()
             column = {name: table[:, i] for i, name in enumerate(self.statistics)}
             # A CUDA graph leaves the weights unchanged and cannot raise; its error is raised here.
             bad = (~column["finite"].isfinite()).nonzero().flatten().tolist()
@@ -354,7 +343,7 @@ class MinibatchOptimizer:
                 stats = dict(zip(self.statistics, table[bad[0]].tolist(), strict=True))
                 raise self._not_finite(stats, f"minibatch {bad[0]}")
             # Compiled steps, and those of several ranks, have not been compared yet.
-            self._compare(table[0], current)
+            self._compare(table[0])
             for name, x in column.items():
                 sums[name] = float(x.max() if name.endswith("_max") else x.sum())
             # Masked minibatches took no step, see ``MinibatchStep``.

@@ -63,9 +63,8 @@ class PPO(LearnerState):
 
         # A separate critic minimises its own loss: here, before the policy (LocalCritic), or in
         # another process while the policy learns (cluster/remote_models.py).
-        separate_critic = self.separate_critic
-        if separate_critic is not None:
-            separate_critic.begin(batch, update)
+        if self.separate_critic is not None:
+            self.separate_critic.begin(batch, update)
         stats = critic_stats = NO_STATS
         try:
             if not warmup or isinstance(self.critic, SharedCritic):
@@ -73,7 +72,7 @@ class PPO(LearnerState):
                 # minibatch one step of AdamW on ``PPOLoss``.
                 optimizer.loss.coefficients["entropy"] = self.entropy_coef
                 # Only a rollout of these weights must agree with them.
-                current = (trajectory.version == update).all()
+                current = bool((trajectory.version == update).all())
                 optimizer.begin(batch, update, critic_only=warmup, current=current)
                 for epoch in range(c.update_epoch):
                     for index in optimizer.minibatches(epoch):
@@ -85,8 +84,8 @@ class PPO(LearnerState):
                         break
                 stats = optimizer.end()
         finally:
-            if separate_critic is not None:
-                critic_stats = separate_critic.end()
+            if self.separate_critic is not None:
+                critic_stats = self.separate_critic.end()
         results = metrics.with_optimization(results, self, stats, critic_stats)
 
         # Adapt entropy bonus, KL coefficient and learning rate to what the update has measured.
@@ -135,9 +134,13 @@ class PPO(LearnerState):
         is_reshaped = ranks.world > 1 or trajectory.mask.ndim == 3
         if is_reshaped:
             rollout = preparation.gather_columns(trajectory, ranks)
-        reward = group_advantages.shape_rewards(
-            rollout, self.groups, self.returns, scores_sequences=actor.scores_sequences
-        )
+        grouped = bool(c.reward_groups) or self.curiosity is not None
+        if grouped:
+            reward = group_advantages.shape_rewards(
+                rollout, self.groups, self.returns, actor.scores_sequences
+            )
+        else:
+            reward = rewards.shape_rewards(rollout, c, self.returns[0], actor.scores_sequences)
         if reference is not None and c.use_kl_in_reward:  # with one reward group only
             distance = actor.kl_to_reference(inputs, trajectory, old_log_prob, reference)
             distance = preparation.flatten_chunks(ranks.all_gather_columns(distance))
@@ -152,9 +155,12 @@ class PPO(LearnerState):
         # Advantages:  δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t)
         #              A_t = Σ_l (γλ)^l·δ_{t+l} until the episode ends;  R_t = A_t + V(s_t)
         # Several reward groups have a V and an A each:  A ← Σ_k w_k·A_k
-        advantage, returns, shares = group_advantages.estimate(
-            replace(rollout, reward=reward), self.groups
-        )
+        rollout = replace(rollout, reward=reward)
+        shares: dict[str, Tensor] = {}
+        if grouped:
+            advantage, returns, shares = group_advantages.estimate(rollout, self.groups)
+        else:
+            advantage, returns = advantages.estimate(rollout, c)
         measured, samples = metrics.of_advantages(advantage, returns, rollout, shares)
         results |= measured
         # PopArt: the loss reads (V − μ)/σ and (R − μ)/σ with statistics of the task's returns.

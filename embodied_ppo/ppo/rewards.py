@@ -19,7 +19,7 @@ from embodied_ppo.ppo.advantages import EPS
 
 # -------------------------------------------------------------------- as configured, called by PPO
 def shape_rewards(
-    t: Trajectory, c: AlgorithmConfig, returns: ReturnScaler, *, scores_sequences: bool
+    t: Trajectory, c: AlgorithmConfig, returns: ReturnScaler, scores_sequences: bool
 ) -> Tensor:
     """Return the rewards [T, N] before the KL penalty.
 

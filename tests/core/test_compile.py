@@ -457,7 +457,7 @@ def test_cuda_graph_minibatches_do_not_synchronize() -> None:
     batch, _ = learner.prepare(t)
     optimizer = learner.optimizer
     optimizer.begin(batch, 1)
-    assert optimizer.compiled is not None and optimizer.compiled.captures
+    assert optimizer.compiled is not None and optimizer.compiled.schedule.captures
     torch.cuda.set_sync_debug_mode("error")
     try:
         for epoch in range(2):

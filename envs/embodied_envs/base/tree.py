@@ -21,6 +21,8 @@ def map(fn: Callable[..., Any], tree: T, *others: Any) -> T:
         tree: Nested tensors.
         others: Trees with the structure of ``tree``.
     """
+    if isinstance(tree, torch.Tensor):  # the most frequent case
+        return fn(tree, *others)
     if tree is None:
         return tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -39,6 +41,9 @@ def map(fn: Callable[..., Any], tree: T, *others: Any) -> T:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield every tensor of ``tree`` in field order; None is skipped."""
+    if isinstance(tree, torch.Tensor):  # the most frequent case
+        yield tree
+        return
     if tree is None:
         return
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
