@@ -178,9 +178,7 @@ class Worker:
                 for arrays in experience
             ]
             # Join the columns of several rollout processes along dimension 1.
-            trajectory = chunks[0]
-            if len(chunks) > 1:
-                trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), *chunks)
+            trajectory = chunks[0] if len(chunks) == 1 else tree.concatenate(chunks, 1)
             # Learners divide the columns and not the steps, so that no episode or response is cut.
             i, n = shard
             if n > 1:

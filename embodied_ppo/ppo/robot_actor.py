@@ -195,7 +195,7 @@ class RobotActor:
                 cast(Any, policy).evaluate_columns(*part)
                 for part in _split_columns((inputs, t.action, t.replay), columns)
             ]
-            return tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:])
+            return tree.concatenate(parts, 1)
         view = apply_in_parts(policy.evaluate, size, flat(inputs), flat(t.action), flat(t.replay))
         return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), view)
 

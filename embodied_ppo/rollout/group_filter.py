@@ -41,11 +41,6 @@ def select_groups(trajectory: Trajectory, groups: Tensor, group_size: int) -> Tr
     return tree.map(lambda x: x.index_select(1, columns.to(x.device)), trajectory)
 
 
-def concatenate(parts: list[Trajectory]) -> Trajectory:
-    """Return one trajectory with the columns of all parts, each [T, N_i, ..]."""
-    return tree.map(lambda *xs: torch.cat(xs, dim=1), parts[0], *parts[1:])
-
-
 def peak_copies(groups: int, rounds: int) -> tuple[float, float]:
     """Return the largest memory of a filtered rollout, in multiples of one batch.
 
@@ -118,7 +113,7 @@ class GroupFilter:
 
         Groups that do not fit into it begin the next batch.
         """
-        trajectory = concatenate(self.parts)
+        trajectory = tree.concatenate(self.parts, 1)
         count = trajectory.mask.shape[1] // self.group_size
         order = torch.arange(count, device=trajectory.mask.device)
         batch = select_groups(trajectory, order[: self.groups], self.group_size)

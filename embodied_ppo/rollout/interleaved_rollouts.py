@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from embodied_envs.base import tree
 from embodied_ppo.core.types import Metrics
 from embodied_ppo.rollout.simulation import Experience, Rollout, interleave
@@ -58,8 +56,7 @@ class InterleavedRollouts:
         """Collect as ``Rollout.collect`` does; the environments of the stages are concatenated."""
         runs = [r.collecting(horizon, update=update, version=version) for r in self.rollouts]
         trajectories, metrics = zip(*interleave(runs), strict=True)
-        trajectory = tree.map(lambda *xs: torch.cat(xs, dim=1), trajectories[0], *trajectories[1:])
-        return trajectory, add_metrics(metrics)
+        return tree.concatenate(trajectories, 1), add_metrics(metrics)
 
     def state(self) -> dict[str, Any]:
         """Return the state of every stage."""

@@ -135,8 +135,6 @@ class ReasoningRollout:
         self.sampler = Sampler(len(prompts), batch, seed, shuffle)
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
-        self.grade_s = 0.0
-        """Wall time of text decoding and grading, in seconds."""
         self._noticed = set[str]()  # topics of ``_notice_once``
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
@@ -218,7 +216,7 @@ class ReasoningRollout:
             [p.ids for p in prompts], self.sampling, seed=key, samples=samples
         )
         # Decode and grade the texts.
-        generated, wall = time.process_time(), time.perf_counter()
+        generated = time.process_time()
         tokens, lengths = generation.token.tolist(), generation.length.tolist()
         texts = [self.text(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         failures = self.graders.failures
@@ -227,7 +225,6 @@ class ReasoningRollout:
         grades = self.graders.grade(responses, prompts)
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
-        self.grade_s += time.perf_counter() - wall
         # Only the first failure is reported; rollout/grader_failures counts all.
         if self.graders.failures > failures:
             self._notice_once(

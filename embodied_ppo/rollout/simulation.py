@@ -158,7 +158,6 @@ class Rollout:
         self.notice = notice
         self.cpu_s = {"simulate": 0.0, "act": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
-        self.simulate_s = 0.0  # wall time since the start
         self.device = env.device
         self.rows = rows
         # The policy acts eagerly first and as compiled code later; noise comes from one generator.
@@ -288,7 +287,7 @@ class Rollout:
             wait_for_step = self.staggering.begin_step(decision.action, self.steps)
             yield
             # The time of the other stages, which ran meanwhile, does not count.
-            record.clock, wait_start = self.cpu_clock(), time.perf_counter()
+            record.clock = self.cpu_clock()
             # Execute them: r_t and s_t+1.
             step, cut = wait_for_step()
             check_action_mask(self.env.id, self.env.action_spec, step.obs, step)
@@ -297,7 +296,6 @@ class Rollout:
                 if divergence is not None:
                     record.divergences[t] = divergence
             self._count_cpu_s("simulate", record)
-            self.simulate_s += time.perf_counter() - wait_start
             if cut is not None:
                 record.cuts[t] = cut
             record.observed.append(observed)

@@ -102,5 +102,4 @@ def test_new_weights_are_used_at_once(policy_and_engine: tuple[LanguagePolicy, V
     assert engine.version == 1 and not torch.equal(after.token, before.token)
     assert matches_policy(policy, engine.generate(PROMPTS, SAMPLING, seed=3))
     engine.sleep()
-    engine.wake()
     assert torch.equal(engine.generate(prompts, greedy, seed=0).token, after.token)

@@ -56,8 +56,6 @@ class ScriptedGenerator:
 
     def sleep(self) -> None: ...
 
-    def wake(self) -> None: ...
-
 
 class LengthGraders:
     """Scores a response by the length of its text. The second sample of a batch fails."""

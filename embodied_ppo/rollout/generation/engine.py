@@ -84,11 +84,7 @@ class Generator(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free memory until ``wake``."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate what ``sleep`` freed."""
+        """Free memory, which the next ``generate`` allocates again."""
         ...
 
 
@@ -184,9 +180,6 @@ class Engine:
     def sleep(self) -> None:
         """Free the cache, the copy of the weights, and the CUDA graphs that read them."""
         self._cache = self._rounds = self._model = None
-
-    def wake(self) -> None:
-        """Do nothing, because the next ``generate`` allocates the cache."""
 
     # --------------------------------------------------------------------------------------- passes
     def _decode_all(self, cache: _Cache, state: _State, prompts: Sequence[Sequence[int]]) -> None:

@@ -101,7 +101,10 @@ class VllmEngine:
         samples: Tensor | None = None,
     ) -> Generation:
         """See ``Generator``."""
-        assert not self._is_sleeping
+        if self._is_sleeping:
+            self.llm.wake_up()
+            self._is_sleeping = False
+            self._push()
         n, t = len(prompts), sampling.max_tokens
         # One seed of 53 bits per response, a function of (seed, sample).
         samples = torch.arange(n) if samples is None else samples.cpu()
@@ -140,7 +143,7 @@ class VllmEngine:
         return Generation(*(x.to(self._device) for x in (token, length, stopped, log_prob)))
 
     def update_weights(self, version: int) -> None:
-        """Copy the policy's weights, during sleep not before ``wake``."""
+        """Copy the policy's weights, during sleep not before the next ``generate``."""
         self.version = version
         if not self._is_sleeping:
             self._push()
@@ -150,13 +153,6 @@ class VllmEngine:
         if self._device.type == "cuda" and not self._is_sleeping:
             self.llm.sleep(level=1)
             self._is_sleeping = True
-
-    def wake(self) -> None:
-        """Allocate the memory again, and copy the policy's weights."""
-        if self._is_sleeping:
-            self.llm.wake_up()
-            self._is_sleeping = False
-            self._push()
 
     @torch.no_grad()
     def _push(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +64,11 @@ def stack(trees: list[T], dim: int = 0) -> T:
     return map(lambda *xs: torch.stack(xs, dim), trees[0], *trees[1:])
 
 
+def concatenate(trees: Sequence[T], dim: int = 0) -> T:
+    """Join trees of equal structure along a dimension that they have."""
+    return map(lambda *xs: torch.cat(xs, dim), trees[0], *trees[1:])
+
+
 def index(tree: T, i: Any) -> T:
     """Return ``leaf[i]`` of every leaf; ``i`` is any tensor index."""
     return map(lambda x: x[i], tree)
@@ -88,4 +93,4 @@ def apply_in_parts(function: Callable[..., T], size: int | None, *inputs: Any) -
         return function(*inputs)
     parts = [slice(i, i + size) for i in range(0, rows, size)]
     outputs = [function(*index(inputs, part)) for part in parts]
-    return map(lambda *xs: torch.cat(xs), outputs[0], *outputs[1:])
+    return concatenate(outputs)

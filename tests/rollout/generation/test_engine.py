@@ -108,7 +108,6 @@ def test_new_weights_are_used_immediately() -> None:
     assert e.version == 1
     assert not torch.equal(e.generate(PROMPTS, sampling, seed=0).token, before.token)
     e.sleep()
-    e.wake()
     assert e.generate(PROMPTS, sampling, seed=0).token.shape == (7, 10)
 
 
