@@ -186,30 +186,6 @@ def _centre(score: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tenso
 
 
 @torch.no_grad()
-def return_to_go(
-    reward: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float,
-    steps: int | Tensor = 1,
-) -> Tensor:
-    """Return-to-go of each row, which uses no value.
-
-    G_t = r_t + γ^k·(1 − done_t)·G_{t+1}, G_T = 0
-
-    Returns:
-        float32 [T, N], 0 in masked rows.
-    """
-    # With V = 0 and λ = 1 the recursion of ``gae`` is that of the return.
-    zero = torch.zeros_like(reward)
-    return gae(
-        reward, zero, zero, terminated, truncated, mask, gamma=gamma, gae_lambda=1.0, steps=steps
-    )[0]
-
-
-@torch.no_grad()
 def estimate(t: Trajectory, c: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return advantage and returns of the estimator ``adv_type``, float32 [T, N].
 
@@ -245,7 +221,10 @@ def estimate(t: Trajectory, c: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if adv_type == "gae":
         return advantage, returns
     if adv_type in ("reinforce", "reinforce_plus_plus"):
-        return return_to_go(t.reward, *flags, gamma=c.gamma, steps=steps), returns
+        # G_t = r_t + γ^k·(1 − done_t)·G_{t+1}: the recursion of ``gae`` with V = 0 and λ = 1.
+        zero = torch.zeros_like(t.reward)
+        discounts = {"gamma": c.gamma, "gae_lambda": 1.0, "steps": steps}
+        return gae(t.reward, zero, zero, *flags, **discounts)[0], returns
     # The other estimators give one advantage, computed from the score, to all rows of a column.
     mask = t.mask.bool()
     score, valid = torch.where(mask, t.reward.double(), 0.0).sum(0), mask.any(0)  # [N]

@@ -1,4 +1,4 @@
-"""KL divergence from the reference policy: estimators and reward penalty.
+"""KL divergence from the reference policy: estimators.
 
 Δ = lp − lp_ref of the taken action, in nats; [..] is any shape of log-probabilities.
 """
@@ -72,23 +72,3 @@ def estimate(
     # The value is that of the estimator, the gradient that of k2.
     k2 = 0.5 * delta.square()
     return k2 - k2.detach() + value.detach()
-
-
-@torch.no_grad()
-def penalize(reward: Tensor, kl: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """Subtract the KL penalty from the rewards: r_t − β·kl_t in unmasked rows.
-
-    Source: Ziegler et al. 2019, eq. 2.
-
-    Args:
-        reward: [..].
-        kl: [.., *trailing], summed over trailing dimensions (parts of one action).
-        mask: bool [..].
-        coef: β.
-
-    Returns:
-        float32 [..].
-    """
-    # Parts of an action are independent, so their divergences add up.
-    kl = kl.flatten(reward.ndim).sum(-1) if kl.ndim > reward.ndim else kl
-    return torch.where(mask.bool(), reward - coef * kl, reward)

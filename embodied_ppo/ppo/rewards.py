@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from embodied_ppo.core.running_stats import RunningMoments, read_numbers
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig
-from embodied_ppo.ppo import advantages, kl, losses
+from embodied_ppo.ppo import advantages, losses
 from embodied_ppo.ppo.advantages import EPS
 
 
@@ -61,7 +61,10 @@ def shape_rewards(
 def subtract_kl_penalty(
     reward: Tensor, distance: Tensor, mask: Tensor, coef: float
 ) -> tuple[Tensor, Metrics]:
-    """Return rewards [T, N] minus coef times the KL to the reference, and the KL as a metric."""
+    """Return rewards minus the penalty, r_t − β·kl_t in unmasked rows, and the KL as a metric.
+
+    Source: Ziegler et al. 2019, eq. 2. All tensors are [T, N]; ``coef`` is β.
+    """
     # ``adapted_kl_coef`` reads the mean over sequences of the mean over tokens.
     _, columns = losses.minibatch_counts(mask, "column")
     assert columns is not None
@@ -69,7 +72,7 @@ def subtract_kl_penalty(
         columns, losses.aggregate(distance, mask, aggregation="seq-mean-token-mean")
     )
     metrics: Metrics = {"kl/to_reference": Mean(per_column * count, count), "kl/coef": coef}
-    return kl.penalize(reward, distance, mask, coef=coef), metrics
+    return torch.where(mask, reward - coef * distance, reward), metrics
 
 
 def clip_rewards(reward: Tensor, mask: Tensor, limit: float) -> Tensor:

@@ -324,15 +324,6 @@ def test_groups_ignore_fully_masked_columns(estimator):
     assert out[[2, 4, 5, 6, 7]].tolist() == [0.0] * 5  # not valid, or alone in its group
 
 
-def test_return_to_go_by_hand():
-    rows = column(
-        reward=[1.0, 2.0, 9.0, 4.0], value=[0.0] * 4, truncated=[0, 1, 0, 0], mask=[1, 1, 0, 1]
-    )
-    del rows["value"]
-    # 4 ; masked: 0 ; the clock stops it: 2 ; 1 + ½·2
-    assert advantages.return_to_go(**rows, gamma=0.5).flatten().tolist() == [2.0, 2.0, 0.0, 4.0]
-
-
 def test_reinforce_by_hand():
     """The return-to-go uses no value and is not whitened; a time limit ends the sum."""
     rows = column(
@@ -384,9 +375,11 @@ def test_estimate_selects_estimator():
     for name, estimator in (("grpo", advantages.grpo), ("rloo", advantages.rloo)):
         close(out[name][0], mask * estimator(score, 2, valid=mask.any(0)))
         assert (out[name][0][:, 2:] == 0).all()  # column 2 is alone
-    options = {name: rows[name] for name in ("reward", "terminated", "truncated", "mask")}
+    zero = torch.zeros(6, 4)
+    rewards_only = rows | {"value": zero, "next_value": zero}
+    to_go = advantages.gae(**rewards_only, gamma=0.99, gae_lambda=1.0)[0]
     for name in ("reinforce", "reinforce_plus_plus"):
-        close(out[name][0], advantages.return_to_go(**options, gamma=0.99))
+        close(out[name][0], to_go)
     centred = mask * advantages.grpo(score, 2, normalize_std=False, valid=mask.any(0))
     close(out["reinforce_plus_plus_baseline"][0], centred)
     for name in ADV_TYPES[1:]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import reference_numerics
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied_ppo.ppo import kl
+from embodied_ppo.ppo import kl, rewards
 
 SAMPLED = ("k1", "abs", "k2", "k3")
 
@@ -132,15 +133,12 @@ def test_full_by_hand_with_an_impossible_action():
 
 
 # ------------------------------------------------------------------------------------------ penalty
-def test_penalize():
+def test_penalty_by_hand():
     reward = torch.tensor([[1.0, 2.0], [0.0, 5.0]])
     mask = torch.tensor([[True, True], [True, False]])
     divergence = torch.tensor([[0.5, -1.0], [2.0, float("nan")]])
-    assert kl.penalize(reward, divergence, mask, coef=0.1).tolist() == [
-        pytest.approx([0.95, 2.1]),
-        pytest.approx([-0.2, 5.0]),
-    ]
-    parts = torch.stack([divergence * 0.25, divergence * 0.75], -1).unsqueeze(2)  # [T, N, C=1, A=2]
-    assert kl.penalize(reward, parts, mask, coef=0.1).equal(
-        kl.penalize(reward, divergence, mask, coef=0.1)
-    )
+    penalised, metrics = rewards.subtract_kl_penalty(reward, divergence, mask, 0.1)
+    assert penalised.tolist() == [pytest.approx([0.95, 2.1]), pytest.approx([-0.2, 5.0])]
+    # mean over columns of the mean over rows: ((0.5 + 2) / 2 - 1) / 2
+    mean: Any = metrics["kl/to_reference"]
+    assert mean.value == pytest.approx(0.125) and metrics["kl/coef"] == 0.1
