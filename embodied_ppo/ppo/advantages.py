@@ -18,7 +18,6 @@ from torch import Tensor
 
 from embodied_ppo.core.running_stats import Moments, expand, masked_moments, masked_sum
 from embodied_ppo.core.types import Trajectory
-from embodied_ppo.options.schema import AlgorithmConfig
 
 EPS = 1e-8
 
@@ -186,8 +185,16 @@ def _centre(score: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tenso
 
 
 @torch.no_grad()
-def estimate(t: Trajectory, c: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return advantage and returns of the estimator ``adv_type``, float32 [T, N].
+def estimate(
+    adv_type: str,
+    t: Trajectory,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    group_size: int = 1,
+    bootstrap_type: str = "standard",
+) -> tuple[Tensor, Tensor]:
+    """Return advantage and returns of the estimator named ``adv_type``, float32 [T, N].
 
     gae                           as ``gae``
     reinforce                     return-to-go of each row (Williams 1992)
@@ -203,27 +210,28 @@ def estimate(t: Trajectory, c: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     value where the time limit or the rollout cut it.
 
     Args:
+        adv_type: One of the names above.
         t: Shaped rewards, values, flags, mask and steps [T, N]; other fields are not read.
-        c: Options. ``group_size`` is the number of columns of a group.
+        gamma: As in ``gae``, and so are the arguments that are not listed.
+        group_size: Columns of a group, for the group-relative estimators.
     """
     flags, steps = (t.terminated, t.truncated, t.mask), 1 if t.steps is None else t.steps
-    adv_type, group_size = c.adv_type, c.group_size
     advantage, returns = gae(
         t.reward,
         t.value,
         t.next_value,
         *flags,
-        gamma=c.gamma,
-        gae_lambda=c.gae_lambda if adv_type == "gae" else 1.0,
+        gamma=gamma,
+        gae_lambda=gae_lambda if adv_type == "gae" else 1.0,
         steps=steps,
-        bootstrap_type=c.bootstrap_type,
+        bootstrap_type=bootstrap_type,
     )
     if adv_type == "gae":
         return advantage, returns
     if adv_type in ("reinforce", "reinforce_plus_plus"):
         # G_t = r_t + γ^k·(1 − done_t)·G_{t+1}: the recursion of ``gae`` with V = 0 and λ = 1.
         zero = torch.zeros_like(t.reward)
-        discounts = {"gamma": c.gamma, "gae_lambda": 1.0, "steps": steps}
+        discounts = {"gamma": gamma, "gae_lambda": 1.0, "steps": steps}
         return gae(t.reward, zero, zero, *flags, **discounts)[0], returns
     # The other estimators give one advantage, computed from the score, to all rows of a column.
     mask = t.mask.bool()

@@ -51,7 +51,14 @@ def estimate(
     """
     columns = [t] if len(groups) == 1 else split(t, len(groups))
     estimates = [
-        advantages.estimate(part, group.options)
+        advantages.estimate(
+            group.options.adv_type,
+            part,
+            gamma=group.options.gamma,
+            gae_lambda=group.options.gae_lambda,
+            group_size=group.options.group_size,
+            bootstrap_type=group.options.bootstrap_type,
+        )
         for part, group in zip(columns, groups, strict=True)
     ]
     parts, returns = zip(*estimates, strict=True)

@@ -160,7 +160,14 @@ class PPO(LearnerState):
         if grouped:
             advantage, returns, shares = group_advantages.estimate(rollout, self.groups)
         else:
-            advantage, returns = advantages.estimate(rollout, c)
+            advantage, returns = advantages.estimate(
+                c.adv_type,
+                rollout,
+                gamma=c.gamma,
+                gae_lambda=c.gae_lambda,
+                group_size=c.group_size,
+                bootstrap_type=c.bootstrap_type,
+            )
         measured, samples = metrics.of_advantages(advantage, returns, rollout, shares)
         results |= measured
         # PopArt: the loss reads (V − μ)/σ and (R − μ)/σ with statistics of the task's returns.

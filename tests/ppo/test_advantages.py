@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embodied_ppo.core import running_stats
-from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.ppo import advantages, losses
 
 GAMMA: dict[str, Any] = {"gamma": 0.99, "gae_lambda": 0.95}
@@ -25,8 +24,7 @@ ADV_TYPES += ("reinforce_plus_plus_baseline",)
 
 def estimate(adv_type: str, rows: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     """Call ``advantages.estimate`` with rows instead of a trajectory."""
-    config = AlgorithmConfig(adv_type=adv_type, **options)
-    return advantages.estimate(SimpleNamespace(steps=None, **rows), config)  # pyright: ignore[reportArgumentType]
+    return advantages.estimate(adv_type, SimpleNamespace(steps=None, **rows), **options)  # pyright: ignore[reportArgumentType]
 
 
 def random_rows(
