@@ -9,44 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodied_envs.base.errors import CheckpointError, ConfigError, one_line, show
+from embodied_envs.base.errors import CheckpointError, ConfigError, one_line
 from embodied_ppo.core import guarded_files
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config
 from embodied_ppo.tools import reexecution
+from embodied_ppo.tools.reexecution import Difference
 from embodied_ppo.training import checkpoint, metrics_digest
 from embodied_ppo.training.run_directory import digest, read_options
 from embodied_ppo.training.run_files import METRICS
 
 LOCATION = ("run_dir", "resume")
 """Options that say where a run is, which may differ between its copies of the options."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One place in which a run differs from its records or from its re-execution.
-
-    Attributes:
-        file: File or folder relative to the run's directory.
-        location: What differs in it: for example "option algorithm.lr".
-        update: Update of the location; None: none in particular.
-        stored: Value in the file.
-        expected: Value by ``source``.
-        source: Where ``expected`` comes from; "" if there are no two values.
-    """
-
-    file: str
-    location: str
-    update: int | None = None
-    stored: Any = None
-    expected: Any = None
-    source: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.file}: {self.location}"
-        if self.source:
-            text += f": stored {show(self.stored)}, {self.source} {show(self.expected)}"
-        return text
 
 
 @dataclass

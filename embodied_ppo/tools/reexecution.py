@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied_envs.base.errors import CheckpointError, ConfigError, show_path
+from embodied_envs.base.errors import CheckpointError, ConfigError, show, show_path
 from embodied_ppo.core.guarded_files import update_of
 from embodied_ppo.core.types import UpdateObserver
 from embodied_ppo.options import loader
@@ -195,10 +195,8 @@ def reexecute(
 
 
 # ---------------------------------------------------------------------------- compare with the run
-MACHINE_METRICS = ("time/", "speed/", "memory/", "device/")
-"""Prefixes of metrics that measure the machine. They differ between two executions of an update."""
-NOT_REEXECUTED = (*MACHINE_METRICS, "eval/")
-"""Prefixes of metrics that re-execution does not reproduce, and that no minibatch determines."""
+NOT_REEXECUTED = ("time/", "speed/", "memory/", "device/", "eval/")
+"""Prefixes of metrics that measure the machine, and of those that re-execution does not compute."""
 
 
 def metric_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -212,19 +210,33 @@ def metric_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class MetricDifference:
-    """A metric of an update that was executed again."""
+class Difference:
+    """One place in which a run differs from its records or from its re-execution.
 
-    update: int
-    name: str
-    stored: float | None
-    recomputed: float | None
+    Attributes:
+        file: File or folder relative to the run's directory.
+        location: What differs in it: for example "option algorithm.lr".
+        update: Update of the location; None: none in particular.
+        stored: Value in the file.
+        expected: Value by ``source``.
+        source: Where ``expected`` comes from; "" if there are no two values.
+    """
+
+    file: str
+    location: str
+    update: int | None = None
+    stored: Any = None
+    expected: Any = None
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"update {self.update}: {self.name}"
+        text = f"{self.file}: {self.location}"
+        if self.source:
+            text += f": stored {show(self.stored)}, {self.source} {show(self.expected)}"
+        return text
 
 
-def differing_metrics(run_dir: Path, repeated: Path) -> list[MetricDifference]:
+def differing_metrics(run_dir: Path, repeated: Path) -> list[Difference]:
     """Return the metrics in which re-executed updates differ from the run.
 
     Metrics that only the version of the run or this version has are not compared.
@@ -235,7 +247,7 @@ def differing_metrics(run_dir: Path, repeated: Path) -> list[MetricDifference]:
     """
     rows = metric_rows(run_dir)
     return [
-        MetricDifference(update, name, value, row[name])
+        Difference(METRICS, f"update {update}: {name}", update, value, row[name], "executed again")
         for update, row in metric_rows(repeated).items()
         for name, value in rows.get(update, {}).items()
         if not name.startswith(NOT_REEXECUTED) and row.get(name, value) != value
@@ -264,7 +276,7 @@ def repeat(
     if start < stop:
         say(f"executing updates {start + 1} to {stop} of {source_run} again")
     reexecute(source_run, out, start=start, stop=stop, observe=observe)
-    differing = [str(x) for x in differing_metrics(source_run, out)]
+    differing = [difference.location for difference in differing_metrics(source_run, out)]
     notes = rounding_notes(out)
     for line in notes if differing else ():
         say(line)

@@ -16,27 +16,15 @@ class StateDifference:
     """A leaf in which two states differ.
 
     Attributes:
-        name: Path of the leaf, "learner.optimizer.state.0.exp_avg".
-        stored: Value of the leaf, or of the first element that differs.
+        place: Path of the leaf, "learner.optimizer.state.0.exp_avg"; for a tensor also the index of
+            the first element that differs, and the number of such elements.
+        stored: Value of the leaf, or of that element.
         recomputed: The same in the other state.
-        index: Position of that element; None if the leaf is no tensor, or its shape or type differ.
-        elements: Number of elements that differ.
-        size: Number of elements of the leaf.
     """
 
-    name: str
+    place: str
     stored: Any
     recomputed: Any
-    index: tuple[int, ...] | None = None
-    elements: int = 1
-    size: int = 1
-
-    @property
-    def place(self) -> str:
-        """Name, index and number of elements."""
-        index = "" if not self.index else f", index {list(self.index)}"
-        count = f" ({self.elements} of {self.size} elements)" if self.elements > 1 else ""
-        return f"{self.name}{index}{count}"
 
 
 def state_differences(stored: Any, recomputed: Any, name: str = "") -> Iterator[StateDifference]:
@@ -102,6 +90,8 @@ def _tensor_difference(a: Tensor, b: Tensor, name: str) -> Iterator[StateDiffere
     bits = (x.reshape(-1, 1).view(torch.uint8) for x in (a, b))
     differs = torch.ne(*bits).any(1).reshape(a.shape) & ~(a.isnan() & b.isnan())
     if differs.any():
-        first = tuple(differs.nonzero()[0].tolist())
-        values = a[first].item(), b[first].item()
-        yield StateDifference(name, *values, first, int(differs.sum()), a.numel())
+        first = differs.nonzero()[0].tolist()
+        index, count = f", index {first}" if first else "", int(differs.sum())
+        elements = f" ({count} of {a.numel()} elements)" if count > 1 else ""
+        values = a[tuple(first)].item(), b[tuple(first)].item()
+        yield StateDifference(f"{name}{index}{elements}", *values)

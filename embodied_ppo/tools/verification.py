@@ -37,7 +37,8 @@ from embodied_ppo.evaluation import checkpoint_evaluation, report
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, EvaluateConfig
 from embodied_ppo.tools import recorded_files, reexecution
-from embodied_ppo.tools.recorded_files import Difference, RunFiles
+from embodied_ppo.tools.recorded_files import RunFiles
+from embodied_ppo.tools.reexecution import Difference
 from embodied_ppo.tools.state_differences import count_tensors, state_differences
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Progress
@@ -237,7 +238,7 @@ class _Verification:
                 self.executions.append(result)
                 try:
                     reexecution.reexecute(self.run_dir, out, start=start, stop=stop)
-                    found = [*self._metric_differences(out)]
+                    found = reexecution.differing_metrics(self.run_dir, out)
                     found += self._state_differences(stop, out, result)
                 except TrainingError as error:
                     location = f"the execution of {describe(start, stop)} failed: {one_line(error)}"
@@ -250,13 +251,6 @@ class _Verification:
         detail = f"{intervals}: {tensors} and {rows} of metrics, bit for bit"
         self._check("execution", differences, detail)
 
-    def _metric_differences(self, out: Path) -> Iterator[Difference]:
-        """Compare the metrics of an execution with those of the run."""
-        for d in reexecution.differing_metrics(self.run_dir, out):
-            location = f"update {d.update}, {d.name}"
-            values = d.stored, d.recomputed
-            yield Difference(METRICS, location, d.update, *values, "executed again")
-
     def _state_differences(
         self, update: int, out: Path, result: dict[str, Any]
     ) -> Iterator[Difference]:
@@ -267,8 +261,8 @@ class _Verification:
             again = checkpoint.load_file(out / "checkpoints" / folder.name / name)
             result["tensors"] += count_tensors(again)
             for d in state_differences(stored, again):
-                file, values = self.record.name(folder / name), (d.stored, d.recomputed)
-                yield Difference(file, d.place, update, *values, "executed again")
+                file = self.record.name(folder / name)
+                yield Difference(file, d.place, update, d.stored, d.recomputed, "executed again")
 
     # -------------------------------------------------------------------------------------- reports
     def _evaluate_reports(self) -> Iterator[Difference]:

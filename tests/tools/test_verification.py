@@ -203,7 +203,7 @@ def test_changed_metric_with_rewritten_digests(copy):
     content = verify(copy, updates=2, seed=SEED_OF_LAST)
     assert content["first_difference"].startswith("metrics.sha256: the digest of update ")
     second = content["differences"][-1]["text"]
-    assert second.startswith("metrics.jsonl: update 9, policy/entropy: stored 0.5, executed again")
+    assert second.startswith("metrics.jsonl: update 9: policy/entropy: stored 0.5, executed again")
 
 
 @pytest.mark.parametrize("metric", ["time/update_s", "eval/return"])
