@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from embodied_envs.base.errors import one_line
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
 from embodied_ppo.training.run_files import check_compared
@@ -28,13 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="score of an episode; auto: success if the task reports it",
     )
-    parser.add_argument(
-        "--references",
-        type=Path,
-        metavar="FILE",
-        help="JSON of runs of several tasks: {task: [LOW, HIGH], ..}, the returns with the"
-        " normalised scores 0 and 1; default: those of the worst and the best run",
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -44,23 +34,11 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("no runs; write embodied-ppo compare RUN RUN, or a folder of runs")
     for path in paths:
         check_compared(path)  # before torch is loaded
-    references = None if args.references is None else _read_references(args.references)
     from embodied_ppo.tools.policy_comparison import compare_lines
 
     with output.stdout_to_stderr():
-        content = compare_lines(paths, args.metric, lines, references=references, quiet=args.quiet)
+        content = compare_lines(paths, args.metric, lines, quiet=args.quiet)
     output.print_result(content, args, print_comparison)
-
-
-def _read_references(file: Path) -> dict[str, tuple[float, float]]:
-    """Read the returns of each task that normalise its scores."""
-    try:
-        content = json.loads(file.read_text())
-        return {task: (float(low), float(high)) for task, (low, high) in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f'--references {file}: write JSON like {{"Hopper-v4": [0, 2741]}}; {one_line(error)}'
-        ) from error
 
 
 def print_comparison(content: Mapping[str, Any]) -> None:

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
     output.print_aliases(loaded, args)
     from embodied_ppo.options.placement_memory import memory_rows
     from embodied_ppo.tools import memory_fit
+    from embodied_ppo.training.run_directory import replace_text
 
     file = None if args.out is None else output_file(args.out)
     fitted = memory_fit.fit(loaded.config, args.devices)
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> None:
     train_command = None
     if file is not None:
         try:
-            output.write_atomically(file, content)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(file, content)
         except OSError as error:
             raise ConfigError(
                 f"--out {file}: cannot be written ({error.strerror}); name another file"

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_ppo.core.guarded_files import as_json
@@ -82,11 +81,3 @@ def print_result(
         print(as_json(result), flush=True)
     else:
         show(result)
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write a file through a temporary one, and create its folder. Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".new")
-    temporary.write_text(text)
-    temporary.replace(file)

@@ -19,15 +19,13 @@ from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
 from embodied_ppo.commands import arguments, compare, output
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
 from embodied_ppo.core import guarded_files
-from embodied_ppo.options import batch_sizes
 from embodied_ppo.options.compose import PROGRAM, override_lines, prepare
 from embodied_ppo.options.schema import Config
 from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
 from embodied_ppo.tools.process_pool import POLL_S, ProcessPool, last_line, train_command
-from embodied_ppo.training.logging import LINE_EVERY_S
 from embodied_ppo.training.progress import Interrupts
 from embodied_ppo.training.run_directory import locked, replace_text
-from embodied_ppo.training.run_files import SWEEP, metric_rows
+from embodied_ppo.training.run_files import SWEEP
 
 FORMAT = 1
 """Version of sweep.json. Increase it when the meaning of a field changes."""
@@ -197,10 +195,10 @@ def _train(sweep: Sweep, args: argparse.Namespace) -> int:
             print(line, file=sys.stderr, flush=True)
 
     say(f"{sweep.folder}: {len(waiting)} of {total} runs, {size} at a time")
+    say(f"follow them with {PROGRAM} watch {sweep.folder}")
     for job in sweep.jobs if args.json else ():
         if job not in waiting and (summary := _summary(job)):
             output.print_result(_result(job, summary), args)
-    last_line_s = time.monotonic()
     try:
         with Interrupts(), ProcessPool(size) as pool:
             while waiting or running:
@@ -223,11 +221,6 @@ def _train(sweep: Sweep, args: argparse.Namespace) -> int:
                         environment={} if device is None else {"CUDA_VISIBLE_DEVICES": device},
                         folder=sweep.working_directory,
                     )
-                if time.monotonic() - last_line_s > LINE_EVERY_S:
-                    last_line_s = time.monotonic()
-                    states = (f"{name} {_state(job)}" for name, (job, _) in running.items())
-                    finished = total - len(waiting) - len(running)
-                    say(f"{finished} of {total} runs; {', '.join(states)}")
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
         print(
@@ -256,18 +249,6 @@ def _results_line(summary: Mapping[str, Any]) -> str:
     """Return the results of a finished run as text."""
     values = [f"{tag} {summary[tag]:.4g}" for tag in TAGS if summary.get(tag) is not None]
     return "  ".join([*values, f"in {summary['wall_s']:.0f} s"])
-
-
-def _state(job: SweepJob) -> str:
-    """Return the completed updates and the return of a running run as text."""
-    last: dict[str, float | None] = {}
-    with suppress(CheckpointError):  # it has no file before its first update
-        for _, row in metric_rows(job.folder):
-            last = row or last
-    value = last.get("rollout/return", last.get("rollout/reward"))
-    state = "" if value is None else f" return {value:.4g}"
-    total = batch_sizes.total_updates(job.loaded.config)
-    return f"{int(last.get('update') or 0)}/{total}{state}"
 
 
 # ----------------------------------------------------------------------------------------- results

@@ -84,10 +84,10 @@ def test_printed_command_trains_in_the_best_placement(
     assert all(row["measured_s"] > 0 and row["memory_gb"] > 0 for row in summary["placements"])
     assert list(tried.values()) == sorted(tried.values())
     assert summary["best"] == min(tried, key=lambda name: tried[name])
-    assert summary["file"] == "my_configs/placement/tuned_cartpole.yaml"
-    flags = [*SMALL, "+seed=3", "placement=tuned_cartpole"]
-    expected = ["embodied-ppo", "train", "--config-dir", "my_configs", *flags]
-    assert shlex.split(summary["command"]) == expected
+    command = shlex.split(summary["command"])
+    assert command[: len(SMALL) + 3] == ["embodied-ppo", "train", *SMALL, "+seed=3"]
+    assert command[len(SMALL) + 3].startswith("placement=")
+    assert command[-1].startswith("cluster.devices_per_node=")
     train_printed_command(capsys, summary)
 
 
@@ -120,16 +120,13 @@ def test_placements_of_four_language_models(capsys: pytest.CaptureFixture[str]) 
 def train_printed_command(
     capsys: pytest.CaptureFixture[str], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run the printed command and return the run's options, which contain those of the file."""
+    """Run the printed command and return the run's options, which contain those it names."""
     command = [*shlex.split(summary["command"])[1:], "--quiet", "--json"]
     assert main.main(command) == 0, capsys.readouterr().err
     run = json.loads(capsys.readouterr().out)
     assert run["updates"] == 2 and run.get("env_steps", 128) == 128
     options = yaml.safe_load((Path(run["run_dir"]) / "config.yaml").read_text())
-    settings = yaml.safe_load(Path(summary["file"]).read_text())
-    assert options["placement"] == settings["placement"]
-    for name, value in settings.get("cluster", {}).items():
-        assert options["cluster"][name] == value
+    assert f"placement={options['placement']}" in command
     return options
 
 
@@ -182,9 +179,3 @@ def test_simulators_apart_are_tried_with_one_and_two_stages() -> None:
     assert {"hybrid", "hybrid, 2 stages", "4 processes of simulators, 2 stages"} <= named.keys()
     named = placement_search.placements(replace(config, mode="reasoning"), devices=2, cores=4)
     assert not any("stages" in name or "simulators" in name for name in named)
-
-
-def test_unwritable_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("my_configs").write_text("")
-    assert main.main(["tune", *SMALL]) == 2
-    assert "my_configs/placement/tuned_cartpole.yaml: cannot be written" in capsys.readouterr().err

@@ -111,10 +111,9 @@ def test_runs_of_several_tasks(runs, tmp_path, capsys):
         # Another number of environments does not make the runs of a task another method.
         options = TINY | {"env__id": "Acrobot-v1", "env__num_envs": 4}
         ep.train("cartpole", algorithm__lr=lr, run_dir=folder / f"lr={lr}" / "acrobot", **options)
-    references = tmp_path / "references.json"
-    references.write_text('{"CartPole-v1": [0, 500], "Acrobot-v1": [-500, -100]}')
-    command = ["compare", folder, "episodes=5", f"--references={references}"]
-    content = run_command(capsys, *command, f"out={tmp_path / 'out'}")
+    references = {"CartPole-v1": [0, 500], "Acrobot-v1": [-500, -100]}
+    arguments = {"episodes": 5, "progress": False}
+    content = ep.compare(folder, references=references, out=tmp_path / "out", **arguments)
     assert [part["task"] for part in content["tasks"]] == ["CartPole-v1", "Acrobot-v1"]
     for i, method in enumerate(content["methods"]):
         cartpole, acrobot = (part["methods"][i]["runs"] for part in content["tasks"])
@@ -132,12 +131,12 @@ def test_runs_of_several_tasks(runs, tmp_path, capsys):
     page = Path(content["page"]).read_text()
     assert "Share of runs above" in page and page.count('class="band k') == 2
     # Without references each task has the range of its runs.
-    arguments = [*map(str, command[:3]), f"out={tmp_path / 'two'}"]
-    assert main.main([arguments[0], "--quiet", *arguments[1:]]) == 0
+    command = ["compare", "--quiet", str(folder), "episodes=5", f"out={tmp_path / 'two'}"]
+    assert main.main(command) == 0
     assert "Acrobot-v1" in capsys.readouterr().out
-    references.write_text('{"CartPole-v1": [0, 500]}')
-    assert main.main([*map(str, command[:4]), "--quiet", f"out={tmp_path / 'three'}"]) == 2
-    assert "add Acrobot-v1" in capsys.readouterr().err
+    del references["Acrobot-v1"]
+    with pytest.raises(ConfigError, match="add Acrobot-v1"):
+        ep.compare(folder, references=references, out=tmp_path / "three", **arguments)
 
 
 @pytest.mark.slow

@@ -163,26 +163,16 @@ class ExportedPolicy:
         """
         if not self.memory:
             return self.outputs_of(arrays)
-        count = len(next(iter(arrays.values())))
-        _, first, index = np.unique(
-            self.golden["episode"][:count], return_index=True, return_inverse=True
-        )
-        step = np.arange(count) - first[index]  # rows of an episode are consecutive
-        state, results = self.initial_memory(len(first)), {}
-        for t in range(int(step.max()) + 1):
-            rows_now = np.flatnonzero(step == t)
-            episodes = index[rows_now]
+        episode, state, steps = self.golden["episode"], {}, []
+        for t in range(len(next(iter(arrays.values())))):  # rows of an episode are consecutive
+            if t == 0 or episode[t] != episode[t - 1]:
+                state = self.initial_memory(1)
             outputs = self.outputs_of(
-                {
-                    **{name: x[rows_now] for name, x in arrays.items()},
-                    **{name: x[episodes] for name, x in state.items()},
-                }
+                {**{name: x[t : t + 1] for name, x in arrays.items()}, **state}
             )
-            for name in self.memory:
-                state[name][episodes] = outputs.pop(NEXT + name)
-            for name, x in outputs.items():
-                results.setdefault(name, np.zeros((count, *x.shape[1:]), x.dtype))[rows_now] = x
-        return results
+            state = {name: outputs.pop(NEXT + name) for name in self.memory}
+            steps.append(outputs)
+        return {name: np.concatenate([x[name] for x in steps]) for name in steps[0]}
 
     def _check_observation(self, observation):
         """Return {name: array with a batch dimension}, and whether the caller has given one."""
