@@ -56,7 +56,7 @@ COMMANDS = {
     "plan": "placement=hybrid cluster.num_nodes=2",
     "tune": "experiment=tabletop_token cluster.devices_per_node=2",
     "watch": "runs/NAME --port 8000",
-    "fit": "experiment=tabletop_token --devices 1 --out my_configs/experiment/small.yaml",
+    "fit": "experiment=tabletop_token --devices 1 > my_configs/experiment/small.yaml",
     "doctor": "",
     "export": "checkpoint=runs/NAME/DATE-SEED out=DIR",
     "config": "experiment=quickstart --only gamma",
