@@ -284,18 +284,16 @@ def _recognise(source: Source, peer: str, file: str) -> None:
         for name, framework in FRAMEWORKS.items()
     }
     likely = max(known, key=lambda name: known[name])
-    name, total = FRAMEWORKS[peer].name, len(source.values)
+    name, total, label = FRAMEWORKS[peer].name, len(source.values), shorten(file, 90)
     if known[peer] * 2 < known[likely] and known[likely] * 2 > total:
         raise ConfigError(
-            f"write import-config {likely}: {shorten(file, 90)} looks like"
-            f" {FRAMEWORKS[likely].name}'s ({known[likely]} of its {total} options, {known[peer]}"
-            f" are {name}'s)"
+            f"write import-config {likely}: {label} looks like {FRAMEWORKS[likely].name}'s"
+            f" ({known[likely]} of its {total} options, {known[peer]} are {name}'s)"
         )
     if not known[peer]:
         first = shorten(", ".join(list(source.values)[:3]), 100)
         raise ConfigError(
-            f"name a YAML file with {name}'s options: {shorten(file, 90)} holds none of them; it"
-            f" has {first}"
+            f"name a YAML file with {name}'s options: {label} holds none of them; it has {first}"
         )
 
 
@@ -365,13 +363,18 @@ def _drop_removed(migration: Migration) -> None:
     """Drop options that this version has no more, or refuse their values."""
     defaults = {path: option.default for path, option in loader.describe(Config).items()}
     for path in sorted(migration.options.keys() & REMOVED.keys()):
-        value = migration.options.pop(path)
-        accepted = REMOVED[path].accepts(value, defaults | migration.options)
-        for row in [row for row in migration.mapped if path in row["ours"]]:
-            del row["ours"][path]
-            if not row["default"] and not row["ours"]:
-                rows = migration.meaningless if accepted else migration.refused
-                rows.append(_row(row["theirs"], row["value"], REMOVED[path].hint))
+        accepted = REMOVED[path].accepts(migration.options[path], defaults | migration.options)
+        rows = migration.meaningless if accepted else migration.refused
+        _drop(migration, path, REMOVED[path].hint, rows)
+
+
+def _drop(migration: Migration, path: str, reason: str, rows: list[dict[str, Any]]) -> None:
+    """Drop an option of ours, and add those of the file that became it to ``rows``."""
+    del migration.options[path]
+    for row in [row for row in migration.mapped if path in row["ours"]]:
+        del row["ours"][path]
+        if not row["default"]:
+            rows.append(_row(row["theirs"], row["value"], reason))
     migration.mapped = [row for row in migration.mapped if row["ours"]]
 
 
@@ -387,14 +390,10 @@ def _drop_unread(migration: Migration, file: str) -> None:
         unset = migration.options[path] in (None, False)  # a value that means "not this"
         if (not other and path not in unread) or unset:
             continue
-        value = migration.options.pop(path)
         condition = f"mode={readers.mode_of(path)}" if other else unread[path]
-        for row in [row for row in migration.mapped if path in row["ours"]]:
-            del row["ours"][path]
-            if not row["default"]:
-                reason = f"{path} = {show(value)} is not read here; it needs {condition}"
-                migration.meaningless.append(_row(row["theirs"], row["value"], reason))
-    migration.mapped = [row for row in migration.mapped if row["ours"]]
+        value = show(migration.options[path])
+        reason = f"{path} = {value} is not read here; it needs {condition}"
+        _drop(migration, path, reason, migration.meaningless)
 
 
 def migrate(peer: str, file: str, out: str | None) -> dict[str, Any]:

@@ -48,15 +48,8 @@ def reinpp_kl_beta(value: Any, source: Source) -> Answer:
     return {"algorithm.use_kl_in_reward": bool(value), **coefficient}
 
 
-def training_top_k(value: Any, source: Source) -> Any:
-    off = not value or value < 0 or value >= 1_000_000
-    return Reason("off, as here") if off else value
-
-
 def filter_rewards(value: Any, source: Source) -> Answer:
     """Map RLinf's filter of groups, which does not replace the groups that it drops: one round."""
-    if not value:
-        return Reason("off, as here")
     return {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 1}
 
 
@@ -171,12 +164,6 @@ def model_type(value: Any, source: Source) -> Answer:
     return answer
 
 
-def checkpoint(value: Any, source: Source) -> Answer:
-    if not trains_robot(source):
-        return REASONS["ELSEWHERE"]
-    return {"model.checkpoint": value} if value else Reason("empty: a new model, as here")
-
-
 # ------------------------------------------------------------------------------------------ devices
 def component_placement(value: Any, source: Source) -> Answer:
     """Map components to devices; the component inference is the actor here."""
@@ -205,9 +192,9 @@ RLINF = load(
     "rlinf",
     {
         **rules.SHARED,
-        **rules.by_name(kl_beta, reinpp_kl_beta, training_top_k, filter_rewards, per_step),
+        **rules.by_name(kl_beta, reinpp_kl_beta, filter_rewards, per_step),
         **rules.by_name(reward_type, critic_warmup, minibatches, length, rollout, evaluation),
-        **rules.by_name(env_type, model_type, checkpoint, component_placement),
+        **rules.by_name(env_type, model_type, component_placement),
         "clip_ratio": rules.clip_ratio("algorithm"),
         "adam_betas": rules.adam_betas("actor.optim."),
         "warmup_steps": rules.warmup_steps(),

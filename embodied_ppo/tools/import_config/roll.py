@@ -140,7 +140,7 @@ ROLL = load(
         **rules.by_name(estimator, epochs, reward_clip, old_norm, norm, aggregation, dual_clip),
         **rules.by_name(target_kl, sequence_length, roll_devices.placement),
         "adam_betas": rules.adam_betas("actor_train.training_args."),
-        **rules.by_name(roll_devices.critic_devices, roll_devices.reference_devices),
+        **rules.by_name(roll_devices.reference_devices),
         "kl_loss": lambda value, source: {
             "algorithm.use_kl_loss": value,
             "algorithm.kl_loss_type": "k3",

@@ -82,12 +82,6 @@ def placement(value: Any, source: Source) -> Answer:
     }
 
 
-def critic_devices(value: Any, source: Source) -> Answer:
-    if has_critic(source):
-        return placement(value, source)
-    return Reason("this estimator has no critic")
-
-
 def reference_devices(value: Any, source: Source) -> Answer:
     if has_reference(source):
         return placement(value, source)

@@ -78,32 +78,15 @@ def loss_mode(value: Any, source: Source) -> Answer:
     return {"algorithm.policy_loss": "cispo"} if value == "cispo" else REASONS["OTHER_LOSS"]
 
 
-def clip_ratio_c(value: Any, source: Source) -> Any:
-    if source.get(LOSS_MODE) == "cispo":
-        return Reason("not read there either: policy_loss.loss_mode = cispo")
-    return value
-
-
 def group_filter(value: Any, source: Source) -> Answer:
     """Map the filter of groups. verl's compares a metric, ours compares success."""
     metric = source.get("algorithm.filter_groups.metric", "acc")
-    if not value:
-        return Reason("off, as here")
     if metric != "acc":
         return Reason(
             f"their filter compares {metric}, ours success; write algorithm.group_filter=success if"
             " the grader returns acc"
         )
     return {"algorithm.group_filter": "success"}
-
-
-def filter_rounds(value: Any, source: Source) -> Answer:
-    """Map the maximum number of rounds of the filter."""
-    if isinstance(group_filter(True, source), Reason):
-        return Reason("read with filter_groups.metric=acc only")
-    if not value or value < 1:
-        return Reason("no limit there; here algorithm.group_filter_rounds=8")
-    return {"algorithm.group_filter_rounds": value}
 
 
 def betas(value: Any, source: Source) -> Answer:
@@ -113,26 +96,14 @@ def betas(value: Any, source: Source) -> Answer:
 
 
 # ------------------------------------------------------------------------------------ batches, data
-def micro_batch(value: Any, source: Source) -> Answer:
-    """Map the micro-batch size of one device."""
-    if source.get(f"{ACTOR}.use_dynamic_bsz"):
-        return Reason("not read there either: use_dynamic_bsz limits the tokens")
-    return Reason("null: not set") if value is None else {"algorithm.micro_batch_size": value}
-
-
-def micro_batch_of_all(value: Any, source: Source) -> Answer:
+def micro_batch_of_all(value: Any, source: Source) -> int:
     """Map the deprecated micro-batch size, which counts all devices together."""
-    return micro_batch(None if value is None else max(1, value // count_gpus(source)), source)
+    return max(1, value // count_gpus(source))
 
 
-def dynamic_batch(value: Any, source: Source) -> Answer:
+def token_limit(value: Any, source: Source) -> Any:
     """Map micro-batches of a number of tokens; their default is 16384."""
-    limit = source.get(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
-    return {"algorithm.micro_batch_tokens": limit} if value else Reason("off, as here")
-
-
-def total_epochs(value: Any, source: Source) -> Answer:
-    return REASONS["ELSEWHERE" if updates(source) else "EPOCHS"]
+    return source.get(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
 
 
 def max_response(value: Any, source: Source) -> Answer:
@@ -152,9 +123,8 @@ VERL = load(
     "verl",
     {
         **rules.SHARED,
-        **rules.by_name(devices, estimator, aggregation, loss_mode, clip_ratio_c, group_filter),
-        **rules.by_name(filter_rounds, betas, micro_batch, micro_batch_of_all, dynamic_batch),
-        **rules.by_name(total_epochs, max_response, grader),
+        **rules.by_name(devices, estimator, aggregation, loss_mode, group_filter, betas),
+        **rules.by_name(micro_batch_of_all, token_limit, max_response, grader),
         "clip_ratio": rules.clip_ratio(ACTOR),
         "warmup_steps": rules.warmup_steps(),
         "warmup_fraction": rules.warmup_fraction(updates),
