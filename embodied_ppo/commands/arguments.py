@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,15 +173,12 @@ def describe_own_options(command: str) -> str:
         return ""
     cls = OWN_OPTIONS[command]
     options = [o for o in describe(cls).values() if "." not in o.path]
-    name_width = max(len(f"{o.path}={show(o.default)}") for o in options)
-    width = max(40, min(120, shutil.get_terminal_size().columns) - name_width - 4)
-    lines = ["own options, with their defaults:"]
+    rows = []
     for o in options:
         reader = readers(cls)[o.path]
         needed = "; ".join(condition.text for condition in reader.conditions)
         meaning = f"({reader.mode}) " if reader.mode else ""
         meaning += " ".join(o.meaning.split()) + (f" (with {needed})" if needed else "")
-        first, *others = textwrap.wrap(meaning, width, break_on_hyphens=False)
-        lines.append(f"  {f'{o.path}={show(o.default)}':<{name_width}}  {first}")
-        lines += [" " * (name_width + 4) + line for line in others]
-    return "\n".join(lines)
+        rows.append([f"{o.path}={show(o.default)}", meaning])
+    lines = output.layout(rows, min(120, shutil.get_terminal_size().columns) - 2)
+    return "\n".join(["own options, with their defaults:", *(f"  {line}" for line in lines)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,33 +18,28 @@ if TYPE_CHECKING:
 __all__ = ["as_json"]
 
 
+def layout(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Return lines with aligned columns; the last column is wrapped at ``width`` characters."""
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
+    lines = []
+    for *cells, last in rows:
+        head = "".join(f"{cell:<{n}}  " for cell, n in zip(cells, widths, strict=True))
+        parts = [last]
+        if width is not None:
+            # No column is narrower than 40 characters: the terminal wraps such lines.
+            parts = textwrap.wrap(last, max(40, width - len(head)), break_on_hyphens=False) or [""]
+        lines += [f"{head}{parts[0]}".rstrip(), *(" " * len(head) + part for part in parts[1:])]
+    return lines
+
+
 def table(rows: Sequence[Sequence[str]], *, title: str = "") -> None:
     """Print rows with aligned columns; on a terminal the last column is wrapped."""
-    if not rows:
-        return
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        grid = Table(
-            title=title or None,
-            title_justify="left",
-            box=None,
-            show_header=False,
-            padding=(0, 2, 0, 0),
-        )
-        for i in range(len(rows[0])):
-            grid.add_column(overflow="fold", style="bold" if i == 0 else None)
-        for row in rows:
-            grid.add_row(*(cell.replace("[", r"\[") for cell in row))
-        Console().print(grid)
-        return
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    if title:
+    indent = "  " if title else ""
+    width = shutil.get_terminal_size().columns - len(indent) if sys.stdout.isatty() else None
+    if rows and title:
         print(title)
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print(("  " if title else "") + "  ".join([*cells, row[-1]]).rstrip())
+    for line in layout(rows, width):
+        print(indent + line)
 
 
 def stdout_to_stderr() -> contextlib.AbstractContextManager[object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class Minibatch:
     value: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replay:
     """An update that was executed again.
 
@@ -65,12 +65,12 @@ class Replay:
 
     run: Path
     update: int
-    rollout: Mapping[str, Tensor]
-    minibatches: list[Minibatch]
-    minibatch_unit: Literal["step", "column"]
-    metrics: Mapping[str, float]
-    differences: list[str]
-    notes: list[str]
+    rollout: dict[str, Tensor] = field(default_factory=dict)
+    minibatches: list[Minibatch] = field(default_factory=list)
+    minibatch_unit: Literal["step", "column"] = "step"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def num_envs(self) -> int:
@@ -90,13 +90,8 @@ class Replay:
             ConfigError: The folder cannot be written.
         """
         path = out / f"update_{self.update:06d}.pt"
-        content = {field.name: getattr(self, field.name) for field in fields(self)}
-        content |= {
-            "run": str(self.run),
-            "rollout": dict(self.rollout),
-            "minibatches": [asdict(m) for m in self.minibatches],
-            "metrics": dict(self.metrics),
-        }
+        content = {part.name: getattr(self, part.name) for part in fields(self)}
+        content |= {"run": str(self.run), "minibatches": [asdict(m) for m in self.minibatches]}
         with report_write_errors(out):
             out.mkdir(parents=True, exist_ok=True)
             torch.save(content, path.with_suffix(".new"))
@@ -131,61 +126,42 @@ def replay(
     if out is not None:
         check_writable(out)
     start, _ = reexecution.nearest_start(source_run, update - 1, bar.say)
-    recorder = _Recorder(update - 1)
+    result = Replay(source_run.resolve(), update)
     with tempfile.TemporaryDirectory(prefix="embodied-ppo-replay-") as folder:
-        differences, notes = reexecution.repeat(
-            source_run,
-            Path(folder) / "run",
-            start=start,
-            stop=update,
-            say=bar.say,
-            observe=recorder,
+        repeated, recorder = Path(folder) / "run", _Recorder(result)
+        result.differences, result.notes = reexecution.repeat(
+            source_run, repeated, start=start, stop=update, say=bar.say, observe=recorder
         )
-    result = Replay(
-        source_run.resolve(),
-        update,
-        recorder.rollout,
-        recorder.minibatches,
-        recorder.minibatch_unit,
-        recorder.metrics,
-        differences,
-        notes,
-    )
     if out is not None:
         result.save(out)
     return result
 
 
 class _Recorder:
-    """Keeps the experience and the minibatches of one update; ``core.types.UpdateObserver``."""
+    """Adds experience and minibatches to the replay; ``core.types.UpdateObserver``."""
 
-    def __init__(self, update: int) -> None:
-        """Create a recorder of an update, counted from 0."""
-        self.update, self.active = update, False
-        self.rollout: dict[str, Tensor] = {}
-        self.minibatches: list[Minibatch] = []
-        self.metrics: dict[str, float] = {}
-        self.minibatch_unit: Literal["step", "column"] = "step"
+    def __init__(self, result: Replay) -> None:
+        self.result, self.active = result, False
 
     def on_experience(self, experience: Trajectory, *, update: int) -> None:
-        self.active = update == self.update
+        self.active = update == self.result.update - 1  # counted from 0
         if not self.active:
             return
-        for field in fields(experience):
-            if field.name != "kept":
-                self.rollout |= _named(field.name, getattr(experience, field.name))
+        for part in fields(experience):
+            if part.name != "kept":
+                self.result.rollout |= _named(part.name, getattr(experience, part.name))
 
     def on_batch(self, batch: Samples, *, loss: Any) -> None:
         if not self.active:
             return
         self._batch, self._loss = batch, loss
-        self.minibatch_unit = loss.config.minibatch_unit
-        shape = self.rollout["mask"].shape[:2]
+        unit = self.result.minibatch_unit = loss.config.minibatch_unit
+        shape = self.result.rollout["mask"].shape[:2]
         for name in ("value", "advantage", "returns", "weight", "ref_log_prob"):
             x = getattr(batch, name, None)  # each loss has its own fields
             if x is not None:
-                x = x if self.minibatch_unit == "column" else x.unflatten(0, shape)
-                self.rollout[name] = x.detach().cpu().clone()
+                x = x if unit == "column" else x.unflatten(0, shape)
+                self.result.rollout[name] = x.detach().cpu().clone()
 
     def before_minibatch(self, index: Tensor, *, epoch: int) -> None:
         if self.active:
@@ -194,18 +170,19 @@ class _Recorder:
     def after_minibatch(self, statistics: Mapping[str, float]) -> None:
         if self.active:
             epoch, index, log_ratio, value = self._minibatch_before_step
-            self.minibatches.append(Minibatch(epoch, index, dict(statistics), log_ratio, value))
+            minibatch = Minibatch(epoch, index, dict(statistics), log_ratio, value)
+            self.result.minibatches.append(minibatch)
 
     def on_update(self, metrics: Metrics) -> None:
         if self.active:
-            self.metrics = numbers(metrics)
+            self.result.metrics = numbers(metrics)
 
     @torch.no_grad()
     def _evaluate(self, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return log-ratios and values of a minibatch, in parts of micro_batch_size samples."""
         if not isinstance(self._loss, PolicyLoss):
             return None, None
-        unit = self.minibatch_unit
+        unit = self.result.minibatch_unit
         dim, rows = (1, self._batch.mask.shape[0]) if unit == "column" else (0, 1)
         limit = self._loss.config.micro_batch_size or len(index) * rows
         ratios: list[Tensor] = []

@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,7 @@ class Migration:
             tree["defaults"] = [{f"override /{k}": v} for k, v in overrides_of_groups.items()]
         for path, value in {**dict.fromkeys(self.to_write, MISSING), **self.options}.items():
             *parents, leaf = path.split(".")
-            node = tree
-            for name in parents:
-                node = node.setdefault(name, {})
-            node[leaf] = value
+            reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[leaf] = value
         body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
         return (
             f"# @package _global_\n# Written by embodied-ppo import-config {self.peer}; set the"

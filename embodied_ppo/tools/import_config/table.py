@@ -17,7 +17,7 @@ a mapping with
 * ``only``: the values that equal what happens here; ``hint`` is the reason for all others;
 * ``neutral``: values that switch off what does not exist here; ``except``: value -> reason;
 * ``read_if``: a path that must be set for their code to read the option, or path -> values;
-* ``unless``: a path that takes precedence if it is set;
+* ``unless``: a path, or a list of paths, that takes precedence if it is set;
 * ``embodied`` and ``reasoning``: what the option becomes in each mode.
 """
 
@@ -154,10 +154,11 @@ def _not_read(entry: Entry, source: Source) -> Reason | None:
         value = source.get(path)
         if not (value if accepted is None else value in _as_list(accepted)):
             return Reason(f"not read there either: {path} = {show(value)}")
-    other = source.get(entry["unless"]) if "unless" in entry else None
-    if other is None or (isinstance(other, int) and other < 0):
-        return None
-    return Reason(f"{entry['unless']} takes precedence there, too")
+    for path in _as_list(entry.get("unless", [])):
+        other = source.get(path)
+        if not (other is None or (isinstance(other, int) and other < 0)):
+            return Reason(f"{path} takes precedence there, too")
+    return None
 
 
 def _has(names: Mapping[Any, Any], value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from embodied_envs.base.errors import show
 from embodied_ppo.tools.import_config import rules
-from embodied_ppo.tools.import_config.table import REASONS, Answer, Reason, Rule, Source
+from embodied_ppo.tools.import_config.table import Answer, Reason, Rule, Source
 
 
 def size_product(source: Source, *names: str) -> int:
@@ -65,13 +65,8 @@ def training_rules(
         total = updates(source)
         return no_length if total is None else {"updates": total}
 
-    def epochs(value: Any, source: Source) -> Answer:
-        if updates(source) is None:
-            return REASONS["EPOCHS"]
-        return Reason("the number of steps takes precedence")
-
     return {
         **rules.SHARED,
         "adam_betas": rules.adam_betas(),
-        **rules.by_name(batches, interval, warmup_ratio, strategy, micro_batch, length, epochs),
+        **rules.by_name(batches, interval, warmup_ratio, strategy, micro_batch, length),
     }
