@@ -133,13 +133,7 @@ def _placements(config: Config, devices: int) -> Iterator[Config]:
         yield config
         return
     yield replace(config, cluster=replace(c, num_nodes=1, devices_per_node=devices))
-    fused = replace(
-        c,
-        num_nodes=1,
-        node_groups={},
-        component_placement={},
-        max_lag=0,
-    )
+    fused = replace(c, num_nodes=1, node_groups={}, component_placement={}, max_lag=0)
     # Each learner needs an environment or a prompt.
     a = config.algorithm
     learners = a.rollout_batch_size if config.mode == "reasoning" else config.env.num_envs

@@ -36,12 +36,7 @@ from embodied_ppo.options.batch_sizes import total_updates
 from embodied_ppo.options.compose import override_lines, prepare
 from embodied_ppo.options.schema import Config
 from embodied_ppo.options.sweeps import Choice, Interval, search_ranges
-from embodied_ppo.tools.process_pool import (
-    ONE_THREAD,
-    ProcessPool,
-    last_line,
-    train_command,
-)
+from embodied_ppo.tools.process_pool import ONE_THREAD, ProcessPool, last_line, train_command
 from embodied_ppo.training.progress import Interrupts, Progress
 from embodied_ppo.training.run_directory import locked
 from embodied_ppo.training.run_files import metric_rows

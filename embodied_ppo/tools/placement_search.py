@@ -153,12 +153,7 @@ def search(
     validation.check_tuning(config, explicit)
     config = absolute(config)
     notices = set[str]()
-    with (
-        Interrupts(),
-        Progress(quiet) as bar,
-        highest_matmul_precision(),
-        ExitStack() as stack,
-    ):
+    with Interrupts(), Progress(quiet) as bar, highest_matmul_precision(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="embodied-ppo-tune-")))
 
         def notice(line: str) -> None:
@@ -172,11 +167,7 @@ def search(
         cluster = replace(config.cluster, devices_per_node=hardware.per_node[0])
         # The duration of an update depends on a language model's warm start, which determines when
         # responses end, but not on the cloning of a robot's policy.
-        config = replace(
-            config,
-            cluster=cluster,
-            cloning=replace(config.cloning, steps=0),
-        )
+        config = replace(config, cluster=cluster, cloning=replace(config.cloning, steps=0))
         # Updates from the middle of the run on are measured, with compiled code only if the run
         # uses it by then.
         updates = total_updates(config)

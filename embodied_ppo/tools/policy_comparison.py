@@ -272,17 +272,13 @@ def option_differences(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 def _check_same_tasks(methods: Sequence[ComparedMethod]) -> None:
     """Raise ConfigError if modes or tasks differ; other options are in the table."""
-    first = methods[0]
-    for method in methods[1:]:
-        for path in ("mode", "env.id"):
-            expected, value = (
-                ", ".join(sorted({str(run.options.get(path)) for run in x.runs}))
-                for x in (first, method)
-            )
-            if value != expected:
+    for path in ("mode", "env.id"):
+        values = [", ".join(sorted({str(x.options.get(path)) for x in m.runs})) for m in methods]
+        for method, value in zip(methods, values, strict=True):
+            if value != values[0]:
                 raise ConfigError(
-                    f"{method.runs[0].path}: {path} is {value}, and {expected} in"
-                    f" {first.runs[0].path}; compare runs of the same tasks"
+                    f"{method.runs[0].path}: {path} is {value}, and {values[0]} in"
+                    f" {methods[0].runs[0].path}; compare runs of the same tasks"
                 )
 
 
@@ -369,7 +365,10 @@ def _content(
                 ],
             }
         )
-    differences = [_difference(methods[0], method, binary=binary) for method in methods[1:]]
+    differences = []
+    for a, b in ((methods[0], method) for method in methods[1:]):
+        result = comparison.difference(a.scores, b.scores, binary=binary)
+        differences.append(_entry(a, b, result, comparison.win_rate(a.scores, b.scores)))
     return {
         "format": FORMAT,
         "mode": reference_run.config.mode,
@@ -383,12 +382,6 @@ def _content(
         "options": option_differences([method.runs[0] for method in methods]),
         "versions": dict(sorted(versions().items())),
     }
-
-
-def _difference(a: ComparedMethod, b: ComparedMethod, *, binary: bool) -> dict[str, Any]:
-    """Return the difference of two methods, an entry of comparison.json."""
-    result = comparison.difference(a.scores, b.scores, binary=binary)
-    return _entry(a, b, result, comparison.win_rate(a.scores, b.scores))
 
 
 def _entry(

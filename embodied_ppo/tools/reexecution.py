@@ -142,8 +142,7 @@ def options(run_dir: Path, update: int) -> Config:
         if options_hash(stored) != expected:
             raise CheckpointError(
                 f"restore {show_path(file)}: its options were changed after the run wrote them"
-                f" (config_hash {expected} in {checkpoint.MANIFEST}), so update {update} cannot be"
-                " executed again"
+                f" (config_hash {expected} in {checkpoint.MANIFEST})"
             )
     return loader.load(Config, {**stored, "resume": None}, source=f"{loader.STORED}, {file}")
 

@@ -12,9 +12,7 @@ from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_envs.base.random import env_seeds
 from embodied_envs.types import VectorEnv
 from embodied_ppo.evaluation import language_evaluation, robot_evaluation
-from embodied_ppo.options.schema import (
-    Config,
-)
+from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import causal_lm, peft_files, robot_policy
 from embodied_ppo.policies.checkpoint_files import copy_permissions
 from embodied_ppo.policies.vla.pi0 import PI0
@@ -22,10 +20,7 @@ from embodied_ppo.policies.vla.pretrained import CheckpointVLA
 from embodied_ppo.rollout import environments
 from embodied_ppo.tools.deploy import bundle
 from embodied_ppo.training.progress import Progress
-from embodied_ppo.training.run_directory import (
-    export_folder,
-    report_write_errors,
-)
+from embodied_ppo.training.run_directory import export_folder, report_write_errors
 from embodied_ppo.training.trained_run import TrainedRun, open_run
 
 # ------------------------------------------------------------------------------------ data of a run

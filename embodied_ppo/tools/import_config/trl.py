@@ -13,14 +13,7 @@ from typing import Any
 
 from embodied_envs.base.errors import ConfigError, shorten
 from embodied_ppo.tools.import_config import rules
-from embodied_ppo.tools.import_config.table import (
-    REASONS,
-    Answer,
-    Framework,
-    Reason,
-    Source,
-    load,
-)
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, Reason, Source, load
 from embodied_ppo.tools.import_config.trl_batches import step_responses, training_rules
 from embodied_ppo.tools.import_config.trl_grpo import GRPO, LOSSES, OTHER_LOSSES, TRAINERS
 

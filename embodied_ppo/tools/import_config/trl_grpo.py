@@ -6,14 +6,7 @@ import math
 from typing import Any
 
 from embodied_ppo.tools.import_config import rules
-from embodied_ppo.tools.import_config.table import (
-    REASONS,
-    Answer,
-    Reason,
-    Source,
-    load,
-    read_table,
-)
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Reason, Source, load, read_table
 from embodied_ppo.tools.import_config.trl_batches import (
     size_product,
     step_responses,
