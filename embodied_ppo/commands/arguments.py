@@ -38,10 +38,12 @@ def add_config_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
 
 
-def add_override_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+def add_override_arguments(
+    parser: argparse.ArgumentParser, command: str, metavar: str = "option=value", meaning: str = ""
+) -> None:
     """Add option=value, --config-dir, --json and --quiet."""
-    see = f"see `{PROGRAM} config{f' {command}' if command in PRIMARY else ''}`"
-    parser.add_argument("overrides", nargs="*", type=quoted, metavar="option=value", help=see)
+    see = meaning or f"see `{PROGRAM} config{f' {command}' if command in PRIMARY else ''}`"
+    parser.add_argument("overrides", nargs="*", type=quoted, metavar=metavar, help=see)
     parser.add_argument(
         "--config-dir",
         metavar="DIR",

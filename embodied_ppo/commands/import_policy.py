@@ -10,7 +10,7 @@ from typing import Any
 from embodied_envs.base.errors import choose, show
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
-from embodied_ppo.options.compose import prepare, quoted
+from embodied_ppo.options.compose import prepare
 
 NAMES = ("sb3", "rsl_rl", "cleanrl")
 """Libraries, which ``tools.import_policy.libraries`` reads."""
@@ -20,21 +20,14 @@ IMPORT_OPTIONS = ("normalizer", "critic")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        type=quoted,
+    arguments.add_override_arguments(
+        parser,
+        "import-policy",
         metavar="LIBRARY FILE | option=value",
-        help=f"{', '.join(NAMES)}; its checkpoint; normalizer=FILE of a library that keeps the"
+        meaning=f"{', '.join(NAMES)}; its checkpoint; normalizer=FILE of a library that keeps the"
         " normaliser of observations apart; critic=new for an untrained value function; then"
         " options of the run (for example experiment, env.id, run_dir)",
     )
-    parser.add_argument(
-        "--config-dir",
-        metavar="DIR",
-        help="folder of your own configs; searched before the shipped configs",
-    )
-    arguments.add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
