@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -15,15 +14,14 @@ from torch import Generator, Tensor
 from embodied_envs.base import tree
 from embodied_envs.base.errors import ConfigError, EnvError
 from embodied_envs.observation_reader import ObservationReader
-from embodied_envs.types import ActionSpec, Obs, ObsSpec
+from embodied_envs.types import Obs, VectorEnv
 from embodied_ppo.core.devices import select_device
 from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number
-from embodied_ppo.core.history import ObservationHistory
 from embodied_ppo.core.recurrent_state import EpisodeMemory, memory_size
 from embodied_ppo.core.types import Policy
 from embodied_ppo.evaluation import robot_evaluation
 from embodied_ppo.evaluation.episodes import GROUP, check_decision, policy_device
-from embodied_ppo.options.schema import Config, RealismConfig
+from embodied_ppo.options.schema import RealismConfig
 from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.history_env import HistoryEnv
 from embodied_ppo.training.progress import Progress
@@ -45,47 +43,28 @@ class TrainedPolicy:
         network: The policy as a ``torch.nn.Module`` (``core.types.Policy``), with its normaliser.
     """
 
-    def __init__(
-        self,
-        network: Policy,
-        *,
-        config: Config,
-        checkpoint: Path,
-        update: int,
-        action_spec: ActionSpec,
-        obs_spec: ObsSpec,
-        read: Callable[[Any], tuple[Obs, bool]],
-        to_simulator: Callable[[Tensor], Any],
-        history: ObservationHistory | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, network: Policy, run: TrainedRun, env: VectorEnv, *, seed: int) -> None:
         """Wrap a policy with its weights.
 
         Args:
             network: The policy, in evaluation mode.
-            config: Options of the training.
-            checkpoint: Directory of the checkpoint.
-            update: Updates that were completed.
-            action_spec: See the class.
-            obs_spec: See the class.
-            read: Converts observations; returns tensors [N, ..], and whether there was a dimension
-                N (``embodied_envs.observation_reader``).
-            to_simulator: Maps the policy's actions [N, ..] to the simulator's units.
-            history: Builds what the policy reads from the last observations; None: it reads the
-                newest one only.
+            run: The run that trained it.
+            env: The simulator, which converts observations and actions and is not stepped.
             seed: Seed of sampled actions.
         """
-        self.history = history
+        # Builds what the policy reads from the last observations; None: it reads the newest one.
+        self.history = env.history if isinstance(env, HistoryEnv) else None
         self._memory: EpisodeMemory | None = None
         self._previous: dict[str, Tensor] = {}
-        self.network, self.config = network, config
-        self.checkpoint, self.update = checkpoint, update
-        self.obs_spec, self.action_spec = obs_spec, action_spec
-        self._read, self._to_simulator = read, to_simulator
+        self.network, self.config = network, run.config
+        self.checkpoint, self.update = run.source.path, run.source.update
+        self.obs_spec = env.obs_spec if self.history is None else self.history.raw_spec
+        self.action_spec = env.action_spec
+        self._read, self._to_simulator = ObservationReader(env), env.to_simulator
         self._generator = Generator(device=policy_device(network)).manual_seed(seed)
         # ``evaluate`` computes GROUP rows at a time, and the last bits of a matrix product depend
         # on their number. For a large model the rows cost more than equal bits are worth.
-        self._rows = GROUP if config.model.policy == "actor_critic" else None
+        self._rows = GROUP if run.config.model.policy == "actor_critic" else None
 
     @property
     def has_memory(self) -> bool:
@@ -247,16 +226,4 @@ def policy_of(
         environments.make_env, config=config.env, device=device, task=task, model=config.model
     )
     policy, env = robot_evaluation.restore(run, config, factory, allow=allow_changed_task)
-    history = env.history if isinstance(env, HistoryEnv) else None
-    return TrainedPolicy(
-        policy.eval(),
-        config=run.config,
-        checkpoint=run.source.path,
-        update=run.source.update,
-        action_spec=env.action_spec,
-        obs_spec=env.obs_spec if history is None else history.raw_spec,
-        history=history,
-        read=ObservationReader(env),
-        to_simulator=env.to_simulator,
-        seed=seed,
-    )
+    return TrainedPolicy(policy.eval(), run, env, seed=seed)

@@ -212,8 +212,8 @@ def ranges(
         if text not in names and not low <= high < count:
             raise PlacementError(
                 f"{label}: {show(part)} is no {unit}, and there {'are' if count > 1 else 'is'}"
-                f" {count} (0-{count - 1}); write {', '.join(names)}, a number, a range as 0-3, a"
-                " list of these, or set cluster.num_nodes and cluster.devices_per_node"
+                f" {count} (0-{count - 1}); write {', '.join(names)}, a number, a range as 0-3 or a"
+                " list of these (cluster.num_nodes and devices_per_node set their number)"
             )
         positions += names.get(text, range(low, high + 1))
     if len(set(positions)) < len(positions):
@@ -282,8 +282,7 @@ def _ranks(
     for rank in ranks:
         if len({hardware.node(d) for d in rank}) > 1:
             raise PlacementError(
-                f"{label}: a process would have devices {show(list(rank))} of two nodes; write"
-                f" processes: {count}"
+                f"{label}: devices {show(list(rank))} of two nodes; write processes: {count}"
             )
     return ranks
 
@@ -323,8 +322,7 @@ def _preset(name: str, hardware: Hardware, roles: Sequence[str]) -> tuple[Group,
     """Return the groups of a preset without the roles that the run does not have."""
     if "env" not in roles and "env" in PRESETS[name] and "half" in PRESETS[name]["env"]:
         raise PlacementError(
-            f"placement = {name}: sets the simulators apart, and a language model has none; use"
-            " fused, colocated or disaggregated"
+            f"placement = {name}: sets the simulators apart; use fused, colocated or disaggregated"
         )
     groups = list[Group]()
     for entry, devices in PRESETS[name].items():
@@ -332,7 +330,7 @@ def _preset(name: str, hardware: Hardware, roles: Sequence[str]) -> tuple[Group,
         if members and "half" in devices and hardware.total < 2:
             raise PlacementError(
                 f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or"
-                " set the available devices with cluster.devices_per_node"
+                " set cluster.devices_per_node"
             )
         if members:
             groups.append(_group(",".join(members), devices, hardware))
@@ -346,9 +344,8 @@ def _check_lag(p: Plan) -> None:
             continue
         if common := set(p.group(learner).devices) & set(p.group(role).devices):
             raise PlacementError(
-                f"cluster.max_lag = {p.max_lag}: {role} and {learner} share device"
-                f" {min(common)}, so they cannot run at once; write cluster.max_lag=0, or give"
-                f" {learner} its own devices (placement=disaggregated)"
+                f"write cluster.max_lag=0, or placement=disaggregated: with {p.max_lag} {role} and"
+                f" {learner} run at once, but share device {min(common)}"
             )
 
 
@@ -367,9 +364,8 @@ def check_group_filter(p: Plan, group_filter: str | None) -> None:
     parts = p.processes("rollout") * p.stages
     if group_filter is not None and parts > 1:
         raise PlacementError(
-            f"algorithm.group_filter = {group_filter}: one rollout fills the batch, but the"
-            f" placement has {parts} (processes of rollout x cluster.stages); place rollout in one"
-            " process with cluster.stages=1, or write algorithm.group_filter=null"
+            f"place rollout in one process with cluster.stages=1, not {parts} parts, or write"
+            f" algorithm.group_filter=null: one rollout fills the batch of {group_filter}"
         )
 
 

@@ -176,20 +176,17 @@ def _check_cloning(config: Config) -> None:
     validation.check_command(config, "clone")
     refuse(
         config.mode == "reasoning",
-        "mode = reasoning: clone is for robot policies; a language model is warmed up by train, see"
-        " warm_start.steps",
+        "write train with warm_start.steps: clone does not train models of mode = reasoning",
     )
     refuse(
         config.model.policy == "actor_critic",
-        "model.policy = actor_critic: cannot be cloned; write model.policy=token, flow or gaussian,"
-        " or experiment=tabletop_token",
+        "write model.policy=token, flow or gaussian: clone does not train actor_critic",
     )
     refuse(config.cloning.steps == 0, "write cloning.steps=1500: cloning.steps=0 trains nothing")
     continuation = "continue with PPO: embodied-ppo train resume={} run_dir=NEW"
     refuse(
         config.resume is not None,
-        f"resume = {config.resume}: clone starts a new run; remove it, or"
-        f" {continuation.format(config.resume)}",
+        f"remove resume, or {continuation.format(config.resume)}: clone starts a new run",
     )
     refuse(
         config.run_dir is not None and checkpoint.steps(Path(config.run_dir) / "checkpoints"),

@@ -153,8 +153,7 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
         # The same command therefore starts a run and continues it after an interruption.
         if run_dir is None or not checkpoint.steps(run_dir / "checkpoints"):
             say(
-                f"resume=auto: no checkpoint of {config.name!r} with seed {config.seed} yet;"
-                " starting a new run"
+                f"resume=auto: {config.name!r} with seed {config.seed} starts, without a checkpoint"
             )
             return run_dir or new_run_dir(config), None
         return run_dir, "newest"
