@@ -322,7 +322,8 @@ def _preset(name: str, hardware: Hardware, roles: Sequence[str]) -> tuple[Group,
     """Return the groups of a preset without the roles that the run does not have."""
     if "env" not in roles and "env" in PRESETS[name] and "half" in PRESETS[name]["env"]:
         raise PlacementError(
-            f"placement = {name}: sets the simulators apart; use fused, colocated or disaggregated"
+            f"placement = {name}: sets the simulators apart, and a language model has none; use"
+            " fused, colocated or disaggregated"
         )
     groups = list[Group]()
     for entry, devices in PRESETS[name].items():
@@ -344,8 +345,8 @@ def _check_lag(p: Plan) -> None:
             continue
         if common := set(p.group(learner).devices) & set(p.group(role).devices):
             raise PlacementError(
-                f"write cluster.max_lag=0, or placement=disaggregated: with {p.max_lag} {role} and"
-                f" {learner} run at once, but share device {min(common)}"
+                f"write cluster.max_lag=0, or placement=disaggregated: {role} and {learner} share"
+                f" device {min(common)}, but cluster.max_lag = {p.max_lag}"
             )
 
 
@@ -364,8 +365,8 @@ def check_group_filter(p: Plan, group_filter: str | None) -> None:
     parts = p.processes("rollout") * p.stages
     if group_filter is not None and parts > 1:
         raise PlacementError(
-            f"place rollout in one process with cluster.stages=1, not {parts} parts, or write"
-            f" algorithm.group_filter=null: one rollout fills the batch of {group_filter}"
+            "write algorithm.group_filter=null, or place rollout in one process with"
+            f" cluster.stages=1: {group_filter} needs one rollout, and there are {parts}"
         )
 
 
