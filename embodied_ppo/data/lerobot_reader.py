@@ -131,8 +131,6 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
             file, episode and frame), or the images need more than half of the free memory.
     """
     folder = Path(folder)
-    if limit is not None and limit < 1:
-        raise ConfigError(f"{folder}: limit={limit} must be at least 1 episode")
     info = read_info(folder)
     features = info["features"]
     with reading(folder / "meta/info.json"):

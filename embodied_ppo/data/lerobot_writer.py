@@ -18,17 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from embodied_envs.base.errors import ConfigError
-from embodied_ppo.data import video_encoder
-from embodied_ppo.data.lerobot_reader import (
-    ACTION,
-    CAMERA,
-    CHUNK,
-    STATE,
-    VERSION,
-    episode_rows,
-    read_info,
-    read_tasks,
-)
+from embodied_ppo.data import lerobot_reader, video_encoder
+from embodied_ppo.data.lerobot_reader import ACTION, CAMERA, CHUNK, STATE, VERSION
 from embodied_ppo.data.lerobot_tables import check_finite
 from embodied_ppo.data.parquet import check_pyarrow, reading
 
@@ -189,7 +180,7 @@ class Writer:
                 )
             self._publish()
             return
-        info = read_info(self.folder)
+        info = lerobot_reader.read_info(self.folder)
         expected = {"codebase_version": VERSION, "fps": self._fps, **_essential(self._features)}
         present = {key: info[key] for key in ("codebase_version", "fps")}
         present |= _essential(info["features"])
@@ -200,8 +191,10 @@ class Writer:
                     f" {expected.get(key)}; choose another folder, or the options of the first"
                     " recording"
                 )
-        self._tasks = {text: index for index, text in read_tasks(self.folder, VERSION).items()}
-        self._rows = episode_rows(self.folder)
+        self._tasks = {
+            text: index for index, text in lerobot_reader.read_tasks(self.folder, VERSION).items()
+        }
+        self._rows = lerobot_reader.episode_rows(self.folder)
         with reading(f"{self.folder}/meta/episodes (written by other software?)"):
             for row in self._rows:
                 index = {name: row[f"meta/episodes/{name}"] for name in self._file_indices()}

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from embodied_envs.base.errors import CheckpointError, ConfigError
+from embodied_envs.base.errors import CheckpointError
 
 BASE = "base_sha256"
 """Entry of a state_dict, uint8 [32]: digest of the directory that holds the weights which the
@@ -171,16 +171,8 @@ def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
         module: Module to adapt.
         rank: Rank of the adapters.
         alpha: Scale: adapters are multiplied by alpha / rank.
-
-    Raises:
-        ConfigError: The module has no linear layer.
     """
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    if not names:
-        raise ConfigError(
-            f"model.lora_rank={rank}: {type(module).__name__} has no linear layers; write"
-            " lora_rank=0"
-        )
     module.requires_grad_(False)
     for name in names:
         layer = module.get_submodule(name)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,31 +33,25 @@ follows them.
 """
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """Contents of an adapter directory.
-
-    Attributes:
-        rank: Rank of the adapters.
-        alpha: Scale of the adapters, see ``lora.LoRALinear``.
-        parameters: Weights by their names in the publisher's model, ``M.lora_A.weight``.
-    """
-
-    rank: int
-    alpha: float
-    parameters: Mapping[str, Tensor]
-
-
-def save(adapter: Adapter, source: str | Path, out: str | Path) -> None:
+def save(
+    parameters: Mapping[str, Tensor],
+    source: str | Path,
+    out: str | Path,
+    *,
+    rank: int,
+    alpha: float,
+) -> None:
     """Write an adapter of the model in ``source``, and copy the other files except weights.
 
     ``use_peft`` is added to lerobot's config.json, so that lerobot reads the base model and the
     adapter.
 
     Args:
-        adapter: The adapter.
+        parameters: Weights by their names in the publisher's model, ``M.lora_A.weight``.
         source: Directory of the base model; its absolute path is stored.
         out: Directory to write.
+        rank: Rank of the adapters.
+        alpha: Scale of the adapters, see ``lora.LoRALinear``.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -74,18 +67,17 @@ def save(adapter: Adapter, source: str | Path, out: str | Path) -> None:
     if "type" in raw:
         _write_json(out / "config.json", raw | {"use_peft": True})
     modules = {False: set[str](), True: set[str]()}
-    for name in adapter.parameters:
+    for name in parameters:
         adapted = any(part in name for part in ADAPTERS)
         modules[adapted].add(name.rsplit(".", 2 if adapted else 1)[0])
-    alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
     _write_json(
         out / CONFIG,
         {
             "peft_type": "LORA",
             "task_type": None,
             "base_model_name_or_path": str(source),
-            "r": adapter.rank,
-            "lora_alpha": alpha,
+            "r": rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -95,44 +87,34 @@ def save(adapter: Adapter, source: str | Path, out: str | Path) -> None:
             "modules_to_save": sorted(modules[False]) or None,
         },
     )
-    tensors = {PREFIX + name: x.detach().contiguous() for name, x in adapter.parameters.items()}
+    tensors = {PREFIX + name: x.detach().contiguous() for name, x in parameters.items()}
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
     copy_permissions(out)
 
 
-def load(folder: str | Path) -> Adapter:
-    """Read an adapter that ``save`` wrote.
+@torch.no_grad()
+def load_into(parameters: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Copy an adapter that ``save`` wrote into a policy that has adapters of the same rank.
+
+    Args:
+        parameters: Name in the publisher's model -> trained parameter of the policy.
+        folder: Directory of the adapter.
 
     Raises:
-        ConfigError: adapter_config.json is missing or damaged.
+        CheckpointError: The adapter has other parameter names.
         OSError: The weights cannot be read.
     """
     from safetensors.torch import load_file
 
-    raw = read_json(Path(folder) / CONFIG, f"out={folder}", "name the directory of an adapter")
-    tensors = load_file(Path(folder) / WEIGHTS)
-    parameters = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
-    return Adapter(int(raw["r"]), float(raw["lora_alpha"]), parameters)
-
-
-@torch.no_grad()
-def apply(adapter: Adapter, parameters: Mapping[str, Tensor]) -> None:
-    """Copy an adapter into the parameters of a policy that has adapters of the same rank.
-
-    Args:
-        adapter: The adapter.
-        parameters: Name in the publisher's model -> trained parameter of the policy.
-
-    Raises:
-        CheckpointError: The adapter has other parameter names.
-    """
-    if different := sorted(adapter.parameters.keys() ^ parameters.keys()):
+    stored = load_file(Path(folder) / WEIGHTS)
+    names = {PREFIX + name: name for name in parameters}
+    if different := sorted(stored.keys() ^ names.keys()):
         raise CheckpointError(
             f"{different[0]}: missing or unexpected in the adapter ({len(different)} in all); use"
             " the model that it was trained with"
         )
-    for name, x in adapter.parameters.items():
-        parameters[name].copy_(x)
+    for key, name in names.items():
+        parameters[name].copy_(stored[key])
 
 
 def check_no_adapter(folder: str | Path) -> None:

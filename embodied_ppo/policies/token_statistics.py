@@ -84,9 +84,9 @@ def _logit_gradient(
     ref_hidden: Tensor | None,
     ref_weight: Tensor | None,
     head: Head,
+    constant: Tensor,
     by_log_prob: Tensor | None,
     log_prob_factor: Tensor | None,
-    constant: Tensor,
     by_distance: Tensor | None,
 ) -> Tensor:
     """Return the gradient with respect to the logits z of a chunk, [m, V], in ``head.dtype``.
@@ -188,7 +188,7 @@ class TokenStatistics(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(action), head.rows):
             rows = slice(start, start + head.rows)
-            factors = (by_log_prob, log_prob_factor, constant, by_distance)
+            factors = (by_log_prob, log_prob_factor, by_distance)
             d = _logit_gradient(
                 hidden[rows],
                 weight,
@@ -196,6 +196,7 @@ class TokenStatistics(torch.autograd.Function):
                 None if ref_hidden is None else ref_hidden[rows],
                 ref_weight,
                 head,
+                constant[rows],
                 *(x if x is None else x[rows] for x in factors),
             )
             torch.mm(d, weight, out=hidden_grad[rows])

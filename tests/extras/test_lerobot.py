@@ -202,16 +202,16 @@ def test_peft_reads_an_exported_adapter(
             if p.requires_grad:
                 p.add_(0.05 * torch.randn_like(p))
     expected = act(policy, obs)
-    adapter = peft_files.Adapter(4, 6.0, policy.published_parameters(run / "policy"))
-    peft_files.save(adapter, run / "policy", run / "adapter")
+    parameters = policy.published_parameters()
+    peft_files.save(parameters, run / "policy", run / "adapter", rank=4, alpha=6.0)
     actions = run_lerobot(family, run)
     difference = float((actions - expected).abs().max() / expected.abs().max())
     print(f"{family}, adapter: largest difference {difference:.2g}")
     assert (before - expected).abs().max() > 0.01 and difference < 1e-5
-    trained = [name for name in adapter.parameters if ".lora_B." in name]
+    trained = [name for name in parameters if ".lora_B." in name]
     with torch.no_grad():  # the adapters have an effect of their own
         for name in trained:
-            adapter.parameters[name].zero_()
+            parameters[name].zero_()
     assert (act(policy, obs) - expected).abs().max() > 0.001
 
 
@@ -235,8 +235,8 @@ def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path)
         for p in policy.parameters():
             if p.requires_grad:
                 p.add_(0.05 * torch.randn_like(p))
-    adapter = peft_files.Adapter(4, 6.0, policy.published_parameters(base))
-    peft_files.save(adapter, base, tmp_path / "adapter")
+    trained = policy.published_parameters()
+    peft_files.save(trained, base, tmp_path / "adapter", rank=4, alpha=6.0)
     pretrained.export(policy, base, tmp_path / "merged")
     program = Path(__file__).with_name("peft_merge.py")
     arguments = [str(tmp_path / "adapter"), str(tmp_path / "theirs.safetensors")]

@@ -124,7 +124,7 @@ def test_actions(decode: str, tmp_path: Path) -> None:
 
     ids, mask = pad_left(prompts, CONFIG.pad_token_id)
     model = OpenVLA(body, None, actions=C * A)
-    context = model.embed_prompt(model.encode_images(images), ids, mask, mask)
+    context = model.embed_prompt(model.encode_images(images), ids, mask)
     bins = our_bins(model, context, decode)
     actions = openvla_files.ActionTokens.from_config(CONFIG).actions(bins.view(B, -1, A))
     theirs = torch.stack([expected[f"actions{i}"] for i in range(B)]).view_as(actions)

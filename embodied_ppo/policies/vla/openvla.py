@@ -341,18 +341,15 @@ class Prompts(nn.Module):
     Attributes:
         ids: int64 [S, L].
         mask: bool [S, L], not padding.
-        position: int64 [S, 1, L], arbitrary in padding.
     """
 
     ids: Tensor
     mask: Tensor
-    position: Tensor
 
-    def __init__(self, ids: Tensor, mask: Tensor, position: Tensor) -> None:
+    def __init__(self, ids: Tensor, mask: Tensor) -> None:
         super().__init__()
         self.register_buffer("ids", ids, persistent=False)
         self.register_buffer("mask", mask, persistent=False)
-        self.register_buffer("position", position, persistent=False)
 
 
 class OpenVLA(InferenceModule):
@@ -377,15 +374,6 @@ class OpenVLA(InferenceModule):
         self.hidden_size = int(body.language_model.config.hidden_size)
 
     @property
-    def recompute(self) -> bool:
-        """Whether activations are recomputed in the backward pass."""
-        return self.body.recompute
-
-    @recompute.setter
-    def recompute(self, value: bool) -> None:
-        self.body.recompute = self.trunk.module.recompute = value
-
-    @property
     def language(self) -> Any:
         """Language model, whose linear layers get adapters."""
         return self.body.language_model.model
@@ -398,14 +386,14 @@ class OpenVLA(InferenceModule):
     def prompts(self, sentences: Sequence[str]) -> Prompts:
         """Return the tokenised prompts of sentences."""
         ids, mask = encode_prompts(self.tokenize, sentences, pad=self.body.config.pad_token_id)
-        return Prompts(ids, mask, (mask.cumsum(1) - 1).unsqueeze(1))
+        return Prompts(ids, mask)
 
     def encode_images(self, images: Tensor) -> dict[str, Tensor]:
         """Return the visual tokens of images uint8 [B, K, 3, H, W]."""
         return {"/visual": self.body.vision(images)}
 
     def embed_prompt(
-        self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor, position: Tensor
+        self, image_features: dict[str, Tensor], ids: Tensor, mask: Tensor
     ) -> Embedded:
         """Concatenate BOS, the visual tokens and the other tokens of the prompt; S = P + L.
 
@@ -414,7 +402,6 @@ class OpenVLA(InferenceModule):
             ids: int64 [B, L] of ``encode_prompts``: the first token of a row is BOS, the last one
                 is in the last column.
             mask: bool [B, L], not padding.
-            position: Unused.
         """
         visual, words = image_features["/visual"], self._embed(ids)
         bos = self._embed(torch.full_like(ids[:, :1], BOS))

@@ -378,7 +378,7 @@ class PI0(Flow, lora.Adapted):
         }
         save(trained, source, out, self.rename)
 
-    def published_parameters(self, source: str | Path) -> dict[str, Tensor]:
+    def published_parameters(self) -> dict[str, Tensor]:
         """Return the trained parameters of the published model by their names there."""
         return {
             substitute(name, self.published_names).replace(".default.", "."): p

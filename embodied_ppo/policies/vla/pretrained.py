@@ -178,7 +178,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         body.center_crop = config.center_crop
         stop = not config.omit_stop_token
         model = OpenVLA(body, tokenize, actions=self.chunk * self.size, stop_token=stop)
-        model.recompute = config.gradient_checkpointing
+        body.recompute = model.trunk.module.recompute = config.gradient_checkpointing
         return model
 
     # --------------------------------------------------------------------------- trained parameters
@@ -210,12 +210,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """Do nothing: dropout would make log-probabilities random."""
         return self
 
-    def published_parameters(self, source: str | Path) -> dict[str, Tensor]:
-        """Return the trained parameters of OpenVLA by their names there.
-
-        Args:
-            source: The directory that the policy was built from.
-        """
+    def published_parameters(self) -> dict[str, Tensor]:
+        """Return the trained parameters of OpenVLA by their names there."""
         return {
             name.replace(".default.", "."): p
             for name, p in self.body.body.named_parameters()
@@ -246,7 +242,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         """
         images, table = self.trunk.images(obs), self.trunk.table
         rows = self.trunk.instruction_index(obs, len(images), images.device)
-        inputs = {f"/{name}": getattr(table, name)[rows] for name in ("ids", "mask", "position")}
+        inputs = {f"/{name}": getattr(table, name)[rows] for name in ("ids", "mask")}
         if self.vision_learns:
             return inputs | {"/images": images}
         encode = lambda part: self._encode_images(part["images"])
@@ -280,9 +276,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
         )
         with lora.autocast(self.device, self.dtype):
-            return self.body.embed_prompt(
-                image_features, inputs["/ids"], inputs["/mask"], inputs["/position"]
-            )
+            return self.body.embed_prompt(image_features, inputs["/ids"], inputs["/mask"])
 
     # --------------------------------------------------------------------------------------- tokens
     def hidden(self, context: Any, bins: Tensor | None) -> Tensor:

@@ -109,9 +109,9 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
         expected = policy.evaluate(policy.encode(obs), before.action, before.replay)
         with report_write_errors(out):
             if adapter:
-                trained = policy.published_parameters(source)
+                trained = policy.published_parameters()
                 rank, alpha = config.model.lora_rank, config.model.lora_alpha
-                peft_files.save(peft_files.Adapter(rank, alpha, trained), source, out)
+                peft_files.save(trained, source, out, rank=rank, alpha=alpha)
             else:
                 policy.export(config.model.checkpoint, out)
         exported = _read_exported(config, env, out, adapter=adapter)
@@ -140,14 +140,12 @@ def _read_exported(
         out: The written directory.
         adapter: Whether it holds adapters only.
     """
-    model = replace(config.model, checkpoint=str(out), lora_rank=0)
     if not adapter:
+        model = replace(config.model, checkpoint=str(out), lora_rank=0)
         return robot_policy.make_policy(replace(config, model=model), env)
-    adapters = peft_files.load(out)
-    model = replace(config.model, lora_rank=adapters.rank, lora_alpha=adapters.alpha)
-    policy = robot_policy.make_policy(replace(config, model=model), env)
+    policy = robot_policy.make_policy(config, env)
     assert isinstance(policy, CheckpointVLA | PI0)
-    peft_files.apply(adapters, policy.published_parameters(str(model.checkpoint)))
+    peft_files.load_into(policy.published_parameters(), out)
     return policy
 
 

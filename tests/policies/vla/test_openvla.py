@@ -103,7 +103,7 @@ def model_of(body: OpenVLABody, actions: int = A, **options: bool) -> OpenVLA:
 
 def embed(model: OpenVLA, images: Tensor, ids: Tensor, mask: Tensor) -> Embedded:
     """Return the embeddings of images and prompts."""
-    return model.embed_prompt(model.encode_images(images), ids, mask, mask)
+    return model.embed_prompt(model.encode_images(images), ids, mask)
 
 
 def hidden_states(
