@@ -47,7 +47,7 @@ from embodied_ppo.policies.vla.prefix import (
     positions,
 )
 from embodied_ppo.policies.vla.published_weights import PublishedTensor, Rename, save, substitute
-from embodied_ppo.policies.vla.trunk import WORDS, ObservationEncoder
+from embodied_ppo.policies.vla.trunk import WORDS, ObservationEncoder, pad_rows
 from embodied_ppo.policies.vla.vla_policy import (
     ValueHead,
     action_size,
@@ -124,9 +124,7 @@ class PI0Trunk(ObservationEncoder):
 
         Without sentences the result is that of one empty sentence.
         """
-        rows = [list(self.tokenize(sentence)) for sentence in sentences or ("",)]
-        width = max(map(len, rows))
-        return torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.int64)
+        return pad_rows([self.tokenize(sentence) for sentence in sentences or ("",)], PAD)
 
     def check_words(self) -> None:
         """Check that the ids of the tokenizer have embeddings.

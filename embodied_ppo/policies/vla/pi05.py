@@ -27,7 +27,7 @@ from embodied_ppo.policies.vla import pi0_files
 from embodied_ppo.policies.vla.pi0 import PAD, PI0, PI0Trunk
 from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published
 from embodied_ppo.policies.vla.prefix import PrefixCache
-from embodied_ppo.policies.vla.trunk import WORDS
+from embodied_ppo.policies.vla.trunk import WORDS, pad_rows
 
 BINS = 256
 """Intervals of [-1, 1] that a number of the state is rounded down to."""
@@ -137,8 +137,8 @@ class PromptTrunk(PI0Trunk):
         edges = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64)[:-1]
         for name, x in (
             ("edges", edges),
-            ("numbers", _pad_rows(numbers)),
-            ("end", _pad_rows([self.prompt_tokenizer.ids(END)])),
+            ("numbers", pad_rows(numbers, PAD)),
+            ("end", pad_rows([self.prompt_tokenizer.ids(END)], PAD)),
         ):
             self.register_buffer(name, x, persistent=False)
 
@@ -170,9 +170,8 @@ class PromptTrunk(PI0Trunk):
 
     def sentence_table(self, sentences: Sequence[str]) -> Tensor:
         """See ``PI0Trunk.sentence_table``: the words before the state."""
-        return _pad_rows(
-            [self.prompt_tokenizer.prompt(sentence) for sentence in sentences or ("",)]
-        )
+        prompt = self.prompt_tokenizer.prompt
+        return pad_rows([prompt(sentence) for sentence in sentences or ("",)], PAD)
 
     def encode(self, obs: Obs) -> dict[str, Tensor]:
         """See ``PI0Trunk.encode``. Padding may be between words; it has no position."""
@@ -206,9 +205,3 @@ class PI05(PI0):
     def embed_actions(self, context: PrefixCache, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """See ``PI0.embed_actions``."""
         return self.embed(x, tau)
-
-
-def _pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows of ids as int64 [n, width], padded with PAD."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])

@@ -59,11 +59,13 @@ def word_ids(sentence: str, buckets: int) -> list[int]:
 @functools.lru_cache(maxsize=4)
 def sentence_table(sentences: tuple[str, ...], buckets: int) -> Tensor:
     """Return the word ids of each sentence, int64 [S, L]."""
-    rows = [word_ids(sentence, buckets) for sentence in sentences]
-    width = max(1, *(len(row) for row in rows)) if rows else 1
-    return torch.tensor(
-        [row + [0] * (width - len(row)) for row in rows] or [[0]], dtype=torch.int64
-    )
+    return pad_rows([word_ids(sentence, buckets) for sentence in sentences or ("",)], 0)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
+    """Return rows of ids as int64 [n, width], ``padding`` at their ends; width is at least 1."""
+    width = max(1, *map(len, rows))
+    return torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows])
 
 
 class Grounding(NamedTuple):
