@@ -20,7 +20,6 @@ import numpy as np
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data import lerobot_reader, video_encoder
 from embodied_ppo.data.lerobot_reader import ACTION, CAMERA, CHUNK, STATE, VERSION
-from embodied_ppo.data.lerobot_tables import check_finite
 from embodied_ppo.data.parquet import check_pyarrow, reading
 
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -135,7 +134,7 @@ class Writer:
         """
         numbers = {STATE: state.astype(np.float32), ACTION: action.astype(np.float32)}
         for name, x in numbers.items():
-            check_finite(
+            lerobot_reader.check_finite(
                 x, name, lambda row: f"{self.folder}: episode {self.episodes}, frame {row}"
             )
         self._pending.append(_Episode(images, numbers, instruction))
