@@ -682,7 +682,7 @@ class AlgorithmConfig:
     policy stays random; 0.5 is usual, in the units of actions (before the tanh). Acting, the
     entropy and the recorded log-probabilities have no z. approx_kl contains it, about A rpo_alpha^2
     / (6 std^2) for A numbers, which target_kl_stop and the adaptive schedules see. null: off."""
-    entropy_target: float | None = option(None, read_if=ENTROPY)
+    entropy_target: Annotated[float, Limit(le=50)] | None = option(None, read_if=ENTROPY)
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
     constant coefficient."""
     loss_agg_func: Literal[

@@ -86,11 +86,6 @@ def make_policy(config: Config, env: VectorEnv | EnvInfo, *, weights: bool = Tru
                 raise ConfigError(
                     f"algorithm.{path}=full: needs the logits of a categorical policy; use k3"
                 )
-        if a.entropy_target is not None and a.entropy_target > 50:
-            raise ConfigError(
-                f"algorithm.entropy_target={a.entropy_target}: is above any reachable entropy; use"
-                " < 50 nats"
-            )
     return policy.to(env.device)
 
 
