@@ -13,16 +13,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", help="name of the task's module; the class is named in CamelCase"
     )
-    parser.add_argument("--mjcf", metavar="FILE", required=True, help="MuJoCo XML of the robot")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--mjcf", metavar="FILE", help="MuJoCo XML of the robot")
+    source.add_argument("--urdf", metavar="FILE", help="URDF, which is converted to NAME.xml")
+    parser.add_argument("--floating", action="store_true", help="the base of the URDF can move")
+    parser.add_argument("--floor", action="store_true", help="add a floor, which the file lacks")
+    parser.add_argument("--kp", type=float, metavar="X", help="stiffness of all joints, N m/rad")
+    parser.add_argument("--kd", type=float, metavar="X", help="damping of all joints, N m s/rad")
+    gains = "YAML of 'JOINT: [kp, kd]' (JOINT may have *), or inertia: gains that suit the robot"
+    parser.add_argument("--gains", metavar="FILE", help=gains)
     parser.add_argument("--out", metavar="DIR", help="folder to write to (default: ./NAME)")
     parser.add_argument("--json", action="store_true", help="print files and assumptions as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the task and print the files, the assumptions and the next commands."""
+    from embodied_envs.robots import Preparation
     from embodied_ppo.tools import task_generator
 
-    task = task_generator.write(args.name, Path(args.mjcf), Path(args.out) if args.out else None)
+    gains = task_generator.read_gains(args.kp, args.kd, args.gains)
+    task = task_generator.write(
+        args.name,
+        Path(args.mjcf or args.urdf),
+        Path(args.out) if args.out else None,
+        urdf=args.urdf is not None,
+        floating=args.floating,
+        preparation=Preparation(gains=gains, floor=args.floor),
+    )
     if args.json:
         files = list(map(str, task.files))
         summary = {"files": files, "assumed": task.assumed, "commands": task.commands}

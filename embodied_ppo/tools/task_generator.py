@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ from typing import Any
 import jinja2
 import mujoco
 import numpy as np
+import yaml
 
-from embodied_envs.base.errors import EnvError, one_line, shorten
+from embodied_envs.base.errors import EnvError, one_line
+from embodied_envs.robots import Preparation, RobotModel, RobotTask
+from embodied_envs.robots.preparation import inertia_gains
+from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE
 
 CONTROL_STEP_S = 0.02
 """Duration of a decision of a new task, s."""
@@ -26,24 +31,11 @@ CONTROL_STEP_S = 0.02
 EPISODE_S = 5.0
 """Length of an episode of a new task, s."""
 
-MAX_DISTANCE = 1.0
-"""Distance from home at which a falling joint ends the episode, rad or m."""
-
-FALLING = 0.1
-"""Threshold of a falling passive joint (a pole falls, a wheel does not).
-
-It is compared with gravity's lever arm as a fraction of the radius of gyration (hinge), and with
-the component of gravity along the axis (slide)."""
-
-DISTANCE_SENSORS = {
-    int(mujoco.mjtSensor.mjSENS_RANGEFINDER),
-    int(mujoco.mjtSensor.mjSENS_GEOMDIST),
-    int(mujoco.mjtSensor.mjSENS_GEOMNORMAL),
-}
-"""Sensors of the distance to other objects, which may be fixed in the world."""
-
 TIMESTEPS = 1e-5, 1.0
 """Smallest and largest timestep of the physics, s."""
+
+STIFF_RAD = 0.2
+"""A servo whose force limit is reached by a smaller error is stiff."""
 
 TEMPLATES = {
     "{name}.py": "new_task.py.j2",
@@ -52,11 +44,11 @@ TEMPLATES = {
 }
 """File in the new folder -> template."""
 
-FREE, BALL = int(mujoco.mjtJoint.mjJNT_FREE), int(mujoco.mjtJoint.mjJNT_BALL)
-"""Types of joints in MjModel; the other types, slide and hinge, have one coordinate."""
-
-RESERVED_NAMES = ("Path", "State", "Task", "Tensor")
+RESERVED_NAMES = ("Path", "Preparation", "RobotTask", "State", "Tensor")
 """Names that the generated module imports; its class must have another name."""
+
+ACTUATOR = '<actuator><motor joint="NAME" ctrlrange="-1 1"/></actuator>'
+"""Example of an actuator for messages."""
 
 
 @dataclass(frozen=True)
@@ -69,43 +61,53 @@ class NewTask:
 
 
 # -------------------------------------------------------------------------------------------- files
-def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
+def write(
+    name: str,
+    mjcf: Path,
+    out: Path | None = None,
+    *,
+    urdf: bool = False,
+    floating: bool = False,
+    preparation: Preparation | None = None,
+) -> NewTask:
     """Generate the files of a task.
 
     Args:
         name: Name of the module, such as my_robot.
         mjcf: The robot's MuJoCo XML, which is not copied.
         out: Folder to write to; None selects ./NAME.
+        urdf: Whether ``mjcf`` is a URDF, which is converted to NAME.xml in the folder.
+        floating: Whether the base of the URDF is free to move.
+        preparation: Gains and floor.
 
     Raises:
         EnvError: The name is invalid, a file exists, MuJoCo refuses the model, or the model has
             no joint or actuator.
     """
     class_name = _class_name(name)
-    folder = Path(name) if out is None else out
+    folder, preparation = Path(name) if out is None else out, preparation or Preparation()
     if folder.exists() and not folder.is_dir():
         raise EnvError(f"--out {folder}: is a file; name a folder")
     files = {folder / file.format(name=name): template for file, template in TEMPLATES.items()}
-    if existing := [file for file in files if file.exists()]:
+    converted = [folder / f"{name}.xml"] if urdf else []
+    if existing := [file for file in [*files, *converted] if file.exists()]:
         raise EnvError(
             f"{existing[0]} exists and is not overwritten; choose another NAME or another --out DIR"
         )
-    model = load(mjcf)
-    description = _describe(model, mjcf)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("embodied_ppo.tools", "templates"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["py"] = _literal
-    environment.filters["quoted"] = lambda text: _literal(text)[1:-1]
-    path = Path(os.path.relpath(mjcf.resolve(), folder.resolve())).as_posix()
-    variables = {"name": name, "kind": class_name, "mjcf": path, **description}
     try:
+        source = mjcf
+        if converted:
+            text = convert_urdf(mjcf, folder, floating, preparation.floor)
+            folder.mkdir(parents=True, exist_ok=True)
+            source = converted[0]
+            source.write_text(text, encoding="utf-8")
+        load(source, preparation)
+        description = _describe(source, preparation)
+        description |= {"file": mjcf.name, "name": name, "kind": class_name}
+        path = os.path.relpath(source.resolve(), folder.resolve())
+        description["mjcf"] = Path(path).as_posix()
         for file, template in files.items():
-            text = environment.get_template(template).render(variables)
+            text = _templates().get_template(template).render(description)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -120,52 +122,117 @@ def write(name: str, mjcf: Path, out: Path | None = None) -> NewTask:
         f"{prefix}embodied-ppo train --config-dir configs experiment={name} run_dir=runs/first",
         f"{prefix}embodied-ppo evaluate checkpoint=runs/first",
     )
-    return NewTask(tuple(files), tuple(description["assumed"]), commands)
+    return NewTask((*converted, *files), tuple(description["assumed"]), commands)
 
 
-def load(mjcf: Path) -> mujoco.MjModel:
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("embodied_ppo.tools", "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["py"] = _literal
+    environment.filters["quoted"] = lambda text: _literal(text)[1:-1]
+    return environment
+
+
+def load(mjcf: Path, preparation: Preparation | None = None) -> mujoco.MjModel:
     """Load a model and check that a task can be generated for it.
 
     Raises:
         EnvError: With MuJoCo's reason (file, line, element), or with the hint.
     """
-    if not mjcf.is_file():
-        raise EnvError(f"--mjcf {mjcf}: no such file")
-    try:
-        model = mujoco.MjSpec.from_file(str(mjcf)).compile()
-    except (ValueError, OSError, mujoco.FatalError) as error:
-        reason, hint = one_line(error).removeprefix("Error: "), ""
-        if "file" in reason:
-            # Some parsers of URDF resolve package://NAME/ to a folder; MuJoCo reads it as a path.
-            hint = "write files of meshes (STL, OBJ) and textures relative to the folder of --mjcf"
-            hint += ", without package://; " if "package:" in reason else "; "
-        raise EnvError(f"{hint}--mjcf {mjcf}: MuJoCo refuses it: {reason}") from error
+    _, model = _compile(mjcf, "--mjcf")
     if not model.nu and "<robot" in mjcf.read_text(encoding="utf-8", errors="replace"):
-        raise EnvError(_urdf_hint(mjcf))
-    if problem := _problem(model):
+        raise EnvError(f"write --urdf {mjcf} instead of --mjcf: it is a URDF, without actuators")
+    if problem := _problem(model, floor=bool(preparation and preparation.floor)):
         raise EnvError(f"--mjcf {mjcf}: {problem}")
     return model
 
 
-ACTUATOR = '<actuator><motor joint="NAME" ctrlrange="-1 1"/></actuator>'
-"""Example of an actuator for messages."""
+def _compile(file: Path, option: str, floating: bool = False) -> tuple[Any, mujoco.MjModel]:
+    """Read and compile a file. Raises EnvError with MuJoCo's reason and a hint."""
+    if not file.is_file():
+        raise EnvError(f"{option} {file}: no such file")
+    try:
+        spec = mujoco.MjSpec.from_file(str(file))
+        if floating and (base := spec.worldbody.first_body()):
+            base.add_freejoint(name="floating_base")
+        return spec, spec.compile()
+    except (ValueError, OSError, mujoco.FatalError) as error:
+        reason, hint = one_line(error).removeprefix("Error: "), ""
+        if "file" in reason:
+            # Some parsers of URDF resolve package://NAME/ to a folder; MuJoCo reads it as a path.
+            hint = (
+                f"write files of meshes (STL, OBJ) and textures relative to the folder of {option}"
+            )
+            hint += ", without package://; " if "package:" in reason else "; "
+        raise EnvError(f"{hint}{option} {file}: MuJoCo refuses it: {reason}") from error
 
 
-def _urdf_hint(file: Path) -> str:
-    """Return how to convert a URDF, which MuJoCo reads without actuators and with a fixed base."""
-    # The result is beside the URDF, because it refers to the same meshes. A path that would be
-    # shortened in the message is replaced by FILE.
-    path, argument = repr(str(file)), ""
-    if len(path) > 42:
-        path, argument = "'FILE'", f", --mjcf {shorten(str(file), 30)}"
-    return (
-        f'convert it: python -c "import mujoco as m;f={path};s=m.MjSpec.from_file(f);s.compile();'
-        f"open(f+'.xml','w').write(s.to_xml())\", then add {ACTUATOR} (to walk also a floor and a"
-        f" free joint); a URDF has none{argument}"
+def convert_urdf(urdf: Path, folder: Path, floating: bool, floor: bool) -> str:
+    """Return the MJCF of a URDF with a position servo for each joint, to be saved in ``folder``.
+
+    Raises:
+        EnvError: MuJoCo refuses it, or no task can be generated for it.
+    """
+    spec, _ = _compile(urdf, "--urdf", floating)
+    # Paths of meshes are relative to the folder of the URDF.
+    meshes = urdf.resolve().parent / spec.compiler.meshdir
+    spec.compiler.meshdir = os.path.relpath(meshes, folder.resolve())
+    joints = [joint for joint in spec.joints if joint.type in (SLIDE, HINGE)]
+    for joint in joints:
+        actuator = spec.add_actuator(name=joint.name, target=joint.name)
+        actuator.trntype = mujoco.mjtTrn.mjTRN_JOINT
+    model = spec.compile()
+    if problem := _problem(model, floor=floor):
+        raise EnvError(f"--urdf {urdf}: {problem}")
+    gains = inertia_gains(RobotModel(model))
+    for actuator, joint in zip(spec.actuators, joints, strict=True):
+        kp, kd = gains[model.joint(joint.name).id]
+        actuator.set_to_position(kp=kp, kv=kd)
+    spec.compile()
+    return spec.to_xml()
+
+
+def read_gains(kp: float | None, kd: float | None, file: str | None) -> Any:
+    """Return the gains of a ``Preparation`` from --kp and --kd, or from --gains.
+
+    Raises:
+        EnvError: They are not positive numbers, or the file is none of gains.
+    """
+    if kp is None and kd is None and file is None:
+        return {}
+    if file == "inertia" and kp is None and kd is None:
+        return file
+    if file is None:
+        rows: Any = {"*": [kp, kd]}
+    elif kp is not None or kd is not None:
+        raise EnvError("write --kp and --kd, or --gains, not both")
+    else:
+        try:
+            rows = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise EnvError(f"--gains {file}: cannot be read: {one_line(error)}") from error
+    valid = isinstance(rows, dict) and all(
+        isinstance(row, list)
+        and len(row) == 2
+        and all(isinstance(x, (int, float)) and 0 <= x < np.inf for x in row)
+        and row[0] > 0
+        for row in rows.values()
     )
+    if not valid or not rows:
+        option = "--kp, --kd" if file is None else f"--gains {file}"
+        raise EnvError(
+            f"write both --kp 40 --kd 1, or a YAML file of lines such as '*_hip: [40, 1]' (joint:"
+            f" [kp, kd], N m/rad and N m s/rad): {option} gives other values"
+        )
+    return {str(joint): (float(row[0]), float(row[1])) for joint, row in rows.items()}
 
 
-def _problem(model: mujoco.MjModel) -> str:
+def _problem(model: mujoco.MjModel, *, floor: bool) -> str:
     """Return why no task can be generated for a model, with the hint; "" if it is valid."""
     low, high = TIMESTEPS
     if not low <= model.opt.timestep <= high:
@@ -181,25 +248,20 @@ def _problem(model: mujoco.MjModel) -> str:
         return f"nothing in it can move; add joints to its bodies: {joint}"
     if not model.nu:
         return f"it has no actuators, so there is nothing to learn; add some: {ACTUATOR}"
-    for j in range(model.njnt):
-        body = model.body(model.jnt_bodyid[j])
-        if model.jnt_type[j] == FREE:
-            name, element = body.name, f"the free body {body.id}"
-        else:
-            name, element = model.joint(j).name, f"joint {j} (of body {body.name or body.id})"
-        if not name:
+    for j in np.flatnonzero(model.jnt_type >= SLIDE):
+        if not model.joint(j).name:
+            body = model.body(model.jnt_bodyid[j])
+            element = f"joint {j} (of body {body.name or body.id})"
             return f'{element} has no name, which the task needs; write name="NAME"'
-    fixed = model.body_weldid[model.geom_bodyid] == 0
-    solid = (model.geom_contype | model.geom_conaffinity) != 0
-    if (fixed & solid).any() or model.npair or model.neq or not model.opt.gravity.any():
+    robot, fixed = RobotModel(model), model.body_weldid[model.geom_bodyid] == 0
+    has_ground = (((model.geom_contype | model.geom_conaffinity) != 0) & fixed).any()
+    if floor or has_ground or model.npair or model.neq or not model.opt.gravity.any():
         return ""
-    driven = _driven_dofs(model)
-    for body, dof in _free_bodies(model):
-        if driven.isdisjoint(range(dof, dof + 6)):
+    for j in np.flatnonzero(model.jnt_type == FREE):
+        if robot.driven.isdisjoint(range(model.jnt_dofadr[j], model.jnt_dofadr[j] + 6)):
             return (
-                f"body {model.body(body).name} is free and there is no floor, so it falls without "
-                'end; add a floor to the worldbody: <geom type="plane" size="5 5 .1"/>, '
-                "or remove its free joint"
+                f"write --floor: body {model.body(model.jnt_bodyid[j]).name} is free and there is"
+                " no floor, so it falls without end"
             )
     return ""
 
@@ -227,211 +289,107 @@ def _class_name(name: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------- model
-def _free_bodies(model: mujoco.MjModel) -> list[tuple[int, int]]:
-    """Return (body, first degree of freedom) of every free body."""
-    free = np.flatnonzero(model.jnt_type == FREE)
-    return [(int(model.jnt_bodyid[j]), int(model.jnt_dofadr[j])) for j in free]
-
-
-def _driven_dofs(model: mujoco.MjModel) -> set[int]:
-    """Return the degrees of freedom on which an actuator acts through its transmission."""
-    data = mujoco.MjData(model)
-    mujoco.mj_forward(model, data)
-    rows = zip(data.moment_rowadr, data.moment_rownnz, strict=True)
-    return {int(i) for at, n in rows for i in data.moment_colind[at : at + n]}
-
-
-def _falls(model: mujoco.MjModel, joint: int, pose: np.ndarray) -> bool:
-    """Return whether gravity moves a hinge or slide near ``pose`` [nq]."""
-    data = mujoco.MjData(model)
-    dof, mass = int(model.jnt_dofadr[joint]), float(model.body_subtreemass[model.jnt_bodyid[joint]])
-    weight = mass * float(np.linalg.norm(model.opt.gravity))
-    slide = model.jnt_type[joint] == int(mujoco.mjtJoint.mjJNT_SLIDE)
-    size = 1.0 if slide else float(np.sqrt(model.dof_M0[dof] / mass))  # radius of gyration, m
-    forces = []
-    for offset in (-0.5, 0.0, 0.5):
-        data.qpos[:] = pose
-        data.qpos[model.jnt_qposadr[joint]] += offset
-        mujoco.mj_forward(model, data)
-        forces.append(abs(float(data.qfrc_bias[dof])))  # at rest: gravity only, N or N m
-    return max(forces) > FALLING * weight * size
-
-
-def _global_sensors(model: mujoco.MjModel, pose: np.ndarray) -> list[int]:
-    """Return the sensors of global positions: they change when free bodies shift in x and y."""
-    data = mujoco.MjData(model)
-    readings = []
-    for shift in ((0.0, 0.0), (0.37, -0.53)):
-        data.qpos[:] = pose
-        for body, _ in _free_bodies(model):
-            start = int(model.jnt_qposadr[model.body_jntadr[body]])
-            data.qpos[start : start + 2] += shift
-        mujoco.mj_forward(model, data)
-        readings.append(data.sensordata.copy())
-    changed = ~np.isclose(*readings, rtol=0, atol=1e-6)
-
-    def is_global(i: int) -> bool:
-        kind = int(model.sensor_type[i])
-        if kind == int(mujoco.mjtSensor.mjSENS_CONTACT):  # the home pose may have no contact
-            position = int(mujoco.mjtConDataField.mjCONDATA_POS)
-            return bool(int(model.sensor_intprm[i, 0]) >> position & 1)
-        # Velocities and forces are not positions: they change only if the ground differs.
-        if model.sensor_needstage[i] != int(mujoco.mjtStage.mjSTAGE_POS):
-            return False
-        first = model.sensor_adr[i]
-        is_changed = bool(changed[first : first + model.sensor_dim[i]].any())
-        return is_changed and kind not in DISTANCE_SENSORS
-
-    return [i for i in range(model.nsensor) if is_global(i)]
-
-
-def _describe(model: mujoco.MjModel, mjcf: Path) -> dict[str, Any]:
+def _describe(mjcf: Path, preparation: Preparation) -> dict[str, Any]:
     """Return the values of the templates' variables, and the sentences ``assumed``."""
-    assumed: list[str] = []
-    driven = _driven_dofs(model)
-    roots = {int(model.body_rootid[model.dof_bodyid[i]]) for i in driven}
-    single = [j for j in range(model.njnt) if model.jnt_type[j] not in (FREE, BALL)]
-    joints = [
-        j for j in single if not roots or int(model.body_rootid[model.jnt_bodyid[j]]) in roots
-    ]
-    joints = joints or single
-    key, pose, moved = _home(model, single, assumed)
-    floating = [body for body, _ in _free_bodies(model)]
-    robots = [body for body in floating if int(model.body_rootid[body]) in roots]
-    base = model.body(robots[0]).name if robots else None
-    falls = False
-    if robots:
-        falls = bool(pose[model.jnt_qposadr[model.body_jntadr[robots[0]]] + 2] > 0)
-        below_half = "an episode ends below half its height at home"
-        end = below_half if falls else "its height at home is not above 0"
-        assumed.append(f"{base} is the robot's floating base: its x and y are not observed; {end}")
-    objects = [model.body(body).name for body in floating if body not in robots[:1]]
-    if objects := [*objects, *(model.joint(j).name for j in single if j not in joints)]:
-        assumed.append(f"{', '.join(objects)}: objects, observed, not part of the reward")
-
-    bounds = [_bounds(model, i) for i in range(model.nu)]
-    actuators = [model.actuator(i).name or f"actuator {i}" for i in range(model.nu)]
-    unlimited = [i for i in range(model.nu) if not model.actuator_ctrllimited[i]]
-    for i in unlimited:
-        *control_range, source = bounds[i]
-        assumed.append(f"{actuators[i]} has no ctrlrange: its action is {source}, {control_range}")
-    leash = _leash(model, joints, driven, pose, assumed)
-    sensed, hides_sensors = _observed_sensors(model, pose, base is not None, assumed)
+    task = type("Described", (RobotTask,), {"mjcf": mjcf, "preparation": preparation})()
+    original = RobotModel(_compile(mjcf, "--mjcf")[1])
+    servos = preparation.servos(original)
+    model = task.spec().compile()
+    robot = RobotModel(model)
+    names = task.observation_names(model)
     timestep = float(model.opt.timestep)
     decimation = max(1, round(CONTROL_STEP_S / timestep))
     step_s = decimation * timestep
     episode = max(1, round(EPISODE_S / step_s))
-    assumed.append(
-        f"a decision every {step_s:g} s ({decimation} x {timestep:g} s), episodes of {episode}"
-        " decisions"
-    )
+    observed = "positions minus home and velocities of the joints, last action"
+    given = {"gains": preparation.gains, "floor": preparation.floor}
     return {
-        "file": mjcf.name,
-        "joints": [model.joint(j).name for j in joints],
-        "leash": leash,
-        "limited": bool(leash) or any(model.jnt_limited[j] for j in joints),
-        "balls": [model.joint(j).name for j in np.flatnonzero(model.jnt_type == BALL)],
-        "key": key,
-        "moved": moved,
-        "base": base,
-        "falls": falls,
-        "actuators": actuators,
-        "bounds": [b[:2] for b in bounds] if unlimited else None,
-        "act": model.na,
-        "sensors": len(sensed),
-        "sensed": sensed if hides_sensors and sensed else None,
-        "size": model.nq + model.nv + model.na + len(sensed) - (2 if base else 0),
+        "preparation": ", ".join(f"{k}={_literal(x)}" for k, x in given.items() if x),
+        "privileged": robot.base is not None or len(robot.joints) < model.njnt,
+        "actuators": [a.name for a in robot.actuators],
+        "size": len(names),
+        "observed": observed if robot.base is None else f"gravity, angular velocity, {observed}",
         "decimation": decimation,
         "step_s": step_s,
         "episode": episode,
-        "assumed": assumed,
+        "assumed": [
+            *_body_sentences(robot),
+            *_actuator_sentences(original, robot, servos),
+            f"{len(names)} numbers are observed; velocity and height of the base, contacts, objects"
+            " and forces are observations of the critic only",
+            f"a decision every {step_s:g} s ({decimation} x {timestep:g} s), episodes of {episode}"
+            " decisions",
+        ],
     }
 
 
-def _home(
-    model: mujoco.MjModel, joints: list[int], assumed: list[str]
-) -> tuple[Any, np.ndarray, dict[str, float]]:
-    """Return the keyframe of the home pose (None without one), the pose, and moved joints."""
-    key, pose = None, model.qpos0.copy()
-    if model.nkey:
-        names = [model.key(k).name for k in range(model.nkey)]
-        index = names.index("home") if "home" in names else 0
-        key, pose = names[index] or index, model.key_qpos[index]
-        assumed.append(f"the home pose is keyframe {key!r}")
+def _body_sentences(robot: RobotModel) -> Iterator[str]:
+    """Yield what is assumed of posture, base, feet, pairs, objects and joints without a range."""
+    model = robot.model
+
+    def names(joints: Iterable[int]) -> str:
+        return ", ".join(model.joint(j).name for j in joints)
+
+    if robot.key is None:
+        yield "the home posture is qpos0 of the MJCF (there is no keyframe)"
     else:
-        assumed.append("the home pose is qpos0 of the MJCF (there is no keyframe)")
-    moved = {}
-    for j in joints if key is None else []:
-        low, high = model.jnt_range[j]
-        if model.jnt_limited[j] and not low <= pose[model.jnt_qposadr[j]] <= high:
-            moved[model.joint(j).name] = round(float(low + high) / 2, 4)
+        yield f"the home posture is keyframe {model.key(robot.key).name or robot.key!r}"
+    changed = robot.home != model.qpos0
+    moved = [j for j in robot.joints if robot.key is None and changed[model.jnt_qposadr[j]]]
     if moved:
-        names = ", ".join(moved)
-        assumed.append(f"at home {names} are in the middle of their range, which excludes 0")
-    return key, pose, moved
-
-
-def _leash(
-    model: mujoco.MjModel,
-    joints: list[int],
-    driven: set[int],
-    pose: np.ndarray,
-    assumed: list[str],
-) -> dict[str, float]:
-    """Return name -> distance from home that ends an episode, of joints that gravity moves."""
-    leash, turning = {}, []
-    for j in joints:
-        if model.jnt_limited[j]:
-            continue
-        if int(model.jnt_dofadr[j]) not in driven and _falls(model, j, pose):
-            leash[model.joint(j).name] = MAX_DISTANCE
-        else:
-            turning.append(model.joint(j).name)
-    if leash:
-        assumed.append(
-            f"{', '.join(leash)}: no range and no actuator, and gravity moves it, so an episode "
-            f"ends {MAX_DISTANCE:g} (rad, m) from home"
+        yield f"at home {names(moved)} are in the middle of their range, which excludes 0"
+    if robot.base is not None:
+        falls = robot.home[robot.base_qpos + 2] > 0
+        end = "an episode ends below half its height at home" if falls else "it never falls"
+        feet = ", ".join(foot.name for foot in robot.feet) or "none"
+        yield f"{model.body(robot.base).name} is the robot's floating base: {end}; feet: {feet}"
+        imu = "the base" if robot.imu is None else f"site {model.site(robot.imu).name}"
+        yield f"gravity and angular velocity are those of {imu}"
+        pairs = [
+            f"{names([p.left])} and {names([p.right])}" for p in robot.pairs if p.left != p.right
+        ]
+        if pairs:
+            yield f"left and right: {'; '.join(pairs)}"
+    others = set(model.jnt_bodyid) - {model.jnt_bodyid[j] for j in robot.joints} - {robot.base}
+    if others:
+        bodies = ", ".join(model.body(body).name or f"body {body}" for body in sorted(others))
+        yield f"{bodies}: objects or ball joints, not part of observation and reward"
+    continuous = [j for j in robot.joints if not model.jnt_limited[j]]
+    falling = [j for j in continuous if robot.falls(j)]
+    if falling:
+        yield (
+            f"{names(falling)}: no range and no actuator, and gravity moves it, so an episode ends"
+            " 1 (rad, m) from home"
         )
-    if turning:
-        assumed.append(f"{', '.join(turning)}: no range, so it never ends an episode")
-    return leash
+    if turning := [j for j in continuous if j not in falling]:
+        yield f"{names(turning)}: no range, so it never ends an episode"
 
 
-def _observed_sensors(
-    model: mujoco.MjModel, pose: np.ndarray, floats: bool, assumed: list[str]
-) -> tuple[list[int], bool]:
-    """Return the observed entries of sensordata, and whether sensors are left out."""
-    hidden = _global_sensors(model, pose) if floats else []
-    sensed = [
-        int(n)
-        for i in range(model.nsensor)
-        if i not in hidden
-        for n in range(model.sensor_adr[i], model.sensor_adr[i] + model.sensor_dim[i])
+def _actuator_sentences(
+    original: RobotModel, robot: RobotModel, servos: Mapping[int, tuple[float, float]]
+) -> Iterator[str]:
+    """Yield what is assumed of the actuators."""
+    scales: dict[float, list[str]] = {}
+    for a in robot.actuators:
+        scales.setdefault(float(f"{a.scale:.2g}"), []).append(a.name)
+    for scale, group in scales.items():
+        yield f"{', '.join(group)}: control = home control + {scale:g} · action"
+    names = [f"{original.actuators[i].name} {kp:g} {kd:g}" for i, (kp, kd) in servos.items()]
+    if names:
+        yield f"servos with new kp and kd, some instead of motors: {', '.join(names)}"
+    for i, a in enumerate(robot.actuators):
+        if not robot.model.actuator_ctrllimited[i] and a.kind != "position":
+            yield f"{a.name} has no ctrlrange: its control is from {a.low:g} to {a.high:g}"
+    stiff = [
+        a.name
+        for i, a in enumerate(robot.actuators)
+        if a.joint is not None and i not in servos and a.kp * STIFF_RAD > a.force
     ]
-    if model.nsensordata and not hidden:
-        assumed.append(f"all {model.nsensor} sensors are observed ({model.nsensordata} numbers)")
-    elif hidden:
-        names = ", ".join(model.sensor(i).name or f"sensor {i}" for i in hidden)
-        assumed.append(
-            f"{model.nsensor - len(hidden)} of {model.nsensor} sensors are observed "
-            f"({len(sensed)} numbers); not {names}: positions in the world"
+    if stiff:
+        yield (
+            f"{', '.join(stiff)}: stiff servos, at their force limit before an error of"
+            f" {STIFF_RAD:g} rad; --gains inertia makes them soft"
         )
-    return sensed, bool(hidden)
-
-
-def _bounds(model: mujoco.MjModel, i: int) -> tuple[float, float, str]:
-    """Return the lowest and highest control of actuator i, and the source of these limits."""
-    if model.actuator_ctrllimited[i]:
-        low, high = model.actuator_ctrlrange[i]
-        return float(low), float(high), "its ctrlrange"
-    joint = int(model.actuator_trnid[i, 0])
-    affine = model.actuator_biastype[i] == int(mujoco.mjtBias.mjBIAS_AFFINE)
-    is_servo = affine and model.actuator_biasprm[i, 1] != 0
-    moves_joint = model.actuator_trntype[i] == int(mujoco.mjtTrn.mjTRN_JOINT)
-    if is_servo and moves_joint and model.jnt_limited[joint]:
-        low, high = (round(float(x), 4) for x in model.jnt_range[joint])
-        return low, high, f"the range of its joint {model.joint(joint).name}"
-    return -1.0, 1.0, "from -1 to 1"
 
 
 def _literal(value: Any) -> str:

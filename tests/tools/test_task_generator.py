@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,8 +80,8 @@ def test_printed_commands_succeed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(command) == 0
     out = capsys.readouterr().out
     assert "hinge: no range and no actuator, and gravity moves it, so an episode ends 1 " in out
-    assert "push has no ctrlrange: its action is from -1 to 1, [-1.0, 1.0]" in out
-    assert "all 1 sensors are observed (1 numbers)" in out
+    assert "push has no ctrlrange: its control is from -1 to 1" in out
+    assert "push: control = home control + 1 · action" in out
     test, train, evaluate = (line.strip() for line in out.split("next:\n")[1].splitlines())
     small = (
         "env.num_envs=4 algorithm.horizon=16 algorithm.global_batch_size=32 updates=2"
@@ -105,84 +104,46 @@ def test_walker_with_meshes_passes_its_generated_test(
     for part in (
         "at home front are in the middle of their range, which excludes 0",
         "trunk is the robot's floating base",
-        "cube: objects, observed",
-        "front has no ctrlrange: its action is the range of its joint front, [0.1745, 1.0472]",
-        "actuator 1 has no ctrlrange: its action is from -1 to 1",
+        "cube, body 5: objects or ball joints, not part of observation and reward",
+        "back has no ctrlrange: its control is from -1 to 1",
         "back: no range, so it never ends an episode",
-        "all 2 sensors are observed (4 numbers)",
+        "13 numbers are observed",
         "a decision every 0.02 s (5 x 0.004 s), episodes of 250 decisions",
     ):
-        assert part in assumed
+        assert part in assumed, assumed
     assert "slow has no ctrlrange" not in assumed
     run(summary["commands"][0])
 
 
-def test_reward_and_termination_of_a_generated_task() -> None:
-    """The reward is 1 at home, minus effort and distance; a fall and a joint's range end it."""
+def test_generated_task_starts_and_ends_as_described() -> None:
+    """Action 0 is home, the reward there 1, and a fall and a joint's range end the episode."""
     task_generator.write("my_walker", Path("../robots/walker.xml"))
     sys.path.append("my_walker")
     env = embodied_envs.make("my_walker:MyWalker", num_envs=1, seeds=[0])
-    assert env.action_spec.low == (0.1745, -1.0, -1.0)
-    assert env.action_spec.high == (1.0472, 1.0, 2.0)
+    assert env.action_spec.low == (-1.0,) * 3 and env.action_spec.high == (1.0,) * 3
     task, s = env.task, {k: x.clone() for k, x in env.s.items()}
-    # positions: 7 of the cube, 5 of the trunk (no x and y), 2 hinges, 4 of the neck;
-    # 6 + 6 + 2 + 3 velocities; 1 filter; 4 of sensors
-    assert env.obs_spec.shape == (18 + 17 + 1 + 4,)
-    s["qpos"][0] = task.home
+    # Gravity, angular velocity, 2 hinges with velocities, 3 actions.
+    assert env.obs_spec.shape == (3 + 3 + 2 + 2 + 3,)
+    s["qpos"][0], s["actuator_force"][0] = task.home, 0
     zero_action = torch.zeros(1, 3, dtype=torch.float64)
-    assert task.reward({}, s, zero_action).tolist() == [1.0] and not task.terminated(s)
-    # |action| / strength = 1 in each dimension: 1 - 0.01
-    assert task.reward({}, s, task.strength[None]).item() == pytest.approx(0.99)
+
+    def reward() -> float:
+        terms = task.reward_terms({}, s, zero_action)
+        assert task.reward({}, s, zero_action) == task.total(terms)
+        return task.total(terms).item()
+
+    assert reward() == 1.0 and not task.terminated(s)
+    s["actuator_force"][0] = task.force_limit  # 1 - 0.01
+    assert reward() == pytest.approx(0.99)
+    s["actuator_force"][0] = 0
     front = env.physics.model.joint("front").qposadr[0]
     s["qpos"][0, front] += 0.3  # 1 / (1 + 10 · 0.09)
-    assert task.reward({}, s, zero_action).item() == pytest.approx(1 / 1.9)
+    assert reward() == pytest.approx(1 / 1.9)
     s["qpos"][0, front] += 0.3
     assert task.terminated(s), "0.61 + 0.6 exceeds 1.05 by more than a tenth of 0.87"
     s["qpos"][0] = task.home
-    assert task.turns[-1].tolist() == [10, 11, 12, 13]
-    # The trunk is turned by 120 degrees: the distance is 1 - cos² 60 degrees = 0.75.
-    s["qpos"][0, 10:14] = torch.tensor([0.5, 0.0, 0.0, 0.75**0.5])
-    assert 1 / task.reward({}, s, zero_action).item() - 1 == pytest.approx(10 * 0.75)
-    s["qpos"][0] = task.home
-    s["qpos"][0, 9] = 0.14
-    assert task.terminated(s), "the height is below half of 0.3"
-    env.close()
-
-
-POSITIONS = """<sensor>
-    <framepos name="place" objtype="body" objname="trunk"/><subtreecom name="mass" body="trunk"/>
-    <framepos name="to_start" objtype="body" objname="trunk" reftype="site" refname="start"/>
-    <contact name="touched" body1="trunk" data="pos"/>
-    <framepos name="to_cube" objtype="body" objname="cube" reftype="body" refname="trunk"/>
-    <framelinvel name="speed" objtype="body" objname="trunk"/>"""
-
-
-def test_sensors_of_global_positions_are_not_observed() -> None:
-    site = '<worldbody><site name="start" pos="1 1 0"/>'
-    text = WALKER.replace("<sensor>", POSITIONS).replace("<worldbody>", site)
-    Path("../robots/lost.xml").write_text(text)
-    written = task_generator.write("my_lost", Path("../robots/lost.xml"))
-    line = (
-        "4 of 8 sensors are observed (10 numbers); not place, mass, to_start, touched: positions in"
-        " the world"
-    )
-    assert line in written.assumed
-    sys.path.append("my_lost")
-    env = embodied_envs.make("my_lost:MyLost", num_envs=1, seeds=[0])
-    assert env.obs_spec.shape == (18 + 17 + 1 + 10,)
-    task, s, model = env.task, {k: x.clone() for k, x in env.s.items()}, env.physics.model
-    observations = []
-    for shift in (0.0, 0.7):
-        data = mujoco.MjData(model)
-        data.qpos[:] = task.home
-        for body in ("trunk", "cube"):
-            start = model.jnt_qposadr[model.body(body).jntadr[0]]
-            data.qpos[start : start + 2] += shift
-        mujoco.mj_forward(model, data)
-        s["qpos"][0], s["sensordata"][0] = torch.tensor(data.qpos), torch.tensor(data.sensordata)
-        observations.append(task.observe(s)[0])
-    changed = (observations[0] - observations[1]).abs() > 1e-6
-    assert changed.nonzero().flatten().tolist() == [0, 1], "x and y of the cube, which is an object"
+    s["qpos"][0, 9] = 0.45 * task.home_height
+    assert task.terminated(s), "the height is below half of that at home"
     env.close()
 
 
@@ -202,7 +163,7 @@ def test_wheels_and_objects_do_not_end_an_episode() -> None:
     """Only joints of the robot that gravity moves end an episode; the spinner is an object."""
     Path("finger.xml").write_text(FINGER)
     assumed = "; ".join(task_generator.write("my_finger", Path("finger.xml"), Path(".")).assumed)
-    assert "spinner, drawer: objects, observed, not part of the reward" in assumed
+    assert "spinner, drawer: objects or ball joints, not part of observation and reward" in assumed
     assert "so an episode ends" not in assumed
     assert "upper, wheel: no range, so it never ends an episode" in assumed
     sys.path.append(".")
@@ -223,11 +184,11 @@ def test_home_pose_is_the_keyframe_home() -> None:
     )
     Path("robot.xml").write_text(BALANCE.replace("</mujoco>", keys))
     task = task_generator.write("posed", Path("robot.xml"), Path("."))
-    assert task.assumed[0] == "the home pose is keyframe 'home'"
+    assert task.assumed[0] == "the home posture is keyframe 'home'"
     sys.path.append(".")
     env = embodied_envs.make("posed:Posed", num_envs=8, seeds=list(range(8)))
-    distance = (env.reset()[:, :2] - torch.tensor([0.5, 0.25])).abs()
-    assert 0.01 < float(distance.max()) <= 0.05
+    assert 0.01 < float(env.reset()[:, :2].abs().max()) <= 0.05
+    assert env.task.home.tolist() == [0.5, 0.25]
     env.close()
 
 
@@ -237,7 +198,9 @@ BALL = (
 )
 ARM = '<body><joint name="j"/><geom size=".1" pos=".1 0 0"/></body>'
 MOTOR = '<actuator><motor joint="j"/></actuator>'
-URDF = """<robot name="arm"><link name="base"/><link name="arm"><inertial><mass value="1"/>
+URDF = """<robot name="arm"><link name="base"><inertial><mass value="2"/>
+<inertia ixx=".1" iyy=".1" izz=".1" ixy="0" ixz="0" iyz="0"/></inertial></link>
+<link name="arm"><inertial><mass value="1"/>
 <inertia ixx=".1" iyy=".1" izz=".1" ixy="0" ixz="0" iyz="0"/></inertial></link>
 <joint name="j" type="revolute"><parent link="base"/><child link="arm"/><axis xyz="0 1 0"/>
 <limit lower="-1" upper="1" effort="10" velocity="3"/></joint></robot>"""
@@ -254,11 +217,11 @@ REFUSED = [
         f"<mujoco><worldbody>{ARM}</worldbody></mujoco>",
         "it has no actuators, .*<motor joint=",
     ),
-    ("robot.xml", BALL.format("", ARM, MOTOR), "body ball is free and there is no floor"),
+    ("robot.xml", BALL.format("", ARM, MOTOR), "write --floor: body ball is free"),
     (
         "robot.urdf",
         URDF,
-        "convert it: python -c .* a URDF has none",
+        "write --urdf robot.urdf instead of --mjcf",
     ),
     (
         "robot.xml",
@@ -285,17 +248,48 @@ def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
     assert written == {file}, "nothing is written"
 
 
-def test_hint_for_a_urdf_writes_an_mjcf_without_actuators() -> None:
+def test_urdf_becomes_a_model_with_servos(capsys: pytest.CaptureFixture[str]) -> None:
     Path("robot.urdf").write_text(URDF)
-    with pytest.raises(EnvError) as error:
-        task_generator.write("my_robot", Path("robot.urdf"))
-    code = re.search(r'python -c "(.*?)", then', str(error.value))
-    assert code is not None
-    subprocess.run([sys.executable, "-c", code[1]], check=True, timeout=60)
-    actuator = '<actuator><motor name="m" joint="j"/></actuator></mujoco>'
-    text = Path("robot.urdf.xml").read_text()
-    Path("robot.urdf.xml").write_text(text.replace("</mujoco>", actuator))
-    assert task_generator.write("my_robot", Path("robot.urdf.xml")).files
+    command = ["new-task", "my_arm", "--urdf", "robot.urdf"]
+    assert main.main(command) == 0
+    model = mujoco.MjModel.from_xml_path("my_arm/my_arm.xml")
+    assert (model.nq, model.nu, model.actuator("j").name) == (1, 1, "j")
+    assert model.jnt_actfrcrange.tolist() == [[-10, 10]], "the effort of the URDF"
+    # I = 0.1, f = 6 Hz: kp = 142, kd = 2 sqrt(14.2).
+    assert model.actuator_gainprm[0, 0] == pytest.approx(142.1, abs=0.1)
+    assert main.main([*command, "--out", "walks", "--floating"]) == 2
+    assert "write --floor: body base is free" in capsys.readouterr().err
+    assert not Path("walks").exists()
+    assert main.main([*command, "--out", "walks", "--floating", "--floor"]) == 0
+    sys.path.append("walks")
+    env = embodied_envs.make("my_arm:MyArm", num_envs=1, seeds=[0])
+    assert env.physics.model.nq == 8 and env.task.robot.ground == 0
+    env.close()
+
+
+def test_gains_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a file the last matching line counts."""
+    Path("robot.xml").write_text(FINGER)
+    Path("gains.yaml").write_text("'*': [20, 1]\nupper: [30, 2]\n")
+    rows = {(): None, ("--kp", "40", "--kd", "3"): (40, 3), ("--gains", "gains.yaml"): (30, 2)}
+    for i, (options, gains) in enumerate(rows.items()):
+        assert main.main(["new-task", f"a{i}", "--mjcf", "robot.xml", *options]) == 0
+        sys.path.append(f"a{i}")
+        env = embodied_envs.make(f"a{i}:A{i}", num_envs=1, seeds=[0])
+        (actuator,) = env.task.robot.actuators
+        assert actuator.kind == ("position" if gains else "force"), "of a continuous joint"
+        assert gains is None or (actuator.kp, actuator.kd) == gains
+        env.close()
+    Path("bad.yaml").write_text("upper: 3")
+    for options, message in (
+        (["--kp", "40"], "write both --kp 40 --kd 1"),
+        (["--kp", "-1", "--kd", "1"], "write both --kp 40 --kd 1"),
+        (["--gains", "bad.yaml"], "or a YAML file of lines"),
+        (["--gains", "none.yaml"], "--gains none.yaml: cannot be read"),
+        (["--gains", "gains.yaml", "--kp", "3"], "not both"),
+    ):
+        assert main.main(["new-task", "b", "--mjcf", "robot.xml", *options]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_names_of_a_model_are_escaped() -> None:
@@ -306,7 +300,6 @@ def test_names_of_a_model_are_escaped() -> None:
         if written.suffix == ".py":
             namespace: dict[str, Any] = {"__name__": "my_robot", "__file__": str(written)}
             exec(compile(written.read_text(), str(written), "exec"), namespace)
-            assert namespace.get("JOINTS", ('"""\n1/0\n\\',)) == ('"""\n1/0\n\\',)
         else:
             assert file.name in yaml.safe_load(written.read_text())["description"]
 
@@ -324,7 +317,7 @@ def test_free_robot_with_thrusters_or_a_floor_is_valid() -> None:
     [
         ("my-robot", "letters, digits and _"),
         ("none", "would be called None"),
-        ("task", "would be called Task, which is taken; write task_robot"),
+        ("state", "would be called State, which is taken; write state_robot"),
         ("json", "is a Python module already"),
     ],
 )

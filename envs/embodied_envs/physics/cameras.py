@@ -127,12 +127,15 @@ class Cameras:
         known = [model.camera(i).name for i in range(model.ncam)]
         check_names("env.cameras", names, known)
         self._ids = [known.index(n) for n in names]
-        self._render_camera = 0 if known else -1
+        modes = mujoco.mjtCamLight
+        outside = model.body_weldid[model.cam_bodyid] == 0
         self._follow: tuple[int, float] | None = None
         if render_size is not None and (body := travelling_body(model)) is not None:
-            follows = model.cam_mode != int(mujoco.mjtCamLight.mjCAMLIGHT_FIXED)
-            self._render_camera = int(follows.argmax()) if follows.any() else -1
+            # A camera that only turns towards the robot (targetbody) loses it.
+            follows = (int(modes.mjCAMLIGHT_TRACK), int(modes.mjCAMLIGHT_TRACKCOM))
+            outside = np.isin(model.cam_mode, follows)
             self._follow = body, 3.5 * _radius(model, body)
+        self._render_camera = int(outside.argmax()) if outside.any() else -1
         self._source = model
         self._canvases: dict[tuple[int, int], _Canvas] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._canvases)
@@ -155,10 +158,10 @@ class Cameras:
         return images
 
     def render(self, worlds: Mapping[str, np.ndarray], world: int = 0) -> Tensor:
-        """Return uint8 [H, W, 3] of one world from the model's first camera.
+        """Return uint8 [H, W, 3] of one world from the first camera that is not mounted on a link.
 
         A robot that travels is seen from the first camera that follows it, and its floor has no
-        end. A model without cameras is framed as a whole.
+        end. A model without such a camera is framed as a whole.
         """
         if self.render_size is None:
             raise EnvError("made without pictures; make it with render=True")

@@ -1,0 +1,170 @@
+"""Complete the model of a robot before it is compiled: servos, gains, floor, IMU and contacts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import mujoco
+import numpy as np
+
+from embodied_envs.base.errors import EnvError
+from embodied_envs.robots.robot_model import HINGE, Actuator, Array, RobotModel
+
+Gains: TypeAlias = "Mapping[str, tuple[float, float]] | Literal['inertia']"
+"""Pattern of joint names -> stiffness and damping (N m/rad and N m s/rad), or "inertia"."""
+
+FREQUENCY_HZ, DAMPING_RATIO = 6.0, 1.0
+"""Of a servo whose gains follow from the inertia that it moves."""
+SAG_RAD = 0.1
+"""Such a servo yields at most this much to the weight that it carries at home."""
+STABLE = 0.5
+"""Largest angle of the servo's oscillation in a physics step, rad."""
+ITERATIONS = 20
+"""Least iterations of the solver where gains differ from those that the model was tuned for."""
+IMU = "robot_imu"
+"""Site of the observations, added by ``prepare``, in the place of the model's IMU."""
+GYRO, CONTACT = "robot_gyro", "robot_contact_"
+"""Sensors that ``prepare`` adds: the gyroscope, and the contacts of each foot."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How the model of a file is completed.
+
+    Attributes:
+        gains: Gains of the servos of matching joints, which replace those of the model; "inertia":
+            all follow from the inertia and weight at home. Torque motors of hinges with a range
+            become servos in any case, by default with gains from inertia.
+        floor: Whether a floor is added.
+        key: Keyframe of the home posture, see ``RobotModel``.
+    """
+
+    gains: Gains = field(default_factory=dict)
+    floor: bool = False
+    key: str | int | None = None
+
+    def prepare(self, mjcf: Path) -> mujoco.MjSpec:
+        """Return the completed model of a file.
+
+        Raises:
+            EnvError: A pattern of ``gains`` matches no joint.
+            ValueError: MuJoCo refuses the file.
+        """
+        spec = mujoco.MjSpec.from_file(str(mjcf))
+        if self.floor:
+            add_floor(spec)
+        robot = RobotModel(spec.compile(), self.key)
+        if servos := self.servos(robot):
+            _tune_solver(spec)
+        for i, (kp, kd) in servos.items():
+            _make_servo(spec.actuators[i], robot.actuators[i], robot, kp, kd)
+        _add_sensors(spec, robot)
+        return spec
+
+    def servos(self, robot: RobotModel) -> dict[int, tuple[float, float]]:
+        """Return the actuators that become position servos or get other gains -> kp and kd."""
+        model, servos = robot.model, dict[int, tuple[float, float]]()
+        derived, given = inertia_gains(robot), {} if self.gains == "inertia" else dict(self.gains)
+        moved = {i: a.joint for i, a in enumerate(robot.actuators) if a.joint is not None}
+        for i, joint in moved.items():
+            is_motor = robot.actuators[i].kind == "force" and model.jnt_type[joint] == HINGE
+            is_servo = self.gains == "inertia" and robot.actuators[i].kp > 0
+            if is_servo or (is_motor and model.jnt_limited[joint]):
+                servos[i] = derived[joint]
+        names = {i: model.joint(joint).name for i, joint in moved.items()}
+        for pattern, gains in given.items():
+            matches = [i for i, name in names.items() if fnmatchcase(name, pattern)]
+            if not matches:
+                known = ", ".join(names.values())
+                raise EnvError(f"gains: {pattern!r} matches no joint with an actuator: {known}")
+            servos |= dict.fromkeys(matches, gains)
+        return servos
+
+
+def inertia_gains(robot: RobotModel) -> dict[int, tuple[float, float]]:
+    """Return joint -> kp and kd of a servo that suits the inertia and the weight at home.
+
+    kp = I (2 pi f)² with the inertia I = 1 / (M⁻¹)_ii that the joint's torque accelerates, but at
+    least the torque that holds the weight divided by SAG_RAD, and kd = 2 zeta sqrt(kp I).
+    """
+    model, data, gains = robot.model, robot.data, {}
+    inverse, step_s = np.zeros((model.nv, model.nv)), float(model.opt.timestep)
+    mujoco.mj_solveM(model, data, inverse, np.eye(model.nv))
+    load = np.abs(_holding_force(robot))
+    for joint in robot.joints:
+        dof = int(model.jnt_dofadr[joint])
+        inertia = 1.0 / max(float(inverse[dof, dof]), 1e-9)
+        kp = max(inertia * (2 * np.pi * FREQUENCY_HZ) ** 2, load[dof] / SAG_RAD)
+        kp = min(kp, inertia * (STABLE / step_s) ** 2)
+        kd = 2 * DAMPING_RATIO * (kp * inertia) ** 0.5 - float(model.dof_damping[dof])
+        gains[joint] = (round(float(kp), 4), round(max(0.0, kd), 4))
+    return gains
+
+
+def _holding_force(robot: RobotModel) -> Array:
+    """Return the generalised force [nv] at home with the weight on the feet, in equal parts."""
+    model, data = robot.model, robot.data
+    force = data.qfrc_bias.copy()
+    if robot.base is None or not robot.feet:
+        return force
+    for foot in robot.feet:
+        lowest = min(foot.geoms, key=robot.lowest_point)
+        jacobian = np.zeros((3, model.nv))
+        mujoco.mj_jac(model, data, jacobian, None, data.geom_xpos[lowest], foot.body)
+        force -= jacobian[2] * robot.weight / len(robot.feet)
+    return force
+
+
+def add_floor(spec: mujoco.MjSpec) -> None:
+    """Add a level plane at height 0."""
+    plane = mujoco.mjtGeom.mjGEOM_PLANE
+    spec.worldbody.add_geom(name="floor", type=plane, size=[5, 5, 0.1], rgba=[0.7, 0.7, 0.7, 1])
+
+
+def _make_servo(
+    element: mujoco.MjsActuator, actuator: Actuator, robot: RobotModel, kp: float, kd: float
+) -> None:
+    """Turn an actuator of a joint into a position servo in rad or m with the same force limit."""
+    model, joint = robot.model, actuator.joint
+    assert joint is not None
+    gear = abs(float(element.gear[0])) or 1.0
+    element.set_to_position(kp=kp, kv=kd)
+    element.gear = [1, 0, 0, 0, 0, 0]
+    element.ctrllimited, element.ctrlrange = model.jnt_limited[joint], model.jnt_range[joint]
+    if np.isfinite(actuator.force):
+        element.forcelimited, limit = True, actuator.force * gear
+        element.forcerange = [-limit, limit]
+
+
+def _tune_solver(spec: mujoco.MjSpec) -> None:
+    """Integrate the servos' damping implicitly, with enough iterations of the solver."""
+    if spec.option.integrator == int(mujoco.mjtIntegrator.mjINT_EULER):
+        spec.option.integrator = int(mujoco.mjtIntegrator.mjINT_IMPLICITFAST)
+    spec.option.iterations = max(spec.option.iterations, ITERATIONS)
+    spec.option.disableflags &= ~int(mujoco.mjtDisableBit.mjDSBL_EULERDAMP)
+
+
+def _add_sensors(spec: mujoco.MjSpec, robot: RobotModel) -> None:
+    """Add the IMU of a floating robot, and sensors of the contacts of its feet with the ground."""
+    if robot.base is None:
+        return
+    model, body, place = robot.model, robot.base, {}
+    if robot.imu is not None:
+        body = int(model.site_bodyid[robot.imu])
+        place = {"pos": model.site_pos[robot.imu], "quat": model.site_quat[robot.imu]}
+    bodies = {element.id: element for element in spec.bodies}
+    bodies[body].add_site(name=IMU, size=[0.005] * 3, group=5, **place)
+    kind, objects, fields = mujoco.mjtSensor, mujoco.mjtObj, mujoco.mjtConDataField
+    spec.add_sensor(name=GYRO, type=kind.mjSENS_GYRO, objtype=objects.mjOBJ_SITE, objname=IMU)
+    data = 1 << int(fields.mjCONDATA_FOUND) | 1 << int(fields.mjCONDATA_FORCE)
+    for n, foot in enumerate(robot.feet):
+        if not bodies[foot.body].name:
+            bodies[foot.body].name = f"robot_foot_{n}"
+        sensor = spec.add_sensor(name=f"{CONTACT}{n}", type=kind.mjSENS_CONTACT)
+        sensor.objtype, sensor.objname = objects.mjOBJ_BODY, bodies[foot.body].name
+        sensor.reftype, sensor.refname = objects.mjOBJ_BODY, "world"
+        sensor.intprm = [data, 3, 1]  # the sum of all contacts' forces, in the world's frame
