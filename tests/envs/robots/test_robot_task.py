@@ -12,7 +12,10 @@ from toy_robots import QUADRUPED
 import embodied_envs
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.robots import Preparation, RobotModel, RobotTask, State
+from embodied_envs.robots.preparation import Preparation
+from embodied_envs.robots.robot_model import RobotModel
+from embodied_envs.robots.robot_task import RobotTask
+from embodied_envs.tasks import State
 
 FOLDER = Path(__file__).parent
 
