@@ -309,8 +309,6 @@ class ActionConverter:
             start = int(self.space.start)
             return lambda action: action + start
         elif isinstance(self.space, spaces.Box) and len(array.shape) == 1:
-            if array.dtype == torch.float32:
-                return self._map
             if array.dtype.is_floating_point:
                 return lambda action: self._map(action).to(array.dtype)
         return self

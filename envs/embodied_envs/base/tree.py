@@ -21,8 +21,6 @@ def map(fn: Callable[..., Any], tree: T, *others: Any) -> T:
         tree: Nested tensors.
         others: Trees with the structure of ``tree``.
     """
-    if isinstance(tree, torch.Tensor):  # the most frequent case
-        return fn(tree, *others)
     if tree is None:
         return tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -41,9 +39,6 @@ def map(fn: Callable[..., Any], tree: T, *others: Any) -> T:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield every tensor of ``tree`` in field order; None is skipped."""
-    if isinstance(tree, torch.Tensor):  # the most frequent case
-        yield tree
-        return
     if tree is None:
         return
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -91,6 +86,4 @@ def apply_in_parts(function: Callable[..., T], size: int | None, *inputs: Any) -
     """
     if size is None or size >= (rows := len(next(leaves(inputs)))):
         return function(*inputs)
-    parts = [slice(i, i + size) for i in range(0, rows, size)]
-    outputs = [function(*index(inputs, part)) for part in parts]
-    return concatenate(outputs)
+    return concatenate([function(*index(inputs, slice(i, i + size))) for i in range(0, rows, size)])
