@@ -23,13 +23,22 @@ import yaml
 from embodied_envs.base.errors import EnvError, one_line
 from embodied_envs.robots.preparation import Preparation, inertia_gains
 from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE, RobotModel
-from embodied_envs.robots.robot_task import RobotTask
 
 CONTROL_STEP_S = 0.02
 """Duration of a decision of a new task, s."""
 
 EPISODE_S = 5.0
 """Length of an episode of a new task, s."""
+
+HOLD_S = 2.0
+"""Time for which the robot is held at home, s."""
+
+DIVERGED = (
+    mujoco.mjtWarning.mjWARN_BADQPOS,
+    mujoco.mjtWarning.mjWARN_BADQVEL,
+    mujoco.mjtWarning.mjWARN_BADQACC,
+)
+"""Warnings of MuJoCo about a simulation that diverges."""
 
 TIMESTEPS = 1e-5, 1.0
 """Smallest and largest timestep of the physics, s."""
@@ -291,12 +300,11 @@ def _class_name(name: str) -> str:
 # -------------------------------------------------------------------------------------------- model
 def _describe(mjcf: Path, preparation: Preparation) -> dict[str, Any]:
     """Return the values of the templates' variables, and the sentences ``assumed``."""
-    task = type("Described", (RobotTask,), {"mjcf": mjcf, "preparation": preparation})()
     original = RobotModel(_compile(mjcf, "--mjcf")[1])
     servos = preparation.servos(original)
-    model = task.spec().compile()
+    model = preparation.prepare(mjcf).compile()
     robot = RobotModel(model)
-    names = task.observation_names(model)
+    size = len(robot.measured()) + model.nu
     timestep = float(model.opt.timestep)
     decimation = max(1, round(CONTROL_STEP_S / timestep))
     step_s = decimation * timestep
@@ -307,7 +315,7 @@ def _describe(mjcf: Path, preparation: Preparation) -> dict[str, Any]:
         "preparation": ", ".join(f"{k}={_literal(x)}" for k, x in given.items() if x),
         "privileged": robot.base is not None or len(robot.joints) < model.njnt,
         "actuators": [a.name for a in robot.actuators],
-        "size": len(names),
+        "size": size,
         "observed": observed if robot.base is None else f"gravity, angular velocity, {observed}",
         "decimation": decimation,
         "step_s": step_s,
@@ -315,12 +323,36 @@ def _describe(mjcf: Path, preparation: Preparation) -> dict[str, Any]:
         "assumed": [
             *_body_sentences(robot),
             *_actuator_sentences(original, robot, servos),
-            f"{len(names)} numbers are observed; velocity and height of the base, contacts, objects"
+            _hold_home(robot),
+            f"{size} numbers are observed; velocity and height of the base, contacts, objects"
             " and forces are observations of the critic only",
             f"a decision every {step_s:g} s ({decimation} x {timestep:g} s), episodes of {episode}"
             " decisions",
         ],
     }
+
+
+def _hold_home(robot: RobotModel) -> str:
+    """Return what happens to the robot that is held at home for HOLD_S."""
+    model, data = robot.model, mujoco.MjData(robot.model)
+    data.qpos[:], data.ctrl[:] = robot.home, [a.home for a in robot.actuators]
+    fastest = 0
+    for step in range(round(HOLD_S / model.opt.timestep)):
+        mujoco.mj_step(model, data)
+        if any(data.warning[int(kind)].number for kind in DIVERGED):
+            name = model.joint(model.dof_jntid[fastest]).name
+            return (
+                f"held at home it DIVERGES after {step * model.opt.timestep:.2g} s, joint {name}"
+                " first: use a smaller timestep, more damping, or --gains inertia"
+            )
+        fastest = int(np.abs(data.qvel).argmax())
+    joints = list(robot.joints)
+    distance = np.abs(data.qpos - robot.home)[model.jnt_qposadr[joints]]
+    name = model.joint(joints[int(distance.argmax())]).name
+    base = ""
+    if robot.base is not None:
+        base = f", its base sinks by {(robot.home - data.qpos)[robot.base_qpos + 2]:.2g} m"
+    return f"held at home for {HOLD_S:g} s, {name} moves most, {distance.max():.2g} (rad, m){base}"
 
 
 def _body_sentences(robot: RobotModel) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embodied_envs.base.errors import EnvError, check_names
 from embodied_envs.physics.domain_randomization import model_field
-from embodied_envs.physics.mechanism import driven_dofs
+from embodied_envs.robots.robot_model import driven_dofs
 
 MAX_GEOMS = 2000
 """Largest number of shapes in one image."""

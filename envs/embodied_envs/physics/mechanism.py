@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mujoco
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embodied_envs.tasks.task import Task
@@ -22,13 +20,6 @@ JOINTS = {
 """Type of a joint -> its name, its positions, its velocities, unit of the positions."""
 PROBE = 0.05
 """Action with which the relation of action and ctrl is measured, as a share of its bounds."""
-
-
-def driven_dofs(model: mujoco.MjModel) -> NDArray[np.int32]:
-    """Return the degrees of freedom that actuators move."""
-    data = mujoco.MjData(model)
-    mujoco.mj_forward(model, data)
-    return np.unique(data.moment_colind[: int(data.moment_rownnz.sum())])
 
 
 def joints(model: mujoco.MjModel) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.engine import Physics
-from embodied_envs.physics.mechanism import driven_dofs
+from embodied_envs.robots.robot_model import driven_dofs
 
 STREAM = 2
 """Stream of random numbers, see ``base.random``; ``MujocoEnv`` uses 0 and 1."""

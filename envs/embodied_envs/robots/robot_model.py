@@ -11,8 +11,6 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from embodied_envs.physics.mechanism import driven_dofs
-
 Array: TypeAlias = "NDArray[np.float64]"
 Kind: TypeAlias = Literal["position", "velocity", "force"]
 
@@ -27,6 +25,13 @@ SCALE_OF_FORCE = 0.25
 MIRROR_M, MIRROR_MASS = 0.05, 0.1
 """Largest distance of a subtree's centre from its mirror image, and largest share of its mass by
 which a pair differs."""
+
+
+MEASURED_SENSORS = [
+    int(getattr(mujoco.mjtSensor, f"mjSENS_{name}"))
+    for name in ("TOUCH", "FORCE", "TORQUE", "RANGEFINDER", "TENDONPOS", "TENDONVEL")
+]
+"""Types of the MJCF's sensors that a robot has, besides those of joints and IMU."""
 
 
 @dataclass(frozen=True)
@@ -194,16 +199,6 @@ class RobotModel:
         """All actuators in the order of ctrl."""
         return tuple(self._actuator(i) for i in range(self.model.nu))
 
-    @property
-    def home_act(self) -> Array:
-        """States of the actuators at home, [na]: a filter's is its control."""
-        model = self.model
-        act = np.zeros(model.na) if self.key is None else model.key_act[self.key].copy()
-        for i, kind in enumerate(model.actuator_dyntype):
-            if kind in (int(mujoco.mjtDyn.mjDYN_FILTER), int(mujoco.mjtDyn.mjDYN_FILTEREXACT)):
-                act[model.actuator_actadr[i]] = self.actuators[i].home
-        return act
-
     def _actuator(self, i: int) -> Actuator:
         """Describe actuator ``i``."""
         model, bias, force = self.model, self.model.actuator_biasprm[i], np.inf
@@ -348,3 +343,25 @@ class RobotModel:
         sites = [i for i, name in enumerate(names) if "imu" in name and int(roots[i]) in self.roots]
         weld = model.body_weldid[model.site_bodyid]
         return min(sites, key=lambda i: weld[i] != self.base, default=None)
+
+    def measured(self) -> list[tuple[str, str | None]]:
+        """Return name and unit of each number that the robot measures, see ``RobotTask``."""
+        model, names = self.model, list[tuple[str, str | None]]()
+        if self.base is not None:
+            names += [(f"gravity {axis}", None) for axis in "xyz"]
+            names += [(f"angular velocity {axis}", "rad/s") for axis in "xyz"]
+        for quantity, per_time in (("position minus home", ""), ("velocity", "/s")):
+            for j in self.joints:
+                unit = "rad" if model.jnt_type[j] == HINGE else "m"
+                names.append((f"{model.joint(j).name} {quantity}", unit + per_time))
+        for k in np.flatnonzero(np.isin(model.sensor_type, MEASURED_SENSORS)):
+            name = model.sensor(k).name or f"sensor {k}"
+            names += [(f"{name} {i}", None) for i in range(model.sensor_dim[k])]
+        return names
+
+
+def driven_dofs(model: mujoco.MjModel) -> NDArray[np.int32]:
+    """Return the degrees of freedom that actuators move."""
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    return np.unique(data.moment_colind[: int(data.moment_rownnz.sum())])

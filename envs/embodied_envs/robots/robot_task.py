@@ -14,14 +14,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.robots.preparation import CONTACT, GYRO, IMU, Preparation
-from embodied_envs.robots.robot_model import HINGE, RobotModel
+from embodied_envs.robots.robot_model import MEASURED_SENSORS, RobotModel
 from embodied_envs.tasks.task import State, Task
 
-MEASURED_SENSORS = [
-    int(getattr(mujoco.mjtSensor, f"mjSENS_{name}"))
-    for name in ("TOUCH", "FORCE", "TORQUE", "RANGEFINDER", "TENDONPOS", "TENDONVEL")
-]
-"""Types of the MJCF's sensors that a robot has and that the observation does not contain anyway."""
+FILTERS = [int(mujoco.mjtDyn.mjDYN_FILTER), int(mujoco.mjtDyn.mjDYN_FILTEREXACT)]
 
 
 class RobotTask(Task):
@@ -77,7 +73,10 @@ class RobotTask(Task):
         self.scale = tensor([scales[a.name] for a in actuators])
         self.low, self.high = tensor([(a.low, a.high) for a in actuators]).unbind(1)
         self.force_limit = tensor([a.largest_force for a in actuators])
-        self.home_act = tensor(robot.home_act)
+        filters = np.flatnonzero(np.isin(model.actuator_dyntype, FILTERS))
+        home_act = np.zeros(model.na)  # the state of a filter is its control
+        home_act[model.actuator_actadr[filters]] = [actuators[i].home for i in filters]
+        self.home_act = tensor(home_act)
         # Positions and velocities of the base, of hinges and slides, and all others.
         joints = list(robot.joints)
         qpos, qvel = model.jnt_qposadr[joints], model.jnt_dofadr[joints]
@@ -136,18 +135,9 @@ class RobotTask(Task):
         return torch.cat([*imu, *joints, sensors, s["last_action"]], 1)
 
     def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
-        robot, names = RobotModel(model, self.preparation.key), list[tuple[str, str | None]]()
-        if robot.base is not None:
-            names += [(f"gravity {axis}", None) for axis in "xyz"]
-            names += [(f"angular velocity {axis}", "rad/s") for axis in "xyz"]
-        for quantity, per_time in (("position minus home", ""), ("velocity", "/s")):
-            for j in robot.joints:
-                unit = "rad" if model.jnt_type[j] == HINGE else "m"
-                names.append((f"{model.joint(j).name} {quantity}", unit + per_time))
-        for k in np.flatnonzero(np.isin(model.sensor_type, MEASURED_SENSORS)):
-            name = model.sensor(k).name or f"sensor {k}"
-            names += [(f"{name} {i}", None) for i in range(model.sensor_dim[k])]
-        return names + [(f"{a.name} last action", None) for a in robot.actuators]
+        robot = RobotModel(model, self.preparation.key)
+        last = [(f"{actuator.name} last action", None) for actuator in robot.actuators]
+        return [*robot.measured(), *last]
 
     def base_velocity(self, s: State) -> Tensor:
         """Return the velocity of the floating base in its own frame, m/s, [N, 3]."""

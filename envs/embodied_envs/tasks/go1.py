@@ -10,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from embodied_envs.robots.robot_task import to_body_frame
 from embodied_envs.tasks.panda import asset_file
 from embodied_envs.tasks.task import State, Task
 
@@ -251,13 +252,8 @@ class Go1Joystick(Task):
 
 
 def velocity(s: State) -> Tensor:
-    """Return the trunk's velocity in its own frame, m/s, [N, 3].
-
-    A vector v of the world becomes v + 2 (w (v × r) + (v × r) × r), with the quaternion (w, r).
-    """
-    v, w, r = s["qvel"][:, :3], s["qpos"][:, 3:4], s["qpos"][:, 4:7]
-    cross = torch.linalg.cross(v, r)
-    return v + 2 * (w * cross + torch.linalg.cross(cross, r))
+    """Return the trunk's velocity in its own frame, m/s, [N, 3]."""
+    return to_body_frame(s["qpos"][:, 3:7], s["qvel"][:, :3])
 
 
 def gravity(s: State) -> Tensor:
