@@ -342,7 +342,7 @@ def _hold_home(robot: RobotModel) -> str:
         if any(data.warning[int(kind)].number for kind in DIVERGED):
             name = model.joint(model.dof_jntid[fastest]).name
             return (
-                f"held at home it DIVERGES after {step * model.opt.timestep:.2g} s, joint {name}"
+                f"held at home it diverges after {step * model.opt.timestep:.2g} s, joint {name}"
                 " first: use a smaller timestep, more damping, or --gains inertia"
             )
         fastest = int(np.abs(data.qvel).argmax())

@@ -248,6 +248,16 @@ def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
     assert written == {file}, "nothing is written"
 
 
+def test_robot_that_diverges_at_home_is_named_with_its_joint() -> None:
+    """A servo of 1e6 N m/rad against gravity at a timestep of 20 ms."""
+    servo = '<actuator><position joint="j" kp="1e6"/></actuator>'
+    option = '<option timestep=".02"/>'
+    Path("a.xml").write_text(f"<mujoco>{option}<worldbody>{ARM}</worldbody>{servo}</mujoco>")
+    assumed = task_generator.write("stiff", Path("a.xml"), Path(".")).assumed
+    (line,) = [x for x in assumed if x.startswith("held at home")]
+    assert "it diverges after" in line and "joint j first: use a smaller timestep" in line
+
+
 def test_urdf_becomes_a_model_with_servos(capsys: pytest.CaptureFixture[str]) -> None:
     Path("robot.urdf").write_text(URDF)
     command = ["new-task", "my_arm", "--urdf", "robot.urdf"]
