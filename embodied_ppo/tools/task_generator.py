@@ -336,6 +336,7 @@ def _hold_home(robot: RobotModel) -> str:
     """Return what happens to the robot that is held at home for HOLD_S."""
     model, data = robot.model, mujoco.MjData(robot.model)
     data.qpos[:], data.ctrl[:] = robot.home, [a.home for a in robot.actuators]
+    data.qvel[:] = 0.01  # an unstable equilibrium must not hold
     fastest = 0
     for step in range(round(HOLD_S / model.opt.timestep)):
         mujoco.mj_step(model, data)

@@ -249,7 +249,7 @@ def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
 
 
 def test_robot_that_diverges_at_home_is_named_with_its_joint() -> None:
-    """A servo of 1e6 N m/rad against gravity at a timestep of 20 ms."""
+    """A servo of 1e6 N m/rad at a timestep of 20 ms."""
     servo = '<actuator><position joint="j" kp="1e6"/></actuator>'
     option = '<option timestep=".02"/>'
     Path("a.xml").write_text(f"<mujoco>{option}<worldbody>{ARM}</worldbody>{servo}</mujoco>")
