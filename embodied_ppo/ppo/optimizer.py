@@ -121,7 +121,7 @@ class MinibatchOptimizer:
         update: int,
         *,
         critic_only: bool = False,
-        current: bool = True,
+        current: Tensor | None = None,
     ) -> None:
         """Prepare the minibatches of an update.
 
@@ -130,8 +130,8 @@ class MinibatchOptimizer:
             update: Number of the update, from 0.
             critic_only: Whether the actor does not change. The loss then has an argument of that
                 name.
-            current: Whether these weights made the batch, so that the first minibatch must agree
-                with it, see ``tolerances``.
+            current: bool, whether these weights made the batch, so that the first minibatch must
+                agree with it, see ``tolerances``. None: they did.
 
         Raises:
             TrainingError: The compilation failed and is required.
@@ -263,7 +263,7 @@ class MinibatchOptimizer:
             row = torch.stack([total[name].float() for name in self.statistics])
             # Other ranks have other rows, so that ``end`` compares them.
             if self.tolerances is not None and not self._rows and ranks.world == 1:
-                self._compare(row)
+                self._compare(*self._read(row))
             # g ← g · min(1, max_grad_norm / (|g| + 1e-6))
             if (max_norm := self.config.max_grad_norm) is not None:
                 torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm, foreach=True)
@@ -282,9 +282,17 @@ class MinibatchOptimizer:
             raise self._not_finite(dict(zip(self.statistics, row.tolist(), strict=True)))
         return row
 
-    def _compare(self, row: Tensor) -> None:
+    def _read(self, statistics: Tensor) -> tuple[Tensor, bool]:
+        """Return the tensor on the CPU, and whether these weights made the batch."""
+        if self._current is None:
+            return statistics.cpu(), True
+        # One copy, because a GPU has to finish its work for each.
+        numbers = torch.cat([statistics.flatten(), self._current.to(statistics).view(1)]).cpu()
+        return numbers[:-1].view_as(statistics), bool(numbers[-1])
+
+    def _compare(self, row: Tensor, current: bool) -> None:
         """Raise RolloutMismatch if ``row`` [K] of the first minibatch differs from the rollout."""
-        if not self._current or self.tolerances is None:
+        if not current or self.tolerances is None:
             return
         measured = agreement.differences(dict(zip(self.statistics, row.tolist(), strict=True)))
         limits = self.tolerances
@@ -335,7 +343,7 @@ class MinibatchOptimizer:
             table = torch.stack(rows).double()  # [minibatches, statistics]
             if self.ranks.world > 1:
                 table = self._over_ranks(table)
-            table = table.cpu()
+            table, current = self._read(table)
             column = {name: table[:, i] for i, name in enumerate(self.statistics)}
             # A CUDA graph leaves the weights unchanged and cannot raise; its error is raised here.
             bad = (~column["finite"].isfinite()).nonzero().flatten().tolist()
@@ -343,7 +351,7 @@ class MinibatchOptimizer:
                 stats = dict(zip(self.statistics, table[bad[0]].tolist(), strict=True))
                 raise self._not_finite(stats, f"minibatch {bad[0]}")
             # Compiled steps, and those of several ranks, have not been compared yet.
-            self._compare(table[0])
+            self._compare(table[0], current)
             for name, x in column.items():
                 sums[name] = float(x.max() if name.endswith("_max") else x.sum())
             # Masked minibatches took no step, see ``MinibatchStep``.

@@ -72,7 +72,7 @@ class PPO(LearnerState):
                 # minibatch one step of AdamW on ``PPOLoss``.
                 optimizer.loss.coefficients["entropy"] = self.entropy_coef
                 # Only a rollout of these weights must agree with them.
-                current = bool((trajectory.version == update).all())
+                current = (trajectory.version == update).all()
                 optimizer.begin(batch, update, critic_only=warmup, current=current)
                 for epoch in range(c.update_epoch):
                     for index in optimizer.minibatches(epoch):
@@ -134,13 +134,9 @@ class PPO(LearnerState):
         is_reshaped = ranks.world > 1 or trajectory.mask.ndim == 3
         if is_reshaped:
             rollout = preparation.gather_columns(trajectory, ranks)
-        grouped = bool(c.reward_groups) or self.curiosity is not None
-        if grouped:
-            reward = group_advantages.shape_rewards(
-                rollout, self.groups, self.returns, actor.scores_sequences
-            )
-        else:
-            reward = rewards.shape_rewards(rollout, c, self.returns[0], actor.scores_sequences)
+        reward = group_advantages.shape_rewards(
+            rollout, self.groups, self.returns, actor.scores_sequences
+        )
         if reference is not None and c.use_kl_in_reward:  # with one reward group only
             distance = actor.kl_to_reference(inputs, trajectory, old_log_prob, reference)
             distance = preparation.flatten_chunks(ranks.all_gather_columns(distance))
@@ -155,19 +151,9 @@ class PPO(LearnerState):
         # Advantages:  δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t)
         #              A_t = Σ_l (γλ)^l·δ_{t+l} until the episode ends;  R_t = A_t + V(s_t)
         # Several reward groups have a V and an A each:  A ← Σ_k w_k·A_k
-        rollout = replace(rollout, reward=reward)
-        shares: dict[str, Tensor] = {}
-        if grouped:
-            advantage, returns, shares = group_advantages.estimate(rollout, self.groups)
-        else:
-            advantage, returns = advantages.estimate(
-                c.adv_type,
-                rollout,
-                gamma=c.gamma,
-                gae_lambda=c.gae_lambda,
-                group_size=c.group_size,
-                bootstrap_type=c.bootstrap_type,
-            )
+        advantage, returns, shares = group_advantages.estimate(
+            replace(rollout, reward=reward), self.groups
+        )
         measured, samples = metrics.of_advantages(advantage, returns, rollout, shares)
         results |= measured
         # PopArt: the loss reads (V − μ)/σ and (R − μ)/σ with statistics of the task's returns.
