@@ -332,10 +332,10 @@ class ModelConfig:
     layer_norm: bool = option(False, read_if=TRUNK)
     """Apply layer normalisation before each hidden activation."""
     wide_obs: Count | None = option(None, read_if=TRUNK)
-    """Vector observations of more numbers than this, n, are multiplied by wide_obs / n after their
-    normalisation, and the first layer's initial weights of them are divided by it. Adam changes
-    every weight by about lr, so that otherwise a step changes the outputs of a layer in proportion
-    to its inputs (Yang et al. 2022, "Tensor Programs V", table 8); null: they are not scaled."""
+    """Vector observations of more numbers than this, n, are multiplied by sqrt(wide_obs / n) after
+    their normalisation, and the first layer's initial weights of them are divided by it. Adam
+    changes every weight by about lr, so that otherwise a step changes the outputs of a layer the
+    more the more inputs it has; null: they are not scaled."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
     distribution: Literal["auto", "gaussian", "squashed_gaussian", "beta", "categorical"] = option(

@@ -274,10 +274,11 @@ class DefaultTrunk(nn.Module):
             raise ConfigError("env: the observation is empty; nothing to act on")
         self.inputs = size
         """Size of what the hidden layers and the recurrent layer read."""
-        # x ← x·w/n and W ← W·n/w with w = wide_obs: the same function, but a step of Adam, which
-        # moves all weights by about ±lr, moves an output by lr·w·E|x| instead of lr·n·E|x|.
+        # x ← x·√(w/n) and W ← W/√(w/n) with w = wide_obs: the same function, but changes of all
+        # weights by ±lr, of independent signs, move an output by lr·√w instead of lr·√n.
         wide = config.wide_obs
-        self.scale = 1.0 if wide is None else min(1.0, wide / max(encoder.vector_size, 1))
+        ratio = 1.0 if wide is None else wide / max(encoder.vector_size, 1)
+        self.scale = min(1.0, math.sqrt(ratio))
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise((size + recurrent, *config.hidden)):
             layers.append(linear(size_in, size_out, HIDDEN_GAIN))
