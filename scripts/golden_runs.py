@@ -63,7 +63,6 @@ LANGUAGE = [
     "experiment=arithmetic",
     *(f"actor.model.architecture.{name}=32" for name in ("hidden_size", "intermediate_size")),
     "warm_start.steps=5",
-    "warm_start.batch_size=8",
     "algorithm.rollout_batch_size=16",
     "algorithm.global_batch_size=8",
     "evaluation.episodes=8",

@@ -101,6 +101,7 @@ REMOVED: dict[str, Removed] = {
     "reward.format_weight": Removed("write reward.grader=FILE.py:FUNCTION that grades it"),
     **{f"reward.model.{name}": Removed(_REWARD_MODEL) for name in ("lr", "steps", "batch_size")},
     "reward.model.pairs": Removed(_REWARD_MODEL, (0,)),
+    "warm_start.batch_size": Removed("remove it, a step has 128 demonstrations", (128,)),
     "warm_start.lr": Removed("remove it, the learning rate is 1e-3", (1e-3,)),
     "warm_start.forget": Removed("remove it, data.task sets it", (None, 0.575)),
     # Captions trained the policy before its first checkpoint only: all stored runs can continue.

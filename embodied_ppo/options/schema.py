@@ -824,7 +824,6 @@ class EvaluationConfig:
 
 
 # ---------------------------------------------------------------------------------- language models
-WARM_START = positive("warm_start.steps")
 
 
 @dataclass(frozen=True)
@@ -956,10 +955,8 @@ class RewardConfig:
 @dataclass(frozen=True)
 class WarmStartConfig:
     steps: Natural = option(0, read_if=is_set("data.task"))
-    """Number of supervised optimiser steps on demonstrations of data.task before PPO; 0: none. The
-    result is cached on disk between runs."""
-    batch_size: Count = option(128, read_if=WARM_START)
-    """Number of demonstrations of one optimiser step."""
+    """Number of supervised optimiser steps before PPO, on 128 demonstrations of data.task each; 0:
+    none. The result is cached on disk between runs."""
 
 
 CLONING = positive("cloning.steps")

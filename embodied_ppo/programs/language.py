@@ -52,8 +52,8 @@ from embodied_ppo.rollout.rewards.graders import Graders
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Messages
 
-WARM_START_LR = 1e-3
-"""Learning rate of the supervised steps before PPO."""
+WARM_START_LR, WARM_START_BATCH = 1e-3, 128
+"""Learning rate and demonstrations of each supervised step before PPO."""
 
 
 def build(
@@ -256,7 +256,7 @@ def _warm_start_actor(
     # A stream of random numbers of its own, so that every process draws the same examples.
     seed = sampling_key(config.seed, "demonstrations") % 2**32
     pairs = synthetic_tasks.demonstrations(
-        task, task.problems("train"), w.steps * w.batch_size, seed=seed
+        task, task.problems("train"), w.steps * WARM_START_BATCH, seed=seed
     )
     prompts, responses = (
         synthetic_tasks.encode(texts, tokenizer) for texts in zip(*pairs, strict=True)
@@ -267,7 +267,7 @@ def _warm_start_actor(
         policy,
         examples,
         steps=w.steps,
-        batch_size=w.batch_size,
+        batch_size=WARM_START_BATCH,
         lr=WARM_START_LR,
         key={},
         folder=compile.cache_folder() / "warm_start",

@@ -97,7 +97,6 @@ LANGUAGE = [
     "algorithm.rollout_batch_size=16",
     "algorithm.global_batch_size=8",
     "warm_start.steps=3",
-    "warm_start.batch_size=8",
     "evaluation.episodes=4",
     "updates=2",
     "device=cpu",

@@ -89,7 +89,6 @@ PROMPTS: dict[str, Any] = {
 }
 """Files instead of a task; their tokenizer has a chat template."""
 GROUPS = {"algorithm.group_size": 2}
-WARM = {"warm_start.steps": 2, "warm_start.batch_size": 8}
 SAMPLED = {"evaluation.deterministic": False}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -139,7 +138,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "reward.grader": (f"{FILES / 'even.py'}:other", {}),
     "reward.model.path": (str(FILES / "reward"), {}),
     "warm_start.steps": (1, {}),
-    "warm_start.batch_size": (4, WARM),
 }
 LAG: dict[str, int] = {
     f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")

@@ -27,7 +27,6 @@ SMALL = [
 SMALL_LANGUAGE = [
     *(f"actor.model.architecture.{name}=16" for name in ("hidden_size", "intermediate_size")),
     "warm_start.steps=2",
-    "warm_start.batch_size=8",
     "algorithm.rollout_batch_size=8",
     "algorithm.global_batch_size=8",
     "algorithm.update_epoch=1",

@@ -49,7 +49,6 @@ SMALL: dict[str, Any] = {
     "algorithm.lr": 1e-3,
     "algorithm.update_epoch": 2,
     "warm_start.steps": 3,
-    "warm_start.batch_size": 8,
     "evaluation.episodes": 8,
     "updates": 3,
     "save_every": 1,

@@ -41,7 +41,6 @@ SIZES |= {"intermediate_size": 32}
 SMALL = [
     *(f"actor.model.architecture.{name}={size}" for name, size in SIZES.items()),
     "warm_start.steps=2",
-    "warm_start.batch_size=8",
     "algorithm.rollout_batch_size=8",
     "algorithm.global_batch_size=4",
     "evaluation.episodes=8",
