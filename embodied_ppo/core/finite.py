@@ -13,13 +13,15 @@ from embodied_envs.base import tree
 
 def is_finite(values: Any) -> bool:
     """Return whether all numbers of nested tensors are finite."""
+    numbers = [x for x in tree.leaves(values) if x.is_floating_point()]
     # A sum keeps NaN and infinity and is cheaper than isfinite() on every element. Finite elements
     # may overflow it, so a sum that is not finite needs the second test.
-    return all(
-        math.isfinite(x.sum().item()) or bool(x.isfinite().all())
-        for x in tree.leaves(values)
-        if x.is_floating_point()
-    )
+    sums = [x.sum() for x in numbers]
+    if any(x.device.type != "cpu" for x in sums):  # wait for an accelerator once
+        sums = [torch.stack(sums).sum()]
+    if math.isfinite(sum(x.item() for x in sums)):
+        return True
+    return all(bool(x.isfinite().all()) for x in numbers)
 
 
 def finite_rows(values: Any) -> Tensor:
