@@ -361,7 +361,7 @@ def checkpoint_run(case: tuple[str, Changes, Edits | None, bool]) -> None:
         (folder / file).write_bytes(content)
     source = checkpoint.open_checkpoint(folder)
     if name == checkpoint.CONFIG:
-        strict.load(Config, run_directory.stored_options(source))
+        run_directory.stored_config(source)
     source.training()
     checkpoint.load_weights(_model(), source.policy(), "fuzz")
 

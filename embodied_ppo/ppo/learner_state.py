@@ -46,8 +46,6 @@ class LearnerState:
         """
         config = optimizer.config
         self.actor, self.critic, self.optimizer = actor, critic, optimizer
-        self.separate_critic = None if isinstance(critic, SharedCritic) else critic
-        """The critic if it is a model of its own."""
         self.config, self.notice = config, notice
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
@@ -73,6 +71,11 @@ class LearnerState:
     def ranks(self) -> Ranks:
         """The ranks that learn together."""
         return self.optimizer.ranks
+
+    @property
+    def separate_critic(self) -> Critic | None:
+        """The critic if it is a model of its own."""
+        return None if isinstance(self.critic, SharedCritic) else self.critic
 
     def adapt_coefficients(self, sums: Mapping[str, float], metrics: Metrics) -> None:
         """Adapt coefficients and learning rates to what an update has measured.

@@ -63,8 +63,9 @@ class PPO(LearnerState):
 
         # A separate critic minimises its own loss: here, before the policy (LocalCritic), or in
         # another process while the policy learns (cluster/remote_models.py).
-        if self.separate_critic is not None:
-            self.separate_critic.begin(batch, update)
+        separate_critic = self.separate_critic
+        if separate_critic is not None:
+            separate_critic.begin(batch, update)
         stats = critic_stats = NO_STATS
         try:
             if not warmup or isinstance(self.critic, SharedCritic):
@@ -84,8 +85,8 @@ class PPO(LearnerState):
                         break
                 stats = optimizer.end()
         finally:
-            if self.separate_critic is not None:
-                critic_stats = self.separate_critic.end()
+            if separate_critic is not None:
+                critic_stats = separate_critic.end()
         results = metrics.with_optimization(results, self, stats, critic_stats)
 
         # Adapt entropy bonus, KL coefficient and learning rate to what the update has measured.

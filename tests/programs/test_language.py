@@ -412,7 +412,7 @@ def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     assert json.loads(Path("other/report.json").read_text())["tasks"]["arithmetic"]["episodes"] == 2
     assert "num_envs = 3" in refusal(capsys, "evaluate", "checkpoint=run", "num_envs=3")
     assert "nowhere" in refusal(capsys, "evaluate", "checkpoint=run", "data=[nowhere.jsonl]")
-    assert "deterministic = true" in refusal(capsys, "evaluate", "checkpoint=run", "n=4")
+    assert "deterministic=false" in refusal(capsys, "evaluate", "checkpoint=run", "n=4")
 
 
 def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:
