@@ -30,18 +30,23 @@ CONTROL_STEP_S = 0.02
 EPISODE_S = 5.0
 """Length of an episode of a new task, s."""
 
+HINTS = {
+    "decoder": "convert a xacro first: xacro FILE > robot.urdf",
+    "parse error|empty file|Unrecognized": "name the MJCF or URDF of a robot, in valid XML",
+    # Some parsers of URDF resolve package://NAME/ to a folder; MuJoCo reads it as a path.
+    "package:": "write files of meshes relative to the folder of FILE, without package://",
+    "file": "write files (meshes as STL or OBJ, includes) relative to the folder of FILE",
+}
+"""Pattern of MuJoCo's reason -> hint; the first counts."""
+
 HOLD_S = 2.0
 """Time for which the robot is held at home, s."""
 
-DIVERGED = (
-    mujoco.mjtWarning.mjWARN_BADQPOS,
-    mujoco.mjtWarning.mjWARN_BADQVEL,
-    mujoco.mjtWarning.mjWARN_BADQACC,
-)
-"""Warnings of MuJoCo about a simulation that diverges."""
-
 TIMESTEPS = 1e-5, 1.0
 """Smallest and largest timestep of the physics, s."""
+
+FAST = 100.0
+"""A joint that is faster diverges, rad/s or m/s."""
 
 STIFF_RAD = 0.2
 """A servo whose force limit is reached by a smaller error is stiff."""
@@ -98,6 +103,7 @@ def write(
     if folder.exists() and not folder.is_dir():
         raise EnvError(f"--out {folder}: is a file; name a folder")
     files = {folder / file.format(name=name): template for file, template in TEMPLATES.items()}
+    mujoco.set_mju_user_warning(lambda text: None)  # a robot that diverges is named in `assumed`
     converted = [folder / f"{name}.xml"] if urdf else []
     if existing := [file for file in [*files, *converted] if file.exists()]:
         raise EnvError(
@@ -112,9 +118,8 @@ def write(
             source.write_text(text, encoding="utf-8")
         load(source, preparation)
         description = _describe(source, preparation)
-        description |= {"file": mjcf.name, "name": name, "kind": class_name}
-        path = os.path.relpath(source.resolve(), folder.resolve())
-        description["mjcf"] = Path(path).as_posix()
+        path = Path(os.path.relpath(source.resolve(), folder.resolve())).as_posix()
+        description |= {"file": mjcf.name, "name": name, "kind": class_name, "mjcf": path}
         for file, template in files.items():
             text = _templates().get_template(template).render(description)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -171,14 +176,11 @@ def _compile(file: Path, option: str, floating: bool = False) -> tuple[Any, mujo
             base.add_freejoint(name="floating_base")
         return spec, spec.compile()
     except (ValueError, OSError, mujoco.FatalError) as error:
-        reason, hint = one_line(error).removeprefix("Error: "), ""
-        if "file" in reason:
-            # Some parsers of URDF resolve package://NAME/ to a folder; MuJoCo reads it as a path.
-            hint = (
-                f"write files of meshes (STL, OBJ) and textures relative to the folder of {option}"
-            )
-            hint += ", without package://; " if "package:" in reason else "; "
-        raise EnvError(f"{hint}{option} {file}: MuJoCo refuses it: {reason}") from error
+        reason = one_line(error).removeprefix("Error: ")
+        hint = next((f"{hint}; " for x, hint in HINTS.items() if re.search(x, reason)), "")
+        raise EnvError(
+            f"{hint.replace('FILE', file.name)}{option} {file}: MuJoCo refuses it: {reason}"
+        ) from error
 
 
 def convert_urdf(urdf: Path, folder: Path, floating: bool, floor: bool) -> str:
@@ -191,7 +193,11 @@ def convert_urdf(urdf: Path, folder: Path, floating: bool, floor: bool) -> str:
     # Paths of meshes are relative to the folder of the URDF.
     meshes = urdf.resolve().parent / spec.compiler.meshdir
     spec.compiler.meshdir = os.path.relpath(meshes, folder.resolve())
-    joints = [joint for joint in spec.joints if joint.type in (SLIDE, HINGE)]
+    if spec.actuators:
+        raise EnvError(f"write --mjcf {urdf} instead of --urdf: it is an MJCF with actuators")
+    # A joint that mimics another one has no motor.
+    mimics = {e.name1 for e in spec.equalities if e.type == mujoco.mjtEq.mjEQ_JOINT}
+    joints = [j for j in spec.joints if j.type in (SLIDE, HINGE) and j.name not in mimics]
     for joint in joints:
         actuator = spec.add_actuator(name=joint.name, target=joint.name)
         actuator.trntype = mujoco.mjtTrn.mjTRN_JOINT
@@ -245,33 +251,36 @@ def _problem(model: mujoco.MjModel, *, floor: bool) -> str:
     """Return why no task can be generated for a model, with the hint; "" if it is valid."""
     low, high = TIMESTEPS
     if not low <= model.opt.timestep <= high:
-        return (
-            f"its timestep is {model.opt.timestep:g} s, not from {low:g} to {high:g}; write "
-            '<option timestep="0.002"/>'
-        )
-    invalid = model.key_qpos[~np.isfinite(model.key_qpos)]
-    if invalid.size:
-        return f"a keyframe's qpos contains {invalid[0]}; correct it"
+        reason = f"its timestep is {model.opt.timestep:g} s, not from {low:g} to {high:g}"
+        return f'write <option timestep="0.002"/>: {reason}'
+    if not np.isfinite([*model.key_qpos.flat, *model.key_ctrl.flat, *model.key_act.flat]).all():
+        return "correct its keyframes: one contains nan or inf"
     if not model.njnt:
-        joint = '<joint name="NAME" type="hinge" axis="0 1 0"/>'
-        return f"nothing in it can move; add joints to its bodies: {joint}"
+        return (
+            'nothing in it can move; add <joint name="NAME" type="hinge" axis="0 1 0"/> to bodies'
+        )
     if not model.nu:
         return f"it has no actuators, so there is nothing to learn; add some: {ACTUATOR}"
-    for j in np.flatnonzero(model.jnt_type >= SLIDE):
+    if len(model.actuator_gaintype) != model.nu:
+        return "write position, velocity or motor for actuators with several controls, such as pid"
+    robot, fixed = RobotModel(model), model.body_weldid[model.geom_bodyid] == 0
+    if robot.base is None and not robot.joints:
+        return f"no actuator moves a hinge, a slide or a floating base; add some: {ACTUATOR}"
+    for j in robot.joints:
+        at, (low, high) = robot.home[model.jnt_qposadr[j]], model.jnt_range[j]
         if not model.joint(j).name:
             body = model.body(model.jnt_bodyid[j])
-            element = f"joint {j} (of body {body.name or body.id})"
-            return f'{element} has no name, which the task needs; write name="NAME"'
-    robot, fixed = RobotModel(model), model.body_weldid[model.geom_bodyid] == 0
+            return f'write name="NAME" in joint {j} (of body {body.name or body.id})'
+        if model.jnt_limited[j] and max(low - at, at - high) > 0.1 * (high - low):
+            where = f"{at:.3g}, outside its range from {low:.3g} to {high:.3g}"
+            return f"correct keyframe {robot.key}: {model.joint(j).name} is at {where}"
     has_ground = (((model.geom_contype | model.geom_conaffinity) != 0) & fixed).any()
     if floor or has_ground or model.npair or model.neq or not model.opt.gravity.any():
         return ""
     for j in np.flatnonzero(model.jnt_type == FREE):
         if robot.driven.isdisjoint(range(model.jnt_dofadr[j], model.jnt_dofadr[j] + 6)):
-            return (
-                f"write --floor: body {model.body(model.jnt_bodyid[j]).name} is free and there is"
-                " no floor, so it falls without end"
-            )
+            body = model.body(model.jnt_bodyid[j]).name
+            return f"write --floor: body {body} is free and there is no floor below it"
     return ""
 
 
@@ -321,7 +330,7 @@ def _describe(mjcf: Path, preparation: Preparation) -> dict[str, Any]:
         "step_s": step_s,
         "episode": episode,
         "assumed": [
-            *_body_sentences(robot),
+            *_body_sentences(original, robot),
             *_actuator_sentences(original, robot, servos),
             _hold_home(robot),
             f"{size} numbers are observed; velocity and height of the base, contacts, objects"
@@ -336,27 +345,32 @@ def _hold_home(robot: RobotModel) -> str:
     """Return what happens to the robot that is held at home for HOLD_S."""
     model, data = robot.model, mujoco.MjData(robot.model)
     data.qpos[:], data.ctrl[:] = robot.home, [a.home for a in robot.actuators]
+    data.act[:] = robot.home_act
     data.qvel[:] = 0.01  # an unstable equilibrium must not hold
     fastest = 0
     for step in range(round(HOLD_S / model.opt.timestep)):
         mujoco.mj_step(model, data)
-        if any(data.warning[int(kind)].number for kind in DIVERGED):
-            name = model.joint(model.dof_jntid[fastest]).name
+        if data.time < (step + 0.5) * model.opt.timestep:  # MuJoCo resets what diverges
+            name = model.joint(model.dof_jntid[fastest]).name or "of the base"
             return (
                 f"held at home it diverges after {step * model.opt.timestep:.2g} s, joint {name}"
-                " first: use a smaller timestep, more damping, or --gains inertia"
+                ' first: use <option integrator="implicitfast"/>, a smaller timestep, more damping,'
+                " or --gains inertia"
             )
-        fastest = int(np.abs(data.qvel).argmax())
+        if np.abs(data.qvel[fastest]) < FAST:  # once it diverges, others follow
+            fastest = int(np.abs(data.qvel).argmax())
     joints = list(robot.joints)
     distance = np.abs(data.qpos - robot.home)[model.jnt_qposadr[joints]]
-    name = model.joint(joints[int(distance.argmax())]).name
-    base = ""
+    text = f"held at home for {HOLD_S:g} s"
+    if joints:
+        name = model.joint(joints[int(distance.argmax())]).name
+        text += f", {name} moves most, {distance.max():.2g} (rad, m)"
     if robot.base is not None:
-        base = f", its base sinks by {(robot.home - data.qpos)[robot.base_qpos + 2]:.2g} m"
-    return f"held at home for {HOLD_S:g} s, {name} moves most, {distance.max():.2g} (rad, m){base}"
+        text += f", its base sinks by {(robot.home - data.qpos)[robot.base_qpos + 2]:.2g} m"
+    return text
 
 
-def _body_sentences(robot: RobotModel) -> Iterator[str]:
+def _body_sentences(original: RobotModel, robot: RobotModel) -> Iterator[str]:
     """Yield what is assumed of posture, base, feet, pairs, objects and joints without a range."""
     model = robot.model
 
@@ -376,7 +390,7 @@ def _body_sentences(robot: RobotModel) -> Iterator[str]:
         end = "an episode ends below half its height at home" if falls else "it never falls"
         feet = ", ".join(foot.name for foot in robot.feet) or "none"
         yield f"{model.body(robot.base).name} is the robot's floating base: {end}; feet: {feet}"
-        imu = "the base" if robot.imu is None else f"site {model.site(robot.imu).name}"
+        imu = "the base" if original.imu is None else f"site {model.site(original.imu).name}"
         yield f"gravity and angular velocity are those of {imu}"
         pairs = [
             f"{names([p.left])} and {names([p.right])}" for p in robot.pairs if p.left != p.right

@@ -198,6 +198,7 @@ BALL = (
 )
 ARM = '<body><joint name="j"/><geom size=".1" pos=".1 0 0"/></body>'
 MOTOR = '<actuator><motor joint="j"/></actuator>'
+KEY = '<keyframe><key {}="{}"/></keyframe>'
 URDF = """<robot name="arm"><link name="base"><inertial><mass value="2"/>
 <inertia ixx=".1" iyy=".1" izz=".1" ixy="0" ixz="0" iyz="0"/></inertial></link>
 <link name="arm"><inertial><mass value="1"/>
@@ -209,7 +210,7 @@ REFUSED = [
     (
         "robot.xml",
         WALKER,
-        "relative to the folder of --mjcf; --mjcf robot.xml: MuJoCo refuses it: .*shell.obj",
+        "relative to the folder of robot.xml; --mjcf robot.xml: MuJoCo refuses it: .*shell.obj",
     ),
     ("robot.xml", "<mujoco/>", "nothing in it can move"),
     (
@@ -229,12 +230,40 @@ REFUSED = [
             '<mujoco><worldbody><body name="b"><joint/><geom'
             f' size=".1"/>{ARM}</body></worldbody>{MOTOR}</mujoco>'
         ),
-        r"joint 0 \(of body b\) has no name",
+        r'write name="NAME" in joint 0 \(of body b\)',
     ),
     (
         "robot.xml",
         f'<mujoco><option timestep="0"/><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>',
         "timestep is 0 s, not",
+    ),
+    ("robot.xml", "not XML", "^name the MJCF or URDF of a robot, in valid XML; "),
+    ("robot.xml", "", "^name the MJCF or URDF of a robot.*empty file"),
+    ("robot.xml", '<mujoco><include file="no.xml"/></mujoco>', "^write files .* includes.*no.xml"),
+    ("robot.xacro", URDF, "^convert a xacro first: xacro robot.xacro > robot.urdf; "),
+    (
+        "robot.xml",
+        f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}{KEY.format('ctrl', 'nan')}</mujoco>",
+        "correct its keyframes: one contains nan",
+    ),
+    (
+        "robot.xml",
+        "<mujoco><worldbody>"
+        + ARM.replace('"j"', '"j" range="-60 60"')
+        + f"</worldbody>{MOTOR}{KEY.format('qpos', 2)}</mujoco>",
+        "correct keyframe 0: j is at 2, outside its range from -1.05 to 1.05",
+    ),
+    (
+        "robot.xml",
+        f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>".replace(
+            '"j"/><g', '"j" type="ball"/><g'
+        ),
+        "no actuator moves a hinge, a slide or a floating base; add some",
+    ),
+    (
+        "robot.xml",
+        f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>".replace("<motor", "<pid"),
+        "write position, velocity or motor for actuators with several controls",
     ),
 ]
 
@@ -244,18 +273,27 @@ def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
     Path(file).write_text(text)
     with pytest.raises(EnvError, match=message):
         task_generator.write("my_robot", Path(file))
-    written = {str(p) for p in Path().iterdir()} - {"MUJOCO_LOG.TXT"}  # MuJoCo writes its warning
-    assert written == {file}, "nothing is written"
+    assert {str(p) for p in Path().iterdir()} == {file}, "nothing is written"
 
 
-def test_robot_that_diverges_at_home_is_named_with_its_joint() -> None:
-    """A servo of 1e6 N m/rad at a timestep of 20 ms."""
+def test_robot_that_diverges_at_home_is_named_with_its_joint(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A servo of 1e6 N m/rad at a timestep of 20 ms; one whose damping is too large for the arm."""
     servo = '<actuator><position joint="j" kp="1e6"/></actuator>'
     option = '<option timestep=".02"/>'
     Path("a.xml").write_text(f"<mujoco>{option}<worldbody>{ARM}</worldbody>{servo}</mujoco>")
-    assumed = task_generator.write("stiff", Path("a.xml"), Path(".")).assumed
-    (line,) = [x for x in assumed if x.startswith("held at home")]
-    assert "it diverges after" in line and "joint j first: use a smaller timestep" in line
+    link = '<joint name="{0}" axis="{1}" damping="1"/>'
+    link += '<geom type="capsule" fromto="0 0 0 0 0 .3" size=".03"/>'
+    body = f"<body>{link.format('pan', '0 0 1')}<body pos='0 0 .3'>{link.format('lift', '0 1 0')}"
+    servos = "".join(f'<position joint="{j}" kp="60" kv="9"/>' for j in ("pan", "lift"))
+    text = f"<mujoco><worldbody>{body}</body></body></worldbody><actuator>{servos}</actuator>"
+    Path("b.xml").write_text(f"{text}</mujoco>")
+    for name, joint in (("a", "j"), ("b", "pan")):
+        assumed = task_generator.write(f"stiff_{name}", Path(f"{name}.xml"), Path(".")).assumed
+        (line,) = [x for x in assumed if x.startswith("held at home")]
+        assert "it diverges after" in line and f"joint {joint} first: use <option integ" in line
+    assert "WARNING" not in capfd.readouterr().err and not Path("MUJOCO_LOG.TXT").exists()
 
 
 def test_urdf_becomes_a_model_with_servos(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,6 +305,16 @@ def test_urdf_becomes_a_model_with_servos(capsys: pytest.CaptureFixture[str]) ->
     assert model.jnt_actfrcrange.tolist() == [[-10, 10]], "the effort of the URDF"
     # I = 0.1, f = 6 Hz: kp = 142, kd = 2 sqrt(14.2).
     assert model.actuator_gainprm[0, 0] == pytest.approx(142.1, abs=0.1)
+    Path("mjcf.urdf").write_text(f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>")
+    assert main.main(["new-task", "x", "--urdf", "mjcf.urdf"]) == 2
+    assert "write --mjcf mjcf.urdf instead of --urdf" in capsys.readouterr().err
+    second = URDF[URDF.index('<link name="arm"') : -8].replace('"arm"', '"b"').replace('"j"', '"k"')
+    Path("mimic.urdf").write_text(
+        URDF[:-8] + second.replace("<axis", '<mimic joint="j" multiplier="-1"/><axis') + "</robot>"
+    )
+    assert main.main(["new-task", "mimic", "--urdf", "mimic.urdf"]) == 0
+    model = mujoco.MjModel.from_xml_path("mimic/mimic.xml")
+    assert (model.njnt, model.nu, model.neq) == (2, 1, 1), "a joint that mimics has no servo"
     assert main.main([*command, "--out", "walks", "--floating"]) == 2
     assert "write --floor: body base is free" in capsys.readouterr().err
     assert not Path("walks").exists()
@@ -319,7 +367,12 @@ def test_free_robot_with_thrusters_or_a_floor_is_valid() -> None:
     task_generator.load(Path("a.xml"))
     thrust = '<actuator><motor site="s" gear="0 0 1 0 0 0"/></actuator>'
     Path("b.xml").write_text(BALL.format("", '<site name="s"/>', thrust))
-    task_generator.load(Path("b.xml"))
+    assumed = task_generator.write("flies", Path("b.xml")).assumed
+    assert "gravity and angular velocity are those of the base" in assumed
+    assert any(x.startswith("held at home for 2 s, its base sinks by ") for x in assumed)
+    unnamed = '<body><joint type="slide"/><geom size=".1" pos="1 0 0"/></body>'
+    Path("c.xml").write_text(f"<mujoco><worldbody>{ARM}{unnamed}</worldbody>{MOTOR}</mujoco>")
+    task_generator.load(Path("c.xml"))  # joints of objects need no name
 
 
 @pytest.mark.parametrize(

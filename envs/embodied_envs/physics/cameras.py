@@ -130,11 +130,14 @@ class Cameras:
         modes = mujoco.mjtCamLight
         outside = model.body_weldid[model.cam_bodyid] == 0
         self._follow: tuple[int, float] | None = None
-        if render_size is not None and (body := travelling_body(model)) is not None:
-            # A camera that only turns towards the robot (targetbody) loses it.
-            follows = (int(modes.mjCAMLIGHT_TRACK), int(modes.mjCAMLIGHT_TRACKCOM))
-            outside = np.isin(model.cam_mode, follows)
-            self._follow = body, 3.5 * _radius(model, body)
+        if render_size is not None:
+            body = travelling_body(model)
+            if body is not None:
+                # A camera that only turns towards the robot (targetbody) loses it.
+                follows = (int(modes.mjCAMLIGHT_TRACK), int(modes.mjCAMLIGHT_TRACKCOM))
+                outside = np.isin(model.cam_mode, follows)
+            if body is not None or (model.nu and not outside.any()):
+                self._follow = body or 0, 3.5 * _radius(model, body or 0)
         self._render_camera = int(outside.argmax()) if outside.any() else -1
         self._source = model
         self._canvases: dict[tuple[int, int], _Canvas] = {}
@@ -161,7 +164,7 @@ class Cameras:
         """Return uint8 [H, W, 3] of one world from the first camera that is not mounted on a link.
 
         A robot that travels is seen from the first camera that follows it, and its floor has no
-        end. A model without such a camera is framed as a whole.
+        end. Without such a camera all bodies that can move are framed.
         """
         if self.render_size is None:
             raise EnvError("made without pictures; make it with render=True")
@@ -233,10 +236,14 @@ def travelling_body(model: mujoco.MjModel) -> int | None:
 
 
 def _radius(model: mujoco.MjModel, root: int) -> float:
-    """Return the distance of a robot's outermost surface from its centre of mass, m."""
+    """Return the distance of a robot's outermost surface from its centre of mass, m.
+
+    With the world as its root the robot consists of all trees of bodies that can move.
+    """
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
-    geoms = np.flatnonzero(model.body_rootid[model.geom_bodyid] == root)
+    roots = [root] if root else model.body_rootid[model.jnt_bodyid]
+    geoms = np.flatnonzero(np.isin(model.body_rootid[model.geom_bodyid], roots))
     distance = np.linalg.norm(data.geom_xpos[geoms] - data.subtree_com[root], axis=1)
     return float((distance + model.geom_rbound[geoms]).max(initial=0.1))
 

@@ -12,7 +12,7 @@ import mujoco
 import numpy as np
 
 from embodied_envs.base.errors import EnvError
-from embodied_envs.robots.robot_model import HINGE, Actuator, Array, RobotModel
+from embodied_envs.robots.robot_model import FILTERS, HINGE, Actuator, Array, RobotModel
 
 Gains: TypeAlias = "Mapping[str, tuple[float, float]] | Literal['inertia']"
 """Pattern of joint names -> stiffness and damping (N m/rad and N m s/rad), or "inertia"."""
@@ -72,6 +72,9 @@ class Preparation:
         moved = {i: a.joint for i, a in enumerate(robot.actuators) if a.joint is not None}
         for i, joint in moved.items():
             is_motor = robot.actuators[i].kind == "force" and model.jnt_type[joint] == HINGE
+            # Not a muscle, damper, or integrator.
+            is_motor &= model.actuator_gaintype[i] == int(mujoco.mjtGain.mjGAIN_FIXED)
+            is_motor &= model.actuator_dyntype[i] in (int(mujoco.mjtDyn.mjDYN_NONE), *FILTERS)
             is_servo = self.gains == "inertia" and robot.actuators[i].kp > 0
             if is_servo or (is_motor and model.jnt_limited[joint]):
                 servos[i] = derived[joint]
@@ -101,7 +104,7 @@ def inertia_gains(robot: RobotModel) -> dict[int, tuple[float, float]]:
         kp = max(inertia * (2 * np.pi * FREQUENCY_HZ) ** 2, load[dof] / SAG_RAD)
         kp = min(kp, inertia * (STABLE / step_s) ** 2)
         kd = 2 * DAMPING_RATIO * (kp * inertia) ** 0.5 - float(model.dof_damping[dof])
-        gains[joint] = (round(float(kp), 4), round(max(0.0, kd), 4))
+        gains[joint] = (float(f"{kp:.6g}"), float(f"{max(0.0, kd):.6g}"))
     return gains
 
 

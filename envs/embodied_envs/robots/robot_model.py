@@ -16,6 +16,9 @@ Kind: TypeAlias = Literal["position", "velocity", "force"]
 
 FREE, BALL, SLIDE, HINGE = range(4)
 """Values of mjtJoint."""
+FILTERS = (int(mujoco.mjtDyn.mjDYN_FILTER), int(mujoco.mjtDyn.mjDYN_FILTEREXACT))
+INTEGRATOR, MUSCLE = int(mujoco.mjtDyn.mjDYN_INTEGRATOR), int(mujoco.mjtDyn.mjDYN_MUSCLE)
+"""Values of mjtDyn."""
 GROUND_M = 0.02
 """Feet are links whose lowest point is at most this far above that of the robot."""
 SCALE_RAD = (0.2, 0.6)
@@ -27,11 +30,14 @@ MIRROR_M, MIRROR_MASS = 0.05, 0.1
 which a pair differs."""
 
 
-MEASURED_SENSORS = [
-    int(getattr(mujoco.mjtSensor, f"mjSENS_{name}"))
-    for name in ("TOUCH", "FORCE", "TORQUE", "RANGEFINDER", "TENDONPOS", "TENDONVEL")
-]
-"""Types of the MJCF's sensors that a robot has, besides those of joints and IMU."""
+MEASURED_SENSORS: dict[int, str | None] = {
+    int(getattr(mujoco.mjtSensor, f"mjSENS_{name}")): unit
+    for name, unit in (
+        *(("TOUCH", "N"), ("FORCE", "N"), ("TORQUE", "N m"), ("RANGEFINDER", "m")),
+        *(("TENDONPOS", None), ("TENDONVEL", None)),
+    )
+}
+"""Type of the MJCF's sensors that a robot has, besides those of joints and IMU -> unit."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class RobotModel:
                 keyframe the posture is qpos0, with joints in the middle of ranges that exclude it.
         """
         self.model = model
-        names = [model.key(k).name for k in range(model.nkey)]
+        names = [model.key(k).name.lower() for k in range(model.nkey)]
         parts = ("bent", "home", "stand", "")
         found = [k for part in parts for k, name in enumerate(names) if part in name]
         self.key: int | None = next(iter(found), None) if key is None else model.key(key).id
@@ -120,12 +126,13 @@ class RobotModel:
         self.home: Array = (
             model.qpos0.copy() if self.key is None else model.key_qpos[self.key].copy()
         )
-        """Home posture, qpos [nq]. The lowest foot of a robot on a plane touches it."""
+        """Home posture, qpos [nq]. The lowest foot touches the ground, unless thrusters lift it."""
         for j in np.flatnonzero(model.jnt_limited & (model.jnt_type >= SLIDE)):
             (low, high), i = model.jnt_range[j], model.jnt_qposadr[j]
             if self.key is None and not low <= self.home[i] <= high:
                 self.home[i] = (low + high) / 2
-        if self.base is not None and self.ground is not None and self.links:
+        flies = self.base is not None and self.base_dof + 2 in self.driven
+        if self.base is not None and self.ground is not None and self.links and not flies:
             self.home[self.base_qpos + 2] += self.ground - self._lowest(self.links)
             vars(self).pop("data")  # computed with the old height
 
@@ -206,7 +213,10 @@ class RobotModel:
         is_affine = model.actuator_biastype[i] == int(mujoco.mjtBias.mjBIAS_AFFINE)
         kind: Kind = "force"
         if is_affine and (bias[1] or bias[2] == -gain):
-            kind = "position" if bias[1] else "velocity"
+            # The control of an integrator is the velocity of its target.
+            is_position = bias[1] and model.actuator_dyntype[i] != INTEGRATOR
+            kind = "position" if is_position else "velocity"
+        is_muscle = model.actuator_gaintype[i] == int(mujoco.mjtGain.mjGAIN_MUSCLE)
         transmissions = (mujoco.mjtTrn.mjTRN_JOINT, mujoco.mjtTrn.mjTRN_JOINTINPARENT)
         joint: int | None = int(model.actuator_trnid[i, 0])
         moves_joint = model.actuator_trntype[i] in [int(x) for x in transmissions]
@@ -219,18 +229,23 @@ class RobotModel:
             force = np.abs(model.actuator_forcerange[i]).max()
         if joint is not None and model.jnt_actfrclimited[joint]:
             force = min(force, np.abs(model.jnt_actfrcrange[joint]).max() / abs(gear))
-        if kind == "force" and has_range:
+        if is_muscle:  # the peak force, given or scaled by the inertia
+            _, _, peak, scale = model.actuator_gainprm[i, :4]
+            force = min(force, peak if peak > 0 else scale / max(model.actuator_acc0[i], 1e-9))
+        elif kind == "force" and has_range:
             force = min(force, abs(gain) * max(abs(low), abs(high)))
         # The control range: that of the joint; of others the largest force, or the speed it brakes.
         if not has_range:
             high = np.inf if kind == "position" else force / abs(gain) if force < np.inf else 1.0
             low = -high
+            if is_muscle or model.actuator_dyntype[i] == MUSCLE:
+                low, high = 0.0, 1.0
             if kind == "position" and joint is not None and model.jnt_limited[joint]:
                 low, high = sorted((gear * model.jnt_range[joint]).tolist())
         # At home: a servo without force. A keyframe's control can be that of another posture.
         home = 0.0 if self.key is None else float(model.key_ctrl[self.key, i])
         if kind == "position":
-            home = -float(bias[0] + bias[1] * self.data.actuator_length[i]) / gain
+            home = self._target(i)
         home = min(max(home, low), high)
         # The scale reaches at least one end of the range, except that of a hinge's servo.
         scale = max(home - low, high - home)
@@ -248,14 +263,48 @@ class RobotModel:
         kd = -float(bias[2]) if is_affine else 0.0
         return Actuator(name, kind, joint, kp, kd, float(force), low, high, home, scale)
 
+    def _target(self, i: int) -> float:
+        """Return the control or state with which a position servo has no force at home."""
+        bias, gain = self.model.actuator_biasprm[i], float(self.model.actuator_gainprm[i, 0]) or 1.0
+        return -float(bias[0] + bias[1] * self.data.actuator_length[i]) / gain
+
+    @cached_property
+    def home_act(self) -> Array:
+        """States of the actuators at home [na]: a filter's control, an integrator's target."""
+        model = self.model
+        act = np.zeros(model.na) if self.key is None else model.key_act[self.key].copy()
+        for i in map(int, np.flatnonzero(model.actuator_actadr >= 0)):
+            at, kind = model.actuator_actadr[i], model.actuator_dyntype[i]
+            if kind in FILTERS:
+                act[at] = self.actuators[i].home
+            elif kind == INTEGRATOR and model.actuator_biasprm[i, 1]:
+                limits = (
+                    model.actuator_actrange[i] if model.actuator_actlimited[i] else (None, None)
+                )
+                act[at] = np.clip(self._target(i), *limits)
+        return act
+
     # ------------------------------------------------------------------------------ ground and feet
     @cached_property
     def ground(self) -> float | None:
-        """Height of the highest level plane that is fixed in the world, m; None without one."""
+        """Height of the ground, m: what is fixed below a floating base, else the highest level
+        plane that is fixed in the world; None without one."""
         model = self.model
         planes = model.geom_type == int(mujoco.mjtGeom.mjGEOM_PLANE)
         planes &= model.body_weldid[model.geom_bodyid] == 0
         planes &= np.abs(self.data.geom_xmat[:, 8] - 1) < 1e-6
+        fixed = ((model.geom_contype | model.geom_conaffinity) != 0) | planes
+        fixed &= model.body_weldid[model.geom_bodyid] == 0
+        if self.base is not None:
+            point, geom = self.data.xpos[self.base].copy(), np.zeros(1, np.int32)
+            down = np.array([0.0, 0.0, -1.0])
+            while (
+                distance := mujoco.mj_ray(model, self.data, point, down, None, 1, -1, geom)
+            ) >= 0:
+                point[2] -= distance
+                if fixed[geom[0]]:
+                    return float(point[2])
+                point[2] -= 1e-6
         return float(self.data.geom_xpos[planes, 2].max()) if planes.any() else None
 
     @cached_property
@@ -354,9 +403,10 @@ class RobotModel:
             for j in self.joints:
                 unit = "rad" if model.jnt_type[j] == HINGE else "m"
                 names.append((f"{model.joint(j).name} {quantity}", unit + per_time))
-        for k in np.flatnonzero(np.isin(model.sensor_type, MEASURED_SENSORS)):
+        for k in np.flatnonzero(np.isin(model.sensor_type, list(MEASURED_SENSORS))):
             name = model.sensor(k).name or f"sensor {k}"
-            names += [(f"{name} {i}", None) for i in range(model.sensor_dim[k])]
+            unit = MEASURED_SENSORS[int(model.sensor_type[k])]
+            names += [(f"{name} {i}", unit) for i in range(model.sensor_dim[k])]
         return names
 
 

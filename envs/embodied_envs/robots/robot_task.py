@@ -17,8 +17,6 @@ from embodied_envs.robots.preparation import CONTACT, GYRO, IMU, Preparation
 from embodied_envs.robots.robot_model import MEASURED_SENSORS, RobotModel
 from embodied_envs.tasks.task import State, Task
 
-FILTERS = [int(mujoco.mjtDyn.mjDYN_FILTER), int(mujoco.mjtDyn.mjDYN_FILTEREXACT)]
-
 
 class RobotTask(Task):
     """A task of the robot in ``mjcf``; everything about the robot follows from this file.
@@ -66,17 +64,17 @@ class RobotTask(Task):
             return torch.tensor(np.asarray(x, dtype=np.int64), device=device)
 
         # Control: the action 0, the scale of each actuator, and the range.
-        actuators, scales = robot.actuators, {a.name: a.scale for a in robot.actuators}
+        actuators, scales = robot.actuators, [a.scale for a in robot.actuators]
         for pattern, scale in self.action_scale.items():
-            scales |= dict.fromkeys((n for n in scales if fnmatchcase(n, pattern)), scale)
+            scales = [
+                scale if fnmatchcase(a.name, pattern) else x
+                for a, x in zip(actuators, scales, strict=True)
+            ]
         self.home_control = tensor([a.home for a in actuators])
-        self.scale = tensor([scales[a.name] for a in actuators])
+        self.scale = tensor(scales)
         self.low, self.high = tensor([(a.low, a.high) for a in actuators]).unbind(1)
         self.force_limit = tensor([a.largest_force for a in actuators])
-        filters = np.flatnonzero(np.isin(model.actuator_dyntype, FILTERS))
-        home_act = np.zeros(model.na)  # the state of a filter is its control
-        home_act[model.actuator_actadr[filters]] = [actuators[i].home for i in filters]
-        self.home_act = tensor(home_act)
+        self.home_act = tensor(robot.home_act)
         # Positions and velocities of the base, of hinges and slides, and all others.
         joints = list(robot.joints)
         qpos, qvel = model.jnt_qposadr[joints], model.jnt_dofadr[joints]
@@ -102,7 +100,7 @@ class RobotTask(Task):
             elif robot.falls(j):
                 limits[i] = robot.home[i] - 1, robot.home[i] + 1
         self.start, self.limits, self.spread = tensor(start), tensor(limits), tensor(spread)
-        measured = np.repeat(np.isin(model.sensor_type, MEASURED_SENSORS), model.sensor_dim)
+        measured = np.repeat(np.isin(model.sensor_type, list(MEASURED_SENSORS)), model.sensor_dim)
         self.measured_sensors, self.weight = index(np.flatnonzero(measured)), robot.weight
         feet = [int(model.sensor(f"{CONTACT}{n}").adr[0]) for n in range(len(robot.feet))]
         self.foot_force = index([[at + 1, at + 2, at + 3] for at in feet])

@@ -50,3 +50,17 @@ def test_own_robot_is_followed_beyond_its_floor() -> None:
     assert float(near.std()) > 5 and float((near - far).abs().mean()) < 12
     assert renderer._model.geom_size[0].tolist() == [5, 5, 0.1], "for observations"
     renderer.close()
+
+
+def test_robot_that_stays_is_framed_without_its_floor() -> None:
+    """A gripper of 6 cm on a floor of 20 m fills a part of the picture; before it was a pixel."""
+    model = mujoco.MjModel.from_xml_string("""<mujoco><worldbody>
+      <geom type="plane" size="10 10 .1" rgba="0 0 0 1"/><body name="wrist" pos="0 0 1">
+      <body><joint name="j" type="slide" range="0 .04"/>
+      <geom type="box" size=".03 .03 .03" rgba="1 1 1 1"/></body></body></worldbody>
+      <actuator><position joint="j"/></actuator></mujoco>""")
+    renderer = cameras.Cameras(model, render_size=(60, 80))
+    empty = {"mocap_pos": np.zeros((1, 0, 3)), "mocap_quat": np.zeros((1, 0, 4))}
+    picture = renderer.render({"qpos": np.zeros((1, 1)), **empty}, 0)
+    assert float((picture > 50).float().mean()) > 0.03
+    renderer.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_robots import QUADRUPED
 
-from embodied_envs.robots.preparation import inertia_gains
+from embodied_envs.robots.preparation import Preparation, inertia_gains
 from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.tasks.panda import asset_file
 
@@ -94,6 +94,68 @@ def test_continuous_joints_velocity_servos_and_objects() -> None:
     assert robot.home.tolist() == [0, 0, 0, 0.2], "the middle of the drawer's range"
 
 
+ARM = """<mujoco><worldbody><body name="arm"><joint name="j" axis="0 1 0" range="-60 60"/>
+    <geom type="capsule" fromto="0 0 0 0 0 .3" size=".02" mass="{mass}"/></body></worldbody>
+  <actuator>{actuator}</actuator><keyframe><key qpos=".5"/></keyframe></mujoco>"""
+KINDS = {
+    # kind, low, high, home, states at home, and whether it becomes a servo
+    '<motor joint="j" ctrlrange="-2 2"/>': ("force", -2, 2, 0, [], True),
+    '<muscle joint="j" force="20"/>': ("force", 0, 1, 0, [0], False),
+    '<damper joint="j" kv="5" ctrlrange="0 1"/>': ("force", 0, 1, 0, [], False),
+    '<intvelocity joint="j" kp="50" ctrlrange="-3 3" actrange="-1 1"/>': (
+        *("velocity", -3, 3, 0, [0.5], False),
+    ),
+    '<general joint="j" dyntype="integrator" ctrlrange="-2 2"/>': ("force", -2, 2, 0, [0], False),
+    '<position joint="j" kp="9" timeconst=".1" ctrlrange="-1 1"/>': (
+        *("position", -1, 1, 0.5, [0.5], False),
+    ),
+}
+
+
+@pytest.mark.parametrize("actuator", KINDS)
+def test_kinds_of_actuators(actuator: str) -> None:
+    kind, low, high, home, act, becomes_servo = KINDS[actuator]
+    robot = RobotModel(mujoco.MjModel.from_xml_string(ARM.format(mass=1, actuator=actuator)))
+    (a,) = robot.actuators
+    assert (a.kind, a.low, a.high, a.home) == (kind, low, high, home)
+    assert robot.home_act.tolist() == act
+    assert bool(Preparation().servos(robot)) == becomes_servo
+    if "muscle" in actuator:
+        assert a.largest_force == 20
+
+
+GROUNDS = {
+    '<geom type="plane" size="5 5 .1"/>': 0,
+    '<geom type="box" size="5 5 .1" pos="0 0 -.3"/>': -0.2,
+    '<geom type="plane" size="5 5 .1"/><body><geom type="box" size="1 1 .2"/></body>': 0.2,
+    '<geom type="hfield" hfield="h"/><geom type="plane" size="5 5 .1" pos="0 0 -1"/>': 0,
+    '<geom type="plane" size="5 5 .1" pos="0 0 9"/>': 9,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_ground_is_what_is_below_the_base(ground: str) -> None:
+    text = QUADRUPED.replace('<geom name="floor" type="plane" size="5 5 .1"/>', ground)
+    asset = '<asset><hfield name="h" nrow="3" ncol="3" size="5 5 1 1"/></asset><worldbody>'
+    robot = RobotModel(mujoco.MjModel.from_xml_string(text.replace("<worldbody>", asset)))
+    assert robot.ground == (None if ground == "" else pytest.approx(GROUNDS[ground], abs=1e-5))
+    if robot.ground is not None:
+        assert min(map(robot.lowest_point, robot.feet[0].geoms)) == pytest.approx(
+            robot.ground, abs=1e-5
+        )
+
+
+def test_keyframes_and_thrusters() -> None:
+    """Names of keyframes match in any case; a robot with thrusters keeps its height."""
+    home = mujoco.MjModel.from_xml_string(QUADRUPED.replace('"home"', '"HOME"'))
+    assert RobotModel(home).key == 1
+    thrust = '<actuator><motor site="imu" gear="0 0 1 0 0 0"/>'
+    flying = mujoco.MjModel.from_xml_string(QUADRUPED.replace("<actuator>", thrust))
+    robot = RobotModel(flying)
+    assert robot.home[robot.base_qpos + 2] == 0.3
+
+
 def test_gains_follow_from_inertia_and_weight() -> None:
     """A pendulum of 1 kg at 0.5 m, horizontal: I = 0.25 kg m², weight 4.905 N m."""
     text = """<mujoco><option timestep="{}"/><worldbody><body><joint name="j" axis="0 1 0"/>
@@ -105,6 +167,10 @@ def test_gains_follow_from_inertia_and_weight() -> None:
     # With a long timestep the oscillation may turn by at most 0.5 rad in a step: 0.25 · 25² .
     kp, _ = inertia_gains(RobotModel(mujoco.MjModel.from_xml_string(text.format(0.02))))[0]
     assert kp == pytest.approx(0.25 * 25**2, rel=1e-3)
+    # A tiny arm has gains, too.
+    tiny = ARM.format(mass=1e-6, actuator='<motor joint="j"/>')
+    kp, kd = inertia_gains(RobotModel(mujoco.MjModel.from_xml_string(tiny)))[0]
+    assert kp > 0 and kd > 0
 
 
 SCENES = {

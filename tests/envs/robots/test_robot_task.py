@@ -154,6 +154,13 @@ def test_floor_and_scale_of_the_action(file: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(env.task, RobotTask)
     assert env.task.scale[:4].tolist() == [0.3] * 4 and float(env.task.scale[4]) == 0.2
     env.close()
+    # Two actuators without names on one joint have their own scales.
+    both = '<velocity joint="FL_pitch" kv="1" ctrlrange="-7 7"/><position joint="FL_pitch"/>'
+    file.write_text(QUADRUPED.replace('<position joint="FL_pitch"/>', both).replace(floor, ""))
+    env = make()
+    assert isinstance(env.task, RobotTask)
+    assert env.task.scale[4:6].tolist() == [7, 0.2]
+    env.close()
 
 
 def test_states_of_filters_start_at_home(file: Path) -> None:
