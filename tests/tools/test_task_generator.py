@@ -366,10 +366,15 @@ def test_free_robot_with_thrusters_or_a_floor_is_valid() -> None:
     Path("a.xml").write_text(BALL.format('<geom type="plane" size="1 1 1"/>', ARM, MOTOR))
     task_generator.load(Path("a.xml"))
     thrust = '<actuator><motor site="s" gear="0 0 1 0 0 0"/></actuator>'
-    Path("b.xml").write_text(BALL.format("", '<site name="s"/>', thrust))
+    no_feet = BALL.format("", '<site name="s"/>', thrust).replace("<geom", '<geom contype="0"')
+    Path("b.xml").write_text(no_feet.replace("<geom", '<geom conaffinity="0"'))
     assumed = task_generator.write("flies", Path("b.xml")).assumed
     assert "gravity and angular velocity are those of the base" in assumed
     assert any(x.startswith("held at home for 2 s, its base sinks by ") for x in assumed)
+    sys.path.append("flies")
+    env = embodied_envs.make("flies:Flies", num_envs=1, seeds=[0], obs_keys=["privileged"])
+    assert env.obs_spec["privileged"].shape == (1 + 3 + 1,), "force, velocity, height; no feet"
+    env.close()
     unnamed = '<body><joint type="slide"/><geom size=".1" pos="1 0 0"/></body>'
     Path("c.xml").write_text(f"<mujoco><worldbody>{ARM}{unnamed}</worldbody>{MOTOR}</mujoco>")
     task_generator.load(Path("c.xml"))  # joints of objects need no name

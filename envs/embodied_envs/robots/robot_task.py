@@ -103,7 +103,7 @@ class RobotTask(Task):
         measured = np.repeat(np.isin(model.sensor_type, list(MEASURED_SENSORS)), model.sensor_dim)
         self.measured_sensors, self.weight = index(np.flatnonzero(measured)), robot.weight
         feet = [int(model.sensor(f"{CONTACT}{n}").adr[0]) for n in range(len(robot.feet))]
-        self.foot_force = index([[at + 1, at + 2, at + 3] for at in feet])
+        self.foot_force = index(np.reshape([[at + 1, at + 2, at + 3] for at in feet], (-1, 3)))
         self.nq, self.na, self.reset_noise = model.nq, model.na, model.nq + model.nv
 
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
