@@ -238,13 +238,13 @@ class _Verification:
                 self.executions.append(result)
                 try:
                     reexecution.reexecute(self.run_dir, out, start=start, stop=stop)
-                    found = reexecution.differing_metrics(self.run_dir, out)
-                    found += self._state_differences(stop, out, result)
+                    different = reexecution.differing_metrics(self.run_dir, out)
+                    different += self._state_differences(stop, out, result)
                 except TrainingError as error:
                     location = f"the execution of {describe(start, stop)} failed: {one_line(error)}"
-                    found = [Difference("checkpoints", location, start + 1)]
-                result["equal"] = not found
-                differences += found
+                    different = [Difference("checkpoints", location, start + 1)]
+                result["equal"] = not different
+                differences += different
         tensors = plural(sum(x["tensors"] for x in self.executions), "tensor")
         rows = plural(sum(stop - start for start, stop in chosen), "row")
         intervals = join_names([describe(*x) for x in chosen])

@@ -43,17 +43,17 @@ def test_each_difference_is_named():
     other["nan"] = other["nan"].float()
     del other["empty"]
     other["new"] = torch.zeros(2)
-    found = {d.place.partition(",")[0]: d for d in state_differences(state(), other)}
+    named = {d.place.partition(",")[0]: d for d in state_differences(state(), other)}
     # Entries that only the other state has are not compared.
-    assert list(found) == ["x", "list[1]", "inner.mask", "inner.zero", "nan", "half", "empty"]
-    x = found["x"]
+    assert list(named) == ["x", "list[1]", "inner.mask", "inner.zero", "nan", "half", "empty"]
+    x = named["x"]
     assert (x.place, x.stored) == ("x, index [1, 0] (2 of 6 elements)", 3.0)
-    assert (found["list[1]"].stored, found["list[1]"].recomputed) == (2.5, 2.0)
-    assert found["inner.mask"].place == "inner.mask, index [1]"
-    assert found["inner.zero"].place == "inner.zero"
-    assert found["nan"].stored == "float64 [2]" and found["nan"].recomputed == "float32 [2]"
-    assert found["half"].place == "half, index [1]"
-    assert found["empty"].recomputed == "(absent)"
+    assert (named["list[1]"].stored, named["list[1]"].recomputed) == (2.5, 2.0)
+    assert named["inner.mask"].place == "inner.mask, index [1]"
+    assert named["inner.zero"].place == "inner.zero"
+    assert named["nan"].stored == "float64 [2]" and named["nan"].recomputed == "float32 [2]"
+    assert named["half"].place == "half, index [1]"
+    assert named["empty"].recomputed == "(absent)"
 
 
 def test_lists_of_other_lengths_differ_as_a_whole():

@@ -120,8 +120,8 @@ class RobotModel:
         self.model = model
         names = [model.key(k).name.lower() for k in range(model.nkey)]
         parts = ("bent", "home", "stand", "")
-        found = [k for part in parts for k, name in enumerate(names) if part in name]
-        self.key: int | None = next(iter(found), None) if key is None else model.key(key).id
+        candidates = [k for part in parts for k, name in enumerate(names) if part in name]
+        self.key: int | None = next(iter(candidates), None) if key is None else model.key(key).id
         """Number of the keyframe of the home posture; None without one."""
         self.home: Array = (
             model.qpos0.copy() if self.key is None else model.key_qpos[self.key].copy()

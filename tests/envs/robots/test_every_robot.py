@@ -94,7 +94,7 @@ def make(
     timestep = mujoco.MjSpec.from_file(str(scene)).option.timestep
     values = {"mjcf": scene, "decimation": max(1, round(0.02 / timestep))}
     module = types.ModuleType("shipped_robot")
-    module.Robot = type("Robot", (task,), values | {"__module__": module.__name__})  # type: ignore[attr-defined]
+    module.__dict__["Robot"] = type("Robot", (task,), values | {"__module__": module.__name__})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     id = f"{module.__name__}:Robot"
     env = embodied_envs.make(id, num_envs=4, seeds=[0, 1, 2, 3], num_threads=1, **options)

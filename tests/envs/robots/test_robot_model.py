@@ -183,7 +183,7 @@ SCENES = {
 def test_feet_and_pairs_of_shipped_robots(robot: str) -> None:
     feet, pairs = SCENES[robot]
     file = asset_file(f"mujoco_menagerie/{robot}/scene.xml")
-    found = RobotModel(mujoco.MjSpec.from_file(str(file)).compile())
-    assert [foot.name for foot in found.feet] == feet
-    assert [len(foot.leg) for foot in found.feet] == [3] * 4
-    assert len(found.pairs) == pairs
+    model = RobotModel(mujoco.MjSpec.from_file(str(file)).compile())
+    assert [foot.name for foot in model.feet] == feet
+    assert [len(foot.leg) for foot in model.feet] == [3] * 4
+    assert len(model.pairs) == pairs
