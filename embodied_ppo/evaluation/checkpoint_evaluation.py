@@ -85,10 +85,8 @@ def _evaluate_robot(
     """Evaluate the checkpoint of a robot policy; see ``evaluate``."""
     evaluation_seeds(options.seed, options.episodes)  # raises before anything is built
     allow = options.allow_changed_task
-    # Options of the evaluation replace those of the training; arguments of the task are merged.
     base = environments.evaluation_env(run.config)
-    kwargs = {**base.kwargs, **dict(options.env.get("kwargs") or {})}
-    env_config = environments.changed_env(base, {**options.env, "kwargs": kwargs}, "env")
+    env_config = environments.changed_env(base, environments.merged(base, options.env), "env")
     # Another task is shown to the policy in the observations of those that it has learned.
     trained = run.config.env
     if env_config.id != trained.id and env_config.tasks is None and trained.ids != (trained.id,):

@@ -249,6 +249,9 @@ class EnvConfig:
     damping, gains (of actuators, without their force limit), motor_strength (force of actuators
     with its limit), gravity, light (factors), joint_offset (zero error of joint encoders, rad;
     tasks that declare it), camera_position (m), camera_angle (rad), colour (0 to 1)."""
+    commands: dict[str, Any] = field(default_factory=dict)
+    """Ranges [low, high] of commands that replace those of the task: lin_vel_x, lin_vel_y (m/s) and
+    ang_vel_yaw (rad/s), or x, y and z (m) of a target (tasks with commands)."""
     realism: RealismConfig = section(RealismConfig)
     restart_each_rollout: bool = False
     """Begin every rollout with new episodes and use only the first episode of each environment, as

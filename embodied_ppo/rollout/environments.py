@@ -69,6 +69,7 @@ def make_env(
             image_layout=config.image_layout,
             randomize=config.randomize,
             ranges=config.ranges,
+            commands=config.commands,
             realism=asdict(config.realism),
             kwargs=config.kwargs,
             device=device,
@@ -159,6 +160,14 @@ def changed_env(env: EnvConfig, changes: Mapping[str, Any], source: str) -> EnvC
         del options["realism"]["obs_keys"]
     changed = loader.load(EnvConfig, {**options, **changes}, source=source)
     return replace(changed, realism=limit_realism(changed.realism, names))
+
+
+def merged(env: EnvConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changed options of which kwargs and commands contain those of ``env``, too."""
+    options = dict(changes)
+    for name in {"kwargs", "commands"} & set(changes):
+        options[name] = {**getattr(env, name), **dict(changes[name] or {})}
+    return options
 
 
 def _realism(config: Config) -> RealismConfig:

@@ -46,6 +46,8 @@ def make(
     image_layout: str | None = None,
     randomize: bool = False,
     ranges: Mapping[str, Sequence[float]] | None = None,
+    commands: Mapping[str, Sequence[float]] | None = None,
+    rewards: Mapping[str, Mapping[str, float]] | None = None,
     realism: Mapping[str, Any] | None = None,
     render: bool = False,
     render_size: tuple[int, int] = (240, 320),
@@ -79,6 +81,9 @@ def make(
             dimension; None: decided by the shape (``images.decide``).
         randomize: Randomise the domain (``domain_randomization.RANGES``) within the task's ranges.
         ranges: Ranges that override those of the task.
+        commands: Command -> range that replaces that of the task (``Task.commands``).
+        rewards: Term of the reward -> weight and parameters that replace those of the task
+            (``Task.rewards``).
         realism: Delays, errors of sensors and limits of actions, by name
             (``options.schema.RealismConfig``); missing ones are off.
         render: Whether ``render()`` is available.
@@ -108,6 +113,8 @@ def make(
         image_layout=image_layout,
         randomize=randomize,
         ranges=ranges,
+        commands=commands,
+        rewards=rewards,
         render=render,
         render_size=render_size,
         # The simulator may change them.
@@ -119,7 +126,11 @@ def make(
         ("num_envs num_threads max_episode_steps", _is_count, "a whole number, at least 1"),
         ("render_size image_size", _is_size, "(height, width), at least 1 each"),
         ("cameras obs_keys", _is_list, "a list of names"),
-        ("ranges kwargs", lambda x: isinstance(x, Mapping), "a dictionary, or None"),
+        (
+            "ranges kwargs commands rewards",
+            lambda x: isinstance(x, Mapping),
+            "a dictionary, or None",
+        ),
         ("randomize", lambda x: isinstance(x, bool), "True or False"),
     ):
         for name in names.split():
@@ -200,6 +211,8 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
     for name, value in (
         ("cameras", () if engine == "libero" else options.cameras),
         ("randomize", options.randomize),
+        ("commands", options.commands),
+        ("rewards", options.rewards),
     ):
         if value:
             raise EnvError(

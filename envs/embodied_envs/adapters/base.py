@@ -36,6 +36,8 @@ class AdapterOptions:
     image_layout: str | None = None
     randomize: bool = False
     ranges: Mapping[str, Sequence[float]] | None = None
+    commands: Mapping[str, Sequence[float]] | None = None
+    rewards: Mapping[str, Mapping[str, float]] | None = None
     render: bool = False
     render_size: tuple[int, int] = (240, 320)
     kwargs: Mapping[str, Any] | None = None

@@ -7,6 +7,7 @@ of the package.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -81,6 +82,17 @@ def check_count(path: str, value: Any, low: int, high: int | None = None) -> Non
     if not is_whole or value < low or (high is not None and value > high):
         limits = f", at least {low}" if high is None else f" from {low} to {high}"
         raise EnvError(f"{path}={value!r} must be a whole number{limits}")
+
+
+def check_range(path: str, value: Any, low: float = -math.inf) -> None:
+    """Raise EnvError unless ``value`` is two finite numbers in order, at least ``low``."""
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    is_valid = is_pair and all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) for x in value
+    )
+    if not is_valid or not low <= value[0] <= value[1]:
+        least = f"{low:g} <= " if math.isfinite(low) else ""
+        raise EnvError(f"write two finite numbers, {least}low <= high: {path}={show(value)}")
 
 
 def join_names(names: Sequence[str], limit: int = 190) -> str:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodied_envs.base.errors import EnvError, check_choice
+from embodied_envs.base.errors import EnvError, check_choice, check_range
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,7 @@ class Randomization:
         for name, bounds in ranges.items():
             check_choice("env.ranges", name, RANGES)
             is_scale = RANGES[name].operation == "scale"
-            if not _are_ordered_bounds(bounds) or (is_scale and bounds[0] < 0):
-                kind = "factors 0 <= low <= high" if is_scale else "low <= high"
-                shown = list(bounds) if isinstance(bounds, (list, tuple)) else bounds
-                raise EnvError(
-                    f"env.ranges.{name}={shown}: it takes two finite numbers [low, high], {kind}"
-                )
+            check_range(f"env.ranges.{name}", bounds, 0.0 if is_scale else -math.inf)
         if "motor_strength" in ranges:
             _check_motor_strength(model, self.ranges)
         self.encoders = Encoders(model)
@@ -256,14 +251,6 @@ def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[floa
             f"{prefix}: the limit actuatorfrcrange of {part} is not that of one actuator; use the"
             " actuators' forcerange in the model, or remove it"
         )
-
-
-def _are_ordered_bounds(bounds: Any) -> bool:
-    """Return whether ``bounds`` are two finite numbers, low <= high."""
-    if not isinstance(bounds, (list, tuple)) or len(bounds) != 2:
-        return False
-    are_finite = all(isinstance(x, (int, float)) and math.isfinite(x) for x in bounds)
-    return are_finite and bounds[0] <= bounds[1]
 
 
 def _rotate(quat: Tensor, angles: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
     assert task_class is not None  # ``embodied_envs.make`` has found it
     kwargs = dict(options.kwargs or {})
     capacities = _pop_warp_capacities(kwargs, id, engine)
-    task = tasks.make(id, task_class, kwargs)
+    task = tasks.make(id, task_class, kwargs, options.commands, options.rewards)
     _check_attributes(task, id)
     model = compile_model(task, id)
     all_ranges: dict[str, Any] = dict(task.ranges) | dict(options.ranges or {})

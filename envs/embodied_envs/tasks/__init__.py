@@ -14,11 +14,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
-from embodied_envs.base.errors import EnvError, choose
+from embodied_envs.base.errors import EnvError, check_range, choose, show
 from embodied_envs.tasks.task import State, Task
 
 __all__ = ["OWN", "State", "Task", "find", "make"]
@@ -88,8 +90,14 @@ def hint(id: str) -> str:
     )
 
 
-def make(id: str, task_class: type[Task], kwargs: dict[str, Any]) -> Task:
-    """Create the task with the user's options.
+def make(
+    id: str,
+    task_class: type[Task],
+    kwargs: Mapping[str, Any],
+    commands: Mapping[str, Any] | None = None,
+    rewards: Mapping[str, Any] | None = None,
+) -> Task:
+    """Create the task with the user's options: arguments, ranges of commands, terms of the reward.
 
     Raises:
         EnvError: The class lacks a function, does not take an option, or fails.
@@ -102,4 +110,43 @@ def make(id: str, task_class: type[Task], kwargs: dict[str, Any]) -> Task:
             choices = choose(unknown[0], list(parameters), "there are ")
         raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {choices}")
     with wrap_errors(f"env.id={id}: env.kwargs={kwargs}: "):
-        return task_class(**kwargs)
+        task = task_class(**kwargs)
+    if commands:
+        for name, bounds in commands.items():
+            _check_known(id, f"env.commands.{name}", name, task.commands)
+            check_range(f"env.id={id}: env.commands.{name}", bounds)
+        task.commands = {**task.commands, **{k: (x[0], x[1]) for k, x in commands.items()}}
+    if rewards:
+        task.rewards = _changed_rewards(id, task, rewards)
+    return task
+
+
+def _changed_rewards(
+    id: str, task: Task, changes: Mapping[str, Any]
+) -> dict[str, dict[str, float]]:
+    """Return ``task.rewards`` with changed weights and parameters; EnvError if one is invalid."""
+    rewards, terms = {name: dict(x) for name, x in task.rewards.items()}, task.available_terms()
+    for name, values in changes.items():
+        option = f"env.rewards.{name}"
+        _check_known(id, option, name, terms)
+        if not isinstance(values, Mapping):
+            raise EnvError(f"write {option}.weight=1: env.id={id}: {option}={show(values)}")
+        parameters = inspect.signature(terms[name]).parameters.values()
+        numbers = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        for key, x in values.items():
+            _check_known(id, f"{option}.{key}", key, ["weight", *numbers])
+            if isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x):
+                raise EnvError(f"write a finite number: env.id={id}: {option}.{key}={show(x)}")
+        rewards[name] = rewards.get(name, {}) | dict(values)
+        if "weight" not in rewards[name]:
+            raise EnvError(f"write {option}.weight: env.id={id}: the term has no weight")
+    return rewards
+
+
+def _check_known(id: str, option: str, name: str, names: Collection[str]) -> None:
+    """Raise EnvError unless an option's last part is one of ``names``."""
+    if not names:
+        raise EnvError(f"remove {option}: env.id={id} has no such options")
+    if name not in names:
+        known = choose(name, list(names), "there are ")
+        raise EnvError(f"{known}: env.id={id}: {option} is unknown")

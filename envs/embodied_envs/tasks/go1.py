@@ -70,8 +70,11 @@ class Go1Joystick(Task):
         "gains": (0.9, 1.1),
     }
 
-    forward_m_s, sideways_m_s, yaw_rad_s = (-0.8, 1.0), (-0.5, 0.5), (-1.0, 1.0)
-    """Ranges of the command."""
+    commands: Mapping[str, tuple[float, float]] = {
+        "lin_vel_x": (-0.8, 1.0),
+        "lin_vel_y": (-0.5, 0.5),
+        "ang_vel_yaw": (-1.0, 1.0),
+    }
     still = 0.1
     """Share of commands that are zero."""
     change = 0.004
@@ -110,7 +113,7 @@ class Go1Joystick(Task):
         self.feet, self.floor = torch.tensor(feet, device=device), model.geom("floor").id
         self.qpos0, self.home = tensor(model.key("home").qpos), tensor(model.key("home").ctrl)
         self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
-        bounds = tensor([self.forward_m_s, self.sideways_m_s, self.yaw_rad_s])
+        bounds = tensor(list(self.commands.values()))
         self.noise = tensor(self.sensor_noise)
         self.least, self.extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
 

@@ -20,6 +20,13 @@ State: TypeAlias = "Mapping[str, Tensor]"
 """Name -> tensor [N, ..]: fields of MjData and MjModel in MuJoCo's names, shapes and units (m, rad,
 s, N), and the task's own variables. The engine updates the tensors in place, so a function that
 stores one must clone it."""
+Term: TypeAlias = "Callable[..., Tensor]"
+"""Term of a reward: a function of (before, s, action) and numbers by name that returns [N]."""
+
+COMMAND_UNITS = {"lin_vel_x": "m/s", "lin_vel_y": "m/s", "ang_vel_yaw": "rad/s"} | dict.fromkeys(
+    ("x", "y", "z"), "m"
+)
+"""Unit of each usual command: velocities forward, to the left and of turning left; a position."""
 
 
 class Task(ABC):
@@ -73,6 +80,12 @@ class Task(ABC):
     ranges: Mapping[str, tuple[float, float]] = {}
     """Ranges of the domain randomisation, used with env.randomize; see
     ``domain_randomization.RANGES``."""
+
+    commands: Mapping[str, tuple[float, float]] = {}
+    """Command -> its range, which ``env.commands`` changes, in the order of the variable "command"
+    [N, C]. See COMMAND_UNITS."""
+    rewards: Mapping[str, Mapping[str, float]] = {}
+    """Term of the reward -> its weight and parameters, which ``env.rewards`` changes."""
 
     # ------------------------------------------------------------------------------------ the model
     @abstractmethod
@@ -137,6 +150,10 @@ class Task(ABC):
 
     def reward_terms(self, before: State, s: State, action: Tensor) -> dict[str, Tensor]:
         """Return numbers [N] to log as curves ``env/<name>``, such as the terms of the reward."""
+        return {}
+
+    def available_terms(self) -> Mapping[str, Term]:
+        """Return the terms that ``rewards`` can name."""
         return {}
 
     def total(self, terms: dict[str, Tensor]) -> Tensor | None:

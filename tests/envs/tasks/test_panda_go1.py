@@ -265,9 +265,7 @@ def test_go1_commands_change_within_their_ranges() -> None:
     commands = dog.command(draws(4000, 38))
     still = (commands == 0).all(1)
     assert 0.08 < float(still.double().mean()) < 0.12
-    for x, (low, high) in zip(
-        commands[~still].T, (dog.forward_m_s, dog.sideways_m_s, dog.yaw_rad_s), strict=True
-    ):
+    for x, (low, high) in zip(commands[~still].T, dog.commands.values(), strict=True):
         assert low <= float(x.min()) < low + 0.02 and high - 0.02 < float(x.max()) <= high
     s = {k: x.repeat(4000, *[1] * (x.ndim - 1)) for k, x in walk([9.0, 9.0, 9.0], dog).items()}
     after = dog.advance(s, torch.zeros(4000, 12, dtype=torch.float64), draws(4000, 38, seed=1))[
