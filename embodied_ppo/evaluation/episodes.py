@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number, zero_rows
 from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import Decision, Mean, Metrics, Policy
+from embodied_ppo.evaluation.step_numbers import StepNumbers
 from embodied_ppo.rollout.divergence import describe
 
 EVAL_SEED_BASE = TRAINING_SEEDS
@@ -71,6 +72,8 @@ class Episode:
     kind: str | None = None
     success_at_end: bool | None = None
     """Success in the last step; ``success`` is that of any step."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Name -> mean over the steps of a number of the simulator (``Step.info``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +128,16 @@ class EvaluationResult:
         """Return one result for each kind of episode by its name; {} without kinds."""
         return {part.episodes[0].kind: part for part in self.by_kind() if part.episodes[0].kind}
 
+    def numbers(self) -> dict[str, list[float]]:
+        """Return name -> mean of each episode that has this number of the simulator."""
+        names = dict.fromkeys(name for e in self.episodes for name in e.numbers)
+        return {
+            name: [e.numbers[name] for e in self.episodes if name in e.numbers] for name in names
+        }
+
     def metrics(self) -> Metrics:
-        """Return eval/return, eval/length and, if reported, eval/success with its variants."""
+        """Return eval/return, eval/length and, if reported, eval/success with its variants, and the
+        errors of commands."""
         metrics: Metrics = {
             "eval/return": Mean.of(self.returns),
             "eval/length": Mean.of(self.lengths),
@@ -141,6 +152,8 @@ class EvaluationResult:
             if len(at_end) == len(self.episodes):
                 metrics["eval/success_once"] = metrics["eval/success"]
                 metrics["eval/success_at_end"] = Mean.of(at_end)
+        errors = {k: x for k, x in self.numbers().items() if k.startswith("error_")}
+        metrics |= {f"eval/{name}": Mean.of(means) for name, means in errors.items()}
         for kind, part in self.kinds().items():
             if part.successes is not None:
                 metrics[f"eval/success/{kind}"] = Mean.of(map(float, part.successes))
@@ -322,6 +335,10 @@ def _run_block(
     # legged_gym's episodes last one step more, except after ``reset``.
     limit = env.max_episode_steps + 1 if env.max_episode_steps else MAX_STEPS
     memory = EpisodeMemory(policy, n, policy_device(policy))
+    numbers = StepNumbers(n)
+    act_in_block = functools.partial(
+        act, policy, first_episode=first_episode, seed=seed, deterministic=deterministic
+    )
 
     def leave_out(obs: Obs, reward: Tensor, final_obs: Obs | None, ended: Tensor, t: int) -> Obs:
         """End the episodes in which a number is not finite; return finite observations."""
@@ -335,15 +352,7 @@ def _run_block(
 
     obs = leave_out(obs, total, None, ~running, 0)
     for t in range(limit):
-        action, state = act(
-            policy,
-            obs,
-            memory,
-            first_episode=first_episode,
-            t=t,
-            seed=seed,
-            deterministic=deterministic,
-        )
+        action, state = act_in_block(obs, memory, t=t)
         with watchdog.stepping:
             step = env.step(action.to(env.device))
         check_action_mask(env.id, env.action_spec, step.obs, step)
@@ -358,6 +367,7 @@ def _run_block(
         primitive_steps = counted if step.executed is None else counted * step.executed.cpu().sum(1)
         total += reward
         length += primitive_steps
+        numbers.add(step, counted)
         if step.success is not None:
             success |= step.success.cpu() & counted
         at_end = step.success if step.success_at_end is None else step.success_at_end
@@ -372,6 +382,7 @@ def _run_block(
                 ended="terminated" if bool(terminated[i]) else "truncated",
                 kind=None if step.task is None else env.task_names[int(step.task[i])],
                 success_at_end=None if at_end is None else bool(at_end[i]),
+                numbers=numbers.means(i),
             )
             if on_episode is not None:
                 on_episode(finished[i])

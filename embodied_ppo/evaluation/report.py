@@ -240,7 +240,12 @@ def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, 
     are not independent, so a language model's intervals are over prompts.
     """
     groups = _by_prompt(result.episodes) if unit == "tokens" else [[e] for e in result.episodes]
+    numbers = {
+        name: {"mean": fmean(means), "ci95": mean_interval(means)}
+        for name, means in result.numbers().items()
+    }
     return {
+        **({"numbers": numbers} if numbers else {}),
         "episodes": len(result.episodes),
         "distinct_initial_states": result.distinct_initial_states,
         "return": _summary(result.returns, [fmean(e.return_ for e in g) for g in groups]),

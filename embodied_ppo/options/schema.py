@@ -252,6 +252,9 @@ class EnvConfig:
     commands: dict[str, Any] = field(default_factory=dict)
     """Ranges [low, high] of commands that replace those of the task: lin_vel_x, lin_vel_y (m/s) and
     ang_vel_yaw (rad/s), or x, y and z (m) of a target (tasks with commands)."""
+    rewards: dict[str, Any] = field(default_factory=dict)
+    """Terms of the reward, {weight: .., parameter: ..} each, that replace those of the task (tasks
+    with terms, docs/tasks.md). The reward is the sum of weight · term; 0 removes a term."""
     realism: RealismConfig = section(RealismConfig)
     restart_each_rollout: bool = False
     """Begin every rollout with new episodes and use only the first episode of each environment, as

@@ -70,6 +70,7 @@ def make_env(
             randomize=config.randomize,
             ranges=config.ranges,
             commands=config.commands,
+            rewards=config.rewards,
             realism=asdict(config.realism),
             kwargs=config.kwargs,
             device=device,
@@ -163,10 +164,13 @@ def changed_env(env: EnvConfig, changes: Mapping[str, Any], source: str) -> EnvC
 
 
 def merged(env: EnvConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changed options of which kwargs and commands contain those of ``env``, too."""
+    """Return changed options; kwargs, commands and rewards contain those of ``env``, too."""
     options = dict(changes)
-    for name in {"kwargs", "commands"} & set(changes):
+    for name in {"kwargs", "commands", "rewards"} & set(changes):
         options[name] = {**getattr(env, name), **dict(changes[name] or {})}
+    for term, values in dict(changes.get("rewards") or {}).items():
+        if isinstance(values, Mapping):
+            options["rewards"][term] = {**env.rewards.get(term, {}), **values}
     return options
 
 

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,22 @@ import numpy as np
 import yaml
 
 from embodied_envs.base.errors import EnvError, one_line
+from embodied_envs.robots import velocity
 from embodied_envs.robots.preparation import Preparation, inertia_gains
 from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE, RobotModel
+from embodied_envs.tasks.task import COMMAND_UNITS
 
 CONTROL_STEP_S = 0.02
 """Duration of a decision of a new task, s."""
 
-EPISODE_S = 5.0
-"""Length of an episode of a new task, s."""
+EPISODE_S = {"home": 5.0, "velocity": 10.0}
+"""Template -> length of an episode of a new task, s."""
+
+PHYSICS_STEP_S = 0.005
+"""Largest physics step of a new task that follows commands of velocity, s."""
+
+BIPED_GAIT_HZ = 1.5
+"""Steps per second of each foot of a new task of a biped."""
 
 HINTS = {
     "decoder": "convert a xacro first: xacro FILE > robot.urdf",
@@ -58,7 +66,7 @@ TEMPLATES = {
 }
 """File in the new folder -> template."""
 
-RESERVED_NAMES = ("Path", "Preparation", "RobotTask", "State", "Tensor")
+RESERVED_NAMES = ("Path", "Preparation", "RobotTask", "RoughTerrain", "State", "Tensor")
 """Names that the generated module imports; its class must have another name."""
 
 ACTUATOR = '<actuator><motor joint="NAME" ctrlrange="-1 1"/></actuator>'
@@ -83,6 +91,7 @@ def write(
     urdf: bool = False,
     floating: bool = False,
     preparation: Preparation | None = None,
+    template: str = "home",
 ) -> NewTask:
     """Generate the files of a task.
 
@@ -93,6 +102,7 @@ def write(
         urdf: Whether ``mjcf`` is a URDF, which is converted to NAME.xml in the folder.
         floating: Whether the base of the URDF is free to move.
         preparation: Gains and floor.
+        template: What the robot does, a key of EPISODE_S.
 
     Raises:
         EnvError: The name is invalid, a file exists, MuJoCo refuses the model, or the model has
@@ -102,7 +112,7 @@ def write(
     folder, preparation = Path(name) if out is None else out, preparation or Preparation()
     if folder.exists() and not folder.is_dir():
         raise EnvError(f"--out {folder}: is a file; name a folder")
-    files = {folder / file.format(name=name): template for file, template in TEMPLATES.items()}
+    files = {folder / file.format(name=name): source for file, source in TEMPLATES.items()}
     mujoco.set_mju_user_warning(lambda text: None)  # a robot that diverges is named in `assumed`
     converted = [folder / f"{name}.xml"] if urdf else []
     if existing := [file for file in [*files, *converted] if file.exists()]:
@@ -116,12 +126,14 @@ def write(
             folder.mkdir(parents=True, exist_ok=True)
             source = converted[0]
             source.write_text(text, encoding="utf-8")
-        load(source, preparation)
-        description = _describe(source, preparation)
+        model = load(source, preparation)
+        if template == "velocity" and model.opt.timestep < PHYSICS_STEP_S:
+            preparation = replace(preparation, step_s=PHYSICS_STEP_S)
+        description = _describe(source, preparation, template)
         path = Path(os.path.relpath(source.resolve(), folder.resolve())).as_posix()
         description |= {"file": mjcf.name, "name": name, "kind": class_name, "mjcf": path}
-        for file, template in files.items():
-            text = _templates().get_template(template).render(description)
+        for file, template_file in files.items():
+            text = _templates().get_template(template_file).render(description)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -307,20 +319,25 @@ def _class_name(name: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------- model
-def _describe(mjcf: Path, preparation: Preparation) -> dict[str, Any]:
+def _describe(mjcf: Path, preparation: Preparation, template: str) -> dict[str, Any]:
     """Return the values of the templates' variables, and the sentences ``assumed``."""
     original = RobotModel(_compile(mjcf, "--mjcf")[1])
     servos = preparation.servos(original)
     model = preparation.prepare(mjcf).compile()
     robot = RobotModel(model)
-    size = len(robot.measured()) + model.nu
+    parts = _parts(robot, template)
+    size = len(robot.measured()) + model.nu + parts["added"]
     timestep = float(model.opt.timestep)
     decimation = max(1, round(CONTROL_STEP_S / timestep))
     step_s = decimation * timestep
-    episode = max(1, round(EPISODE_S / step_s))
+    episode = max(1, round(EPISODE_S[template] / step_s))
     observed = "positions minus home and velocities of the joints, last action"
-    given = {"gains": preparation.gains, "floor": preparation.floor}
-    return {
+    if parts["commands"]:
+        observed += ", command"
+    given = {"gains": preparation.gains, "floor": preparation.floor, "step_s": preparation.step_s}
+    return parts | {
+        "template": template,
+        "units": COMMAND_UNITS,
         "preparation": ", ".join(f"{k}={_literal(x)}" for k, x in given.items() if x),
         "privileged": robot.base is not None or len(robot.joints) < model.njnt,
         "actuators": [a.name for a in robot.actuators],
@@ -339,6 +356,29 @@ def _describe(mjcf: Path, preparation: Preparation) -> dict[str, Any]:
             " decisions",
         ],
     }
+
+
+def _parts(robot: RobotModel, template: str) -> dict[str, Any]:
+    """Return what a template adds: base class, commands, terms, attributes, observed numbers.
+
+    Raises:
+        EnvError: The robot cannot do that.
+    """
+    parts: dict[str, Any] = {"module": "robot_task", "base": "RobotTask", "least": "", "added": 0}
+    parts |= {"commands": {}, "rewards": {}, "attributes": []}
+    if template == "velocity":
+        if len(robot.feet) < 2:
+            raise EnvError(
+                "write --template reach for an arm, hover for a drone: --template velocity needs a"
+                f" floating base and two feet; {len(robot.feet)} found"
+            )
+        rewards = velocity.default_rewards(robot)
+        parts |= {"module": "velocity", "base": "VelocityTask", "rewards": rewards}
+        parts |= {"commands": velocity.VelocityTask.commands, "added": 3, "least": ", at least 0"}
+        if "feet_phase" in rewards:
+            hertz = f"gait_hz = {BIPED_GAIT_HZ}  # steps per second of each foot"
+            parts |= {"attributes": [hertz], "added": 5}
+    return parts
 
 
 def _hold_home(robot: RobotModel) -> str:

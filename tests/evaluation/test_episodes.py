@@ -87,6 +87,27 @@ def measure(policy: Linear, make: Any = make_cartpole, **options: Any) -> ev.Eva
 
 
 # -------------------------------------------------------------------------------------- measurement
+def test_numbers_are_means_of_the_steps_of_each_episode() -> None:
+    """Of Go1Joystick: errors of commands and weighted terms, also as metrics."""
+
+    def make(seeds: list[int]) -> Any:
+        n, limit = len(seeds), 7
+        return embodied_envs.make("Go1Joystick", num_envs=n, seeds=seeds, max_episode_steps=limit)
+
+    still = Linear(torch.zeros(12, 48), discrete=False)
+    result = measure(still, make, episodes=3, num_envs=2)
+    env = make(ev.evaluation_seeds(0, 3))
+    env.reset()
+    infos = [env.step(torch.zeros(3, 12)).info for _ in range(7)]
+    env.close()
+    for name in ("error_lin_vel_x", "error_ang_vel_yaw", "tracking_lin_vel"):
+        means = torch.stack([info[name] for info in infos]).double().mean(0)
+        assert result.numbers()[name] == pytest.approx(means.tolist())
+    error = ev.Mean.of(result.numbers()["error_lin_vel_y"])
+    assert result.metrics()["eval/error_lin_vel_y"] == error
+    assert "eval/tracking_lin_vel" not in result.metrics()
+
+
 def test_episodes_equal_those_of_a_plain_loop() -> None:
     result = measure(cartpole(), episodes=5, num_envs=2, seed=7)
     envpool = envpool_env.load()

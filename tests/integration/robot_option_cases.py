@@ -100,6 +100,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.randomize": (True, {**BALANCE, "env.ranges": {}}),
     "env.ranges": ({"mass": [0.2, 0.4]}, {**BALANCE, "env.randomize": True}),
     "env.commands": ({"lin_vel_x": [1.0, 1.0]}, {"env.id": "Go1Joystick", "env.num_threads": 1}),
+    "env.rewards": (
+        {"tracking_lin_vel": {"weight": 3.0}},
+        {"env.id": "Go1Joystick", "env.num_threads": 1},
+    ),
     "env.realism.action_delay": (2, {}),
     "env.realism.obs_delay": ([1, 3], {}),
     "env.realism.obs_noise": (0.5, {}),

