@@ -246,8 +246,9 @@ class EnvConfig:
     evaluation.randomize does the same for evaluation."""
     ranges: dict[str, Any] = field(default_factory=dict)
     """Bounds [low, high] of domain randomisation that replace those of the task: mass, friction,
-    damping, gains (of actuators, without their force limit), motor_strength (force of actuators
-    with its limit), gravity, light (factors), joint_offset (zero error of joint encoders, rad;
+    damping, armature, friction_loss, gains (of actuators, without their force limit), kp, kd,
+    motor_strength (force of actuators with its limit), gravity, light (factors), payload (kg) and
+    com (centre of mass, m) of a floating base, joint_offset (zero error of joint encoders, rad;
     tasks that declare it), camera_position (m), camera_angle (rad), colour (0 to 1)."""
     commands: dict[str, Any] = field(default_factory=dict)
     """Ranges [low, high] of commands that replace those of the task: lin_vel_x, lin_vel_y (m/s) and

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError, check_choice, check_range
+from embodied_envs.robots.robot_model import RobotModel
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,38 @@ class Range:
         fields: MjModel fields.
         operation: "scale" multiplies by x, "add" adds x.
         per_element: Whether each element (for example a body) has its own x; else a world has one.
-        columns: Number of leading columns of the last dimension that change; None: all.
+        columns: Columns of the last dimension that change, of all fields or of each; (): all.
+        of_base: Whether only the floating base of the robot changes.
     """
 
     fields: tuple[str, ...]
     operation: Literal["scale", "add"]
     per_element: bool
-    columns: int | None = None
+    columns: tuple[slice, ...] = ()
+    of_base: bool = False
+
+    def column(self, field: str) -> slice:
+        """Return the columns of a field that change."""
+        columns = self.columns or (slice(None),)
+        return columns[self.fields.index(field) % len(columns)]
 
 
 RANGES: dict[str, Range] = {
     "mass": Range(("body_mass", "body_inertia"), "scale", per_element=True),
-    "friction": Range(("geom_friction",), "scale", per_element=True, columns=1),
+    "friction": Range(("geom_friction",), "scale", per_element=True, columns=(slice(1),)),
     "damping": Range(("dof_damping",), "scale", per_element=True),
     "gains": Range(("actuator_gainprm", "actuator_biasprm"), "scale", per_element=True),
+    "kp": Range(
+        ("actuator_gainprm", "actuator_biasprm"),
+        "scale",
+        per_element=True,
+        columns=(slice(0, 1), slice(1, 2)),
+    ),
+    "kd": Range(("actuator_biasprm",), "scale", per_element=True, columns=(slice(2, 3),)),
+    "armature": Range(("dof_armature",), "scale", per_element=True),
+    "friction_loss": Range(("dof_frictionloss",), "scale", per_element=True),
+    "payload": Range(("body_mass",), "add", per_element=True, of_base=True),
+    "com": Range(("body_ipos",), "add", per_element=True, of_base=True),
     "motor_strength": Range(
         ("actuator_gainprm", "actuator_biasprm", "actuator_forcerange", "jnt_actfrcrange"),
         "scale",
@@ -50,7 +69,7 @@ RANGES: dict[str, Range] = {
     "camera_position": Range(("cam_pos",), "add", per_element=True),
     "camera_angle": Range(("cam_quat",), "add", per_element=True),
     "light": Range(("light_diffuse",), "scale", per_element=True),
-    "colour": Range(("geom_rgba", "mat_rgba"), "add", per_element=True, columns=3),
+    "colour": Range(("geom_rgba", "mat_rgba"), "add", per_element=True, columns=(slice(3),)),
 }
 """Name of the option -> what it changes. The numbers are uniform between the two bounds.
 
@@ -58,6 +77,10 @@ RANGES: dict[str, Range] = {
 * friction scales the sliding friction of geoms, damping the damping of joints.
 * gains scales gain and bias of actuators, but not their force limit; of a position servo these are
   stiffness and damping.
+* kp scales the gain of actuators and the stiffness of position servos, kd the damping of servos,
+  armature and friction_loss those of joints.
+* payload adds a mass (kg) at the centre of mass of the floating base; com moves this centre along
+  the base's x, y and z (m).
 * motor_strength scales the force of actuators with its limit. The force is the gain times ctrl plus
   the bias, clamped to the limit; gain, bias and limit are multiplied by the same factor, hence the
   force. The limit of a joint (actuatorfrcrange) is that of the actuator that drives it. To scale
@@ -93,6 +116,12 @@ class Randomization:
             check_range(f"env.ranges.{name}", bounds, 0.0 if is_scale else -math.inf)
         if "motor_strength" in ranges:
             _check_motor_strength(model, self.ranges)
+        self.base_body = 0
+        if named := [name for name in ranges if RANGES[name].of_base]:
+            base = RobotModel(model).base
+            if base is None:
+                raise EnvError(f"remove env.ranges.{named[0]}: the robot has no floating base")
+            self.base_body = base
         self.encoders = Encoders(model)
         unused = () if self.encoders.servos else ("joint_offset",)  # no servo's bias changes
         self.base: dict[str, Tensor] = {}
@@ -131,6 +160,8 @@ class Randomization:
             return 1
         if name == "joint_offset":
             return len(self.encoders.joints)
+        if r.of_base:
+            return 3 if name == "com" else 1
         counts = [len(self.base[f]) for f in r.fields if f in self.base]
         if r.operation == "scale":  # one factor for all fields of an element
             return counts[0] if counts else 0
@@ -139,7 +170,8 @@ class Randomization:
     def sample(self, u: Tensor) -> dict[str, Tensor]:
         """Map uniform numbers [N, size] in [0, 1) to field -> values [N, ..]."""
         sampled = {f: x.to(u).expand(len(u), *x.shape).clone() for f, x in self.base.items()}
-        for name in self.ranges:
+        # The shift of a servo's bias depends on its stiffness, so that it comes last.
+        for name in sorted(self.ranges, key=lambda name: name == "joint_offset"):
             r, x, column = RANGES[name], self.draw(name, u), 0
             if name == "joint_offset":
                 if "actuator_biasprm" in sampled:
@@ -147,16 +179,19 @@ class Randomization:
                 continue
             for field in (f for f in r.fields if f in sampled):
                 value = sampled[field]
-                width = r.columns or value.shape[-1]
+                columns = r.column(field)
                 if r.operation == "scale":
                     factor = x.index_select(1, self._driver) if field == "jnt_actfrcrange" else x
                     shape = (*factor.shape, *[1] * (value.ndim - 2))
-                    value[..., :width] *= factor.view(shape)
+                    value[..., columns] *= factor.view(shape)
+                elif r.of_base:
+                    value[:, self.base_body] += x.view(value[:, self.base_body].shape)
                 elif name == "camera_angle":
                     value.copy_(_rotate(value, x.view(len(u), -1, 3)))
                 else:
-                    count = value.shape[1] * width
-                    value[..., :width] += x[:, column : column + count].view(len(u), -1, width)
+                    part = value[..., columns]
+                    count = part[0].numel()
+                    part += x[:, column : column + count].view(part.shape)
                     column += count
                 if name == "colour":
                     value.clamp_(0.0, 1.0)

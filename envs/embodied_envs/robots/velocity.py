@@ -74,6 +74,11 @@ class VelocityCommands(TermTask):
         "lin_vel_y": (-0.5, 0.5),
         "ang_vel_yaw": (-1.0, 1.0),
     }
+    ranges: Mapping[str, tuple[float, float]] = {
+        "mass": (0.8, 1.2),
+        "friction": (0.5, 1.5),
+        "gains": (0.9, 1.1),
+    }
     tolerance = (0.2, 0.3)
     """Largest mean errors of a success, m/s and rad/s."""
     least_reward = 0.0

@@ -62,12 +62,6 @@ class Go1Joystick(VelocityCommands):
     reads_joints_from_state = True
     step_noise = 4 + 1 + 33
     base_qpos = 0
-    ranges: Mapping[str, tuple[float, float]] = {
-        "mass": (0.8, 1.2),
-        "friction": (0.5, 1.5),
-        "gains": (0.9, 1.1),
-    }
-
     rewards: Mapping[str, Mapping[str, float]] = QUADRUPED
     action_scale_rad = 0.5
     sensor_noise = (0.1,) * 3 + (0.2,) * 3 + (0.05,) * 3 + (0.03,) * 12 + (1.5,) * 12

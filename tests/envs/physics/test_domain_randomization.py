@@ -6,6 +6,7 @@ import mujoco
 import numpy as np
 import pytest
 import torch
+from toy_robots import QUADRUPED
 
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.domain_randomization import Randomization
@@ -46,6 +47,42 @@ def changed(model: mujoco.MjModel, u: list[float], **ranges: tuple[float, float]
     for name, value in sampled.items():
         getattr(other, name)[...] = value[0].numpy()
     return other
+
+
+def test_stiffness_and_damping_of_servos_and_joints() -> None:
+    # u = 0, 1/2, 1 of [0.5, 1.5]: the factors are 0.5, 1 and 1.5.
+    model, u = arm(), [0.0, 0.5, 1.0]
+    kp, kd = (changed(model, u, **{name: (0.5, 1.5)}) for name in ("kp", "kd"))
+    ctrl = [0.12, 0.1, 0.7]
+    # 20 (0.12 - 0.1) - 2 · 0.4; 30 · 0.1; the gain and not the damping of a velocity servo:
+    # 2 (4.5 · 0.7 - 3 · 2 · -0.6)
+    assert joint_torques(kp, ctrl) == pytest.approx([-0.4, 3.0, 13.5])
+    # 40 · 0.02 - 1 · 0.4; 2 (3 · 0.7 - 4.5 · 2 · -0.6)
+    assert joint_torques(kd, ctrl) == pytest.approx([0.4, 3.0, 15.0])
+    model.dof_armature[:], model.dof_frictionloss[:] = 0.1, 0.2
+    for name, field in (("armature", "dof_armature"), ("friction_loss", "dof_frictionloss")):
+        drawn = Randomization(model, {name: (0.5, 1.5)}).sample(torch.tensor([u]).double())
+        assert drawn[field][0].tolist() == pytest.approx(
+            getattr(model, field)[0] * (np.array(u) + 0.5)
+        )
+    offset = {"joint_offset": (0.1, 0.1), "kp": (2.0, 2.0)}
+    both = changed(model, [0.0] * 6, **offset)
+    assert both.actuator_biasprm[0, :2].tolist() == pytest.approx([-8, -80]), "80 · 0.1"
+
+
+def test_payload_and_centre_of_mass_of_a_base() -> None:
+    model = mujoco.MjModel.from_xml_string(QUADRUPED)
+    ranges = {"payload": (-1.0, 2.0), "com": (-0.05, 0.05)}
+    random = Randomization(model, ranges)
+    drawn = random.sample(torch.tensor([[0.5, 0.0, 0.5, 1.0]], dtype=torch.float64))
+    trunk = model.body("trunk").id
+    mass, centre = model.body_mass.copy(), model.body_ipos.copy()
+    mass[trunk] += 0.5
+    centre[trunk] += [-0.05, 0, 0.05]
+    assert drawn["body_mass"][0].tolist() == pytest.approx(mass.tolist())
+    assert drawn["body_ipos"][0].numpy() == pytest.approx(centre)
+    with pytest.raises(EnvError, match="no floating base"):
+        Randomization(arm(), {"payload": (0.0, 1.0)})
 
 
 @pytest.mark.parametrize("target", [0.15, 3.0])  # within the servo's limit of 5 N m, and beyond
