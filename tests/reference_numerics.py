@@ -45,7 +45,8 @@ def gae(
             if not done and t + 1 < T and not mask[t + 1][n] and i + 1 < len(real):
                 # A masked row inside an episode: continue with the next unmasked row.
                 successor = value[real[i + 1]][n]
-            if terminated[t][n] and bootstrap_type == "standard":
+            never = done if bootstrap_type == "never" else terminated[t][n]
+            if never and bootstrap_type != "always":
                 successor = 0.0
             k = 1 if steps is None else steps[t][n]
             delta = reward[t][n] + gamma**k * successor - value[t][n]
@@ -164,6 +165,8 @@ def aggregate(x, mask, *, aggregation, length=1.0):
         kept = [v for t in range(len(mask)) if mask[t][b] for v in x[t][b]]
         if kept:
             per_column.append(kept)
+    if aggregation == "trajectory-mean":  # empty columns count
+        return sum(fmean(column) for column in per_column) / len(mask[0])
     if not per_column:
         return 0.0
     if aggregation == "token-mean":

@@ -189,6 +189,7 @@ class Batch(ValueBatch):
         log_prob: Log-probability under the behaviour policy.
         advantage: Shaped and normalised advantage.
         weight: Off-policy correction, None where every weight is 1.
+        share: Factor of the loss of each element, see ``losses.aggregate``; None: 1.
         ref_log_prob: Log-probability under the reference policy, None without one.
         ref_logits: Logits of the reference policy, None without one.
 
@@ -201,6 +202,7 @@ class Batch(ValueBatch):
     log_prob: Tensor
     advantage: Tensor
     weight: Tensor | None = None
+    share: Tensor | None = None
     ref_log_prob: Tensor | None = None
     ref_logits: Tensor | None = None
 

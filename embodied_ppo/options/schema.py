@@ -654,9 +654,9 @@ class AlgorithmConfig:
     """Maximum number of rounds of collection of an update. If the batch is not full after the last
     one, the update trains on the groups collected. A round runs all environments (in reasoning: as
     many prompts as the batch lacks)."""
-    bootstrap_type: Literal["standard", "always"] = option("standard", mode="embodied")
-    """Where the value of the next state is added: standard where the time limit ended the episode;
-    always also where the task ended."""
+    bootstrap_type: Literal["standard", "always", "never"] = option("standard", mode="embodied")
+    """Where the value of the next state is added at the end of an episode. standard: where the time
+    limit ended it; always: also where the task ended it; never: at neither end."""
     # --- policy loss
     loss_type: Literal["actor_critic", "actor"] = "actor_critic"
     """actor_critic: one model and one backward pass (mode=embodied); actor: two models
@@ -693,10 +693,16 @@ class AlgorithmConfig:
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
     constant coefficient."""
     loss_agg_func: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+        "token-mean",
+        "trajectory-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
     ] = "token-mean"
     """Aggregation of per-sample losses to one number; seq-*: over columns
-    (minibatch_unit=column)."""
+    (minibatch_unit=column). trajectory-mean: every episode of the rollout has the same weight in
+    policy and value loss, whatever its length, and the denominator counts masked samples, too, as
+    in RLinf without auto_reset (mode=embodied, env.restart_each_rollout=true)."""
     loss_scale_factor: Positive | None = option(
         None,
         read_if=ReadIf(

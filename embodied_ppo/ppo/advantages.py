@@ -65,7 +65,8 @@ def gae(
         gae_lambda: λ.
         steps: k, simulator steps that a row lasted, int or int64 [T, N].
         bootstrap_type: "standard" as above. "always" drops the factor 1 − terminated, so that
-            terminations bootstrap, too; the recursion still stops there.
+            terminations bootstrap, too; "never" makes it 1 − done, so that time limits do not. The
+            recursion stops at done rows in any case.
 
     Returns:
         Advantage and returns, float32 [T, N]. In masked rows 0 and the value.
@@ -81,8 +82,9 @@ def gae(
     # On a GPU the test would take longer than the replacement, because the host would wait.
     if before_hole.device.type != "cpu" or bool(before_hole.any()):
         bootstrap = _skip_holes(value64, bootstrap, before_hole, mask)
-    if bootstrap_type == "standard":
-        bootstrap = bootstrap.masked_fill(terminated.bool(), 0.0)
+    if bootstrap_type != "always":
+        ends = terminated.bool() if bootstrap_type == "standard" else done
+        bootstrap = bootstrap.masked_fill(ends, 0.0)
     # δ_t = r_t + γ^k·V'_t − V_t, and 0 in masked rows
     delta = (reward.double() + discount * bootstrap - value64).masked_fill_(~mask, 0.0)
     # A_t = δ_t + carry_t·A_{t+1}; a masked row passes A_{t+1} on unchanged

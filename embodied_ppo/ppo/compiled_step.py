@@ -200,7 +200,8 @@ class MinibatchStep:
         objective = copy.copy(self.loss)
         objective.coefficients = dict(zip(self.loss.coefficients, coefficients, strict=True))
         minibatch = take(batch, index, unit)
-        rows, columns = losses.minibatch_counts(minibatch.mask, unit)
+        aggregation = self.loss.config.loss_agg_func
+        rows, columns = losses.minibatch_counts(minibatch.mask, unit, aggregation)
         minibatch = replace(minibatch, rows=rows, columns=columns)
         # Differentiate with respect to new leaves, because the arguments require no gradient.
         live = [p.detach().requires_grad_() for p in params]

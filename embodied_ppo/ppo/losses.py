@@ -270,7 +270,25 @@ def value_difference(value: Tensor, old_value: Tensor, mask: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------- aggregation
-def minibatch_counts(mask: Tensor, unit: str) -> tuple[Tensor, Tensor | None]:
+def column_shares(mask: Tensor) -> Tensor:
+    """Return T/n for each entry of a rollout, with n unmasked entries in its column.
+
+    With these factors each column has the same weight, whatever its length.
+
+    Args:
+        mask: bool [T, N], or [T, N, C] with an entry for each action, of which a column has T·C.
+
+    Returns:
+        float32, shaped as ``mask``.
+    """
+    columns = mask.transpose(0, 1).flatten(1)  # [N, T·C]
+    share = columns.shape[1] / columns.sum(1).clamp(min=1).float()
+    return share.view(-1, *[1] * (mask.ndim - 2)).expand_as(mask)
+
+
+def minibatch_counts(
+    mask: Tensor, unit: str, aggregation: str = "token-mean"
+) -> tuple[Tensor, Tensor | None]:
     """Return the divisors of the losses of a complete minibatch, float64 scalars.
 
     The sum of the micro-batches' losses is then the loss of the minibatch, independent of the split
@@ -279,11 +297,12 @@ def minibatch_counts(mask: Tensor, unit: str) -> tuple[Tensor, Tensor | None]:
     Args:
         mask: bool [..], the complete minibatch.
         unit: "step", or "column" where the mask is [T, B].
+        aggregation: As in ``aggregate``.
 
     Returns:
-        Unmasked rows; columns with an unmasked row, None for steps.
+        Unmasked rows (trajectory-mean: all rows); columns with an unmasked row, None for steps.
     """
-    keep = mask.bool()
+    keep = mask.bool() if aggregation != "trajectory-mean" else torch.ones_like(mask).bool()
     rows = keep.sum().double()
     return rows, keep.any(0).sum().double() if unit == "column" else None
 
@@ -296,12 +315,14 @@ def aggregate(
     rows: Tensor | None = None,
     columns: Tensor | None = None,
     length: float = 1.0,
+    share: Tensor | None = None,
 ) -> Tensor:
     """Reduce elementwise losses to one number.
 
     With t over unmasked rows (and trailing elements) of column b, and B' columns that are not
     empty:
       token-mean               Σ_b Σ_t x / Σ_b Σ_t 1
+      trajectory-mean          Σ_b Σ_t share·x / number of all rows, masked or not
       seq-mean-token-sum       Σ_b (Σ_t x) / B'
       seq-mean-token-mean      Σ_b (Σ_t x / Σ_t 1) / B'
       seq-mean-token-sum-norm  Σ_b (Σ_t x / length) / B'      (as in verl 0.9)
@@ -314,14 +335,18 @@ def aggregate(
             of the complete minibatch, see ``minibatch_counts``. None: count in this tensor.
         columns: As ``rows``, replaces B'.
         length: Constant length of seq-mean-token-sum-norm, response_length.
+        share: [..], ``column_shares`` of the rollout for trajectory-mean. In the complete rollout
+            the result is the mean over columns of each one's mean, in which empty columns are 0.
 
     Returns:
         Scalar of x's dtype. Without unmasked elements 0, with zero gradient.
     """
     # Every trailing element counts, so the numbers of rows are multiplied by this one.
     trailing = math.prod(x.shape[mask.ndim :])
-    if aggregation == "token-mean":
-        rows = mask.bool().sum() if rows is None else rows
+    if aggregation in ("token-mean", "trajectory-mean"):
+        if share is not None:
+            x = x * expand(share, x)
+        rows = minibatch_counts(mask, "step", aggregation)[0] if rows is None else rows
         return masked_sum(x, mask) / (rows.to(x.dtype).clamp(min=1) * trailing)
     # The other aggregations reduce each column first, then average over columns.
     columns = mask.bool().any(0).sum() if columns is None else columns

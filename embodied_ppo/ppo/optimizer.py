@@ -223,7 +223,10 @@ class MinibatchOptimizer:
             # Divide by the counts of the minibatch of all ranks: the gradient then depends neither
             # on the micro-batch size nor on the number of ranks.
             local_rows = minibatch.mask.sum()
-            rows, columns = losses.minibatch_counts(minibatch.mask, self.config.minibatch_unit)
+            c = self.config
+            rows, columns = losses.minibatch_counts(
+                minibatch.mask, c.minibatch_unit, c.loss_agg_func
+            )
             if ranks.world > 1:
                 rows = ranks.all_reduce_sum(rows)
                 columns = None if columns is None else ranks.all_reduce_sum(columns)

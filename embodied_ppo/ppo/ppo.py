@@ -184,6 +184,9 @@ class PPO(LearnerState):
                 for x in (advantage, returns)
             )
         target = reference if c.use_kl_loss else None
+        share = None
+        if c.loss_agg_func == "trajectory-mean":
+            share = losses.column_shares(trajectory.mask)
         batch = Batch(
             inputs=inputs,
             action=trajectory.action,
@@ -194,6 +197,7 @@ class PPO(LearnerState):
             returns=returns,
             mask=trajectory.mask,
             weight=weight,
+            share=share,
             ref_log_prob=None if target is None else target.log_prob,
             ref_logits=target.logits if target and c.kl_loss_type == "full" else None,
         )
@@ -237,6 +241,7 @@ class PPOLoss(PolicyLoss):
             rows=b.rows,
             columns=b.columns,
             length=self.length,
+            share=b.share,
         )
         surrogate = mean(elements)
         # Entropy bonus:  H = −E[log π]. Without a bonus it is a statistic only, because its
@@ -257,14 +262,15 @@ class PPOLoss(PolicyLoss):
             stats["kl"] = masked_sum(policy.kl.detach(), b.mask)
         # Clipped Huber loss h of the value:  V_c = V_old + clip(V − V_old, ±ε_V)
         #                                     L_V = max(h(R − V), h(R − V_c))
-        # Always the mean over samples; a separate critic has loss_agg_func (``CriticLoss``).
+        # The mean over samples, or over trajectories; a separate critic has loss_agg_func
+        # (``CriticLoss``).
         if policy.value is not None:
             errors, value_clipped = losses.value_loss(
                 policy.value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
             )
             if errors.ndim > b.mask.ndim:  # the sum over reward groups
                 errors, value_clipped = errors.sum(-1), value_clipped.any(-1)
-            value_loss = losses.aggregate(errors, b.mask, rows=b.rows)
+            value_loss = losses.aggregate(errors, b.mask, rows=b.rows, share=b.share)
             loss = c.value_loss_coef * value_loss + (0.0 if critic_only else loss)
             stats["value_loss"] = value_loss.detach()
             stats["value_clipped"] = (value_clipped & b.mask).sum()

@@ -248,6 +248,13 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "algorithm.loss_agg_func": [
         (kind, {**COLUMNS, **FALLING, "algorithm.global_batch_size": 64})
         for kind in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    ]
+    + [
+        (kind, {**FALLING, "env.restart_each_rollout": True, "algorithm.global_batch_size": 64})
+        for kind in ("token-mean", "trajectory-mean")
+    ],
+    "algorithm.bootstrap_type": [
+        (kind, {**FALLING, "env.max_episode_steps": 12}) for kind in ("standard", "always", "never")
     ],
     "algorithm.kl_loss_type": [(kind, IN_LOSS) for kind in ("abs", "k2", "k3", "k1+", "abs+")],
     "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],

@@ -50,6 +50,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.reward_norm": "group"}, "reward_norm = group .. algorithm.group_size = 1"),
     ({"algorithm.adv_type": "grpo", "algorithm.group_size": 4}, "env.restart_each_rollout=true"),
     ({"algorithm.loss_agg_func": "seq-mean-token-sum"}, "write algorithm.minibatch_unit=column"),
+    ({"algorithm.loss_agg_func": "trajectory-mean"}, "write env.restart_each_rollout=true"),
     ({"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1"}, "kl_loss_type=k2, k3 or k1+"),
     ({"algorithm.loss_type": "actor"}, "write algorithm.loss_type=actor_critic"),
     ({"algorithm.clip_ratio_low": 1.0}, "clip_ratio_low = 1 must be < 1"),

@@ -90,6 +90,9 @@ def test_gae_by_hand():
         (0, 1, "standard", 2 + 0.5 * 10 - 3.0),  # the clock: V of the final observation counts
         (1, 0, "always", 2 + 0.5 * 10 - 3.0),
         (0, 1, "always", 2 + 0.5 * 10 - 3.0),
+        (1, 0, "never", 2 - 3.0),
+        (0, 1, "never", 2 - 3.0),
+        (0, 0, "never", 2 + 0.5 * 10 - 3.0 + 0.25 * 100),
         (
             0,
             0,
@@ -121,7 +124,7 @@ def test_gae_at_episode_ends(terminated, truncated, bootstrap_type, expected):
     st.sampled_from([0.0, 0.3, 0.7]),
     st.floats(0, 1),
     st.floats(0, 1),
-    st.sampled_from(["standard", "always"]),
+    st.sampled_from(["standard", "always", "never"]),
     st.booleans(),
 )
 def test_gae_equals_reference(T, N, seed, holes, gamma, gae_lambda, bootstrap_type, variable):

@@ -28,6 +28,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6)
 
 AGGREGATIONS = (
     *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "trajectory-mean",
 )
 
 
@@ -50,9 +51,15 @@ def policy_loss(
     return loss, flags | losses.ratio_statistics(ratio, log_ratio, mask)
 
 
-def counts_of(mask: torch.Tensor) -> dict[str, torch.Tensor | None]:
+def counts_of(mask: torch.Tensor, aggregation: str) -> dict[str, torch.Tensor | None]:
     """Return the arguments rows and columns of ``aggregate``."""
-    return dict(zip(("rows", "columns"), losses.minibatch_counts(mask, "column"), strict=True))
+    counts = losses.minibatch_counts(mask, "column", aggregation)
+    return dict(zip(("rows", "columns"), counts, strict=True))
+
+
+def share_of(mask: torch.Tensor, aggregation: str) -> torch.Tensor | None:
+    """Return the argument share of ``aggregate``."""
+    return losses.column_shares(mask) if aggregation == "trajectory-mean" else None
 
 
 def loss_of(
@@ -373,11 +380,22 @@ def test_aggregate_by_hand():
         "seq-mean-token-sum": (6 + 10) / 2,  # the empty sequence does not count
         "seq-mean-token-mean": (2 + 10) / 2,
         "seq-mean-token-sum-norm": (6 / 8 + 10 / 8) / 2,
+        # shares 3/3 and 3/1 of 9 rows: (1·1 + 1·2 + 1·3 + 3·10)/9 = (2 + 10 + 0)/3
+        "trajectory-mean": 4.0,
     }
     for aggregation, expected in by_hand.items():
-        assert losses.aggregate(x, mask, aggregation=aggregation, length=8).item() == pytest.approx(
-            expected
-        ), aggregation
+        share = share_of(mask, aggregation)
+        loss = losses.aggregate(x, mask, aggregation=aggregation, length=8, share=share)
+        assert loss.item() == pytest.approx(expected), aggregation
+    # Minibatches of steps: (1·1 + 3·10 + 0)/3, (1·2 + 1·3 + 0)/3 and 0. Their mean is 4, too.
+    share = losses.column_shares(mask)
+    steps = [((0, 0), (0, 1), (0, 2)), ((1, 0), (2, 0), (1, 1)), ((1, 2), (2, 1), (2, 2))]
+    parts = []
+    for index in steps:
+        take = tuple(torch.tensor(index).T)
+        kind = {"aggregation": "trajectory-mean", "share": share[take]}
+        parts.append(losses.aggregate(x[take], mask[take], **kind).item())
+    assert parts == pytest.approx([31 / 3, 5 / 3, 0.0])
     assert [float(x) for x in losses.minibatch_counts(mask, "column")] == [4, 2]  # pyright: ignore[reportArgumentType]
 
 
@@ -391,9 +409,9 @@ def test_aggregate_equals_reference(aggregation, trailing):
     expected = reference_numerics.aggregate(
         x.reshape(6, 5, -1).tolist(), mask.tolist(), aggregation=aggregation, length=6
     )
-    assert losses.aggregate(x, mask, aggregation=aggregation, length=6).item() == pytest.approx(
-        expected, abs=1e-6
-    )
+    share = share_of(mask, aggregation)
+    loss = losses.aggregate(x, mask, aggregation=aggregation, length=6, share=share)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -406,8 +424,9 @@ def test_micro_batch_size_does_not_change_result(aggregation, trailing, micro):
     assert not mask[:, 0].any()
     unsplit = x.clone().requires_grad_()
     parts = x.clone().requires_grad_()
-    losses.aggregate(unsplit, mask, aggregation=aggregation, length=7).backward()
-    counts = counts_of(mask)
+    share = share_of(mask, aggregation)
+    losses.aggregate(unsplit, mask, aggregation=aggregation, length=7, share=share).backward()
+    counts = counts_of(mask, aggregation)
     total = 0.0
     for columns in torch.arange(8).split(micro):
         part = losses.aggregate(
@@ -416,12 +435,12 @@ def test_micro_batch_size_does_not_change_result(aggregation, trailing, micro):
             aggregation=aggregation,
             **counts,
             length=7,
+            share=None if share is None else share[:, columns],
         )
         part.backward()
         total += part.item()
-    assert total == pytest.approx(
-        losses.aggregate(x, mask, aggregation=aggregation, length=7).item(), abs=1e-6
-    )
+    unsplit_loss = losses.aggregate(x, mask, aggregation=aggregation, length=7, share=share)
+    assert total == pytest.approx(unsplit_loss.item(), abs=1e-6)
     assert unsplit.grad is not None
     torch.testing.assert_close(parts.grad, unsplit.grad, rtol=1e-6, atol=1e-8)
 
@@ -433,16 +452,23 @@ def test_number_of_ranks_does_not_change_loss(aggregation):
     x, mask = torch.randn(5, 6, generator=g), torch.rand(5, 6, generator=g) < 0.5
     mask[:, 4:] = False
     cuts = [slice(0, 4), slice(4, 6)]
-    parts = [losses.minibatch_counts(mask[:, c], "column") for c in cuts]
+    parts = [losses.minibatch_counts(mask[:, c], "column", aggregation) for c in cuts]
+    share = losses.column_shares(mask) if aggregation == "trajectory-mean" else torch.ones(5, 6)
     rows, columns = (torch.stack(x).sum() for x in zip(*parts, strict=True))  # pyright: ignore[reportArgumentType]
     total = sum(
         losses.aggregate(
-            x[:, c], mask[:, c], aggregation=aggregation, rows=rows, columns=columns, length=5
+            x[:, c],
+            mask[:, c],
+            aggregation=aggregation,
+            rows=rows,
+            columns=columns,
+            length=5,
+            share=share[:, c],
         ).item()
         for c in cuts
     )
     assert total == pytest.approx(
-        losses.aggregate(x, mask, aggregation=aggregation, length=5).item(), abs=1e-6
+        losses.aggregate(x, mask, aggregation=aggregation, length=5, share=share).item(), abs=1e-6
     )
 
 

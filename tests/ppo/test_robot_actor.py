@@ -163,6 +163,7 @@ MICRO_CASES = [
             "seq-mean-token-sum-norm",
         )
     ),
+    ({"loss_agg_func": "trajectory-mean"}, False),
 ]
 
 

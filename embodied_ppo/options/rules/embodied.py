@@ -60,7 +60,12 @@ def _check_sequences(config: Config) -> None:
         f"write env.restart_each_rollout=true: {comparison} needs groups that start together",
     )
     refuse(
-        a.loss_agg_func != "token-mean" and not columns,
+        a.loss_agg_func == "trajectory-mean" and not restarts,
+        "write env.restart_each_rollout=true (or loss_agg_func=token-mean): else a column holds"
+        " parts of several episodes, and algorithm.loss_agg_func = trajectory-mean weighs each one",
+    )
+    refuse(
+        a.loss_agg_func.startswith("seq-") and not columns,
         "write algorithm.minibatch_unit=column (or loss_agg_func=token-mean): minibatches of steps"
         f" cut the sequences of algorithm.loss_agg_func = {a.loss_agg_func}",
     )
@@ -265,12 +270,12 @@ def _check_levels(config: Config) -> None:
     a = config.algorithm
     if config.env.action_chunk == 1 or a.reward_type != "action_level":
         return
-    for path, value, allowed in (
-        ("loss_agg_func", a.loss_agg_func, "token-mean"),
-        ("off_policy_correction", a.off_policy_correction, "token"),
+    for path, value, allowed, others in (
+        ("loss_agg_func", a.loss_agg_func, "token-mean", ("trajectory-mean",)),
+        ("off_policy_correction", a.off_policy_correction, "token", ()),
     ):
         refuse(
-            value not in (None, allowed),
+            value not in (None, allowed, *others),
             f"write algorithm.{path}={allowed}, or algorithm.reward_type=chunk_level: algorithm."
             f"{path} = {value} has no meaning for actions of a chunk",
         )

@@ -59,6 +59,10 @@ def check(config: Config) -> None:
         "write algorithm.ratio_level=sequence (a response) or token: only robots have a chunk",
     )
     refuse(
+        a.loss_agg_func == "trajectory-mean",
+        "write algorithm.loss_agg_func=seq-mean-token-mean: trajectory-mean is for robots",
+    )
+    refuse(
         r.overlong_buffer >= a.response_length,
         f"lower rollout.overlong_buffer = {r.overlong_buffer} below algorithm.response_length ="
         f" {a.response_length}",
