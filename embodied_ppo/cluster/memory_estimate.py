@@ -232,18 +232,21 @@ def estimate_acting(
     return counter.peak, *_zeros((obs, decision), rows, torch.device("meta"))
 
 
-def empty_trajectory(obs: Any, decision: Decision, horizon: int, *, groups: int) -> Trajectory:
+def empty_trajectory(
+    obs: Any, decision: Decision, horizon: int, *, passes: int = 1, groups: int
+) -> Trajectory:
     """Return a trajectory of ``horizon`` steps with the shapes and devices of one step.
 
     Args:
         obs: Observations of one step, [N, ..].
         decision: Decision of one step.
         horizon: T.
+        passes: Passes of the rollout, each of which adds N columns.
         groups: Number of reward groups.
     """
 
     def repeat(x: Tensor) -> Tensor:
-        return x.new_empty(horizon, *x.shape)
+        return x.new_empty(horizon, passes * len(x), *x.shape[1:])
 
     # Tensors of equal shape share one storage here; the trajectory's own do not.
     flagged = decision.value[:, 0] if groups > 1 else decision.value

@@ -25,10 +25,9 @@ from embodied_ppo.cluster.ray_worker import (
     wait,
 )
 from embodied_ppo.cluster.worker import Worker
-from embodied_ppo.core.types import Mean, Metrics
+from embodied_ppo.core.types import Mean, Metrics, add_metrics
 from embodied_ppo.options.placement import REQUESTS, Plan
 from embodied_ppo.options.schema import ClusterConfig
-from embodied_ppo.rollout.interleaved_rollouts import add_metrics
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.loop import TRAINING_PHASES
 from embodied_ppo.training.run_system import Records, RunSystem

@@ -16,6 +16,7 @@ from embodied_ppo.cluster import memory_estimate
 from embodied_ppo.cluster.memory_estimate import MemoryEstimator, MemoryNeeds, nbytes
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.options import placement
+from embodied_ppo.options.batch_sizes import episodes
 from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import robot_policy
@@ -58,8 +59,9 @@ class RobotMemoryEstimator(MemoryEstimator):
             self.policy.planned_memory_gb = memory and memory / 1e9
         copies, surplus = 1.0, 0.0
         # Distillation does not filter groups.
-        if a.group_filter is not None and self.config.teacher is None:
-            groups = self.config.env.num_envs // a.group_size
+        refills = a.group_filter is not None and a.group_filter_rounds > 1
+        if refills and self.config.teacher is None:
+            groups = episodes(self.config) // a.group_size
             copies, surplus = group_filter.peak_copies(groups, a.group_filter_rounds)
         learns = self._updating(placed, micro_batch_size or a.micro_batch_size, surplus)
         # Pipeline stages divide the environments of a rollout process further.
@@ -100,7 +102,7 @@ class RobotMemoryEstimator(MemoryEstimator):
         if a.rollout_micro_batch_size is not None:
             peak = self._act(min(a.rollout_micro_batch_size, rows))[0]
         return peak, memory_estimate.empty_trajectory(
-            obs, decision, a.horizon, groups=len(reward_groups(a))
+            obs, decision, a.horizon, passes=a.rollout_epoch, groups=len(reward_groups(a))
         )
 
     def _act(self, rows: int) -> tuple[int, Any, Any]:
@@ -128,7 +130,7 @@ class RobotMemoryEstimator(MemoryEstimator):
         micro = min(micro_batch_size or batch, batch)
         share = replace(config.algorithm, global_batch_size=batch, micro_batch_size=micro)
         # Only the loss of this learner is computed, so that updates and seed do not matter.
-        learner = robot_ppo(self.policy, share, num_envs=config.env.num_envs, updates=1, seed=0)
+        learner = robot_ppo(self.policy, share, num_envs=episodes(config), updates=1, seed=0)
         _, trajectory = self._acting(learners)
         update = memory_estimate.estimate_update(
             self.policy, learner, self.cpu, trajectory, surplus=surplus

@@ -111,8 +111,11 @@ def hardware_of(config: Config, device: torch.device) -> Hardware:
 def check_batches(config: Config, plan: Plan) -> None:
     """Raise PlacementError where batches or roles do not divide as planned."""
     a = config.algorithm
-    placement.check_group_filter(plan, a.group_filter)
-    if config.mode == "embodied":
+    robot = config.mode == "embodied"
+    # A robot's groups that are not replaced are masked where they are.
+    if not (robot and a.group_filter_rounds == 1):
+        placement.check_group_filter(plan, a.group_filter, stages_only=robot)
+    if robot:
         # Environments and samples must divide evenly over the processes.
         placement.check_numbers(
             plan,

@@ -17,7 +17,7 @@ Shape letters, used in the whole package:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -242,6 +242,16 @@ ProgressCallback: TypeAlias = Callable[[str, int, int], None]
 
 Metrics: TypeAlias = "dict[str, Mean | float]"
 """Tag (a row of docs/metrics.md) -> a mean over samples, or a plain number that is not averaged."""
+
+
+def add_metrics(metrics: Sequence[Metrics]) -> Metrics:
+    """Merge the metrics of several rollouts: add ``Mean`` objects (sums and counts) and numbers."""
+    merged: Metrics = {}
+    for part in metrics:
+        for tag, value in part.items():
+            before = merged.get(tag)
+            merged[tag] = value if before is None else before + value  # pyright: ignore[reportOperatorIssue]
+    return merged
 
 
 # ---------------------------------------------------------------------------------------- protocols

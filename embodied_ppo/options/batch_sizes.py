@@ -68,7 +68,7 @@ def optimization_config(config: Config) -> Config:
     # Gradients of a recurrent policy pass through whole columns.
     columns = config.model.recurrent is not None
     unit = a.horizon if columns else 1
-    units = a.horizon * config.env.num_envs // unit
+    units = a.horizon * episodes(config) // unit
     largest = min(max(1, DISTILLATION_BATCH // unit), units)
     batch = unit * next(n for n in range(largest, 0, -1) if units % n == 0)
     algorithm = replace(
@@ -88,6 +88,11 @@ def optimization_config(config: Config) -> Config:
     return replace(config, algorithm=algorithm)
 
 
+def episodes(config: Config) -> int:
+    """Return the columns of a robot's rollout: environments x passes."""
+    return config.env.num_envs * config.algorithm.rollout_epoch
+
+
 def batches(config: Config) -> Batches:
     """Return the batch sizes. The options are checked, so every division is exact."""
     a, c = optimization_config(config).algorithm, config.critic
@@ -96,7 +101,7 @@ def batches(config: Config) -> Batches:
         return MinibatchSchedule(epochs, total // size, size)
 
     if config.mode == "embodied":
-        samples = a.horizon * config.env.num_envs
+        samples = a.horizon * episodes(config)
         return Batches(samples, schedule(samples, a.update_epoch, a.global_batch_size))
     prompts = a.rollout_batch_size
     actor = schedule(prompts, a.update_epoch, a.global_batch_size)
@@ -114,7 +119,8 @@ def lines(config: Config) -> list[str]:
     if config.mode == "embodied":
         unit, samples = "", "samples"
         steps = "steps" if chunk == 1 else "decisions"
-        product = f"{config.env.num_envs:,} environments x {a.horizon:,} {steps}"
+        passes = f" x {a.rollout_epoch:,} passes" if a.rollout_epoch > 1 else ""
+        product = f"{config.env.num_envs:,} environments{passes} x {a.horizon:,} {steps}"
         # The end of an episode cuts a chunk short.
         limit = "" if chunk == 1 else "at most "
         total = f"{limit}{updates * b.samples * chunk:,} environment steps"
@@ -135,7 +141,7 @@ def lines(config: Config) -> list[str]:
 
 def steps_per_update(config: Config) -> int:
     """Return the environment steps of one rollout; with action chunks this is an upper bound."""
-    return config.algorithm.horizon * config.env.num_envs * config.env.action_chunk
+    return config.algorithm.horizon * episodes(config) * config.env.action_chunk
 
 
 def total_updates(config: Config) -> int:

@@ -350,23 +350,23 @@ def _check_lag(p: Plan) -> None:
             )
 
 
-def check_group_filter(p: Plan, group_filter: str | None) -> None:
-    """Refuse to filter groups in several parts of a rollout.
-
-    Each part would fill its own share of the batch, so that results would depend on the placement.
+def check_group_filter(p: Plan, group_filter: str | None, *, stages_only: bool) -> None:
+    """Refuse to refill filtered batches in several parts of a rollout.
 
     Args:
         p: The plan.
         group_filter: algorithm.group_filter.
+        stages_only: Whether only stages are refused, because each process fills its own share.
 
     Raises:
-        PlacementError: Rollouts have several processes or stages.
+        PlacementError: Rollouts have several stages or processes.
     """
-    parts = p.processes("rollout") * p.stages
+    parts = p.stages * (1 if stages_only else p.processes("rollout"))
     if group_filter is not None and parts > 1:
+        where = "write" if stages_only else "place rollout in one process with"
         raise PlacementError(
-            "write algorithm.group_filter=null, or place rollout in one process with"
-            f" cluster.stages=1: {group_filter} needs one rollout, and there are {parts}"
+            f"write algorithm.group_filter=null, or {where} cluster.stages=1: {group_filter}"
+            f" needs one rollout, and there are {parts}"
         )
 
 

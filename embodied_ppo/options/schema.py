@@ -537,11 +537,16 @@ class AlgorithmConfig:
     # --- rollout and batches
     horizon: Count = option(32, mode="embodied")
     """Number of steps of each environment in one rollout (T)."""
+    rollout_epoch: Small = option(
+        1, mode="embodied", read_if=equals("env.restart_each_rollout", True)
+    )
+    """Number of passes of a rollout (P): every environment runs P episodes of at most horizon steps
+    one after the other, so that a rollout has num_envs x P episodes with num_envs simulators."""
     update_epoch: Annotated[int, Limit(ge=1, le=10**6)] = 10
     """Number of passes over one rollout."""
     global_batch_size: Count = 256
     """Samples (steps; in reasoning prompts) of one optimiser step, summed over all ranks. It must
-    divide the rollout (horizon x num_envs; in reasoning rollout_batch_size)."""
+    divide the rollout (horizon x num_envs x rollout_epoch; in reasoning rollout_batch_size)."""
     micro_batch_size: Count | None = None
     """Samples (steps; in reasoning responses) of one forward and backward pass: less memory, equal
     results up to rounding; null: global_batch_size."""
@@ -653,7 +658,8 @@ class AlgorithmConfig:
     )
     """Maximum number of rounds of collection of an update. If the batch is not full after the last
     one, the update trains on the groups collected. A round runs all environments (in reasoning: as
-    many prompts as the batch lacks)."""
+    many prompts as the batch lacks). 1: dropped groups are not replaced. Each of several processes
+    fills its own share of the batch."""
     bootstrap_type: Literal["standard", "always", "never"] = option("standard", mode="embodied")
     """Where the value of the next state is added at the end of an episode. standard: where the time
     limit ended it; always: also where the task ended it; never: at neither end."""

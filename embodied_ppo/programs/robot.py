@@ -35,7 +35,7 @@ from embodied_ppo.evaluation.episodes import EvaluationResult, lend
 from embodied_ppo.evaluation.run_report import ReportFiles, ReportTarget
 from embodied_ppo.imitation import expert_demos, teacher
 from embodied_ppo.imitation.distillation import DistillationLearner
-from embodied_ppo.options.batch_sizes import steps_per_update
+from embodied_ppo.options.batch_sizes import episodes, steps_per_update
 from embodied_ppo.options.reward_groups import rollout_groups
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies.actor_critic import ActorCritic
@@ -272,7 +272,7 @@ def make_learner(
     return robot_ppo(
         policy,
         config.algorithm,
-        num_envs=config.env.num_envs,
+        num_envs=episodes(config),
         updates=spec.updates,
         seed=config.seed,
         compile_schedule=schedule,
@@ -303,20 +303,23 @@ def make_rollout(
         stage: Which of the ``stages`` parts of the environments this rollout steps.
     """
     a = config.algorithm
-    # ``distill`` compares no groups. A filtered batch has groups of several rounds, but kept inputs
+    # ``distill`` compares no groups. A refilled batch has groups of several rounds, but kept inputs
     # are those of one round.
     filtered = a.group_filter is not None and config.teacher is None
+    refills = filtered and a.group_filter_rounds > 1
     # The policy decides whether its inputs fit into memory and have equal rounding.
     kept_inputs: Sequence[str] = ()
-    if keep_inputs and not filtered and isinstance(policy, PI0):
+    if keep_inputs and not refills and isinstance(policy, PI0):
         limits = a.rollout_micro_batch_size, a.logprob_forward_micro_batch_size
-        kept_inputs = policy.kept_inputs(a.horizon, env.num_envs, *limits)
+        rows = a.horizon * a.rollout_epoch
+        kept_inputs = policy.kept_inputs(rows, env.num_envs, *limits)
     return Rollout(
         env,
         policy,
         seed=config.seed,
         group_size=a.group_size,
         filter_rounds=a.group_filter_rounds if filtered else 0,
+        passes=a.rollout_epoch,
         one_episode=config.env.restart_each_rollout,
         restart_every=config.env.restart_every,
         restarts=functools.partial(_follows_evaluation, config),

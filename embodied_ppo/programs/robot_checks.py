@@ -113,7 +113,7 @@ def log_settings(
     """
     for line in (*_unread_options(config, env), *_image_lines(config, env)):
         messages.notice(line)
-    samples = config.algorithm.horizon * env.num_envs
+    samples = config.algorithm.horizon * config.algorithm.rollout_epoch * env.num_envs
     if isinstance(policy, PI0) and (line := policy.memory_notice(samples)):
         messages.notice(line)
     simulators = config.env.num_threads or "as many as there are cores"

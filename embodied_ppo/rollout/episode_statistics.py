@@ -17,6 +17,8 @@ from embodied_ppo.core.types import Mean, Metrics
 WINDOW = 100
 """Smallest number of episodes over which rollout/return, length and success are averaged, once so
 many have finished."""
+EPISODE_METRICS = ("rollout/episodes", "rollout/return", "rollout/length", "rollout/success")
+"""Beginnings of the tags of these statistics."""
 PATIENCE = 10
 """Number of rollouts without a finished episode after which this is reported once."""
 
@@ -44,6 +46,8 @@ class EpisodeStatistics:
         self.totals = torch.empty(0)
         # Return, length, success and success in the last step; NaN: unknown.
         self.finished: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
+        # Those that ended in the newest rollout.
+        self.newest: list[tuple[float, float, float, float]] = []
         # The same of each task, by its index.
         self.by_task: dict[int, deque[tuple[float, ...]]] = {}
         self.curves = InfoCurves(env.num_envs)
@@ -64,6 +68,8 @@ class EpisodeStatistics:
         length: Tensor,
         ended: Tensor,
         damaged: Mapping[int, Tensor],
+        *,
+        continues: bool = False,
     ) -> Metrics:
         """Count the episodes that ended; return their number, and means of the newest episodes.
 
@@ -76,6 +82,7 @@ class EpisodeStatistics:
             ended: Whether an episode ended, bool [T, N].
             damaged: Row -> bool [N], ends of episodes that have no return: they diverged, or were
                 truncated for staggering.
+            continues: Whether this is a further pass of the newest rollout.
         """
         # Copy everything to the host at once: [T, 3, N] of return, length and success.
         self.has_success |= any(step.success is not None for step in steps)
@@ -114,6 +121,7 @@ class EpisodeStatistics:
         self._report_missing_ends(len(steps))
         # In the order of ending, failures that last until the time limit come last: a part of a
         # rollout would contain mostly these.
+        self.newest = new = [*(self.newest if continues else ()), *new]
         window = new if len(new) > WINDOW else self.finished
         metrics: Metrics = {"rollout/episodes": float(len(new))}
         if window:

@@ -11,7 +11,7 @@ reward: a shaped reward differs between members that all fail.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
-from embodied_ppo.core.types import Metrics, Trajectory
+from embodied_ppo.core.types import Mean, Metrics, Trajectory
 
 
 def mixed_groups(success: Tensor, counted: Tensor, group_size: int) -> Tensor:
@@ -32,6 +32,46 @@ def mixed_groups(success: Tensor, counted: Tensor, group_size: int) -> Tensor:
     """
     success, counted = (x.reshape(-1, group_size) for x in (success, counted))
     return (success & counted).any(1) & (~success & counted).any(1)
+
+
+def mask_groups(
+    trajectory: Trajectory, success: Tensor, group_size: int
+) -> tuple[Trajectory, Metrics]:
+    """Mask the groups that are not mixed, where they are: the filter of one round.
+
+    Args:
+        trajectory: [T, N, ..].
+        success: bool [N].
+        group_size: Columns of a group.
+
+    Returns:
+        The trajectory with another mask, and the metrics of ``GroupFilter.take``.
+    """
+    mask = trajectory.mask
+    counted = mask.flatten(2).any(-1) if mask.ndim == 3 else mask  # [T, N]
+    mixed = mixed_groups(success.to(mask.device), counted.any(0), group_size)
+    kept = mixed.repeat_interleave(group_size)  # [N]
+    dropped = float((~mixed).sum())
+    metrics: Metrics = {
+        "rollout/filter_rounds": Mean(1.0, 1.0),
+        "rollout/groups_dropped": dropped,
+        "rollout/groups_missing": dropped,
+    }
+    return replace(trajectory, mask=mask & (kept[:, None] if mask.ndim == 3 else kept)), metrics
+
+
+def join_passes(passes: Sequence[Trajectory], group_size: int) -> Trajectory:
+    """Place the columns of several passes side by side, one trajectory [T, passes * N, ..].
+
+    Groups of the same environments are neighbours: a process or stage with a part of the
+    environments then has a part of the columns, in the same order.
+    """
+
+    def join(*parts: Tensor) -> Tensor:
+        groups = [x.unflatten(1, (-1, group_size)) for x in parts]  # [T, G, g, ..]
+        return torch.stack(groups, 2).flatten(1, 3)
+
+    return tree.map(join, *passes)
 
 
 def select_groups(trajectory: Trajectory, groups: Tensor, group_size: int) -> Trajectory:
@@ -121,7 +161,7 @@ class GroupFilter:
         collected = torch.zeros(batch.mask.shape[:2], dtype=torch.int64, device=batch.mask.device)
         collected[0, 0] = self.cost
         metrics: Metrics = {
-            "rollout/filter_rounds": float(self.round),
+            "rollout/filter_rounds": Mean(float(self.round), 1.0),
             "rollout/groups_dropped": float(self.dropped),
             "rollout/groups_missing": float(max(0, self.groups - self.count)),
         }

@@ -6,18 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from embodied_envs.base import tree
-from embodied_ppo.core.types import Metrics
-from embodied_ppo.rollout.simulation import Experience, Rollout, interleave
-
-
-def add_metrics(metrics: Sequence[Metrics]) -> Metrics:
-    """Merge the metrics of several rollouts: add ``Mean`` objects (sums and counts) and numbers."""
-    merged: Metrics = {}
-    for part in metrics:
-        for tag, value in part.items():
-            before = merged.get(tag)
-            merged[tag] = value if before is None else before + value  # pyright: ignore[reportOperatorIssue]
-    return merged
+from embodied_ppo.core.types import add_metrics
+from embodied_ppo.rollout.simulation import Experience, Rollout, collect_passes
 
 
 class InterleavedRollouts:
@@ -54,8 +44,8 @@ class InterleavedRollouts:
 
     def collect(self, horizon: int, *, update: int, version: int) -> Experience:
         """Collect as ``Rollout.collect`` does; the environments of the stages are concatenated."""
-        runs = [r.collecting(horizon, update=update, version=version) for r in self.rollouts]
-        trajectories, metrics = zip(*interleave(runs), strict=True)
+        parts = collect_passes(self.rollouts, horizon, update=update, version=version)
+        trajectories, metrics = zip(*parts, strict=True)
         return tree.concatenate(trajectories, 1), add_metrics(metrics)
 
     def state(self) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from embodied_envs.base.random import sampling_key
 from embodied_ppo.core.devices import upload
 from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.running_stats import expand, read_numbers
-from embodied_ppo.core.types import Mean, Metrics, Trajectory
+from embodied_ppo.core.types import Mean, Metrics, Trajectory, add_metrics
 from embodied_ppo.data.prompts import Prompt, Sampler
 from embodied_ppo.options.reward_groups import RewardGroup
 from embodied_ppo.rollout.generation.engine import Generation, Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.group_filter import GroupFilter
 from embodied_ppo.rollout.group_rewards import GroupRewards
-from embodied_ppo.rollout.interleaved_rollouts import add_metrics
 from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums, refuse_failures
 
 

@@ -19,7 +19,7 @@ from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.recurrent_state import EpisodeMemory
-from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory
+from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory, add_metrics
 from embodied_ppo.options.reward_groups import RewardGroup
 from embodied_ppo.rollout.acting import Acting
 from embodied_ppo.rollout.bootstrap import next_values, split_by_action
@@ -29,8 +29,8 @@ from embodied_ppo.rollout.divergence import (
     DivergenceLog,
     stack_divergences,
 )
-from embodied_ppo.rollout.episode_statistics import EpisodeStatistics
-from embodied_ppo.rollout.group_filter import GroupFilter
+from embodied_ppo.rollout.episode_statistics import EPISODE_METRICS, EpisodeStatistics
+from embodied_ppo.rollout.group_filter import GroupFilter, join_passes, mask_groups
 from embodied_ppo.rollout.group_rewards import GroupRewards
 from embodied_ppo.rollout.staggering import Staggering
 
@@ -50,6 +50,32 @@ def interleave(runs: Sequence[Generator[None, None, Experience]]) -> list[Experi
                 next(run)
             except StopIteration as end:
                 results.append(end.value)
+    return results
+
+
+def collect_passes(
+    rollouts: Sequence[Rollout], horizon: int, *, update: int, version: int
+) -> list[Experience]:
+    """Collect all passes of rollouts that run interleaved; return the experience of each.
+
+    Arguments as of ``Rollout.collect``.
+    """
+    first = rollouts[0]
+    passes = [
+        interleave(
+            [r.collecting(horizon, update=update, version=version, repeat=i) for r in rollouts]
+        )
+        for i in range(first.passes)
+    ]
+    if first.passes == 1:
+        return passes[0]
+    results: list[Experience] = []
+    for parts in zip(*passes, strict=True):
+        trajectories, metrics = zip(*parts, strict=True)
+        # Statistics of episodes are those of all passes already.
+        whole = {k: x for k, x in metrics[-1].items() if k.startswith(EPISODE_METRICS)}
+        joined = join_passes(trajectories, first.group_size)
+        results.append((joined, add_metrics(metrics) | whole))
     return results
 
 
@@ -90,6 +116,7 @@ class Rollout:
         seed: int,
         group_size: int = 1,
         filter_rounds: int = 0,
+        passes: int = 1,
         one_episode: bool = False,
         restart_every: int = 0,
         restarts: Callable[[int], bool] = lambda update: False,
@@ -111,8 +138,9 @@ class Rollout:
             seed: Seed of the run.
             group_size: Environments that share a seed.
             filter_rounds: Rounds in which ``collect`` may run all environments to fill a batch with
-                groups of unequal success; 0: groups are not filtered. Needs one_episode, and all
-                environments in this rollout.
+                groups of unequal success; 0: groups are not filtered; 1: other groups are masked.
+                Needs one_episode.
+            passes: Episodes of each environment in one ``collect``; more than 1 need one_episode.
             one_episode: Start new episodes in every ``collect`` and mask all but the first of each
                 environment.
             restart_every: Steps after which a simulator that cannot save its state starts new
@@ -138,12 +166,14 @@ class Rollout:
             self.group_rewards = GroupRewards(reward_groups, f"env.id={env.id}")
             options = [group.options for group in reward_groups]
             self.gammas = [a.gamma if a.reward_type != "chunk_sum" else 1.0 for a in options]
-        self.group_size, self.one_episode = group_size, one_episode
-        # Group filtering collects whole rounds until the batch is full.
+        assert one_episode or (passes == 1 and not filter_rounds)
+        self.group_size, self.one_episode, self.passes = group_size, one_episode, passes
+        # Group filtering collects whole rounds until the batch is full; one round masks groups.
         self.filter: GroupFilter | None = None
-        if filter_rounds:
-            assert one_episode and stages == 1
-            self.filter = GroupFilter(env.num_envs // group_size, group_size, filter_rounds)
+        self.masks_groups = filter_rounds == 1
+        if filter_rounds > 1:
+            groups = passes * env.num_envs // group_size
+            self.filter = GroupFilter(groups, group_size, passes * filter_rounds)
         # Of the newest round of ``filter``: success of each first episode, bool [N], and the number
         # of simulated steps.
         self.outcome = (torch.zeros(env.num_envs, dtype=torch.bool), 0)
@@ -242,7 +272,7 @@ class Rollout:
                 not fit its reward terms.
         """
         if self.filter is None:
-            return interleave([self.collecting(horizon, update=update, version=version)])[0]
+            return collect_passes([self], horizon, update=update, version=version)[0]
         metrics: Metrics = {}
         episodes = 0.0
         # Collect rounds with new seeds until the batch holds enough mixed groups.
@@ -259,7 +289,7 @@ class Rollout:
     ) -> Generator[None, None, Experience]:
         """Collect as ``collect`` does, but yield while the simulator runs.
 
-        ``repeat`` is the round of a filtered rollout, from 0.
+        ``repeat`` is the pass, or the round of a filtered rollout, from 0.
         """
         watchdog.describe(env_id=self.env.id, during=f"update {update}")
         obs = self._first_observation(horizon, update, repeat)
@@ -310,7 +340,7 @@ class Rollout:
             record.steps, record.divergences = self.guard.check_all(record.steps)
             if record.divergences:
                 self.obs, self.memory.start = record.steps[-1].obs, starts(record.steps[-1])
-        return self._assemble(record, update, version)
+        return self._assemble(record, update, version, repeat)
 
     def _first_observation(self, horizon: int, update: int, repeat: int) -> Obs:
         """Return the current observation; begin new episodes where they are due."""
@@ -330,7 +360,7 @@ class Rollout:
         before, record.clock = record.clock, self.cpu_clock()
         self.cpu_s[phase] += record.clock - before
 
-    def _assemble(self, record: _Record, update: int, version: int) -> Experience:
+    def _assemble(self, record: _Record, update: int, version: int, repeat: int) -> Experience:
         """Return the trajectory of T recorded steps, and the metrics of finished episodes."""
         assert self.obs is not None
         steps, d = record.steps, tree.stack(record.decisions)
@@ -367,11 +397,14 @@ class Rollout:
         count = None if executed is None else executed.sum(-1)  # [T, N]
         length = mask if count is None else count * mask
         undiscounted = reward if count is None else reward.sum(-1)
-        if self.filter is not None:
+        if self.filter is not None or self.masks_groups:
             # As without a filter, steps after the end of an episode count: they are simulated.
             simulated = mask.numel() if executed is None else executed.numel()
             self.outcome = self._episode_success([s.success for s in steps], mask), simulated
-        metrics = self.episodes.add(steps, undiscounted, length, counted, damaged)
+        continues = repeat > 0 and self.filter is None
+        metrics = self.episodes.add(
+            steps, undiscounted, length, counted, damaged, continues=continues
+        )
         # Each action of a chunk, or each reward group, has a value and a reward.
         per_action = d.value.ndim == 3 and self.group_rewards is None
         if self.group_rewards is not None:
@@ -410,6 +443,9 @@ class Rollout:
                 d.value, trajectory.next_value, terminated, truncated, mask, executed
             )
             trajectory = replace(trajectory, **fields)
+        if self.masks_groups:
+            trajectory, masked = mask_groups(trajectory, self.outcome[0], self.group_size)
+            metrics |= masked
         return trajectory, metrics | self._simulator_metrics()
 
     def _simulator_metrics(self) -> Metrics:

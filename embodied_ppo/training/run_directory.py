@@ -47,7 +47,7 @@ SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping",
 SAME_FUNCTION += ("model.state_dependent_std", "model.obs_eps", "model.wide_obs")
 """Options that change the function which the same weights compute."""
 FIXED_ON_RESUME = (
-    *("mode", "algorithm.horizon", "env.num_envs", "seed", "teacher"),
+    *("mode", "algorithm.horizon", "algorithm.rollout_epoch", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
     *("model.activation", "model.state_dependent_std", "model.decode", "model.distribution"),
     "model.wide_obs",

@@ -163,6 +163,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.obs_eps": (0.5, {}),
     "model.critic_hidden": ([8], {"model.shared_backbone": False}),
     "algorithm.horizon": (16, {}),
+    "algorithm.rollout_epoch": (2, {"env.restart_each_rollout": True}),
     "algorithm.update_epoch": (2, {}),
     "algorithm.global_batch_size": (32, {}),
     "algorithm.minibatch_unit": ("column", {}),

@@ -120,6 +120,20 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
         "algorithm__rpo_alpha": 0.2,
         **GROUPS,
     },
+    "rollouts": {
+        "cluster__component_placement": {"env,rollout": "0-1", "actor": 2},
+        "cluster__devices_per_node": 3,
+        "env__id": "Tabletop",
+        "env__kwargs": {"families": ["reach"], "reward": "success"},
+        "env__max_episode_steps": 16,
+        "env__restart_each_rollout": True,
+        "algorithm__rollout_epoch": 2,
+        "algorithm__adv_type": "grpo",
+        "algorithm__group_size": 2,
+        "algorithm__group_filter": "success",
+        "algorithm__group_filter_rounds": 1,
+        "algorithm__loss_agg_func": "trajectory-mean",
+    },
     "crossed": {
         "cluster__component_placement": {"env,actor": 0, "rollout": 1},
         "cluster__devices_per_node": 2,
@@ -144,7 +158,7 @@ def test_placements_with_one_learner_equal_one_process(
     name: str, cached_run: CachedRuns, tmp_path: Path
 ) -> None:
     """In "apart" the critic reads a group of observations of its own; "crossed" has a user's
-    network; in "colocated" the policy has memory.
+    network; in "colocated" the policy has memory; "rollouts" has two passes and filters groups.
     """
     run_dir, options = tmp_path / "run", EQUAL_TO_LOCAL[name]
     sections = ("env__", "model__", "algorithm__")

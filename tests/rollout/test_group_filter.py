@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from embodied_ppo.data.prompts import Sampler
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.programs import robot, runs
 from embodied_ppo.rollout import environments
-from embodied_ppo.rollout.group_filter import GroupFilter, mixed_groups
+from embodied_ppo.rollout.group_filter import (
+    GroupFilter,
+    join_passes,
+    mask_groups,
+    mixed_groups,
+)
 from embodied_ppo.rollout.rewards.graders import Grade
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training.logging import numbers
@@ -84,7 +90,7 @@ def test_rounds_fill_the_batch_and_the_surplus_begins_the_next_one() -> None:
     batch, metrics = f.take()
     assert batch.reward.tolist() == [[20, 30, 40, 50], [21, 31, 41, 51]]
     assert batch.obs["x"].shape == (2, 4, 1) and batch.mask.all()  # pyright: ignore
-    assert metrics == {
+    assert numbers(metrics) == {
         "rollout/filter_rounds": 2,
         "rollout/groups_dropped": 1,
         "rollout/groups_missing": 0,
@@ -99,7 +105,9 @@ def test_rounds_fill_the_batch_and_the_surplus_begins_the_next_one() -> None:
         batch, metrics = x.take()
         assert batch.reward[0].tolist() == [60, 70, 80, 90]
         assert batch.version[0].tolist() == [4, 4, 8, 8]
-        assert metrics["rollout/filter_rounds"] == 1 and x.state() is None and x.missing == 2
+        assert (
+            numbers(metrics)["rollout/filter_rounds"] == 1 and x.state() is None and x.missing == 2
+        )
         assert batch.collected is not None and int(batch.collected.sum()) == 50
 
 
@@ -116,6 +124,23 @@ def test_after_the_last_round_masked_groups_fill_the_batch() -> None:
     f.add(trajectory(0, 2), flags(NO, NO), cost=1)  # fewer columns than the batch lacks
     batch, metrics = f.take()
     assert batch.mask.shape == (2, 6) and not batch.mask.any()
+
+
+def test_one_round_masks_groups_where_they_are() -> None:
+    t, metrics = mask_groups(trajectory(0, 6), flags(YES, YES, YES, NO, NO, NO), 2)
+    assert t.mask.tolist() == [[NO, NO, YES, YES, NO, NO]] * 2
+    assert torch.equal(t.reward, trajectory(0, 6).reward)
+    assert numbers(metrics)["rollout/groups_dropped"] == 2
+    chunks = replace(t, mask=torch.ones(2, 6, 3).bool())  # each action of a chunk has a mask
+    t, _ = mask_groups(chunks, flags(YES, YES, YES, NO, NO, NO), 2)
+    assert t.mask[1, :, 2].tolist() == [NO, NO, YES, YES, NO, NO]
+
+
+def test_passes_keep_the_groups_of_an_environment_together() -> None:
+    # Columns 0 to 3 of two passes, groups of 2: both passes of environments 0 and 1 come first.
+    joined = join_passes([trajectory(0, 4), trajectory(4, 4)], 2)
+    assert joined.reward[1].tolist() == [1, 11, 41, 51, 21, 31, 61, 71]
+    assert isinstance(joined.obs, dict) and joined.obs["x"].shape == (2, 8, 1)
 
 
 # ------------------------------------------------------------------------------------------- robots
@@ -154,6 +179,40 @@ def test_robots_train_on_groups_of_unequal_success() -> None:
                 other, _ = again.collect(8, update=2, version=2)
                 assert all(map(torch.equal, tree.leaves(t), tree.leaves(other)))
         assert rounds > 3
+
+
+def test_passes_are_new_episodes_and_one_round_masks_groups() -> None:
+    with ExitStack() as stack:
+        plain = point_rollout(stack, **{"algorithm.group_filter": None})
+        passes = {"algorithm.rollout_epoch": 3, "algorithm.group_filter": None}
+        x = point_rollout(stack, **passes)
+        filtered = point_rollout(stack, **passes | {"algorithm.group_filter": "success"})
+        one = point_rollout(
+            stack, **{"algorithm.rollout_epoch": 3, "algorithm.group_filter_rounds": 1}
+        )
+        for update in range(2):
+            first, _ = plain.collect(8, update=update, version=update)
+            t, metrics = x.collect(8, update=update, version=update)
+            assert t.mask.shape == (8, 24)
+            assert isinstance(first.obs, Tensor) and isinstance(t.obs, Tensor)
+            # Group k of pass p is group 3 k + p; the first pass is that of one pass alone.
+            by_pass = t.obs.unflatten(1, (4, 3, 2))
+            assert torch.equal(by_pass[:, :, 0].flatten(1, 2), first.obs)
+            starts = by_pass[0].flatten(0, 1)
+            assert torch.equal(starts[:, 0], starts[:, 1])
+            assert len(starts[:, 0].unique(dim=0)) == 12, "every group has a start of its own"
+            # The metrics are those of all episodes.
+            ended = int(((t.terminated | t.truncated) & t.mask).sum())
+            assert numbers(metrics)["rollout/episodes"] == ended > 0
+            success = (t.terminated & t.mask).any(0).float()
+            # One round has the same columns and masks the groups that are not mixed.
+            masked, own = one.collect(8, update=update, version=update)
+            mixed = success.view(12, 2).sum(1) == 1
+            assert torch.equal(masked.mask, t.mask & mixed.repeat_interleave(2))
+            assert all(map(torch.equal, tree.leaves(masked.obs), tree.leaves(t.obs)))
+            assert numbers(own)["rollout/groups_dropped"] == int((~mixed).sum()) > 0
+            batch, own = filtered.collect(8, update=update, version=update)
+            assert batch.mask.shape == (8, 24) and numbers(own)["rollout/filter_rounds"] > 3
 
 
 def test_env_steps_of_a_run_include_dropped_groups(tmp_path: Path) -> None:

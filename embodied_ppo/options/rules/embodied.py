@@ -7,7 +7,7 @@ import math
 from embodied_envs.base.errors import ConfigError, show
 from embodied_envs.base.observation_names import names_observation
 from embodied_ppo.core.errors import PlacementError
-from embodied_ppo.options.batch_sizes import optimization_config
+from embodied_ppo.options.batch_sizes import episodes, optimization_config
 from embodied_ppo.options.rules.base import (
     LARGEST_ROLLOUT,
     check_controller,
@@ -143,9 +143,10 @@ def _check_process(config: Config) -> None:
             f"env.num_envs = {config.env.num_envs} is not a multiple of cluster.stages ="
             f" {stages}{groups}; nearest: {nearest_multiples(unit, config.env.num_envs)}",
         )
-        name = "distill" if config.teacher is not None else "algorithm.group_filter"
+        refills = a.group_filter is not None and a.group_filter_rounds > 1
+        name = "distill" if config.teacher is not None else "algorithm.group_filter_rounds > 1"
         refuse(
-            a.group_filter is not None or config.teacher is not None,
+            refills or config.teacher is not None,
             f"remove cluster.stages = {stages}: {name} needs all environments in one stage",
         )
     cameras = f"env.cameras = {show(config.env.cameras)} are rendered in the thread of simulators"
@@ -286,24 +287,27 @@ def _check_sizes(config: Config) -> None:
 
     Raises ConfigError.
     """
-    a, num_envs = config.algorithm, config.env.num_envs
-    total, batch, micro = a.horizon * num_envs, a.global_batch_size, a.micro_batch_size
-    rollout = f"algorithm.horizon x env.num_envs = {a.horizon} x {num_envs} = {total}"
+    a, num_envs, columns = config.algorithm, config.env.num_envs, episodes(config)
+    total, batch, micro = a.horizon * columns, a.global_batch_size, a.micro_batch_size
+    names, factors = "algorithm.horizon x env.num_envs", f"{a.horizon} x {num_envs}"
+    if a.rollout_epoch > 1:
+        names, factors = f"{names} x algorithm.rollout_epoch", f"{factors} x {a.rollout_epoch}"
+    rollout = f"{names} = {factors} = {total}"
     refuse(
         total > LARGEST_ROLLOUT,
         f"{rollout} steps must be <= {LARGEST_ROLLOUT:,}; lower one of them",
     )
     unit = a.horizon if a.minibatch_unit == "column" else 1
-    columns = f"algorithm.horizon = {a.horizon} (algorithm.minibatch_unit = column)"
+    length = f"algorithm.horizon = {a.horizon} (algorithm.minibatch_unit = column)"
     if batch % unit:
-        hint = nearest_values([unit * d for d in divisors(num_envs)], batch)
+        hint = nearest_values([unit * d for d in divisors(columns)], batch)
         raise ConfigError(
-            f"algorithm.global_batch_size = {batch} is not a multiple of {columns}; nearest: {hint}"
+            f"algorithm.global_batch_size = {batch} is not a multiple of {length}; nearest: {hint}"
         )
     if total % batch:
         hint = nearest_values([unit * d for d in divisors(total // unit)], batch)
         # num_envs must be a multiple of batch / gcd(batch, horizon) and of group_size.
-        env_unit = math.lcm(batch // math.gcd(batch, a.horizon), a.group_size)
+        env_unit = math.lcm(batch // math.gcd(batch, a.horizon * a.rollout_epoch), a.group_size)
         raise ConfigError(
             f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest:"
             f" {hint}; or with this batch, nearest env.num_envs:"
@@ -317,10 +321,10 @@ def _check_sizes(config: Config) -> None:
         )
         refuse(
             micro % unit,
-            f"algorithm.micro_batch_size = {micro} is not a multiple of {columns}; nearest:"
+            f"algorithm.micro_batch_size = {micro} is not a multiple of {length}; nearest:"
             f" {nearest_multiples(unit, micro)}",
         )
-    check_controller(config, num_envs, "env.num_envs")
+    check_controller(config, columns, "env.num_envs")
     if num_envs % a.group_size:
         raise ConfigError(
             f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {a.group_size};"
