@@ -270,7 +270,7 @@ def test_long_message_keeps_beginning_and_end() -> None:
         ("agent.algorithm.clip_param", "did you mean algorithm.clip_ratio"),
         ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
         ("learning_rate", "did you mean algorithm.lr?"),
-        ("algorithm.xyz", "algorithm has: horizon, update_epoch"),
+        ("algorithm.xyz", "algorithm has: horizon, rollout_epoch"),
         ("xyz", "the top level has: mode, placement"),
     ],
 )
