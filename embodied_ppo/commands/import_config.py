@@ -72,7 +72,7 @@ def print_migration(migration: Mapping[str, Any]) -> None:
     ]
     sections = [
         (f"mapped: {peer} -> embodied_ppo", mapped),
-        ("mapped, with differences", reasons("differences")),
+        ("differences that remain", reasons("differences")),
         (NO_COUNTERPART, reasons("meaningless")),
         ("refused", reasons("refused")),
         ("unknown", reasons("unknown")),

@@ -141,7 +141,8 @@ def lines(config: Config) -> list[str]:
 
 def steps_per_update(config: Config) -> int:
     """Return the environment steps of one rollout; with action chunks this is an upper bound."""
-    return config.algorithm.horizon * episodes(config) * config.env.action_chunk
+    a, env = config.algorithm, config.env
+    return a.horizon * env.num_envs * a.rollout_epoch * env.action_chunk
 
 
 def total_updates(config: Config) -> int:

@@ -131,10 +131,8 @@ class PPO(LearnerState):
         # Rewards, shaped, minus the penalty for leaving the reference: r_t ← r_t − β·KL_t.
         # Rewards and advantages are computed for the columns of all ranks, so that their statistics
         # do not depend on the number of ranks, and for each action of a chunk that has a value.
-        rollout = trajectory
         is_reshaped = ranks.world > 1 or trajectory.mask.ndim == 3
-        if is_reshaped:
-            rollout = preparation.gather_columns(trajectory, ranks)
+        rollout = preparation.gather_columns(trajectory, ranks) if is_reshaped else trajectory
         reward = group_advantages.shape_rewards(
             rollout, self.groups, self.returns, actor.scores_sequences
         )
@@ -184,9 +182,7 @@ class PPO(LearnerState):
                 for x in (advantage, returns)
             )
         target = reference if c.use_kl_loss else None
-        share = None
-        if c.loss_agg_func == "trajectory-mean":
-            share = losses.column_shares(trajectory.mask)
+        equal = c.loss_agg_func == "trajectory-mean"
         batch = Batch(
             inputs=inputs,
             action=trajectory.action,
@@ -197,7 +193,7 @@ class PPO(LearnerState):
             returns=returns,
             mask=trajectory.mask,
             weight=weight,
-            share=share,
+            share=losses.column_shares(trajectory.mask) if equal else None,
             ref_log_prob=None if target is None else target.log_prob,
             ref_logits=target.logits if target and c.kl_loss_type == "full" else None,
         )

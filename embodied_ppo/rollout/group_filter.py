@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
-from embodied_ppo.core.types import Mean, Metrics, Trajectory
+from embodied_ppo.core.types import Mean, Metrics, Trajectory, add_metrics
+from embodied_ppo.rollout.episode_statistics import EPISODE_METRICS
 
 
 def mixed_groups(success: Tensor, counted: Tensor, group_size: int) -> Tensor:
@@ -60,18 +61,25 @@ def mask_groups(
     return replace(trajectory, mask=mask & (kept[:, None] if mask.ndim == 3 else kept)), metrics
 
 
-def join_passes(passes: Sequence[Trajectory], group_size: int) -> Trajectory:
+def join_passes(
+    passes: Sequence[tuple[Trajectory, Metrics]], group_size: int
+) -> tuple[Trajectory, Metrics]:
     """Place the columns of several passes side by side, one trajectory [T, passes * N, ..].
 
     Groups of the same environments are neighbours: a process or stage with a part of the
-    environments then has a part of the columns, in the same order.
+    environments then has a part of the columns, in the same order. Statistics of episodes are those
+    of all passes in the last one.
     """
 
     def join(*parts: Tensor) -> Tensor:
         groups = [x.unflatten(1, (-1, group_size)) for x in parts]  # [T, G, g, ..]
         return torch.stack(groups, 2).flatten(1, 3)
 
-    return tree.map(join, *passes)
+    if len(passes) == 1:
+        return passes[0]
+    trajectories, metrics = zip(*passes, strict=True)
+    of_episodes = {k: x for k, x in metrics[-1].items() if k.startswith(EPISODE_METRICS)}
+    return tree.map(join, *trajectories), add_metrics(metrics) | of_episodes
 
 
 def select_groups(trajectory: Trajectory, groups: Tensor, group_size: int) -> Trajectory:

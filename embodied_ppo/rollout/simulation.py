@@ -19,7 +19,7 @@ from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.recurrent_state import EpisodeMemory
-from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory, add_metrics
+from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory
 from embodied_ppo.options.reward_groups import RewardGroup
 from embodied_ppo.rollout.acting import Acting
 from embodied_ppo.rollout.bootstrap import next_values, split_by_action
@@ -29,7 +29,7 @@ from embodied_ppo.rollout.divergence import (
     DivergenceLog,
     stack_divergences,
 )
-from embodied_ppo.rollout.episode_statistics import EPISODE_METRICS, EpisodeStatistics
+from embodied_ppo.rollout.episode_statistics import EpisodeStatistics
 from embodied_ppo.rollout.group_filter import GroupFilter, join_passes, mask_groups
 from embodied_ppo.rollout.group_rewards import GroupRewards
 from embodied_ppo.rollout.staggering import Staggering
@@ -53,30 +53,16 @@ def interleave(runs: Sequence[Generator[None, None, Experience]]) -> list[Experi
     return results
 
 
-def collect_passes(
-    rollouts: Sequence[Rollout], horizon: int, *, update: int, version: int
-) -> list[Experience]:
+def collect_passes(rollouts: Sequence[Rollout], horizon: int, **index: int) -> list[Experience]:
     """Collect all passes of rollouts that run interleaved; return the experience of each.
 
     Arguments as of ``Rollout.collect``.
     """
-    first = rollouts[0]
     passes = [
-        interleave(
-            [r.collecting(horizon, update=update, version=version, repeat=i) for r in rollouts]
-        )
-        for i in range(first.passes)
+        interleave([r.collecting(horizon, repeat=i, **index) for r in rollouts])
+        for i in range(rollouts[0].passes)
     ]
-    if first.passes == 1:
-        return passes[0]
-    results: list[Experience] = []
-    for parts in zip(*passes, strict=True):
-        trajectories, metrics = zip(*parts, strict=True)
-        # Statistics of episodes are those of all passes already.
-        whole = {k: x for k, x in metrics[-1].items() if k.startswith(EPISODE_METRICS)}
-        joined = join_passes(trajectories, first.group_size)
-        results.append((joined, add_metrics(metrics) | whole))
-    return results
+    return [join_passes(parts, rollouts[0].group_size) for parts in zip(*passes, strict=True)]
 
 
 @dataclass(slots=True)
@@ -271,8 +257,10 @@ class Rollout:
             RunRefused: Groups are filtered, but the task reports no success; or reward groups do
                 not fit its reward terms.
         """
-        if self.filter is None:
+        if self.filter is None and self.passes > 1:
             return collect_passes([self], horizon, update=update, version=version)[0]
+        if self.filter is None:
+            return interleave([self.collecting(horizon, update=update, version=version)])[0]
         metrics: Metrics = {}
         episodes = 0.0
         # Collect rounds with new seeds until the batch holds enough mixed groups.

@@ -138,7 +138,10 @@ def test_one_round_masks_groups_where_they_are() -> None:
 
 def test_passes_keep_the_groups_of_an_environment_together() -> None:
     # Columns 0 to 3 of two passes, groups of 2: both passes of environments 0 and 1 come first.
-    joined = join_passes([trajectory(0, 4), trajectory(4, 4)], 2)
+    joined, metrics = join_passes(
+        [(trajectory(0, 4), {"x": 1.0}), (trajectory(4, 4), {"x": 2.0})], 2
+    )
+    assert metrics == {"x": 3.0}
     assert joined.reward[1].tolist() == [1, 11, 41, 51, 21, 31, 61, 71]
     assert isinstance(joined.obs, dict) and joined.obs["x"].shape == (2, 8, 1)
 

@@ -26,7 +26,7 @@ from embodied_ppo.options import config_folders, loader, readers, validation
 from embodied_ppo.options.removed import REMOVED
 from embodied_ppo.options.rules.select import rules_of
 from embodied_ppo.options.schema import Config
-from embodied_ppo.tools.import_config import overrides
+from embodied_ppo.tools.import_config import defaults, overrides
 from embodied_ppo.tools.import_config.rlinf import RLINF
 from embodied_ppo.tools.import_config.roll import ROLL
 from embodied_ppo.tools.import_config.table import Answer, Framework, Reason, Source
@@ -38,13 +38,6 @@ MISSING = "???"
 INVALID_VALUE = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
 """Errors that a rule raises for a value of the wrong type."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-LIMIT = 10_000
-"""Largest number of values in a file, and of characters that a ``${..}`` expands to.
-
-A few lines of YAML aliases and references can expand to more than fits in memory.
-"""
-LARGEST_FILE = 1 << 17
-"""Largest size of a file, bytes; parsing takes about 1 s for 100,000."""
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -64,7 +57,7 @@ class Migration:
     unknown: list[dict[str, Any]] = field(default_factory=list)
     """{theirs, value, why}"""
     differences: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, why}: mapped options that still train differently."""
+    """{theirs, value, why}: options that train differently here."""
     to_write: dict[str, str] = field(default_factory=dict)
     """Our options that a run needs and the file does not set -> what to write."""
     conflict: str | None = None
@@ -104,7 +97,7 @@ def read(file: str, peer: str) -> Source:
             f"name a YAML file with {FRAMEWORKS[peer].name}'s options: {label} does not exist"
         )
     try:
-        content = _content(guarded_files.read_text(path, LARGEST_FILE))
+        content = _content(guarded_files.read_text(path, defaults.LARGEST_FILE))
     except (yaml.YAMLError, ValueError, OSError) as e:
         raise ConfigError(
             f"correct {label}: it is not plain YAML ({shorten(one_line(e), 120)})"
@@ -114,25 +107,13 @@ def read(file: str, peer: str) -> Source:
         raise ConfigError(
             f"name a YAML file with {FRAMEWORKS[peer].name}'s options: {label} holds {kind}"
         )
-    if _exceeds_limit(content):
+    content = defaults.with_members(content, path.parent)
+    if defaults.exceeds_limit(content):
         raise ConfigError(
-            f"correct {label}: it has a section that contains itself, or more than {LIMIT:,} values"
+            f"correct {label}: it has a section that contains itself, or more than"
+            f" {defaults.LIMIT:,} values"
         )
     return _resolved(dict(_flat(content, "", FRAMEWORKS[peer].mappings)))
-
-
-def _exceeds_limit(content: Any) -> bool:
-    """Return whether there are ``LIMIT`` values or more; a cycle of YAML aliases has no end."""
-    pending = [content]
-    for _ in range(LIMIT):
-        if not pending:
-            return False
-        node = pending.pop()
-        if isinstance(node, Mapping):
-            pending.extend(node.values())
-        elif isinstance(node, (list, tuple)):
-            pending.extend(node)
-    return True
 
 
 def _content(text: str) -> Any:
@@ -181,7 +162,7 @@ def _resolve(value: Any, path: str, values: Mapping[str, Any], depth: int) -> An
         if match is None or depth > 20:
             raise _Unresolved
         inner = _resolve(_evaluate(match[1], path, values), path, values, depth + 1)
-        if len(show(inner)) > LIMIT:
+        if len(show(inner)) > defaults.LIMIT:
             raise _Unresolved
         value = inner if match[0] == value else value.replace(match[0], show(inner), 1)
         depth += 1
@@ -256,7 +237,9 @@ def convert(peer: str, file: str) -> Migration:
             _row(path, source.get(path, framework.defaults.get(path)), difference)
             for path, difference in framework.differences(source).items()
         ]
-    required = rules_of(migration.mode).required_options
+    different = {row["theirs"] for row in migration.differences if framework.one_row}
+    migration.meaningless = [x for x in migration.meaningless if x["theirs"] not in different]
+    required = {**rules_of(migration.mode).required_options, **framework.to_write(source)}
     migration.to_write = {
         path: advice for path, advice in required.items() if path not in migration.options
     }

@@ -93,6 +93,8 @@ class Framework:
         differences: Mapped options that still train differently here: their option -> difference.
         variant: Returns the trainer of a file where the framework has several; raises ConfigError
             for one that cannot be imported.
+        to_write: Returns our options that this file cannot set -> what to write.
+        one_row: Whether a difference replaces the reason why its option has no counterpart.
     """
 
     name: str
@@ -104,6 +106,8 @@ class Framework:
     mode: Callable[[Source], str] = lambda source: "reasoning"
     differences: Callable[[Source], Mapping[str, str]] = lambda source: {}
     variant: Callable[[Source, str], Framework] | None = None
+    to_write: Callable[[Source], Mapping[str, str]] = lambda source: {}
+    one_row: bool = False
 
     def entry(self, path: str) -> Entry | None:
         """Return the entry of the longest matching path, None if no path matches."""
@@ -180,7 +184,7 @@ def load(name: str, rules: Mapping[str, Rule], **functions: Any) -> Framework:
     Args:
         name: Name of the file, without its suffix.
         rules: Functions that its entries name.
-        functions: ``mode``, ``differences`` and ``variant`` of ``Framework``.
+        functions: ``mode``, ``differences``, ``variant``, ``to_write`` and ``one_row``.
     """
     content = read_table(name)
     blocks = content["options"]

@@ -49,8 +49,8 @@ def convert(peer: str, flat: dict[str, Any] | str) -> migrate.Migration:
 
 
 def reasons_of(migration: migrate.Migration) -> dict[str, str]:
-    """Return their option -> the reason why it has no counterpart."""
-    rows = (*migration.meaningless, *migration.refused, *migration.unknown)
+    """Return their option -> the reason why it has no counterpart, or what differs."""
+    rows = (*migration.differences, *migration.meaningless, *migration.refused, *migration.unknown)
     return {row["theirs"]: row["why"] for row in rows}
 
 
@@ -122,7 +122,7 @@ def test_differences_of_mapped_options_are_printed(
             main.main(["import-config", case["framework"], "source.yaml", "--out", "x.yaml"]) == 0
         )
         out = capsys.readouterr().out
-        assert case["why"] in out[out.index("mapped, with differences") :]
+        assert case["why"] in out[out.index("differences that remain") :]
 
 
 SCRIPT = r"""#!/bin/bash
