@@ -22,9 +22,9 @@ import yaml
 
 from embodied_envs.base.errors import EnvError, one_line
 from embodied_envs.robots import velocity
+from embodied_envs.robots.observation_parts import COMMAND_UNITS, describe
 from embodied_envs.robots.preparation import Preparation, inertia_gains
 from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE, RobotModel
-from embodied_envs.tasks.task import COMMAND_UNITS
 
 CONTROL_STEP_S = 0.02
 """Duration of a decision of a new task, s."""
@@ -326,7 +326,7 @@ def _describe(mjcf: Path, preparation: Preparation, template: str) -> dict[str, 
     model = preparation.prepare(mjcf).compile()
     robot = RobotModel(model)
     parts = _parts(robot, template)
-    size = len(robot.measured()) + model.nu + parts["added"]
+    size = len(describe(robot.parts(), model)) + parts["added"]
     timestep = float(model.opt.timestep)
     decimation = max(1, round(CONTROL_STEP_S / timestep))
     step_s = decimation * timestep

@@ -5,14 +5,22 @@ policy.onnx   raw observations -> history -> normaliser -> network -> action map
 policy.json   names, units, limits and order of inputs and outputs, control rate, origin
 golden.npz    recorded observations and actions of episodes of the run's simulator
 run_policy.py checks the bundle where it is deployed, and runs it (numpy and onnxruntime only)
+
+Where a robot loop can run the policy (``robot_section``), also:
+
+robot_loop.py, mujoco_robot.py  run the policy on a robot, and in MuJoCo alone
+observation.py                  the observation as a function in numpy, or a stub
+my_robot.py                     a stub of the robot; robot_unitree.py, robot_ros2.py: examples
+scene/scene.xml                 the model of the training
 """
 
 from __future__ import annotations
 
-import inspect
+import copy
 import json
 import math
 import re
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +33,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied_envs.adapters.realistic_env import STATE
 from embodied_envs.base import tree
 from embodied_envs.base.action_mask import check_action_mask
 from embodied_envs.base.errors import ConfigError, TrainingError, one_line
 from embodied_envs.base.observation_names import SINGLE
+from embodied_envs.task_files import TaskFiles
 from embodied_envs.types import ArraySpec, Obs, VectorEnv, choices_of, starts
 from embodied_ppo.core.devices import select_device
 from embodied_ppo.core.history import ObservationHistory, named
@@ -36,12 +46,12 @@ from embodied_ppo.core.recurrent_state import EpisodeMemory, with_memory
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import robot_evaluation
 from embodied_ppo.options import loader
-from embodied_ppo.options.schema import RealismConfig
+from embodied_ppo.options.schema import EnvConfig, RealismConfig
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.history_env import HistoryEnv
-from embodied_ppo.tools.deploy import run_policy
+from embodied_ppo.tools.deploy import robot_section, run_policy
 from embodied_ppo.training.run_directory import report_write_errors, versions
 from embodied_ppo.training.trained_run import TrainedRun
 
@@ -55,6 +65,13 @@ OPSET, LEAST_ONNXRUNTIME = 17, "1.12"
 """Operator set of policy.onnx, and the first onnxruntime that reads it."""
 EPISODES, STEPS = 4, 100
 """Environments that are recorded, and steps of each."""
+TRACKING_S = 10.0
+"""Longest episode in the evaluation of the tracking error."""
+TRACKED = 3
+"""Episodes of each command in it."""
+HERE = Path(__file__).parent
+ROBOT_FILES = ("robot_loop.py", "mujoco_robot.py", "robot_unitree.py", "robot_ros2.py")
+"""Files of this folder that run a policy on a robot."""
 TOLERANCE = 1e-6
 """Largest difference of an action in the replay, as a share of the range of its dimension."""
 ROUNDING = 8
@@ -162,20 +179,16 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         TrainingError: The bundle does not reproduce the recorded actions.
     """
     # The robot has delays and errors of its own; observations of the trace follow from its states.
-    env_config = replace(environments.evaluation_env(run.config), realism=RealismConfig())
+    env_config = environments.evaluation_env(run.config)
+    realism = env_config.realism
+    env_config = replace(env_config, realism=RealismConfig())
     if env_config.simulator == "warp":  # its kernels compile for minutes on a CPU
         env_config = replace(env_config, simulator="auto")
     task = robot_evaluation.evaluated_task(run, env_config, allow=False)
     episodes = EPISODES
     if environments.builds_once(run.config):  # the environments of a robot may be one
         episodes = min(episodes, run.config.env.num_envs)
-    env = environments.make_env(
-        evaluation.evaluation_seeds(0, episodes),
-        config=env_config,
-        device=select_device("auto", 0),
-        task=task,
-        model=run.config.model,
-    )
+    env = _make_env(run, env_config, task, episodes)
     try:
         model = run.model(allow=False)
         policy = robot_policy.make_policy(replace(run.config, env=env_config, model=model), env)
@@ -187,19 +200,34 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         specs = spec if isinstance(spec, dict) else {SINGLE: spec}
         converter = environments.action_converter(run.config.env, env)
         exported = Exported(policy.actor_only().cpu(), specs, converter, history).eval()
-        golden = _record(policy, env, exported)
+        golden = _record(policy, env, exported, STEPS)
         info = _describe(run, env, exported, specs, golden)
+        nominal = robot_section.nominal_realism(realism, env.physics_steps or 1, STATE)
+        info["robot"] = robot = robot_section.describe(info, nominal)
+        with report_write_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+            _write_onnx(exported, specs, out / "policy.onnx")
+            arrays: dict[str, Any] = golden
+            np.savez_compressed(out / "golden.npz", **arrays)
+            shutil.copyfile(HERE / "run_policy.py", out / "run_policy.py")
+            _write_info(info, out)
+            difference = _set_tolerances(info, golden, out)
+            if robot is not None:
+                _write_robot(info, env, out)
     finally:
         env.close()
-    source = inspect.getsource(run_policy)
+    if robot is not None:
+        simulation = run_policy.load_file(out / "mujoco_robot.py")
+        commands = robot_section.tracking_commands(info)
+        config = replace(env_config, realism=nominal, randomize=False, ranges={})
+        env = _make_env(run, config, task, TRACKED * len(commands))
+        try:
+            robot["tracking"] = _track(policy, env, exported, info, golden, commands, simulation)
+            if not env_config.randomize:
+                _check_observation(info, golden, env, out, simulation)
+        finally:
+            env.close()
     with report_write_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        _write_onnx(exported, specs, out / "policy.onnx")
-        arrays: dict[str, Any] = golden
-        np.savez_compressed(out / "golden.npz", **arrays)
-        (out / "run_policy.py").write_text(source, encoding="utf-8")
-        _write_info(info, out)
-        difference = _set_tolerances(info, golden, out)
         _write_info(info, out)
     try:
         run_policy.Policy(str(out))
@@ -212,10 +240,25 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
     }
 
 
+def _make_env(
+    run: TrainedRun, config: EnvConfig, task: TaskFiles | None, episodes: int
+) -> VectorEnv:
+    """Return environments with the seeds of an evaluation."""
+    return environments.make_env(
+        evaluation.evaluation_seeds(0, episodes),
+        config=config,
+        device=select_device("auto", 0),
+        task=task,
+        model=run.config.model,
+    )
+
+
 # --------------------------------------------------------------------------------------- recording
 @torch.inference_mode()
-def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str, np.ndarray]:
-    """Return observations and actions [rows, ..] of ``STEPS`` steps of each environment.
+def _record(
+    policy: ActorCritic, env: VectorEnv, exported: Exported, length: int
+) -> dict[str, np.ndarray]:
+    """Return observations and actions [rows, ..] of ``length`` steps of each environment.
 
     Rows are sorted by environment and step. Actions are those of an evaluation, mapped to the
     simulator's; ``state/*`` are the positions and velocities of our own simulator.
@@ -224,7 +267,7 @@ def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str
     check_action_mask(env.id, env.action_spec, obs)
     episode = torch.arange(env.num_envs)  # [N], a number of its own for each episode
     memory = EpisodeMemory(policy, env.num_envs, evaluation.policy_device(policy))
-    for t in range(STEPS):
+    for t in range(length):
         inputs = policy.encode(memory.attach(obs))
         action, state = evaluation.act(
             policy, obs, memory, first_episode=0, t=t, seed=0, deterministic=True
@@ -253,7 +296,101 @@ def _record(policy: ActorCritic, env: VectorEnv, exported: Exported) -> dict[str
     return {name: x[mask] for name, x in arrays.items()}
 
 
+def _track(
+    policy: ActorCritic,
+    env: VectorEnv,
+    exported: Exported,
+    info: Mapping[str, Any],
+    golden: Mapping[str, np.ndarray],
+    commands: Sequence[Sequence[float]],
+    simulation: Any,
+) -> list[dict[str, Any]]:
+    """Return each command with tracking errors and durations of its episodes in ``env``.
+
+    It also sets the limits of the joints' velocities.
+    """
+    robot, step_s = info["robot"], info["control"]["step_s"]
+    simulator: Any = env.simulator
+    if robot["command_names"]:
+        simulator.hold_variables({"command": torch.tensor(commands).repeat(TRACKED, 1)})
+    seconds = min(TRACKING_S, (env.max_episode_steps or math.inf) * step_s)
+    rows = _record(policy, env, exported, round(seconds / step_s))
+    speeds = np.concatenate([golden["state/qvel"], rows["state/qvel"]])
+    robot["velocity_limit"] = robot_section.velocity_limits(info, speeds)
+    device = simulation.MujocoRobot(info, copy.copy(simulator.physics.model))
+    tracking = []
+    for i, command in enumerate(commands):
+        errors, seconds = [], []
+        for world in range(i, TRACKED * len(commands), len(commands)):
+            own, states = rows["episode"] == world, []  # the first episode of this environment
+            for qpos, qvel in zip(rows["state/qpos"][own], rows["state/qvel"][own], strict=True):
+                device.reset(qpos, qvel)
+                states.append(device.measure())
+            state = {k: np.stack([x[k] for x in states]) for k in states[0]}
+            errors.append(simulation.tracking_error(robot, command, state, step_s))
+            seconds.append(len(states) * step_s)
+        row = {"command": list(command), "errors": errors, "seconds": seconds}
+        tracking.append(row)
+    return tracking
+
+
+def _check_observation(
+    info: Mapping[str, Any],
+    golden: Mapping[str, np.ndarray],
+    env: VectorEnv,
+    out: Path,
+    simulation: Any,
+) -> None:
+    """Raise ConfigError where the generated observation is not that of the trace.
+
+    Command, last action and sensors do not follow from positions and velocities.
+    """
+    if not info["observation_parts"]:
+        return
+    (spec,) = [x for x in info["inputs"] if x["role"] == "observation"]
+    simulator: Any = env.simulator
+    device = simulation.MujocoRobot(info, copy.copy(simulator.physics.model))
+    observe = run_policy.load_file(out / "observation.py").observe
+    gravity = run_policy.load_file(out / "robot_loop.py").gravity
+    noise, unknown = (
+        np.array(info["robot"]["noise"] or [0.0]),
+        np.full(len(info["actuators"]), np.nan),
+    )
+    expected, differs = golden[f"observation/{spec['name']}"], np.zeros(spec["shape"], bool)
+    for row, qpos, qvel in zip(expected, golden["state/qpos"], golden["state/qvel"], strict=True):
+        device.reset(qpos, qvel)
+        state = device.measure()
+        if "quaternion" in state:
+            state["gravity"] = gravity(state["quaternion"])
+        state |= {"sensors": np.nan * state.get("sensors", 0), "last_action": unknown}
+        state["phase"] = np.full(2, np.nan)
+        state["command"] = np.full(len(info["robot"]["command_names"]), np.nan)
+        differs |= np.abs(observe(state) - row) > noise + 1e-4 * (1 + np.abs(row))  # not NaN
+    if differs.any():
+        names = [name for name, wrong in zip(spec["names"], differs, strict=True) if wrong]
+        raise ConfigError(
+            f"correct {info['task']}.observation_parts: observe() returns other values of"
+            f" {', '.join(names)}"
+        )
+
+
 # ------------------------------------------------------------------------------------------- files
+def _write_robot(info: Mapping[str, Any], env: VectorEnv, out: Path) -> None:
+    """Write the files that run the policy on a robot."""
+    for name in ROBOT_FILES:
+        shutil.copyfile(HERE / name, out / name)
+    for name, source in (
+        ("observation.py", robot_section.observation_source(info)),
+        ("my_robot.py", robot_section.robot_source(info)),
+    ):
+        (out / name).write_text(source, encoding="utf-8")
+    try:
+        env.simulator.write_scene(out / "scene")
+    except (OSError, ValueError) as error:
+        shutil.rmtree(out / "scene", ignore_errors=True)
+        warnings.warn(f"export: no scene.xml: {one_line(error)}", stacklevel=2)
+
+
 def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) -> None:
     """Write policy.onnx with a free batch dimension."""
     arrays = [torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in specs.values()]

@@ -52,7 +52,7 @@ def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
             measurements = bundle.write(run, folder)
         else:
             measurements = _write_vla(run, folder, adapter=adapter)
-    size = sum(file.stat().st_size for file in folder.iterdir())
+    size = sum(file.stat().st_size for file in folder.rglob("*"))
     return {
         "checkpoint": str(source.path),
         "out": str(folder),

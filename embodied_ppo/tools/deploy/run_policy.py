@@ -5,6 +5,8 @@ It runs on Python 3.8 or newer, without torch and without embodied_ppo.
 
     python run_policy.py --check                        replay the recorded trace
     python run_policy.py --compare recording.npz        compare your pipeline with the trace
+    python run_policy.py --mujoco [scene.xml]           run it in MuJoCo (pip install mujoco)
+    python run_policy.py --loop my_robot.py             run it on a robot
 
     from run_policy import Policy
     policy = Policy("folder", expected_hz=50)           replays the trace first
@@ -20,6 +22,7 @@ rows: `observation/NAME`, what your observation code computes from the recorded 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -29,8 +32,10 @@ import numpy as np
 NEXT = "next_"
 """The output of policy.onnx that is a part of the memory after a step has the name of the input
 with this in front."""
-FORMAT = 1
-"""Version of policy.json that this file reads."""
+FORMAT, READ_FORMATS = 2, (1, 2)
+"""Version of policy.json that `export` writes, and those that this file reads; 1 has no robot."""
+RANGE_SHARE = 0.05
+"""Largest share of the rows of a log in which a number is outside of its range in the trace."""
 RATE_TOLERANCE = 0.02
 """Largest relative error of the control rate."""
 TOLERANCE = 0.01
@@ -156,14 +161,15 @@ class ExportedPolicy:
                 )
         return outputs
 
-    def outputs_of_trace(self, arrays):
+    def outputs_of_trace(self, arrays, episode=None):
         """Return every output but the memory for the first rows of the trace.
 
-        A policy with memory runs through each episode from its start.
+        A policy with memory runs through each episode from its start; ``episode`` [rows] has the
+        number of each row's episode, by default those of the trace.
         """
         if not self.memory:
             return self.outputs_of(arrays)
-        episode, state, steps = self.golden["episode"], {}, []
+        episode, state, steps = self.golden["episode"] if episode is None else episode, {}, []
         for t in range(len(next(iter(arrays.values())))):  # rows of an episode are consecutive
             if t == 0 or episode[t] != episode[t - 1]:
                 state = self.initial_memory(1)
@@ -231,6 +237,8 @@ class ExportedPolicy:
                 other shapes.
         """
         given = dict(recording) if isinstance(recording, dict) else read_recording(recording)
+        if "phase" in given:
+            return self._compare_log(given, tolerance)
         keys = {f"observation/{name}": spec for name, spec in self.inputs.items()}
         known = [*keys, *self.actions, "time_s"]
         unknown = [k for k in given if k not in known and k not in self.golden]
@@ -262,6 +270,58 @@ class ExportedPolicy:
             findings += self._differences(key, spec, expected, actual, limit)
         return findings
 
+    def _compare_log(self, log, tolerance):
+        """Return what differs in a log of robot_loop.py from what its own measurements imply.
+
+        Observations are computed again from the measurements by the generated observation.py,
+        actions from the observations, and targets from the actions. Besides, the numbers of the
+        observations must be in their ranges in the trace, widened by their extent.
+        """
+        used = log["phase"] == 1
+        log = {k: x[used] for k, x in log.items() if x.ndim}
+        if used.sum() < 2:
+            raise BundleError("recording: the log has no two steps of the policy")
+        findings = self._check_rate("time_s", 1 / float(np.median(np.diff(log["time_s"]))))
+        (name,), (spec,) = self.inputs, self.inputs.values()
+        key, episode = f"observation/{name}", np.zeros(used.sum(), int)
+        actual, names = rows(log[key]), dimension_names(spec)
+        if self.info.get("observation_parts"):
+            observe = load_file(self.folder / "observation.py").observe
+            state = {k[6:]: x for k, x in log.items() if k.startswith("state/")}
+            expected = rows(
+                [observe({k: x[t] for k, x in state.items()}) for t in range(len(actual))]
+            )
+            limit = limits(expected, tolerance)
+            findings += describe_differences(key, names, expected, actual, limit, episode)
+        trace = rows(self.golden[key])
+        low, high = trace.min(0), trace.max(0)
+        extent = np.maximum(high - low, 1e-3)
+        outside = ((actual < low - extent) | (actual > high + extent)).mean(0)
+        for i in np.flatnonzero(outside > RANGE_SHARE):
+            findings.append(
+                f"{key}: {names[i]} is outside of its range in the trace in {outside[i]:.0%} of the"
+                f" rows: {actual[:, i].min():.3g} to {actual[:, i].max():.3g}, trace"
+                f" {low[i]:.3g} to {high[i]:.3g}"
+            )
+        outputs = self.outputs_of_trace({name: log[key].astype(spec["dtype"])}, episode)
+        (action,) = self.actions.values()
+        control, section = self.info["ctrl_of_action"], self.info["robot"]
+        expected, names = rows(outputs[action["name"]]), dimension_names(action)
+        if section["action_rate_limit"] is None:
+            low = [-np.inf if x is None else x for x in action["low"]]
+            high = [np.inf if x is None else x for x in action["high"]]
+            expected, actual = np.clip(expected, low, high), rows(log["action"])
+            limit = np.maximum(limits(expected, tolerance), 1e-5)
+            findings += describe_differences("action", names, expected, actual, limit, episode)
+        expected = control["offset"] + np.array(control["scale"]) * log["action"]
+        limit = np.maximum(limits(expected, tolerance), 1e-5)
+        names = [actuator["name"] for actuator in self.info["actuators"]]
+        ranges = [a["range"] or (-np.inf, np.inf) for a in self.info["actuators"]]
+        expected = np.clip(expected, *np.array(ranges, float).T)
+        return findings + describe_differences(
+            "target", names, expected, rows(log["raw_target"]), limit, episode
+        )
+
     def _differences(self, key, spec, expected, actual, limit):
         """Return the findings of an array for the first rows of the trace."""
         episode = self.golden["episode"][: len(expected)]
@@ -289,10 +349,10 @@ class ExportedPolicy:
             if not (self.folder / name).is_file():
                 raise BundleError(f"{self.folder}: has no {name}; copy the whole folder")
         info = json.loads((self.folder / "policy.json").read_text(encoding="utf-8"))
-        if info.get("format") != FORMAT:
+        if info.get("format") not in READ_FORMATS:
             raise BundleError(
-                f"policy.json: format {info.get('format')}; this run_policy.py reads {FORMAT}, so"
-                " use the one of the same folder"
+                f"policy.json: format {info.get('format')}; this run_policy.py reads"
+                f" {READ_FORMATS}, so use the one of the same folder"
             )
         return info
 
@@ -540,12 +600,21 @@ def main(arguments=None):
     parser.add_argument("--compare", metavar="NPZ", help="compare a recording with the trace")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of --compare")
     parser.add_argument("--expected-hz", type=float, help="control rate of the caller")
+    parser.add_argument("--mujoco", metavar="SCENE", nargs="?", const="", help="run it in MuJoCo")
+    parser.add_argument("--loop", metavar="FILE", help="run it on the robot MyRobot of a file")
+    parser.add_argument("--command", type=float, nargs="+", help="of --mujoco and --loop")
+    parser.add_argument("--seconds", type=float, help="duration of --mujoco and --loop")
+    parser.add_argument("--log", metavar="NPZ", help="log that --mujoco or --loop writes")
+    parser.add_argument("--ramp", type=float, default=3.0, help="s to the home posture (--loop)")
+    parser.add_argument("--watchdog", type=float, help="longest time without measurements, s")
     args = parser.parse_args(arguments)
     try:
         policy = ExportedPolicy(args.folder, expected_hz=args.expected_hz)
         print(f"replayed {len(policy.golden['episode'])} steps: no difference")
         findings = policy.compare(args.compare, args.tolerance) if args.compare else []
-    except BundleError as error:
+        if args.mujoco is not None or args.loop:
+            findings += run_robot(policy, args)
+    except (BundleError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for line in findings:
@@ -553,6 +622,49 @@ def main(arguments=None):
     if args.compare and not findings:
         print(f"{args.compare}: no difference")
     return 1 if findings else 0
+
+
+def run_robot(policy, args):
+    """Run the policy in MuJoCo or on a robot; return the findings."""
+    if not (policy.folder / "robot_loop.py").is_file() or not policy.info.get("robot"):
+        raise BundleError(
+            f"--mujoco and --loop: policy.json of {policy.info['task']} describes no robot: they"
+            " need a task of embodied_ppo with target = offset + scale · action, one array of"
+            " observations, one action in a step, and an export in format 2"
+        )
+    observe = load_file(policy.folder / "observation.py").observe
+    loop = load_file(policy.folder / "robot_loop.py")
+    if not policy.info["observation_parts"]:  # a stub refuses at once
+        shapes = {"joint_positions": len(policy.info["robot"]["joints"])}
+        observe({k: np.zeros(shapes.get(k, 3)) for k in policy.info["robot"]["reads"]})
+    common = {"command": args.command, "seconds": args.seconds, "log": args.log}
+    try:
+        if args.mujoco is not None:
+            simulation = load_file(policy.folder / "mujoco_robot.py")
+            scene = args.mujoco or policy.folder / "scene" / "scene.xml"
+            return simulation.simulate(policy, observe, scene, **common)
+        robot = load_file(Path(args.loop)).MyRobot(policy.info)
+        common.update(ramp_s=args.ramp, watchdog_s=args.watchdog)
+        reason = loop.RobotLoop(policy, robot, observe, **common).run()
+    except loop.RobotError as error:
+        raise BundleError(str(error)) from error
+    print(reason)
+    return [] if reason.startswith(("finished", "signal", "key")) else [f"stopped: {reason}"]
+
+
+def load_file(path):
+    """Import a file of the bundle, or one that imports such files."""
+    if not path.is_file():
+        raise BundleError(f"{path}: does not exist")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import mujoco
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +22,16 @@ JOINTS = {
     mujoco.mjtJoint.mjJNT_HINGE: ("hinge", 1, 1, "rad"),
 }
 """Type of a joint -> its name, its positions, its velocities, unit of the positions."""
+NO_STATE = int(mujoco.mjtDyn.mjDYN_NONE)
 PROBE = 0.05
 """Action with which the relation of action and ctrl is measured, as a share of its bounds."""
 
 
-def joints(model: mujoco.MjModel) -> list[dict[str, Any]]:
-    """Return name, type, unit and the ranges [first, end) in qpos and qvel of every joint."""
+def joints(model: mujoco.MjModel, home: Sequence[float]) -> list[dict[str, Any]]:
+    """Return name, type, unit and the ranges [first, end) in qpos and qvel of every joint.
+
+    Besides, its range and its position at ``home``, qpos [nq].
+    """
     rows = []
     for i in range(model.njnt):
         kind, positions, velocities, unit = JOINTS[mujoco.mjtJoint(int(model.jnt_type[i]))]
@@ -37,6 +45,7 @@ def joints(model: mujoco.MjModel) -> list[dict[str, Any]]:
                 "qpos": [qpos, qpos + positions],
                 "qvel": [qvel, qvel + velocities],
                 "range": [float(x) for x in model.jnt_range[i]] if limited else None,
+                "home": list(home[qpos : qpos + positions]),
             }
         )
     return rows
@@ -46,16 +55,18 @@ def actuators(model: mujoco.MjModel) -> list[dict[str, Any]]:
     """Return name, joint, kind, unit of ctrl, gear and control range of every actuator.
 
     The kind is "position" (ctrl is a target), "motor" (gear times ctrl is a force or torque), or
-    "other", whose unit is unknown.
+    "other", whose unit is unknown. ``kp`` and ``kd`` are those of a position servo on a joint, N
+    m/rad and N m s/rad or N/m and N s/m, with the damping of the joint; ``force`` is its largest
+    force before the gear; None without a limit.
     """
     rows = []
     for i in range(model.nu):
-        joint, unit, kind = None, None, "other"
+        joint, unit, kind, damping, force = None, None, "other", 0.0, np.inf
         gain, bias = model.actuator_gainprm[i], model.actuator_biasprm[i]
         fixed = model.actuator_gaintype[i] == mujoco.mjtGain.mjGAIN_FIXED
         if fixed and model.actuator_biastype[i] == mujoco.mjtBias.mjBIAS_NONE:
             kind = "motor"
-        elif fixed and bias[1] == -gain[0] != 0:
+        elif fixed and bias[1] == -gain[0] != 0 and model.actuator_dyntype[i] == NO_STATE:
             kind = "position"
         if model.actuator_trntype[i] == mujoco.mjtTrn.mjTRN_JOINT:
             j = int(model.actuator_trnid[i, 0])
@@ -63,6 +74,12 @@ def actuators(model: mujoco.MjModel) -> list[dict[str, Any]]:
             slides = model.jnt_type[j] == mujoco.mjtJoint.mjJNT_SLIDE
             units = {"position": "m" if slides else "rad", "motor": "N/gear"}
             unit = units.get(kind) if slides or kind != "motor" else "N m/gear"
+            damping = float(model.dof_damping[model.jnt_dofadr[j]])
+            if model.jnt_actfrclimited[j]:
+                gear = abs(float(model.actuator_gear[i, 0]))
+                force = float(np.abs(model.jnt_actfrcrange[j]).max()) / gear
+        if model.actuator_forcelimited[i]:
+            force = min(force, float(np.abs(model.actuator_forcerange[i]).max()))
         limited = bool(model.actuator_ctrllimited[i])
         rows.append(
             {
@@ -72,6 +89,9 @@ def actuators(model: mujoco.MjModel) -> list[dict[str, Any]]:
                 "unit": unit,
                 "gear": float(model.actuator_gear[i, 0]),
                 "range": [float(x) for x in model.actuator_ctrlrange[i]] if limited else None,
+                "kp": float(gain[0]) if kind == "position" and joint else None,
+                "kd": damping - float(bias[2]) if kind == "position" and joint else None,
+                "force": force if force < np.inf else None,
             }
         )
     return rows
@@ -111,3 +131,39 @@ def control_of_action(
         if not torch.allclose(control(other, action), zero + scale * action, rtol=1e-4, atol=1e-6):
             return None
     return {"offset": zero[0].tolist(), "scale": scale[0].tolist()}
+
+
+def frame(model: mujoco.MjModel, name: str) -> dict[str, Any]:
+    """Return a site, or else a body, as a body with a position, m, and quaternion in its frame."""
+    site = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_SITE, name)
+    if site < 0:
+        return {"body": name, "pos": [0.0, 0.0, 0.0], "quat": [1.0, 0.0, 0.0, 0.0]}
+    body = model.body(model.site_bodyid[site]).name
+    pos, quat = model.site_pos[site].tolist(), model.site_quat[site].tolist()
+    return {"body": body, "pos": pos, "quat": quat}
+
+
+def write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
+    """Write a model as ``folder``/scene.xml, with its files beside it.
+
+    Raises:
+        OSError: A file cannot be copied.
+        ValueError: MuJoCo refuses what was written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    source, compiler = Path(spec.modelfiledir), spec.compiler
+    for kind, elements in (
+        (compiler.meshdir, [*spec.meshes, *spec.hfields, *spec.skins]),
+        (compiler.texturedir, spec.textures),
+    ):
+        for i, element in enumerate(elements):
+            if element.file:
+                name = f"{type(element).__name__}{i}_{Path(element.file).name}"
+                shutil.copyfile(source / kind / element.file, folder / name)
+                element.file = name
+    compiler.meshdir = compiler.texturedir = ""
+    with warnings.catch_warnings():  # Gymnasium's models have a deprecated attribute
+        warnings.filterwarnings("ignore", message=".*settotalmass")
+        spec.compile()
+        (folder / "scene.xml").write_text(spec.to_xml(), encoding="utf-8")
+    mujoco.MjModel.from_xml_path(str(folder / "scene.xml"))

@@ -12,7 +12,7 @@ import mujoco
 import numpy as np
 
 from embodied_envs.base.errors import EnvError
-from embodied_envs.robots.robot_model import FILTERS, HINGE, Actuator, Array, RobotModel
+from embodied_envs.robots.robot_model import FILTERS, HINGE, IMU, Actuator, Array, RobotModel
 
 Gains: TypeAlias = "Mapping[str, tuple[float, float]] | Literal['inertia']"
 """Pattern of joint names -> stiffness and damping (N m/rad and N m s/rad), or "inertia"."""
@@ -25,8 +25,6 @@ STABLE = 0.5
 """Largest angle of the servo's oscillation in a physics step, rad."""
 ITERATIONS = 20
 """Least iterations of the solver where gains differ from those that the model was tuned for."""
-IMU = "robot_imu"
-"""Site of the observations, added by ``prepare``, in the place of the model's IMU."""
 SOLE = "robot_sole_"
 """Sites that ``prepare`` adds at the sole of each foot."""
 GYRO, CONTACT, CONTACTS = "robot_gyro", "robot_contact_", "robot_contacts"

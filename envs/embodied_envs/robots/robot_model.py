@@ -11,6 +11,8 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from embodied_envs.robots.observation_parts import MEASURED_SENSORS, Part, sensor_name
+
 Array: TypeAlias = "NDArray[np.float64]"
 Kind: TypeAlias = Literal["position", "velocity", "force"]
 
@@ -29,15 +31,8 @@ MIRROR_M, MIRROR_MASS = 0.05, 0.1
 """Largest distance of a subtree's centre from its mirror image, and largest share of its mass by
 which a pair differs."""
 
-
-MEASURED_SENSORS: dict[int, str | None] = {
-    int(getattr(mujoco.mjtSensor, f"mjSENS_{name}")): unit
-    for name, unit in (
-        *(("TOUCH", "N"), ("FORCE", "N"), ("TORQUE", "N m"), ("RANGEFINDER", "m")),
-        *(("TENDONPOS", None), ("TENDONVEL", None)),
-    )
-}
-"""Type of the MJCF's sensors that a robot has, besides those of joints and IMU -> unit."""
+IMU = "robot_imu"
+"""Site of the observations, added by ``Preparation``, in the place of the model's IMU."""
 
 
 @dataclass(frozen=True)
@@ -400,21 +395,21 @@ class RobotModel:
         weld = model.body_weldid[model.site_bodyid]
         return min(sites, key=lambda i: weld[i] != self.base, default=None)
 
-    def measured(self) -> list[tuple[str, str | None]]:
-        """Return name and unit of each number that the robot measures, see ``RobotTask``."""
-        model, names = self.model, list[tuple[str, str | None]]()
-        if self.base is not None:
-            names += [(f"gravity {axis}", None) for axis in "xyz"]
-            names += [(f"angular velocity {axis}", "rad/s") for axis in "xyz"]
-        for quantity, per_time in (("position minus home", ""), ("velocity", "/s")):
-            for j in self.joints:
-                unit = "rad" if model.jnt_type[j] == HINGE else "m"
-                names.append((f"{model.joint(j).name} {quantity}", unit + per_time))
-        for k in np.flatnonzero(np.isin(model.sensor_type, list(MEASURED_SENSORS))):
-            name = model.sensor(k).name or f"sensor {k}"
-            unit = MEASURED_SENSORS[int(model.sensor_type[k])]
-            names += [(f"{name} {i}", unit) for i in range(model.sensor_dim[k])]
-        return names
+    def parts(self) -> list[Part]:
+        """Return the parts of the observation of ``RobotTask``: what the robot measures."""
+        model, imu = self.model, [] if self.base is None else [(IMU,)]
+        joints = tuple(model.joint(j).name for j in self.joints)
+        home = tuple(self.home[model.jnt_qposadr[list(self.joints)]].tolist())
+        kinds = np.isin(model.sensor_type, list(MEASURED_SENSORS))
+        sensors = tuple(sensor_name(model, int(k)) for k in np.flatnonzero(kinds))
+        return [
+            *(Part("gravity", site) for site in imu),
+            *(Part("angular_velocity", site) for site in imu),
+            Part("joint_positions", joints, offset=home),
+            Part("joint_velocities", joints),
+            *([Part("sensors", sensors)] if sensors else []),
+            Part("last_action", tuple(actuator.name for actuator in self.actuators)),
+        ]
 
 
 def driven_dofs(model: mujoco.MjModel) -> NDArray[np.int32]:

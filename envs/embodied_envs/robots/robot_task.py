@@ -13,8 +13,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from embodied_envs.robots.preparation import CONTACT, CONTACTS, GYRO, IMU, Preparation
-from embodied_envs.robots.robot_model import MEASURED_SENSORS, RobotModel
+from embodied_envs.robots.observation_parts import MEASURED_SENSORS, Part
+from embodied_envs.robots.preparation import CONTACT, CONTACTS, GYRO, Preparation
+from embodied_envs.robots.robot_model import IMU, RobotModel
 from embodied_envs.robots.terms import TermTask
 from embodied_envs.tasks.task import State
 
@@ -136,10 +137,8 @@ class RobotTask(TermTask):
         sensors = s["sensordata"][:, self.measured_sensors]
         return torch.cat([*imu, *joints, sensors, s["last_action"]], 1)
 
-    def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
-        robot = RobotModel(model, self.preparation.key)
-        last = [(f"{actuator.name} last action", None) for actuator in robot.actuators]
-        return [*robot.measured(), *last]
+    def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
+        return RobotModel(model, self.preparation.key).parts()
 
     def base_velocity(self, s: State) -> Tensor:
         """Return the velocity of the floating base in its own frame, m/s, [N, 3]."""

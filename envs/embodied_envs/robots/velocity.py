@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError
+from embodied_envs.robots.observation_parts import Part
 from embodied_envs.robots.preparation import CONTACTS, SOLE
 from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.robots.robot_task import RobotTask
 from embodied_envs.robots.terms import TermTask
-from embodied_envs.tasks.task import COMMAND_UNITS, State, Term
+from embodied_envs.tasks.task import State, Term
 
 QUADRUPED: dict[str, dict[str, float]] = {
     "tracking_lin_vel": {"weight": 1.0, "sigma": 0.25},
@@ -342,10 +343,10 @@ class VelocityTask(RobotTask, VelocityCommands):
             parts += [angle.cos(), angle.sin()]
         return torch.cat(parts, 1)
 
-    def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
-        commands = [(f"command {name}", COMMAND_UNITS.get(name)) for name in self.commands]
-        phase = ("gait phase cosine", "gait phase sine") if self.gait_hz is not None else ()
-        return [*super().observation_names(model), *commands, *((name, None) for name in phase)]
+    def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
+        phase = [] if self.gait_hz is None else [Part("phase", (str(self.gait_hz),))]
+        command = Part("command", tuple(self.commands))
+        return [*super().observation_parts(model), command, *phase]
 
     def privileged(self, s: State) -> Tensor:
         return torch.cat([super().privileged(s), s["air"]], 1)

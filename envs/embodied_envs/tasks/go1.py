@@ -10,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from embodied_envs.robots.observation_parts import Part
 from embodied_envs.robots.robot_task import gravity, to_body_frame
 from embodied_envs.robots.velocity import QUADRUPED, VelocityCommands
 from embodied_envs.tasks.panda import asset_file
@@ -113,17 +114,17 @@ class Go1Joystick(VelocityCommands):
         trunk = [self.base_velocity(s), self.base_angular_velocity(s), self.base_gravity(s)]
         return torch.cat(trunk, 1), torch.cat([self.joint_positions(s), s["qvel"][:, 6:]], 1)
 
-    def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
-        axes = "xyz"
-        joints = [model.joint(i).name.removesuffix("_joint") for i in range(1, model.njnt)]
+    def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
+        joints = tuple(model.joint(i).name for i in range(1, model.njnt))
+        home, noise = tuple(model.key("home").qpos[7:].tolist()), self.sensor_noise
         return [
-            *((f"velocity {axis}", "m/s") for axis in axes),
-            *((f"angular velocity {axis}", "rad/s") for axis in axes),
-            *((f"gravity {axis}", None) for axis in axes),
-            *(("command forward", "m/s"), ("command sideways", "m/s"), ("command yaw", "rad/s")),
-            *((f"{joint} position minus home", "rad") for joint in joints),
-            *((f"{joint} velocity", "rad/s") for joint in joints),
-            *((f"{joint} last action", None) for joint in joints),
+            Part("velocity", ("trunk",), noise=noise[0]),
+            Part("angular_velocity", ("trunk",), noise=noise[3]),
+            Part("gravity", ("trunk",), noise=noise[6]),
+            Part("command", tuple(self.commands)),
+            Part("joint_positions", joints, offset=home, noise=noise[9]),
+            Part("joint_velocities", joints, noise=noise[21]),
+            Part("last_action", joints),
         ]
 
     def privileged(self, s: State) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.robots.observation_parts import Part, describe
 from embodied_envs.types import Obs
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ s, N), and the task's own variables. The engine updates the tensors in place, so
 stores one must clone it."""
 Term: TypeAlias = "Callable[..., Tensor]"
 """Term of a reward: a function of (before, s, action) and numbers by name that returns [N]."""
-
-COMMAND_UNITS = {"lin_vel_x": "m/s", "lin_vel_y": "m/s", "ang_vel_yaw": "rad/s"} | dict.fromkeys(
-    ("x", "y", "z"), "m"
-)
-"""Unit of each usual command: velocities forward, to the left and of turning left; a position."""
 
 
 class Task(ABC):
@@ -124,7 +120,15 @@ class Task(ABC):
     def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
         """Return name and unit of each number of ``observe`` (of its entry "state").
 
-        They describe an exported policy. By default there are none.
+        They describe an exported policy. By default they follow from ``observation_parts``.
+        """
+        return describe(self.observation_parts(model), model)
+
+    def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
+        """Return the parts of ``observe`` (of its entry "state") in their order.
+
+        The program that runs an exported policy on a robot computes the observation from them. By
+        default there are none, and the user of such a program writes the function.
         """
         return []
 

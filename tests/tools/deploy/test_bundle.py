@@ -101,6 +101,9 @@ def test_policy_json_names_order_units_limits_and_origin(cheetah: Path) -> None:
         "unit": "N m/gear",
         "gear": 120,
         "range": [-1, 1],
+        "kp": None,
+        "kd": None,
+        "force": None,
     }
     assert info["ctrl_of_action"] == {"offset": [0] * 6, "scale": [1] * 6}
     source, _, _ = trained_run.open_run(str(cheetah / "run"))
@@ -313,7 +316,7 @@ def test_wrong_observations_are_refused(observation: Any, message: str, policy: 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("format",), 2, "format 2"),
+        (("format",), 3, "format 3"),
         (("outputs", 0, "name"), "action", ""),
     ],
 )

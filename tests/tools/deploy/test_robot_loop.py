@@ -1,0 +1,461 @@
+"""Exported policies in MuJoCo alone and in the robot loop, with planted faults of a robot."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mujoco
+import numpy as np
+import pytest
+import torch
+from tools.deploy.test_bundle import CHEETAH, pytestmark, train
+from toy_robots import QUADRUPED
+
+from embodied_ppo.evaluation.episodes import evaluation_seeds
+from embodied_ppo.options.schema import RealismConfig
+from embodied_ppo.rollout import environments
+from embodied_ppo.tools.deploy import bundle, policy_export, run_policy
+from embodied_ppo.tools.deploy.run_policy import Policy
+from embodied_ppo.training import trained_run
+
+__all__ = ["pytestmark"]
+TASK = """
+from pathlib import Path
+from embodied_envs.robots.robot_task import RobotTask
+
+class Stand(RobotTask):
+    id, decimation, max_episode_steps = "Stand", 5, 100
+    mjcf = Path(__file__).parent / "quadruped.xml"
+
+    def reward_terms(self, before, s, action):
+        return {"home": 1 - self.distance_from_home(s)}
+
+    def terminated(self, s):
+        return self.fallen(s)
+"""
+OPTIONS: dict[str, Any] = {
+    "env.max_episode_steps": 100,
+    "evaluation.episodes": 1,
+    "evaluation.video_episodes": 0,
+    "compile": "never",
+    "updates": 1,
+    "model.init_log_std": -3.0,
+}
+DELAYS: dict[str, Any] = {
+    "env.realism.action_delay": [0.75, 1.75],
+    "env.realism.obs_delay": 1,
+    "env.realism.action_rate_limit": 0.3,
+}
+
+
+@pytest.fixture(scope="module", params=["Go1Joystick", "Stand"])
+def robot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run ``run`` and its bundle ``out``."""
+    folder, id = tmp_path_factory.mktemp("robot"), request.param
+    if id == "Stand":
+        (folder / "quadruped.xml").write_text(QUADRUPED)
+        (folder / "deployed_stand.py").write_text(TASK)
+        sys.path.insert(0, str(folder))
+        request.addfinalizer(lambda: sys.path.remove(str(folder)))
+        id = "deployed_stand:Stand"
+    train(folder / "run", {**OPTIONS, **DELAYS, "env.id": id})
+    policy_export.export(str(folder / "run"), str(folder / "out"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(robot: Path) -> Policy:
+    return Policy(robot / "out", expected_hz=50)
+
+
+def load(policy: Policy) -> tuple[Any, Any, Any]:
+    """Return the modules robot_loop and mujoco_robot of a bundle, and its function observe."""
+    names = ("robot_loop.py", "mujoco_robot.py", "observation.py")
+    loop, simulation, observation = (run_policy.load_file(policy.folder / name) for name in names)
+    return loop, simulation, observation.observe
+
+
+def scene(policy: Policy) -> mujoco.MjModel:
+    return mujoco.MjModel.from_xml_path(str(policy.folder / "scene" / "scene.xml"))
+
+
+def command_of(policy: Policy) -> list[float]:
+    return [0.5, 0.2, -0.3][: len(policy.info["robot"]["command_names"])]
+
+
+# ---------------------------------------------------------------------------------- MuJoCo alone
+def test_bundle_describes_the_robot(policy: Policy) -> None:
+    robot, info = policy.info["robot"], policy.info
+    assert info["format"] == 2 and info["physics"]["steps"] in (4, 5)
+    assert (robot["action_delay_steps"], robot["obs_delay"]) == (1, 1)  # (0.75 + 1.75) / 2 steps
+    assert robot["action_delay_s"] == pytest.approx(1.25 * 0.02, abs=0.002)
+    assert robot["action_rate_limit"] == pytest.approx([0.3] * len(info["actuators"]))
+    stub = (policy.folder / "my_robot.py").read_text()
+    if info["task"] == "Go1Joystick":
+        assert robot["not_measured"] == ["velocity"] and "estimate it" in stub
+        hip = info["actuators"][0]
+        assert (hip["kp"], hip["kd"], hip["force"]) == (35, 0.5, 23.7)
+        assert robot["home"][:3] == [0.1, 0.9, -1.8] == robot["home_target"][:3]
+        assert robot["tracks"] == [
+            "base_velocity x",
+            "base_velocity y",
+            "base_angular_velocity z",
+        ]
+        assert len(robot["tracking"]) == 7
+        assert (policy.folder / "observation.py").read_text().count("estimator") == 1
+    else:
+        assert robot["not_measured"] == [] and len(robot["tracking"]) == 1
+        assert robot["joints"][0] == "FL_roll" and robot["frame"]["body"] == "trunk"
+        assert robot["frame"]["pos"] == [0, 0, 0.05]
+
+
+def test_mujoco_alone_gives_the_observations_and_actions_of_our_simulator(
+    robot: Path, policy: Policy
+) -> None:
+    """Same reset, command and delays, no noise: 60 steps, in which float32 rounding grows."""
+    _, simulation, observe = load(policy)
+    loop_module, command = run_policy.load_file(policy.folder / "robot_loop.py"), command_of(policy)
+    source, run_dir, config = trained_run.open_run(str(robot / "run"))
+    section = policy.info["robot"]
+    realism = RealismConfig(
+        action_delay=section["action_delay_s"] / 0.02, obs_delay=1, action_rate_limit=0.3
+    )
+    env_config = replace(
+        environments.evaluation_env(config), realism=realism, action_mapping="none"
+    )
+    env = environments.make_env(
+        evaluation_seeds(0, 1),
+        config=env_config,
+        device=torch.device("cpu"),
+        task=environments.stored_task(source, run_dir),
+    )
+    simulator: Any = env.simulator
+    held = {"command": torch.tensor([command])} if command else {}
+    held |= {"noise": torch.zeros_like(simulator.s["noise"])} if "noise" in simulator.s else {}
+    simulator.hold_variables(held)
+    obs, expected = env.reset(), []
+    qpos, qvel = (simulator.s[k][0].clone().numpy() for k in ("qpos", "qvel"))
+    for _ in range(60):
+        assert isinstance(obs, torch.Tensor)
+        action = policy.act(obs.numpy())
+        expected.append((obs[0].numpy().copy(), action[0].copy()))
+        obs = env.step(torch.from_numpy(action)).obs
+    env.close()
+    device = simulation.MujocoRobot(policy.info, scene(policy))
+    device.reset(qpos, qvel)
+    options = {"ramp_s": 0.0, "seconds": 1.2, "protect": False, "command": command}
+    loop = loop_module.RobotLoop(policy, device, observe, **options)
+    assert loop.run() == "finished after 1.2 s" and device.stopped
+    (name,) = policy.inputs
+    for t, (row, (obs_row, action_row)) in enumerate(zip(loop.rows, expected, strict=True)):
+        tolerance = 2e-6 if t < 10 else 1e-3
+        np.testing.assert_allclose(row[f"observation/{name}"], obs_row, atol=tolerance, err_msg=t)
+        if policy.info["robot"]["action_rate_limit"] is None:
+            np.testing.assert_allclose(row["action"], action_row, atol=tolerance)
+    assert np.abs(np.diff([row["action"] for row in loop.rows], axis=0)).max() <= 0.3 + 1e-6
+
+
+def test_command_line_in_mujoco_tracks_as_well_as_the_trainer(robot: Path, policy: Policy) -> None:
+    """Neither torch nor the package is imported; the difference of every error is below 0.1."""
+    code = (
+        "import runpy, sys; sys.argv = ['run_policy.py', '--mujoco']\n"
+        "try: runpy.run_path('run_policy.py', run_name='__main__')\n"
+        "except SystemExit as error: code = error.code\n"
+        "print(code, sorted({'torch', 'embodied_ppo', 'embodied_envs'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=policy.folder, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "0 []", done.stdout
+    assert sum("(" in line and ", 2 s (2)" in line for line in lines) == len(
+        policy.info["robot"]["tracking"]
+    )
+
+
+def test_other_scenes_get_the_gains_and_are_refused_by_name(
+    policy: Policy, capsys: pytest.CaptureFixture
+) -> None:
+    _, simulation, _ = load(policy)
+    text = (policy.folder / "scene" / "scene.xml").read_text()
+    file, name = policy.folder / "scene" / "other.xml", policy.info["actuators"][0]["joint"]
+    # Motors instead of servos, and another physics step.
+    spec = mujoco.MjSpec.from_string(text)
+    spec.option.timestep = 0.002
+    for actuator in spec.actuators:
+        actuator.set_to_motor()
+    for key in list(spec.keys):
+        spec.delete(key)
+    file.write_text(spec.to_xml())
+    model, notes = simulation.load_scene(policy.info, file)
+    device = simulation.MujocoRobot(policy.info, model)
+    described = policy.info["actuators"][0]
+    damping = model.dof_damping[model.jnt_dofadr[model.joint(name).id]]
+    assert model.actuator_gainprm[0, 0] == described["kp"]
+    assert damping - model.actuator_biasprm[0, 2] == pytest.approx(described["kd"])
+    assert len(notes) == 1 and notes[0].startswith("step_s 0.002")
+    device.sleep(0.02)
+    assert device.count == 10
+    wrong, arguments = policy.folder / "scene" / "wrong.xml", ["--folder", str(policy.folder)]
+    spec.option.timestep = 0.003
+    for i, message in enumerate(("timestep", "no joint", "refuses it")):
+        wrong.write_text(spec.to_xml() if i < 2 else "<mujoco><nothing/></mujoco>")
+        assert run_policy.main([*arguments, "--mujoco", str(wrong)]) == 2
+        assert message in capsys.readouterr().err
+        if i == 0:
+            spec.option.timestep, spec.joint(name).name = 0.002, "renamed"
+            spec.actuators[0].target = "renamed"
+
+
+def test_a_task_without_parts_gets_a_stub(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    train(tmp_path / "run", {**CHEETAH, "updates": 1})
+    policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))
+    stub = (tmp_path / "out" / "observation.py").read_text()
+    assert "# 2: bthigh position, rad" in stub
+    arguments = ["--folder", str(tmp_path / "out"), "--mujoco"]
+    assert run_policy.main(arguments) == 2
+    assert "error: write observe() in observation.py" in capsys.readouterr().err
+    info = json.loads((tmp_path / "out" / "policy.json").read_text())
+    info |= {"format": 1, "robot": None}
+    (tmp_path / "out" / "policy.json").write_text(json.dumps(info))
+    assert run_policy.main(arguments[:2]) == 0 and run_policy.main(arguments) == 2
+    assert "export in format 2" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ robot loop
+def run_loop(policy: Policy, device: Any, **options: Any) -> Any:
+    loop_module, _, observe = load(policy)
+    rng = np.random.default_rng(0)
+
+    def noisy(state: dict[str, Any]) -> Any:  # so that no two targets are equal
+        x = observe(state)
+        return x + (noise * rng.uniform(-1, 1, x.shape)).astype("float32")
+
+    noise = options.pop("noise", 0.0)
+    options = {"ramp_s": 0.2, "seconds": 1.0, "command": command_of(policy), **options}
+    loop = loop_module.RobotLoop(policy, device, noisy, **options)
+    loop.run()
+    return loop
+
+
+def test_log_of_the_loop_agrees_with_the_policy_and_faults_in_it_are_named(
+    policy: Policy, tmp_path: Path
+) -> None:
+    _, simulation, _ = load(policy)
+    if not all(actuator["kp"] for actuator in policy.info["actuators"]):
+        pytest.skip("motors have no home posture")
+    device = simulation.MujocoRobot(policy.info, scene(policy))
+    loop = run_loop(policy, device, log=str(tmp_path / "log.npz"))
+    assert loop.reason == "finished after 1 s" and device.stopped
+    arguments = ["--folder", str(policy.folder), "--compare", str(tmp_path / "log.npz")]
+    assert run_policy.main(arguments) == 0
+    log = dict(np.load(tmp_path / "log.npz"))
+    assert len(log["time_s"]) == 60 and (log["phase"] == 0).sum() == 10
+    force = np.array([a["force"] or np.inf for a in policy.info["actuators"]])
+    assert (np.abs(log["torque"]) <= force + 1e-9).all()
+    (name,) = policy.inputs
+    key, first = f"observation/{name}", policy.inputs[name]["names"].index("gravity y")
+    for change, message in (
+        ({key: np.where(np.arange(log[key].shape[1]) == first, -1, 1) * log[key]}, "gravity y"),
+        ({"raw_target": np.rad2deg(log["raw_target"])}, "degrees instead of radians"),
+        ({"time_s": 2 * log["time_s"]}, "time_s is 25 Hz"),
+    ):
+        findings = policy.compare({**log, **change})
+        assert any(message in line for line in findings), findings
+
+
+class Fault:
+    """Faults of a robot from ``FAULT_S`` on, by name."""
+
+    FAULT_S = 0.5
+
+    def __init__(self, simulation: Any, policy: Policy, fault: str) -> None:
+        parent = simulation.MujocoRobot
+
+        class Faulty(parent):
+            def read(self) -> Any:
+                state = {**super().read(), "target": self.data.ctrl[self.actuators]}
+                self.last = getattr(self, "last", state)
+                if self.now() < Fault.FAULT_S:
+                    self.last = state
+                    return state
+                return self.changed(state)
+
+            def changed(self, state: dict[str, Any]) -> Any:
+                if fault == "missing":
+                    return None
+                if fault == "repeated":
+                    return self.last
+                if fault == "late":
+                    return {**state, "time_s": state["time_s"] - 0.2}
+                if fault == "ahead":
+                    return {**state, "time_s": state["time_s"] + 5}
+                if fault == "exception":
+                    raise OSError("no route to the robot")
+                if fault == "exit":
+                    sys.exit(1)
+                key = {"nan": "joint_positions", "fast": "joint_velocities"}.get(
+                    fault, "quaternion"
+                )
+                value = {"nan": np.nan, "fast": 1e3, "quaternion": 0.0}.get(fault, state.get(key))
+                if fault == "tilt":
+                    value = np.array([0.5, 0.866, 0, 0])
+                if fault in ("nan", "fast", "quaternion", "tilt"):
+                    return {**state, key: np.broadcast_to(value, np.shape(state[key]))}
+                if fault == "short":
+                    return {**state, "joint_positions": state["joint_positions"][:-1]}
+                return state
+
+            def write(self, target: Any, kp: Any, kd: Any) -> Any:
+                if self.now() >= Fault.FAULT_S and fault in ("refused", "lost"):
+                    return fault == "lost"
+                return super().write(target, kp, kd)
+
+        self.robot = Faulty(policy.info, scene(policy))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("missing", "watchdog: the newest measurement"),
+        ("repeated", "watchdog: the newest measurement"),
+        ("late", "watchdog: the newest measurement"),
+        ("ahead", "later than now()"),
+        ("nan", "joint_positions[0] is not finite"),
+        ("short", "joint_positions has shape"),
+        ("quaternion", "length 1"),
+        ("tilt", "tilt: 120 degrees"),
+        ("fast", "joint velocity"),
+        ("refused", "targets are lost"),
+        ("lost", "targets are lost"),
+        ("exception", "OSError: no route"),
+        ("exit", "SystemExit"),
+    ],
+)
+def test_every_fault_ends_in_the_safe_state_within_the_watchdog_time(
+    fault: str, reason: str, policy: Policy, tmp_path: Path
+) -> None:
+    _, simulation, _ = load(policy)
+    device = Fault(simulation, policy, fault).robot
+    log_file = str(tmp_path / "log.npz")
+    loop = run_loop(policy, device, log=log_file, watchdog_s=0.2, noise=1.0)
+    assert reason in loop.reason and device.stopped
+    stopped_s = device.now() - Fault.FAULT_S
+    # "late" and "lost" measure from the last good measurement or target, at most 2 steps before.
+    assert -0.01 <= stopped_s <= 0.2 + 1e-6, stopped_s
+    log = np.load(tmp_path / "log.npz")
+    assert str(log["reason"]) == loop.reason
+    # One row for every control step that has written a target.
+    np.testing.assert_allclose(np.diff(log["time_s"]), 0.02, atol=1e-6)
+    assert Fault.FAULT_S - 0.03 <= log["time_s"][-1] <= device.now() + 1e-6
+
+
+def test_single_lost_measurements_are_bridged(policy: Policy, tmp_path: Path) -> None:
+    _, simulation, _ = load(policy)
+
+    class Lossy(simulation.MujocoRobot):
+        def read(self) -> Any:
+            return None if self.count % 3 == 1 else super().read()
+
+    loop = run_loop(policy, Lossy(policy.info, scene(policy)), log=str(tmp_path / "log.npz"))
+    assert loop.reason == "finished after 1 s"
+    assert 0.1 < 1 - np.load(tmp_path / "log.npz")["fresh"].mean() < 0.9
+
+
+@pytest.mark.parametrize("function", ["read", "write"])
+def test_a_robot_that_does_not_return_is_stopped_by_the_watchdog(
+    function: str, policy: Policy, tmp_path: Path
+) -> None:
+    _, simulation, _ = load(policy)
+    released, stopped = threading.Event(), threading.Event()
+
+    class Hanging(simulation.MujocoRobot):
+        realtime = True
+
+        def hang(self) -> None:
+            if self.count > 50:
+                assert released.wait(30), "the watchdog has not stopped the robot"
+
+        def read(self) -> Any:
+            if function == "read":
+                self.hang()
+            return super().read()
+
+        def write(self, target: Any, kp: Any, kd: Any) -> Any:
+            if function == "write":
+                self.hang()
+            return super().write(target, kp, kd)
+
+        def stop(self) -> None:
+            stopped.set()
+            super().stop()
+
+    def release() -> None:  # long after the watchdog has stopped the robot
+        if stopped.wait(30):
+            time.sleep(0.2)
+            released.set()
+
+    threading.Thread(target=release, daemon=True).start()
+    device = Hanging(policy.info, scene(policy))
+    loop = run_loop(policy, device, log=str(tmp_path / "log.npz"), watchdog_s=2.0)
+    assert loop.reason.startswith("watchdog") and device.stopped
+    assert str(np.load(tmp_path / "log.npz")["reason"]) == loop.reason
+    assert np.all(device.data.ctrl[device.actuators] == 0)  # no target after the stop
+
+
+def test_signal_stops_a_robot_of_a_file(policy: Policy, tmp_path: Path) -> None:
+    """The command line runs the class MyRobot of a file; SIGTERM ends it with a log."""
+    file, xml = tmp_path / "simulated.py", policy.folder / "scene" / "scene.xml"
+    file.write_text(
+        "import os, signal, mujoco\n"
+        "from mujoco_robot import MujocoRobot\n"
+        "class MyRobot(MujocoRobot):\n"
+        "    def __init__(self, info):\n"
+        f"        model = mujoco.MjModel.from_xml_path({str(xml)!r})\n"
+        "        super().__init__(info, model)\n"
+        "    def read(self):\n"
+        "        if self.count > 100: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        return super().read()\n"
+        "    def stop(self):\n"
+        "        super().stop(); print('safe')\n"
+    )
+    command = [sys.executable, "run_policy.py", "--loop", str(file), "--log", str(tmp_path / "log")]
+    done = subprocess.run(command, cwd=policy.folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == ["safe", "signal SIGTERM"]
+    assert str(np.load(tmp_path / "log")["reason"]) == "signal SIGTERM"
+
+
+def test_stub_and_wrong_options_are_refused(
+    policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    common = ["--folder", str(policy.folder), "--loop"]
+    robot = str(policy.folder / "my_robot.py")
+    for options, message in (
+        ([robot, "--watchdog", "0.01"], "--watchdog 0.01: write at least 0.1 s"),
+        ([robot, "--command", *["0"] * 5], "--command: write"),
+        ([str(tmp_path / "none.py")], "does not exist"),
+    ):
+        assert run_policy.main([*common, *options]) == 2
+        assert message in capsys.readouterr().err
+    assert run_policy.main([*common, robot]) == 1  # the loop has stopped the stub of a robot
+    assert "NotImplementedError: my_robot.py: write read()" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["run_policy.py", *bundle.ROBOT_FILES])
+def test_files_of_the_bundle_are_python_3_8(name: str, tmp_path: Path) -> None:
+    file = Path(run_policy.__file__).parent / name
+    module = ast.parse(file.read_text(), feature_version=(3, 8))
+    classes = {x.name: x for x in module.body if isinstance(x, ast.ClassDef)}
+    if name in ("robot_unitree.py", "robot_ros2.py"):
+        methods = {x.name for x in classes["MyRobot"].body if isinstance(x, ast.FunctionDef)}
+        assert {"__init__", "read", "write", "stop"} <= methods
+    shutil.copyfile(file, tmp_path / name)
