@@ -236,7 +236,7 @@ def env_type(value: Any, source: Source) -> Answer:
         return Reason(f"no adapter: {missing_options(source)['env.id']}")
     suite = source.get("env.train.task_suite_name", "libero_10")
     answer: dict[str, Any] = {"env.simulator": "libero", "env.id": f"libero/{suite}"}
-    kwargs: dict[str, Any] = {"settle_steps": 15}
+    kwargs: dict[str, Any] = {"settle_steps": 15, "draw_tasks": True}
     if (state := source.get("env.train.specific_reset_id")) is not None:
         kwargs["tasks"] = [int(state) // LIBERO_STATES]
     elif (tasks := source.get("env.train.task_id_filter")) is not None:

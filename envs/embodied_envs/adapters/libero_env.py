@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -108,7 +109,7 @@ def describe(
 class LiberoEnv(GymnasiumEnv):
     """``num_envs`` environments of a suite, for example "libero/libero_spatial".
 
-    Each environment has one fixed task.
+    Each environment has one fixed task, or draws one for every episode.
 
     observation   "state" [8]: end effector position (m), orientation (axis times angle, rad), two
                   finger positions (m); camera name: uint8 [3, H, W]; with several tasks
@@ -121,8 +122,10 @@ class LiberoEnv(GymnasiumEnv):
 
     Entries of ``kwargs``:
 
-    tasks         index or indices into the suite (None: all); environment i has
-                  tasks[i * len(tasks) // num_envs]
+    tasks         index or indices into the suite (None: all); of G groups of neighbours with equal
+                  seeds, group g has tasks[g * len(tasks) // G]
+    draw_tasks    True: an episode with a seed has tasks[seed // 50 mod len(tasks)], as RLinf draws
+                  tasks for every episode; a change of the task builds its scene (5 to 20 s)
     settle_steps  steps without motion before an episode, while objects come to rest
     mirror        True: images as in the published demonstrations, on which checkpoints were
                   trained: robosuite's upside-down images turned by 180 degrees, so that left and
@@ -145,12 +148,15 @@ class LiberoEnv(GymnasiumEnv):
             suites = ", ".join(f"libero/{suite}" for suite in TIME_LIMITS)
             raise EnvError(f"env.id={id} is not a suite of LIBERO; choose one of {suites}")
         suite, kwargs = id.removeprefix("libero/"), dict(options.kwargs or {})
-        num_envs, obs_keys = options.num_envs, options.obs_keys
+        obs_keys = options.obs_keys
         cameras = tuple(options.cameras) or CAMERAS
         assets = _find_assets(id, kwargs.pop("assets", None))
         names, instructions = _tasks(id, assets)
         selected = _select_tasks(id, kwargs.pop("tasks", None), len(names))
-        task = [i * len(selected) // num_envs for i in range(num_envs)]
+        self._drawn = len(selected) if kwargs.pop("draw_tasks", False) else 0
+        task = _assign_tasks(options.seeds, len(selected), drawn=bool(self._drawn))
+        if self._drawn:
+            kwargs["drawn"] = tuple(selected)
         options = replace(
             options,
             obs_keys=None if obs_keys is None else (*obs_keys, *cameras),
@@ -186,6 +192,9 @@ class LiberoEnv(GymnasiumEnv):
     def restart(self, seeds: list[int]) -> None:
         """Store new seeds. The ``reset`` that must follow applies them."""
         super().restart(seeds)
+        if self._drawn:
+            task = _assign_tasks(seeds, self._drawn, drawn=True)
+            self.task = torch.tensor(task, device=self.device)
         # ``reset`` then keeps the environments. Building a scene takes 5 to 20 s, and an episode
         # depends on its seed only.
         self._done = None
@@ -208,11 +217,12 @@ class LiberoTask(gymnasium.Env):
         cameras: tuple[str, ...] = CAMERAS,
         image_size: tuple[int, int] = (128, 128),
         settle_steps: int = 10,
+        drawn: tuple[int, ...] = (),
         mirror: bool = True,
         render_mode: str | None = None,
     ) -> None:
         self.suite, self.task, self.assets = suite, task, assets
-        self.cameras, self.image_size = cameras, image_size
+        self.cameras, self.image_size, self.drawn = cameras, image_size, drawn
         self.settle_steps, self.mirror, self.render_mode = settle_steps, mirror, render_mode
         images = {name: spaces.Box(0, 255, (3, *image_size), np.uint8) for name in cameras}
         self.observation_space = spaces.Dict(
@@ -227,6 +237,11 @@ class LiberoTask(gymnasium.Env):
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Set objects to a fixed initial state; LIBERO draws the positions of fixtures."""
         super().reset(seed=seed)
+        if self.drawn and seed is not None:
+            task = self.drawn[_drawn_task(seed, len(self.drawn))]
+            if task != self.task:
+                self.close()
+            self.task = task
         sim = self._sim = self._sim or self._build()
         fixtures, state = (int(x) for x in self.np_random.integers((2**31, STATES)))
         with _numpy_seed(fixtures):
@@ -377,6 +392,21 @@ def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:
         suite = benchmark.get_benchmark_dict()[id.removeprefix("libero/")]()
     tasks = [suite.get_task(i) for i in range(suite.n_tasks)]
     return [task.name for task in tasks], [task.language for task in tasks]
+
+
+def _drawn_task(seed: int, count: int) -> int:
+    """Return the task of an episode, of ``count``; its initial state is seed mod STATES."""
+    return seed // STATES % count
+
+
+def _assign_tasks(seeds: Sequence[int], count: int, *, drawn: bool) -> list[int]:
+    """Return the task of each environment, of ``count``; a group with one seed has one task."""
+    if drawn:
+        return [_drawn_task(seed, count) for seed in seeds]
+    group = [0]
+    for before, seed in itertools.pairwise(seeds):
+        group.append(group[-1] + (seed != before))
+    return [g * count // (group[-1] + 1) for g in group]
 
 
 def _select_tasks(id: str, tasks: int | Sequence[int] | None, count: int) -> list[int]:
