@@ -131,14 +131,20 @@ def filter_rewards(value: Any, source: Source) -> Answer:
     """Map the filter of groups by their mean reward; dropped groups are not replaced."""
     lower, upper = (source.get(f"algorithm.rewards_{x}_bound") for x in ("lower", "upper"))
     size, scale = source.get("algorithm.group_size", 1), reward_scale(source)
-    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)):
-        kept = [k for k in range(size + 1) if lower <= scale * k / size <= upper]
-        if kept != list(range(1, size)):
-            return Reason(
-                f"keeps groups of {size} with {show(kept)} successes there, which no option here"
-                " does; group_filter=success keeps all mixed ones"
-            )
+    if not filters_mixed_groups(lower, upper, size=size, scale=scale):
+        return Reason(
+            f"keeps groups of {size} with a mean reward from {show(lower)} to {show(upper)} there,"
+            " which no option here does; group_filter=success keeps all mixed ones"
+        )
     return {"algorithm.group_filter": "success", "algorithm.group_filter_rounds": 1}
+
+
+def filters_mixed_groups(lower: Any, upper: Any, *, size: int, scale: float = 1.0) -> bool:
+    """Return whether bounds of a group's mean reward keep the groups of unequal success."""
+    if not isinstance(lower, (int, float)) or not isinstance(upper, (int, float)):
+        return True
+    kept = [k for k in range(size + 1) if lower <= scale * k / size <= upper]
+    return kept == list(range(1, size))
 
 
 def reward_scale(source: Source) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from embodied_ppo.tools.import_config import rules
-from embodied_ppo.tools.import_config.table import REASONS, Answer, Reason, Source, load
+from embodied_ppo.tools.import_config.simplevla import is_simplevla, simplevla
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, Reason, Source, load
 
 ACTOR = "actor_rollout_ref.actor"
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
@@ -119,6 +120,11 @@ def grader(value: Any, source: Source) -> Any:
     return f"{value}:{source.get('custom_reward_function.name', 'compute_score')}"
 
 
+def variant(source: Source, file: str) -> Framework:
+    """Return VERL, or SimpleVLA-RL's options for its scripts. Raises ConfigError."""
+    return simplevla(source, file, VERL.rules) if is_simplevla(source) else VERL
+
+
 VERL = load(
     "verl",
     {
@@ -130,4 +136,5 @@ VERL = load(
         "warmup_fraction": rules.warmup_fraction(updates),
     },
     differences=differences_of,
+    variant=variant,
 )

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import fake_libero
 import pytest
@@ -20,6 +21,9 @@ from embodied_ppo.commands import main
 from embodied_ppo.tools.import_config import convert
 from tests.tools.import_config.test_rlinf_files import FILES, READY
 
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libero") is not None, reason="LIBERO itself is installed"
+)
 REPRESENTATIVES = (
     "libero_spatial_ppo_openpi",
     "libero_10_grpo_openpi_pi05",
@@ -40,22 +44,11 @@ def write_model(folder: Path, name: str, unnorm_key: str | None) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libero") is not None, reason="LIBERO is installed")
-@pytest.mark.parametrize(
-    "name", READY if os.environ.get("RLINF_ALL") else [*map(str, REPRESENTATIVES)]
-)
-def test_file_trains_two_updates(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_libero.install(tmp_path / "packages", monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    Path("file.yaml").write_text(json.dumps(run_helpers.nested(FILES[name])))
-    assert main.main(["import-config", "rlinf", "file.yaml", "--out", "experiment/x.yaml"]) == 0
-    options = convert.convert("rlinf", "file.yaml").options
+def train_tiny(options: dict[str, Any], folder: Path, name: str, **more: Any) -> list[Any]:
+    """Train experiment/x.yaml below the current folder for two updates; return their metrics."""
     chunk, group = options["env.action_chunk"], options["algorithm.group_size"]
     envs = max(2, group)
-    small = {
+    small: dict[str, Any] = {
         "env.num_envs": envs,
         "env.max_episode_steps": 2 * chunk,
         "env.image_size": 32,
@@ -69,18 +62,91 @@ def test_file_trains_two_updates(
         "evaluation.video_episodes": 0,
         "updates": 2,
         "run_dir": "run",
+        "device": "cpu",
+        **more,
     }
     if "model.checkpoint" in options:
         key = options.get("model.unnorm_key")
-        small["model.checkpoint"] = write_model(tmp_path / "model", name, key)
+        small["model.checkpoint"] = write_model(folder, name, key)
         small |= {} if key is None else {"model.bins": 16}
-    arguments = ["train", "--config-dir", ".", "experiment=x", "~cluster.component_placement"]
-    arguments += [f"{path}={value}" for path, value in small.items()]
-    assert main.main([*arguments, "device=cpu"]) == 0, capsys.readouterr().err
+    arguments = ["train", "--config-dir", ".", "experiment=x"]
+    if "cluster.component_placement" in options:
+        arguments.append("~cluster.component_placement")
+    assert main.main([*arguments, *(f"{path}={value}" for path, value in small.items())]) == 0
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if "policy/loss" in row]
     assert len(trained) == 2
-    for row in trained:
-        assert row["rollout/episodes"] == 3 * envs
-        if group > 1:  # the successes of a group differ, and its groups are not whitened again
-            assert 0 <= row["rollout/groups_dropped"] <= 3 * envs // group
+    return trained
+
+
+@pytest.fixture(autouse=True)
+def tiny_libero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in an empty folder, with the recorded interface of LIBERO."""
+    fake_libero.install(tmp_path / "packages", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READY if os.environ.get("RLINF_ALL") else REPRESENTATIVES)
+def test_file_trains_two_updates(name: str, tmp_path: Path) -> None:
+    Path("file.yaml").write_text(json.dumps(run_helpers.nested(FILES[name])))
+    assert main.main(["import-config", "rlinf", "file.yaml", "--out", "experiment/x.yaml"]) == 0
+    options = convert.convert("rlinf", "file.yaml").options
+    for row in train_tiny(options, tmp_path / "model", name):
+        group = options["algorithm.group_size"]
+        assert row["rollout/episodes"] == 3 * max(2, group)
+        if group > 1:
+            assert 0 <= row["rollout/groups_dropped"] <= 3 * max(2, group) // group
+
+
+SIMPLEVLA = """
+DATASET_NAME="{suite}"
+python -u -m verl.trainer.main_ppo \\
+    data.task_suite_name=$DATASET_NAME data.n_samples=8 data.filter_accuracy=True \\
+    data.accuracy_lower_bound=0.1 data.accuracy_upper_bound=0.9 data.train_batch_size=64 \\
+    data.val_batch_size=496 actor_rollout_ref.model.path=sft \\
+    actor_rollout_ref.model.vla=openvla-oft \\
+    actor_rollout_ref.model.action_token_len=7 actor_rollout_ref.model.action_chunks_len=8 \\
+    actor_rollout_ref.actor.optim.lr=5e-6 actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size=1 actor_rollout_ref.actor.grad_clip=1 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.clip_ratio_low=0.2 \\
+    actor_rollout_ref.rollout.num_images_in_input=1 actor_rollout_ref.rollout.use_proprio=False \\
+    actor_rollout_ref.rollout.temperature=1.6 actor_rollout_ref.rollout.unnorm_key=$DATASET_NAME \\
+    actor_rollout_ref.rollout.num_steps_wait=10 actor_rollout_ref.rollout.center_crop=True \\
+    trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=25 trainer.test_freq=4 \\
+    trainer.total_epochs=100 algorithm.adv_estimator=grpo
+"""
+
+
+@pytest.mark.slow
+def test_script_of_simplevla_becomes_an_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.sh").write_text(SIMPLEVLA.format(suite="libero_10"))
+    assert main.main(["import-config", "verl", "run.sh", "--out", "experiment/x.yaml"]) == 0
+    result = convert.convert("verl", "run.sh")
+    assert result.mode == "embodied" and set(result.to_write) == {"updates"}
+    assert result.conflict is None and not result.refused and not result.unknown
+    expected = {
+        "env.id": "libero/libero_10",
+        "env.num_envs": 64,
+        "algorithm.rollout_epoch": 8,  # 64 prompts x 8 samples = 512 episodes
+        "algorithm.horizon": 64,
+        "algorithm.global_batch_size": 128 * 64,  # 128 trajectories
+        "algorithm.minibatch_unit": "column",
+        "algorithm.loss_agg_func": "trajectory-mean",
+        "algorithm.normalize_advantages": False,
+        "algorithm.group_filter": "success",
+        "model.unnorm_key": "libero_10_no_noops",
+        "model.omit_stop_token": False,
+        "model.temperature": 1.6,
+        "eval_every": 4,
+    }
+    assert {path: result.options[path] for path in expected} == expected
+    rounds = {"algorithm.group_filter_rounds": 2}
+    train_tiny(result.options, tmp_path / "model", "oft", **rounds)
+    # RoboTwin has no adapter.
+    Path("twin.sh").write_text(SIMPLEVLA.format(suite="robotwin2_lift_pot"))
+    capsys.readouterr()
+    assert main.main(["import-config", "verl", "twin.sh", "--out", "twin.yaml"]) == 2
+    assert "robotwin2_lift_pot" in capsys.readouterr().err and not Path("twin.yaml").exists()
