@@ -16,7 +16,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -271,13 +270,6 @@ class VectorEnv(ABC):
     def mechanism(self) -> dict[str, Any]:
         """Return joints, actuators and names of observations of our own tasks, else {}."""
         return {}
-
-    def write_scene(self, folder: Path) -> None:
-        """Write the model of one of our own tasks as ``folder``/scene.xml.
-
-        Raises OSError or ValueError where one of its files cannot be copied or read.
-        """
-        raise ValueError("the simulator has no MJCF")
 
     def joint_state(self) -> dict[str, Tensor]:
         """Return positions and velocities [N, ..] of our own tasks, else {}."""

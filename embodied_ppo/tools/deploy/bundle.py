@@ -16,7 +16,6 @@ scene/scene.xml                 the model of the training
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -67,11 +66,6 @@ EPISODES, STEPS = 4, 100
 """Environments that are recorded, and steps of each."""
 TRACKING_S = 10.0
 """Longest episode in the evaluation of the tracking error."""
-TRACKED = 3
-"""Episodes of each command in it."""
-HERE = Path(__file__).parent
-ROBOT_FILES = ("robot_loop.py", "mujoco_robot.py", "robot_unitree.py", "robot_ros2.py")
-"""Files of this folder that run a policy on a robot."""
 TOLERANCE = 1e-6
 """Largest difference of an action in the replay, as a share of the range of its dimension."""
 ROUNDING = 8
@@ -209,22 +203,26 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
             _write_onnx(exported, specs, out / "policy.onnx")
             arrays: dict[str, Any] = golden
             np.savez_compressed(out / "golden.npz", **arrays)
-            shutil.copyfile(HERE / "run_policy.py", out / "run_policy.py")
+            shutil.copyfile(run_policy.__file__, out / "run_policy.py")
             _write_info(info, out)
             difference = _set_tolerances(info, golden, out)
             if robot is not None:
-                _write_robot(info, env, out)
+                robot_section.write_files(info, env.simulator, out)
     finally:
         env.close()
     if robot is not None:
-        simulation = run_policy.load_file(out / "mujoco_robot.py")
         commands = robot_section.tracking_commands(info)
         config = replace(env_config, realism=nominal, randomize=False, ranges={})
-        env = _make_env(run, config, task, TRACKED * len(commands))
+        env = _make_env(run, config, task, len(commands))
         try:
-            robot["tracking"] = _track(policy, env, exported, info, golden, commands, simulation)
-            if not env_config.randomize:
-                _check_observation(info, golden, env, out, simulation)
+            simulator: Any = env.simulator
+            if robot["command_names"]:
+                simulator.hold_variables({"command": torch.tensor(commands)})
+            step_s = info["control"]["step_s"]
+            length = min(round(TRACKING_S / step_s), env.max_episode_steps or STEPS)
+            rows = _record(policy, env, exported, length)
+            exact = None if env_config.randomize else golden
+            robot_section.measure(info, simulator.physics.model, commands, rows, exact, out)
         finally:
             env.close()
     with report_write_errors(out):
@@ -296,101 +294,7 @@ def _record(
     return {name: x[mask] for name, x in arrays.items()}
 
 
-def _track(
-    policy: ActorCritic,
-    env: VectorEnv,
-    exported: Exported,
-    info: Mapping[str, Any],
-    golden: Mapping[str, np.ndarray],
-    commands: Sequence[Sequence[float]],
-    simulation: Any,
-) -> list[dict[str, Any]]:
-    """Return each command with tracking errors and durations of its episodes in ``env``.
-
-    It also sets the limits of the joints' velocities.
-    """
-    robot, step_s = info["robot"], info["control"]["step_s"]
-    simulator: Any = env.simulator
-    if robot["command_names"]:
-        simulator.hold_variables({"command": torch.tensor(commands).repeat(TRACKED, 1)})
-    seconds = min(TRACKING_S, (env.max_episode_steps or math.inf) * step_s)
-    rows = _record(policy, env, exported, round(seconds / step_s))
-    speeds = np.concatenate([golden["state/qvel"], rows["state/qvel"]])
-    robot["velocity_limit"] = robot_section.velocity_limits(info, speeds)
-    device = simulation.MujocoRobot(info, copy.copy(simulator.physics.model))
-    tracking = []
-    for i, command in enumerate(commands):
-        errors, seconds = [], []
-        for world in range(i, TRACKED * len(commands), len(commands)):
-            own, states = rows["episode"] == world, []  # the first episode of this environment
-            for qpos, qvel in zip(rows["state/qpos"][own], rows["state/qvel"][own], strict=True):
-                device.reset(qpos, qvel)
-                states.append(device.measure())
-            state = {k: np.stack([x[k] for x in states]) for k in states[0]}
-            errors.append(simulation.tracking_error(robot, command, state, step_s))
-            seconds.append(len(states) * step_s)
-        row = {"command": list(command), "errors": errors, "seconds": seconds}
-        tracking.append(row)
-    return tracking
-
-
-def _check_observation(
-    info: Mapping[str, Any],
-    golden: Mapping[str, np.ndarray],
-    env: VectorEnv,
-    out: Path,
-    simulation: Any,
-) -> None:
-    """Raise ConfigError where the generated observation is not that of the trace.
-
-    Command, last action and sensors do not follow from positions and velocities.
-    """
-    if not info["observation_parts"]:
-        return
-    (spec,) = [x for x in info["inputs"] if x["role"] == "observation"]
-    simulator: Any = env.simulator
-    device = simulation.MujocoRobot(info, copy.copy(simulator.physics.model))
-    observe = run_policy.load_file(out / "observation.py").observe
-    gravity = run_policy.load_file(out / "robot_loop.py").gravity
-    noise, unknown = (
-        np.array(info["robot"]["noise"] or [0.0]),
-        np.full(len(info["actuators"]), np.nan),
-    )
-    expected, differs = golden[f"observation/{spec['name']}"], np.zeros(spec["shape"], bool)
-    for row, qpos, qvel in zip(expected, golden["state/qpos"], golden["state/qvel"], strict=True):
-        device.reset(qpos, qvel)
-        state = device.measure()
-        if "quaternion" in state:
-            state["gravity"] = gravity(state["quaternion"])
-        state |= {"sensors": np.nan * state.get("sensors", 0), "last_action": unknown}
-        state["phase"] = np.full(2, np.nan)
-        state["command"] = np.full(len(info["robot"]["command_names"]), np.nan)
-        differs |= np.abs(observe(state) - row) > noise + 1e-4 * (1 + np.abs(row))  # not NaN
-    if differs.any():
-        names = [name for name, wrong in zip(spec["names"], differs, strict=True) if wrong]
-        raise ConfigError(
-            f"correct {info['task']}.observation_parts: observe() returns other values of"
-            f" {', '.join(names)}"
-        )
-
-
 # ------------------------------------------------------------------------------------------- files
-def _write_robot(info: Mapping[str, Any], env: VectorEnv, out: Path) -> None:
-    """Write the files that run the policy on a robot."""
-    for name in ROBOT_FILES:
-        shutil.copyfile(HERE / name, out / name)
-    for name, source in (
-        ("observation.py", robot_section.observation_source(info)),
-        ("my_robot.py", robot_section.robot_source(info)),
-    ):
-        (out / name).write_text(source, encoding="utf-8")
-    try:
-        env.simulator.write_scene(out / "scene")
-    except (OSError, ValueError) as error:
-        shutil.rmtree(out / "scene", ignore_errors=True)
-        warnings.warn(f"export: no scene.xml: {one_line(error)}", stacklevel=2)
-
-
 def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) -> None:
     """Write policy.onnx with a free batch dimension."""
     arrays = [torch.zeros(2, *spec.shape, dtype=spec.dtype) for spec in specs.values()]

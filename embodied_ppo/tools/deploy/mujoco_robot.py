@@ -98,6 +98,9 @@ class MujocoRobot(Robot):
             else:
                 model.actuator_biastype[index] = int(mujoco.mjtBias.mjBIAS_AFFINE)
                 model.actuator_biasprm[index, 0] = 0.0
+                # Scenes with stiffer servos have more damping in the joint, which is part of kd.
+                dof = model.jnt_dofadr[joint]
+                model.dof_damping[dof] = min(model.dof_damping[dof], described["kd"])
         return index
 
     def reset(self, qpos=None, qvel=None):

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ START_S = 5.0
 """Longest time until the first measurement."""
 RAMP_S, MAX_TILT_DEG = 3.0, 60.0
 """Time in which the robot moves to its home posture, and largest tilt of the IMU."""
+RANGE_SHARE, BOUNDS = 0.05, (("low", -1.0), ("high", 1.0))
+"""Largest share of the rows of a log in which a number is outside of its range in the trace."""
 RAMP, POLICY = 0, 1
 """Phases in the log."""
 
@@ -95,7 +98,7 @@ class RobotLoop:
         *,
         command=None,
         seconds=None,
-        ramp_s=RAMP_S,
+        ramp_s=None,
         watchdog_s=None,
         max_tilt_deg=MAX_TILT_DEG,
         protect=True,
@@ -109,7 +112,7 @@ class RobotLoop:
             observe: Function of the state that returns the observation, see observation.py.
             command: The command [C]; None: zeros.
             seconds: Duration after the ramp; None: until it is stopped.
-            ramp_s: Duration of the movement to the home posture.
+            ramp_s: Duration of the movement to the home posture; None: 3 s.
             watchdog_s: The loop ends before a measurement is older than this, or targets are lost
                 for so long; None: 0.1 s, and at least 5 control steps more than the delays of
                 the training.
@@ -125,7 +128,10 @@ class RobotLoop:
         info, section = policy.info, robot_section(policy.info)
         self.section, self.step_s = section, info["control"]["step_s"]
         self.max_steps = None if seconds is None else round(seconds / self.step_s)
-        self.ramp_s, self.cos_tilt = ramp_s, np.cos(np.deg2rad(max_tilt_deg))
+        self.ramp_s, self.cos_tilt = (
+            RAMP_S if ramp_s is None else ramp_s,
+            np.cos(np.deg2rad(max_tilt_deg)),
+        )
         least = (section["obs_delay"] + section["action_delay_steps"] + 3) * self.step_s
         self.watchdog_s = max(0.1, least + 2 * self.step_s) if watchdog_s is None else watchdog_s
         if self.watchdog_s < least:
@@ -289,7 +295,7 @@ class RobotLoop:
         else:
             action, observation = self._act()
             target = np.clip(self.offset + self.scale * action, self.least, self.most)
-        raw, velocity = target, self.state["joint_velocities"]
+        velocity = self.state["joint_velocities"]
         velocity = np.where(self.joint_of >= 0, velocity[self.joint_of], 0.0)
         if self.protect:
             # |kp (target - position) - kd velocity| <= force
@@ -304,7 +310,7 @@ class RobotLoop:
         if "target" not in self.state:
             self.arrived_s = self.measured_s
         self.targets.append((now, target))
-        self._record(now, fresh, action, observation, raw, target, written, position, velocity)
+        self._record(now, fresh, action, observation, target, written, position, velocity)
         lost = max(now - self.written_s, self.measured_s - self.arrived_s)
         return f"watchdog: targets are lost for {lost:.3g} s" if lost > limit else ""
 
@@ -369,7 +375,7 @@ class RobotLoop:
         self.steps += 1
         return action, observation
 
-    def _record(self, now, fresh, action, observation, raw, target, written, position, velocity):
+    def _record(self, now, fresh, action, observation, target, written, position, velocity):
         """Append a row of the log."""
         row = {
             "time_s": now,
@@ -378,7 +384,6 @@ class RobotLoop:
             "fresh": fresh,
             "written": written,
             "action": action,
-            "raw_target": raw,
             "target": target,
             "torque": self.kp * (target - position) - self.kd * velocity,
         }
@@ -394,17 +399,89 @@ class RobotLoop:
 
 def robot_section(info):
     """Return the section "robot" of policy.json. Raises RobotError where there is none."""
-    section = info.get("robot")
-    if section is None:
+    if not info.get("robot"):
         raise RobotError(
-            "--mujoco and --loop need a task of embodied_ppo whose control is offset + scale ·"
-            f" action, one action in a step, exported in format 2: policy.json of {info['task']}"
-            " describes no such robot"
+            f"policy.json of {info['task']} describes no robot: --mujoco and --loop"
+            " need a task of embodied_ppo whose control is offset + scale · action, with one array"
+            " of observations and one action in a step, exported in format 2"
         )
-    return section
+    return info["robot"]
 
 
 def gravity(quaternion):
     """Return the direction of gravity, [3], in a frame with this orientation in the world."""
     w, x, y, z = quaternion  # minus the third row of the rotation matrix
     return np.array([2 * (w * y - x * z), -2 * (y * z + w * x), 2 * (x * x + y * y) - 1])
+
+
+def run(policy, args):
+    """Run --mujoco or --loop of run_policy.py; return the findings.
+
+    Raises:
+        RobotError, NotImplementedError: The bundle, a file or an option is not suitable.
+    """
+    load, section = sys.modules[type(policy).__module__].load_file, robot_section(policy.info)
+    observe = load(policy.folder / "observation.py").observe
+    if not policy.info["observation_parts"]:  # a stub refuses at once
+        observe({k: np.zeros(max(4, len(section["joints"]))) for k in section["reads"]})
+    common = {"command": args.command, "seconds": args.seconds, "log": args.log}
+    if args.mujoco is not None:
+        simulation = load(policy.folder / "mujoco_robot.py")
+        scene = args.mujoco or policy.folder / "scene" / "scene.xml"
+        return simulation.simulate(policy, observe, scene, **common)
+    module = load(Path(args.loop))
+    classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Robot)]
+    own = [x for x in classes if x.__module__ == module.__name__]
+    if len(own) != 1:
+        raise RobotError(f"--loop {args.loop}: write one subclass of Robot; it has {len(own)}")
+    common.update(ramp_s=args.ramp, watchdog_s=args.watchdog)
+    reason = RobotLoop(policy, own[0](policy.info), observe, **common).run()
+    print(reason)
+    return [] if reason.startswith(("finished", "signal", "key")) else [f"stopped: {reason}"]
+
+
+def compare_log(policy, log, tolerance):
+    """Return what differs in a log from what its own measurements imply, for --compare.
+
+    Observations are computed again from the measurements by observation.py, and actions from the
+    observations. Besides, the numbers of the observations must be in their ranges in the trace,
+    widened by their extent.
+    """
+    run_policy, section = sys.modules[type(policy).__module__], robot_section(policy.info)
+    rows, limits, used = run_policy.rows, run_policy.limits, log["phase"] == POLICY
+    if used.sum() < 2:
+        raise RobotError("recording: the log has no two steps of the policy")
+    log = {k: x[used] for k, x in log.items() if x.ndim}
+    findings = policy._check_rate("time_s", 1 / float(np.median(np.diff(log["time_s"]))))
+    ((name, spec),), ((output, action),) = policy.inputs.items(), policy.actions.items()
+    key, episode = f"observation/{name}", np.zeros(used.sum(), int)
+    state = {k[6:]: x for k, x in log.items() if k.startswith("state/")}
+    observe = run_policy.load_file(policy.folder / "observation.py").observe
+    implied = rows([observe({k: x[t] for k, x in state.items()}) for t in range(len(episode))])
+    arrays = {name: log[key].astype(spec["dtype"])}
+    bounds = [[s * np.inf if x is None else x for x in action[k]] for k, s in BOUNDS]
+    expected = np.clip(rows(policy.outputs_of_trace(arrays, episode)[output]), *bounds)
+    actual = rows(log["action"])
+    if section["action_rate_limit"] is not None:
+        before = np.concatenate([np.clip(0 * actual[:1], *bounds), actual[:-1]])
+        limit = np.array(section["action_rate_limit"])
+        expected = np.clip(expected, before - limit, before + limit)
+    pairs = [(key, spec, implied, rows(log[key])), ("action", action, expected, actual)]
+    for source, described, expected, actual in pairs:
+        limit = np.maximum(limits(expected, tolerance), 1e-5)
+        names = run_policy.dimension_names(described)
+        findings += run_policy.describe_differences(source, names, expected, actual, limit, episode)
+    trace, actual, names = (
+        rows(policy.golden[key]),
+        rows(log[key]),
+        run_policy.dimension_names(spec),
+    )
+    low, high = trace.min(0), trace.max(0)
+    extent = np.maximum(high - low, 1e-3)
+    outside = ((actual < low - extent) | (actual > high + extent)).mean(0)
+    return findings + [
+        f"{key}: {names[i]} is outside of its range in the trace in {outside[i]:.0%} of the rows:"
+        f" {actual[:, i].min():.3g} to {actual[:, i].max():.3g}; there it is {low[i]:.3g} to"
+        f" {high[i]:.3g}"
+        for i in np.flatnonzero(outside > RANGE_SHARE)
+    ]

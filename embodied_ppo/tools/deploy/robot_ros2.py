@@ -22,7 +22,7 @@ from std_msgs.msg import Float64MultiArray
 CONTROLLER, IMU = "forward_position_controller", "/imu_sensor_broadcaster/imu"
 
 
-class MyRobot(Robot):
+class Ros2Robot(Robot):
     def __init__(self, info):
         super().__init__(info)
         rclpy.init(signal_handler_options=SignalHandlerOptions.NO)  # Ctrl-C ends the loop

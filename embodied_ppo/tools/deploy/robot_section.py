@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from pprint import pformat
 from typing import Any
 
+import mujoco
 import numpy as np
 
+from embodied_envs.base.errors import ConfigError, one_line
 from embodied_ppo.options.schema import RealismConfig
+from embodied_ppo.tools.deploy import run_policy
+
+TRACKED = 3
+"""Episodes of each command in the evaluation of the tracking error."""
+FILES = ("robot_loop.py", "mujoco_robot.py", "robot_unitree.py", "robot_ros2.py")
+"""Files of this folder that run a policy on a robot."""
 
 LEAST_VELOCITY, VELOCITY_FACTOR = 10.0, 2.0
 """Velocity of a joint, rad/s or m/s, at which the loop stops the robot: at least the first, and the
-second times the largest one in trace and evaluation."""
+second times the largest one in the evaluation."""
 KEYS = {"gravity": "quaternion", "last_action": None, "command": None, "phase": None}
 """Quantity of an observation -> what ``Robot.read`` returns for it, where the name differs."""
 TRACKS = {
@@ -106,21 +118,113 @@ def describe(info: Mapping[str, Any], realism: RealismConfig) -> dict[str, Any] 
     }
 
 
-def velocity_limits(info: Mapping[str, Any], qvel: np.ndarray) -> list[float]:
-    """Return the velocity of each joint at which the loop stops the robot; ``qvel`` is [T, nv]."""
-    fastest, joints = np.abs(qvel).max(0), {x["name"]: x for x in info["joints"]}
-    speeds = [float(fastest[joints[name]["qvel"][0]]) for name in info["robot"]["joints"]]
-    return [max(LEAST_VELOCITY, VELOCITY_FACTOR * speed) for speed in speeds]
-
-
 def tracking_commands(info: Mapping[str, Any]) -> list[list[float]]:
-    """Return the commands of the evaluation: zeros, and each end of each range alone."""
+    """Return the commands of the evaluation: zeros, and each end of each range; TRACKED times."""
     names = info["robot"]["command_names"]
     zero = [0.0] * len(names)
     commands = [zero]
     for i, name in enumerate(names):
         commands += [[*zero[:i], float(x), *zero[i + 1 :]] for x in info["commands"][name] if x]
-    return commands
+    return commands * TRACKED
+
+
+def measure(
+    info: Mapping[str, Any],
+    model: mujoco.MjModel,
+    commands: Sequence[Sequence[float]],
+    rows: Mapping[str, np.ndarray],
+    golden: Mapping[str, np.ndarray] | None,
+    out: Path,
+) -> None:
+    """Add tracking errors and limits of velocities to the section; check observation.py.
+
+    Args:
+        info: Content of policy.json.
+        model: The model of the training.
+        commands: Commands of the episodes, from ``tracking_commands``.
+        rows: Recorded steps with these commands; row["episode"] is the index of the command.
+        golden: The trace, whose observations follow from its states; None: they do not.
+        out: Folder of the bundle.
+
+    Raises:
+        ConfigError: The generated observation is not that of the trace.
+    """
+    robot, step_s = info["robot"], info["control"]["step_s"]
+    simulation = run_policy.load_file(out / "mujoco_robot.py")
+    device = simulation.MujocoRobot(info, copy.copy(model))
+
+    def states(recorded: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+        for qpos, qvel in zip(recorded["state/qpos"], recorded["state/qvel"], strict=True):
+            device.reset(qpos, qvel)
+            yield device.measure()
+
+    fastest, joints = np.abs(rows["state/qvel"]).max(0), {x["name"]: x for x in info["joints"]}
+    speeds = [float(fastest[joints[name]["qvel"][0]]) for name in robot["joints"]]
+    robot["velocity_limit"] = [max(LEAST_VELOCITY, VELOCITY_FACTOR * speed) for speed in speeds]
+    tracking: dict[tuple[float, ...], Any] = {}
+    for i, command in enumerate(commands):
+        own = rows["episode"] == i
+        measured = list(states({k: x[own] for k, x in rows.items()}))
+        state = {k: np.stack([x[k] for x in measured]) for k in measured[0]}
+        row = tracking.setdefault(
+            tuple(command), {"command": list(command), "errors": [], "seconds": []}
+        )
+        row["errors"].append(simulation.tracking_error(robot, command, state, step_s))
+        row["seconds"].append(len(measured) * step_s)
+    robot["tracking"] = list(tracking.values())
+    if golden is None or not info["observation_parts"]:
+        return
+    (spec,) = [x for x in info["inputs"] if x["role"] == "observation"]
+    observe = run_policy.load_file(out / "observation.py").observe
+    gravity = run_policy.load_file(out / "robot_loop.py").gravity
+    # Command, last action, phase and sensors do not follow from positions and velocities.
+    unknown = {"last_action": len(info["actuators"]), "command": len(robot["command_names"])}
+    nan = {k: np.full(size, np.nan) for k, size in (unknown | {"phase": 2}).items()}
+    wrong, noise = np.zeros(spec["shape"], bool), np.array(robot["noise"] or [0.0])
+    for row, state in zip(golden[f"observation/{spec['name']}"], states(golden), strict=True):
+        if "quaternion" in state:
+            state["gravity"] = gravity(state["quaternion"])
+        difference = np.abs(observe(state | {"sensors": np.nan * state["sensors"]} | nan) - row)
+        wrong |= difference > noise + 1e-4 * (1 + np.abs(row))  # not NaN
+    if wrong.any():
+        names = ", ".join(np.array(spec["names"])[wrong])
+        raise ConfigError(
+            f"correct {info['task']}.observation_parts: observe() has other values of {names}"
+        )
+
+
+def write_files(info: Mapping[str, Any], simulator: Any, out: Path) -> None:
+    """Write the files that run the policy on a robot."""
+    for name in FILES:
+        shutil.copyfile(Path(__file__).parent / name, out / name)
+    (out / "observation.py").write_text(observation_source(info), encoding="utf-8")
+    (out / "my_robot.py").write_text(robot_source(info), encoding="utf-8")
+    try:
+        _write_scene(simulator.task.spec(), out / "scene")
+    except (OSError, ValueError) as error:
+        shutil.rmtree(out / "scene", ignore_errors=True)
+        warnings.warn(f"export: no scene.xml: {one_line(error)}", stacklevel=2)
+
+
+def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
+    """Write a model as ``folder``/scene.xml, with its files beside it, and read it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source, compiler = Path(spec.modelfiledir), spec.compiler
+    for kind, elements in (
+        (compiler.meshdir, [*spec.meshes, *spec.hfields, *spec.skins]),
+        (compiler.texturedir, spec.textures),
+    ):
+        for i, element in enumerate(elements):
+            if element.file:
+                name = f"{type(element).__name__}{i}_{Path(element.file).name}"
+                shutil.copyfile(source / kind / element.file, folder / name)
+                element.file = name
+    compiler.meshdir = compiler.texturedir = ""
+    with warnings.catch_warnings():  # Gymnasium's models have a deprecated attribute
+        warnings.filterwarnings("ignore", message=".*settotalmass")
+        spec.compile()
+        (folder / "scene.xml").write_text(spec.to_xml(), encoding="utf-8")
+    mujoco.MjModel.from_xml_path(str(folder / "scene.xml"))
 
 
 # ------------------------------------------------------------------------------- generated sources

@@ -26,7 +26,7 @@ LEGS, JOINTS = ("FR", "FL", "RR", "RL"), ("hip", "thigh", "calf")
 MOTORS = {f"{leg}_{j}_joint": 3 * i + k for i, leg in enumerate(LEGS) for k, j in enumerate(JOINTS)}
 
 
-class MyRobot(Robot):
+class UnitreeRobot(Robot):
     def __init__(self, info):
         super().__init__(info)
         self.read_motors = [MOTORS[name] for name in info["robot"]["joints"]]

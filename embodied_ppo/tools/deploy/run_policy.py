@@ -34,8 +34,6 @@ NEXT = "next_"
 with this in front."""
 FORMAT, READ_FORMATS = 2, (1, 2)
 """Version of policy.json that `export` writes, and those that this file reads; 1 has no robot."""
-RANGE_SHARE = 0.05
-"""Largest share of the rows of a log in which a number is outside of its range in the trace."""
 RATE_TOLERANCE = 0.02
 """Largest relative error of the control rate."""
 TOLERANCE = 0.01
@@ -238,7 +236,7 @@ class ExportedPolicy:
         """
         given = dict(recording) if isinstance(recording, dict) else read_recording(recording)
         if "phase" in given:
-            return self._compare_log(given, tolerance)
+            return load_file(self.folder / "robot_loop.py").compare_log(self, given, tolerance)
         keys = {f"observation/{name}": spec for name, spec in self.inputs.items()}
         known = [*keys, *self.actions, "time_s"]
         unknown = [k for k in given if k not in known and k not in self.golden]
@@ -270,58 +268,6 @@ class ExportedPolicy:
             findings += self._differences(key, spec, expected, actual, limit)
         return findings
 
-    def _compare_log(self, log, tolerance):
-        """Return what differs in a log of robot_loop.py from what its own measurements imply.
-
-        Observations are computed again from the measurements by the generated observation.py,
-        actions from the observations, and targets from the actions. Besides, the numbers of the
-        observations must be in their ranges in the trace, widened by their extent.
-        """
-        used = log["phase"] == 1
-        log = {k: x[used] for k, x in log.items() if x.ndim}
-        if used.sum() < 2:
-            raise BundleError("recording: the log has no two steps of the policy")
-        findings = self._check_rate("time_s", 1 / float(np.median(np.diff(log["time_s"]))))
-        (name,), (spec,) = self.inputs, self.inputs.values()
-        key, episode = f"observation/{name}", np.zeros(used.sum(), int)
-        actual, names = rows(log[key]), dimension_names(spec)
-        if self.info.get("observation_parts"):
-            observe = load_file(self.folder / "observation.py").observe
-            state = {k[6:]: x for k, x in log.items() if k.startswith("state/")}
-            expected = rows(
-                [observe({k: x[t] for k, x in state.items()}) for t in range(len(actual))]
-            )
-            limit = limits(expected, tolerance)
-            findings += describe_differences(key, names, expected, actual, limit, episode)
-        trace = rows(self.golden[key])
-        low, high = trace.min(0), trace.max(0)
-        extent = np.maximum(high - low, 1e-3)
-        outside = ((actual < low - extent) | (actual > high + extent)).mean(0)
-        for i in np.flatnonzero(outside > RANGE_SHARE):
-            findings.append(
-                f"{key}: {names[i]} is outside of its range in the trace in {outside[i]:.0%} of the"
-                f" rows: {actual[:, i].min():.3g} to {actual[:, i].max():.3g}, trace"
-                f" {low[i]:.3g} to {high[i]:.3g}"
-            )
-        outputs = self.outputs_of_trace({name: log[key].astype(spec["dtype"])}, episode)
-        (action,) = self.actions.values()
-        control, section = self.info["ctrl_of_action"], self.info["robot"]
-        expected, names = rows(outputs[action["name"]]), dimension_names(action)
-        if section["action_rate_limit"] is None:
-            low = [-np.inf if x is None else x for x in action["low"]]
-            high = [np.inf if x is None else x for x in action["high"]]
-            expected, actual = np.clip(expected, low, high), rows(log["action"])
-            limit = np.maximum(limits(expected, tolerance), 1e-5)
-            findings += describe_differences("action", names, expected, actual, limit, episode)
-        expected = control["offset"] + np.array(control["scale"]) * log["action"]
-        limit = np.maximum(limits(expected, tolerance), 1e-5)
-        names = [actuator["name"] for actuator in self.info["actuators"]]
-        ranges = [a["range"] or (-np.inf, np.inf) for a in self.info["actuators"]]
-        expected = np.clip(expected, *np.array(ranges, float).T)
-        return findings + describe_differences(
-            "target", names, expected, rows(log["raw_target"]), limit, episode
-        )
-
     def _differences(self, key, spec, expected, actual, limit):
         """Return the findings of an array for the first rows of the trace."""
         episode = self.golden["episode"][: len(expected)]
@@ -351,8 +297,7 @@ class ExportedPolicy:
         info = json.loads((self.folder / "policy.json").read_text(encoding="utf-8"))
         if info.get("format") not in READ_FORMATS:
             raise BundleError(
-                f"policy.json: format {info.get('format')}; this run_policy.py reads"
-                f" {READ_FORMATS}, so use the one of the same folder"
+                f"policy.json: format {info.get('format')}; use the run_policy.py of its folder"
             )
         return info
 
@@ -601,11 +546,11 @@ def main(arguments=None):
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of --compare")
     parser.add_argument("--expected-hz", type=float, help="control rate of the caller")
     parser.add_argument("--mujoco", metavar="SCENE", nargs="?", const="", help="run it in MuJoCo")
-    parser.add_argument("--loop", metavar="FILE", help="run it on the robot MyRobot of a file")
+    parser.add_argument("--loop", metavar="FILE", help="run it on the robot of a file")
     parser.add_argument("--command", type=float, nargs="+", help="of --mujoco and --loop")
     parser.add_argument("--seconds", type=float, help="duration of --mujoco and --loop")
     parser.add_argument("--log", metavar="NPZ", help="log that --mujoco or --loop writes")
-    parser.add_argument("--ramp", type=float, default=3.0, help="s to the home posture (--loop)")
+    parser.add_argument("--ramp", type=float, help="time to the home posture of --loop, s")
     parser.add_argument("--watchdog", type=float, help="longest time without measurements, s")
     args = parser.parse_args(arguments)
     try:
@@ -613,8 +558,8 @@ def main(arguments=None):
         print(f"replayed {len(policy.golden['episode'])} steps: no difference")
         findings = policy.compare(args.compare, args.tolerance) if args.compare else []
         if args.mujoco is not None or args.loop:
-            findings += run_robot(policy, args)
-    except (BundleError, NotImplementedError) as error:
+            findings += load_file(policy.folder / "robot_loop.py").run(policy, args)
+    except (ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for line in findings:
@@ -624,46 +569,18 @@ def main(arguments=None):
     return 1 if findings else 0
 
 
-def run_robot(policy, args):
-    """Run the policy in MuJoCo or on a robot; return the findings."""
-    if not (policy.folder / "robot_loop.py").is_file() or not policy.info.get("robot"):
-        raise BundleError(
-            f"--mujoco and --loop: policy.json of {policy.info['task']} describes no robot: they"
-            " need a task of embodied_ppo with target = offset + scale · action, one array of"
-            " observations, one action in a step, and an export in format 2"
-        )
-    observe = load_file(policy.folder / "observation.py").observe
-    loop = load_file(policy.folder / "robot_loop.py")
-    if not policy.info["observation_parts"]:  # a stub refuses at once
-        shapes = {"joint_positions": len(policy.info["robot"]["joints"])}
-        observe({k: np.zeros(shapes.get(k, 3)) for k in policy.info["robot"]["reads"]})
-    common = {"command": args.command, "seconds": args.seconds, "log": args.log}
-    try:
-        if args.mujoco is not None:
-            simulation = load_file(policy.folder / "mujoco_robot.py")
-            scene = args.mujoco or policy.folder / "scene" / "scene.xml"
-            return simulation.simulate(policy, observe, scene, **common)
-        robot = load_file(Path(args.loop)).MyRobot(policy.info)
-        common.update(ramp_s=args.ramp, watchdog_s=args.watchdog)
-        reason = loop.RobotLoop(policy, robot, observe, **common).run()
-    except loop.RobotError as error:
-        raise BundleError(str(error)) from error
-    print(reason)
-    return [] if reason.startswith(("finished", "signal", "key")) else [f"stopped: {reason}"]
-
-
 def load_file(path):
     """Import a file of the bundle, or one that imports such files."""
-    if not path.is_file():
-        raise BundleError(f"{path}: does not exist")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    sys.path[:0] = {str(path.resolve().parent)} - set(sys.path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise BundleError(f"{path}: does not exist; format 1 has no such file") from None
+    except Exception as error:
+        raise BundleError(f"{path}: {type(error).__name__}: {error}") from error
     return module
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import mujoco
@@ -13,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_envs.tasks.task import Task
+from embodied_envs.robots.robot_model import RobotModel
+from embodied_envs.tasks.task import State, Task
 
 JOINTS = {
     mujoco.mjtJoint.mjJNT_FREE: ("free", 7, 6, "m and quaternion"),
@@ -23,6 +22,8 @@ JOINTS = {
 }
 """Type of a joint -> its name, its positions, its velocities, unit of the positions."""
 NO_STATE = int(mujoco.mjtDyn.mjDYN_NONE)
+FRAMES = ("velocity", "angular_velocity", "gravity")
+"""Quantities of an observation in the frame of a body or site."""
 PROBE = 0.05
 """Action with which the relation of action and ctrl is measured, as a share of its bounds."""
 
@@ -143,27 +144,40 @@ def frame(model: mujoco.MjModel, name: str) -> dict[str, Any]:
     return {"body": body, "pos": pos, "quat": quat}
 
 
-def write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
-    """Write a model as ``folder``/scene.xml, with its files beside it.
+def describe(
+    task: Task, model: mujoco.MjModel, state: State, bounds: tuple[Sequence[float], Sequence[float]]
+) -> dict[str, Any]:
+    """Return joints, actuators, the relation of action and ctrl, names, units and parts of the
+    task's observation, and the physics steps, as plain data.
 
-    Raises:
-        OSError: A file cannot be copied.
-        ValueError: MuJoCo refuses what was written.
+    The home posture is the start of an episode in the middle of the range of each number.
+
+    Args:
+        task: The task.
+        model: Its compiled model.
+        state: The state that ``control`` reads, [N, ..].
+        bounds: Lowest and highest action, [A].
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    source, compiler = Path(spec.modelfiledir), spec.compiler
-    for kind, elements in (
-        (compiler.meshdir, [*spec.meshes, *spec.hfields, *spec.skins]),
-        (compiler.texturedir, spec.textures),
-    ):
-        for i, element in enumerate(elements):
-            if element.file:
-                name = f"{type(element).__name__}{i}_{Path(element.file).name}"
-                shutil.copyfile(source / kind / element.file, folder / name)
-                element.file = name
-    compiler.meshdir = compiler.texturedir = ""
-    with warnings.catch_warnings():  # Gymnasium's models have a deprecated attribute
-        warnings.filterwarnings("ignore", message=".*settotalmass")
-        spec.compile()
-        (folder / "scene.xml").write_text(spec.to_xml(), encoding="utf-8")
-    mujoco.MjModel.from_xml_path(str(folder / "scene.xml"))
+    low, high = map(torch.tensor, bounds)
+    middle = torch.full((1, task.reset_noise), 0.5).to(state["qpos"])
+    home = task.reset(middle).get("qpos")
+    parts, base = task.observation_parts(model), RobotModel(model).base
+    frames = {x.names[0] for x in parts if x.quantity in FRAMES}
+    trunk = None if base is None else model.body(base).name
+    imu = frames.pop() if len(frames) == 1 else trunk
+    return {
+        "joints": joints(model, (model.qpos0 if home is None else home[0]).tolist()),
+        "actuators": actuators(model),
+        "observation_names": task.observation_names(model),
+        "ctrl_of_action": control_of_action(task, state, low, high),
+        "observation_parts": [] if frames else [asdict(part) for part in parts],
+        "commands": {name: list(ends) for name, ends in task.commands.items()},
+        "frame": None if imu is None else frame(model, imu),
+        "base": None if trunk is None else frame(model, trunk),
+        "physics": {
+            "step_s": float(model.opt.timestep),
+            "steps": task.decimation,
+            "integrator": mujoco.mjtIntegrator(model.opt.integrator).name.removeprefix("mjINT_"),
+            "iterations": int(model.opt.iterations),
+        },
+    }

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import mujoco
 import torch
 from torch import Tensor
 
@@ -22,15 +19,12 @@ from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.physics.joint_offsets import JointOffsets
 from embodied_envs.physics.pushes import Pushes
 from embodied_envs.physics.task_validation import PRIVILEGED, STATE, TaskValidator
-from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.tasks.task import Task
 from embodied_envs.types import ArraySpec, Box, Obs, Step, VectorEnv
 
 HUGE = 1e10
 """A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
-FRAMES = ("velocity", "angular_velocity", "gravity")
-"""Quantities of an observation in the frame of a body or site."""
 PUSH_INTERVAL_S = (5.0, 10.0)
 """Bounds of the time before the first push of an episode and between two, at least one step."""
 
@@ -305,37 +299,10 @@ class MujocoEnv(VectorEnv):
             self.physics.close()
 
     def mechanism(self) -> dict[str, Any]:
-        """Return joints, actuators, the relation of action and ctrl, names, units and parts of the
-        task's observation, and the physics steps, as plain data.
-
-        The home posture is the start of an episode in the middle of the range of each number.
-        """
-        model, box, task = self.physics.model, self.action_spec, self.task
+        """Return what ``mechanism.describe`` returns for the task."""
+        box = self.action_spec
         assert isinstance(box, Box)
-        low, high = torch.tensor(box.low), torch.tensor(box.high)
-        middle = torch.full((1, task.reset_noise), 0.5).to(self.s["qpos"])
-        home = task.reset(middle).get("qpos")
-        parts = task.observation_parts(model)
-        frames, base = {p.names[0] for p in parts if p.quantity in FRAMES}, RobotModel(model).base
-        base = None if base is None else model.body(base).name
-        imu = frames.pop() if len(frames) == 1 else base
-        option = model.opt
-        return {
-            "joints": mechanism.joints(model, (model.qpos0 if home is None else home[0]).tolist()),
-            "actuators": mechanism.actuators(model),
-            "observation_names": self.task.observation_names(model),
-            "ctrl_of_action": mechanism.control_of_action(self.task, self.s, low, high),
-            "observation_parts": [] if len(frames) > 1 else [asdict(part) for part in parts],
-            "commands": {name: list(bounds) for name, bounds in task.commands.items()},
-            "frame": None if imu is None else mechanism.frame(model, imu),
-            "base": None if base is None else mechanism.frame(model, base),
-            "physics": {
-                "step_s": float(option.timestep),
-                "steps": task.decimation,
-                "integrator": mujoco.mjtIntegrator(option.integrator).name.removeprefix("mjINT_"),
-                "iterations": int(option.iterations),
-            },
-        }
+        return mechanism.describe(self.task, self.physics.model, self.s, (box.low, box.high))
 
     def hold_variables(self, values: Mapping[str, Tensor]) -> None:
         """Keep variables of the task, such as the command, at ``values`` [N, ..] from now on.
@@ -350,10 +317,6 @@ class MujocoEnv(VectorEnv):
         """Set the held variables."""
         for name, value in self._held.items():
             self.s[name].copy_(value)
-
-    def write_scene(self, folder: Path) -> None:
-        """See ``VectorEnv``."""
-        mechanism.write_scene(self.task.spec(), folder)
 
     def joint_state(self) -> dict[str, Tensor]:
         """See ``VectorEnv``."""

@@ -23,7 +23,7 @@ from toy_robots import QUADRUPED
 from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.options.schema import RealismConfig
 from embodied_ppo.rollout import environments
-from embodied_ppo.tools.deploy import bundle, policy_export, run_policy
+from embodied_ppo.tools.deploy import policy_export, robot_section, run_policy
 from embodied_ppo.tools.deploy.run_policy import Policy
 from embodied_ppo.training import trained_run
 
@@ -227,7 +227,7 @@ def test_a_task_without_parts_gets_a_stub(tmp_path: Path, capsys: pytest.Capture
     info |= {"format": 1, "robot": None}
     (tmp_path / "out" / "policy.json").write_text(json.dumps(info))
     assert run_policy.main(arguments[:2]) == 0 and run_policy.main(arguments) == 2
-    assert "export in format 2" in capsys.readouterr().err
+    assert "exported in format 2" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------ robot loop
@@ -265,7 +265,8 @@ def test_log_of_the_loop_agrees_with_the_policy_and_faults_in_it_are_named(
     key, first = f"observation/{name}", policy.inputs[name]["names"].index("gravity y")
     for change, message in (
         ({key: np.where(np.arange(log[key].shape[1]) == first, -1, 1) * log[key]}, "gravity y"),
-        ({"raw_target": np.rad2deg(log["raw_target"])}, "degrees instead of radians"),
+        ({"action": log["action"] * 2}, "a scale of 2"),
+        ({key: 60 * log[key]}, "outside of its range"),
         ({"time_s": 2 * log["time_s"]}, "time_s is 25 Hz"),
     ):
         findings = policy.compare({**log, **change})
@@ -450,12 +451,13 @@ def test_stub_and_wrong_options_are_refused(
     assert "NotImplementedError: my_robot.py: write read()" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["run_policy.py", *bundle.ROBOT_FILES])
+@pytest.mark.parametrize("name", ["run_policy.py", *robot_section.FILES])
 def test_files_of_the_bundle_are_python_3_8(name: str, tmp_path: Path) -> None:
     file = Path(run_policy.__file__).parent / name
     module = ast.parse(file.read_text(), feature_version=(3, 8))
     classes = {x.name: x for x in module.body if isinstance(x, ast.ClassDef)}
     if name in ("robot_unitree.py", "robot_ros2.py"):
-        methods = {x.name for x in classes["MyRobot"].body if isinstance(x, ast.FunctionDef)}
+        (robot,) = classes.values()
+        methods = {x.name for x in robot.body if isinstance(x, ast.FunctionDef)}
         assert {"__init__", "read", "write", "stop"} <= methods
     shutil.copyfile(file, tmp_path / name)
