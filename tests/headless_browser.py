@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ class Browser:
         problems: Its errors, warnings and refused requests.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Start the browser; its own files go to ``folder``."""
+    def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
+        """Start the browser with further ``flags``; its own files go to ``folder``."""
         to_browser, from_browser = os.pipe(), os.pipe()
         self._out, self._in = to_browser[1], from_browser[0]
         # The browser reads commands from descriptor 3 and writes to descriptor 4.
@@ -54,6 +55,7 @@ class Browser:
         command = [
             chromium_path(),
             *FLAGS,
+            *flags,
             "--remote-debugging-pipe",
             f"--user-data-dir={folder / 'profile'}",
             "about:blank",

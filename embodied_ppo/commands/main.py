@@ -56,6 +56,7 @@ COMMANDS = {
     "plan": "placement=hybrid cluster.num_nodes=2",
     "tune": "experiment=tabletop_token cluster.devices_per_node=2",
     "watch": "runs/NAME --port 8000",
+    "play": "runs/NAME/DATE-SEED agent=trained",
     "fit": "experiment=tabletop_token --devices 1 > my_configs/experiment/small.yaml",
     "doctor": "",
     "export": "checkpoint=runs/NAME/DATE-SEED out=DIR",

@@ -19,7 +19,7 @@ from embodied_ppo.evaluation.episodes import EvaluationResult, evaluation_seeds,
 from embodied_ppo.evaluation.prompt_evaluation import evaluate_prompts
 from embodied_ppo.evaluation.run_report import ReportTarget
 from embodied_ppo.options import loader, validation
-from embodied_ppo.options.schema import EvaluateConfig
+from embodied_ppo.options.schema import Config, EvaluateConfig
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.rollout import environments, language_inputs
 from embodied_ppo.rollout.generation.engine import Engine
@@ -79,12 +79,12 @@ def _measuring(out: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _evaluate_robot(
-    run: TrainedRun, options: EvaluateConfig, device: torch.device, out: Path, progress: Progress
-) -> dict[str, Any]:
-    """Evaluate the checkpoint of a robot policy; see ``evaluate``."""
-    evaluation_seeds(options.seed, options.episodes)  # raises before anything is built
-    allow = options.allow_changed_task
+def evaluated_config(run: TrainedRun, options: EvaluateConfig) -> Config:
+    """Return the options of a robot's run with the environment that an evaluation measures.
+
+    Raises:
+        ConfigError: A changed option of the environment is refused.
+    """
     base = environments.evaluation_env(run.config)
     env_config = environments.changed_env(base, environments.merged(base, options.env), "env")
     # Another task is shown to the policy in the observations of those that it has learned.
@@ -93,6 +93,16 @@ def _evaluate_robot(
         env_config = replace(env_config, tasks=trained.ids)
     config = replace(run.config, env=env_config)
     validation.check_changed_env(config, options.env)
+    return config
+
+
+def _evaluate_robot(
+    run: TrainedRun, options: EvaluateConfig, device: torch.device, out: Path, progress: Progress
+) -> dict[str, Any]:
+    """Evaluate the checkpoint of a robot policy; see ``evaluate``."""
+    evaluation_seeds(options.seed, options.episodes)  # raises before anything is built
+    config = evaluated_config(run, options)
+    env_config, allow = config.env, options.allow_changed_task
     num_envs = environments.evaluated_envs(env_config, options.num_envs)
     options = replace(options, num_envs=num_envs)
     task = robot_evaluation.evaluated_task(run, env_config, allow=allow)

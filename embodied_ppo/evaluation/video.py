@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,41 +123,73 @@ def record_video(
     return Video(path=None, reason=reason)
 
 
+class RenderProcess:
+    """A call that runs in a new interpreter, because a renderer may abort its process."""
+
+    def __init__(self, render: Callable[[], None], folder: Path) -> None:
+        """Start ``render()``.
+
+        Args:
+            render: A module's function or a partial of one, because it is pickled.
+            folder: Existing folder for the call and its messages.
+
+        Raises:
+            ValueError: ``render`` cannot be pickled; the message has the reason.
+        """
+        try:
+            (folder / "call.pickle").write_bytes(pickle.dumps(render))
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            # torch modules raise RuntimeError.
+            raise ValueError(f"policy or make_env cannot go to another process: {error}") from error
+        path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+        environment = os.environ | {"PYTHONPATH": path}
+        # Mesa's software renderer takes a third less CPU time with one thread, in the same time.
+        environment.setdefault("LP_NUM_THREADS", "1")
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        self._errors = folder / "stderr"
+        with (folder / "call.pickle").open("rb") as call, self._errors.open("wb") as stderr:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", f"import {__name__} as video; video._render_stdin()"],
+                stdin=call,
+                stdout=stderr,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,  # killpg then also ends the encoder
+            )
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Return "" or the reason why the call failed; None: it has not ended in ``timeout_s``."""
+        try:
+            code = self._child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        if code == 0:
+            return ""
+        # The last line of the traceback, or of what the renderer wrote before it aborted.
+        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        message = lines[-1].strip() if lines else "the renderer ended without a message"
+        return f"{message} (exit status {code})"
+
+    def stop(self) -> None:
+        """End the process if it runs."""
+        if self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+
 def _run_in_process(render: Callable[[], None], folder: Path, deadline_s: float) -> str:
     """Call ``render`` in a new interpreter; return "" or the reason why there is no video."""
     try:
-        message = pickle.dumps(render)
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        # torch modules raise RuntimeError.
-        return f"policy or make_env cannot go to another process: {error}"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-    # Mesa's software renderer takes a third less CPU time with one thread, and the same wall time.
-    environment.setdefault("LP_NUM_THREADS", "1")
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    errors = folder / "stderr"
-    with errors.open("wb") as stderr:
-        child = subprocess.Popen(
-            [sys.executable, "-c", f"import {__name__} as video; video._render_stdin()"],
-            stdin=subprocess.PIPE,
-            stdout=stderr,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,  # killpg then also ends the encoder
-        )
-        try:
-            child.communicate(message, timeout=deadline_s)
-        except subprocess.TimeoutExpired:
-            return f"not finished after {deadline_s:g} s; record fewer or shorter episodes"
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-    if child.returncode == 0:
-        return ""
-    # The last line of the traceback, or of what the renderer wrote before it aborted.
-    lines = errors.read_text(errors="replace").strip().splitlines()
-    message = lines[-1].strip() if lines else "the renderer ended without a message"
-    return f"{message} (exit status {child.returncode})"
+        process = RenderProcess(render, folder)
+    except ValueError as error:
+        return str(error)
+    try:
+        reason = process.wait(deadline_s)
+    finally:
+        process.stop()
+    if reason is None:
+        return f"not finished after {deadline_s:g} s; record fewer or shorter episodes"
+    return reason
 
 
 def _render_stdin() -> None:
@@ -227,3 +259,27 @@ def _frame(env: VectorEnv) -> np.ndarray:
     height, width, _ = image.shape
     padding = ((0, height % 2), (0, width % 2), (0, 0))
     return np.ascontiguousarray(np.pad(image, padding, mode="edge"))
+
+
+def render_poses(
+    make_cameras: Callable[[], Any],
+    poses: Sequence[Mapping[str, np.ndarray]],
+    fps: float,
+    folder: str,
+) -> None:
+    """Write video.mp4 of recorded poses, and a file "pictures" with one byte for each that is done.
+
+    Args:
+        make_cameras: Creates ``physics.cameras.Cameras``; training does not import MuJoCo for it.
+        poses: POSE_FIELDS of MjData for each picture.
+        fps: Pictures per second.
+        folder: Existing folder.
+    """
+    cameras = make_cameras()
+    writer = encoder(Path(folder, "video.mp4"), cameras.render_size, fps)
+    with Path(folder, "pictures").open("wb", buffering=0) as progress:
+        for pose in poses:
+            writer.send(cameras.render({k: x[None] for k, x in pose.items()}).numpy())
+            progress.write(b".")
+    writer.close()
+    cameras.close()

@@ -185,13 +185,16 @@ class GymnasiumEnv(Adapter):
             self._done = self._done & ~mask
         return self.read_obs(obs)
 
+    def first_environment(self) -> Any:
+        """Return environment 0, or the vector environment where it is in another process."""
+        env: Any = self._env.unwrapped
+        return env.envs[0] if isinstance(env, gymnasium.vector.SyncVectorEnv) else env
+
     def render(self) -> Tensor:
         """Return an image of environment 0, uint8 [H, W, 3] of ``render_size``."""
         self._check_render()
-        env: Any = self._env.unwrapped
-        env = env.envs[0] if isinstance(env, gymnasium.vector.SyncVectorEnv) else env
         try:
-            return self._to_image(env.render())
+            return self._to_image(self.first_environment().render())
         except (gymnasium.error.Error, ImportError) as error:
             raise self._error(f"it cannot be rendered: {error}") from error
 

@@ -137,7 +137,7 @@ class Cameras:
                 follows = (int(modes.mjCAMLIGHT_TRACK), int(modes.mjCAMLIGHT_TRACKCOM))
                 outside = np.isin(model.cam_mode, follows)
             if body is not None or (model.nu and not outside.any()):
-                self._follow = body or 0, 3.5 * _radius(model, body or 0)
+                self._follow = body or 0, 3.5 * robot_radius(model, body or 0)
         self._render_camera = int(outside.argmax()) if outside.any() else -1
         self._source = model
         self._canvases: dict[tuple[int, int], _Canvas] = {}
@@ -235,7 +235,7 @@ def travelling_body(model: mujoco.MjModel) -> int | None:
     return None
 
 
-def _radius(model: mujoco.MjModel, root: int) -> float:
+def robot_radius(model: mujoco.MjModel, root: int) -> float:
     """Return the distance of a robot's outermost surface from its centre of mass, m.
 
     With the world as its root the robot consists of all trees of bodies that can move.

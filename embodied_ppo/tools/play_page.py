@@ -1,0 +1,393 @@
+"""The page of ``embodied-ppo play``: the robot in 3D with controls, served by viser."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import html
+import io
+import queue
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import viser
+
+from embodied_envs.base.errors import CheckpointError, EnvError, one_line
+from embodied_envs.physics.cameras import Cameras
+from embodied_envs.robots.observation_parts import COMMAND_UNITS
+from embodied_ppo.core.errors import UsageError
+from embodied_ppo.evaluation.video import RenderProcess, render_poses
+from embodied_ppo.tools.play_scene import Scene
+from embodied_ppo.tools.play_sources import Weights
+from embodied_ppo.tools.player import AGENTS, Player, Pull
+
+HOST = "127.0.0.1"
+DRAW_S, PANEL_S, CHECKPOINT_S = 1 / 30, 0.2, 2.0
+"""Intervals of pictures, of numbers and bars, and of looking for a new checkpoint, seconds."""
+VIDEO_SIZE = (720, 1280)
+"""(height, width) of exported videos, pixels."""
+VIDEO_FPS = 30
+SPEEDS = ("1/8", "1/4", "1/2", "1", "2")
+PUSHES = {"forward": (1.0, 0.0), "back": (-1.0, 0.0), "left": (0.0, 1.0), "right": (0.0, -1.0)}
+
+
+class Page:
+    """A page that shows a player. All browsers see and control the same robot.
+
+    The library calls the functions of the controls in threads of its own. They put what the user
+    wants into a queue, which the loop reads between two steps.
+    """
+
+    def __init__(
+        self,
+        player: Player,
+        *,
+        title: str,
+        video_dir: Path,
+        port: int = 0,
+        weights: Weights | None = None,
+        episodes: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Start the server.
+
+        Args:
+            player: The world to show.
+            title: Title of the page.
+            video_dir: Folder of exported videos.
+            port: Port of the page; 0 selects a free one.
+            weights: Checkpoints that the policy follows.
+            episodes: Rows ``episodes`` of the report.json whose episodes can be replayed.
+
+        Raises:
+            UsageError: The port cannot be used.
+        """
+        self.player, self.title, self.video_dir = player, title, video_dir
+        self._weights, self._episodes = weights, {int(row["index"]): row for row in episodes}
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._export: tuple[RenderProcess, tempfile.TemporaryDirectory[str], Path] | None = None
+        self._message, self._largest, self._pictures = "", 1e-6, 0
+        with contextlib.redirect_stdout(io.StringIO()):  # the library prints a box
+            self._server = viser.ViserServer(HOST, _free_port(port), label=title, verbose=False)
+        self.address = f"http://{HOST}:{self._server.get_port()}/"
+        # Its share button would publish the page on the internet.
+        self._server.gui.configure_theme(show_share_button=False, show_logo=False)
+        self._scene = Scene(self._server, player, self._pull)
+        self._add_controls()
+
+    # ------------------------------------------------------------------------------------- the loop
+    def serve(self) -> None:
+        """Simulate in real time while a browser shows the page, until KeyboardInterrupt."""
+        drawn = panel = checked = 0.0
+        try:
+            while True:
+                self._handle_events()
+                now = time.monotonic()
+                steps = self.player.due(now)
+                if not self._server.get_clients():  # the page is closed: the robot waits
+                    time.sleep(0.05)
+                    steps = 0
+                for _ in range(steps):
+                    self._attempt(self.player.advance)
+                if now - checked >= CHECKPOINT_S:
+                    checked = now
+                    self._look_for_changes()
+                if now - drawn >= DRAW_S:
+                    drawn = now
+                    self._scene.draw(self.player.frames[self.player.shown])
+                if now - panel >= PANEL_S:
+                    panel = now
+                    self._update_panel()
+                time.sleep(max(0.001, min(0.01, self.player.step_s / self.player.speed / 2)))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop the server and an export in progress."""
+        if self._export is not None:
+            self._export[0].stop()
+            self._export[1].cleanup()
+            self._export = None
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._server.stop()
+
+    def _handle_events(self) -> None:
+        """Do what the users have asked for since the last step."""
+        while not self._events.empty():
+            self._attempt(self._events.get())
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        """Call a function; an error of policy or simulator pauses and is shown."""
+        try:
+            action()
+        except (CheckpointError, EnvError) as error:
+            self.player.paused = True
+            self._message = f"paused: {one_line(error)}"
+
+    def _look_for_changes(self) -> None:
+        """Load a new checkpoint; finish an export."""
+        if self._weights is not None:
+            self._message = self._weights.update() or self._message
+        if self._export is None:
+            return
+        process, folder, path = self._export
+        reason = process.wait(0)
+        if reason is None:
+            pictures = Path(folder.name, "pictures")
+            done = pictures.stat().st_size if pictures.exists() else 0
+            self._message = f"rendering the video: {done} of {self._pictures} pictures"
+            return
+        self._export = None
+        self._save_button.disabled = False
+        self._message = f"no video: {reason}"
+        if not reason:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(folder.name, "video.mp4").replace(path)
+            self._message = f"saved {path}"
+            self._server.send_file_download(path.name, path.read_bytes())
+        folder.cleanup()
+
+    # ------------------------------------------------------------------------------------- controls
+    def _on_change(self, handle: Any, action: Callable[[Any], None]) -> None:
+        """Call ``action`` with the new value when a user, not the program, changes a control."""
+
+        @handle.on_update
+        def _(event: Any) -> None:
+            if event.client is not None:
+                self._events.put(functools.partial(action, event.target.value))
+
+    def _on_click(self, handle: Any, action: Callable[..., None]) -> None:
+        """Call ``action`` when a user clicks a button."""
+
+        @handle.on_click
+        def _(_: Any) -> None:
+            self._events.put(action)
+
+    def _add_controls(self) -> None:
+        """Add all controls of the panel."""
+        gui, player = self._server.gui, self.player
+        self._status = gui.add_html("")
+        self._pause_button = gui.add_button("Pause")
+        self._on_click(self._pause_button, self._toggle_pause)
+        reset = gui.add_button("Next episode", hint="Start the next episode of the evaluation")
+        self._on_click(reset, player.reset)
+        speed = gui.add_dropdown("Speed", SPEEDS, initial_value="1")
+        self._on_change(speed, self._set_speed)
+        agents = AGENTS if player.policy is not None else AGENTS[1:]
+        agent = gui.add_dropdown("Agent", agents, initial_value=player.agent)
+        self._on_change(agent, self._set_agent)
+        gui.add_markdown("Drag the robot with the left mouse button to pull it.")
+        self._add_commands()
+        if player.base is not None:
+            with gui.add_folder("Push"):
+                size = gui.add_slider("Size (m/s)", 0.1, 3.0, 0.1, 1.0)
+                buttons = gui.add_button_group("Direction", tuple(PUSHES))
+
+                @buttons.on_click
+                def _(event: Any) -> None:
+                    self._events.put(lambda: self._push(event.target.value, size.value))
+
+        with gui.add_folder("Reward of a step"):
+            self._bars = gui.add_html("")
+        self._add_replay()
+        with gui.add_folder("Video"):
+            self._seconds = gui.add_number("Last seconds", 10.0, min=1.0, max=60.0, step=1.0)
+            self._save_button = gui.add_button("Save as mp4 (720p)")
+            self._on_click(self._save_button, self._save_video)
+
+    def _add_commands(self) -> None:
+        """Add one slider per command of the task."""
+        gui, player = self._server.gui, self.player
+        self._sliders: list[Any] = []
+        if not player.commands:
+            return
+        with gui.add_folder("Commands"):
+            self._drive = gui.add_checkbox(
+                "Drive", False, hint="Hold these commands instead of those of the task"
+            )
+            self._on_change(self._drive, self._set_drive)
+            for name, (low, high) in player.commands.items():
+                unit = f" ({COMMAND_UNITS[name]})" if name in COMMAND_UNITS else ""
+                low, high = (low, high) if low < high else (low - 1.0, high + 1.0)
+                step = 0.01 if high - low > 0.2 else (high - low) / 100
+                slider = gui.add_slider(f"{name}{unit}", low, high, step, max(low, min(high, 0.0)))
+                self._on_change(slider, functools.partial(self._set_command, slider))
+                self._sliders.append(slider)
+            gui.add_markdown("Arrows: command blue, velocity green.")
+            stop = gui.add_button("Zero")
+            self._on_click(stop, self._zero_command)
+
+    def _add_replay(self) -> None:
+        """Add the controls of replays: the episode and the position in it."""
+        gui = self._server.gui
+        with gui.add_folder("Replay an episode of the evaluation"):
+            if self._episodes:
+                success = {True: ", success", False: ", no success", None: ""}
+                rows = {
+                    f"{i}: return {row['return']:.4g}{success[row['success']]}": i
+                    for i, row in self._episodes.items()
+                }
+                choice = gui.add_dropdown("Episode", tuple(rows))
+                number = functools.partial(lambda: rows[choice.value])
+            else:
+                field = gui.add_number("Episode", 0, min=0, max=65_535, step=1)
+                number = functools.partial(lambda: int(field.value))
+            replay = gui.add_button("Replay")
+            self._on_click(replay, lambda: self._replay(number()))
+            self._position = gui.add_slider("Step", 0, 1, 1, 0, disabled=True)
+            self._on_change(self._position, self._seek)
+
+    def _toggle_pause(self) -> None:
+        player = self.player
+        player.paused, self._message = not player.paused, ""
+        if player.cursor is not None and player.shown == len(player.frames) - 1:
+            player.cursor = 0  # the replay starts again
+
+    def _set_speed(self, text: str) -> None:
+        numerator, _, denominator = text.partition("/")
+        self.player.speed = float(numerator) / float(denominator or 1)
+
+    def _set_agent(self, agent: str) -> None:
+        self.player.agent, self._message = agent, ""
+
+    def _set_drive(self, drives: bool) -> None:
+        """Hold the commands of the sliders, or leave them to the task."""
+        self._drive.value = drives
+        self.player.held = [slider.value for slider in self._sliders] if drives else None
+
+    def _set_command(self, slider: Any, value: float) -> None:
+        """Hold the command that a user has set, and the others as they are."""
+        slider.value = value  # the panel may have shown the task's command in the meantime
+        self._set_drive(True)
+
+    def _zero_command(self) -> None:
+        """Hold the commands that are nearest to 0."""
+        for slider in self._sliders:
+            slider.value = max(slider.min, min(slider.max, 0.0))
+        self._set_drive(True)
+
+    def _push(self, direction: str, size: float) -> None:
+        """Push the robot in a direction of its base."""
+        forward, left = PUSHES[direction]
+        data = self.player.positions(self.player.frames[-1])
+        x, y = data.xmat[self.player.base].reshape(3, 3)[:2, 0]
+        heading = np.hypot(x, y) or 1.0
+        x, y = size * x / heading, size * y / heading
+        self.player.push((forward * x - left * y, forward * y + left * x, 0.0))
+
+    def _pull(self, pull: Pull | None) -> None:
+        """Start, change or end a pull by the mouse."""
+        self._events.put(lambda: setattr(self.player, "pull", pull))
+
+    def _replay(self, number: int) -> None:
+        """Simulate an episode of the evaluation, compare it with the report, and show it."""
+        self._message = f"replay of episode {number}"
+        result, player = self.player.replay(number), self.player
+        player.paused = False
+        self._position.max, self._position.disabled = max(1, len(player.frames) - 1), False
+        self._message += f": {result.steps} steps, return {result.return_:.6g}"
+        if number in self._episodes:
+            row = self._episodes[number]
+            same = (row["initial_state"], row["length"]) == (result.initial_state, result.steps)
+            same = same and abs(row["return"] - result.return_) <= 1e-6 * abs(row["return"])
+            report = f"report: {row['length']} steps, return {row['return']:.6g}"
+            self._message += ", equal to the report" if same else f"; it differs from the {report}"
+
+    def _seek(self, step: int) -> None:
+        """Show a step of the replay and pause."""
+        if self.player.cursor is not None:
+            self.player.cursor = min(step, len(self.player.frames) - 1)
+            self.player.paused = True
+
+    def _save_video(self) -> None:
+        """Start to render the last seconds before the shown step in a process of its own."""
+        player = self.player
+        frames = list(player.frames)[: player.shown + 1]
+        frames = frames[-max(1, round(self._seconds.value / player.step_s)) :]
+        stride = max(1, round(1 / (VIDEO_FPS * player.step_s)))
+        poses = [frame.pose for frame in frames[::stride]]
+        path = self.video_dir / f"play-{time.strftime('%Y%m%d-%H%M%S')}.mp4"
+        folder = tempfile.TemporaryDirectory(prefix=".play-", dir=_parent(path))
+        fps = 1 / (stride * player.step_s)
+        cameras = functools.partial(Cameras, player.model, render_size=VIDEO_SIZE)
+        process = RenderProcess(
+            functools.partial(render_poses, cameras, poses, fps, folder.name),
+            Path(folder.name),
+        )
+        self._export, self._save_button.disabled = (process, folder, path), True
+        self._pictures = len(poses)
+
+    # -------------------------------------------------------------------------------------- numbers
+    def _update_panel(self) -> None:
+        """Show the state of the run, the reward terms and the command."""
+        player = self.player
+        frame = player.frames[player.shown]
+        self._pause_button.label = "Resume" if player.paused else "Pause"
+        checkpoint = ""
+        if self._weights is not None:
+            checkpoint = f"{self._weights.source.path.name}, "
+        where = f"episode {player.episode}, step {player.steps}"
+        if player.cursor is not None:
+            self._position.value = player.cursor
+            where = f"replay of episode {player.episode}, step {player.cursor}"
+        elif not self._position.disabled:
+            self._position.disabled = True
+        lines = [f"{checkpoint}{where}", player.ended, self._message]
+        text = "<br>".join(html.escape(line) for line in lines if line)
+        self._set_html(self._status, f'<div style="padding:0 1em;font-size:.85em">{text}</div>')
+        self._set_html(self._bars, self._bars_html(player.mean_terms(PANEL_S)))
+        if self.player.held is None:
+            for slider, value in zip(self._sliders, frame.command, strict=False):
+                slider.value = round(float(np.clip(value, slider.min, slider.max)), 2)
+
+    def _set_html(self, handle: Any, content: str) -> None:
+        if handle.content != content:
+            handle.content = content
+
+    def _bars_html(self, terms: Mapping[str, float]) -> str:
+        """Return a bar for each term; the longest bar so far has the full width."""
+        self._largest = max([self._largest, *(abs(x) for x in terms.values() if np.isfinite(x))])
+        rows = []
+        for name, value in terms.items():
+            width = 50 * min(1.0, abs(value) / self._largest) if np.isfinite(value) else 0.0
+            color, left = ("#2b8a3e", 50.0) if value >= 0 else ("#c92a2a", 50.0 - width)
+            rows.append(
+                f'<div style="overflow:hidden">{html.escape(name)}</div>'
+                '<div style="background:#8882;position:relative;height:1em;margin-top:.2em">'
+                f'<div style="position:absolute;left:{left:.1f}%;width:{width:.1f}%;height:100%;'
+                f'background:{color}"></div></div>'
+                f'<div style="text-align:right">{value:.3f}</div>'
+            )
+        style = "display:grid;grid-template-columns:9.5em 1fr 4em;gap:0 .5em;padding:0 1em;"
+        return f'<div style="{style}font-size:.75em;line-height:1.5">{"".join(rows)}</div>'
+
+
+def _free_port(port: int) -> int:
+    """Return a port that can be used, because viser would silently take the next one.
+
+    Raises:
+        UsageError: It cannot be used.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+            return probe.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"--port {port}: cannot be used ({one_line(error)}); name another port, or remove it"
+            " for a free one"
+        ) from error
+
+
+def _parent(path: Path) -> Path:
+    """Return the folder of a file, which is created, so that a rename does not copy."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvError(f"no video: {path.parent} cannot be written ({error.strerror})") from error
+    return path.parent
