@@ -128,6 +128,8 @@ class RobotMemoryEstimator(MemoryEstimator):
         # A learner alone with a share of the batch has the shapes of one of several learners.
         batch = max(1, config.algorithm.global_batch_size // learners)
         micro = min(micro_batch_size or batch, batch)
+        if config.algorithm.symmetry is not None:  # each sample has an image
+            batch, micro = 2 * batch, 2 * micro
         share = replace(config.algorithm, global_batch_size=batch, micro_batch_size=micro)
         # Only the loss of this learner is computed, so that updates and seed do not matter.
         learner = robot_ppo(self.policy, share, num_envs=episodes(config), updates=1, seed=0)

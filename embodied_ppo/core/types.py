@@ -87,12 +87,14 @@ class Evaluation:
         value: [B], or [B, C] or [B, G] as ``Decision.value``.
         logits: [B, K] for categorical policies, [B, D, K] for several choices without numbers, else
             None.
+        mean: [B, C·A], mean of the numbers (squashed_gaussian: before the tanh); None for others.
     """
 
     log_prob: Tensor
     entropy: Tensor
     value: Tensor
     logits: Tensor | None = None
+    mean: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,25 @@ class ValueBatch(Samples):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MirroredSamples:
+    """Mirror images of samples (``algorithm.symmetry``), evaluated before the update.
+
+    Attributes:
+        inputs: Encoded images of the observations.
+        action: Images of the actions.
+        replay: As in ``Batch``, of these actions.
+        log_prob: Log-probability of the image of the action.
+        value: Value of the image of the observation.
+    """
+
+    inputs: Any
+    action: Tensor
+    replay: dict[str, Tensor]
+    log_prob: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(ValueBatch):
     """What the loss of a policy reads.
 
@@ -192,6 +213,7 @@ class Batch(ValueBatch):
         share: Factor of the loss of each element, see ``losses.aggregate``; None: 1.
         ref_log_prob: Log-probability under the reference policy, None without one.
         ref_logits: Logits of the reference policy, None without one.
+        mirror: Mirror images of the samples; None without ``algorithm.symmetry``.
 
     ``value``, ``advantage``, ``returns`` and ``mask`` are [.., C] where each action of a chunk has
     a value; ``value`` and ``returns`` are [.., G] where each reward group has.
@@ -205,6 +227,7 @@ class Batch(ValueBatch):
     share: Tensor | None = None
     ref_log_prob: Tensor | None = None
     ref_logits: Tensor | None = None
+    mirror: MirroredSamples | None = None
 
 
 MEAN_SHIFT = "mean_shift"

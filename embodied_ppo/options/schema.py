@@ -695,6 +695,14 @@ class AlgorithmConfig:
     policy stays random; 0.5 is usual, in the units of actions (before the tanh). Acting, the
     entropy and the recorded log-probabilities have no z. approx_kl contains it, about A rpo_alpha^2
     / (6 std^2) for A numbers, which target_kl_stop and the adaptive schedules see. null: off."""
+    symmetry: Literal["augment", "loss", "both"] | None = option(None, mode="embodied")
+    """Learn that left and right of a robot are equal. The mirror image M is derived from the model
+    and functions of the task, which is refused where left and right differ by more than 20 % (our
+    own tasks with a free base). augment: learn from each sample (s, a) together with (M s, M a),
+    which has the same advantage and return. loss: add symmetry_coef x |mean(M s) - M mean(s)|^2,
+    averaged over the numbers of an action. both: both. null: off."""
+    symmetry_coef: NonNegative = option(1.0, read_if=equals("algorithm.symmetry", "loss", "both"))
+    """Coefficient of the symmetry loss; 0 only measures policy/symmetry_error."""
     entropy_target: Annotated[float, Limit(le=50)] | None = option(None, read_if=ENTROPY)
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
     constant coefficient."""

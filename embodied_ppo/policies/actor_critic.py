@@ -368,7 +368,16 @@ class ActorCritic(nn.Module):
         else:
             log_prob = self.family.log_prob(action, shifted, log_std)
             entropy = self.family.entropy(params, log_std)
-        return Evaluation(self._by_action(log_prob), self._by_action(entropy), value)
+        mean = dist.beta_mean(params, log_std) if self.is_beta else params
+        return Evaluation(self._by_action(log_prob), self._by_action(entropy), value, mean=mean)
+
+    @torch.no_grad()
+    def memory_after(self, inputs: dict[str, Any]) -> Tensor:
+        """Return the state [B, S] after sequences, whose inputs are as for ``evaluate_columns``."""
+        steps, rows = inputs[START].shape[0], tree.flatten_time(inputs)
+        features, state = self.features(rows, steps)
+        _, own_state = self._value(rows, features, steps)
+        return torch.cat([x for x in (state, own_state) if x is not None], dim=-1)
 
     def actor_only(self) -> ActorCritic:
         """Return a copy without the critic: values are NaN, and the memory is the actor's."""

@@ -17,6 +17,7 @@ from embodied_ppo.ppo.curiosity import RECENT_ROLLOUTS, Curiosity
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.rewards import ReturnScaler
 from embodied_ppo.ppo.roles import Actor, Critic, SharedCritic
+from embodied_ppo.ppo.symmetry import Symmetry
 
 
 class LearnerState:
@@ -31,6 +32,7 @@ class LearnerState:
         columns: int,
         device: torch.device,
         curiosity: Curiosity | None = None,
+        symmetry: Symmetry | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create the learner.
@@ -42,6 +44,7 @@ class LearnerState:
             columns: N of all ranks together.
             device: Where rewards are shaped.
             curiosity: Computes an intrinsic reward; None: there is none.
+            symmetry: Mirrors the samples; None: there are no mirrored ones.
             notice: Called with messages for the user.
         """
         config = optimizer.config
@@ -51,7 +54,7 @@ class LearnerState:
         self.cpu_clock = time.process_time  # measures them
         # These three continue from one update to the next, and checkpoints contain them.
         self.groups = reward_groups(config)
-        self.curiosity = curiosity
+        self.curiosity, self.symmetry = curiosity, symmetry
         # The prediction error, whose group names no term, falls by orders of magnitude.
         rollouts = [RECENT_ROLLOUTS if group.terms == () else None for group in self.groups]
         self.returns = [ReturnScaler(columns, x).to(device) for x in rollouts]
@@ -137,6 +140,7 @@ class LearnerState:
             "returns": self.returns[0].state_dict(),
             **({"group_returns": others} if others else {}),
             **({} if self.curiosity is None else {"curiosity": self.curiosity.state()}),
+            **({} if self.symmetry is None else {"symmetry": self.symmetry.state()}),
             "kl": {"coef": self.kl_coef},
             "entropy": {"coef": self.entropy_coef, "initial": self.initial_entropy_coef},
             "reference": self.actor.reference_state(),
@@ -171,6 +175,8 @@ class LearnerState:
                 scaler.load_state_dict(moments)
         if self.curiosity is not None:
             self.curiosity.load_state(state["curiosity"])
+        if self.symmetry is not None:
+            self.symmetry.load_state(state.get("symmetry"))
         # A coefficient that is constant follows the options of the resumed run.
         if c.kl_ctrl.type == "adaptive":
             self.kl_coef = float(state["kl"]["coef"])

@@ -58,6 +58,19 @@ class MinibatchLoss(nn.Module, ABC):
         """
 
 
+class MirrorTerms(NamedTuple):
+    """What the loss reads of the policy on mirrored samples, with gradients.
+
+    Attributes:
+        log_prob, value: As in ``PolicyTerms``.
+        difference: Mean square of μ(M s) - M μ(s) over the numbers of an action, as the mask.
+    """
+
+    log_prob: Tensor
+    value: Tensor
+    difference: Tensor
+
+
 class PolicyTerms(NamedTuple):
     """What the loss reads of the policy, with gradients.
 
@@ -66,12 +79,14 @@ class PolicyTerms(NamedTuple):
         entropy: Entropy of the policy, [..] or finer.
         kl: Elementwise KL to the reference, [..] or finer. None without a reference.
         value: Output of the value head, [..]. None if the critic is a separate model.
+        mirror: The same of the mirrored samples; None without them.
     """
 
     log_prob: Tensor
     entropy: Tensor
     kl: Tensor | None = None
     value: Tensor | None = None
+    mirror: MirrorTerms | None = None
 
 
 class PolicyLoss(MinibatchLoss):

@@ -93,7 +93,8 @@ class PPO(LearnerState):
         if not warmup and stats.sums.get("steps"):
             self.adapt_coefficients(stats.sums, results)
         # Normalise observations with this rollout's statistics from the next one on.
-        self.actor.observe(trajectory)
+        mirrors = self.symmetry
+        self.actor.observe(trajectory if mirrors is None else mirrors.with_images(trajectory))
         optimizer.record_versions()
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += self.cpu_clock() - prepared
@@ -181,8 +182,10 @@ class PPO(LearnerState):
                 preparation.local_columns(x, ranks, like=trajectory.mask)
                 for x in (advantage, returns)
             )
-        target = reference if c.use_kl_loss else None
+        target, mirror = reference if c.use_kl_loss else None, None
         equal = c.loss_agg_func == "trajectory-mean"
+        if self.symmetry is not None:
+            mirror = self.symmetry.samples(actor, trajectory, c, ranks)
         batch = Batch(
             inputs=inputs,
             action=trajectory.action,
@@ -196,6 +199,7 @@ class PPO(LearnerState):
             share=losses.column_shares(trajectory.mask) if equal else None,
             ref_log_prob=None if target is None else target.log_prob,
             ref_logits=target.logits if target and c.kl_loss_type == "full" else None,
+            mirror=mirror,
         )
         if trajectory.kept:  # freed with the batch; the caller may hold the trajectory for longer
             trajectory.kept.clear()
@@ -213,23 +217,33 @@ class PPOLoss(PolicyLoss):
             critic_only: Whether the loss is c_V·L_V alone.
         """
         c, policy = self.config, self.evaluate(b)
+        images = policy.mirror if c.symmetry in ("augment", "both") else None
 
         # Ratio of the probabilities of the action:  r = π(a|s) / π_old(a|s)
-        ratio, log_ratio = losses.probability_ratio(
-            policy.log_prob, b.log_prob, b.mask, level=c.ratio_level, batch_dims=self.batch_dims
-        )
         # Clipped surrogate:  L_π = max(−A·r, −A·clip(r, 1 − ε_low, 1 + ε_high))          (eq. 7)
-        elements, clipped, dual_clipped = losses.clipped_surrogate(
-            ratio,
-            policy.log_prob,
-            b.advantage,
-            b.mask,
+        ratio_of = partial(
+            losses.probability_ratio,
+            mask=b.mask,
+            level=c.ratio_level,
+            batch_dims=self.batch_dims,
+        )
+        surrogate_of = partial(
+            losses.clipped_surrogate,
+            advantage=b.advantage,
+            mask=b.mask,
             low=c.clip_ratio_low,
             high=c.clip_ratio_high,
             dual=c.clip_ratio_c,
             kind=c.policy_loss,
             weight=b.weight,
         )
+        ratio, log_ratio = ratio_of(policy.log_prob, b.log_prob)
+        elements, clipped, dual_clipped = surrogate_of(ratio, policy.log_prob)
+        # Mirrored samples:  L ← (L(s, a) + L(M s, M a)) / 2,  here and of the value below. KL,
+        # entropy and statistics of the ratio are those of the originals.
+        if images is not None and b.mirror is not None:
+            image_ratio, _ = ratio_of(images.log_prob, b.mirror.log_prob)
+            elements = 0.5 * (elements + surrogate_of(image_ratio, images.log_prob)[0])
         mean = partial(  # over the complete minibatch, as configured
             losses.aggregate,
             mask=b.mask,
@@ -256,14 +270,25 @@ class PPOLoss(PolicyLoss):
         if policy.kl is not None:
             loss = loss + c.kl_loss_coef * mean(policy.kl)
             stats["kl"] = masked_sum(policy.kl.detach(), b.mask)
+        # Symmetry loss:  c_S·|μ(M s) − M μ(s)|²
+        if policy.mirror is not None:
+            difference = losses.aggregate(policy.mirror.difference, b.mask, rows=b.rows)
+            loss = loss + c.symmetry_coef * difference if c.symmetry != "augment" else loss
+            stats["symmetry_error"] = difference.detach()
         # Clipped Huber loss h of the value:  V_c = V_old + clip(V − V_old, ±ε_V)
         #                                     L_V = max(h(R − V), h(R − V_c))
         # The mean over samples, or over trajectories; a separate critic has loss_agg_func
         # (``CriticLoss``).
         if policy.value is not None:
-            errors, value_clipped = losses.value_loss(
-                policy.value, b.value, b.returns, value_clip=c.value_clip, huber_delta=c.huber_delta
+            errors_of = partial(
+                losses.value_loss,
+                returns=b.returns,
+                value_clip=c.value_clip,
+                huber_delta=c.huber_delta,
             )
+            errors, value_clipped = errors_of(policy.value, b.value)
+            if images is not None and b.mirror is not None:
+                errors = 0.5 * (errors + errors_of(images.value, b.mirror.value)[0])
             if errors.ndim > b.mask.ndim:  # the sum over reward groups
                 errors, value_clipped = errors.sum(-1), value_clipped.any(-1)
             value_loss = losses.aggregate(errors, b.mask, rows=b.rows, share=b.share)

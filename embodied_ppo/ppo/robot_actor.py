@@ -13,20 +13,22 @@ from embodied_envs.base import tree
 from embodied_envs.base.tree import apply_in_parts
 from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
+from embodied_ppo.core.mirror import Mirror
 from embodied_ppo.core.recurrent_state import memory_size
 from embodied_ppo.core.running_stats import Moments, RunningMoments
-from embodied_ppo.core.types import Batch, Evaluation, Policy, Trajectory
+from embodied_ppo.core.types import MEAN_SHIFT, Batch, Evaluation, Policy, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.ppo import kl, losses
 from embodied_ppo.ppo.agreement import Tolerances
 from embodied_ppo.ppo.curiosity import Curiosity
-from embodied_ppo.ppo.minibatches import PolicyTerms, SampleCutter
+from embodied_ppo.ppo.minibatches import MirrorTerms, PolicyTerms, SampleCutter
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO, PPOLoss
 from embodied_ppo.ppo.roles import SharedCritic
+from embodied_ppo.ppo.symmetry import Symmetry
 
-METHODS = ("encode", "act", "evaluate", "evaluate_columns", "value", "bc_loss")
+METHODS = ("encode", "act", "evaluate", "evaluate_columns", "memory_after", "value", "bc_loss")
 """Methods of policies that read the weights."""
 
 
@@ -41,6 +43,7 @@ def robot_ppo(
     notice: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     tolerances: Tolerances | None = None,
+    mirror: Mirror | None = None,
 ) -> PPO:
     """Return the PPO of a policy with a value head.
 
@@ -50,11 +53,22 @@ def robot_ppo(
         num_envs: Environments of all ranks.
         updates, seed, compile_schedule, ranks, tolerances: As for ``MinibatchOptimizer``.
         notice: Called with messages for the user.
+        mirror: Mirror image of the task, for ``algorithm.symmetry``.
     """
     # First the actor, which shards the parameters: the moments of the optimiser are shards, too.
     actor = RobotActor(policy, config, ranks or Ranks())
+    symmetry = None
+    if mirror is not None:
+        assert isinstance(policy, ActorCritic)  # refused by validation
+        symmetry = Symmetry(
+            mirror,
+            size=policy.actions,
+            columns=num_envs,
+            memory=policy.memory_size,
+            device=policy.policy_head.weight.device,
+        )
     optimizer = MinibatchOptimizer(
-        RobotLoss(policy, config),
+        RobotLoss(policy, config, symmetry),
         policy.parameter_groups(),
         config,
         SampleCutter(config),
@@ -77,6 +91,7 @@ def robot_ppo(
         columns=num_envs,
         device=device,
         curiosity=curiosity,
+        symmetry=symmetry,
         notice=notice,
     )
 
@@ -84,23 +99,33 @@ def robot_ppo(
 class RobotLoss(PPOLoss):
     """The loss of a policy with a value head."""
 
-    def __init__(self, policy: Policy, config: AlgorithmConfig) -> None:
+    def __init__(
+        self, policy: Policy, config: AlgorithmConfig, symmetry: Symmetry | None = None
+    ) -> None:
         assert isinstance(policy, nn.Module)
         super().__init__(policy, config, length=config.horizon, has_value_head=True)
+        self.mirror = None if symmetry is None else symmetry.action
+        """Mirror image of an action; None without ``algorithm.symmetry``."""
+        self.names += () if symmetry is None else ("symmetry_error",)
 
     def evaluate(self, b: Batch) -> PolicyTerms:
         """See ``PolicyLoss``; columns have gradients through time if the policy has a memory."""
-        c = self.config
+        c, dims, image = self.config, self.batch_dims, None
+        samples = b.inputs, b.action, b.replay
+        if (m := b.mirror) is not None:  # one pass for the samples and their images
+            replay = m.replay | {k: x for k, x in b.replay.items() if k == MEAN_SHIFT}
+            samples = tree.concatenate([samples, (m.inputs, m.action, replay)], dims - 1)
         # Samples; columns of a policy with a memory; columns of one without.
-        if self.batch_dims == 1:
-            out = self.model.evaluate(b.inputs, b.action, b.replay)
+        if dims == 1:
+            out = self.model.evaluate(*samples)
         elif memory_size(self.model):
-            out = self.model.evaluate_columns(b.inputs, b.action, b.replay)
+            out = self.model.evaluate_columns(*samples)
         else:  # the model reads samples; columns are flattened for it and folded back
-            flat = tree.flatten_time
-            out = self.model.evaluate(flat(b.inputs), flat(b.action), flat(b.replay))
-            out = tree.map(lambda x: x.unflatten(0, b.mask.shape[:2]), out)
-        dims = self.batch_dims
+            out = self.model.evaluate(*tree.flatten_time(samples))
+            out = tree.map(lambda x: x.unflatten(0, samples[1].shape[:2]), out)
+        if m is not None:
+            n = b.mask.shape[dims - 1]
+            out, image = (tree.map(lambda x, i=i: x.narrow(dims - 1, i, n), out) for i in (0, n))
         # Sum over dimensions and actions of a chunk, to the level at which the loss reads them.
         log_prob = losses.reduce_log_prob(out.log_prob, c.logprob_type, batch_dims=dims)
         entropy = losses.reduce_log_prob(out.entropy, c.entropy_type, batch_dims=dims)
@@ -111,7 +136,20 @@ class RobotLoss(PPOLoss):
             distance = kl_distance(
                 out.log_prob, out.logits, reference, c.kl_loss_type, mask=b.mask, dims=dims
             )
-        return PolicyTerms(log_prob, entropy, distance, out.value)
+        mirror = None if image is None else self._mirror_terms(out, image, b.mask)
+        return PolicyTerms(log_prob, entropy, distance, out.value, mirror)
+
+    def _mirror_terms(self, original: Evaluation, image: Evaluation, mask: Tensor) -> MirrorTerms:
+        """Return what the loss reads of mirrored samples."""
+        assert self.mirror is not None and image.mean is not None and original.mean is not None
+        log_prob = losses.reduce_log_prob(
+            image.log_prob, self.config.logprob_type, batch_dims=self.batch_dims
+        )
+        # |μ(M s) − stop[M μ(s)]|², for each action of a chunk if each has a mask
+        square = (image.mean - self.mirror(original.mean.detach())).square()
+        if mask.ndim > self.batch_dims:
+            square = square.unflatten(-1, (mask.shape[-1], -1))
+        return MirrorTerms(log_prob, image.value, square.mean(-1))
 
 
 def kl_distance(

@@ -45,7 +45,7 @@ from embodied_ppo.ppo import agreement
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.programs.compilation import compile_schedules
-from embodied_ppo.programs.robot_checks import check_evaluation, log_settings
+from embodied_ppo.programs.robot_checks import check_evaluation, find_mirror, log_settings
 from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.rollout.environments import (
     builds_once,
@@ -279,6 +279,7 @@ def make_learner(
         notice=messages.notice,
         ranks=ranks,
         tolerances=agreement.tolerances(config),
+        mirror=find_mirror(spec, policy, messages),
     )
 
 

@@ -7,17 +7,23 @@ from operator import attrgetter
 
 import torch
 
+from embodied_envs import task_files
 from embodied_envs.base import images
+from embodied_envs.base.errors import EnvError
 from embodied_envs.types import Composite, Discrete, VectorEnv
 from embodied_ppo.core.history import PREVIOUS_ACTIONS
+from embodied_ppo.core.mirror import Mirror
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.options.schema import (
     Config,
 )
+from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.robot_policy import AnyPolicy
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.programs.compilation import CompileSchedules
+from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.rollout.environments import evaluation_env, make_env
+from embodied_ppo.rollout.mirrored_task import derive_mirror
 from embodied_ppo.training.progress import Messages
 
 
@@ -45,6 +51,33 @@ def check_evaluation(config: Config, device: torch.device) -> None:
             probe.reset()
         finally:
             probe.close()
+
+
+def find_mirror(spec: RunSpec, policy: AnyPolicy, messages: Messages) -> Mirror | None:
+    """Return the mirror image of the task for ``algorithm.symmetry``; None where it is null.
+
+    It is derived from the task's class and model, which need no simulator in this process.
+
+    Raises:
+        EnvError: Left and right of the task differ, or it has none.
+    """
+    config = spec.config
+    if config.algorithm.symmetry is None:
+        return None
+    assert isinstance(policy, ActorCritic)  # refused by validation
+    if spec.task is not None:
+        spec.task.activate(messages.notice)
+    encoders = [x for x in (policy.encoder, policy.critic_encoder) if x is not None]
+    names = {name for x in encoders for name in x.names} - {PREVIOUS_ACTIONS}
+    env = config.env
+    try:
+        with task_files.working_folder():
+            mirror = derive_mirror(str(env.id), env.kwargs, sorted(names))
+    except EnvError as error:
+        raise EnvError(f"write algorithm.symmetry=null: {error}") from error
+    for line in (mirror.line, *mirror.warnings):
+        messages.notice(line)
+    return mirror
 
 
 def _unread_options(config: Config, env: VectorEnv) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 Belongs here: ``simulation.Rollout``, which runs a policy in a simulator, and
 ``language_rollout``, which generates and grades. Both return a ``core.types.Trajectory``.
+The mirror image of a simulated robot (``mirrored_task``).
 
 Does not belong here: learning from the experience (``ppo``), simulators (``embodied_envs``).
 

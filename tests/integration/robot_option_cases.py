@@ -40,6 +40,8 @@ DRIFTER = {
     "env.kwargs": {"decimation": 100},
 }
 """A robot that can be pushed, with control steps of 1 s."""
+WALKING = {"env.id": "Go1Joystick", "env.num_threads": 1}
+"""A robot with a left and a right side."""
 CAMERA = {**BALANCE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = {
     **CAMERA,
@@ -177,6 +179,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"},
     ),
     "algorithm.rpo_alpha": (0.5, {}),
+    "algorithm.symmetry": ("augment", WALKING),
+    "algorithm.symmetry_coef": (0.1, {**WALKING, "algorithm.symmetry": "loss"}),
     "algorithm.logprob_type": ("token_level", {}),
     "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
     "algorithm.reward_type": ("action_level", CHUNKS),

@@ -92,7 +92,8 @@ class Stop(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("adapter", "restart_every", "save_every"), [("envpool", 48, 3), ("gymnasium", 0, 4)]
+    ("adapter", "restart_every", "save_every"),
+    [("envpool", 48, 3), ("gymnasium", 0, 4), ("mujoco", 0, 4)],
 )
 def test_resumed_run_equals_an_uninterrupted_run(
     tmp_path: Path,
@@ -106,6 +107,10 @@ def test_resumed_run_equals_an_uninterrupted_run(
         env = replace(c.env, simulator=adapter, num_threads=0, restart_every=restart_every)
         if adapter == "envpool":
             return replace(c, env=env)
+        if adapter == "mujoco":  # with the memory of mirrored episodes
+            model = replace(c.model, recurrent="gru", recurrent_size=4)
+            mirrored = replace(c.algorithm, symmetry="both", minibatch_unit="column")
+            return replace(c, env=replace(env, id="Go1Joystick"), model=model, algorithm=mirrored)
         return replace(c, env=env, algorithm=replace(c.algorithm, rpo_alpha=0.2))
 
     runs.train(config(tmp_path / "uninterrupted"), quiet=True)

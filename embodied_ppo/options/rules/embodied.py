@@ -208,6 +208,13 @@ def _check_model(config: Config) -> None:
         f"model.obs_eps = {show(eps)} must be a number, or two of which one is > 0; write"
         " model.obs_eps=1e-8",
     )
+    for unsupported, reason in (
+        (not small, f"model.policy = {model.policy} has no mirror image"),
+        (config.teacher is not None, "distill imitates its teacher"),
+        (bool(config.env.cameras), f"env.cameras = {show(config.env.cameras)} are not mirrored"),
+        (len(config.env.ids) > 1, f"env.id = {config.env.title} is more than one task"),
+    ):
+        refuse(a.symmetry is not None and unsupported, f"write algorithm.symmetry=null: {reason}")
     recurrent = small and model.recurrent is not None
     refuse(
         a.rpo_alpha is not None and a.use_kl_loss,

@@ -387,6 +387,10 @@ class VelocityTask(RobotTask, VelocityCommands):
             values["phase"] = (s["phase"] + self.gait_hz * self.dt_s) % 1
         return values
 
+    def mirrored(self, name: str, x: Tensor) -> Tensor | None:
+        """Return the image of a variable; that of two feet's phase is half a period later."""
+        return (x + 0.5) % 1 if name == "phase" else super().mirrored(name, x)
+
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         """Return the start of ``RobotTask``, a command and a phase."""
         phase = {} if self.gait_hz is None else {"phase": u[:, -1]}

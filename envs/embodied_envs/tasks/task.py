@@ -188,6 +188,19 @@ class Task(ABC):
         """
         return {}
 
+    def mirrored(self, name: str, x: Tensor) -> Tensor | None:
+        """Return the mirror image of a variable [N, ..] in the plane y = 0 of a robot's base.
+
+        None: it follows from ``advance``. By default only that of the commands is stated:
+        velocities and places to the left, and turning left, change their sign.
+        """
+        if name != "command" or not self.commands:
+            return None
+        flips = [
+            -1.0 if name == "y" or name.endswith(("_y", "_yaw")) else 1.0 for name in self.commands
+        ]
+        return x * x.new_tensor(flips)
+
     def carry_over(self, s: State, start: State, u: Tensor) -> dict[str, Tensor]:
         """Return entries of the initial state that follow from the episode before, [N, ..] each.
 
