@@ -1,4 +1,4 @@
-"""A quadruped, with servos on two legs and torque motors on the others, and a cube."""
+"""A quadruped, with servos on two legs and torque motors on the others, and a cube; a drone."""
 
 from __future__ import annotations
 
@@ -43,3 +43,20 @@ QUADRUPED = f"""<mujoco model="quadruped">
       ctrl=".1 -.1 .1 -.1 0 0 0 0"/>
   </keyframe>
 </mujoco>"""
+
+DRONE = """<mujoco model="drone"><option timestep="0.004"/>
+  <worldbody><geom name="floor" type="plane" size="5 5 .1"/>
+    <body name="drone" pos="0 0 .5"><freejoint/><geom type="box" size=".1 .1 .03" mass="1"/>
+      <site name="imu"/>
+      <site name="m1" pos=".1 .1 0"/><site name="m2" pos=".1 -.1 0"/>
+      <site name="m3" pos="-.1 -.1 0"/><site name="m4" pos="-.1 .1 0"/></body></worldbody>
+  <actuator>
+    <motor name="t1" site="m1" gear="0 0 1 0 0 -.02" ctrlrange="0 10"/>
+    <motor name="t2" site="m2" gear="0 0 1 0 0 .02" ctrlrange="0 10"/>
+    <motor name="t3" site="m3" gear="0 0 1 0 0 -.02" ctrlrange="0 10"/>
+    <motor name="t4" site="m4" gear="0 0 1 0 0 .02" ctrlrange="0 10"/>
+  </actuator>
+  <keyframe>
+    <key name="hover" qpos="0 0 .5 1 0 0 0" ctrl="2.4525 2.4525 2.4525 2.4525"/>
+  </keyframe></mujoco>"""
+"""Four motors hold 1 kg."""

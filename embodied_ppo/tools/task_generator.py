@@ -21,22 +21,19 @@ import numpy as np
 import yaml
 
 from embodied_envs.base.errors import EnvError, one_line
-from embodied_envs.robots import velocity
 from embodied_envs.robots.observation_parts import COMMAND_UNITS, describe
 from embodied_envs.robots.preparation import Preparation, inertia_gains
 from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE, RobotModel
+from embodied_ppo.tools import task_templates
 
 CONTROL_STEP_S = 0.02
 """Duration of a decision of a new task, s."""
 
-EPISODE_S = {"home": 5.0, "velocity": 10.0}
+EPISODE_S = {"home": 5.0, "velocity": 10.0, "hover": 5.0, "reach": 4.0}
 """Template -> length of an episode of a new task, s."""
 
 PHYSICS_STEP_S = 0.005
 """Largest physics step of a new task that follows commands of velocity, s."""
-
-BIPED_GAIT_HZ = 1.5
-"""Steps per second of each foot of a new task of a biped."""
 
 HINTS = {
     "decoder": "convert a xacro first: xacro FILE > robot.urdf",
@@ -325,7 +322,7 @@ def _describe(mjcf: Path, preparation: Preparation, template: str) -> dict[str, 
     servos = preparation.servos(original)
     model = preparation.prepare(mjcf).compile()
     robot = RobotModel(model)
-    parts = _parts(robot, template)
+    parts = task_templates.parts(robot, template)
     size = len(describe(robot.parts(), model)) + parts["added"]
     timestep = float(model.opt.timestep)
     decimation = max(1, round(CONTROL_STEP_S / timestep))
@@ -333,7 +330,7 @@ def _describe(mjcf: Path, preparation: Preparation, template: str) -> dict[str, 
     episode = max(1, round(EPISODE_S[template] / step_s))
     observed = "positions minus home and velocities of the joints, last action"
     if parts["commands"]:
-        observed += ", command"
+        observed += ", command" if template == "velocity" else ", vector to the target"
     given = {"gains": preparation.gains, "floor": preparation.floor, "step_s": preparation.step_s}
     return parts | {
         "template": template,
@@ -356,29 +353,6 @@ def _describe(mjcf: Path, preparation: Preparation, template: str) -> dict[str, 
             " decisions",
         ],
     }
-
-
-def _parts(robot: RobotModel, template: str) -> dict[str, Any]:
-    """Return what a template adds: base class, commands, terms, attributes, observed numbers.
-
-    Raises:
-        EnvError: The robot cannot do that.
-    """
-    parts: dict[str, Any] = {"module": "robot_task", "base": "RobotTask", "least": "", "added": 0}
-    parts |= {"commands": {}, "rewards": {}, "attributes": []}
-    if template == "velocity":
-        if len(robot.feet) < 2:
-            raise EnvError(
-                "write --template reach for an arm, hover for a drone: --template velocity needs a"
-                f" floating base and two feet; {len(robot.feet)} found"
-            )
-        rewards = velocity.default_rewards(robot)
-        parts |= {"module": "velocity", "base": "VelocityTask", "rewards": rewards}
-        parts |= {"commands": velocity.VelocityTask.commands, "added": 3, "least": ", at least 0"}
-        if "feet_phase" in rewards:
-            hertz = f"gait_hz = {BIPED_GAIT_HZ}  # steps per second of each foot"
-            parts |= {"attributes": [hertz], "added": 5}
-    return parts
 
 
 def _hold_home(robot: RobotModel) -> str:

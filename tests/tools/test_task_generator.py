@@ -14,10 +14,11 @@ import pytest
 import torch
 import yaml
 from toy_envs import BALANCE
-from toy_robots import QUADRUPED
+from toy_robots import DRONE, QUADRUPED
 
 import embodied_envs
 from embodied_envs.base.errors import EnvError
+from embodied_envs.tasks.panda import asset_file
 from embodied_ppo.commands import main
 from embodied_ppo.tools import task_generator
 
@@ -179,6 +180,39 @@ def test_velocity_template_trains_and_is_evaluated_with_a_command() -> None:
     # A robot without feet.
     command = ["new-task", "cart", "--mjcf", "../robots/balance.xml", "--template", "velocity"]
     assert main.main(command) == 2 and not Path("cart").exists()
+
+
+def test_target_templates_name_the_tip_and_targets_around_it() -> None:
+    arm = asset_file("mujoco_menagerie/franka_emika_panda/scene.xml")
+    task_generator.write("arm", arm, template="reach")
+    config = yaml.safe_load(Path("arm/configs/experiment/arm.yaml").read_text())
+    assert 'tip = "link7"' in Path("arm/arm.py").read_text()
+    model = mujoco.MjModel.from_xml_path(str(arm))
+    data = mujoco.MjData(model)
+    mujoco.mj_resetDataKeyframe(model, data, 0)
+    mujoco.mj_forward(model, data)
+    for axis, x in zip("xyz", data.body("link7").xpos, strict=True):
+        assert config["env"]["commands"][axis] == pytest.approx([x - 0.2, x + 0.2], abs=0.05)
+    Path("../robots/drone.xml").write_text(DRONE)
+    task_generator.write("drone", Path("../robots/drone.xml"), template="hover")
+    sys.path += ["arm", "drone"]
+    for name in ("arm:Arm", "drone:Drone"):
+        rewards = {"target": {"weight": 1, "scale_m": 0.1}, "fast_joints": {"weight": -1}}
+        commands = {"z": [0.6, 0.6]}
+        env = embodied_envs.make(
+            name,
+            num_envs=1,
+            seeds=[0],
+            rewards=rewards,
+            commands=commands,
+        )
+        env.reset()
+        assert env.step(torch.zeros(1, env.action_spec.size)).info
+        env.close()
+    Path("../robots/dog.xml").write_text(QUADRUPED)
+    for template, robot in (("hover", "dog"), ("reach", "drone"), ("velocity", "drone")):
+        with pytest.raises(EnvError, match="--template"):
+            task_generator.write("other", Path(f"../robots/{robot}.xml"), template=template)
 
 
 FINGER = """<mujoco model="finger"><worldbody>

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +25,7 @@ STABLE = 0.5
 """Largest angle of the servo's oscillation in a physics step, rad."""
 ITERATIONS = 20
 """Least iterations of the solver where gains differ from those that the model was tuned for."""
+FOUND = 1 << int(mujoco.mjtConDataField.mjCONDATA_FOUND)
 SOLE = "robot_sole_"
 """Sites that ``prepare`` adds at the sole of each foot."""
 GYRO, CONTACT, CONTACTS = "robot_gyro", "robot_contact_", "robot_contacts"
@@ -174,8 +175,7 @@ def _add_sensors(
     bodies[body].add_site(name=IMU, size=[0.005] * 3, group=5, **place)
     kind, objects, fields = mujoco.mjtSensor, mujoco.mjtObj, mujoco.mjtConDataField
     spec.add_sensor(name=GYRO, type=kind.mjSENS_GYRO, objtype=objects.mjOBJ_SITE, objname=IMU)
-    found = [1 << int(fields.mjCONDATA_FOUND), 0, 1]
-    data = found[0] | 1 << int(fields.mjCONDATA_FORCE)
+    data, world = FOUND | 1 << int(fields.mjCONDATA_FORCE), (objects.mjOBJ_BODY, "world")
     for n, foot in enumerate(robot.feet):
         if not bodies[foot.body].name:
             bodies[foot.body].name = f"robot_foot_{n}"
@@ -183,22 +183,23 @@ def _add_sensors(
         place = {"pos": sole @ robot.data.xmat[foot.body].reshape(3, 3)}
         bodies[foot.body].add_site(name=f"{SOLE}{n}", size=[0.005] * 3, group=5, **place)
         # The sum of all contacts' forces, in the world's frame.
-        sensor = _contacts(spec, f"{CONTACT}{n}", [data, 3, 1])
-        sensor.objtype, sensor.objname = objects.mjOBJ_BODY, bodies[foot.body].name
-        sensor.reftype, sensor.refname = objects.mjOBJ_BODY, "world"
+        part = objects.mjOBJ_BODY, bodies[foot.body].name
+        _count_contacts(spec, f"{CONTACT}{n}", part, world, [data, 3, 1])
     root = bodies[robot.base]
     root.name = root.name or "robot_base"
-    sensor = _contacts(spec, CONTACTS, found)
-    sensor.objtype, sensor.objname = objects.mjOBJ_XBODY, root.name  # the whole robot
-    sensor.reftype, sensor.refname = objects.mjOBJ_BODY, "world"
+    _count_contacts(spec, CONTACTS, (objects.mjOBJ_XBODY, root.name), world)  # the whole robot
     for name, (one, other) in contacts.items():
-        sensor = _contacts(spec, name, found)
-        sensor.objtype, sensor.objname = objects.mjOBJ_GEOM, one
-        sensor.reftype, sensor.refname = objects.mjOBJ_GEOM, other
+        _count_contacts(spec, name, (objects.mjOBJ_GEOM, one), (objects.mjOBJ_GEOM, other))
 
 
-def _contacts(spec: mujoco.MjSpec, name: str, fields: list[int]) -> mujoco.MjsSensor:
+def _count_contacts(
+    spec: mujoco.MjSpec,
+    name: str,
+    one: tuple[mujoco.mjtObj, str],
+    other: tuple[mujoco.mjtObj, str],
+    fields: Sequence[int] = (FOUND, 0, 1),
+) -> None:
     """Add a sensor of contacts; its first number is how many there are."""
     sensor = spec.add_sensor(name=name, type=mujoco.mjtSensor.mjSENS_CONTACT)
+    (sensor.objtype, sensor.objname), (sensor.reftype, sensor.refname) = one, other
     sensor.intprm = fields
-    return sensor

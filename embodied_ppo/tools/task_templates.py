@@ -1,0 +1,126 @@
+"""Templates of ``new-task``: base class, commands and weighted terms of the reward for a robot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mujoco
+import numpy as np
+
+from embodied_envs.base.errors import EnvError
+from embodied_envs.robots.robot_model import HINGE, Array, RobotModel
+from embodied_envs.robots.velocity import QUADRUPED, VelocityTask
+
+BIPED = QUADRUPED | {
+    "tracking_ang_vel": {"weight": 0.75, "sigma": 0.25},
+    "lin_vel_z": {"weight": 0.0},
+    "ang_vel_xy": {"weight": -0.15},
+    "orientation": {"weight": -2.0},
+    "feet_air_time": {"weight": 2.0, "threshold_s": 0.2},
+    "all_feet_down": {"weight": 0.0},
+    "feet_slip": {"weight": -0.25},
+    "feet_phase": {"weight": 1.0, "height_m": 0.12},
+    "stand_still": {"weight": -1.0},
+    "termination": {"weight": -1.0},
+}
+"""After G1, T1 and Berkeley Humanoid in MuJoCo Playground (d5e6b47)."""
+LIMITS = {"dof_pos_limits": {"weight": -1.0}, "undesired_contacts": {"weight": -0.1}}
+"""Of robots of whose parts not only the feet collide."""
+TORQUE = -0.22
+"""Weight of the squared torques as shares of weight times height of the base (Go1Joystick)."""
+HOVER: dict[str, dict[str, float]] = {
+    "target": {"weight": 1.0, "scale_m": 0.8},
+    "base_lin_vel": {"weight": -0.003},
+    "base_ang_vel": {"weight": -0.001},
+    "action_rate": {"weight": -0.001},
+}
+"""Those of Isaac Lab's quadcopter (089c74d), divided by 15."""
+REACH: dict[str, dict[str, float]] = {
+    "distance": {"weight": -1.0},
+    "target": {"weight": 0.5, "scale_m": 0.1},
+    "action_rate": {"weight": -0.001},
+    "joint_vel": {"weight": -0.0005},
+}
+"""Those of Isaac Lab's reach tasks (032e26b), times 5."""
+GAIT_HZ = 1.5
+"""Steps per second of each foot of a biped."""
+HALF_RANGE_M = {"hover": 1.0, "reach": 0.2}
+"""Largest distance of the target from home in x, y and z, m; of an arm at most 0.3 lengths."""
+SITES = ("grip", "tip", "tool", "attachment", "end")
+"""Parts of names of sites at the end of an arm."""
+
+
+def parts(robot: RobotModel, template: str) -> dict[str, Any]:
+    """Return what a template adds: base class, commands, terms, attributes, observed numbers.
+
+    Raises:
+        EnvError: The robot cannot do that.
+    """
+    parts: dict[str, Any] = {"module": "robot_task", "base": "RobotTask", "least": "", "added": 0}
+    parts |= {"commands": {}, "rewards": {}, "attributes": []}
+    if template == "velocity":
+        if len(robot.feet) < 2:
+            raise EnvError(
+                "write --template reach for an arm, hover for a drone: --template velocity needs a"
+                f" floating base and two feet; {len(robot.feet)} found"
+            )
+        rewards = velocity_rewards(robot)
+        parts |= {"module": "velocity", "base": "VelocityTask", "rewards": rewards}
+        parts |= {"commands": VelocityTask.commands, "added": 3, "least": ", at least 0"}
+        if "feet_phase" in rewards:
+            hertz = f"gait_hz = {GAIT_HZ}  # steps per second of each foot"
+            parts |= {"attributes": [hertz], "added": 5}
+    elif template != "home":
+        hovers = template == "hover"
+        if (robot.base is not None) is not hovers or len(robot.feet) > 1:
+            needed = "a floating base without legs" if hovers else "a fixed base"
+            raise EnvError(f"write another --template: {template} needs a robot with {needed}")
+        tip, size = _tip_of(robot), HALF_RANGE_M[template]
+        place = _position(robot, tip)
+        if not hovers:
+            root = robot.data.xpos[min(robot.roots)]
+            size = min(size, 0.3 * float(np.linalg.norm(place - root)))
+        ranges = {
+            axis: [round(float(x) - size, 3), round(float(x) + size, 3)]
+            for axis, x in zip("xyz", place, strict=True)
+        }
+        if hovers:  # above the ground
+            ranges["z"][0] = max(ranges["z"][0], round(float(place[2]), 3))
+        tip_line = f'tip = "{tip}"  # site or body that moves to the target'
+        parts |= {"module": "target", "base": "TargetTask", "rewards": HOVER if hovers else REACH}
+        parts |= {"commands": ranges, "attributes": [tip_line], "added": 6 if hovers else 3}
+    return parts
+
+
+def velocity_rewards(robot: RobotModel) -> dict[str, dict[str, float]]:
+    """Return the terms for a robot with two or more feet."""
+    scale = robot.weight * float(robot.home[robot.base_qpos + 2])  # N m
+    torques = {"torques": {"weight": float(f"{TORQUE / scale**2:.2g}")}}
+    return {**(BIPED if len(robot.feet) == 2 else QUADRUPED), **torques, **LIMITS}
+
+
+def _tip_of(robot: RobotModel) -> str:
+    """Return the site or body that reaches a target: the base, or the last link with a hinge.
+
+    A site on this link, or fixed to it, is preferred if its name contains one of SITES.
+    """
+    model = robot.model
+    if robot.base is not None:
+        return model.body(robot.base).name
+    bodies = [int(model.jnt_bodyid[j]) for j in robot.joints if model.jnt_type[j] == HINGE]
+    last = max(bodies or [0], key=lambda body: len(_ancestors(model, body)))
+    fixed = model.body_weldid[model.site_bodyid] == model.body_weldid[last]
+    names = [model.site(int(i)).name for i in np.flatnonzero(fixed)]
+    sites = [name for name in names if any(part in name.lower() for part in SITES)]
+    return (sites or [model.body(last).name])[0]
+
+
+def _position(robot: RobotModel, tip: str) -> Array:
+    """Return the position of a site or body at home, m, [3]."""
+    is_site = mujoco.mj_name2id(robot.model, mujoco.mjtObj.mjOBJ_SITE, tip) >= 0
+    return (robot.data.site(tip) if is_site else robot.data.body(tip)).xpos
+
+
+def _ancestors(model: mujoco.MjModel, body: int) -> list[int]:
+    """Return a body and those above it, without the world."""
+    return [body, *_ancestors(model, int(model.body_parentid[body]))] if body else []
