@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.robots import observation_parts
 from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.tasks.task import State, Task
 
@@ -162,13 +163,16 @@ def describe(
     middle = torch.full((1, task.reset_noise), 0.5).to(state["qpos"])
     home = task.reset(middle).get("qpos")
     parts, base = task.observation_parts(model), RobotModel(model).base
+    names = task.observation_names(model)
+    if names != observation_parts.describe(parts, model):  # a subclass observes more
+        parts = []
     frames = {x.names[0] for x in parts if x.quantity in FRAMES}
     trunk = None if base is None else model.body(base).name
     imu = frames.pop() if len(frames) == 1 else trunk
     return {
         "joints": joints(model, (model.qpos0 if home is None else home[0]).tolist()),
         "actuators": actuators(model),
-        "observation_names": task.observation_names(model),
+        "observation_names": names,
         "ctrl_of_action": control_of_action(task, state, low, high),
         "observation_parts": [] if frames else [asdict(part) for part in parts],
         "commands": {name: list(ends) for name, ends in task.commands.items()},
