@@ -190,6 +190,7 @@ class MirroredSamples:
         action: Images of the actions.
         replay: As in ``Batch``, of these actions.
         log_prob: Log-probability of the image of the action.
+        weight: min(1, π(M a | M s) / π(a | s)): the samples come from the mirrored policy.
         value: Value of the image of the observation.
     """
 
@@ -197,6 +198,7 @@ class MirroredSamples:
     action: Tensor
     replay: dict[str, Tensor]
     log_prob: Tensor
+    weight: Tensor
     value: Tensor
 
 

@@ -239,11 +239,12 @@ class PPOLoss(PolicyLoss):
         )
         ratio, log_ratio = ratio_of(policy.log_prob, b.log_prob)
         elements, clipped, dual_clipped = surrogate_of(ratio, policy.log_prob)
-        # Mirrored samples:  L ← (L(s, a) + L(M s, M a)) / 2,  here and of the value below. KL,
-        # entropy and statistics of the ratio are those of the originals.
+        # Mirrored samples:  L ← (L(s, a) + w·L(M s, M a)) / 2  with the weight w of
+        # ``symmetry``; below, the mean of both value losses. Statistics are those of originals.
         if images is not None and b.mirror is not None:
             image_ratio, _ = ratio_of(images.log_prob, b.mirror.log_prob)
-            elements = 0.5 * (elements + surrogate_of(image_ratio, images.log_prob)[0])
+            image, *_ = surrogate_of(image_ratio, images.log_prob, weight=b.mirror.weight)
+            elements = 0.5 * (elements + image)
         mean = partial(  # over the complete minibatch, as configured
             losses.aggregate,
             mask=b.mask,

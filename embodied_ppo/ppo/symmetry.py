@@ -5,6 +5,10 @@ are those of the original (Mittal et al. 2024, "Symmetry Considerations for Lear
 Robot Policies"). Raw observations are mirrored and then encoded. The log-probabilities of the
 images are computed under the policy before the update, so that all ratios begin at 1.
 
+M a is distributed as π(a|s), not as π(M a|M s). The truncated importance weight min(1, π(M a|M s) /
+π(a|s)) corrects for that. Without it an image that has become unlikely is pushed away with the full
+gradient where its advantage is negative, and the asymmetry of a policy grows without bound.
+
 T steps, N columns, S numbers of a policy's memory.
 """
 
@@ -91,9 +95,17 @@ class Symmetry:
         if memory_size(policy):
             after = policy.memory_after(inputs)
             self.memory = ranks.all_gather_columns(after[None])[0]
-        log_prob = losses.reduce_log_prob(view.log_prob, c.logprob_type, batch_dims=2)
+        log_prob, acted = (
+            losses.reduce_log_prob(x, c.logprob_type, batch_dims=2)
+            for x in (view.log_prob, t.log_prob)
+        )
         return MirroredSamples(
-            inputs=inputs, action=image.action, replay=replay, log_prob=log_prob, value=view.value
+            inputs=inputs,
+            action=image.action,
+            replay=replay,
+            log_prob=log_prob,
+            weight=losses.off_policy_weight(log_prob, acted, t.mask, kind="token", cap=1.0),
+            value=view.value,
         )
 
     def state(self) -> dict[str, Tensor]:

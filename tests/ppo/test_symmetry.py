@@ -101,14 +101,14 @@ def test_losses_equal_a_float64_reference(symmetry: str, distribution: str) -> N
     assert m is not None
 
     def parts(
-        x: Any, action: Tensor, replay: dict[str, Tensor], old: Tensor, v: Tensor
+        x: Any, action: Tensor, replay: dict[str, Tensor], old: Tensor, v: Tensor, w: Any = 1.0
     ) -> tuple[Tensor, ...]:
         out = policy.evaluate(
             tree.map(Tensor.double, x), action.double(), tree.map(Tensor.double, replay)
         )
         ratio = (out.log_prob.sum(-1) - old.double()).exp()
         a = batch.advantage.double()[:, None]
-        surrogate = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))[mask].mean()
+        surrogate = (w * torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)))[mask].mean()
         error = [
             (z - batch.returns.double()).abs()
             for z in (out.value, v + (out.value - v).clamp(-0.2, 0.2))
@@ -128,7 +128,10 @@ def test_losses_equal_a_float64_reference(symmetry: str, distribution: str) -> N
         batch.inputs, batch.action, batch.replay, batch.log_prob, batch.value
     )
     replay = {k: mirrored(x) for k, x in batch.replay.items()}
-    pi_m, value_m, _, mean_m = parts(m.inputs, mirrored(batch.action), replay, m.log_prob, m.value)
+    weight = (m.log_prob - batch.log_prob).double().exp().clamp(max=1.0)
+    assert 0 < (weight[mask] < 0.9).double().mean() < 1
+    images = m.inputs, mirrored(batch.action), replay, m.log_prob, m.value
+    pi_m, value_m, _, mean_m = parts(*images, weight)
     difference = (mean_m - mirrored(mean)).square().mean(-1)[mask].mean()
     expected = pi + value
     if symmetry != "loss":
