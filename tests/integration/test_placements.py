@@ -179,6 +179,17 @@ def test_placements_with_one_learner_equal_one_process(
     assert equal_tensors(weights(run_dir), weights(local))
 
 
+@pytest.mark.slow
+def test_each_rollout_process_refills_its_share_of_a_batch(tmp_path: Path) -> None:
+    """2 processes with 4 environments and 2 passes each lack groups until the last round."""
+    options = EQUAL_TO_LOCAL["rollouts"] | {"algorithm__group_filter_rounds": 2, "updates": 2}
+    for row in train(tmp_path / "run", **options)[1:]:
+        assert row["rollout/filter_rounds"] > 2  # of at most 2 x 2 passes, mean of both
+        assert 0 <= row["rollout/groups_missing"] <= 8
+    with pytest.raises(PlacementError, match=r"needs one rollout"):
+        train(tmp_path / "refused", **options, cluster__stages=2)
+
+
 TWO_LEARNERS: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 2},
     "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4},

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"discrete": True},
     ),
     "off-policy": ({"off_policy_correction": "token"}, {}),
+    "trajectories": ({"loss_agg_func": "trajectory-mean"}, {}),
     "columns": ({"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum"}, {}),
     "categorical": ({"entropy_bonus": 0.1}, {"discrete": True}),
     "squashed": ({"entropy_bonus": 0.1}, {"model": {"distribution": "squashed_gaussian"}}),

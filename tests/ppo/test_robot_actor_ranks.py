@@ -95,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
         "group_size": 2,
         "normalize_advantages": False,
     },
+    "trajectories": {"loss_agg_func": "trajectory-mean", "bootstrap_type": "never"},
     "running": {"reward_norm": "running"},
     "whitened": {
         "reward_norm": "batch",
