@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter
+from embodied_envs.base import tree
 from embodied_envs.base.action_mask import check_action_mask
 from embodied_envs.base.errors import EnvError
 from embodied_envs.types import ActionSpec, ArraySpec, Obs, ObsSpec, VectorEnv
@@ -34,7 +35,7 @@ class ObservationReader:
         env = env.simulator  # without action chunks and history
         self.id: str = env.id
         self.spec: ObsSpec = env.obs_spec
-        self._specs = self.spec if isinstance(self.spec, dict) else {"": self.spec}
+        self._specs = tree.named(self.spec)
         self._leaves: dict[str, spaces.Leaf] = env.leaves if isinstance(env, Adapter) else {}
         self._action_spec: ActionSpec = env.action_spec
         space = env.observation_space

@@ -87,7 +87,7 @@ class ChunkedActions(EnvWrapper):
         final_obs = successor(last)
         for step, was_active in zip(steps[-2::-1], active_before[-2::-1], strict=True):
             ended = was_active & (step.terminated | step.truncated)
-            final_obs = _where(ended, successor(step), final_obs)
+            final_obs = tree.where(ended, successor(step), final_obs)
         # Reset the episodes that ended, except those that the simulator has just reset itself.
         is_reset = ~active
         if last.final_obs is not None:
@@ -95,7 +95,7 @@ class ChunkedActions(EnvWrapper):
         truncated = any_executed([s.truncated for s in steps])
         if self._truncation_mask is not None:
             cut = self._truncation_mask & active
-            final_obs = _where(cut, last.obs, final_obs)
+            final_obs = tree.where(cut, last.obs, final_obs)
             is_reset, truncated = is_reset | cut, truncated | cut
             self._truncation_mask = None
         obs = last.obs
@@ -107,7 +107,7 @@ class ChunkedActions(EnvWrapper):
                     f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot reset single"
                     " environments"
                 )
-            obs = _where(is_reset, first_obs, obs)
+            obs = tree.where(is_reset, first_obs, obs)
         success = at_end = None
         if last.success is not None:
             missing = torch.zeros_like(active)
@@ -153,10 +153,3 @@ class ChunkedActions(EnvWrapper):
         env = self.env
         every_step = isinstance(env, RealisticEnv) and env.reads_every_image
         env.simulator.cameras_enabled = enabled or every_step
-
-
-def _where(condition: Tensor, yes: Obs, no: Obs) -> Obs:
-    """Select the rows of ``yes`` where ``condition`` [N] is True, else those of ``no``."""
-    return tree.map(
-        lambda a, b: torch.where(condition.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no
-    )

@@ -143,11 +143,7 @@ class _MjlabTask:
         reward, last = reward.clone(), tree.map(torch.clone, obs)
         first, extras = self.env.reset(env_ids=index)
         info["log"] |= extras.get("log") or {}  # sums of the rewards of the ended episodes
-
-        def choose(new: Tensor, old: Tensor) -> Tensor:
-            return torch.where(ended.view(-1, *[1] * (old.dim() - 1)), new, old)
-
-        return tree.map(choose, first, last), reward, *flags, info | {"final_obs": last}
+        return tree.where(ended, first, last), reward, *flags, info | {"final_obs": last}
 
     def _success(self) -> dict[str, Tensor]:
         """Return bool [N] of each termination term, and "success" if a command defines it."""

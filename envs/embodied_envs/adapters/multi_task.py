@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters.spaces import check_seeds
+from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
 from embodied_envs.base.observation_names import ACTION_MASK, INSTRUCTION, SINGLE, TASK
 from embodied_envs.types import ArraySpec, Box, EnvInfo, Obs, Step, VectorEnv
@@ -107,7 +108,7 @@ class MultiTaskEnv(VectorEnv):
             if info.action_spec != first.action_spec:
                 actions = (_show_actions(i) for i in (info, first))
                 raise self._error(f"one policy needs equal actions, but {' and '.join(actions)}")
-            for name, array in _named(info.obs_spec).items():
+            for name, array in tree.named(info.obs_spec, SINGLE).items():
                 if name == INSTRUCTION:
                     continue
                 is_new = name not in spec
@@ -173,7 +174,7 @@ class MultiTaskEnv(VectorEnv):
                 own = obs.get(INSTRUCTION) if isinstance(obs, dict) else None
                 chosen = torch.zeros_like(rows) if own is None else own.long()
                 joined[INSTRUCTION][rows] = self._numbers[k].to(self.device)[chosen]
-            for name, x in _named(obs).items():
+            for name, x in tree.named(obs, SINGLE).items():
                 if name != INSTRUCTION:
                     columns = (slice(size) for size in x.shape[1:])
                     joined[name][(rows, *columns)] = x.to(joined[name].dtype)
@@ -274,11 +275,6 @@ class MultiTaskEnv(VectorEnv):
         """See ``VectorEnv``."""
         for env, _ in self.parts:
             env.close()
-
-
-def _named(obs: Any) -> dict[str, Any]:
-    """Return arrays, or their specs, by name."""
-    return obs if isinstance(obs, dict) else {SINGLE: obs}
 
 
 def _sentences(info: EnvInfo) -> Sequence[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from embodied_envs.adapters.actions import policy_bounds
 from embodied_envs.adapters.spaces import PRIVILEGED
 from embodied_envs.adapters.wrapper import EnvWrapper
+from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError, choose, show
 from embodied_envs.base.observation_names import names_observation
 from embodied_envs.base.random import normal, sampling_key, uniform
@@ -96,8 +97,7 @@ class _Reader:
 
     def __init__(self, env: VectorEnv, options: Mapping[str, Any]) -> None:
         self.env, self.options = env, dict(options)
-        spec = env.obs_spec
-        self.specs = spec if isinstance(spec, dict) else {STATE: spec}
+        self.specs = tree.named(env.obs_spec, STATE)
         known = ["obs_keys", *(f.name for f in fields(Realism) if f.name != "parts")]
         for name in self.options:
             if name not in known:
@@ -266,7 +266,7 @@ class RealisticEnv(EnvWrapper):
         self._all = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self._episode = torch.full_like(self._seeds, -1)
         self._elapsed = torch.zeros_like(self._seeds)
-        self._specs = env.obs_spec if isinstance(env.obs_spec, dict) else {STATE: env.obs_spec}
+        self._specs = tree.named(env.obs_spec, STATE)
         self._set_actions(action_mapping)
         self._set_observations()
         self._draw()
@@ -329,8 +329,7 @@ class RealisticEnv(EnvWrapper):
         first = ~step.mask if step.final_obs is None else ended | ~step.mask
         successor = step.obs
         if step.final_obs is not None:
-            final, obs = self._named(step.final_obs), self._named(step.obs)
-            successor = {n: _select(ended, final[n], obs[n]) for n in self._names}
+            successor = tree.where(ended, step.final_obs, step.obs)
         self._elapsed += 1
         values = self._observe(successor)
         final_obs = None if step.final_obs is None else self._replaced(step.final_obs, values)
@@ -355,8 +354,7 @@ class RealisticEnv(EnvWrapper):
         state = self.env.state()
         if state is None:
             return None
-        own = {name: x.clone() for name, x in self._buffers().items()}
-        return {"env": state, "realism": own}
+        return {"env": state, "realism": tree.map(Tensor.clone, self._buffers())}
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """See ``VectorEnv``.
@@ -372,7 +370,7 @@ class RealisticEnv(EnvWrapper):
         for name, x in buffers.items():
             x.copy_(own[name])
         self._draw()
-        return self._replaced(obs, {name: x.clone() for name, x in self._read.items()})
+        return self._replaced(obs, tree.map(Tensor.clone, self._read))
 
     @property
     def reads_every_image(self) -> bool:
@@ -395,14 +393,9 @@ class RealisticEnv(EnvWrapper):
         return self._command.clone()
 
     # --------------------------------------------------------------------------------- observations
-    def _named(self, obs: Obs) -> dict[str, Tensor]:
-        return obs if isinstance(obs, dict) else {STATE: obs}
-
     def _replaced(self, obs: Obs, values: Mapping[str, Tensor]) -> Obs:
         """Return ``obs`` with the disturbed observations replaced."""
-        if not values:
-            return obs
-        return {**obs, **values} if isinstance(obs, dict) else values[STATE]
+        return {**obs, **values} if isinstance(obs, dict) else values.get(STATE, obs)
 
     def _draw(self) -> None:
         """Draw delays and biases of the current episodes, functions of seed and episode."""
@@ -437,7 +430,7 @@ class RealisticEnv(EnvWrapper):
 
     def _measure(self, obs: Obs) -> dict[str, Tensor]:
         """Return what the sensors measure in the current step: the state with bias and noise."""
-        named = self._named(obs)
+        named = tree.named(obs, STATE)
         values = {name: named[name] for name in self._names}
         count = (self._episode << 32) + self._elapsed
         for name, bias in self._bias.items():
@@ -458,8 +451,8 @@ class RealisticEnv(EnvWrapper):
         for d in self.realism.obs_dropout:
             lost = uniform(self._seeds, d.stream, count, 1)[:, 0] < d.high
             for name in d.names:
-                values[name] = _select(lost, self._read[name], values[name])
-        self._read = {name: x.clone() for name, x in values.items()}
+                values[name] = tree.where(lost, self._read[name], values[name])
+        self._read = tree.map(Tensor.clone, values)
         return values
 
     def _begin(self, where: Tensor, obs: Obs) -> dict[str, Tensor]:
@@ -470,12 +463,12 @@ class RealisticEnv(EnvWrapper):
         self._episode += where
         self._elapsed.masked_fill_(where, 0)
         self._draw()
-        self._actions = _select(where, self.neutral_action, self._actions, dim=1)
-        self._command = _select(where, self.neutral_action, self._command)
+        self._actions = tree.where(where, self.neutral_action, self._actions)
+        self._command = tree.where(where, self.neutral_action, self._command)
         values = self._measure(obs)
-        self._past = {n: _select(where, values[n], x, dim=1) for n, x in self._past.items()}
-        self._read = {n: _select(where, values[n], x) for n, x in self._read.items()}
-        return {name: x.clone() for name, x in self._read.items()}
+        self._past = {n: tree.where(where, values[n], x) for n, x in self._past.items()}
+        self._read = tree.where(where, values, self._read)
+        return tree.map(Tensor.clone, self._read)
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return the tensors that the next step depends on, by name."""
@@ -488,8 +481,3 @@ class RealisticEnv(EnvWrapper):
         }
         buffers |= {f"past/{name}": x for name, x in self._past.items()}
         return buffers | {f"read/{name}": x for name, x in self._read.items()}
-
-
-def _select(where: Tensor, yes: Tensor, no: Tensor, dim: int = 0) -> Tensor:
-    """Return the rows of ``yes`` where bool [N] holds, else those of ``no`` (N is ``dim``)."""
-    return torch.where(where.view(-1, *[1] * (no.ndim - 1 - dim)), yes, no)

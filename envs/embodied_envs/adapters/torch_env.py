@@ -241,9 +241,8 @@ class TorchVectorEnv(Adapter):
     def _read_reset(self, obs: Any) -> Obs:
         """Convert the observation of a reset, check it and keep it for the next step."""
         converted = self._read(obs)
-        named = converted if isinstance(converted, dict) else {"": converted}
-        specs = self.obs_spec if isinstance(self.obs_spec, dict) else {"": self.obs_spec}
-        for name, spec in specs.items():
+        named = tree.named(converted)
+        for name, spec in tree.named(self.obs_spec).items():
             if tuple(named[name].shape) != (self.num_envs, *spec.shape):
                 raise self._error(
                     f"observation {name!r} has shape {list(named[name].shape)},"
@@ -269,8 +268,7 @@ class TorchVectorEnv(Adapter):
                 f"observation {name!r} is a {type(x).__name__}, not a"
                 " torch.Tensor; use simulator=gymnasium for environments of numpy arrays"
             )
-        spec = self.obs_spec[name] if isinstance(self.obs_spec, dict) else self.obs_spec
-        space = self._leaf_spaces[name]
+        spec, space = tree.named(self.obs_spec)[name], self._leaf_spaces[name]
         if spec.dtype == torch.bool:  # a mask of choices
             x = x.flatten(1)
         if isinstance(space, gymnasium.spaces.Discrete):

@@ -37,6 +37,19 @@ def map(fn: Callable[..., Any], tree: T, *others: Any) -> T:
     return fn(tree, *others)
 
 
+def where(mask: torch.Tensor, yes: T, no: T) -> T:
+    """Return the rows [N, ..] of ``yes`` where bool [N] is True, else those of ``no``.
+
+    Tensors of ``no`` may have more leading dimensions, [T, N, ..].
+    """
+    return map(lambda a, b: torch.where(mask.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
+
+
+def named(value: Any, single: str = "") -> dict[str, Any]:
+    """Return a dictionary as it is, and any other value by the name ``single``."""
+    return value if isinstance(value, dict) else {single: value}
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield every tensor of ``tree`` in field order; None is skipped."""
     if tree is None:

@@ -242,19 +242,25 @@ class MujocoEnv(VectorEnv):
         """Return everything that the next step depends on."""
         state: dict[str, Any] = {
             "physics": self.physics.state(),
-            "variables": {k: self.s[k].clone() for k in self._variables},
-            "before": {k: x.clone() for k, x in self._before.items()},
-            "seeds": self._seeds.clone(),
-            "episode": self._episode.clone(),
-            "elapsed": self._elapsed.clone(),
-            "unstable": self._unstable.clone(),
             "obs": tree.map(Tensor.clone, self._last_obs),
         }
+        return state | tree.map(Tensor.clone, self._buffers())
+
+    def _buffers(self) -> dict[str, Any]:
+        """Return the tensors besides those of the engine that the next step depends on."""
+        buffers: dict[str, Any] = {
+            "variables": {k: self.s[k] for k in self._variables},
+            "before": self._before,
+            "seeds": self._seeds,
+            "episode": self._episode,
+            "elapsed": self._elapsed,
+            "unstable": self._unstable,
+        }
         if self._pushes is not None:
-            state["next_push"] = self._pushes.next.clone()
+            buffers["next_push"] = self._pushes.next
         if self._joint_offsets is not None:
-            state["joint_offset"] = self._joint_offsets.offset.clone()
-        return state
+            buffers["joint_offset"] = self._joint_offsets.offset
+        return buffers
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:
         """Continue from ``state()`` and return the observation to act on next.
@@ -263,23 +269,16 @@ class MujocoEnv(VectorEnv):
         """
         self._check_open()
         self._truncation_mask.zero_()
-        if ("next_push" in state) != (self._pushes is not None):
-            raise ValueError("the simulator's state was saved with other options of env.realism")
-        if ("joint_offset" in state) != (self._joint_offsets is not None):
-            raise ValueError("the simulator's state was saved with other options of env.ranges")
-        if self._pushes is not None:
-            self._pushes.next.copy_(state["next_push"])
+        buffers = self._buffers()
+        for name, section in (("next_push", "realism"), ("joint_offset", "ranges")):
+            if (name in state) != (name in buffers):
+                raise ValueError(
+                    f"the simulator's state was saved with other options of env.{section}"
+                )
+        self.physics.load_state(state["physics"])
+        tree.map(Tensor.copy_, buffers, state)
         if self._joint_offsets is not None:
             self._joint_offsets.load(state["joint_offset"])
-        self._seeds.copy_(state["seeds"])
-        self._episode.copy_(state["episode"])
-        self._elapsed.copy_(state["elapsed"])
-        self._unstable.copy_(state["unstable"])
-        for k in self._variables:
-            self.s[k].copy_(state["variables"][k])
-        self.physics.load_state(state["physics"])
-        for k, x in self._before.items():
-            x.copy_(state["before"][k])
         self._store_obs(state["obs"])
         self._is_reset = True
         return self._current_obs()
@@ -363,7 +362,7 @@ class MujocoEnv(VectorEnv):
         else:
             obs = self._with_first_obs(self._last_obs, ended)
         if result.unstable is not None:
-            obs = _select(result.unstable, self._last_obs, obs)
+            obs = tree.where(result.unstable, self._last_obs, obs)
         final_obs = None
         if self.autoreset and (not physics.host_readable or bool(ended.any())):
             final_obs = obs
@@ -509,7 +508,7 @@ class MujocoEnv(VectorEnv):
         if not self._carries_over:
             return start
         carried, is_later = self.task.carry_over(self.s, start, u), self._episode > 0
-        return start | {k: _select(is_later, x, start[k]) for k, x in carried.items()}
+        return start | {k: tree.where(is_later, x, start[k]) for k, x in carried.items()}
 
     def _store_before(self) -> None:
         """Store the state that the next ``reward`` reads as ``before``."""
@@ -543,14 +542,9 @@ class MujocoEnv(VectorEnv):
         if isinstance(new, Tensor) or isinstance(obs, Tensor):
             return new
         return {
-            k: _select(mask, x, obs[k]) if x.dtype == torch.uint8 else x for k, x in new.items()
+            k: tree.where(mask, x, obs[k]) if x.dtype == torch.uint8 else x for k, x in new.items()
         }
 
     def _check_open(self) -> None:
         if self._closed:
             raise EnvError(f"env.id={self.id}: it was closed; make a new one")
-
-
-def _select(mask: Tensor, new: Any, old: Any) -> Any:
-    """Return ``new`` where bool [N], else ``old``."""
-    return tree.map(lambda a, b: torch.where(mask.view(-1, *[1] * (a.ndim - 1)), a, b), new, old)
