@@ -267,7 +267,7 @@ def render_poses(
     fps: float,
     folder: str,
 ) -> None:
-    """Write video.mp4 of recorded poses, and a file "pictures" with one byte for each that is done.
+    """Write video.mp4 of recorded poses.
 
     Args:
         make_cameras: Creates ``physics.cameras.Cameras``; training does not import MuJoCo for it.
@@ -277,9 +277,7 @@ def render_poses(
     """
     cameras = make_cameras()
     writer = encoder(Path(folder, "video.mp4"), cameras.render_size, fps)
-    with Path(folder, "pictures").open("wb", buffering=0) as progress:
-        for pose in poses:
-            writer.send(cameras.render({k: x[None] for k, x in pose.items()}).numpy())
-            progress.write(b".")
+    for pose in poses:
+        writer.send(cameras.render({k: x[None] for k, x in pose.items()}).numpy())
     writer.close()
     cameras.close()

@@ -36,6 +36,8 @@ from embodied_ppo.ppo.learner_state import LearnerState
 from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
 from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
 
+FEW_SAMPLES = "algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"
+
 
 class PPO(LearnerState):
     """Updates an actor and its critic from rollouts."""
@@ -170,9 +172,7 @@ class PPO(LearnerState):
         elif c.normalize_advantages:
             advantage, _ = advantages.normalize(advantage, rollout.mask)
             if samples < 2:
-                self.notice(
-                    "algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"
-                )
+                self.notice(FEW_SAMPLES)
         if c.advantage_clip is not None:
             advantage = advantage.clamp(-c.advantage_clip, c.advantage_clip)
 

@@ -32,7 +32,7 @@ DRAW_S, PANEL_S, CHECKPOINT_S = 1 / 30, 0.2, 2.0
 VIDEO_SIZE = (720, 1280)
 """(height, width) of exported videos, pixels."""
 VIDEO_FPS = 30
-SPEEDS = ("1/8", "1/4", "1/2", "1", "2")
+SPEEDS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0, "2": 2.0}
 PUSHES = {"forward": (1.0, 0.0), "back": (-1.0, 0.0), "left": (0.0, 1.0), "right": (0.0, -1.0)}
 
 
@@ -70,7 +70,7 @@ class Page:
         self._weights, self._episodes = weights, {int(row["index"]): row for row in episodes}
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._export: tuple[RenderProcess, tempfile.TemporaryDirectory[str], Path] | None = None
-        self._message, self._largest, self._pictures = "", 1e-6, 0
+        self._message, self._largest = "", 1e-6
         with contextlib.redirect_stdout(io.StringIO()):  # the library prints a box
             self._server = viser.ViserServer(HOST, _free_port(port), label=title, verbose=False)
         self.address = f"http://{HOST}:{self._server.get_port()}/"
@@ -121,10 +121,10 @@ class Page:
             self._attempt(self._events.get())
 
     def _attempt(self, action: Callable[[], Any]) -> None:
-        """Call a function; an error of policy or simulator pauses and is shown."""
+        """Call a function; an error of policy, simulator or files pauses and is shown."""
         try:
             action()
-        except (CheckpointError, EnvError) as error:
+        except (CheckpointError, EnvError, OSError) as error:
             self.player.paused = True
             self._message = f"paused: {one_line(error)}"
 
@@ -137,15 +137,12 @@ class Page:
         process, folder, path = self._export
         reason = process.wait(0)
         if reason is None:
-            pictures = Path(folder.name, "pictures")
-            done = pictures.stat().st_size if pictures.exists() else 0
-            self._message = f"rendering the video: {done} of {self._pictures} pictures"
+            self._message = "rendering the video"
             return
         self._export = None
         self._save_button.disabled = False
         self._message = f"no video: {reason}"
         if not reason:
-            path.parent.mkdir(parents=True, exist_ok=True)
             Path(folder.name, "video.mp4").replace(path)
             self._message = f"saved {path}"
             self._server.send_file_download(path.name, path.read_bytes())
@@ -175,11 +172,11 @@ class Page:
         self._on_click(self._pause_button, self._toggle_pause)
         reset = gui.add_button("Next episode", hint="Start the next episode of the evaluation")
         self._on_click(reset, player.reset)
-        speed = gui.add_dropdown("Speed", SPEEDS, initial_value="1")
-        self._on_change(speed, self._set_speed)
+        speed = gui.add_dropdown("Speed", tuple(SPEEDS), initial_value="1")
+        self._on_change(speed, lambda name: setattr(player, "speed", SPEEDS[name]))
         agents = AGENTS if player.policy is not None else AGENTS[1:]
         agent = gui.add_dropdown("Agent", agents, initial_value=player.agent)
-        self._on_change(agent, self._set_agent)
+        self._on_change(agent, lambda name: setattr(player, "agent", name))
         gui.add_markdown("Drag the robot with the left mouse button to pull it.")
         self._add_commands()
         if player.base is not None:
@@ -213,7 +210,7 @@ class Page:
             for name, (low, high) in player.commands.items():
                 unit = f" ({COMMAND_UNITS[name]})" if name in COMMAND_UNITS else ""
                 low, high = (low, high) if low < high else (low - 1.0, high + 1.0)
-                step = 0.01 if high - low > 0.2 else (high - low) / 100
+                step = (high - low) / 200
                 slider = gui.add_slider(f"{name}{unit}", low, high, step, max(low, min(high, 0.0)))
                 self._on_change(slider, functools.partial(self._set_command, slider))
                 self._sliders.append(slider)
@@ -225,20 +222,10 @@ class Page:
         """Add the controls of replays: the episode and the position in it."""
         gui = self._server.gui
         with gui.add_folder("Replay an episode of the evaluation"):
-            if self._episodes:
-                success = {True: ", success", False: ", no success", None: ""}
-                rows = {
-                    f"{i}: return {row['return']:.4g}{success[row['success']]}": i
-                    for i, row in self._episodes.items()
-                }
-                choice = gui.add_dropdown("Episode", tuple(rows))
-                number = functools.partial(lambda: rows[choice.value])
-            else:
-                field = gui.add_number("Episode", 0, min=0, max=65_535, step=1)
-                number = functools.partial(lambda: int(field.value))
-            replay = gui.add_button("Replay")
-            self._on_click(replay, lambda: self._replay(number()))
-            self._position = gui.add_slider("Step", 0, 1, 1, 0, disabled=True)
+            most = max(self._episodes, default=65_535)
+            number = gui.add_number("Episode", 0, min=0, max=most, step=1)
+            self._on_click(gui.add_button("Replay"), lambda: self._replay(int(number.value)))
+            self._position = gui.add_slider("Step", 0, 1, 1, 0)
             self._on_change(self._position, self._seek)
 
     def _toggle_pause(self) -> None:
@@ -246,13 +233,6 @@ class Page:
         player.paused, self._message = not player.paused, ""
         if player.cursor is not None and player.shown == len(player.frames) - 1:
             player.cursor = 0  # the replay starts again
-
-    def _set_speed(self, text: str) -> None:
-        numerator, _, denominator = text.partition("/")
-        self.player.speed = float(numerator) / float(denominator or 1)
-
-    def _set_agent(self, agent: str) -> None:
-        self.player.agent, self._message = agent, ""
 
     def _set_drive(self, drives: bool) -> None:
         """Hold the commands of the sliders, or leave them to the task."""
@@ -288,7 +268,7 @@ class Page:
         self._message = f"replay of episode {number}"
         result, player = self.player.replay(number), self.player
         player.paused = False
-        self._position.max, self._position.disabled = max(1, len(player.frames) - 1), False
+        self._position.max = max(1, len(player.frames) - 1)
         self._message += f": {result.steps} steps, return {result.return_:.6g}"
         if number in self._episodes:
             row = self._episodes[number]
@@ -311,7 +291,9 @@ class Page:
         stride = max(1, round(1 / (VIDEO_FPS * player.step_s)))
         poses = [frame.pose for frame in frames[::stride]]
         path = self.video_dir / f"play-{time.strftime('%Y%m%d-%H%M%S')}.mp4"
-        folder = tempfile.TemporaryDirectory(prefix=".play-", dir=_parent(path))
+        self.video_dir.mkdir(parents=True, exist_ok=True)
+        # In the same folder, so that a rename does not copy.
+        folder = tempfile.TemporaryDirectory(prefix=".play-", dir=self.video_dir)
         fps = 1 / (stride * player.step_s)
         cameras = functools.partial(Cameras, player.model, render_size=VIDEO_SIZE)
         process = RenderProcess(
@@ -319,7 +301,6 @@ class Page:
             Path(folder.name),
         )
         self._export, self._save_button.disabled = (process, folder, path), True
-        self._pictures = len(poses)
 
     # -------------------------------------------------------------------------------------- numbers
     def _update_panel(self) -> None:
@@ -334,8 +315,6 @@ class Page:
         if player.cursor is not None:
             self._position.value = player.cursor
             where = f"replay of episode {player.episode}, step {player.cursor}"
-        elif not self._position.disabled:
-            self._position.disabled = True
         lines = [f"{checkpoint}{where}", player.ended, self._message]
         text = "<br>".join(html.escape(line) for line in lines if line)
         self._set_html(self._status, f'<div style="padding:0 1em;font-size:.85em">{text}</div>')
@@ -382,12 +361,3 @@ def _free_port(port: int) -> int:
             f"--port {port}: cannot be used ({one_line(error)}); name another port, or remove it"
             " for a free one"
         ) from error
-
-
-def _parent(path: Path) -> Path:
-    """Return the folder of a file, which is created, so that a rename does not copy."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvError(f"no video: {path.parent} cannot be written ({error.strerror})") from error
-    return path.parent

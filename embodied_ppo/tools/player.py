@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mujoco
 import numpy as np
@@ -89,11 +88,11 @@ class Player:
 
     Attributes:
         agent: One of AGENTS.
-        held: Command that replaces that of the task from the next step on; None: the task's.
         pull: Pull that acts during the steps; None: none.
         speed: Simulated seconds per second.
         paused: Whether no step is due.
         episode: Number of the current episode of the evaluation.
+        steps: Number of its steps so far.
         frames: The last steps (live), or all steps of the replayed episode.
         cursor: Index of the shown frame in a replay; None: live.
         ended: How the last episode ended, or "".
@@ -128,21 +127,15 @@ class Player:
         self.data = mujoco.MjData(self.model)  # computes positions for pictures and pushes
         self.step_s = env.step_s or 0.02
         self.agent = "zero" if policy is None and agent == "trained" else agent
-        self.held: list[float] | None = None
         self.pull: Pull | None = None
         self.speed, self.paused, self.cursor, self.ended = 1.0, False, None, ""
         self.base = travelling_body(self.model)
-        self._task: Any = getattr(env.simulator, "task", None)
-        self._state: Mapping[str, Tensor] = getattr(env.simulator, "s", {})
-        has_command = "command" in self._state
-        self.commands: Mapping[str, tuple[float, float]] = (
-            dict(self._task.commands) if has_command else {}
-        )
-        if has_command:
-            self._task.advance = self._with_command(self._task.advance)
-            self._task.reset = self._with_command(self._task.reset)
-        self._checked, self._credit = 0.0, 0.0
-        self.episode = episode
+        simulator: Any = env.simulator
+        self._state: Mapping[str, Tensor] = getattr(simulator, "s", {})
+        self.commands: Mapping[str, tuple[float, float]] = {}
+        if "command" in self._state:
+            self.commands = dict(simulator.task.commands)
+        self._checked, self._credit, self._held = 0.0, 0.0, None
         self.reset(episode)
 
     # ------------------------------------------------------------------------------------- the loop
@@ -182,7 +175,7 @@ class Player:
         action, state = self._act()
         step = self.env.step(action.to(self.env.device))
         self._memory.store(state, starts(step))
-        self._obs, self._t = step.obs, self._t + 1
+        self._obs, self.steps = step.obs, self.steps + 1
         terms = {name: float(x.flatten()[0]) for name, x in (step.info or {}).items()}
         reward = float(step.reward.double().sum())
         terminated = bool(step.terminated[0])
@@ -192,7 +185,7 @@ class Player:
             return False
         if self.cursor is None:
             how = "the task ended it" if terminated else "time limit"
-            self.ended = f"episode {self.episode}: {how} after {self._t} steps"
+            self.ended = f"episode {self.episode}: {how} after {self.steps} steps"
             self.ended += f", return {self._return:.4g}"
             self.reset(self.episode + 1)
         return True
@@ -205,7 +198,7 @@ class Player:
                 self._obs,
                 self._memory,
                 first_episode=self.episode,
-                t=self._t,
+                t=self.steps,
                 seed=self.seed,
                 deterministic=self.deterministic,
             )
@@ -225,7 +218,7 @@ class Player:
         self._episode_seed = evaluation.evaluation_seeds(self.seed, self.episode + 1)[-1]
         self._generator = Generator().manual_seed(self._episode_seed)
         self.env.restart([self._episode_seed])
-        self._obs, self._t, self._return = self.env.reset(), 0, 0.0
+        self._obs, self.steps, self._return = self.env.reset(), 0, 0.0
         device = torch.device("cpu")
         if self.policy is not None:
             device = evaluation.policy_device(self.policy)
@@ -251,22 +244,17 @@ class Player:
             self.frames, self.cursor = deque([self.frames[-1]]), 0
             # legged_gym's episodes last one step more than their limit.
             limit = (self.env.max_episode_steps or MAX_STEPS) + 1
-            while self._t < limit and not self.step():
+            while self.steps < limit and not self.step():
                 pass
         finally:
             self.held, self.agent = held, agent
-        return ReplayedEpisode(first, self._return, self._t)
+        return ReplayedEpisode(first, self._return, self.steps)
 
     # -------------------------------------------------------------------------------- what is shown
     @property
     def shown(self) -> int:
         """Index of the shown frame."""
         return len(self.frames) - 1 if self.cursor is None else self.cursor
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the current episode."""
-        return self._t
 
     def mean_terms(self, seconds: float) -> dict[str, float]:
         """Return the means of the reward and its terms over the last shown seconds.
@@ -296,18 +284,17 @@ class Player:
         return Frame(pose, reward, terms, command.copy(), velocity)
 
     # ------------------------------------------------------------------------ what the user changes
-    def _with_command(self, function: Callable[..., dict[str, Tensor]]) -> Any:
-        """Return a function of the task whose result has the held command."""
+    @property
+    def held(self) -> list[float] | None:
+        """Command that replaces that of the task from the next step on; None: the task's."""
+        return self._held
 
-        @functools.wraps(function)
-        def held(*args: Any) -> dict[str, Tensor]:
-            values = function(*args)
-            if self.held is None or "command" not in values:
-                return values
-            command = values["command"]
-            return values | {"command": command.new_tensor([self.held]).expand_as(command)}
-
-        return held
+    @held.setter
+    def held(self, command: list[float] | None) -> None:
+        self._held, simulator = command, cast(Any, self.env.simulator)
+        if self.commands:
+            values = {} if command is None else {"command": torch.tensor([command])}
+            simulator.hold_variables(values)
 
     def _base_dofs(self) -> np.ndarray:
         """Return the degrees of freedom of the root body of a robot that travels, else none."""
@@ -321,17 +308,11 @@ class Player:
 
         A planar robot receives the part that its joints allow.
         """
-        qvel = self._fields["qvel"]
+        data, jacobian = self.positions(self._frame(0.0, {})), np.zeros((3, self.model.nv))
+        mujoco.mj_comPos(self.model, data)
+        mujoco.mj_jacBody(self.model, data, jacobian, None, self.base)
         dofs = self._base_dofs()
-        if len(dofs) == 6:
-            qvel[dofs[:3]] += change
-            return
-        self.positions(self._frame(0.0, {}))
-        for joint in range(self.model.njnt):
-            dof = int(self.model.jnt_dofadr[joint])
-            slides = self.model.jnt_type[joint] == int(mujoco.mjtJoint.mjJNT_SLIDE)
-            if dof in dofs and slides:
-                qvel[dof] += float(self.data.xaxis[joint] @ np.asarray(change))
+        self._fields["qvel"][dofs] += np.linalg.pinv(jacobian[:, dofs]) @ change
 
     def _apply_pull(self, pull: Pull) -> None:
         """Add the velocities that the force F of the pull causes in one control step Δt.
@@ -348,7 +329,7 @@ class Player:
         point = data.xpos[pull.body] + rotation @ pull.point
         vector = pull.target - point
         distance = float(np.linalg.norm(vector))
-        if distance < 1e-6 or model.body_weldid[pull.body] == 0:
+        if distance < 1e-6:
             return
         direction = vector / distance
         jacobian = np.zeros((3, model.nv))
