@@ -194,6 +194,7 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         specs = spec if isinstance(spec, dict) else {SINGLE: spec}
         converter = environments.action_converter(run.config.env, env)
         exported = Exported(policy.actor_only().cpu(), specs, converter, history).eval()
+        _hold(env, {})
         golden = _record(policy, env, exported, STEPS)
         info = _describe(run, env, exported, specs, golden)
         nominal = robot_section.nominal_realism(realism, env.physics_steps or 1, STATE)
@@ -216,8 +217,7 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         env = _make_env(run, config, task, len(commands))
         try:
             simulator: Any = env.simulator
-            if robot["command_names"]:
-                simulator.hold_variables({"command": torch.tensor(commands)})
+            _hold(env, {"command": torch.tensor(commands)} if robot["command_names"] else {})
             step_s = info["control"]["step_s"]
             length = min(round(TRACKING_S / step_s), env.max_episode_steps or STEPS)
             rows = _record(policy, env, exported, length)
@@ -249,6 +249,15 @@ def _make_env(
         task=task,
         model=run.config.model,
     )
+
+
+def _hold(env: VectorEnv, values: dict[str, Tensor]) -> None:
+    """Hold variables of our own tasks, and noise at 0: one observation for each state."""
+    simulator: Any = env.simulator
+    if "noise" in getattr(simulator, "s", {}):
+        values = values | {"noise": torch.zeros_like(simulator.s["noise"])}
+    if values:
+        simulator.hold_variables(values)
 
 
 # --------------------------------------------------------------------------------------- recording

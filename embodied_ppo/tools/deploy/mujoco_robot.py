@@ -66,7 +66,10 @@ class MujocoRobot(Robot):
                 if frame["body"] not in names:
                     known = ", ".join(names)
                     raise RobotError(f"scene: has no body {frame['body']}; it has {known}")
-                self.frames.append((prefix, names.index(frame["body"]), frame))
+                rotation = np.zeros(9)
+                mujoco.mju_quat2Mat(rotation, np.array(frame["quat"]))
+                index = names.index(frame["body"])
+                self.frames.append((prefix, index, frame, rotation.reshape(3, 3)))
         self.delay = round(self.section["action_delay_s"] / model.opt.timestep)
         self.reset()
 
@@ -167,17 +170,15 @@ class MujocoRobot(Robot):
             "joint_positions": data.qpos[model.jnt_qposadr[self.read_joints]],
             "joint_velocities": data.qvel[model.jnt_dofadr[self.read_joints]],
         }
-        for prefix, body, frame in self.frames:
-            quaternion, matrix, velocity = np.zeros(4), np.zeros(9), np.zeros(6)
+        for prefix, body, frame, rotation in self.frames:
+            quaternion, velocity = np.zeros(4), np.zeros(6)
             mujoco.mju_mulQuat(quaternion, data.xquat[body], np.array(frame["quat"]))
-            mujoco.mju_quat2Mat(matrix, quaternion)
-            kind, matrix = mujoco.mjtObj.mjOBJ_XBODY, matrix.reshape(3, 3)
-            mujoco.mj_objectVelocity(model, data, kind, body, velocity, 0)
-            arm = data.xmat[body].reshape(3, 3) @ frame["pos"]
-            linear = velocity[3:] + np.cross(velocity[:3], arm)
+            # In the frame of the body: angular, linear.
+            mujoco.mj_objectVelocity(model, data, mujoco.mjtObj.mjOBJ_XBODY, body, velocity, 1)
+            linear = velocity[3:] + np.cross(velocity[:3], frame["pos"])
             state[prefix + "quaternion"] = quaternion
-            state[prefix + "angular_velocity"] = velocity[:3] @ matrix
-            state[prefix + "velocity"] = linear @ matrix
+            state[prefix + "angular_velocity"] = velocity[:3] @ rotation
+            state[prefix + "velocity"] = linear @ rotation
         names = {model.sensor(k).name or f"sensor {k}": k for k in range(model.nsensor)}
         ids = [names.get(name) for name in self.section["sensors"]]
         if None not in ids:
@@ -230,7 +231,7 @@ def tracking_error(section, command, state, step_s):
     return errors
 
 
-def simulate(policy, observe, scene, *, command=None, seconds=None, seed=0, log=None, say=print):
+def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
     """Run the policy in MuJoCo with each command of the trainer's evaluation, or with one.
 
     Returns:
@@ -239,25 +240,19 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, seed=0, log=
     info, section = policy.info, robot_section(policy.info)
     model, notes = load_scene(info, scene)
     if notes:
-        say(f"{scene}: {', '.join(notes)}")
+        print(f"{scene}: {', '.join(notes)}")
     rows = section["tracking"]
     if command is not None:
         rows = [{"command": command, "errors": None, "seconds": None}]
-    rng, noise, findings = np.random.default_rng(seed), np.array(section["noise"]), []
-    names = section["tracks"] or ["distance from home"]
+    findings, names = [], section["tracks"] or ["distance from home"]
     trainer = "trainer" if command is None else "the same"
-    say(f"command: mean error of {', '.join(names)} ({trainer}), seconds")
+    print(f"command: mean error of {', '.join(names)} ({trainer}), seconds")
     for row in rows:
-
-        def noisy(state):
-            x = np.asarray(observe(state))
-            return (x + noise * rng.uniform(-1, 1, x.shape)).astype(x.dtype) if len(noise) else x
-
         robot = MujocoRobot(info, model)
         trained_s = min(row["seconds"] or [seconds or 10.0])
         duration = seconds or max(row["seconds"] or [trained_s])
         options = {"ramp_s": 0.0, "protect": False, "seconds": duration, "log": log}
-        loop = RobotLoop(policy, robot, noisy, command=row["command"], **options)
+        loop = RobotLoop(policy, robot, observe, command=row["command"], **options)
         reason = loop.run()
         if not loop.rows or not reason.startswith(("finished", "tilt")):
             raise RobotError(reason)
@@ -268,7 +263,7 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, seed=0, log=
         trained = np.array(row["errors"] or [error])  # [episodes, errors]
         pairs = [f"{x:.3f} ({y:.3f})" for x, y in zip(error, trained.mean(0))]
         end = "" if reason.startswith("finished") else f"; {reason}"
-        say(f"{text or '-'}: {', '.join(pairs)}, {alive:g} s ({trained_s:g}){end}")
+        print(f"{text or '-'}: {', '.join(pairs)}, {alive:g} s ({trained_s:g}){end}")
         low, high = trained.min(0) - TRACKING_TOLERANCE, trained.max(0) + TRACKING_TOLERANCE
         for name, x, a, b in zip(names, error, low, high):
             if not a <= x <= b:

@@ -27,7 +27,7 @@ START_S = 5.0
 """Longest time until the first measurement."""
 RAMP_S, MAX_TILT_DEG = 3.0, 60.0
 """Time in which the robot moves to its home posture, and largest tilt of the IMU."""
-RANGE_SHARE, BOUNDS = 0.05, (("low", -1.0), ("high", 1.0))
+RANGE_SHARE = 0.05
 """Largest share of the rows of a log in which a number is outside of its range in the trace."""
 RAMP, POLICY = 0, 1
 """Phases in the log."""
@@ -98,9 +98,8 @@ class RobotLoop:
         *,
         command=None,
         seconds=None,
-        ramp_s=None,
+        ramp_s=RAMP_S,
         watchdog_s=None,
-        max_tilt_deg=MAX_TILT_DEG,
         protect=True,
         log=None,
     ):
@@ -112,11 +111,10 @@ class RobotLoop:
             observe: Function of the state that returns the observation, see observation.py.
             command: The command [C]; None: zeros.
             seconds: Duration after the ramp; None: until it is stopped.
-            ramp_s: Duration of the movement to the home posture; None: 3 s.
+            ramp_s: Duration of the movement to the home posture.
             watchdog_s: The loop ends before a measurement is older than this, or targets are lost
                 for so long; None: 0.1 s, and at least 5 control steps more than the delays of
                 the training.
-            max_tilt_deg: Largest tilt of the IMU.
             protect: Whether targets are limited to the joints' ranges and torque limits, and the
                 velocities of joints are limited.
             log: npz file to write at the end; None: no file.
@@ -128,10 +126,7 @@ class RobotLoop:
         info, section = policy.info, robot_section(policy.info)
         self.section, self.step_s = section, info["control"]["step_s"]
         self.max_steps = None if seconds is None else round(seconds / self.step_s)
-        self.ramp_s, self.cos_tilt = (
-            RAMP_S if ramp_s is None else ramp_s,
-            np.cos(np.deg2rad(max_tilt_deg)),
-        )
+        self.ramp_s = ramp_s
         least = (section["obs_delay"] + section["action_delay_steps"] + 3) * self.step_s
         self.watchdog_s = max(0.1, least + 2 * self.step_s) if watchdog_s is None else watchdog_s
         if self.watchdog_s < least:
@@ -142,9 +137,7 @@ class RobotLoop:
             raise RobotError(f"--command: write {len(names)} numbers: {', '.join(names)}")
         # Action -> target: offset + scale · action, within the range of the control.
         (self.action,) = policy.actions.values()
-        low, high = self.action["low"], self.action["high"]
-        self.low = np.array([-np.inf if x is None else x for x in low])
-        self.high = np.array([np.inf if x is None else x for x in high])
+        self.low, self.high = action_bounds(self.action)
         control = info["ctrl_of_action"]
         self.offset, self.scale = np.array(control["offset"]), np.array(control["scale"])
         actuators = info["actuators"]
@@ -170,7 +163,7 @@ class RobotLoop:
         # Steps between an action and its place in the observation as "last action".
         late = 1 + section["action_delay_steps"] + section["obs_delay"]
         self.neutral = np.clip(np.zeros(len(self.low)), self.low, self.high)
-        self.home_target = np.clip(self.offset + self.scale * self.neutral, self.least, self.most)
+        self.home_target = np.clip(section["home_target"], self.least, self.most)
         self.actions = deque([self.neutral] * late, late)
         self.commands = deque(maxlen=section["obs_delay"] + 1)
         self.targets = deque(maxlen=max(1, round(self.watchdog_s / self.step_s) - 1))
@@ -344,7 +337,7 @@ class RobotLoop:
     def _emergency(self):
         """Return why the robot must stop, else ""."""
         gravity = self.state.get("gravity")
-        if gravity is not None and gravity[2] > -self.cos_tilt:
+        if gravity is not None and gravity[2] > -np.cos(np.deg2rad(MAX_TILT_DEG)):
             return f"tilt: {np.rad2deg(np.arccos(np.clip(-gravity[2], -1, 1))):.0f} degrees"
         speed = np.abs(self.state["joint_velocities"]) / self.section["velocity_limit"]
         i = int(speed.argmax())
@@ -408,6 +401,12 @@ def robot_section(info):
     return info["robot"]
 
 
+def action_bounds(action):
+    """Return the lowest and highest numbers of an output of policy.json, [A] each."""
+    bounds = (("low", -np.inf), ("high", np.inf))
+    return [np.array([free if x is None else x for x in action[k]]) for k, free in bounds]
+
+
 def gravity(quaternion):
     """Return the direction of gravity, [3], in a frame with this orientation in the world."""
     w, x, y, z = quaternion  # minus the third row of the rotation matrix
@@ -459,7 +458,7 @@ def compare_log(policy, log, tolerance):
     observe = run_policy.load_file(policy.folder / "observation.py").observe
     implied = rows([observe({k: x[t] for k, x in state.items()}) for t in range(len(episode))])
     arrays = {name: log[key].astype(spec["dtype"])}
-    bounds = [[s * np.inf if x is None else x for x in action[k]] for k, s in BOUNDS]
+    bounds = action_bounds(action)
     expected = np.clip(rows(policy.outputs_of_trace(arrays, episode)[output]), *bounds)
     actual = rows(log["action"])
     if section["action_rate_limit"] is not None:
@@ -471,12 +470,8 @@ def compare_log(policy, log, tolerance):
         limit = np.maximum(limits(expected, tolerance), 1e-5)
         names = run_policy.dimension_names(described)
         findings += run_policy.describe_differences(source, names, expected, actual, limit, episode)
-    trace, actual, names = (
-        rows(policy.golden[key]),
-        rows(log[key]),
-        run_policy.dimension_names(spec),
-    )
-    low, high = trace.min(0), trace.max(0)
+    trace, actual = rows(policy.golden[key]), rows(log[key])
+    low, high, names = trace.min(0), trace.max(0), run_policy.dimension_names(spec)
     extent = np.maximum(high - low, 1e-3)
     outside = ((actual < low - extent) | (actual > high + extent)).mean(0)
     return findings + [

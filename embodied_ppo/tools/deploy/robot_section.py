@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,32 @@ TRACKS = {
     "ang_vel_yaw": "base_angular_velocity z",
 }
 """Command -> the number that follows it."""
+STUB = '''"""Your robot for {task}: python run_policy.py --loop my_robot.py"""
+
+from robot_loop import Robot
+
+JOINTS = {joints}
+ACTUATORS = {actuators}
+SENSORS = {sensors}
+
+
+class MyRobot(Robot):
+    def read(self):
+        # return {{  # the newest measurement, at once; robot_loop.py has units and frames
+        #     "time_s": ...,  # when it was measured, on the clock of now()
+{keys}
+        # }}
+        raise NotImplementedError("my_robot.py: write read()")
+
+    def write(self, target, kp, kd):
+        # {units}, in the order of ACTUATORS
+        raise NotImplementedError("my_robot.py: write write()")
+
+    def stop(self):
+        pass  # kp = 0 and kd > 0 in all motors
+
+    # now() and sleep() are those of the computer's clock.
+'''
 
 
 def nominal_realism(realism: RealismConfig, physics_steps: int, name: str) -> RealismConfig:
@@ -78,28 +105,22 @@ def describe(info: Mapping[str, Any], realism: RealismConfig) -> dict[str, Any] 
     reads = [KEYS.get(x, x) for x in part] or imu
     reads = dict.fromkeys(["joint_positions", "joint_velocities", *filter(None, reads)])
     limit = realism.action_rate_limit
-    low, high = (np.array(actions[0][k], dtype=object) for k in ("low", "high"))
-    if limit is not None and info["action_mapping"] == "rescale":
-        limit = [limit if None in x else limit * (x[1] - x[0]) / 2 for x in zip(low, high)]
-    elif limit is not None:
-        limit = [limit] * len(low)
-    neutral = [
-        np.clip(0.0, -np.inf if a is None else a, np.inf if b is None else b)
-        for a, b in zip(low, high)
-    ]
+    # Missing bounds are NaN, which fmin and fmax leave out.
+    low, high = (np.array(actions[0][k], dtype=float) for k in ("low", "high"))
+    if limit is not None:
+        half = (high - low) / 2 if info["action_mapping"] == "rescale" else np.ones_like(low)
+        limit = (limit * np.where(np.isnan(half), 1.0, half)).tolist()
+    neutral = np.fmin(np.fmax(0.0, low), high)
     target = np.array(control["offset"]) + np.array(control["scale"]) * neutral
-    ranges = np.array([a["range"] or (-np.inf, np.inf) for a in actuators], dtype=float)
+    least, most = np.array([a["range"] or (np.nan, np.nan) for a in actuators]).T
     action_delay = realism.action_delay
     assert not isinstance(action_delay, tuple)
-    sizes = {"velocity": 3, "angular_velocity": 3, "gravity": 3, "phase": 2}
-    noise = [[x["noise"]] * sizes.get(x["quantity"], len(x["names"])) for x in parts]
-    exact = all(x["quantity"] != "sensors" for x in parts)
     commands = part["command"]["names"] if "command" in part else []
     tracks = [TRACKS.get(name) for name in commands]
     return {
         "joints": read,
         "home": [x for name in read for x in joints[name]["home"]],
-        "home_target": np.clip(target, ranges[:, 0], ranges[:, 1]).tolist(),
+        "home_target": np.fmin(np.fmax(target, least), most).tolist(),
         "velocity_limit": [],
         "frame": info["frame"],
         "base": info["base"],
@@ -107,7 +128,6 @@ def describe(info: Mapping[str, Any], realism: RealismConfig) -> dict[str, Any] 
         "reads": list(reads),
         "not_measured": [x for x in reads if x == "velocity"],
         "sensors": list(part["sensors"]["names"]) if "sensors" in part else [],
-        "noise": [x for row in noise for x in row] if exact and any(map(any, noise)) else [],
         "command_names": list(commands),
         "tracks": [] if None in tracks else tracks,
         "action_delay_s": action_delay * step_s,
@@ -180,12 +200,12 @@ def measure(
     # Command, last action, phase and sensors do not follow from positions and velocities.
     unknown = {"last_action": len(info["actuators"]), "command": len(robot["command_names"])}
     nan = {k: np.full(size, np.nan) for k, size in (unknown | {"phase": 2}).items()}
-    wrong, noise = np.zeros(spec["shape"], bool), np.array(robot["noise"] or [0.0])
+    wrong = np.zeros(spec["shape"], bool)
     for row, state in zip(golden[f"observation/{spec['name']}"], states(golden), strict=True):
         if "quaternion" in state:
             state["gravity"] = gravity(state["quaternion"])
         difference = np.abs(observe(state | {"sensors": np.nan * state["sensors"]} | nan) - row)
-        wrong |= difference > noise + 1e-4 * (1 + np.abs(row))  # not NaN
+        wrong |= difference > 1e-4 * (1 + np.abs(row))  # not NaN
     if wrong.any():
         names = ", ".join(np.array(spec["names"])[wrong])
         raise ConfigError(
@@ -231,92 +251,56 @@ def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
 def observation_source(info: Mapping[str, Any]) -> str:
     """Return the source of observation.py: the function, or a stub with names and units."""
     (spec,) = [x for x in info["inputs"] if x["role"] == "observation"]
-    parts: Sequence[Mapping[str, Any]] = info["observation_parts"]
-    shape = " x ".join(map(str, spec["shape"]))
-    lines = [
-        f'"""Observation of {info["task"]} for robots: numpy only."""',
-        "",
-        "import numpy as np",
-        "",
-        "",
-        "def observe(state):",
-        f'    """Return the observation, {spec["dtype"]} [{shape}].',
-        "",
-        "    ``state`` has what ``Robot.read`` returns, and besides",
-        "    gravity      [3], direction of gravity in the IMU's frame, from the quaternion",
-        "    command      [C], last_action [A], phase [2]: those of the loop",
-        '    """',
-    ]
-    if not parts:
-        units = spec["unit"] if isinstance(spec["unit"], list) else [spec["unit"]] * 10**6
-        rows = zip(spec["names"] or [], units, strict=False)
-        lines += [f"    # {i}: {name}, {unit or '-'}" for i, (name, unit) in enumerate(rows)]
-        hint = f"write observe() in observation.py: {info['task']} declares no observation_parts"
-        return "\n".join([*lines, f"    raise NotImplementedError({hint!r})", ""])
-    constants = {"JOINTS": info["robot"]["joints"]}
-    rows, first = list[str](), 0
-    for part in parts:
-        quantity, size = part["quantity"], len(part["names"])
-        text, value = quantity.replace("_", " "), f'state["{quantity}"]'
-        if quantity in ("velocity", "angular_velocity", "gravity"):
-            text, size = f"{text} of {part['names'][0]} in its own frame", 3
-        elif quantity == "phase":
-            text, size = "cosine and sine of the phase of the gait", 2
-        elif quantity in ("command", "sensors"):
-            text += f": {', '.join(part['names'])}"
-        if quantity == "velocity":
-            text += ", m/s: from your estimator, no robot measures it"
+    units = spec["unit"] if isinstance(spec["unit"], list) else itertools.repeat(spec["unit"])
+    numbers = zip(spec["names"] or [], units, strict=False)
+    constants, body = [f"JOINTS = {_literal(info['robot']['joints'])}"], ["    parts = ["]
+    for part in info["observation_parts"]:
+        quantity, value = part["quantity"], f'        state["{part["quantity"]}"]'
         if part["offset"]:
-            constants["HOME"], value = list(part["offset"]), f"{value} - HOME"
-        rows += [f"        # {first}: {text}", f"        {value},"]
-        first += size
-    at = lines.index("def observe(state):")
-    head = [f"{k} = {pformat(x, width=90, compact=True)}" for k, x in constants.items()]
-    head = [x.replace("HOME = ", "HOME = np.array(") + ")" * x.startswith("HOME") for x in head]
-    result = f'    return np.concatenate(parts).astype("{spec["dtype"]}")'
-    body = ["    parts = [", *rows, "    ]", result, ""]
-    return "\n".join([*lines[: at - 2], "", *head, "", "", *lines[at:], *body])
-
-
-def robot_source(info: Mapping[str, Any]) -> str:
-    """Return the source of my_robot.py, the stub of the five functions."""
-    section = info["robot"]
-    reads = {
-        "quaternion": "w x y z of the IMU",
-        "angular_velocity": "rad/s in the IMU's frame",
-        "velocity": "m/s; no robot measures it: estimate it, for example from legs and IMU",
-        "sensors": ", ".join(section["sensors"]),
-    }
-    order = "in the order of JOINTS"
-    keys = [f'        #     "{k}": ...,  # {reads.get(k, order)}' for k in section["reads"]]
-    units = sorted({a["unit"] for a in info["actuators"] if a["unit"]})
-    actuators = [actuator["name"] for actuator in info["actuators"]]
+            constants.append(f"HOME = np.array({_literal(list(part['offset']))})")
+            value += " - HOME"
+        hint = "  # from your estimator, no robot measures it" if quantity == "velocity" else ""
+        body.append(f"{value},{hint}")
+    body += ["    ]", f'    return np.concatenate(parts).astype("{spec["dtype"]}")']
+    if not info["observation_parts"]:
+        hint = f"write observe() in observation.py: {info['task']} declares no observation_parts"
+        body = [f"    raise NotImplementedError({hint!r})"]
     return "\n".join(
         [
-            f'"""Your robot for {info["task"]}: python run_policy.py --loop my_robot.py"""',
+            f'"""Observation of {info["task"]} for robots: numpy only."""',
             "",
-            "from robot_loop import Robot",
+            "import numpy as np",
             "",
-            f"JOINTS = {pformat(section['joints'], width=90, compact=True)}",
-            f"ACTUATORS = {pformat(actuators, width=90, compact=True)}",
+            *constants,
             "",
             "",
-            "class MyRobot(Robot):",
-            "    def read(self):",
-            "        # return {  # the newest measurement, at once",
-            '        #     "time_s": ...,  # when it was measured, on the clock of now()',
-            *keys,
-            "        # }",
-            '        raise NotImplementedError("my_robot.py: write read()")',
+            "def observe(state):",
+            f'    """Return the observation, {spec["dtype"]} {spec["shape"]}.',
             "",
-            "    def write(self, target, kp, kd):",
-            f"        # {' and '.join(units)}, in the order of ACTUATORS",
-            '        raise NotImplementedError("my_robot.py: write write()")',
-            "",
-            "    def stop(self):",
-            "        pass  # kp = 0 and kd > 0 in all motors",
-            "",
-            "    # now() and sleep() are those of the computer's clock.",
+            "    ``state`` has what ``Robot.read`` returns, and besides",
+            "    gravity      [3], direction of gravity in the IMU's frame, from the quaternion",
+            "    command      [C], last_action [A], phase [2]: those of the loop",
+            '    """',
+            *(f"    # {i}: {name}, {unit or '-'}" for i, (name, unit) in enumerate(numbers)),
+            *body,
             "",
         ]
     )
+
+
+def robot_source(info: Mapping[str, Any]) -> str:
+    """Return the source of my_robot.py, the stub of the functions that every robot needs."""
+    section = info["robot"]
+    hints = {"velocity": "  # no robot measures it: estimate it, for example from legs and IMU"}
+    return STUB.format(
+        task=info["task"],
+        joints=_literal(section["joints"]),
+        actuators=_literal([actuator["name"] for actuator in info["actuators"]]),
+        sensors=_literal(section["sensors"]),
+        keys="\n".join(f'        #     "{k}": ...,{hints.get(k, "")}' for k in section["reads"]),
+        units=" and ".join(sorted({a["unit"] for a in info["actuators"] if a["unit"]})),
+    )
+
+
+def _literal(values: list[Any]) -> str:
+    return pformat(values, width=90, compact=True)
