@@ -352,9 +352,7 @@ def _free_port(port: int) -> int:
         UsageError: It cannot be used.
     """
     try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((HOST, port))
+        with socket.create_server((HOST, port)) as probe:
             return probe.getsockname()[1]
     except (OSError, OverflowError) as error:
         raise UsageError(

@@ -157,8 +157,9 @@ class RobotLoop:
             bounds = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, limits)]
         self.least, self.most = np.array(bounds, float).T
         self.protect = protect
-        index = {name: i for i, name in enumerate(section["joints"])}
-        self.joint_of = np.array([index.get(a["joint"], -1) for a in actuators])
+        # [A, J], 1 where an actuator moves a joint: numbers of joints -> those of actuators.
+        moves = [[a["joint"] == name for name in section["joints"]] for a in actuators]
+        self.moves = np.array(moves, float)
         self.rate_limit = section["action_rate_limit"]
         # Steps between an action and its place in the observation as "last action".
         late = 1 + section["action_delay_steps"] + section["obs_delay"]
@@ -276,8 +277,8 @@ class RobotLoop:
         problem = self._emergency()
         if problem:
             return problem
-        joints = self.state["joint_positions"]
-        position = np.where(self.joint_of >= 0, joints[self.joint_of], 0.0)
+        position = self.moves @ self.state["joint_positions"]
+        velocity = self.moves @ self.state["joint_velocities"]
         if self.ramp_from is None:
             self.ramp_from, self.start = position, now
             self.written_s = self.arrived_s = now
@@ -288,8 +289,6 @@ class RobotLoop:
         else:
             action, observation = self._act()
             target = np.clip(self.offset + self.scale * action, self.least, self.most)
-        velocity = self.state["joint_velocities"]
-        velocity = np.where(self.joint_of >= 0, velocity[self.joint_of], 0.0)
         if self.protect:
             # |kp (target - position) - kd velocity| <= force
             middle, reach = position + self.kd / self.kp * velocity, self.force / self.kp
@@ -382,11 +381,9 @@ class RobotLoop:
         }
         state = {"command": self.command, "last_action": self.neutral, **self.state}
         row.update({f"state/{k}": x for k, x in state.items()})
-        many = isinstance(observation, dict)
-        for name, spec in self.policy.inputs.items():
-            x = observation[name] if many else observation
-            empty = np.zeros(spec["shape"], spec["dtype"])
-            row[f"observation/{name}"] = empty if x is None else np.asarray(x)
+        ((name, spec),) = self.policy.inputs.items()
+        empty = np.zeros(spec["shape"], spec["dtype"])
+        row[f"observation/{name}"] = empty if observation is None else observation
         self.rows.append({key: np.asarray(x) for key, x in row.items()})
 
 

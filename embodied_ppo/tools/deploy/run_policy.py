@@ -550,9 +550,7 @@ def main(arguments=None):
     parser.add_argument("--command", type=float, nargs="+", help="of --mujoco and --loop")
     parser.add_argument("--seconds", type=float, help="duration of --mujoco and --loop")
     parser.add_argument("--log", metavar="NPZ", help="log that --mujoco or --loop writes")
-    parser.add_argument(
-        "--ramp", type=float, default=3.0, help="time to the home posture of --loop, s"
-    )
+    parser.add_argument("--ramp", type=float, default=3.0, help="s to the home posture of --loop")
     parser.add_argument("--watchdog", type=float, help="longest time without measurements, s")
     args = parser.parse_args(arguments)
     try:
