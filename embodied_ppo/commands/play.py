@@ -8,7 +8,6 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ from embodied_ppo.core.errors import UsageError
 from embodied_ppo.options.compose import FLAGS, override_lines, prepare
 
 if TYPE_CHECKING:
-    from embodied_ppo.tools.play_page import Page
+    from embodied_ppo.options.schema import EvaluateConfig
+    from embodied_ppo.tools.play_sources import Player, Weights
 
 AGENTS = ("trained", "zero", "random")
 READ = ("seed", "deterministic", "temperature", "allow_changed_task", "threads")
@@ -58,12 +58,33 @@ def run(args: argparse.Namespace) -> None:
         hint = "use trained, zero or random" if runs else "without a run use zero or random"
         raise UsageError(f"agent={agent}: {hint}")
     episode = arguments.whole_number(own, "episode", "play", "0")
-    start = {"agent": agent, "episode": episode}
-    page = _of_run(args, runs[0], lines, start) if runs else _of_task(args, lines, start)
-    with output.stdout_to_stderr(), page as shown:
-        _announce(args, shown.address)
+    report: dict[str, Any] = {}
+    opened: contextlib.AbstractContextManager[tuple[Player, Weights | None]]
+    if runs:
+        options, report = _evaluation(args, runs[0], lines)
+        from embodied_ppo.tools.play_sources import play_run
+
+        opened = play_run(options, agent, episode)
+    else:
+        compose = argparse.Namespace(command="train", config_name=None, config_dir=args.config_dir)
+        config = prepare(compose, lines, check=False).config
+        from embodied_ppo.tools.play_sources import play_task
+
+        opened = play_task(config, agent, episode)
+    with output.stdout_to_stderr(), opened as (player, weights):
+        from embodied_ppo.tools.play_page import Page
+
+        page = Page(
+            player,
+            title=": ".join([player.env.id, *(Path(run).name for run in runs)]),
+            video_dir=Path() if weights is None else weights.run_dir / "videos",
+            port=args.port,
+            weights=weights,
+            episodes=report.get("episodes", ()),
+        )
+        _announce(args, page.address)
         with contextlib.suppress(KeyboardInterrupt):
-            shown.serve()
+            page.serve()
 
 
 def _announce(args: argparse.Namespace, address: str) -> None:
@@ -80,50 +101,21 @@ def _announce(args: argparse.Namespace, address: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _of_run(
-    args: argparse.Namespace, path: str, lines: list[str], start: dict[str, Any]
-) -> Iterator[Page]:
-    """Yield the page of a run, a checkpoint or a report."""
+def _evaluation(
+    args: argparse.Namespace, path: str, lines: list[str]
+) -> tuple[EvaluateConfig, dict[str, Any]]:
+    """Return the options of the evaluation of a run, a checkpoint or a report; its report.json."""
     arguments.check_run(path)
     for line in lines:
         name = line.partition("=")[0].lstrip("+~")
         if name not in READ and not name.startswith("env."):
             raise UsageError(f"play ignores {name}; remove it: it reads {', '.join(READ)}, env.*")
-    report: dict[str, Any] = {}
     if (Path(path) / "report.json").is_file():
         if lines:
             raise UsageError(f"remove {lines[0]}: a report is replayed with its own options")
         from embodied_ppo.tools.play_sources import options_of_report
 
-        options, report = options_of_report(Path(path))
-    else:
-        given = [*override_lines("evaluate", {"checkpoint": path}), *lines]
-        compose = argparse.Namespace(
-            command="evaluate", config_name=None, config_dir=args.config_dir
-        )
-        options = prepare(compose, given, label=FLAGS).config
-    from embodied_ppo.tools.play_page import Page
-    from embodied_ppo.tools.play_sources import play_run
-
-    with play_run(options, **start) as (player, weights):
-        yield Page(
-            player,
-            title=f"{player.env.id}: {Path(path).name}",
-            video_dir=weights.run_dir / "videos",
-            port=args.port,
-            weights=weights,
-            episodes=report.get("episodes", ()),
-        )
-
-
-@contextlib.contextmanager
-def _of_task(args: argparse.Namespace, lines: list[str], start: dict[str, Any]) -> Iterator[Page]:
-    """Yield the page of a task without a policy."""
-    compose = argparse.Namespace(command="train", config_name=None, config_dir=args.config_dir)
-    config = prepare(compose, lines, check=False).config
-    from embodied_ppo.tools.play_page import Page
-    from embodied_ppo.tools.play_sources import play_task
-
-    with play_task(config, **start) as player:
-        yield Page(player, title=player.env.id, video_dir=Path(), port=args.port)
+        return options_of_report(Path(path))
+    given = [*override_lines("evaluate", {"checkpoint": path}), *lines]
+    compose = argparse.Namespace(command="evaluate", config_name=None, config_dir=args.config_dir)
+    return prepare(compose, given, label=FLAGS).config, {}

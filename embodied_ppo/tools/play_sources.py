@@ -60,15 +60,15 @@ class Weights:
 
 
 @contextmanager
-def play_task(config: Config, agent: str, episode: int) -> Iterator[Player]:
-    """Yield a player without a policy, for the environment of a training run's options.
+def play_task(config: Config, agent: str, episode: int) -> Iterator[tuple[Player, None]]:
+    """Yield a player without policy and weights, for the environment of a run's options.
 
     Raises:
         ConfigError, EnvError: The task cannot be shown.
     """
     env = _factory(config)(evaluation.evaluation_seeds(config.seed, 1))
     try:
-        yield Player(env, seed=config.seed, episode=episode, agent=agent)
+        yield Player(env, seed=config.seed, episode=episode, agent=agent), None
     finally:
         env.close()
 

@@ -54,13 +54,11 @@ class Part:
         quantity: What the numbers are.
         names: What they belong to.
         offset: What is subtracted from each number; empty: nothing.
-        noise: Largest uniform noise of the task on each number.
     """
 
     quantity: Quantity
     names: tuple[str, ...]
     offset: tuple[float, ...] = ()
-    noise: float = 0.0
 
 
 def describe(parts: Sequence[Part], model: mujoco.MjModel) -> list[tuple[str, str | None]]:

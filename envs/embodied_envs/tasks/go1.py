@@ -111,14 +111,14 @@ class Go1Joystick(VelocityCommands):
 
     def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
         joints = tuple(model.joint(i).name for i in range(1, model.njnt))
-        home, noise = tuple(model.key("home").qpos[7:].tolist()), self.sensor_noise
+        home = tuple(model.key("home").qpos[7:].tolist())
         return [
-            Part("velocity", ("trunk",), noise=noise[0]),
-            Part("angular_velocity", ("trunk",), noise=noise[3]),
-            Part("gravity", ("trunk",), noise=noise[6]),
+            Part("velocity", ("trunk",)),
+            Part("angular_velocity", ("trunk",)),
+            Part("gravity", ("trunk",)),
             Part("command", tuple(self.commands)),
-            Part("joint_positions", joints, offset=home, noise=noise[9]),
-            Part("joint_velocities", joints, noise=noise[21]),
+            Part("joint_positions", joints, offset=home),
+            Part("joint_velocities", joints),
             Part("last_action", joints),
         ]
 
