@@ -82,10 +82,17 @@ class Page:
     # ------------------------------------------------------------------------------------- the loop
     def serve(self) -> None:
         """Simulate in real time while a browser shows the page, until KeyboardInterrupt."""
-        drawn = panel = checked = 0.0
+        scene, player = self._scene, self.player
+        jobs: dict[Callable[[], None], float] = {
+            self._look_for_changes: CHECKPOINT_S,
+            lambda: scene.draw(player.frames[player.shown]): DRAW_S,
+            self._update_panel: PANEL_S,
+        }
+        last = dict.fromkeys(jobs, 0.0)
         try:
             while True:
-                self._handle_events()
+                while not self._events.empty():
+                    self._attempt(self._events.get())
                 now = time.monotonic()
                 steps = self.player.due(now)
                 if not self._server.get_clients():  # the page is closed: the robot waits
@@ -93,15 +100,10 @@ class Page:
                     steps = 0
                 for _ in range(steps):
                     self._attempt(self.player.advance)
-                if now - checked >= CHECKPOINT_S:
-                    checked = now
-                    self._look_for_changes()
-                if now - drawn >= DRAW_S:
-                    drawn = now
-                    self._scene.draw(self.player.frames[self.player.shown])
-                if now - panel >= PANEL_S:
-                    panel = now
-                    self._update_panel()
+                for job, interval_s in jobs.items():
+                    if now - last[job] >= interval_s:
+                        last[job] = now
+                        job()
                 time.sleep(max(0.001, min(0.01, self.player.step_s / self.player.speed / 2)))
         finally:
             self.close()
@@ -114,11 +116,6 @@ class Page:
             self._export = None
         with contextlib.redirect_stdout(io.StringIO()):
             self._server.stop()
-
-    def _handle_events(self) -> None:
-        """Do what the users have asked for since the last step."""
-        while not self._events.empty():
-            self._attempt(self._events.get())
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         """Call a function; an error of policy, simulator or files pauses and is shown."""

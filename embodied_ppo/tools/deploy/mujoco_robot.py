@@ -187,25 +187,17 @@ class MujocoRobot(Robot):
         return state
 
 
-def load_scene(info, scene):
-    """Return the model of a scene, and how its physics differs from that of the training."""
+def load_scene(scene):
+    """Return the model of a scene."""
     try:
         import mujoco
     except ImportError as error:
         raise RobotError(f"pip install mujoco: it cannot be imported ({error})") from error
     try:
-        model = mujoco.MjModel.from_xml_path(str(scene))
+        return mujoco.MjModel.from_xml_path(str(scene))
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise RobotError(f"--mujoco {scene}: MuJoCo refuses it: {reason}") from error
-    option, trained = model.opt, info.get("physics", {})
-    here = {
-        "step_s": option.timestep,
-        "integrator": mujoco.mjtIntegrator(option.integrator).name[6:],
-        "iterations": option.iterations,
-    }
-    pairs = ((k, here[k], trained.get(k)) for k in here)
-    return model, [f"{k} {a} (training {b})" for k, a, b in pairs if b is not None and a != b]
 
 
 def tracking_error(section, command, state, step_s):
@@ -238,19 +230,16 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
         One line for each command whose tracking error differs from that of the trainer.
     """
     info, section = policy.info, robot_section(policy.info)
-    model, notes = load_scene(info, scene)
-    if notes:
-        print(f"{scene}: {', '.join(notes)}")
-    rows = section["tracking"]
-    if command is not None:
-        rows = [{"command": command, "errors": None, "seconds": None}]
-    findings, names = [], section["tracks"] or ["distance from home"]
-    trainer = "trainer" if command is None else "the same"
-    print(f"command: mean error of {', '.join(names)} ({trainer}), seconds")
+    model = load_scene(scene)
+    rows, names = section["tracking"], section["tracks"] or ["distance from home"]
+    if command is not None:  # the trainer has not measured it
+        unknown, length = [np.nan] * len(names), seconds or 10.0
+        rows = [{"command": command, "errors": [unknown], "seconds": [length]}]
+    print(f"command: mean error of {', '.join(names)} (trainer; nan: not measured), seconds")
+    findings = []
     for row in rows:
         robot = MujocoRobot(info, model)
-        trained_s = min(row["seconds"] or [seconds or 10.0])
-        duration = seconds or max(row["seconds"] or [trained_s])
+        trained_s, duration = min(row["seconds"]), seconds or max(row["seconds"])
         options = {"ramp_s": 0.0, "protect": False, "seconds": duration, "log": log}
         loop = RobotLoop(policy, robot, observe, command=row["command"], **options)
         reason = loop.run()
@@ -260,13 +249,13 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
         state = {k: np.stack([x[f"state/{k}"] for x in loop.rows]) for k in keys}
         error = tracking_error(section, row["command"], state, loop.step_s)
         alive, text = loop.steps * loop.step_s, " ".join(f"{x:g}" for x in row["command"])
-        trained = np.array(row["errors"] or [error])  # [episodes, errors]
+        trained = np.array(row["errors"])  # [episodes, errors]
         pairs = [f"{x:.3f} ({y:.3f})" for x, y in zip(error, trained.mean(0))]
         end = "" if reason.startswith("finished") else f"; {reason}"
         print(f"{text or '-'}: {', '.join(pairs)}, {alive:g} s ({trained_s:g}){end}")
         low, high = trained.min(0) - TRACKING_TOLERANCE, trained.max(0) + TRACKING_TOLERANCE
         for name, x, a, b in zip(names, error, low, high):
-            if not a <= x <= b:
+            if x < a or x > b:  # False for NaN
                 findings.append(
                     f"command {text}: error of {name} {x:.3f} is not in {a:.3f}..{b:.3f}"
                 )
