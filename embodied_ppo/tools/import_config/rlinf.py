@@ -120,7 +120,7 @@ RLINF = load(
         **rules.by_name(robot.clip_ratio_c, robot.filter_rewards, robot.entropy_bonus),
         **rules.by_name(robot.entropy_type, robot.per_step, robot.reward_type),
         **rules.by_name(robot.bootstrap_type, robot.rollout, robot.evaluation, robot.env_type),
-        **rules.by_name(robot.model, robot.config_name, robot.lora_rank, robot.precision),
+        **rules.by_name(robot.model, robot.config_name, robot.precision),
         "clip_ratio": rules.clip_ratio("algorithm"),
         "adam_betas": rules.adam_betas("actor.optim."),
         "warmup_steps": rules.warmup_steps(),

@@ -249,13 +249,10 @@ def env_type(value: Any, source: Source) -> Answer:
         kwargs["tasks"] = tasks
     answer["env.kwargs"] = kwargs
     if model_type(source) in POLICIES:
-        wrist = model_type(source) == "openpi" or _number_of_images(source) > 1
+        images = int(source.get("actor.model.num_images_in_input", 1))
+        wrist = model_type(source) == "openpi" or images > 1
         answer["env.cameras"] = CAMERAS[: 1 + wrist]
     return answer
-
-
-def _number_of_images(source: Source) -> int:
-    return int(source.get("actor.model.num_images_in_input", 1))
 
 
 # ------------------------------------------------------------------------------------------- models
@@ -296,10 +293,6 @@ def config_name(value: Any, source: Source) -> Answer:
     return {"model.delta_actions": OPENPI[value].get("delta", [])}
 
 
-def lora_rank(value: Any, source: Source) -> Answer:
-    return {"model.lora_rank": value, "model.lora_alpha": float(value)}
-
-
 def precision(value: Any, source: Source) -> Answer:
     """Map the type of the weights; null of openpi is its checkpoint's, mostly bfloat16."""
     if value is None:
@@ -311,79 +304,41 @@ def precision(value: Any, source: Source) -> Answer:
 
 # -------------------------------------------------------------------------------------- differences
 def differences(source: Source) -> dict[str, str]:
-    """Return the differences that no option removes: their option -> what differs."""
-    found: dict[str, str] = {}
-    continues, chunk, grpo = resets(source), chunk_size(source), is_grpo(source)
+    """Return the differences that no option removes: their option -> what differs.
+
+    The table has them by the names of these conditions. The others apply where the option is true.
+    """
+    continues, chunk = resets(source), chunk_size(source)
     has_env = source.get("env.train.total_num_envs") is not None
     kind, openpi = model_type(source), source.get("actor.model.openpi.config_name")
-
-    def add(path: str, text: str) -> None:
-        if path in source.values:
-            found[path] = text
-
-    if has_env and continues and chunk > 1:
-        add(
-            "env.train.auto_reset",
-            "the actions after an episode's end inside a chunk are executed there, and masked here",
-        )
-    if has_env and continues and source.get("env.train.rollout_epoch", 1) > 1:
-        add("env.train.rollout_epoch", "advantages end at every pass there, and continue here")
-    if has_env and not continues and chunk > 1 and not is_action_level(source):
-        add(
-            "algorithm.loss_agg_func",
-            "an episode's weight counts its primitive steps there and its decisions here: it"
-            f" differs by less than {chunk} steps",
-        )
-    if is_asynchronous(source):
-        add(
-            "algorithm.loss_type",
-            "rollouts run ahead there, against a proximal policy; here cluster.max_lag=0, where"
-            " that policy is the acting one and nothing is dropped. For rollouts ahead write"
-            " placement=disaggregated cluster.max_lag=1 algorithm.off_policy_correction=token",
-        )
-    if not grpo:
-        add(
-            "algorithm.normalize_advantages",
-            "always on there, with mean and deviation of each actor process; here of all",
-        )
-        if kind == "openpi":
-            add(
-                "actor.model.add_value_head",
-                "three hidden layers there, on "
-                + (
-                    "the mean of the prefix with its padding"
-                    if source.get("actor.model.openpi.value_after_vlm", False)
-                    else "the mean of the action expert's outputs"
-                )
-                + "; here one, on the mean of the prefix and the state",
-            )
-        if reward_scale(source) != 1:
-            add(
-                "env.train.reward_coef",
-                "the factor of the reward there; scale it in the task, or write"
-                " algorithm.reward_norm=running",
-            )
-    if openpi in OPENPI and openpi.startswith("pi05") and not OPENPI[openpi].get("state"):
-        add("actor.model.openpi.config_name", "its prompt has no state; here π0.5's has one")
+    has_advantages = not is_grpo(source)
+    has_value_head = has_advantages and kind == "openpi"
+    of_prefix = bool(source.get("actor.model.openpi.value_after_vlm", False))
     top_k = source.get("rollout.sampling_params.top_k", 0)
-    if kind in OPENVLA and 0 < top_k < 256:
-        add("rollout.sampling_params.top_k", f"only the {top_k} most likely tokens there, all here")
-    if source.get("actor.model.is_lora", False) and source.get("actor.model.lora_path"):
-        add(
-            "actor.model.lora_path", "adapters start at zero here; merge theirs into the checkpoint"
-        )
-    if source.get("env.train.specific_reset_id") is not None:
-        add("env.train.specific_reset_id", "one initial state there; here all of its task")
-    for path, text in read_table("rlinf")["differences"].items():
-        if source.get(path, False):
-            found[path] = text
+    lora = source.get("actor.model.is_lora", False) and source.get("actor.model.lora_path")
     schedule = source.get("actor.optim.total_training_steps")
-    if source.get("actor.optim.lr_scheduler") == "cosine" and schedule is not None:
-        length = source.get("runner.max_epochs")
-        if schedule != length:
-            add("actor.optim.total_training_steps", "the schedule covers all updates here")
-    return found
-
-
-def is_action_level(source: Source) -> bool:
-    return source.get("algorithm.reward_type") == "action_level"
+    cosine = source.get("actor.optim.lr_scheduler") == "cosine" and schedule is not None
+    by_action = source.get("algorithm.reward_type") == "action_level"
+    conditions = {
+        "continued_chunks": has_env and continues and chunk > 1,
+        "continued_passes": has_env and continues and source.get("env.train.rollout_epoch", 1) > 1,
+        "weights_of_steps": has_env and not continues and chunk > 1 and not by_action,
+        "asynchronous": is_asynchronous(source),
+        "advantages": has_advantages,
+        "value_of_prefix": has_value_head and of_prefix,
+        "value_of_expert": has_value_head and not of_prefix,
+        "reward_scale": has_advantages and reward_scale(source) != 1,
+        "prompt_without_state": openpi in OPENPI
+        and openpi.startswith("pi05")
+        and not OPENPI[openpi].get("state"),
+        "top_k": kind in OPENVLA and 0 < top_k < 256,
+        "lora_path": lora,
+        "reset_id": source.get("env.train.specific_reset_id") is not None,
+        "schedule": cosine and schedule != source.get("runner.max_epochs"),
+    }
+    return {
+        path: text.format(chunk=chunk, top_k=top_k)
+        for name, texts in read_table("rlinf")["differences"].items()
+        for path, text in texts.items()
+        if path in source.values and conditions.get(name, source.get(path, False))
+    }
