@@ -39,9 +39,6 @@ def updates(source: Source) -> int | None:
 
 # ------------------------------------------------------------------------------------ the algorithm
 def kl_beta(value: Any, source: Source) -> Answer:
-    """Map the KL penalty, which their code for robots does not read."""
-    if trains_robot(source):
-        return Reason("not read there for robot policies")
     return {"algorithm.use_kl_loss": bool(value), "algorithm.kl_loss_coef": value or 0.0}
 
 
@@ -117,7 +114,7 @@ RLINF = load(
         **rules.by_name(kl_beta, reinpp_kl_beta, critic_warmup, minibatches, length),
         **rules.by_name(component_placement),
         **rules.by_name(robot.adv_type, robot.loss_type, robot.normalize_advantages),
-        **rules.by_name(robot.clip_ratio_c, robot.filter_rewards, robot.entropy_bonus),
+        **rules.by_name(robot.filter_rewards, robot.entropy_bonus),
         **rules.by_name(robot.entropy_type, robot.per_step, robot.reward_type),
         **rules.by_name(robot.bootstrap_type, robot.rollout, robot.evaluation, robot.env_type),
         **rules.by_name(robot.model, robot.config_name, robot.precision),

@@ -43,10 +43,6 @@ def is_grpo(source: Source) -> bool:
     return source.get("algorithm.adv_type") == "grpo"
 
 
-def is_asynchronous(source: Source) -> bool:
-    return source.get("algorithm.loss_type") == "decoupled_actor_critic"
-
-
 # ---------------------------------------------------------------------------------- what is missing
 def simulator(source: Source) -> str | None:
     """Return the name of a simulator that has no adapter here; None if there is one."""
@@ -118,13 +114,6 @@ def loss_type(value: Any, source: Source) -> Answer:
 def normalize_advantages(value: Any, source: Source) -> Answer:
     """Map the standardisation, which their synchronous program decides by the estimator."""
     return {"algorithm.normalize_advantages": not is_grpo(source)}
-
-
-def clip_ratio_c(value: Any, source: Source) -> Answer:
-    """Map the dual clip, which only their asynchronous program reads."""
-    if not is_asynchronous(source):
-        return Reason("not read there by the synchronous program: no dual clip")
-    return {"algorithm.clip_ratio_c": value}
 
 
 def filter_rewards(value: Any, source: Source) -> Answer:
@@ -323,7 +312,7 @@ def differences(source: Source) -> dict[str, str]:
         "continued_chunks": has_env and continues and chunk > 1,
         "continued_passes": has_env and continues and source.get("env.train.rollout_epoch", 1) > 1,
         "weights_of_steps": has_env and not continues and chunk > 1 and not by_action,
-        "asynchronous": is_asynchronous(source),
+        "asynchronous": source.get("algorithm.loss_type") == "decoupled_actor_critic",
         "advantages": has_advantages,
         "value_of_prefix": has_value_head and of_prefix,
         "value_of_expert": has_value_head and not of_prefix,

@@ -90,12 +90,6 @@ def group_filter(value: Any, source: Source) -> Answer:
     return {"algorithm.group_filter": "success"}
 
 
-def betas(value: Any, source: Source) -> Answer:
-    if not isinstance(value, list) or len(value) != 2:
-        return Reason("not a pair; write algorithm.adam_betas")
-    return {"algorithm.adam_betas": value}
-
-
 # ------------------------------------------------------------------------------------ batches, data
 def micro_batch_of_all(value: Any, source: Source) -> int:
     """Map the deprecated micro-batch size, which counts all devices together."""
@@ -129,7 +123,7 @@ VERL = load(
     "verl",
     {
         **rules.SHARED,
-        **rules.by_name(devices, estimator, aggregation, loss_mode, group_filter, betas),
+        **rules.by_name(devices, estimator, aggregation, loss_mode, group_filter),
         **rules.by_name(micro_batch_of_all, token_limit, max_response, grader),
         "clip_ratio": rules.clip_ratio(ACTOR),
         "warmup_steps": rules.warmup_steps(),
