@@ -701,7 +701,9 @@ class AlgorithmConfig:
     own tasks with a free base). augment: learn from each sample (s, a) together with (M s, M a),
     which has the same advantage and return. loss: add symmetry_coef x |mean(M s) - M mean(s)|^2,
     averaged over the numbers of an action. both: both. null: off."""
-    symmetry_coef: NonNegative = option(1.0, read_if=equals("algorithm.symmetry", "loss", "both"))
+    symmetry_coef: NonNegative = option(
+        1.0, mode="embodied", read_if=equals("algorithm.symmetry", "loss", "both")
+    )
     """Coefficient of the symmetry loss; 0 only measures policy/symmetry_error."""
     entropy_target: Annotated[float, Limit(le=50)] | None = option(None, read_if=ENTROPY)
     """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:

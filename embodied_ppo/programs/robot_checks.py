@@ -72,7 +72,9 @@ def find_mirror(spec: RunSpec, policy: AnyPolicy, messages: Messages) -> Mirror 
     env = config.env
     try:
         with task_files.working_folder():
-            mirror = derive_mirror(str(env.id), env.kwargs, sorted(names))
+            mirror = derive_mirror(
+                str(env.id), env.kwargs, sorted(names), commands=env.commands, rewards=env.rewards
+            )
     except EnvError as error:
         raise EnvError(f"write algorithm.symmetry=null: {error}") from error
     for line in (mirror.line, *mirror.warnings):

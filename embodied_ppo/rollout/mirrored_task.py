@@ -46,13 +46,22 @@ EXACT = 1e-6
 """Relative difference of numbers that are equal up to rounding."""
 
 
-def derive_mirror(id: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> Mirror:
+def derive_mirror(
+    id: str,
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    commands: Mapping[str, Any] | None = None,
+    rewards: Mapping[str, Any] | None = None,
+) -> Mirror:
     """Return the mirror image of one of our own tasks, derived from its model and functions.
 
     Args:
         id: ``env.id``.
         kwargs: ``env.kwargs``.
         names: The observations; SINGLE: the task's only one.
+        commands: ``env.commands``.
+        rewards: ``env.rewards``; their terms must have mirror images, too.
 
     Raises:
         EnvError: The task or its model has no mirror image, or differs from it by more than REFUSE;
@@ -61,7 +70,7 @@ def derive_mirror(id: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> M
     task_class = tasks.find(id)
     if task_class is None:
         raise EnvError(f"env.id={id} has no mirror image: it is no subclass of Task")
-    task = tasks.make(id, task_class, kwargs)
+    task = tasks.make(id, task_class, kwargs, commands, rewards)
     return MirrorSearch(id, task, compile_model(task, id)).result(names)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from toy_robots import QUADRUPED
 
+from embodied_envs import tasks
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.make import compile_model
 from embodied_envs.robots.robot_model import Pair, RobotModel
@@ -26,6 +27,7 @@ from embodied_ppo.rollout.mirrored_task import MirrorSearch, derive_mirror
 from tests.envs.robots.test_every_robot import Stay, scenes
 
 CUBE = '<body name="cube" pos="1 0 .05"><freejoint/><geom type="box" size=".05 .05 .05"/></body>'
+TERMS = {name: {"weight": 1.0} for name in ("tracking_lin_vel", "feet_slip", "pose", "action_rate")}
 WALKER = QUADRUPED.replace(CUBE, "").replace('qpos="1 0 .05 1 0 0 0 ', 'qpos="')
 GROUPS = ("state", "privileged", "feet")
 
@@ -360,9 +362,9 @@ def test_tasks_of_velocity_have_images(end: str, hz: float | None) -> None:
     paths = [p for p in scenes() if "-".join(p.parts).endswith(end)]
     if not paths:
         pytest.skip("EnvPool's assets are not installed")
-    task = type(
-        "Velocity", (RoughTerrain, VelocityTask), {"id": "V", "mjcf": paths[0], "gait_hz": hz}
-    )()
+    attributes = {"id": "V", "mjcf": paths[0], "gait_hz": hz}
+    task_class = type("Velocity", (RoughTerrain, VelocityTask), attributes)
+    task = tasks.make("Velocity", task_class, {}, rewards=TERMS)
     names = ["state", "privileged", "height_scan"]
     mirror = MirrorSearch("Velocity", task, compile_model(task, "Velocity")).result(names)
     state = mirror.observations["state"]

@@ -245,6 +245,8 @@ def test_tags_equal_documentation(run_dir):
     elsewhere |= {"advantage/share/<group>", "value/explained_variance/<group>"}
     # test_group_advantages
     elsewhere |= {"curiosity/reward", "curiosity/loss"}  # test_curiosity
+    elsewhere |= {"eval/error_<command>"}  # test_episodes
+    elsewhere |= {"policy/symmetry_error"}  # test_symmetry
     elsewhere |= {f"distill/{x}" for x in ("loss", "action_error", "teacher_share")}
     # test_distillation
     elsewhere |= {

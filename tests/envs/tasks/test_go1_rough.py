@@ -15,7 +15,7 @@ from torch import Tensor
 import embodied_envs
 from embodied_envs.checks import check_env
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.tasks import go1_rough
+from embodied_envs.robots import rough_terrain
 from embodied_envs.tasks.go1_rough import Go1Rough
 from embodied_ppo.programs import runs
 from tests.integration.test_resume import assert_same, contents, rows
@@ -127,7 +127,7 @@ def test_resumed_run_with_a_curriculum_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every episode, of 6 steps, moves its robot one level up."""
-    monkeypatch.setattr(go1_rough, "next_level", lambda level, *_: (level + 1) % 20)
+    monkeypatch.setattr(rough_terrain, "next_level", lambda level, *_: (level + 1) % 20)
     options: dict[str, Any] = {
         "env.id": "Go1Rough",
         "env.kwargs": {"levels": 20, "terrain": ["slopes"]},
