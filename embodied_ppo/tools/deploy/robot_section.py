@@ -240,6 +240,7 @@ def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
                 shutil.copyfile(source / kind / element.file, folder / name)
                 element.file = name
     compiler.meshdir = compiler.texturedir = ""
+    spec.modelfiledir = str(folder)
     with warnings.catch_warnings():  # Gymnasium's models have a deprecated attribute
         warnings.filterwarnings("ignore", message=".*settotalmass")
         spec.compile()

@@ -130,7 +130,8 @@ def _changed_rewards(
         option = f"env.rewards.{name}"
         _check_known(id, option, name, terms)
         if not isinstance(values, Mapping):
-            raise EnvError(f"write {option}.weight=1: env.id={id}: {option}={show(values)}")
+            number = values if isinstance(values, (int, float)) else 1
+            raise EnvError(f"write {option}.weight={number}: env.id={id}: {option}={show(values)}")
         parameters = inspect.signature(terms[name]).parameters.values()
         numbers = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         for key, x in values.items():

@@ -42,6 +42,9 @@ class Stand(RobotTask):
     def terminated(self, s):
         return self.fallen(s)
 """
+MESH = """<compiler meshdir="meshes"/><asset><mesh file="rock.obj"/></asset><worldbody>
+    <geom name="rock" type="mesh" mesh="rock" pos="3 3 1" contype="0" conaffinity="0"/>"""
+ROCK = "v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 2 3 4\nf 1 4 3\n"
 OPTIONS: dict[str, Any] = {
     "env.max_episode_steps": 100,
     "evaluation.episodes": 1,
@@ -62,7 +65,9 @@ def robot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A folder with the run ``run`` and its bundle ``out``."""
     folder, id = tmp_path_factory.mktemp("robot"), request.param
     if id == "Stand":
-        (folder / "quadruped.xml").write_text(QUADRUPED)
+        (folder / "quadruped.xml").write_text(QUADRUPED.replace("<worldbody>", MESH, 1))
+        (folder / "meshes").mkdir()
+        (folder / "meshes" / "rock.obj").write_text(ROCK)
         (folder / "deployed_stand.py").write_text(TASK)
         sys.path.insert(0, str(folder))
         request.addfinalizer(lambda: sys.path.remove(str(folder)))
@@ -185,10 +190,9 @@ def test_other_scenes_get_the_gains_and_are_refused_by_name(
     policy: Policy, capsys: pytest.CaptureFixture
 ) -> None:
     _, simulation, _ = load(policy)
-    text = (policy.folder / "scene" / "scene.xml").read_text()
     file, name = policy.folder / "scene" / "other.xml", policy.info["actuators"][0]["joint"]
     # Motors instead of servos, and another physics step.
-    spec = mujoco.MjSpec.from_string(text)
+    spec = mujoco.MjSpec.from_file(str(file.with_name("scene.xml")))
     spec.option.timestep = 0.002
     for actuator in spec.actuators:
         actuator.set_to_motor()
