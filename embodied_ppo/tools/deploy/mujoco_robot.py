@@ -54,7 +54,7 @@ class MujocoRobot(Robot):
             if name in names:
                 self.joints[joint["name"]] = names.index(name)
         used = [*self.section["joints"], *(a["joint"] for a in info["actuators"] if a["joint"])]
-        missing = [name for name in used if name not in self.joints]
+        missing = [name for name in dict.fromkeys(used) if name not in self.joints]
         if missing:
             raise RobotError(f"scene: has no joint {', '.join(missing)}; it has {', '.join(names)}")
         self.actuators = [self._actuator(a) for a in info["actuators"]]

@@ -227,7 +227,8 @@ class RobotLoop:
         """Stop the robot if a control step does not end."""
         while not self._done.wait(self.watchdog_s / 10):
             if time.monotonic() - self._beat > 0.8 * self.watchdog_s:
-                self._finish("watchdog: read, write or the policy did not return in time")
+                late_s = time.monotonic() - self._beat
+                self._finish(f"watchdog: read, write and the policy take {late_s:.3g} s or more")
                 return
 
     def _on_signal(self, number, frame):
@@ -432,8 +433,10 @@ def run(policy, args):
         raise RobotError(f"--loop {args.loop}: write one subclass of Robot; it has {len(own)}")
     common.update(ramp_s=args.ramp, watchdog_s=args.watchdog)
     reason = RobotLoop(policy, own[0](policy.info), observe, **common).run()
+    if not reason.startswith(("finished", "signal", "key")):
+        return [f"stopped: {reason}"]
     print(reason)
-    return [] if reason.startswith(("finished", "signal", "key")) else [f"stopped: {reason}"]
+    return []
 
 
 def compare_log(policy, log, tolerance):

@@ -578,7 +578,7 @@ def load_file(path):
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:
-        raise BundleError(f"{path}: does not exist; format 1 has no such file") from None
+        raise BundleError(f"{path}: does not exist; bundles of format 1 have none") from None
     except Exception as error:
         raise BundleError(f"{path}: {type(error).__name__}: {error}") from error
     return module
