@@ -270,8 +270,8 @@ class MirrorSearch:
                     f"the image of variable {name} is unknown; state it in the method mirrored"
                 )
             images = after_image.get(name, x)
-            found = self._match(values, images, lambda i, n=name: f"variable {n}[{i}]")
-            self.variables[name] = lambda x, f=found: f(x.reshape(STATES, -1)).reshape(x.shape)
+            image = self._match(values, images, lambda i, n=name: f"variable {n}[{i}]")
+            self.variables[name] = lambda x, f=image: f(x.reshape(STATES, -1)).reshape(x.shape)
         self.original.s |= after
         self._set_variables()
 

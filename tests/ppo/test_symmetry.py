@@ -94,7 +94,7 @@ def test_losses_equal_a_float64_reference(symmetry: str, distribution: str) -> N
     )
     batch, _ = learner.prepare(experience(learner))
     changed(learner)
-    found, stats = loss_of(learner, batch)
+    loss, stats = loss_of(learner, batch)
 
     c, policy = learner.config, learner.policy.double()
     m, mask = batch.mirror, batch.mask
@@ -139,7 +139,7 @@ def test_losses_equal_a_float64_reference(symmetry: str, distribution: str) -> N
     expected = expected - 0.01 * entropy
     if symmetry != "augment":
         expected = expected + c.symmetry_coef * difference
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert stats["symmetry_error"].item() == pytest.approx(difference.item(), rel=1e-5)
     assert difference > 1e-3
 

@@ -169,13 +169,13 @@ def test_shipped_robots_differ_as_measured(end: str) -> None:
         pytest.skip("EnvPool's assets are not installed")
     task = type("Robot", (Stay,), {"mjcf": paths[0]})()
     limit, cause = MEASURED[end]
-    found = MirrorSearch("Robot", task, compile_model(task, "Robot"))
+    search = MirrorSearch("Robot", task, compile_model(task, "Robot"))
     if not limit:
         with pytest.raises(EnvError, match=cause):
-            found.result(["state"])
+            search.result(["state"])
         return
-    mirror = found.result(["state", "privileged"])
-    difference = found.measured["accelerations"][0]
+    mirror = search.result(["state", "privileged"])
+    difference = search.measured["accelerations"][0]
     assert 1e-5 < difference < limit
     assert cause in " ".join(mirror.warnings) and bool(cause) == bool(mirror.warnings)
 

