@@ -29,10 +29,15 @@ from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError, check_choice, check_names
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_envs.tasks.task import Task
 from embodied_envs.types import ArraySpec, Obs, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
+AUTORESET: dict[Any, Any] = {
+    "same_step": AutoresetMode.SAME_STEP,
+    "next_step": AutoresetMode.NEXT_STEP,
+}
 NO_LIMIT = 2**31 - 1
 """Value of ``max_episode_steps`` for episodes without a time limit."""
 
@@ -173,12 +178,13 @@ def _reward(step: Step) -> Tensor:
 class TaskVectorEnv(gymnasium.vector.VectorEnv):
     """N environments of one task: ``gym.make_vec("embodied/Tabletop-v0", num_envs=N)``.
 
-    An environment whose episode ends is reset in the same step: ``obs`` is the first observation of
-    the next episode, and info has "final_obs" (an object array with the last observation of the
-    episode in the rows that ended), "final_info" and their masks "_final_obs" and "_final_info".
-    Gymnasium's vector wrappers for observations require resets in the next step, which
-    ``gym.make_vec`` does with vectorization_mode="sync". An episode is never both terminated and
-    truncated in one step.
+    With ``autoreset_mode="same_step"``, the default, an environment whose episode ends is reset in
+    the same step: ``obs`` is the first observation of the next episode, and info has "final_obs"
+    (an object array with the last observation of the episode in the rows that ended), "final_info"
+    and their masks "_final_obs" and "_final_info". With "next_step", which Gymnasium's vector
+    wrappers for observations require, ``obs`` is the last observation of the episode. The next step
+    then ignores the action for this environment, resets it and returns reward 0. The episodes are
+    the same in both modes. An episode is never both terminated and truncated in one step.
 
     Entries of info; each has a mask whose name starts with "_", such as "_success":
 
@@ -206,6 +212,7 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         num_envs: int = 1,
         *,
         render_mode: str | None = None,
+        autoreset_mode: str | AutoresetMode = "same_step",
         **options: Any,
     ) -> None:
         """Create the environments.
@@ -214,6 +221,9 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
             task: A task of ``tasks.OWN``, or "package.module:Class" for a task of your own.
             num_envs: Number of environments, N.
             render_mode: "rgb_array"; with None, ``render`` is not available.
+            autoreset_mode: "same_step" or "next_step". The latter is not available with
+                ``action_chunk`` or ``realism``, and for tasks whose episodes depend on the previous
+                episode (``Task.carry_over``).
             options: Options of ``embodied_envs.make`` (for example ``cameras``) and of
                 the task (of Tabletop ``families``, ``split``, ``obs``, ``reward``). An integer
                 ``image_size`` is both height and width. The action space is [-1, 1] with the
@@ -223,10 +233,23 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         Raises:
             EnvError: The task or an option is unknown or invalid.
         """
+        check_choice(f"{task}: autoreset_mode", autoreset_mode, [*AUTORESET, *AUTORESET.values()])
+        mode = AUTORESET.get(autoreset_mode, autoreset_mode)
         self._simulator = simulator = _Simulator(task, num_envs, render_mode, **options)
         self.simulator = simulator.env
+        self._next_step = mode == AutoresetMode.NEXT_STEP
+        if self._next_step:
+            if simulator.wraps or type(simulator.worlds.task).carry_over is not Task.carry_over:
+                self.simulator.close()
+                raise EnvError(
+                    f"{task}: autoreset_mode=next_step is not available with action_chunk or"
+                    " realism, and for tasks with carry_over; use same_step"
+                )
+            simulator.worlds.autoreset = False
+        self._ended = np.zeros(num_envs, dtype=bool)
+        """bool [N], environments that the next step resets; used with next_step."""
         self.num_envs, self.render_mode = num_envs, render_mode
-        self.metadata = type(self).metadata | simulator.metadata
+        self.metadata = simulator.metadata | {"autoreset_mode": mode}
         self.single_observation_space = self._simulator.observation_space
         self.single_action_space = self._simulator.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -260,6 +283,7 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
             raise self._error(f"reset(options={options}): there are none")
         simulator = self._simulator
         obs = simulator.reset(self._seeds(seed))
+        self._ended[:] = False
         self._last_obs_info = simulator.obs_info(obs)
         return obs, self._with_masks(copy_arrays(self._last_obs_info))
 
@@ -273,10 +297,16 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         step = self._simulator.step(actions)
         obs, reward = _to_numpy(step.obs), _to_numpy(_reward(step))
         terminated, truncated = _to_numpy(step.terminated), _to_numpy(step.truncated)
+        acted = ~self._ended
+        if self._ended.any():
+            obs = _to_numpy(self.simulator.reset_where(torch.from_numpy(self._ended)))
+            reward, terminated, truncated = reward * acted, terminated & acted, truncated & acted
         obs_info, step_info = self._simulator.obs_info(obs), self._simulator.step_info(step)
-        infos = self._with_masks(obs_info | step_info)
+        infos = self._with_masks(obs_info) | self._with_masks(step_info, acted)
         ended = terminated | truncated
-        if ended.any():
+        if self._next_step:
+            self._ended = ended
+        elif ended.any():
             final_batch = obs if step.final_obs is None else _to_numpy(step.final_obs)
             final_obs = np.full(self.num_envs, None, dtype=object)
             for i in np.flatnonzero(ended):

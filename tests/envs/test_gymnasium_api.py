@@ -148,6 +148,41 @@ def test_vector_equals_the_simulator(options: dict[str, Any]) -> None:
     ours.close()
 
 
+def test_next_step_mode_has_the_same_episodes() -> None:
+    """Rows that only reset are left out; then both modes have the same rows."""
+    rows: dict[str, list[list[Any]]] = {}
+    for mode in ("same_step", "next_step"):
+        env = vector(max_episode_steps=5, autoreset_mode=mode, **LANGUAGE)
+        assert env.metadata["autoreset_mode"].name == mode.upper()
+        rows[mode] = [[] for _ in range(N)]
+        streams = actions(30).transpose(1, 0, 2).tolist()  # one queue of actions for each i
+        obs, _ = env.reset(seed=1)
+        done = np.zeros(N, dtype=bool)
+        for _ in range(18):
+            resets = done if mode == "next_step" else np.zeros(N, dtype=bool)
+            action = [[9.0] * 4 if resets[i] else streams[i].pop(0) for i in range(N)]
+            before = obs
+            obs, reward, terminated, truncated, info = env.step(np.array(action))
+            done = terminated | truncated
+            if mode == "next_step":
+                assert "final_obs" not in info
+                assert (info["_success"] == ~resets).all()
+                assert not (resets & (done | (reward != 0))).any()
+            for i in np.flatnonzero(~resets):
+                has_final = mode == "same_step" and done[i]
+                after = info["final_obs"][i] if has_final else row(obs, i)
+                rows[mode][i].append((row(before, i), reward[i], bool(done[i]), after))
+        env.close()
+    for ours, others in zip(rows["same_step"], rows["next_step"], strict=True):
+        assert len(others) > 13 and sum(done for _, _, done, _ in others) >= 2
+        for (obs_a, reward_a, done_a, next_a), (obs_b, reward_b, done_b, next_b) in zip(
+            ours, others, strict=False
+        ):
+            assert_equal(obs_a, obs_b)
+            assert_equal(next_a, next_b)
+            assert reward_a == reward_b and done_a == done_b
+
+
 def test_seeds_and_resets() -> None:
     env = vector()
     first, _ = env.reset(seed=[4, 9, 4])
@@ -174,7 +209,8 @@ def test_seeds_and_resets() -> None:
         ({"camera": ["front"]}, "camera.*cameras"),
         ({"task": "Tabletopp"}, "Tabletopp.*HalfCheetah"),
         ({"render_mode": "human"}, "render_mode.*human.*rgb_array"),
-        ({"autoreset_mode": "next_step"}, "autoreset_mode"),
+        ({"task": "Go1Rough", "autoreset_mode": "next_step"}, "carry_over"),
+        ({"autoreset_mode": "next_step", "action_chunk": 2}, "action_chunk"),
         ({"cameras": ["front"], "image_size": 0}, r"image_size.*\(0, 0\)"),
         ({"realism": 3}, "realism.*3"),
     ],
