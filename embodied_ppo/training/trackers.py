@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 from embodied_envs.base.errors import ConfigError, shorten, show
 from embodied_ppo.core.guarded_files import read_object
 from embodied_ppo.options.schema import Config
-from embodied_ppo.training.run_directory import replace_text
 
 FILE = "trackers.json"
 """File in the run directory: tracker -> {"id": id of the tracked run}."""
@@ -393,7 +392,9 @@ def _store(run_dir: Path, tool: str, id: str) -> None:
     with _FILE_LOCK:
         # Read again under the lock, because another tracker may have added its entry.
         content = {**_read(run_dir), tool: {"id": id}}
-        replace_text(run_dir / FILE, json.dumps(content, indent=1) + "\n")
+        temporary = run_dir / f"{FILE}.new"
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(run_dir / FILE)
 
 
 def _mlflow_name(name: str) -> str:
