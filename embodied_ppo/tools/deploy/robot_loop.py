@@ -34,7 +34,7 @@ RAMP, POLICY = 0, 1
 
 
 class RobotError(ValueError):
-    """The loop cannot start. The message says what to change."""
+    """The loop cannot start; the message contains a hint."""
 
 
 class Robot:

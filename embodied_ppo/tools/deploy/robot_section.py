@@ -1,4 +1,4 @@
-"""What a deployment bundle says about the robot, and the source files that are generated for it."""
+"""The description of the robot in a deployment bundle, and the source files generated from it."""
 
 from __future__ import annotations
 
