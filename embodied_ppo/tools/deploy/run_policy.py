@@ -579,7 +579,7 @@ def load_file(path):
         spec.loader.exec_module(module)
     except FileNotFoundError:
         raise BundleError(f"{path}: does not exist; bundles of format 1 have none") from None
-    except Exception as error:
+    except Exception as error:  # of the user's own file
         raise BundleError(f"{path}: {type(error).__name__}: {error}") from error
     return module
 
