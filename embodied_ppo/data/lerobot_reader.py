@@ -1,4 +1,4 @@
-"""Reading of demonstrations in LeRobot's layout into memory; ``lerobot_writer`` writes them.
+"""Reading of demonstrations in LeRobot's layout; ``lerobot_writer`` writes them.
 
 Shape letters: F frames of all episodes, L frames of one, H x W pixels, D state and A action
 dimensions, C actions of a chunk, B samples.
@@ -6,27 +6,24 @@ dimensions, C actions of a chunk, B samples.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import string
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.host_memory import free_memory
 from embodied_ppo.core import guarded_files
-from embodied_ppo.data.parquet import damaged, read_rows, read_table, reading
-from embodied_ppo.data.video_encoder import import_ffmpeg
+from embodied_ppo.data.episode_images import Camera, EpisodeImages
+from embodied_ppo.data.frame_table import EpisodeLocation, FrameTable
+from embodied_ppo.data.parquet import damaged, read_rows, reading
 
 VERSION = "v3.0"
 """Version that is written."""
@@ -46,23 +43,23 @@ MAX_FPS = 100_000
 """Largest accepted number of frames per second."""
 CHUNK = 1000
 """Number of files in a folder chunk-000."""
-IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
-"""Accepted image formats. Pillow supports further ones that execute programs (EPS: Ghostscript)."""
 
 
-# ------------------------------------------------------------------------------------------- frames
+# ------------------------------------------------------------------------------------------ frames
 @dataclass(frozen=True)
 class Demonstrations:
     """Frames of all episodes, one episode after another.
 
     Attributes:
-        images: Camera -> uint8 [F, H, W, 3], observed before ``action``.
+        images: Camera -> uint8 [F, H, W, 3], observed before ``action``; [0, H, W, 3] if they are
+            on disk.
         state: float32 [F, D].
         action: float32 [F, A].
         episode: int64 [F], ascending.
         instruction: int64 [F], index into ``instructions``.
         instructions: Sentences.
         fps: Frames, and therefore actions, per second.
+        disk: Where the images are if they are not in memory.
     """
 
     images: dict[str, Tensor]
@@ -72,6 +69,39 @@ class Demonstrations:
     instruction: Tensor
     instructions: tuple[str, ...]
     fps: float
+    disk: EpisodeImages | None = None
+
+    def load(self) -> Demonstrations:
+        """Return the demonstrations with all images in memory.
+
+        Raises:
+            ConfigError: A file is damaged, or the images need more than half of the free memory.
+        """
+        if (disk := self.disk) is None:
+            return self
+        sizes = [camera.size for camera in disk.cameras.values()]
+        numbers, episodes = self.state.shape[1] + self.action.shape[1], disk.episodes
+        _check_memory(disk.folder, sizes, numbers, len(self.state), len(episodes))
+        images = {n: x.new_empty(len(self.state), *x.shape[1:]) for n, x in self.images.items()}
+        for name, x in images.items():
+            for i, part in disk.decode(name, range(len(episodes))):
+                x[disk.starts[i] : disk.starts[i + 1]] = torch.from_numpy(part)
+        return replace(self, images=images, disk=None)
+
+    def in_order(self, frames: Tensor, rows: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yield ascending ``frames`` int64 [B] and their images by camera, at most ``rows`` each.
+
+        Images on disk are decoded episode by episode.
+        """
+        if (disk := self.disk) is None:
+            for part in frames.split(rows):
+                yield part, {name: x[part] for name, x in self.images.items()}
+            return
+        episodes = torch.searchsorted(disk.starts, frames, right=True) - 1
+        for i in episodes.unique().tolist():
+            images = disk.of_episode(i)
+            for part in frames[episodes == i].split(rows):
+                yield part, {name: x[part - disk.starts[i]] for name, x in images.items()}
 
     def chunk(self, frames: Tensor, C: int) -> tuple[Tensor, Tensor]:
         """Return the actions of ``frames`` and of the C - 1 frames after each of them.
@@ -116,126 +146,23 @@ class Demonstrations:
         return (~frames).nonzero().flatten(), frames.nonzero().flatten()
 
 
-# ------------------------------------------------------------------------------------------- tables
-@dataclass(frozen=True)
-class EpisodeLocation:
-    """Location of an episode."""
-
-    index: int
-    length: int
-    data: Path
-    videos: dict[str, tuple[Path, int]]
-    """Feature -> file, and the index of the episode's first frame in it."""
-
-
-class FrameTable:
-    """Frames of several episodes in one file, episode by episode; L of all of them."""
-
-    def __init__(
-        self, path: Path, episodes: Sequence[EpisodeLocation], columns: Sequence[str]
-    ) -> None:
-        """Read the columns.
-
-        Args:
-            path: The file.
-            episodes: Episodes that it holds.
-            columns: Names of the columns that are read below.
-
-        Raises:
-            ConfigError: The file is damaged, or lacks a frame.
-        """
-        self.path = path
-        indices = ("episode_index", "frame_index", "task_index")
-        self._table = read_table(path, [*columns, *indices])
-        for name in indices:
-            column = self._table[name]
-            if not str(column.type).startswith(("int", "uint")) or column.null_count:
-                raise damaged(f"{path}: {name} is not an integer in every frame")
-        self._episode, self._frame, self._task = (self._table[x].to_numpy() for x in indices)
-        self._rows = np.concatenate([self._rows_of(episode) for episode in episodes])
-
-    def _rows_of(self, episode: EpisodeLocation) -> np.ndarray:
-        """Return the rows of an episode's frames in order, int64."""
-        rows = np.flatnonzero(self._episode == episode.index)
-        rows = rows[np.argsort(self._frame[rows], kind="stable")]
-        frame = self._frame[rows]
-        if len(frame) != episode.length or (frame != np.arange(len(frame))).any():
-            missing = np.setdiff1d(np.arange(episode.length), frame)
-            problem = f"frame {missing[0]} is missing" if len(missing) else f"it has {len(frame)}"
-            raise damaged(
-                f"{self.path}: episode {episode.index} should have {episode.length} frames, but"
-                f" {problem}"
-            )
-        return rows
-
-    def _label(self, i: int) -> str:
-        """Return file, episode and frame of row ``i`` of the results, for messages."""
-        row = self._rows[i]
-        return f"{self.path}: episode {self._episode[row]}, frame {self._frame[row]}"
-
-    def tasks(self, names: Mapping[int, str]) -> np.ndarray:
-        """Return task_index, int64 [L]. Raises ConfigError where ``names`` does not have one."""
-        task = self._task[self._rows]
-        if unknown := set(task.tolist()) - names.keys():
-            label = self._label(int(np.argmax(task == min(unknown))))
-            raise damaged(f"{label} has task_index={min(unknown)}, which meta/tasks does not have")
-        return task
-
-    def floats(self, name: str, dims: int) -> np.ndarray:
-        """Return a feature, float32 [L, dims]. Raises ConfigError."""
-        import pyarrow.compute
-
-        compute: Any = pyarrow.compute
-        column = self._table[name].combine_chunks().take(self._rows)
-        counts = np.ones(len(column), dtype=np.int64)
-        with reading(f"{self.path}: {name} ({column.type})"):
-            if "list" in str(column.type):
-                counts = compute.fill_null(compute.list_value_length(column), 0)
-                counts, column = counts.to_numpy(zero_copy_only=False), column.flatten()
-            x = column.to_numpy(zero_copy_only=False).astype(np.float32)
-        if len(wrong := np.flatnonzero(counts != dims)):
-            i = int(wrong[0])
-            raise damaged(
-                f"{self._label(i)}: {name} has {counts[i]} numbers; meta/info.json has {dims}"
-            )
-        x = x.reshape(-1, dims)
-        check_finite(x, name, self._label)
-        return x
-
-    def images(self, name: str, size: tuple[int, int]) -> Iterator[np.ndarray]:
-        """Yield images that are stored in the table, uint8 [H, W, 3]. Raises ConfigError."""
-        for i, row in enumerate(self._rows.tolist()):
-            label = f"{self._label(i)}: {name}"
-            with reading(label):
-                value = self._table[name][row].as_py()
-                data: Any = value.get("bytes") if isinstance(value, dict) else value
-                with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-                    width, height = image.size
-                    if (height, width) != size:  # before a small file decodes to gigabytes
-                        raise ConfigError(
-                            f"{label} is {[height, width, 3]}; meta/info.json has {[*size, 3]}"
-                        )
-                    yield np.asarray(image.convert("RGB"))
-
-
-def check_finite(x: np.ndarray, name: str, label: Callable[[int], str]) -> None:
-    """Check that all numbers of the feature ``name`` [L, K] are finite; ``label`` names a row.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    if len(bad := np.argwhere(~np.isfinite(x))):
-        row, i = bad[0].tolist()
-        raise ConfigError(
-            f"{label(row)}: {name} [{i}] is {x[row, i]}; it must be finite: leave the episode out"
-        )
-
-
 # ------------------------------------------------------------------------------------------ reading
 
 
 def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
-    """Read demonstrations in LeRobot v3.0, v2.1 or v2.0.
+    """Read demonstrations with all of their images, see ``open_folder``."""
+    return open_folder(folder, limit=limit).load()
+
+
+def open_folder(
+    folder: Path | str,
+    *,
+    limit: int | None = None,
+    cameras: Mapping[str, tuple[int, int]] | None = None,
+    exclude: Sequence[int] = (),
+    rate: float | None = None,
+) -> Demonstrations:
+    """Read demonstrations in LeRobot v3.0, v2.1 or v2.0; their images stay on disk.
 
     A camera's name is what follows "observation.images." (or "observation.") in its feature's name.
     State and action may also be called "state" and "actions". Pickles are never read.
@@ -243,10 +170,15 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
     Args:
         folder: The data set.
         limit: Number of episodes to read, None: all.
+        cameras: Name -> (H, W) of the cameras that are read; images of the same proportions are
+            resized. None: all of them as they are.
+        exclude: Indices of episodes that are not read.
+        rate: Frames per second to resample to: of each time the newest frame, with its action.
+            None: those of the data set.
 
     Raises:
         ConfigError: A value is missing, malformed, not finite or unreadable (the message names
-            file, episode and frame), or the images need more than half of the free memory.
+            file, episode and frame), or the numbers need more than half of the free memory.
     """
     folder = Path(folder)
     info = read_info(folder)
@@ -254,65 +186,45 @@ def read(folder: Path | str, *, limit: int | None = None) -> Demonstrations:
     with reading(folder / "meta/info.json"):
         keys = {name: _vector_key(features, name) for name in (STATE, ACTION)}
         dims = {name: _size(features, key) for name, key in keys.items()}
-        cameras = {
-            key: _image_size(key, feature)
-            for key, feature in features.items()
-            if feature.get("dtype") in ("video", "image")
-        }
-    videos = [key for key in cameras if features[key]["dtype"] == "video"]
-    episodes = _episodes(folder, info, videos)[:limit]
-    lengths = [episode.length for episode in episodes]
-    frames = sum(lengths)
-    if not frames:
+        selected = _cameras(features, cameras)
+    videos = [camera.feature for camera in selected.values() if camera.is_video]
+    episodes = _episodes(folder, info, videos)
+    if unknown := sorted(set(exclude) - {episode.index for episode in episodes}):
+        raise ConfigError(
+            f"remove {unknown[0]} from cloning.exclude_episodes: {folder} has no episode"
+            f" {unknown[0]}"
+        )
+    episodes = [episode for episode in episodes if episode.index not in exclude][:limit]
+    fps = float(info["fps"])
+    if rate is not None:
+        episodes, fps = [replace(e, stride=info["fps"] / rate) for e in episodes], rate
+    disk = EpisodeImages(folder, episodes, selected, float(info["fps"]))
+    if not (frames := int(disk.starts[-1])):
         raise ConfigError(f"{folder}: has no episodes; record some, or choose another folder")
-    _check_memory(folder, list(cameras.values()), sum(dims.values()), frames, len(episodes))
+    _check_memory(folder, [], sum(dims.values()), frames, len(episodes))
     instructions = read_tasks(folder, info["codebase_version"])
 
-    images = {key: np.empty((frames, *size, 3), dtype=np.uint8) for key, size in cameras.items()}
     numbers = {name: np.empty((frames, size), np.float32) for name, size in dims.items()}
     task = np.empty(frames, dtype=np.int64)
-    ends = np.cumsum(lengths).tolist()
-    spans = {e.index: slice(end - e.length, end) for e, end in zip(episodes, ends)}
-    in_tables = [key for key in cameras if key not in videos]
-    for path, members in _grouped(episodes, lambda episode: episode.data):
-        table = FrameTable(path, members, [*keys.values(), *in_tables])
-        place = np.concatenate([np.r_[spans[episode.index]] for episode in members])
+    for path, members in disk.by_file(range(len(episodes)), None).items():
+        table = FrameTable(path, [episodes[i] for i in members], list(keys.values()))
+        place = np.concatenate([np.r_[disk.starts[i] : disk.starts[i + 1]] for i in members])
         for name, key in keys.items():
             numbers[name][place] = table.floats(key, dims[name])
-        for key in in_tables:
-            for i, image in zip(place, table.images(key, cameras[key]), strict=True):
-                images[key][i] = image
         task[place] = table.tasks(instructions)
-    for key in videos:
-        for path, members in _grouped(episodes, lambda episode, key=key: episode.videos[key][0]):
-            parts = [(e, e.videos[key][1], images[key][spans[e.index]]) for e in members]
-            _decode(path, sorted(parts, key=lambda part: part[1]), cameras[key])
 
     order = sorted(instructions)
-    index = np.repeat([episode.index for episode in episodes], lengths)
-    tensors = {name: torch.from_numpy(x) for name, x in numbers.items()}
+    index = torch.tensor([episode.index for episode in episodes])
     return Demonstrations(
-        images={
-            key.removeprefix(CAMERA).removeprefix("observation."): torch.from_numpy(x)
-            for key, x in images.items()
-        },
-        state=tensors[STATE],
-        action=tensors[ACTION],
-        episode=torch.from_numpy(index.astype(np.int64)),
+        images={n: torch.empty(0, *c.size, 3, dtype=torch.uint8) for n, c in selected.items()},
+        state=torch.from_numpy(numbers[STATE]),
+        action=torch.from_numpy(numbers[ACTION]),
+        episode=index.repeat_interleave(disk.starts.diff()),
         instruction=torch.from_numpy(np.searchsorted(order, task)),
         instructions=tuple(instructions[i] for i in order),
-        fps=float(info["fps"]),
+        fps=fps,
+        disk=disk,
     )
-
-
-def _grouped(
-    episodes: Sequence[EpisodeLocation], key: Callable[[EpisodeLocation], Path]
-) -> list[tuple[Path, list[EpisodeLocation]]]:
-    """Group episodes by the file that holds them."""
-    groups: dict[Path, list[EpisodeLocation]] = defaultdict(list)
-    for episode in episodes:
-        groups[key(episode)].append(episode)
-    return list(groups.items())
 
 
 # ------------------------------------------------------------------------------------- descriptions
@@ -351,6 +263,26 @@ def _size(features: Mapping[str, Any], key: str) -> int:
     if not isinstance(shape, list) or len(shape) != 1 or not _is_integer(shape[0], 1):
         raise ValueError(f"{key} has shape {shape}; it must be one vector per frame")
     return shape[0]
+
+
+def _cameras(
+    features: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]] | None
+) -> dict[str, Camera]:
+    """Return the cameras among ``sizes``, None: all; the others need not be valid.
+
+    Raises:
+        ValueError: The shape of one is none of images.
+    """
+    cameras: dict[str, Camera] = {}
+    for key, feature in features.items():
+        name = key.removeprefix(CAMERA).removeprefix("observation.")
+        if feature.get("dtype") in ("video", "image") and (sizes is None or name in sizes):
+            stored = height, width = _image_size(key, feature)
+            size = stored if sizes is None else sizes[name]
+            # Other proportions stay as they are, and the comparison with the task refuses them.
+            size = size if height * size[1] == width * size[0] else stored
+            cameras[name] = Camera(key, feature["dtype"] == "video", stored, size)
+    return cameras
 
 
 def _image_size(key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
@@ -487,48 +419,10 @@ def _check_memory(
     need = frames * (sum(3 * height * width for height, width in sizes) + 4 * numbers)
     if free is not None and need > free / 2:
         terms = [f"{height} x {width} x 3" for height, width in sizes] + [f"{numbers} x 4"]
+        hint = "; otherwise write cloning.shuffle_buffer=20000, which keeps so many in memory"
         raise ConfigError(
             f"{folder}: {frames} frames x ({' + '.join(terms)}) bytes = {need / 2**30:.2f} GiB of"
             f" images and numbers, more than half of the {free / 2**30:.2f} GiB of free memory;"
-            f" about limit={int(episodes * (free / 2) / need)} of its {episodes} episodes would"
-            " fit; otherwise use smaller images, or a machine with more memory"
+            f" cloning.episodes={int(episodes * (free / 2) / need)} of its {episodes} episodes"
+            f" would fit{hint if sizes else ''}"
         )
-
-
-# -------------------------------------------------------------------------------------------- video
-def _decode(
-    path: Path, parts: Sequence[tuple[EpisodeLocation, int, np.ndarray]], size: tuple[int, int]
-) -> None:
-    """Decode a video into uint8 [L, H, W, 3] of each part; parts are sorted by first frame."""
-    with reading(path), closing(_frames(path)) as frames:
-        width, height = next(frames)["size"]
-        if (height, width) != size:
-            raise ConfigError(
-                f"{path}: has {height} x {width} pixels; meta/info.json has {size[0]} x {size[1]}"
-            )
-        position = 0  # index of the next frame
-        for episode, first, out in parts:
-            if first < position:
-                raise ConfigError(
-                    f"{path}: episode {episode.index} starts before the previous one ends"
-                )
-            for i in range(position, first + len(out)):
-                pixels, frame = next(frames, None), i - first
-                if pixels is None:
-                    raise damaged(
-                        f"{path}: ends after {i} frames, at episode {episode.index}, frame"
-                        f" {max(frame, 0)} of {len(out)}"
-                    )
-                if frame >= 0:
-                    out[frame] = np.frombuffer(pixels, dtype=np.uint8).reshape(*size, 3)
-            position = first + len(out)
-
-
-def _frames(path: Path) -> Any:
-    """Yield the video's metadata, then the bytes [H, W, 3] of each frame up to a damaged one."""
-    return import_ffmpeg(path).read_frames(
-        str(path),
-        # Only mp4: ffmpeg also accepts playlists, which could name files outside the folder.
-        input_params=["-f", "mp4", "-threads", "1", "-xerror", "-err_detect", "explode"],
-        output_params=["-fps_mode", "passthrough"],
-    )

@@ -19,6 +19,7 @@ import numpy as np
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data import lerobot_reader, video_encoder
+from embodied_ppo.data.frame_table import check_finite
 from embodied_ppo.data.lerobot_reader import ACTION, CAMERA, CHUNK, STATE, VERSION
 from embodied_ppo.data.parquet import check_pyarrow, reading
 
@@ -134,7 +135,7 @@ class Writer:
         """
         numbers = {STATE: state.astype(np.float32), ACTION: action.astype(np.float32)}
         for name, x in numbers.items():
-            lerobot_reader.check_finite(
+            check_finite(
                 x, name, lambda row: f"{self.folder}: episode {self.episodes}, frame {row}"
             )
         self._pending.append(_Episode(images, numbers, instruction))

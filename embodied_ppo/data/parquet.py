@@ -49,8 +49,15 @@ def check_pyarrow(path: Path) -> None:
         ) from error
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
+def read_table(
+    path: Path, columns: Sequence[str] | None = None, *, group: int | None = None
+) -> Any:
     """Read columns of a parquet file, None: all.
+
+    Args:
+        path: The file.
+        columns: Names.
+        group: Row group to read; None: all.
 
     Raises:
         ConfigError: The file or a column is missing or damaged.
@@ -63,7 +70,17 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
         if invalid := [name for name in columns or () if names.count(name) != 1]:
             problem = "has several columns" if invalid[0] in names else "has no column"
             raise ConfigError(f"{path}: {problem} {invalid[0]}; it has {', '.join(names)}")
-        return file.read(None if columns is None else list(columns)).combine_chunks()
+        names = None if columns is None else list(columns)
+        table = file.read(names) if group is None else file.read_row_group(group, names)
+        return table.combine_chunks()
+
+
+def row_group_sizes(path: Path) -> list[int]:
+    """Return the number of rows of each row group of a readable parquet file."""
+    import pyarrow.parquet as parquet
+
+    with reading(path), parquet.ParquetFile(path) as file:
+        return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from embodied_envs.base.errors import ConfigError, TrainingError
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_ppo.core.adamw import AdamW
 from embodied_ppo.core.types import ProgressCallback
+from embodied_ppo.data.episode_images import FrameStream
 from embodied_ppo.data.lerobot_reader import Demonstrations
 from embodied_ppo.options.schema import CloningConfig
 from embodied_ppo.policies.backbone import channels_first_shape
@@ -44,6 +45,14 @@ Words unseen in training are masked at test time, so the model must rely on the 
 """
 AUXILIARY_PHASE = "auxiliary loss"
 """Name of the phase that minimises the auxiliary loss alone, in the log and in progress bars."""
+MAX_SCALED_ACTION = 10.0
+"""Largest absolute value of a plausible action in the unit of ``VLAPolicy.scaled_actions``."""
+MAX_OUTSIDE = 0.01
+"""Largest share of demonstrated actions with a number beyond MAX_SCALED_ACTION."""
+SAMPLED_EPISODES = 32
+"""Episodes on disk whose images give the standard deviation of the change of colours."""
+Batch: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
+"""Frames int64 [B], and camera -> their images, uint8 [B, H, W, 3]."""
 MIN_STD = 1e-3
 """Lower bound of the standard deviation by which a target is divided."""
 
@@ -65,7 +74,7 @@ def clone(
 
     Args:
         policy: The policy, trained in place.
-        demos: The demonstrations.
+        demos: The demonstrations. Images on disk are read as config.shuffle_buffer says.
         config: Options of the section ``cloning``.
         seed: Seed of the split, the batches and the heads.
         notice: Receives lines for the log.
@@ -80,6 +89,8 @@ def clone(
         TrainingError: The norm of the gradient is not finite.
     """
     check(policy, demos)
+    if config.shuffle_buffer is None:
+        demos = demos.load()
     start = time.process_time()
     device = policy.device
     sentences, frozen = policy.sentences, policy.frozen
@@ -138,20 +149,62 @@ class _CloningRun:
             self.state_head = state_head.to(self.device)
             if isinstance(policy, VLA):
                 self.cell_head = cell_head.to(self.device)
-                cells = [_cells(demos.images[name]) for name in policy.trunk.names]
-                self.cells = torch.cat(cells, dim=1)
-                self.last = _frames_at(demos.episode, (1.0,))[:, 0]
-                generator = torch.Generator().manual_seed(seed)
-                sample = torch.randperm(len(self.last), generator=generator)[:2048]
-                self.change_std = self._change(sample).std().clamp_min(MIN_STD)
+                self._prepare_cells(seed)
+
+    def _prepare_cells(self, seed: int) -> None:
+        """Compute the cells of each episode's last image, and the deviation of their changes."""
+        demos = self.demos
+        episodes, self.position = demos.episode.unique(return_inverse=True)  # [E], [F]
+        last = _frames_at(episodes[self.position], (1.0,))[:, 0]
+        if demos.disk is None:
+            self.last_cells = self._cells({n: x[last.unique()] for n, x in demos.images.items()})
+            generator = torch.Generator().manual_seed(seed)
+            sample = torch.randperm(len(last), generator=generator)[:2048]
+        else:  # those of an episode are stored when it is decoded
+            shapes = {n: x.new_empty(1, *x.shape[1:]) for n, x in demos.images.items()}
+            shape = self._cells(shapes).shape[1:]
+            self.last_cells = torch.empty(len(episodes), *shape, dtype=torch.uint8)
+            sampled = torch.linspace(0, len(episodes) - 1, SAMPLED_EPISODES).long().unique()
+            for i in sampled.tolist():
+                self._store_last(i, demos.disk.of_episode(i))
+            sample = torch.isin(self.position, sampled).nonzero().flatten()
+            sample = sample[:: max(1, len(sample) // 2048)]
+        changes = [self._change(*part) for part in demos.in_order(sample, len(sample))]
+        self.change_std = torch.cat(changes).std().clamp_min(MIN_STD)
+
+    def _store_last(self, i: int, images: dict[str, Tensor]) -> None:
+        """Store the cells of the last image of the i-th episode."""
+        if self.cell_head is not None:
+            self.last_cells[i] = self._cells({name: x[-1:] for name, x in images.items()})[0]
+
+    def _cells(self, images: Mapping[str, Tensor]) -> Tensor:
+        """Return the cells of all cameras, uint8 [B, HW/16, 3]."""
+        return torch.cat([_cells(images[name]) for name in self.policy.trunk.names], dim=1)
+
+    def _batches(self, frames: Tensor, seed: int) -> Callable[[], Batch]:
+        """Return a function that draws a batch of ``frames``."""
+        demos, size, count = self.demos, self.config.shuffle_buffer, self.config.batch_size
+        if demos.disk is not None:
+            assert size is not None
+            episodes = demos.episode.unique(return_inverse=True)[1][frames].unique()
+            stream = FrameStream(
+                demos.disk, episodes.tolist(), size=size, seed=seed, on_episode=self._store_last
+            )
+            return lambda: stream.take(count)
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw() -> Batch:
+            batch = frames[torch.randint(len(frames), (count,), generator=generator)]
+            return batch, {name: x[batch] for name, x in demos.images.items()}
+
+        return draw
 
     def train(self, frames: Tensor, steps: int, phase: str, seed: int) -> float:
         """Run ``steps`` of a phase and return the mean loss of the last tenth of the steps.
 
         The learning rate rises over 50 steps; a linear decay to a tenth multiplies it.
         """
-        lr, batch_size = self.config.lr, self.config.batch_size
-        generator = torch.Generator().manual_seed(seed)
+        lr, draw = self.config.lr, self._batches(frames, seed)
         noise = torch.Generator(self.device).manual_seed(seed)
         modules = (self.policy, self.state_head, self.cell_head)
         parameters = [p for module in modules if module is not None for p in module.parameters()]
@@ -160,8 +213,7 @@ class _CloningRun:
         for step in range(steps):
             warmup, decay = min(1.0, (step + 1) / 50), 1 - 0.9 * step / steps
             optimizer.param_groups[0]["lr"] = lr * warmup * decay
-            batch = frames[torch.randint(len(frames), (batch_size,), generator=generator)]
-            reported, loss = self._loss(batch, phase, noise)
+            reported, loss = self._loss(*draw(), phase, noise)
             recent.append(float(reported.detach()))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -180,32 +232,36 @@ class _CloningRun:
         optimizer.zero_grad(set_to_none=True)
         return sum(recent) / max(1, len(recent))
 
-    def _loss(self, frames: Tensor, phase: str, noise: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, frames: Tensor, images: dict[str, Tensor], phase: str, noise: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Return the loss that is reported, and the one that is minimised."""
-        inputs = _inputs(self.policy, self.demos, frames)
+        inputs = _inputs(self.policy, self.demos, frames, images)
         if phase == AUXILIARY_PHASE:
             if isinstance(self.policy, VLA) and WORDS in inputs:
                 inputs[WORDS] = _mask_words(inputs[WORDS], noise)
-            loss = self._auxiliary_loss(_grounding(self.policy, inputs), frames)
+            loss = self._auxiliary_loss(_grounding(self.policy, inputs), frames, images)
             return loss, loss
         action, executed = (x.to(self.device) for x in self.demos.chunk(frames, self.policy.chunk))
         loss, grounding = self.policy.bc_loss(inputs, action, executed, noise)
         if self.state_head is None:
             return loss, loss
-        return loss, loss + self._auxiliary_loss(grounding, frames)
+        return loss, loss + self._auxiliary_loss(grounding, frames, images)
 
-    def _auxiliary_loss(self, grounding: Grounding | None, frames: Tensor) -> Tensor:
+    def _auxiliary_loss(
+        self, grounding: Grounding | None, frames: Tensor, images: dict[str, Tensor]
+    ) -> Tensor:
         """Return the error of the predicted future states and colour changes."""
         assert self.state_head is not None and grounding is not None  # cloning unfreezes the trunk
         loss = F.mse_loss(self.state_head(grounding.focus), self.future[frames].to(self.device))
         if self.cell_head is None or grounding.cells is None:
             return loss
-        change = self._change(frames).to(self.device) / self.change_std
+        change = self._change(frames, images).to(self.device) / self.change_std
         return loss + F.mse_loss(self.cell_head(grounding.cells), change)
 
-    def _change(self, frames: Tensor) -> Tensor:
+    def _change(self, frames: Tensor, images: dict[str, Tensor]) -> Tensor:
         """Return the colour change of each cell until the demonstration's end, [B, HW/16, 3]."""
-        return self.cells[self.last[frames]].float() - self.cells[frames].float()
+        return self.last_cells[self.position[frames]].float() - self._cells(images).float()
 
 
 def _head(inputs: int, hidden: int, outputs: int) -> nn.Module:
@@ -259,6 +315,25 @@ def check(policy: Family, demos: Demonstrations) -> None:
                 f" {shape}; name demonstrations of this robot (env.cameras=[{','.join(cameras)}]),"
                 " or record some (embodied-ppo demos)"
             )
+    _check_actions(policy, demos)
+
+
+def _check_actions(policy: Family, demos: Demonstrations) -> None:
+    """Raise ConfigError where actions are far outside the range that the policy predicts."""
+    vectors = _vectors(policy, demos.state.to(policy.device))
+    scaled = policy.scaled_actions(demos.action.to(policy.device), vectors).abs()
+    outside = scaled > MAX_SCALED_ACTION
+    share = float(outside.any(dim=1).float().mean())
+    if share > MAX_OUTSIDE or bool((scaled > 100 * MAX_SCALED_ACTION).any()):
+        i = int(scaled.amax(dim=0).argmax())
+        row = int(scaled[:, i].argmax())
+        raise ConfigError(
+            "convert the actions of cloning.dataset to the task's unit, which is that of the"
+            " statistics of model.checkpoint, or leave episodes out (cloning.exclude_episodes):"
+            f" {share:.1%} of the actions are out of range, for example in episode"
+            f" {int(demos.episode[row])} action [{i}] = {float(demos.action[row, i]):g}; scaled to"
+            f" [-1, 1] it is {float(scaled[row, i]):.3g}, the limit is {MAX_SCALED_ACTION:g}"
+        )
 
 
 def _vectors(policy: Family, state: Tensor) -> dict[str, Tensor]:
@@ -270,12 +345,14 @@ def _vectors(policy: Family, state: Tensor) -> dict[str, Tensor]:
     return dict(zip(vectors, parts, strict=True))
 
 
-def _inputs(policy: Family, demos: Demonstrations, frames: Tensor) -> dict[str, Tensor]:
-    """Return the encoded observations of frames int64 [B]."""
+def _inputs(
+    policy: Family, demos: Demonstrations, frames: Tensor, cameras: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the encoded observations of frames int64 [B], with their images by camera."""
     device = policy.device
     obs = _vectors(policy, demos.state[frames].to(device))
     for name, spec in policy.trunk.encoder.images.items():
-        images = demos.images[name][frames].to(device)  # [B, H, W, 3]
+        images = cameras[name].to(device)  # [B, H, W, 3]
         assert spec.layout is not None
         obs[name] = spec.layout.restore(images.permute(0, 3, 1, 2), spec.shape)
     return policy.encode(obs | {INSTRUCTION: demos.instruction[frames].to(device)})
@@ -298,8 +375,8 @@ def _held_out_loss(policy: Family, demos: Demonstrations, frames: Tensor) -> flo
     if not len(frames):
         return float("nan")
     total, noise = 0.0, torch.Generator(policy.device).manual_seed(0)
-    for part in frames.split(256):
+    for part, images in demos.in_order(frames, 256):
         action, executed = (x.to(policy.device) for x in demos.chunk(part, policy.chunk))
-        loss = policy.bc_loss(_inputs(policy, demos, part), action, executed, noise)[0]
+        loss = policy.bc_loss(_inputs(policy, demos, part, images), action, executed, noise)[0]
         total += float(loss) * len(part)
     return total / len(frames)

@@ -19,12 +19,13 @@ import torch
 from embodied_envs.base.errors import ConfigError, EnvError, TrainingError, one_line, show
 from embodied_ppo.core import compile, guarded_files
 from embodied_ppo.core.types import ProgressCallback
-from embodied_ppo.data import dataset_folder
-from embodied_ppo.data.lerobot_reader import read as read_demonstrations
+from embodied_ppo.data import dataset_folder, episode_images
+from embodied_ppo.data.lerobot_reader import Demonstrations, open_folder, read_info
 from embodied_ppo.data.lerobot_writer import SAFE, Writer
 from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, DemosConfig, EnvConfig
+from embodied_ppo.policies.backbone import channels_first_shape
 from embodied_ppo.rollout.environments import make_env
 from embodied_ppo.training.progress import Interrupts, Progress
 
@@ -255,6 +256,8 @@ def clone(
     config: Config,
     notice: Callable[[str], None],
     advance: ProgressCallback = lambda task, completed, total: None,
+    *,
+    rate: float | None = None,
 ) -> dict[str, float]:
     """Clone the policy by ``config.cloning``, or load the weights of an equal earlier run.
 
@@ -263,6 +266,7 @@ def clone(
         config: Options of the run.
         notice: Receives lines for the log.
         advance: Progress callback.
+        rate: Actions per second of the simulator; None: unknown.
 
     Returns:
         Losses by name.
@@ -275,15 +279,25 @@ def clone(
     c = config.cloning
     folder = demonstrations(config, notice, advance)
     dataset_folder.check(folder)
+    rate = _resampling_rate(config, folder, rate)
     weights = policy.state_dict()
-    path = compile.cache_folder() / "cloned" / f"{_clone_name(policy, config, folder)}.safetensors"
+    path = (
+        compile.cache_folder()
+        / "cloned"
+        / f"{_clone_name(policy, config, folder, rate)}.safetensors"
+    )
 
     def train() -> dict[str, float]:
-        demos = read_demonstrations(folder, limit=c.episodes)
+        demos = _open(policy, config, folder, rate)
         notice(
-            f"cloning: {len(demos.state):,} frames of {int(demos.episode[-1]) + 1:,} demonstrations"
-            f" in {folder}"
+            f"cloning: {len(demos.state):,} frames of {len(demos.episode.unique()):,}"
+            f" demonstrations in {folder}"
         )
+        assert demos.disk is not None
+        for name, camera in demos.disk.cameras.items():
+            if camera.stored != camera.size:
+                sizes = [" x ".join(map(str, size)) for size in (camera.stored, camera.size)]
+                notice(f"cloning: images of {name} are resized from {sizes[0]} to {sizes[1]}")
         return behavior_cloning.clone(
             policy, demos, c, seed=config.seed, notice=notice, advance=advance
         )
@@ -294,7 +308,42 @@ def clone(
     )[1]
 
 
-def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -> str:
+def _open(
+    policy: behavior_cloning.Family, config: Config, folder: Path, rate: float | None
+) -> Demonstrations:
+    """Open the demonstrations, with the cameras that the policy reads in its sizes."""
+    shapes = {n: channels_first_shape(x) for n, x in policy.trunk.encoder.images.items()}
+    return open_folder(
+        folder,
+        limit=config.cloning.episodes,
+        cameras={name: (shape[1], shape[2]) for name, shape in shapes.items()},
+        exclude=config.cloning.exclude_episodes,
+        rate=rate,
+    )
+
+
+def _resampling_rate(config: Config, folder: Path, rate: float | None) -> float | None:
+    """Return the rate to which demonstrations are resampled, None: they are not.
+
+    Raises:
+        ConfigError: Their rate is not ``rate``, the simulator's, and the options do not say what to
+            do.
+    """
+    mismatch, fps = config.cloning.fps_mismatch, float(read_info(folder)["fps"])
+    if rate is None or mismatch == "ignore" or abs(fps - rate) <= 0.01 * rate:
+        return None
+    if mismatch == "refuse":
+        raise ConfigError(
+            "write cloning.fps_mismatch=resample, or =ignore if the frames are control steps of"
+            f" this task whatever meta/info.json says: {folder} has {fps:g} actions per second,"
+            f" env.id={config.env.title} executes {rate:g}"
+        )
+    return round(rate, 2)  # the step of a simulator is rarely exact, such as 0.0500001 s
+
+
+def _clone_name(
+    policy: behavior_cloning.Family, config: Config, folder: Path, rate: float | None
+) -> str:
     """Return a digest of everything that the cloned weights depend on, 20 hex digits."""
     settings = [
         loader.dump(config.cloning),
@@ -304,6 +353,8 @@ def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -
         str(policy.device),
         loader.dump(replace(config.model, detach_value=True)),  # cloning learns no value
         config.env.cameras,
+        config.env.image_size,
+        rate,
     ]
     digest = hashlib.sha256(json.dumps(settings).encode())
     digest.update(supervised_finetuning.digest_of(policy.state_dict()).encode())
@@ -311,7 +362,7 @@ def _clone_name(policy: behavior_cloning.Family, config: Config, folder: Path) -
     for file in sorted(path for path in (folder / "meta").rglob("*") if path.is_file()):
         digest.update(file.read_bytes())
     modules = {type(m).__module__ for m in policy.modules()}
-    modules.add(behavior_cloning.__name__)
+    modules |= {behavior_cloning.__name__, episode_images.__name__}
     for module in sorted(name for name in modules if name.startswith("embodied_ppo.")):
         digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
     return digest.hexdigest()[:20]

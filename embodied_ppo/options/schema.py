@@ -1001,6 +1001,15 @@ class CloningConfig:
     the expert of the task (Tabletop has one)."""
     episodes: Count = option(2000, read_if=CLONING)
     """Number of demonstrations to learn from, the first ones of the data set."""
+    exclude_episodes: tuple[Natural, ...] = option((), read_if=CLONING)
+    """Indices of demonstrations of the data set to leave out."""
+    shuffle_buffer: Count | None = option(None, read_if=CLONING)
+    """Number of frames in memory, from which batches are drawn at random while the images of the
+    other frames stay on disk; null: all frames, which must fit into half of the free memory."""
+    fps_mismatch: Literal["refuse", "resample", "ignore"] = option("refuse", read_if=CLONING)
+    """What to do if the data set has other actions per second than the task. resample: take the
+    newest frame of each time, with its action as it is, which suits positions and velocities, but
+    not changes of position; ignore: its frames are control steps of the task."""
     foresight_steps: Natural = option(400, read_if=CLONING)
     """Number of auxiliary optimiser steps before cloning that predict the robot's future state and
     the final image of a demonstration, which trains the instruction embedding

@@ -133,7 +133,8 @@ def build(
     if "actor" in roles:
         # The other learners receive these weights.
         if not learners.rank:
-            facts = _initialize_weights(spec, policy, messages)
+            rate = config.env.action_chunk / spaces.step_s if spaces.step_s else None
+            facts = _initialize_weights(spec, policy, messages, rate)
         broadcast_weights(policy, learners)
         if guided is not None:
             learner = DistillationLearner(
@@ -232,9 +233,11 @@ def _simulators(
 
 # ------------------------------------------------------------------------------------- learning
 def _initialize_weights(
-    spec: RunSpec, policy: AnyPolicy, messages: Messages
+    spec: RunSpec, policy: AnyPolicy, messages: Messages, rate: float | None
 ) -> Mapping[str, float]:
     """Load ``initial_policy`` or clone demonstrations where a run starts; return facts.
+
+    ``rate`` are the simulator's actions per second.
 
     Raises:
         CheckpointError: The initial policy cannot be read, or is of another network.
@@ -249,7 +252,7 @@ def _initialize_weights(
     if not config.cloning.steps:
         return {}
     assert not isinstance(policy, ActorCritic)  # refused by validation
-    return expert_demos.clone(policy, config, messages.progress, messages.advance)
+    return expert_demos.clone(policy, config, messages.progress, messages.advance, rate=rate)
 
 
 def make_learner(

@@ -17,9 +17,11 @@ import pytest
 import torch
 import yaml
 
+from embodied_envs.tasks import expert_recorder
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.commands import main
 from embodied_ppo.data.lerobot_reader import read
+from embodied_ppo.data.lerobot_writer import Writer
 from embodied_ppo.training import checkpoint, progress
 
 SMALL = [
@@ -270,6 +272,29 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
     _, err = run(capsys, "clone", *options, "run_dir=clone", code=2)
     message = "error: run_dir=clone: already contains a run; name another, or continue with PPO"
     assert err.startswith(message)
+
+
+@pytest.mark.slow
+def test_a_data_set_of_another_rate_is_refused_or_resampled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_plan, "can_estimate", lambda *_, **__: False)
+    run(capsys, "demos", "out=source", "episodes=4", "env.image_size=16")
+    demos = read("source")
+    names = {"state": expert_recorder.STATE, "action": expert_recorder.ACTION}
+    with Writer("d", fps=10, cameras={"front": (16, 16)}, **names) as writer:
+        for i in range(4):
+            rows = demos.episode == i
+            images = {"front": demos.images["front"][rows].numpy()}
+            state, action = demos.state[rows].numpy(), demos.action[rows].numpy()
+            writer.add(images, state, action, demos.instructions[int(demos.instruction[rows][0])])
+    frames = len(demos.state)
+    options = ["experiment=tabletop_token", *SMALL]
+    _, err = run(capsys, "clone", *options, code=2)
+    assert "cloning.fps_mismatch=resample" in err and "10 actions per second" in err
+    for mismatch, count in (("ignore", frames), ("resample", 2 * frames - 4)):
+        _, err = run(capsys, "clone", *options, f"cloning.fps_mismatch={mismatch}")
+        assert f"cloning: {count} frames of 4 demonstrations" in err
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from PIL import Image
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data import lerobot_reader
-from embodied_ppo.data.lerobot_reader import Demonstrations, read
+from embodied_ppo.data.episode_images import FrameStream
+from embodied_ppo.data.lerobot_reader import Demonstrations, open_folder, read
 from embodied_ppo.data.lerobot_writer import Writer
 
 H, W = 16, 24
@@ -336,10 +337,69 @@ def test_data_sets_larger_than_the_memory_are_refused(
 ) -> None:
     # 25 frames of 1172 bytes are 29300 bytes.
     monkeypatch.setattr(lerobot_reader, "free_memory", lambda: 20000.0)
-    message = r"25 frames x \(16 x 24 x 3 \+ 5 x 4\) bytes = .* limit=1 of its 5 episodes"
+    message = (
+        r"25 frames x \(16 x 24 x 3 \+ 5 x 4\) bytes = .* cloning.episodes=1 of its 5 episodes"
+    )
     with pytest.raises(ConfigError, match=message):
         read(good)
     check(read(good, limit=1), 1)
+
+
+# ----------------------------------------------------------------------------------- images on disk
+@pytest.mark.parametrize("size", [1, 6, 1000])
+def test_a_stream_returns_each_frame_in_a_random_order(good: Path, size: int) -> None:
+    """The order depends on seed and buffer alone; each pass has all frames of the episodes."""
+    data, episodes = open_folder(good), [0, 2, 3]
+    disk, expected, decoded = data.disk, read(good), []
+    assert disk is not None
+
+    def stream(seed: int) -> FrameStream:
+        return FrameStream(disk, episodes, size=size, seed=seed)
+
+    one = FrameStream(
+        disk, episodes, size=size, seed=0, on_episode=lambda i, images: decoded.append(i)
+    )
+    frames, images = one.take(24)
+    assert torch.equal(images["front"], expected.images["front"][frames])
+    assert sorted(decoded[:3]) == episodes and len(decoded) > 5
+    two = stream(0)
+    parts = [two.take(count)[0] for count in (5, 19)]
+    assert torch.equal(torch.cat(parts), frames)
+    assert not torch.equal(stream(1).take(24)[0], frames)
+    # 22 draws of each of the 12 frames, but for those in the buffer and those drawn twice instead.
+    counts = (frames.bincount() + one.take(12 * 20)[0].bincount())[:19]
+    assert counts[torch.isin(expected.episode[:19], torch.tensor([1]))].sum() == 0
+    assert counts[counts > 0].shape == (12,) and counts[counts > 0].min() > 10
+
+
+def test_cameras_episodes_and_rate_of_a_folder(good: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(good, tmp_path / "depth"))
+    features = json.loads((folder / "meta/info.json").read_text())["features"]
+    depth = {"dtype": "video", "shape": [480, 640, 1]}  # without files
+    info(folder, features=features | {"observation.images.depth": depth})
+    with pytest.raises(ConfigError, match=r"depth has shape \[480, 640, 1\]"):
+        open_folder(folder)
+    expected = read(good)
+    # Every second frame of a video with 20 frames per second, and the images at half the size.
+    halved = {"front": (H // 2, W // 2)}
+    data = open_folder(folder, cameras=halved, exclude=[0, 3], rate=10)
+    assert data.fps == 10 and data.episode.unique().tolist() == [1, 2, 4]
+    assert data.episode.bincount().tolist() == [0, 4, 3, 0, 3]
+    rows = [f for i in (1, 2, 4) for f in (expected.episode == i).nonzero().flatten()[::2].tolist()]
+    assert torch.equal(data.state, expected.state[rows])
+    assert torch.equal(data.action, expected.action[rows])
+    image = Image.fromarray(expected.images["front"][rows[5]].numpy())
+    resized = np.asarray(image.resize((W // 2, H // 2), Image.Resampling.BILINEAR))
+    assert np.array_equal(data.load().images["front"][5].numpy(), resized)
+    parts = list(data.in_order(torch.tensor([3, 5, 9]), 2))
+    assert torch.equal(torch.cat([frames for frames, _ in parts]), torch.tensor([3, 5, 9]))
+    assert torch.equal(torch.cat([x["front"] for _, x in parts])[1], torch.tensor(resized))
+    # Twice the rate repeats frames; other proportions are not resized.
+    double = open_folder(folder, cameras={"front": (H, H)}, rate=40, limit=1).load()
+    assert double.images["front"].shape == (2 * LENGTHS[0] - 1, H, W, 3)
+    assert double.state[:, 1].tolist() == [0, 0, 1, 1, 2, 2, 3]
+    with pytest.raises(ConfigError, match=r"remove 7 from cloning\.exclude_episodes"):
+        open_folder(folder, cameras={}, exclude=[7])
 
 
 # --------------------------------------------------------------------------------------------- v2.1

@@ -13,7 +13,8 @@ import torch
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import ArraySpec, Box
 from embodied_ppo.commands import main
-from embodied_ppo.data.lerobot_reader import Demonstrations
+from embodied_ppo.data.lerobot_reader import Demonstrations, open_folder, read
+from embodied_ppo.data.lerobot_writer import Writer
 from embodied_ppo.imitation import behavior_cloning
 from embodied_ppo.options.schema import CloningConfig, ModelConfig
 from embodied_ppo.policies.vla.action_tokens import TokenVLA
@@ -108,12 +109,38 @@ def test_targets_of_the_auxiliary_loss() -> None:
         ({"action": torch.zeros(240, 3)}, "action.*3.*2"),
         ({"images": {}}, r"front.*none.*\(16, 24, 3\).*env\.cameras"),
         ({"state": torch.zeros(240, 4)}, "state.*4.*5"),
+        ({"action": torch.full((240, 2), 25.0)}, r"100\.0% .* episode 0 action \[0\] = 25"),
+        ({"action": torch.eye(240)[:, :2] * 1e9}, r"0\.8% .* action \[0\] = 1e\+09"),
     ],
 )
 def test_demonstrations_of_another_robot_are_refused(change: dict[str, Any], message: str) -> None:
     policy = make()
     with pytest.raises(ConfigError, match=f"cloning.dataset.*{message}"):
         behavior_cloning.clone(policy, replace(demonstrations(), **change), STEPS, seed=0)
+
+
+@pytest.mark.slow
+def test_clone_learns_from_images_on_disk(tmp_path: Path) -> None:
+    """A buffer of 30 of 240 frames teaches as much as all frames in memory."""
+    demos = demonstrations()
+    with Writer(
+        tmp_path, fps=20, state=list("abcde"), action=["x", "y"], cameras={"front": (16, 24)}
+    ) as writer:
+        for i in range(40):
+            frames = demos.episode == i
+            text = demos.instructions[int(demos.instruction[frames][0])]
+            state, action = demos.state[frames].numpy(), demos.action[frames].numpy()
+            images = {"front": demos.images["front"][frames].numpy()}
+            writer.add(images, state, action, text)
+    config, losses = replace(STEPS, steps=15, foresight_steps=15, shuffle_buffer=30), []
+    for seed in (0, 0, 1):
+        policy = make()
+        losses.append(behavior_cloning.clone(policy, open_folder(tmp_path), config, seed=seed))
+    assert losses[0] == losses[1] != losses[2]
+    in_memory = behavior_cloning.clone(
+        make(), read(tmp_path), replace(config, shuffle_buffer=None), seed=0
+    )
+    assert losses[0] == pytest.approx(in_memory, abs=0.3)
 
 
 def relabelled(**spec: ArraySpec) -> Any:

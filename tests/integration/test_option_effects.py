@@ -528,7 +528,9 @@ ELSEWHERE = {
     "imitation/test_behavior_cloning.py": [
         f"cloning.{x}"
         for x in ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr")
+        + ("shuffle_buffer",)
     ],
+    "data/test_lerobot_reader.py": ["cloning.exclude_episodes"],
     "imitation/test_distillation.py": [
         *("teacher", "initial_policy", "distillation.loss", "distillation.sample_actions"),
         *("distillation.teacher_share_updates", "distillation.lr"),
@@ -539,7 +541,10 @@ ELSEWHERE = {
         *("evaluate robustness", "evaluate robustness_factors"),
         *("evaluate robustness_values", "evaluate robustness_episodes"),
     ],
-    "commands/test_demos.py": [f"demos {x}" for x in ("out", "episodes", "seed", "noise")],
+    "commands/test_demos.py": [
+        *(f"demos {x}" for x in ("out", "episodes", "seed", "noise")),
+        "cloning.fps_mismatch",
+    ],
     "commands/test_main.py": ["evaluate checkpoint", "export checkpoint", "export out"],
     "policies/vla/test_pretrained.py": ["export lora"],
 }

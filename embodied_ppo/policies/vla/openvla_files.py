@@ -185,13 +185,17 @@ class ActionTokens:
         """Number of action dimensions, A."""
         return self.low.shape[0]
 
+    def scaled(self, action: Tensor) -> Tensor:
+        """Convert actions of the environment [.., A] to x, float64."""
+        a = action.double()
+        return torch.where(self.mask, 2 * (a - self.low) / (self.high - self.low + 1e-8) - 1, a)
+
     def bins(self, action: Tensor) -> Tensor:
         """Convert actions of the environment [.., A] to bins, int64.
 
         Values outside [q01, q99] (or [-1, 1]) are clipped.
         """
-        a = action.double()
-        x = torch.where(self.mask, 2 * (a - self.low) / (self.high - self.low + 1e-8) - 1, a)
+        x = self.scaled(action)
         return torch.bucketize(x.clamp(-1, 1).contiguous(), self.edges, right=True) - 1
 
     def values(self, bins: Tensor) -> Tensor:

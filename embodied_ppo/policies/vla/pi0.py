@@ -154,11 +154,16 @@ class PI0Trunk(ObservationEncoder):
             state = self.statistics.normalize(state)
         inputs[VECTOR] = F.pad(state, (0, self.state_size - state.shape[1]))
         if self.relative is not None:
-            raw = self.raw_vector(obs).float()[:, : len(self.relative)]
-            raw = F.pad(raw, (0, len(self.relative) - raw.shape[1]))
-            inputs[ORIGIN] = raw * self.relative.to(raw)
+            inputs[ORIGIN] = self.origin(obs)
         inputs[WORDS] = self.table[self.instruction_index(obs, rows, device)]
         return inputs
+
+    def origin(self, obs: Obs) -> Tensor:
+        """Return the numbers of the state that relative actions are added to, [B, A]."""
+        assert self.relative is not None
+        raw = self.raw_vector(obs).float()[:, : len(self.relative)]
+        raw = F.pad(raw, (0, len(self.relative) - raw.shape[1]))
+        return raw * self.relative.to(raw)
 
     def pixels(self, image: Tensor) -> Tensor:
         """Resize uint8 [B, 3, h, w] to float32 [B, 3, side, side] in [-1, 1], padded with black to
@@ -569,6 +574,12 @@ class PI0(Flow, lora.Adapted):
         """See ``Flow.normalize_actions``."""
         if context.origin is not None:
             action = action - context.origin.unsqueeze(1)
+        return action if self.statistics is None else self.statistics.normalize(action)
+
+    def scaled_actions(self, action: Tensor, obs: Obs) -> Tensor:
+        """See ``VLAPolicy.scaled_actions``."""
+        if self.trunk.relative is not None:
+            action = action - self.trunk.origin(obs)
         return action if self.statistics is None else self.statistics.normalize(action)
 
 

@@ -319,3 +319,8 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         if self.closes is not None:
             action = torch.where(self.actions.mask, action, (1 - action / self.closes) / 2)
         return self.actions.bins(action)
+
+    def scaled_actions(self, action: Tensor, obs: Obs) -> Tensor:
+        """See ``VLAPolicy.scaled_actions``."""
+        self.actions = self.actions.to(action.device)
+        return self.actions.scaled(action)

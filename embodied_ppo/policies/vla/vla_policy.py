@@ -163,6 +163,13 @@ class VLAPolicy(nn.Module):
     ) -> tuple[Tensor, Grounding | None]:
         """Return the loss [B, C, A] of ``bc_loss`` and the input of the auxiliary loss."""
 
+    def scaled_actions(self, action: Tensor, obs: Obs) -> Tensor:
+        """Return actions [B, A] in the unit in which most demonstrated ones are in [-1, 1].
+
+        ``obs`` are the vector observations, [B, ..] by name.
+        """
+        return action
+
     @torch.no_grad()
     def value(self, inputs: dict[str, Tensor]) -> Tensor:
         """See ``Policy.value``."""
