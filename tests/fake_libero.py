@@ -77,5 +77,8 @@ def install(folder: Path, patch: pytest.MonkeyPatch) -> None:
     for name in libero_env._ASSETS:
         (folder / "libero/libero/assets" / name).mkdir(parents=True)
     patch.syspath_prepend(str(folder))
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("libero", "robosuite")]:
-        patch.delitem(sys.modules, name)
+    for file in MODULES:
+        name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        # After the test, ``patch`` restores the module, or removes the one that the test imported.
+        patch.setitem(sys.modules, name, sys)
+        del sys.modules[name]

@@ -12,7 +12,8 @@ import torch
 
 from embodied_envs.adapters import libero_env
 from embodied_envs.adapters.base import AdapterOptions
-from embodied_envs.adapters.libero_env import TIME_LIMITS, LiberoEnv, LiberoTask
+from embodied_envs.adapters.libero_env import TIME_LIMITS, LiberoEnv
+from embodied_envs.adapters.libero_task import STATES, LiberoTask
 from embodied_envs.base.errors import EnvError
 from embodied_envs.checks import check_env
 from embodied_envs.types import ArraySpec, Box
@@ -70,7 +71,7 @@ def test_tasks_and_their_instructions(
         .get_benchmark_dict()[suite]()
         .get_task_init_states(task)
     )
-    assert states.shape[0] == libero_env.STATES
+    assert states.shape[0] == STATES
 
 
 def test_tasks_are_assigned_in_blocks(empty: str) -> None:
@@ -154,7 +155,7 @@ def test_two_processes_and_success() -> None:
     steps = [env.step(torch.zeros(2, 7)) for _ in range(5)]
     assert steps[3].truncated.all() and not steps[4].mask.any() and steps[0].task.tolist() == [0, 1]
     env.close()
-    task = libero_env.LiberoTask("libero_goal", 7, assets=ASSETS, image_size=(32, 32))
+    task = LiberoTask("libero_goal", 7, assets=ASSETS, image_size=(32, 32))
     task.reset(seed=3)
     sim = task._sim.sim
     (knob,) = [name for name in sim.model.joint_names if "stove" in name]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,20 +211,3 @@ def _resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
     result = torch.zeros(*size, image.shape[2], dtype=torch.uint8)
     result[top : top + height, left : left + width] = resized.permute(1, 2, 0).round()
     return result
-
-
-def use_egl_without_display() -> None:
-    """Select MuJoCo's EGL renderer on a machine without a display; its default needs a screen."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
-
-
-@contextlib.contextmanager
-def discard_output(*, stderr: bool) -> Iterator[None]:
-    """Discard what the block prints to stdout, and to stderr if requested."""
-    with contextlib.ExitStack() as stack:
-        devnull = stack.enter_context(open(os.devnull, "w"))
-        stack.enter_context(contextlib.redirect_stdout(devnull))
-        if stderr:
-            stack.enter_context(contextlib.redirect_stderr(devnull))
-        yield

@@ -17,13 +17,14 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
-from embodied_envs.adapters.base import Adapter, AdapterOptions, use_egl_without_display
+from embodied_envs.adapters.base import Adapter, AdapterOptions
 from embodied_envs.adapters.infos import (
     merge_final,
     read_numbers,
     single_numbers,
     to_numbers,
 )
+from embodied_envs.adapters.simulator_processes import run_worker, use_egl_without_display
 from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
 from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError, check_choice
@@ -260,10 +261,10 @@ class GymnasiumEnv(Adapter):
                 vector_kwargs=vector_kwargs,
                 **kwargs,
             )
-        is_async = vectorization_mode == "async"
-        vector = gymnasium.vector.AsyncVectorEnv if is_async else gymnasium.vector.SyncVectorEnv
-        make = functools.partial(_make_one, self._spec, kwargs)
-        return vector([make] * self.num_envs, **vector_kwargs)
+        makers = [functools.partial(_make_one, self._spec, kwargs)] * self.num_envs
+        if vectorization_mode == "sync":
+            return gymnasium.vector.SyncVectorEnv(makers, **vector_kwargs)
+        return gymnasium.vector.AsyncVectorEnv(makers, **{"worker": run_worker, **vector_kwargs})
 
     def _autoreset_mode(self) -> AutoresetMode:
         """Return the mode of the vector's resets; raise EnvError if it does not reset itself."""

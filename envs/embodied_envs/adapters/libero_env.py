@@ -6,30 +6,27 @@ all of the time. Every environment runs in its own process.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.util
 import itertools
-import json
-import os
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
-from embodied_envs.adapters.base import AdapterOptions, discard_output, use_egl_without_display
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
+from embodied_envs.adapters.libero_task import (
+    CAMERAS,
+    drawn_task,
+    import_benchmark,
+    make_vector,
+    package_folder,
+    read_scenes,
+)
+from embodied_envs.adapters.simulator_processes import discard_output
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError
 from embodied_envs.base.observation_names import INSTRUCTION
@@ -47,23 +44,19 @@ TIME_LIMITS = {
 The values are those of OpenVLA (run_libero_eval.py) and openpi (examples/libero/main.py). The
 longest demonstrations have 193, 254, 270, 505 and 373 steps.
 """
-CAMERAS = ("agentview", "robot0_eye_in_hand")
 SENTENCE = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 """Stand-in for the sentences of a suite where LIBERO's package is missing."""
-STATES = 50
-"""Number of fixed initial states of every task."""
 _ASSETS = (
     "articulated_objects",
     "scenes",
     "stable_hope_objects",
     "stable_scanned_objects",
     "textures",
+    "turbosquid_objects",
 )
-_STILL = np.array([0.0, 0, 0, 0, 0, 0, -1])  # no motion, gripper open
 _DOWNLOAD = (
     "hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets"
 )
-_config_folder: Any = None  # temporary folder of config.yaml, deleted when the process ends
 
 
 def has_task(id: str) -> bool:
@@ -155,6 +148,7 @@ class LiberoEnv(GymnasiumEnv):
         selected = _select_tasks(id, kwargs.pop("tasks", None), len(names))
         self._drawn = len(selected) if kwargs.pop("draw_tasks", False) else 0
         task = _assign_tasks(options.seeds, len(selected), drawn=bool(self._drawn))
+        used = selected if self._drawn else [selected[i] for i in task]
         if self._drawn:
             kwargs["drawn"] = tuple(selected)
         options = replace(
@@ -166,6 +160,7 @@ class LiberoEnv(GymnasiumEnv):
                 "assets": str(assets),
                 "cameras": cameras,
                 "image_size": tuple(options.image_size),
+                "scenes": read_scenes(suite, used, assets),
                 **kwargs,
             },
         )
@@ -200,189 +195,29 @@ class LiberoEnv(GymnasiumEnv):
         self._done = None
 
 
-class LiberoTask(gymnasium.Env):
-    """One task of a suite for Gymnasium.
-
-    The first ``reset`` builds the scene, because it must be built in the process that renders it.
-    """
-
-    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
-
-    def __init__(
-        self,
-        suite: str,
-        task: int,
-        *,
-        assets: str,
-        cameras: tuple[str, ...] = CAMERAS,
-        image_size: tuple[int, int] = (128, 128),
-        settle_steps: int = 10,
-        drawn: tuple[int, ...] = (),
-        mirror: bool = True,
-        render_mode: str | None = None,
-    ) -> None:
-        self.suite, self.task, self.assets = suite, task, assets
-        self.cameras, self.image_size, self.drawn = cameras, image_size, drawn
-        self.settle_steps, self.mirror, self.render_mode = settle_steps, mirror, render_mode
-        images = {name: spaces.Box(0, 255, (3, *image_size), np.uint8) for name in cameras}
-        self.observation_space = spaces.Dict(
-            {"state": spaces.Box(-np.inf, np.inf, (8,), np.float32), **images}
-        )
-        self.action_space = spaces.Box(-1, 1, (7,), np.float32)
-        self._sim: Any = None
-        self._states: Any = None
-
-    def reset(
-        self, *, seed: int | None = None, options: Any = None
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Set objects to a fixed initial state; LIBERO draws the positions of fixtures."""
-        super().reset(seed=seed)
-        if self.drawn and seed is not None:
-            task = self.drawn[_drawn_task(seed, len(self.drawn))]
-            if task != self.task:
-                self.close()
-            self.task = task
-        sim = self._sim = self._sim or self._build()
-        fixtures, state = (int(x) for x in self.np_random.integers((2**31, STATES)))
-        with _numpy_seed(fixtures):
-            sim.reset()
-        for robot in sim.robots:
-            # robosuite does not clear the gripper's command of the last episode.
-            robot.gripper.current_action = np.zeros(robot.gripper.dof)
-        sim.set_init_state(self._states[state if seed is None else seed % STATES])
-        self._enable_cameras(False)
-        for _ in range(self.settle_steps):
-            sim.step(_STILL)
-        self._enable_cameras(True)
-        return self._observe(sim.env._get_observations(force_update=True)), {"success": False}
-
-    def step(
-        self, action: np.ndarray
-    ) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
-        """Advance by one control step; success ends the episode."""
-        obs, reward, success, _ = self._sim.step(action)
-        return self._observe(obs), float(reward), bool(success), False, {"success": bool(success)}
-
-    def render(self) -> np.ndarray:
-        """Return an upright image, uint8 [256, 256, 3]."""
-        return self._sim.sim.render(camera_name="agentview", width=256, height=256)[::-1]
-
-    def close(self) -> None:
-        """Free the scene."""
-        if self._sim is not None:
-            self._sim.close()
-            self._sim = None
-
-    def _build(self) -> Any:
-        """Build the scene and load its initial states."""
-        benchmark = _benchmark(f"libero/{self.suite}", Path(self.assets))
-        with discard_output(stderr=True):
-            suite = benchmark.get_benchmark_dict()[self.suite]()
-            self._states = suite.get_task_init_states(self.task)
-            return importlib.import_module("libero.libero.envs").OffScreenRenderEnv(
-                bddl_file_name=suite.get_task_bddl_file_path(self.task),
-                camera_names=list(self.cameras),
-                camera_heights=self.image_size[0],
-                camera_widths=self.image_size[1],
-                # 0.2 s instead of 5 s; bitwise equal once the gripper's command is cleared
-                hard_reset=False,
-                ignore_done=True,
-            )
-
-    def _enable_cameras(self, enabled: bool) -> None:
-        """Set whether steps render images."""
-        for name in self.cameras:
-            self._sim.env.modify_observable(
-                observable_name=f"{name}_image", attribute="enabled", modifier=enabled
-            )
-
-    def _observe(self, obs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Select state and images from robosuite's observation."""
-        rotation = importlib.import_module("robosuite.utils.transform_utils").quat2axisangle
-        position, gripper = obs["robot0_eef_pos"], obs["robot0_gripper_qpos"]
-        orientation = rotation(obs["robot0_eef_quat"].copy())
-        state = np.concatenate((position, orientation, gripper))
-        out = {"state": state.astype(np.float32)}
-        for name in self.cameras:
-            # robosuite's images are upside down.
-            image = obs[f"{name}_image"][::-1, :: -1 if self.mirror else 1]
-            out[name] = np.ascontiguousarray(image.transpose(2, 0, 1))
-        return out
-
-
-def make_vector(
-    num_envs: int,
-    *,
-    tasks: Sequence[int],
-    max_episode_steps: int,
-    processes: bool | None = None,
-    **kwargs: Any,
-) -> gymnasium.vector.VectorEnv:
-    """Return one environment for each of ``tasks``; Gymnasium's vector_entry_point."""
-    makers = [
-        partial(_limited, max_episode_steps=max_episode_steps, task=task, **kwargs)
-        for task in tasks
-    ]
-    if processes or (processes is None and num_envs > 1):
-        # OpenGL and torch's threads do not survive a fork.
-        return AsyncVectorEnv(makers, context="spawn", autoreset_mode=AutoresetMode.NEXT_STEP)
-    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-
-
-def _limited(*, max_episode_steps: int, **kwargs: Any) -> gymnasium.Env:
-    return gymnasium.wrappers.TimeLimit(LiberoTask(**kwargs), max_episode_steps)
-
-
 # ------------------------------------------------------------------------------------- installation
-def _package(id: str) -> Path:
-    """Return the folder of LIBERO's package; raise EnvError if it is not installed."""
-    spec = importlib.util.find_spec("libero")
-    if spec is None or not spec.submodule_search_locations:
-        raise EnvError(
-            f"env.id={id}: hf-libero is not installed. It needs mujoco 3.8 and an environment of"
-            " its own: pip install -c scripts/constraints-libero.txt -e '.[libero]', then pip"
-            " uninstall torchvision, whose wheel does not match torch (make test-libero does both"
-            " in .venv-libero)"
-        )
-    return Path(spec.submodule_search_locations[0]) / "libero"
-
-
 def _find_assets(id: str, assets: str | None) -> Path:
     """Return the folder with LIBERO's meshes and textures; raise EnvError if they are missing."""
-    folders = [_package(id) / "assets", Path("~/.cache/libero/assets").expanduser()]
+    folders = [package_folder(id) / "assets", Path("~/.cache/libero/assets").expanduser()]
     if assets is not None:
         folders = [Path(assets).expanduser()]
     for folder in folders:
         if all((folder / name).is_dir() for name in _ASSETS):
             return folder
+    known = next((x for x in folders if x.is_dir() and any(x.iterdir())), None)
+    missing = [name for name in _ASSETS if known is None or not (known / name).is_dir()]
+    state = f"{folders[-1]} is missing" if known is None else f"{known} lacks {missing[0]}"
     raise EnvError(
-        f"env.id={id}: LIBERO's meshes and textures (206 MB) are not in"
-        f" {' nor '.join(map(str, folders))}. Download them with: {_DOWNLOAD} (or elsewhere, and"
-        " set env.kwargs.assets=FOLDER)"
+        f"download LIBERO's meshes and textures (206 MB): {_DOWNLOAD} (elsewhere: write"
+        f" env.kwargs.assets=FOLDER); env.id={id}: {state}"
     )
 
 
 def _benchmark(id: str, assets: Path) -> Any:
-    """Import libero.libero.benchmark without its prompts on stdin and without downloads."""
-    global _config_folder
-    package = _package(id)
-    if "libero.libero" not in sys.modules:
-        use_egl_without_display()
-        # Without a config.yaml the import prompts on stdin. ~/.libero may belong to another
-        # installation, so it is not used.
-        _config_folder = tempfile.TemporaryDirectory(prefix="embodied_ppo_libero_")
-        paths = {"bddl_files": "bddl_files", "init_states": "init_files", "datasets": "../datasets"}
-        config = {"benchmark_root": str(package), "assets": str(assets)}
-        config |= {name: str(package / folder) for name, folder in paths.items()}
-        # JSON is YAML, too; PyYAML is no dependency of embodied-envs.
-        Path(_config_folder.name, "config.yaml").write_text(json.dumps(config))
-        os.environ["LIBERO_CONFIG_PATH"] = _config_folder.name
+    """Import libero.libero.benchmark; raise EnvError if it fails."""
     hint = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
-    prefix = f"env.id={id}: hf-libero cannot be imported ("
-    with wrap_errors(prefix, f"); {hint}"), discard_output(stderr=True):
-        root: Any = importlib.import_module("libero.libero")
-        root._assets_path_cache = str(assets)  # otherwise the import starts a download
-        return importlib.import_module("libero.libero.benchmark")
+    with wrap_errors(f"env.id={id}: hf-libero cannot be imported (", f"); {hint}"):
+        return import_benchmark(id, assets)
 
 
 def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:
@@ -394,15 +229,10 @@ def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:
     return [task.name for task in tasks], [task.language for task in tasks]
 
 
-def _drawn_task(seed: int, count: int) -> int:
-    """Return the task of an episode, of ``count``; its initial state is seed mod STATES."""
-    return seed // STATES % count
-
-
 def _assign_tasks(seeds: Sequence[int], count: int, *, drawn: bool) -> list[int]:
     """Return the task of each environment, of ``count``; a group with one seed has one task."""
     if drawn:
-        return [_drawn_task(seed, count) for seed in seeds]
+        return [drawn_task(seed, count) for seed in seeds]
     group = [0]
     for before, seed in itertools.pairwise(seeds):
         group.append(group[-1] + (seed != before))
@@ -415,14 +245,3 @@ def _select_tasks(id: str, tasks: int | Sequence[int] | None, count: int) -> lis
     if not selected or any(not 0 <= i < count for i in selected):
         raise EnvError(f"env.id={id}: tasks={tasks} must be indices from 0 to {count - 1}")
     return selected
-
-
-@contextlib.contextmanager
-def _numpy_seed(seed: int) -> Iterator[None]:
-    """Seed numpy's global generator, from which LIBERO draws, and restore it afterwards."""
-    before = np.random.get_state()
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        np.random.set_state(before)

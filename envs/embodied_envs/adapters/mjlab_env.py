@@ -15,12 +15,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from embodied_envs.adapters.base import (
-    AdapterOptions,
-    check_kwargs,
-    discard_output,
-    factory_arguments,
-)
+from embodied_envs.adapters.base import AdapterOptions, check_kwargs, factory_arguments
+from embodied_envs.adapters.simulator_processes import discard_output
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
 from embodied_envs.base import tree

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import fake_libero
 import pytest
 import torch
 
+from embodied_envs.adapters import libero_env
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.libero_env import LiberoEnv
+from embodied_envs.base.errors import EnvError, fit_message
 from embodied_envs.base.random import env_seeds
 
 pytestmark = pytest.mark.skipif(
@@ -55,6 +59,30 @@ def test_a_group_has_one_task() -> None:
     env = make(env_seeds(0, 0, 5), tasks=[0, 3])  # without groups as ever: i * 2 // 5
     assert [task for task, _ in scenes(env)] == [0, 0, 0, 3, 3]
     env.close()
+
+
+def test_processes_share_a_server_without_torch() -> None:
+    """They hold no torch, and less of numpy and Gymnasium than a process of their own."""
+    env = make(env_seeds(0, 0, 2), tasks=[0, 3], processes=True)
+    assert [task for task, _ in scenes(env)] == [0, 3]
+    for process in env._env.processes:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in maps and "multiarray" in maps
+        assert os.getpgid(process.pid) != os.getpgid(0)
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        (own,) = re.findall(r"Private_Dirty: +(\d+) kB", rollup)
+        assert int(own) < 60_000  # of 1.5 GB that a process with torch and LIBERO takes
+    env.close()
+
+
+def test_message_about_missing_meshes_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / ("a" * 200)
+    (folder / "scenes").mkdir(parents=True)
+    for path, problem in ((folder, "lacks articulated_objects"), (folder / "b", "is missing")):
+        with pytest.raises(EnvError) as caught:
+            make([0], assets=str(path))
+        line = fit_message(str(caught.value))
+        assert libero_env._DOWNLOAD in line and "env.kwargs.assets" in line and problem in line
 
 
 def test_drawn_tasks_follow_from_seeds() -> None:
