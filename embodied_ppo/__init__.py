@@ -1,9 +1,8 @@
 """PPO for robot policies in vectorised simulators, and for language models that reason.
 
 The Python API is ``train``, ``distill``, ``evaluate``, ``load`` and ``config`` of ``api``,
-``compare``, ``fork``, ``replay``, ``bisect``, ``verify`` and ``search`` of ``tools``, and the
-exceptions of ``core.errors``. They are imported on first use, because the command line must start
-at once.
+``compare``, ``fork``, ``replay``, ``bisect`` and ``verify`` of ``tools``, and the exceptions of
+``core.errors``. They are imported on first use, because the command line must start at once.
 """
 
 from __future__ import annotations
@@ -26,20 +25,18 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from embodied_ppo.tools.bisection import bisect
-    from embodied_ppo.tools.option_search import search
     from embodied_ppo.tools.policy_comparison import compare
     from embodied_ppo.tools.run_fork import fork
     from embodied_ppo.tools.update_replay import replay
     from embodied_ppo.tools.verification import verify
 
 __all__ = ["Run", "bisect", "compare", "config", "distill", "evaluate", "fork", "load", "replay"]
-__all__ += ["search", "train", "verify"]
+__all__ += ["train", "verify"]
 TOOLS = {
     "bisect": "tools.bisection",
     "compare": "tools.policy_comparison",
     "fork": "tools.run_fork",
     "replay": "tools.update_replay",
-    "search": "tools.option_search",
     "verify": "tools.verification",
 }
 """Function -> the module that contains it."""

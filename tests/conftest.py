@@ -39,7 +39,6 @@ LONGEST_FILES = (
     "cluster/test_fsdp.py",
     "integration/test_placements.py",
     "drills/test_two_hosts.py",
-    "tools/test_option_search.py",
     "commands/test_demos.py",
     "integration/test_memory.py",
     "tools/test_machine_checks.py",

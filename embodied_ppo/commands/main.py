@@ -52,7 +52,6 @@ COMMANDS = {
     "replay": "runs/NAME/DATE-SEED update=40 out=DIR",
     "bisect": 'runs/NAME/DATE-SEED "policy/approx_kl > 0.1"',
     "verify": "runs/NAME/DATE-SEED --updates 5",
-    "search": "experiment=hopper --budget 30min",
     "plan": "placement=hybrid cluster.num_nodes=2",
     "tune": "experiment=tabletop_token cluster.devices_per_node=2",
     "watch": "runs/NAME --port 8000",
@@ -69,6 +68,8 @@ COMMANDS = {
 """Name of each command -> arguments of an example. Its module has the name with underscores; the
 first line of the module says what the command does.
 """
+REMOVED = {"search": "write python scripts/examples/search_options.py, which uses Optuna"}
+"""Commands of earlier versions -> what to write instead."""
 UNSUPERVISED = ("watch", "doctor", "config", "experiments", "import-config", "new-task")
 """Commands that run no simulators, which may crash or hang."""
 
@@ -107,6 +108,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         SystemExit: After --help.
     """
     name = argv[0]
+    if name in REMOVED:
+        raise UsageError(f"{REMOVED[name]}: {name} was removed")
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
         raise UsageError(f"{name}: no such {kind}; {choose(name, list(COMMANDS), 'commands: ')}")

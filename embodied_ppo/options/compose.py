@@ -427,9 +427,7 @@ def parse(lines: Sequence[str], folders: ConfigFolders) -> list[Override]:
     for line in lines:
         override = parse_line(line, folders)
         if override.is_interval_sweep():
-            raise ConfigError(
-                f"{line}: is an interval, which only {PROGRAM} search reads; write one value"
-            )
+            raise ConfigError(f"write one value: {line} is an interval")
         if override.is_sweep_override():
             raise ConfigError(
                 f"{line} names several values; add --multirun, or give one (a list is written"

@@ -1,4 +1,4 @@
-"""Overrides with several values: the runs of a sweep, and the ranges of a search."""
+"""Overrides with several values: the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_envs.base.errors import ConfigError, shorten
-from embodied_ppo.options import loader
-from embodied_ppo.options.compose import PROGRAM, group_choice, parse_line, plain, prepare
+from embodied_ppo.options.compose import group_choice, parse_line, plain, prepare
 from embodied_ppo.options.config_folders import ConfigFolders, config_folders
 from embodied_ppo.options.loader import Loaded
-from embodied_ppo.options.schema import Config
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -77,8 +75,8 @@ def sweep_jobs(args: argparse.Namespace) -> tuple[Path, list[SweepJob]]:
     for override in listed:
         if override.is_interval_sweep():
             raise ConfigError(
-                f"{override.input_line}: is an interval, which only {PROGRAM} search reads;"
-                " with --multirun write a list of values"
+                f"write a list of values: {override.input_line} is an interval, which --multirun"
+                " does not read"
             )
     values = [_values(o) if o.is_sweep_override() else (str(o.input_line),) for o in listed]
     if math.prod(map(len, values)) > MAX_SWEEP:
@@ -186,64 +184,3 @@ def job_folder(
     if len(name) > MAX_FOLDER_NAME or (sweep / name).exists() or sweep / name in taken:
         name = f"{name[:MAX_FOLDER_NAME]}-{number}".lstrip("-")
     return sweep / (name or str(number))
-
-
-# ------------------------------------------------------------------------------------------- search
-@dataclass(frozen=True)
-class Choice:
-    """A range of an option: a list of values.
-
-    Attributes:
-        values: The values, as on the command line.
-    """
-
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A range of an option: all numbers between two limits.
-
-    Attributes:
-        low, high: The limits.
-        log: Whether the logarithm of the value is distributed uniformly, instead of the value.
-        integer: Whether values are rounded to integers.
-    """
-
-    low: float
-    high: float
-    log: bool = False
-    integer: bool = False
-
-
-def search_ranges(args: argparse.Namespace) -> tuple[list[str], dict[str, Choice | Interval]]:
-    """Divide the overrides of a search into those of all runs, and ranges.
-
-    Ranges have the syntax of Hydra's sweeps: ``algorithm.lr=interval(1e-4,1e-2)``, with
-    ``tag(log,interval(..))`` for a uniform logarithm, ``algorithm.horizon=16,32`` or
-    ``range(1,9)``. A config file gives them in ``hydra.sweeper.params``.
-
-    Raises:
-        ConfigError: An override or a range is refused.
-    """
-    folders = config_folders(args)
-    overrides = [parse_line(line, folders) for line in args.overrides]
-    params = _params(_hydra_section(overrides, folders), overrides, folders)
-    described = loader.describe(Config)
-    ranges: dict[str, Choice | Interval] = {}
-    for override in (*params, *overrides):
-        option = override.key_or_group
-        value: Any = override.value()
-        if override.is_interval_sweep():
-            low, high, log = value.start, value.end, "log" in value.tags
-            if low is None or high is None or not low < high or (log and low <= 0):
-                raise ConfigError(
-                    f"{override.input_line}: the limits must increase"
-                    f"{', and be above 0' if log else ''}; write {option}=interval(LOW,HIGH)"
-                )
-            entry = described.get(option)
-            integer = entry is not None and isinstance(entry.default, int)
-            ranges[option] = Interval(float(low), float(high), log, integer)
-        elif override.is_sweep_override():
-            ranges[option] = Choice(_values(override))
-    return [str(o.input_line) for o in overrides if not o.is_sweep_override()], ranges

@@ -1,10 +1,10 @@
 """Tools around the trainer: they work on finished runs, predict runs, or prepare them.
 
 Belongs here: what reads, compares, re-executes or repeats runs (``policy_comparison``,
-``verification``, ``run_fork``, ``update_replay``, ``bisection``), trains several to choose one
-(``option_search``), measures or fits placements (``placement_search``,
-``memory_fit``), shows runs (``watch_server``), checks the machine (``machine_checks``), writes a
-task (``task_generator``), and reads other libraries' files (``import_config``, ``import_policy``).
+``verification``, ``run_fork``, ``update_replay``, ``bisection``), measures or fits placements
+(``placement_search``, ``memory_fit``), shows runs (``watch_server``), checks the machine
+(``machine_checks``), writes a task (``task_generator``), and reads other libraries' files
+(``import_config``, ``import_policy``).
 
 Does not belong here: anything that a training needs. What trains never imports this folder, and
 without it ``embodied-ppo train`` and ``evaluate`` work (``tests/tools/test_removal.py``).

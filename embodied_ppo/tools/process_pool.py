@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from embodied_ppo.options.compose import override_lines
@@ -15,8 +15,6 @@ from embodied_ppo.options.compose import override_lines
 POLL_S = 0.2
 """Seconds between two checks whether a process has ended."""
 PR_SET_PDEATHSIG = 1
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "LP_NUM_THREADS": "1"}
-"""Environment variables with which tensor operations and the renderer use one thread."""
 
 
 class ProcessPool:
@@ -69,17 +67,9 @@ class ProcessPool:
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
-    def ended(self, names: Collection[str] | None = None) -> dict[str, int]:
-        """Return name -> exit code of the processes that ended since the last call.
-
-        Args:
-            names: Processes to check; None: all.
-        """
-        codes = {
-            name: process.poll()
-            for name, process in self.running.items()
-            if names is None or name in names
-        }
+    def ended(self) -> dict[str, int]:
+        """Return name -> exit code of the processes that ended since the last call."""
+        codes = {name: process.poll() for name, process in self.running.items()}
         ended = {name: code for name, code in codes.items() if code is not None}
         for name in ended:
             del self.running[name]

@@ -67,3 +67,14 @@ def test_own_reward() -> None:
 def test_own_placement() -> None:
     plan = example("own_placement")["main"]()
     assert len(plan["devices"]) >= 3 and plan["memory"]
+
+
+@pytest.mark.slow
+def test_search_options(tmp_path: Path) -> None:
+    search = example("search_options")["search"]
+    tiny = ["updates=3", "eval_every=1", "env.num_envs=4", "algorithm.global_batch_size=128"]
+    tiny += ["evaluation.episodes=2", "evaluation.num_envs=2", "evaluation.video_episodes=0"]
+    for _ in range(2):  # the second call continues the search
+        best = search("cartpole", tmp_path / "search", 1, 1, tiny)
+    assert (best / "summary.json").is_file()
+    assert sorted(path.name for path in (tmp_path / "search").glob("trial-*"))[-1] == "trial-1"
