@@ -124,8 +124,11 @@ def write(
             source = converted[0]
             source.write_text(text, encoding="utf-8")
         model = load(source, preparation)
-        if template == "velocity" and model.opt.timestep < PHYSICS_STEP_S:
-            preparation = replace(preparation, step_s=PHYSICS_STEP_S)
+        if template == "velocity":
+            # Stiff servos would need larger forces than they have for steps of a useful length.
+            preparation = replace(preparation, gains=preparation.gains or "inertia")
+            if model.opt.timestep < PHYSICS_STEP_S:
+                preparation = replace(preparation, step_s=PHYSICS_STEP_S)
         description = _describe(source, preparation, template)
         path = Path(os.path.relpath(source.resolve(), folder.resolve())).as_posix()
         description |= {"file": mjcf.name, "name": name, "kind": class_name, "mjcf": path}

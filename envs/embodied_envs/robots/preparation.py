@@ -21,7 +21,7 @@ FREQUENCY_HZ, DAMPING_RATIO = 6.0, 1.0
 """Of a servo whose gains follow from the inertia that it moves."""
 SAG_RAD = 0.1
 """Such a servo yields at most this much to the weight that it carries at home."""
-STABLE = 0.5
+STABLE = 1.0
 """Largest angle of the servo's oscillation in a physics step, rad."""
 ITERATIONS = 20
 """Least iterations of the solver where gains differ from those that the model was tuned for."""

@@ -23,10 +23,10 @@ INTEGRATOR, MUSCLE = int(mujoco.mjtDyn.mjDYN_INTEGRATOR), int(mujoco.mjtDyn.mjDY
 """Values of mjtDyn."""
 GROUND_M = 0.02
 """Feet are links whose lowest point is at most this far above that of the robot."""
-SCALE_RAD = (0.2, 0.6)
+SCALE_RAD = (0.2, 0.5)
 """Bounds of the action scale of position servos of hinges."""
-SCALE_OF_FORCE = 0.25
-"""Share of the force limit that an error of one action scale causes (mjlab's rule)."""
+SCALE_OF_FORCE = 1.0
+"""Share of the force limit that an error of one action scale causes."""
 MIRROR_M, MIRROR_MASS = 0.05, 0.1
 """Largest distance of a subtree's centre from its mirror image, and largest share of its mass by
 which a pair differs."""
