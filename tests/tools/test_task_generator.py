@@ -154,6 +154,7 @@ def test_velocity_template_trains_and_is_evaluated_with_a_command() -> None:
     Path("../robots/dog.xml").write_text(QUADRUPED)
     command = ["new-task", "dog", "--mjcf", "../robots/dog.xml", "--template", "velocity"]
     assert main.main(command) == 0
+    assert 'Preparation(gains="inertia"' in Path("dog/dog.py").read_text()
     config = yaml.safe_load(Path("dog/configs/experiment/dog.yaml").read_text())
     assert config["env"]["commands"]["lin_vel_x"] == [-0.8, 1.0]
     assert config["env"]["rewards"]["tracking_lin_vel"] == {"weight": 1.0, "sigma": 0.25}

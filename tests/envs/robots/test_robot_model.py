@@ -60,8 +60,8 @@ def test_actuators() -> None:
         1,
         10,
     )
-    # 0.25 · 10 N m / (40 N m/rad) is less than the least scale; the range is that of the joint.
-    assert (servo.home, servo.low, servo.high, servo.scale) == (pytest.approx(0.1), -0.5, 0.5, 0.2)
+    # 10 N m / (40 N m/rad) = 0.25 rad; the range is that of the joint.
+    assert (servo.home, servo.low, servo.high, servo.scale) == (pytest.approx(0.1), -0.5, 0.5, 0.25)
     assert limited.name == "FL_pitch" and limited.force == 20, "the joint's actuatorfrcrange"
     # A motor without ctrlrange: 20 N m / gear 4.
     assert (motor.kind, motor.force, motor.low, motor.high, motor.scale) == ("force", 5, -5, 5, 5)
@@ -84,8 +84,8 @@ CONTINUOUS = """<mujoco><worldbody>
 def test_continuous_joints_velocity_servos_and_objects() -> None:
     robot = RobotModel(mujoco.MjModel.from_xml_string(CONTINUOUS))
     position, velocity, force = robot.actuators
-    # 0.25 · 16 / 20 = 0.2 rad; the target has no limits.
-    assert (position.scale, position.low, position.high) == (0.2, -np.inf, np.inf)
+    # 16 / 20 is more than the largest scale; the target has no limits.
+    assert (position.scale, position.low, position.high) == (0.5, -np.inf, np.inf)
     assert (velocity.kind, velocity.low, velocity.high, velocity.scale) == ("velocity", -3, 3, 3)
     assert (force.kind, force.scale, force.home) == ("force", 1, 0), "as far as in both directions"
     assert names(robot, robot.joints) == ["upper", "wheel", "pole"]
@@ -164,8 +164,8 @@ def test_gains_follow_from_inertia_and_weight() -> None:
     kp, kd = inertia_gains(RobotModel(mujoco.MjModel.from_xml_string(text.format(0.002))))[0]
     assert kp == pytest.approx(0.25 * (12 * np.pi) ** 2, rel=1e-3)  # 355 > 49 N m / rad
     assert kd == pytest.approx(2 * np.sqrt(kp * 0.25), rel=1e-3)
-    # With a long timestep the oscillation may turn by at most 0.5 rad in a step: 0.25 · 25² .
-    kp, _ = inertia_gains(RobotModel(mujoco.MjModel.from_xml_string(text.format(0.02))))[0]
+    # With a long timestep the oscillation may turn by at most 1 rad in a step: 0.25 · 25² .
+    kp, _ = inertia_gains(RobotModel(mujoco.MjModel.from_xml_string(text.format(0.04))))[0]
     assert kp == pytest.approx(0.25 * 25**2, rel=1e-3)
     # A tiny arm has gains, too.
     tiny = ARM.format(mass=1e-6, actuator='<motor joint="j"/>')

@@ -60,9 +60,9 @@ def test_action_0_holds_home_from_the_reset_on(file: Path) -> None:
         assert not bool(step.terminated.any())
     assert float(step.reward.min()) > 0.9
     assert torch.equal(env.s["ctrl"], task.home_control.expand(2, -1))
-    # FL_roll: 0.1 + 0.2 · action, within ±0.5 rad.
+    # FL_roll: 0.1 + 0.25 · action, within ±0.5 rad.
     ctrl = task.control(env.s, torch.ones(2, 8, dtype=torch.float64))
-    assert ctrl[0, 0].item() == pytest.approx(0.3) and bool((ctrl <= task.high).all())
+    assert ctrl[0, 0].item() == pytest.approx(0.35) and bool((ctrl <= task.high).all())
     env.close()
 
 
@@ -152,14 +152,14 @@ def test_floor_and_scale_of_the_action(file: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Stay, "preparation", Preparation(floor=True))
     env = make()
     assert isinstance(env.task, RobotTask)
-    assert env.task.scale[:4].tolist() == [0.3] * 4 and float(env.task.scale[4]) == 0.2
+    assert env.task.scale[:4].tolist() == [0.3] * 4 and float(env.task.scale[4]) == 0.5
     env.close()
     # Two actuators without names on one joint have their own scales.
     both = '<velocity joint="FL_pitch" kv="1" ctrlrange="-7 7"/><position joint="FL_pitch"/>'
     file.write_text(QUADRUPED.replace('<position joint="FL_pitch"/>', both).replace(floor, ""))
     env = make()
     assert isinstance(env.task, RobotTask)
-    assert env.task.scale[4:6].tolist() == [7, 0.2]
+    assert env.task.scale[4:6].tolist() == [7, 0.5]
     env.close()
 
 
