@@ -209,11 +209,12 @@ class EnvConfig:
     """Tasks whose observations and indices the policy reads, to train or evaluate a policy of
     several tasks in others (env.id); null: those of env.id. evaluate sets it."""
     simulator: Literal[
-        "auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero"
+        "auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero", "remote"
     ] = "auto"
     """Simulator adapter. mujoco (CPU threads) and warp (GPU) run the tasks of this package; torch
-    calls a function that returns a batched environment of tensors; auto takes the first adapter
-    that has the id: the tasks of this package, then EnvPool, then Gymnasium."""
+    calls a function that returns a batched environment of tensors; remote is a server of
+    environments at env.kwargs.address; auto takes the first adapter that has the id: the tasks of
+    this package, then EnvPool, then Gymnasium."""
     num_envs: Count = 64
     """Number of environments that are stepped together (N)."""
     num_threads: Threads = 0

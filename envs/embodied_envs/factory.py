@@ -28,6 +28,7 @@ from embodied_envs.registration import own_name
 from embodied_envs.types import VectorEnv
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
+SIMULATORS += ("remote",)
 
 
 def make(
@@ -65,8 +66,8 @@ def make(
         num_envs: Number of environments, N.
         seeds: One seed per environment, each in [0, 2**31).
         simulator: "mujoco" (our engine on CPU threads), "warp" (our engine on a GPU), "envpool",
-            "gymnasium", "torch" (a function that creates a batched environment of tensors), "mjlab"
-            or "libero". "auto" selects the first one that has the id: our tasks (engine by
+            "gymnasium", "torch" (a function that creates a batched environment of tensors),
+            "mjlab", "libero" or "remote" (an ``env_server`` elsewhere). "auto" selects the first one that has the id: our tasks (engine by
             ``device``), then EnvPool before Gymnasium.
         num_threads: Threads of EnvPool or of our engine; None: the cores that this process may use.
         max_episode_steps: Time limit in primitive steps; None: the task's default.
@@ -199,7 +200,7 @@ def is_users_simulator(id: str) -> bool:
 
 def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
     """Create the environments with the first simulator that has the task."""
-    if (name := own_name(id)) is not None:
+    if simulator != "remote" and (name := own_name(id)) is not None:
         raise EnvError(
             f"env.id={id} is the name of a task of ours at Gymnasium; write env.id={name}"
         )
@@ -226,6 +227,14 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
     match engine:
         case "libero":
             return libero_env.LiberoEnv(id, options)
+        case "remote":
+            try:
+                from embodied_envs.adapters import remote_env  # needs packages of its own
+            except ImportError as error:
+                raise EnvError(
+                    f"pip install 'embodied-ppo[serve]': simulator=remote needs {error.name}"
+                ) from error
+            return remote_env.RemoteEnv(id, options)
         case "mjlab":
             return mjlab_env.MjlabEnv(id, options)
         case "envpool" if ":" not in id and envpool_env.has_task(id):
