@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers test-sb3 test-import check bench docs build clean
+.PHONY: help train test test-mjlab test-libero test-lerobot test-openvla test-vllm test-trackers test-sb3 test-openpi test-import check bench docs build clean
 
 ARGS ?=
 # Tests of failures wait for time limits, so that two cores run three files at a time.
@@ -55,6 +55,10 @@ test-trackers: .venv-trackers/ready ## run the tests with wandb and MLflow in .v
 
 test-sb3: .venv-sb3/ready ## train with Stable-Baselines3 and embodied-envs, in their own environment (1 GB)
 	$(TEST_ENV) SB3_PYTHON=.venv-sb3/bin/python $(BIN)/python -m pytest -q tests/extras/test_sb3.py $(ARGS)
+
+test-openpi: .venv/dev .venv-openpi/ready ## ask `embodied-ppo serve` with openpi's client, in its own environment
+	$(TEST_ENV) OPENPI_PYTHON=.venv-openpi/bin/python \
+		$(BIN)/python -m pytest -q -rP tests/extras/test_openpi.py $(ARGS)
 
 test-import: .venv/dev $(IMPORT_LIBRARIES:%=.venv-import/%/ready) ## compare imported policies with six libraries (5 GB)
 	$(TEST_ENV) IMPORT_ENVIRONMENTS=.venv-import \
@@ -144,6 +148,13 @@ LEROBOT_BASE ?= $(shell for python in python3.12 python3.13; do \
 	rm -rf envs/build
 	.venv-sb3/bin/python -m pip --disable-pip-version-check install \
 		-c scripts/constraints.txt ./envs stable-baselines3==2.9.2
+	@touch $@
+
+# The client needs numpy 1, and does not declare typing_extensions.
+.venv-openpi/ready:
+	$(PYTHON) -m venv --clear .venv-openpi
+	.venv-openpi/bin/python -m pip --disable-pip-version-check install \
+		openpi-client==0.1.2 typing_extensions
 	@touch $@
 
 # An environment for each library whose policies are imported, without the trainer. CleanRL is

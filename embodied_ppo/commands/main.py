@@ -59,6 +59,7 @@ COMMANDS = {
     "fit": "experiment=tabletop_token --devices 1 > my_configs/experiment/small.yaml",
     "doctor": "",
     "export": "checkpoint=runs/NAME/DATE-SEED out=DIR",
+    "serve": "runs/NAME/DATE-SEED --port 8000",
     "config": "experiment=quickstart --only gamma",
     "experiments": "--json",
     "import-config": "verl ppo_trainer.yaml --out my_configs/experiment/mine.yaml",

@@ -40,6 +40,7 @@ class TrainedPolicy:
         update: Updates that were completed.
         obs_spec: What the policy reads of one observation.
         action_spec: Bounds of one action in the simulator's units, or the number of choices.
+        step_s: Control period, seconds of one call of ``act``; None if unknown.
         network: The policy as a ``torch.nn.Module`` (``core.types.Policy``), with its normaliser.
     """
 
@@ -59,7 +60,7 @@ class TrainedPolicy:
         self.network, self.config = network, run.config
         self.checkpoint, self.update = run.source.path, run.source.update
         self.obs_spec = env.obs_spec if self.history is None else self.history.raw_spec
-        self.action_spec = env.action_spec
+        self.action_spec, self.step_s = env.action_spec, env.step_s
         self._read, self._to_simulator = ObservationReader(env), env.to_simulator
         self._generator = Generator(device=policy_device(network)).manual_seed(seed)
         # ``evaluate`` computes GROUP rows at a time, and the last bits of a matrix product depend

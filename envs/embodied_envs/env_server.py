@@ -186,7 +186,7 @@ def describe(env: Any) -> dict:
         "render_modes": list(env.metadata.get("render_modes") or ()),
         "partial_reset": isinstance(env, gymnasium.vector.SyncVectorEnv),
         "max_episode_steps": getattr(first.spec, "max_episode_steps", None),
-        "instructions": list(getattr(env.unwrapped, "instructions", ())),
+        "instructions": list(vars(env.unwrapped).get("instructions", ())),
     }
 
 
@@ -254,7 +254,8 @@ def main(arguments: Any = None) -> None:
                 env.close()
 
     with listen(handler, args.host, args.port) as server:
-        print(f"{name} at {server.socket.getsockname()[1]}: Ctrl-C ends it", flush=True)
+        port = server.socket.getsockname()[1]
+        print(f"{name} at {args.host}:{port}; Ctrl-C ends it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
 

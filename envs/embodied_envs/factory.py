@@ -67,8 +67,8 @@ def make(
         seeds: One seed per environment, each in [0, 2**31).
         simulator: "mujoco" (our engine on CPU threads), "warp" (our engine on a GPU), "envpool",
             "gymnasium", "torch" (a function that creates a batched environment of tensors),
-            "mjlab", "libero" or "remote" (an ``env_server`` elsewhere). "auto" selects the first one that has the id: our tasks (engine by
-            ``device``), then EnvPool before Gymnasium.
+            "mjlab", "libero" or "remote" (an ``env_server`` elsewhere). "auto" selects the first
+            one that has the id: our tasks (engine by ``device``), then EnvPool before Gymnasium.
         num_threads: Threads of EnvPool or of our engine; None: the cores that this process may use.
         max_episode_steps: Time limit in primitive steps; None: the task's default.
         action_mapping: "rescale", "clip" or "none" for continuous actions, see ``actions.mapper``.

@@ -1,0 +1,74 @@
+"""`embodied-ppo serve`: answer the requests of robots and simulators with a policy's actions."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import signal
+import sys
+
+from embodied_ppo.commands import arguments, output
+from embodied_ppo.core.errors import UsageError
+
+PACKAGES = ("msgpack", "websockets")
+HOST, PORT = "127.0.0.1", 8000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run", metavar="RUN | BUNDLE", help="a run, a checkpoint, or an export")
+    parser.add_argument("--host", default=HOST, help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port",
+        type=arguments.whole(0, 65535),
+        default=PORT,
+        help="port, 0: a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="NAME=INPUT",
+        help="the client sends the policy's INPUT as NAME: --map observation/image=front",
+    )
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, cuda:N (default: cpu)")
+    arguments.add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    arguments.check_run(args.run)
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"pip install 'embodied-ppo[serve]': serve needs {' and '.join(missing)}")
+    for text in args.map:
+        if not all(text.partition("=")):
+            raise UsageError(f"--map {text}: write NAME=INPUT")
+    names = dict(text.split("=", 1) for text in args.map)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def say(line: str) -> None:
+        if not args.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    with output.stdout_to_stderr():
+        from embodied_ppo.tools.deploy import policy_server
+
+        policy = policy_server.open_policy(args.run, names, args.device)
+        server = policy_server.serve(policy, host=args.host, port=args.port, say=say)
+        try:
+            listening = server.__enter__()
+        except OSError as error:
+            raise UsageError(
+                f"--port {args.port}: {args.host} cannot be listened on ({error.strerror or error})"
+            ) from error
+    address = f"ws://{args.host}:{listening.socket.getsockname()[1]}"
+    details = {"address": address, **policy.metadata}
+    print(output.as_json(details) if args.json else address, flush=True)
+    for name, spec in policy.metadata["observations"].items():
+        say(f"observation {name}: {spec['dtype']} {spec.get('shape', '')}")
+    say(f"actions: {policy.metadata['actions']['shape']}; Ctrl-C ends it")
+    with contextlib.suppress(KeyboardInterrupt):
+        listening.serve_forever()
+    server.__exit__(None, None, None)

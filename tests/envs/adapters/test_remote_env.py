@@ -1,0 +1,119 @@
+"""``simulator=remote``: equal steps of a server in another process, and its failures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served_policies import started
+from websockets.sync.client import connect
+
+import embodied_envs
+from embodied_envs import env_server
+from embodied_envs.base import watchdog
+from embodied_envs.base.errors import EnvError, ProcessLost
+from embodied_envs.types import VectorEnv
+
+TASKS = """
+import time, gymnasium, numpy as np
+class Hanging(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+    def __init__(self, hangs=True): self.hangs = hangs
+    def reset(self, *, seed=None, options=None): return np.zeros(2, np.float32), {}
+    def step(self, action):
+        if self.hangs: time.sleep(60)
+        raise RuntimeError("a motor is missing")
+"""
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> Iterator[str]:
+    """Address of a server of the task that the test names."""
+    (tmp_path / "hanging_tasks.py").write_text(TASKS)
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
+    with started("embodied_envs.env_server", request.param, "--port", "0") as line:
+        yield line.split()[2].rstrip(";")
+
+
+def make(id: str, simulator: str = "auto", **options: Any) -> VectorEnv:
+    return embodied_envs.make(id, num_envs=3, seeds=[1, 2, 3], simulator=simulator, **options)
+
+
+def check_equal(a: VectorEnv, b: VectorEnv, steps: int) -> None:
+    """Step both with the same random actions."""
+    assert a.info.max_episode_steps == b.info.max_episode_steps and a.action_spec == b.action_spec
+    torch.testing.assert_close(a.reset(), b.reset(), rtol=0, atol=0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        action = torch.rand(3, 4, generator=generator) * 2 - 1
+        if isinstance(a.action_spec, embodied_envs.types.Discrete):
+            action = (action[:, 0] > 0).long()
+        x, y = a.step(action), b.step(action)
+        ended = x.terminated | x.truncated
+        for field in ("obs", "reward", "terminated", "truncated", "mask", "success"):
+            torch.testing.assert_close(getattr(x, field), getattr(y, field), rtol=0, atol=0)
+        if isinstance(x.final_obs, dict) and isinstance(y.final_obs, dict) and bool(ended.any()):
+            for name, value in x.final_obs.items():
+                torch.testing.assert_close(value[ended], y.final_obs[name][ended])
+    a.close()
+    b.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["CartPole-v1"], indirect=True)
+def test_steps_equal_those_in_this_process(address: str) -> None:
+    remote = make("CartPole-v1", "remote", kwargs={"address": address})
+    check_equal(make("CartPole-v1", "gymnasium"), remote, 60)
+    with pytest.raises(EnvError, match="serves embodied-envs 1 CartPole-v1"):
+        make("Acrobot-v1", "remote", kwargs={"address": address})
+    with pytest.raises(EnvError, match="make fails"):
+        make("CartPole-v1", "remote", kwargs={"address": address, "gravity": 3})
+    with connect(f"ws://{address}") as client:
+        client.recv()
+        for message in ({"version": 0, "type": "step"}, {"version": 1, "type": "step"}):
+            client.send(env_server.pack(message))
+            assert "error" in env_server.unpack(client.recv())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["embodied/Tabletop-v0"], indirect=True)
+def test_images_sentences_and_last_observations_cross(address: str) -> None:
+    kwargs = {"obs": "language", "families": ["reach"], "max_episode_steps": 4}
+    own = make(
+        "Tabletop",
+        cameras=["front"],
+        image_size=(16, 16),
+        max_episode_steps=4,
+        kwargs={k: x for k, x in kwargs.items() if k != "max_episode_steps"},
+    )
+    kwargs |= {"cameras": ["front"], "image_size": 16, "address": address}
+    remote = make("embodied/Tabletop-v0", "remote", max_episode_steps=4, kwargs=kwargs)
+    assert remote.instructions == own.instructions and remote.obs_spec == own.obs_spec
+    check_equal(own, remote, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["hanging_tasks:Hanging"], indirect=True)
+def test_a_failing_or_hanging_simulator_is_one_line(address: str) -> None:
+    env = make("Hanging", "remote", kwargs={"address": address, "hangs": False})
+    env.reset()
+    with pytest.raises(EnvError, match="a motor is missing"):
+        env.step(torch.zeros(3, 1))
+    env = make("Hanging", "remote", kwargs={"address": address})
+    env.reset()
+    watchdog.set_limit(0.3)
+    try:
+        with pytest.raises(ProcessLost, match=r"step_timeout_s.*step"):
+            env.step(torch.zeros(3, 1))
+    finally:
+        watchdog.set_limit(None)
+
+
+def test_missing_server_is_named_with_its_command() -> None:
+    with pytest.raises(EnvError, match=r"embodied_envs\.env_server CartPole-v1"):
+        make("CartPole-v1", "remote", kwargs={"address": "127.0.0.1:9"})
