@@ -198,7 +198,8 @@ def can_estimate(config: Config, *, in_process: bool = False) -> bool:
         return config.actor.model.path is None
     # Other simulators than those of this package, EnvPool and Gymnasium may start only once in a
     # process.
-    once = config.env.simulator in ("torch", "mjlab", "libero") or builds_once(config)
+    once = config.env.simulator not in ("auto", "mujoco", "warp", "envpool", "gymnasium")
+    once = once or builds_once(config)
     once = once or (in_process and is_users_simulator(config.env.title))
     # The estimate must not use the only start that such a simulator has in this process.
     return config.model.checkpoint is None and not (in_process and once)

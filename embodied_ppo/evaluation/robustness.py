@@ -48,7 +48,8 @@ LEAST_SUCCESS = 0.5
 DEFAULT_EPISODES = 20
 """Episodes at each value, where robustness_episodes is null."""
 
-SLOW_TO_CREATE = ("torch", "mjlab", "libero", "warp")
+SLOW_TO_CREATE = ("torch", "mjlab", "libero", "warp", "maniskill", "simpler", "robocasa")
+SLOW_TO_CREATE += ("robotwin", "calvin")
 """Simulators that are not created to find out what they accept: they take long, or start once."""
 
 Factory: TypeAlias = functools.partial[VectorEnv]

@@ -209,7 +209,20 @@ class EnvConfig:
     """Tasks whose observations and indices the policy reads, to train or evaluate a policy of
     several tasks in others (env.id); null: those of env.id. evaluate sets it."""
     simulator: Literal[
-        "auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero", "remote"
+        "auto",
+        "mujoco",
+        "warp",
+        "envpool",
+        "gymnasium",
+        "torch",
+        "mjlab",
+        "libero",
+        "remote",
+        "maniskill",
+        "simpler",
+        "robocasa",
+        "robotwin",
+        "calvin",
     ] = "auto"
     """Simulator adapter. mujoco (CPU threads) and warp (GPU) run the tasks of this package; torch
     calls a function that returns a batched environment of tensors; remote is a server of

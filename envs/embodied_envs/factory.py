@@ -14,6 +14,7 @@ from embodied_envs.adapters import (
     envpool_env,
     gymnasium_env,
     interfaces,
+    language_env,
     libero_env,
     mjlab_env,
     realistic_env,
@@ -28,7 +29,7 @@ from embodied_envs.registration import own_name
 from embodied_envs.types import VectorEnv
 
 SIMULATORS = ("auto", "mujoco", "warp", "envpool", "gymnasium", "torch", "mjlab", "libero")
-SIMULATORS += ("remote",)
+SIMULATORS += ("remote", *language_env.SIMULATORS)
 
 
 def make(
@@ -67,8 +68,9 @@ def make(
         seeds: One seed per environment, each in [0, 2**31).
         simulator: "mujoco" (our engine on CPU threads), "warp" (our engine on a GPU), "envpool",
             "gymnasium", "torch" (a function that creates a batched environment of tensors),
-            "mjlab", "libero" or "remote" (an ``env_server`` elsewhere). "auto" selects the first
-            one that has the id: our tasks (engine by ``device``), then EnvPool before Gymnasium.
+            "mjlab", "libero", "remote" (an ``env_server`` elsewhere) or one of
+            ``adapters.language_env``. "auto" selects the first one that has the id: our tasks
+            (engine by ``device``), then EnvPool before Gymnasium.
         num_threads: Threads of EnvPool or of our engine; None: the cores that this process may use.
         max_episode_steps: Time limit in primitive steps; None: the task's default.
         action_mapping: "rescale", "clip" or "none" for continuous actions, see ``actions.mapper``.
@@ -210,7 +212,7 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
 
         return make_own(id, options, engine=engine)
     for name, value in (
-        ("cameras", () if engine == "libero" else options.cameras),
+        ("cameras", () if engine in ("libero", *language_env.SIMULATORS) else options.cameras),
         ("randomize", options.randomize),
         ("commands", options.commands),
         ("rewards", options.rewards),
@@ -235,6 +237,8 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
                     f"pip install 'embodied-ppo[serve]': simulator=remote needs {error.name}"
                 ) from error
             return remote_env.RemoteEnv(id, options)
+        case "simpler" | "robocasa" | "robotwin" | "calvin" | "maniskill":
+            return language_env.make(id, engine, options)
         case "mjlab":
             return mjlab_env.MjlabEnv(id, options)
         case "envpool" if ":" not in id and envpool_env.has_task(id):

@@ -68,10 +68,7 @@ def test_describe_gives_type_limit_and_default() -> None:
         loader.describe(Config)["algorithm.micro_batch_size"].allowed
         == "a whole number >= 1 and <= 1,000,000,000 or null"
     )
-    assert (
-        loader.describe(Config)["env.simulator"].allowed
-        == "one of auto, mujoco, warp, envpool, gymnasium, torch, mjlab, libero"
-    )
+    assert loader.describe(Config)["env.action_mapping"].allowed == "one of rescale, clip, none"
 
 
 @pytest.mark.parametrize("cls", [Config, EnvConfig])

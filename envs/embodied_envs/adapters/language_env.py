@@ -1,0 +1,131 @@
+"""Simulators of language-conditioned tasks of other projects as a ``VectorEnv``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gymnasium.envs.registration import EnvSpec
+
+from embodied_envs.adapters.base import AdapterOptions, factory_arguments
+from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
+from embodied_envs.adapters.language_task import TASKS, make_vector
+from embodied_envs.adapters.torch_env import TorchVectorEnv
+from embodied_envs.adapters.user_code import wrap_errors
+from embodied_envs.base.errors import EnvError, check_names
+from embodied_envs.base.observation_names import INSTRUCTION
+from embodied_envs.types import ArraySpec, ObsSpec
+
+SIMULATORS = (*TASKS, "maniskill")
+"""Values of env.simulator."""
+
+
+def make(id: str, simulator: str, options: AdapterOptions) -> GymnasiumEnv | TorchVectorEnv:
+    """Create environments of a task, whose id is the project's name of it.
+
+    Entries of ``kwargs``: sentences (what episodes may ask for; null: those that the adapter
+    knows), processes (whether each environment has its own process), and options of the project.
+
+    Raises:
+        EnvError: The project's package is missing, or an option is invalid.
+    """
+    package = "mani_skill" if simulator == "maniskill" else TASKS[simulator].package
+    spec = None
+    with contextlib.suppress(ModuleNotFoundError):  # the package of a submodule is missing
+        spec = importlib.util.find_spec(package)
+    if spec is not None:
+        return (ManiSkillEnv if simulator == "maniskill" else LanguageEnv)(id, simulator, options)
+    raise EnvError(
+        f"install {simulator}: env.id={id} needs its package {package}, which this environment of"
+        " Python does not have"
+    )
+
+
+class LanguageEnv(GymnasiumEnv):
+    """Environments of a ``LanguageTask``, each in its own process."""
+
+    def __init__(self, id: str, simulator: str, options: AdapterOptions) -> None:
+        task_class, kwargs = TASKS[simulator], dict(options.kwargs or {})
+        cameras = tuple(options.cameras) or task_class.cameras
+        if simulator == "simpler":  # each of its two robots has one of the cameras
+            cameras = cameras[1:] if id.startswith("widowx") else cameras[:1]
+        check_names("env.cameras", cameras, task_class.cameras)
+        with wrap_errors(f"env.id={id}: {simulator} fails: "):
+            known, extra = task_class.prepare(id, kwargs)
+        sentences = kwargs.pop("sentences", None) or known
+        if not sentences:
+            raise EnvError(
+                "write env.kwargs.sentences=[..], all sentences that its episodes may have:"
+                f" env.id={id} of {simulator} draws them"
+            )
+        state = ["state"] if task_class.state_size else []
+        keys = state if options.obs_keys is None else options.obs_keys
+        arguments = {
+            "kind": simulator,
+            "task": id,
+            "sentences": tuple(sentences),
+            "cameras": cameras,
+            "image_size": tuple(options.image_size),
+            **extra,
+            **kwargs,
+        }
+        options = replace(
+            options,
+            obs_keys=[*keys, *cameras],
+            kwargs=arguments,
+        )
+        limit = task_class.time_limit(id)
+        spec = EnvSpec(id, vector_entry_point=make_vector, max_episode_steps=limit)
+        super().__init__(id, options, spec=spec)
+        # ``make_vector`` returns Gymnasium's vector, which takes one seed per environment.
+        self._has_own_vector = False
+        self.step_s, self.instructions = task_class.step_s(id), tuple(sentences)
+        if len(sentences) > 1:
+            named = self.obs_spec
+            assert isinstance(named, dict)
+            self.obs_spec: ObsSpec = {**named, INSTRUCTION: ArraySpec((), torch.int64)}
+            read: Any = self.read_obs
+            self.read_obs = lambda obs: {
+                **read(obs),
+                INSTRUCTION: torch.tensor(obs["instruction"][:, 0], device=self.device),
+            }
+
+
+class ManiSkillEnv(TorchVectorEnv):
+    """ManiSkill 3: all environments step together on one device.
+
+    With cameras, "agent/qpos" and "sensor_data/CAMERA/rgb" are observed, else the task's state.
+    The task has no sentence: it is that of ``kwargs.sentences`` or the words of the id. Success is
+    ManiSkill's and ends an episode. Other ``kwargs`` are those of ``gymnasium.make``.
+    """
+
+    def __init__(self, id: str, simulator: str, options: AdapterOptions) -> None:
+        kwargs = dict(options.kwargs or {})
+        words = "".join(f" {x.lower()}" if x.isupper() else x for x in id.partition("-v")[0])
+        sentences = kwargs.pop("sentences", None) or (words.strip(),)
+        cameras, (height, width) = tuple(options.cameras), options.image_size
+        kwargs = {"obs_mode": "rgb" if cameras else "state"} | kwargs
+        if cameras:
+            kwargs = {"sensor_configs": {"height": height, "width": width}} | kwargs
+            state = ("agent/qpos",) if options.obs_keys is None else options.obs_keys
+            images = (f"sensor_data/{name}/rgb" for name in cameras)
+            options = replace(options, obs_keys=(*state, *images))
+        make: Callable[..., Any] = _make_maniskill
+        arguments = {**factory_arguments(options), "task": id, **kwargs}
+        super().__init__(id, replace(options, kwargs=arguments), make=make)
+        self.instructions = tuple(sentences)[:1]
+
+
+def _make_maniskill(*, task: str, num_envs: int, seed: int, device: str, **kwargs: Any) -> Any:
+    """Create ManiSkill's environments; ``reset`` sets the seeds."""
+    import gymnasium
+
+    importlib.import_module("mani_skill.envs")
+    wrappers = importlib.import_module("mani_skill.vector.wrappers.gymnasium")
+    backend = "physx_cpu" if device == "cpu" else "physx_cuda"
+    env = gymnasium.make(task, num_envs=num_envs, sim_backend=backend, **kwargs)
+    return wrappers.ManiSkillVectorEnv(env)
