@@ -169,13 +169,11 @@ class RealismConfig:
 
     action_delay: Delay | PartialDelay | tuple[Delay, ...] | tuple[PartialDelay, ...] = 0
     """Delay of actions in control steps, k or [low, high] drawn per episode. Until the first action
-    arrives, the simulator executes 0 or the nearest value within the bounds of the policy's
-    actions. Tasks of this package also have fractions, rounded to physics steps: the control
-    changes within the control step."""
+    arrives, the simulator executes 0 or the nearest valid value. Tasks of this package also have
+    fractions, rounded to physics steps."""
     obs_delay: Delay | tuple[Delay, ...] | dict[str, Any] = 0
     """Delay of observations in control steps, k or [low, high] drawn per episode; or a section of
-    such values by name. The first observation of an episode is repeated until the second one
-    arrives."""
+    such values by name. The first observation is repeated until the second one arrives."""
     obs_noise: NonNegative | dict[str, Any] = 0.0
     """Standard deviation of the normal noise of each element and step, in the unit of the
     observation; or a section by name. Images and integers have none."""
@@ -239,9 +237,8 @@ class EnvConfig:
     that range to the bounds, but only clips a dimension with an infinite bound at its finite one;
     clip clamps to the bounds; none passes actions on unchanged."""
     obs_keys: tuple[Text, ...] | None = option(None, read_if=equals("model.actor_obs", None))
-    """Names of the observations that the policy and its critic read, where a simulator returns
-    several (images of env.cameras are always read); null: all, or those of model.actor_obs and
-    model.critic_obs where the two networks read different ones. Null is refused where a name marks
+    """Names of the observations that the policy and its critic read, besides images of env.cameras;
+    null: all, or those of model.actor_obs and model.critic_obs. Null is refused where a name marks
     a privileged observation (privileged_state, critic)."""
     action_chunk: Small = 1
     """Number of primitive steps that one decision plans (C). The end of an episode cuts a chunk
@@ -252,9 +249,8 @@ class EnvConfig:
     image_size: Pixels = 64
     """Height and width of the images of env.cameras, pixels."""
     image_layout: Literal["hwc", "chw"] | None = None
-    """Order of the dimensions of images that a simulator returns: channels last (hwc) or first
-    (chw), after a stack of frames if there is one. null: the shape decides, and a shape that leaves
-    it open is refused."""
+    """Order of the dimensions of images of a simulator: channels last (hwc) or first (chw), after a
+    stack of frames if any. null: the shape decides; an ambiguous one is refused."""
     randomize: bool = False
     """Randomise the model of each episode within the ranges of the task (tasks of this package).
     evaluation.randomize does the same for evaluation."""
@@ -276,15 +272,13 @@ class EnvConfig:
     group advantages need it."""
     restart_every: Natural = 16384
     """Number of steps of each environment after which all episodes are restarted; 0: never. It
-    bounds the size of a checkpoint and the work of resuming: a simulator that cannot save its state
-    is resumed by replaying the actions since the last restart. Running episodes are cut, and what
-    environments of Gymnasium and EnvPool keep between episodes (a curriculum) is lost. The restart
-    waits until a whole episode has had time to end; without a known time limit, until each
-    environment has ended one."""
+    bounds checkpoints and the work of resuming: a simulator that cannot save its state is resumed
+    by replaying the actions since then. Running episodes are cut, and what environments of
+    Gymnasium and EnvPool keep between episodes (a curriculum) is lost. The restart waits for the
+    time limit of an episode; without one, until each environment has ended an episode."""
     step_timeout_s: Positive | None = 1800.0
-    """Time limit of one call of the simulator (constructor, reset or step), seconds. The run ends
-    when it is exceeded, and can be resumed from its last checkpoint. null: no limit. A first call
-    may compile for minutes."""
+    """Time limit of one call of the simulator (constructor, reset or step), seconds; the run then
+    ends and can be resumed. null: no limit. A first call may compile for minutes."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the simulator's constructor."""
 
@@ -333,9 +327,8 @@ class ModelConfig:
     the result of flow matching, or Gaussian. They read the options from width on, actor_critic
     reads those from network to critic_obs."""
     network: Text | None = option(None, read_if=ACTOR_CRITIC)
-    """Your own trunk, FILE.py:Class (docs/networks.md); null: build one from hidden,
-    activation and layer_norm, after convolutions where there are images. The run keeps a copy of
-    the file."""
+    """Your own trunk, FILE.py:Class (docs/networks.md), of which the run keeps a copy; null: one of
+    hidden, activation and layer_norm, after convolutions where there are images."""
     network_options: dict[str, Any] = option({}, read_if=OWN_NETWORK)
     """Arguments of the class of network."""
     pooling: Literal["flatten", "spatial_softmax"] = option("flatten", read_if=TRUNK)
@@ -354,19 +347,17 @@ class ModelConfig:
     """Apply layer normalisation before each hidden activation."""
     wide_obs: Count | None = option(None, read_if=TRUNK)
     """Vector observations of more numbers than this, n, are multiplied by sqrt(wide_obs / n) after
-    their normalisation, and the first layer's initial weights of them are divided by it. Adam
-    changes every weight by about lr, so that otherwise a step changes the outputs of a layer the
-    more the more inputs it has; null: they are not scaled."""
+    their normalisation, and the initial weights of the first layer divided by it, so that a step of
+    Adam changes the outputs no more than with wide_obs inputs; null: off."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
     distribution: Literal["auto", "gaussian", "squashed_gaussian", "beta", "categorical"] = option(
         "auto", read_if=ACTOR_CRITIC
     )
     """Action distribution; auto: categorical for discrete actions, gaussian for continuous ones.
-    The actions of two are in [-1, 1], which env.action_mapping=rescale maps to the bounds of the
-    task. squashed_gaussian: tanh(u), u Gaussian; its entropy is an estimate from the sampled u.
-    beta: 2x - 1, x ~ Beta(1 + softplus(y), 1 + softplus(z)) with network outputs y and z, starts
-    with a standard deviation of 0.48; without sampling, its action is the mean."""
+    Actions of two are in [-1, 1]: squashed_gaussian is tanh(u), u Gaussian, with an entropy
+    estimated from the sampled u; beta is 2x - 1, x ~ Beta(1 + softplus(y), 1 + softplus(z)) with
+    network outputs y and z, which acts by its mean without sampling."""
     state_dependent_std: bool | Literal["softplus"] = option(False, read_if=CONTINUOUS)
     """Compute the standard deviation from the observation, as exp(x) of the network's output x, or
     with softplus as softplus(x) + exp(min_log_std), as in Brax; false: one learned deviation per
@@ -384,9 +375,8 @@ class ModelConfig:
     before it in the episode and the actions between them; zeros before the start of the episode. 1:
     the newest one only. With actor_obs, those observations have a history and others have none."""
     recurrent: Literal["gru", "lstm"] | None = option(None, read_if=ACTOR_CRITIC)
-    """Recurrent layer that reads the observation, and whose state lasts for an episode; the hidden
-    layers read its output and the observation. Minibatches then consist of whole columns
-    (algorithm.minibatch_unit=column); null: none."""
+    """Recurrent layer that reads the observation, with a state for each episode; the hidden layers
+    read its output and the observation. Needs algorithm.minibatch_unit=column; null: none."""
     recurrent_size: Width = option(128, read_if=ACTOR_CRITIC & is_set("model.recurrent"))
     """Number of units of the recurrent layer."""
     actor_obs: tuple[Text, ...] | None = option(None, read_if=ACTOR_CRITIC)
@@ -421,9 +411,8 @@ class ModelConfig:
     """Order in which the tokens of a chunk are decoded: parallel decodes all of them at once,
     autoregressive decodes each one given the previous ones."""
     temperature: Positive = option(1.0, read_if=VLA)
-    """Sampling temperature: the logits of action tokens are divided by it and standard deviations
-    multiplied, both while acting and while learning. Deterministic evaluation takes the most likely
-    action."""
+    """Sampling temperature: divides the logits of action tokens and multiplies standard deviations,
+    while acting and while learning. Deterministic evaluation takes the most likely action."""
     flow_steps: Small = option(4, read_if=FLOW)
     """Number of integration steps from noise to an action (K)."""
     flow_noise: Literal["sde", "learned"] = option("sde", read_if=FLOW)
@@ -446,10 +435,9 @@ class ModelConfig:
     """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
     that it contains."""
     delta_actions: tuple[Natural, ...] | None = option(None, read_if=PRETRAINED_FLOW)
-    """Dimensions of an action, counted from 0, that the checkpoint predicts relative to the number
-    of the state with the same index, which is then added (openpi's DeltaActions; the gripper is
-    usually absolute). []: none; null: use those that lerobot's config.json declares for pi0 or
-    pi0.5, else none."""
+    """Dimensions of an action, from 0, that the checkpoint predicts relative to the number of the
+    state with the same index (openpi's DeltaActions; the gripper is usually absolute). []: none;
+    null: those that lerobot's config.json declares for pi0 or pi0.5, else none."""
     center_crop: bool = option(False, read_if=PRETRAINED_TOKEN)
     """OpenVLA: crop the centre of images, 90 % of their area, and resize it, as the publishers do
     to evaluate models that were fine-tuned with random crops (image_aug)."""
@@ -460,8 +448,7 @@ class ModelConfig:
     the models that RLinf trained; false: it follows them, as in moojink/openvla-oft."""
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=PRETRAINED_VLA)
     """Rank of low-rank adapters on the language model of a checkpoint, whose own weights stay
-    frozen (Hu et al. 2021); 0: no adapters, all weights are trained. With adapters, the run's
-    checkpoints contain adapters and heads only."""
+    frozen (Hu et al. 2021); the run's checkpoints contain adapters and heads only. 0: none."""
     lora_alpha: Positive = option(32.0, read_if=positive("model.lora_rank"))
     """Scale of the adapters: they are multiplied by lora_alpha / lora_rank."""
     dtype: Literal["float32", "bfloat16"] = option("float32", read_if=PRETRAINED_VLA)
@@ -479,8 +466,7 @@ class ModelConfig:
         ),
     )
     """true: the value loss trains the value head only, because its gradient in the trunk can undo
-    what cloning learned; null: true for policy=token, flow and gaussian, false for actor_critic,
-    where shared_backbone=false separates both."""
+    what cloning learned; null: true for token, flow and gaussian, false for actor_critic."""
 
 
 # ---------------------------------------------------------------------------------------- algorithm
@@ -536,10 +522,9 @@ CURIOUS = ReadIf("algorithm.curiosity.weight > 0", lambda c: c.algorithm.curiosi
 @dataclass(frozen=True)
 class CuriosityConfig:
     weight: NonNegative = option(0.0, read_if=ACTOR_CRITIC)
-    """Weight of an intrinsic reward for rarely visited states, as another group of reward_groups
-    with a value of its own: the error of a network that learns to predict a fixed random network
-    (random network distillation), divided by the deviation of its newest discounted returns.
-    0: none; try 1."""
+    """Weight of an intrinsic reward for rarely visited states, a group of reward_groups with its
+    own value: the error of a network that predicts a fixed random network (random network
+    distillation), divided by the deviation of its newest discounted returns. 0: none; try 1."""
     gamma: Fraction = option(0.99, read_if=CURIOUS)
     """Discount of the intrinsic reward."""
     decay: Natural = option(0, read_if=CURIOUS)
@@ -569,9 +554,8 @@ class AlgorithmConfig:
     responses): less memory, equal results up to rounding; null: all environments (in reasoning
     256 responses while acting, micro_batch_size for values)."""
     logprob_forward_micro_batch_size: Count | None = None
-    """Samples (steps; in reasoning responses) of one forward pass without gradient, which
-    recomputes log-probabilities (KL, off_policy_correction, recompute_log_probs): less memory,
-    equal results up to rounding; null: micro_batch_size."""
+    """Samples (steps; in reasoning responses) of one forward pass that recomputes log-probabilities
+    without gradient: less memory, equal results up to rounding; null: micro_batch_size."""
     rollout_batch_size: Annotated[int, Limit(ge=1, le=10**7)] = option(256, mode="reasoning")
     """Number of prompts of one update; each gets group_size responses."""
     prompt_length: Annotated[int, Limit(ge=1, le=10**7)] = option(
@@ -581,13 +565,11 @@ class AlgorithmConfig:
     response_length: Annotated[int, Limit(ge=1, le=10**7)] = option(512, mode="reasoning")
     """Maximum length of a response, tokens (T)."""
     micro_batch_tokens: Count | None = option(None, mode="reasoning")
-    """Maximum number of tokens of one forward and backward pass, padding included. Sequences are
-    sorted by length, grouped and trimmed: less memory, and faster where lengths differ; null: no
-    limit."""
+    """Maximum number of tokens of one forward and backward pass, padding included; sequences are
+    sorted by length and trimmed: less memory, often faster; null: no limit."""
     recompute_log_probs: bool = option(False, mode="reasoning")
     """Recompute the behaviour policy's log-probabilities in the learner before the first epoch;
-    false: take those of the rollout, which are equal up to rounding where both compute in the same
-    type."""
+    false: take those of the rollout, which are equal up to rounding in the same type."""
     minibatch_unit: Literal["step", "column"] = option("step", mode="embodied")
     """Unit of which minibatches are drawn: step is a single step, column is all T steps of one
     environment, through which the gradients of a recurrent policy pass."""
@@ -602,9 +584,8 @@ class AlgorithmConfig:
         "reinforce_plus_plus_baseline",
     ] = "gae"
     """Advantage estimator. reinforce is the discounted return-to-go without a value;
-    reinforce_plus_plus is the same and is meant for normalize_advantages=true. dr_grpo is the score
-    minus the mean of the group, divided by no standard deviation; it needs
-    normalize_advantages=false."""
+    reinforce_plus_plus is the same, for normalize_advantages=true. dr_grpo is the score minus the
+    mean of the group, for normalize_advantages=false."""
     gamma: Fraction = 0.99
     """Discount per primitive step."""
     gae_lambda: Fraction = option(0.95, read_if=GAE)
@@ -648,13 +629,12 @@ class AlgorithmConfig:
     """With reward_norm: divide by the standard deviation and do not subtract the mean."""
     reward_groups: dict[str, RewardGroupConfig] = option({})
     """Parts of the reward with a value output each (several critics): NAME -> {terms, gamma,
-    gae_lambda, normalize, weight}. terms lists the simulator's reward terms (curves env/NAME; in
-    reasoning the grader's numbers, curves reward/NAME) whose sum is the reward of the group, or is
-    rest: the reward minus the terms of all other groups. A = sum of weight x A_k, where A_k is the
-    estimate with the gamma and gae_lambda of the group (null: those above), standardised with
-    normalize=true; normalize_advantages then standardises A. The value loss is the sum over groups,
-    reward options apply to each. {}: one group. Example:
-    {task: {terms: [forward], weight: 1}, style: {terms: rest, normalize: true, weight: 0.5}}."""
+    gae_lambda, normalize, weight}, such as {task: {terms: [forward]}, style: {terms: rest, weight:
+    0.5}}. terms lists the simulator's reward terms (curves env/NAME; in reasoning the grader's
+    numbers, curves reward/NAME) whose sum is the reward of the group; rest: the reward minus all
+    other terms. A = sum of weight x A_k, each with the gamma and gae_lambda of its group (null:
+    those above), standardised with normalize=true. The value loss is the sum over groups, reward
+    options apply to each. {}: one group."""
     curiosity: CuriosityConfig = section(CuriosityConfig, mode="embodied")
     """Intrinsic reward."""
     whiten_rewards: bool = False
@@ -664,9 +644,8 @@ class AlgorithmConfig:
     """Number of neighbouring environments that share a start state (in reasoning: responses that
     share a prompt)."""
     group_filter: Literal["success"] | None = None
-    """Groups to train on. success: those with a member that succeeds and one that does not; others
-    are dropped, and further groups are collected until the batch is full. The filter reads success,
-    not the reward. null: all groups."""
+    """Groups to train on. success: those with a member that succeeds and one that does not, and
+    further groups are collected until the batch is full. null: all groups."""
     group_filter_rounds: Annotated[int, Limit(ge=1, le=1000)] = option(
         8, read_if=is_set("algorithm.group_filter")
     )
@@ -692,10 +671,9 @@ class AlgorithmConfig:
     """Upper clip range of the probability ratio, which is clipped at 1 + clip_ratio_high."""
     ratio_level: Literal["token", "chunk", "sequence"] = "token"
     """Probability ratio of the policy loss. token: of each entry of logprob_type (in reasoning:
-    of each token). chunk: the geometric mean of the ratios of one decision (mode=embodied).
-    sequence: that of an episode or response (GSPO); robots need minibatch_unit=column and
-    env.restart_each_rollout=true. The clip ranges apply to the mean, which varies less than a
-    single ratio: GSPO uses 3e-4 and 4e-4 for long responses."""
+    token). chunk: the geometric mean over one decision (mode=embodied). sequence: that over an
+    episode or response (GSPO, whose clip ranges are 3e-4 and 4e-4 for long responses); robots need
+    minibatch_unit=column and env.restart_each_rollout=true."""
     clip_ratio_c: Annotated[float, Limit(gt=1)] | None = option(
         None, read_if=equals("algorithm.policy_loss", "clip")
     )
@@ -711,10 +689,9 @@ class AlgorithmConfig:
     / (6 std^2) for A numbers, which target_kl_stop and the adaptive schedules see. null: off."""
     symmetry: Literal["augment", "loss", "both"] | None = option(None, mode="embodied")
     """Learn that left and right of a robot are equal. The mirror image M is derived from the model
-    and functions of the task, which is refused where left and right differ by more than 20 % (our
-    own tasks with a free base). augment: learn from each sample (s, a) together with (M s, M a),
-    which has the same advantage and return. loss: add symmetry_coef x |mean(M s) - M mean(s)|^2,
-    averaged over the numbers of an action. both: both. null: off."""
+    and the task; more than 20 % of difference is refused (our own tasks with a free base). augment:
+    learn from (s, a) and from (M s, M a), with the same advantage and return. loss: add
+    symmetry_coef x |mean(M s) - M mean(s)|^2, averaged over the numbers of an action. null: off."""
     symmetry_coef: NonNegative = option(
         1.0, mode="embodied", read_if=equals("algorithm.symmetry", "loss", "both")
     )
@@ -756,9 +733,8 @@ class AlgorithmConfig:
         "chunk_level", mode="embodied"
     )
     """Granularity of rewards and advantages. chunk_level: a chunk of actions has one value and one
-    reward, the sum of its rewards discounted by gamma per primitive step; chunk_sum: the same with
-    the plain sum, as in RLinf; action_level: each action of a chunk has a reward, a value, an
-    advantage and a mask."""
+    reward, discounted by gamma per primitive step; chunk_sum: the same with the plain sum, as in
+    RLinf; action_level: each action of a chunk has its own."""
     target_kl_stop: Positive | None = None
     """Skip the remaining epochs of an update when the mean approx_kl of an epoch exceeds this,
     nats; null: never."""
@@ -779,8 +755,7 @@ class AlgorithmConfig:
     """Coefficient of the KL penalty in the reward."""
     off_policy_correction: Literal["token", "sequence"] | None = None
     """Truncated importance weights for differences between the log-probabilities of the acting and
-    the learning policy; null: off. They differ where rollouts lag behind or another engine acts;
-    with placement=local every weight is 1."""
+    the learning policy, where rollouts lag behind or another engine acts; null: off."""
     off_policy_cap: Positive = option(
         2.0, read_if=equals("algorithm.off_policy_correction", "token", "sequence")
     )
@@ -801,10 +776,9 @@ class AlgorithmConfig:
     value_lr: NonNegative | None = option(None, mode="embodied")
     """Learning rate of the value head (and of its own trunk); 0: it is not trained; null: lr."""
     lr_schedule: Literal["constant", "linear", "cosine", "adaptive", "adaptive_linear"] = "constant"
-    """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run, with
-    lr_warmup over the updates after it; adaptive
-    keeps approx_kl near desired_kl; adaptive_linear does, too, but never exceeds the rate of
-    linear."""
+    """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run (after
+    lr_warmup); adaptive keeps approx_kl near desired_kl; adaptive_linear does, too, but never
+    exceeds the rate of linear."""
     lr_end: Fraction = option(
         0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine", "adaptive_linear")
     )
@@ -980,10 +954,9 @@ class RewardModelConfig:
 class RewardConfig:
     grader: Text = "auto"
     """A built-in grader (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), or
-    module:function or FILE.py:function with verl's signature (data_source, solution_str,
-    ground_truth, extra_info), which may be async; auto: the grader of data.task or of the data
-    source. math_verify requires all \\boxed{} of a response to contain the correct answer,
-    math_verify_last the last one, math_verify_any one of them."""
+    module:function or FILE.py:function with the signature of verl, which may be async; auto: that
+    of data.task or of the data source. math_verify requires all \\boxed{} of a response to contain
+    the correct answer, math_verify_last the last one, math_verify_any one of them."""
     workers: Annotated[int, Limit(ge=0, le=1024)] | None = None
     """Number of grading processes; 0: grade in the main process, except math_verify, which has at
     least one; null: 0 for the graders of synthetic tasks and for the other built-ins, else 2."""
@@ -1026,8 +999,7 @@ class CloningConfig:
     not changes of position; ignore: its frames are control steps of the task."""
     foresight_steps: Natural = option(400, read_if=CLONING)
     """Number of auxiliary optimiser steps before cloning that predict the robot's future state and
-    the final image of a demonstration, which trains the instruction embedding
-    (``imitation/behavior_cloning``)."""
+    the final image of a demonstration (``imitation/behavior_cloning``)."""
     batch_size: Count = option(64, read_if=CLONING)
     """Number of frames of one optimiser step."""
     lr: Positive = option(4e-3, read_if=CLONING)
@@ -1079,9 +1051,8 @@ class ClusterConfig:
     all, 2, 0-3, a list of these, 'first half', 'second half', or {devices: .., processes: n, node:
     label}. {}: the preset of option placement."""
     stages: Small = 1
-    """Number of parts into which the environments of a rollout process are divided. While one part
-    simulates, in another process or in EnvPool's threads, the policy computes the actions of the
-    next."""
+    """Number of parts of the environments of a rollout process. While one part simulates, in
+    another process or in EnvPool's threads, the policy acts for the next."""
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
     """Number of rollouts that run ahead of the updates; 0: strictly on-policy. More than 0 needs
     separate devices for actor."""
@@ -1273,9 +1244,8 @@ class ExportConfig:
     """New directory: weights, configuration and tokenizer of a language model, the deployment
     bundle of a robot policy; required."""
     lora: Literal["merged", "adapter"] = "merged"
-    """Policies with model.lora_rank. merged: write the whole model with the adapters added to its
-    weights. adapter: write only what was trained, in the layout of the package peft, beside which
-    the directory of model.checkpoint is needed."""
+    """Policies with model.lora_rank. merged: write the whole model with the adapters added.
+    adapter: write only what was trained, in the layout of peft, for use with model.checkpoint."""
 
 
 @dataclass(frozen=True)
