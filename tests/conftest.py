@@ -43,7 +43,6 @@ LONGEST_FILES = (
     "integration/test_memory.py",
     "tools/test_machine_checks.py",
     "drills/test_disk_and_clock.py",
-    "commands/test_tune.py",
     "gpu/test_fake_accelerator.py",
     "commands/test_sweep.py",
     "integration/test_tutorial.py",

@@ -53,7 +53,6 @@ COMMANDS = {
     "bisect": 'runs/NAME/DATE-SEED "policy/approx_kl > 0.1"',
     "verify": "runs/NAME/DATE-SEED --updates 5",
     "plan": "placement=hybrid cluster.num_nodes=2",
-    "tune": "experiment=tabletop_token cluster.devices_per_node=2",
     "watch": "runs/NAME --port 8000",
     "play": "runs/NAME/DATE-SEED agent=trained",
     "fit": "experiment=tabletop_token --devices 1 > my_configs/experiment/small.yaml",
@@ -69,7 +68,10 @@ COMMANDS = {
 """Name of each command -> arguments of an example. Its module has the name with underscores; the
 first line of the module says what the command does.
 """
-REMOVED = {"search": "write python scripts/examples/search_options.py, which uses Optuna"}
+REMOVED = {
+    "search": "write python scripts/examples/search_options.py, which uses Optuna",
+    "tune": "write train --multirun --jobs 1 placement=local,fused (docs/placement.md)",
+}
 """Commands of earlier versions -> what to write instead."""
 UNSUPERVISED = ("watch", "doctor", "config", "experiments", "import-config", "new-task")
 """Commands that run no simulators, which may crash or hang."""

@@ -247,7 +247,8 @@ def _finish(job: SweepJob, code: int, sweep: Sweep, args: argparse.Namespace) ->
 
 def _results_line(summary: Mapping[str, Any]) -> str:
     """Return the results of a finished run as text."""
-    values = [f"{tag} {summary[tag]:.4g}" for tag in TAGS if summary.get(tag) is not None]
+    tags = (*TAGS, "steps_per_s", "tokens_per_s")
+    values = [f"{tag} {summary[tag]:.4g}" for tag in tags if summary.get(tag) is not None]
     return "  ".join([*values, f"in {summary['wall_s']:.0f} s"])
 
 

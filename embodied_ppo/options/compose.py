@@ -88,8 +88,7 @@ def prepare(
     checked = config
     if args.command == "fit":  # fit reads device_memory_gb, which placement=local does not
         checked = replace(config, cluster=replace(config.cluster, device_memory_gb=0.0))
-    compare = validation.check_tuning if args.command == "tune" else validation.check
-    compare(checked, explicit=loaded.deliberate({label}))
+    validation.check(checked, explicit=loaded.deliberate({label}))
     if isinstance(config, Config) and config.updates is not None:
         if origin.get("env_steps") == label and origin["updates"] != label:
             raise ConfigError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
 from operator import attrgetter
 from typing import get_args
 
@@ -177,22 +176,6 @@ def _check_placement(config: Config) -> None:
                 f" ({', '.join(placement.PRESETS)}): placement=local is one process",
                 PlacementError,
             )
-
-
-def check_tuning(config: Config, explicit: Collection[str] = ()) -> None:
-    """Check the options of ``tune``: refuse those that it searches, then call ``check``."""
-    refuse(
-        config.resume is not None,
-        f"write resume = {config.resume} to train, with the placement that tune recommends",
-    )
-    for path in ("placement", "cluster.stages", "cluster.component_placement"):
-        value = attrgetter(path)(config)
-        refuse(
-            value != attrgetter(path)(Config()),
-            f"remove {path} = {show(value)}, or write it to train: tune chooses this option",
-            PlacementError,
-        )
-    check(replace(config, cluster=ClusterConfig()), explicit)
 
 
 def roles(config: Config) -> list[str]:

@@ -9,10 +9,9 @@ from functools import partial
 import torch
 
 from embodied_envs.base.errors import ConfigError
-from embodied_ppo.cluster.run_plan import OFFLOADING_OBSTACLE, plan_run
+from embodied_ppo.cluster.run_plan import OFFLOADING_OBSTACLE
 from embodied_ppo.cluster.worker import WorkerSpec
 from embodied_ppo.core import compile
-from embodied_ppo.core.devices import select_device
 from embodied_ppo.options.batch_sizes import batches, total_updates
 from embodied_ppo.options.schema import (
     Config,
@@ -132,14 +131,3 @@ def compile_schedules(
     acting_since = None if since is None else 2 * since
     acting = partial(schedule_at, spec, messages, acting_since, start=since or 0)
     return CompileSchedules(minibatches, acting, reason)
-
-
-def compiled_since(config: Config) -> int | None:
-    """Return the first update that uses compiled code in this process; None: no update.
-
-    Raises ConfigError.
-    """
-    device = select_device(config.device, threads=0)
-    if config.mode == "reasoning" or plan_run(config, device) is not None:
-        return None
-    return compile_from(config, device, lambda text: None)[0]

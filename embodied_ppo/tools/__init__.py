@@ -1,8 +1,8 @@
 """Tools around the trainer: they work on finished runs, predict runs, or prepare them.
 
 Belongs here: what reads, compares, re-executes or repeats runs (``policy_comparison``,
-``verification``, ``run_fork``, ``update_replay``, ``bisection``), measures or fits placements
-(``placement_search``, ``memory_fit``), shows runs (``watch_server``), checks the machine
+``verification``, ``run_fork``, ``update_replay``, ``bisection``), fits recipes to devices
+(``memory_fit``), shows runs (``watch_server``), checks the machine
 (``machine_checks``), writes a task (``task_generator``), and reads other libraries' files
 (``import_config``, ``import_policy``).
 

@@ -70,7 +70,8 @@ def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     moved = folder.rename("moved").absolute()
     assert main.main(["train", "--multirun", f"resume={moved}"]) == 0
     out = capsys.readouterr()
-    assert f"{moved}: 1 of 2 runs, 1 at a time" in out.err and "(2 of 2 runs)" in out.err
+    assert f"{moved}: 1 of 2 runs, 1 at a time" in out.err
+    assert re.search(r"steps_per_s .* \(2 of 2 runs\)", out.err)
     assert (moved / "lr-0.01" / "summary.json").stat() == finished
     again = torch.load(moved / "lr-0.001" / "checkpoints" / "step_000002" / "policy.pt")
     torch.testing.assert_close(again, weights, rtol=0, atol=0)
