@@ -1,6 +1,6 @@
 """Search for better options with Optuna (``pip install optuna``).
 
-    python scripts/examples/search_options.py hopper runs/searches/hopper --trials 9 --jobs 2
+    python scripts/examples/search_options.py hopper runs/searches/hopper eval_every=10
 
 A trial is a run whose options Optuna's TPE sampler draws. Its successive halving stops the runs
 that fall behind; a stopped run is saved, and ``train resume=RUN`` continues it exactly. The same
@@ -9,7 +9,6 @@ command adds trials to the search; ``study.log`` is Optuna's journal, which its 
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import optuna
 from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+TRIALS, JOBS = 9, 2
 
 
 def draw(trial: optuna.Trial) -> dict[str, object]:
@@ -74,11 +75,5 @@ def search(experiment: str, folder: Path, trials: int, jobs: int, options: list[
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("experiment")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("options", nargs="*", default=["eval_every=10"])
-    parser.add_argument("--trials", type=int, default=9)
-    parser.add_argument("--jobs", type=int, default=1)
-    args = parser.parse_args()
-    search(args.experiment, args.folder, args.trials, args.jobs, args.options)
+    experiment, folder, *options = sys.argv[1:]
+    search(experiment, Path(folder), TRIALS, JOBS, options or ["eval_every=10"])
