@@ -23,6 +23,14 @@ def run(args: argparse.Namespace) -> None:
             loaded.config, explicit=loaded.deliberate(GIVEN), quiet=args.quiet
         )
     output.print_result(summary, args)
+    if "paired" in summary and not args.json:
+        from embodied_ppo.evaluation import paired
+
+        content = summary["paired"]
+        title = f"\npaired: {content['metric']} of the same {content['episodes']} episodes"
+        output.table(paired.rows(content), title=title)
+        for line in paired.undecided(content):
+            print(line)
     if "robustness" in summary and not args.json:
         from embodied_ppo.evaluation import robustness
 

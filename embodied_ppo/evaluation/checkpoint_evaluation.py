@@ -14,7 +14,7 @@ import torch
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.core.devices import select_device
-from embodied_ppo.evaluation import language_evaluation, robot_evaluation, robustness
+from embodied_ppo.evaluation import language_evaluation, paired, robot_evaluation, robustness
 from embodied_ppo.evaluation.episodes import EvaluationResult, evaluation_seeds, lend
 from embodied_ppo.evaluation.prompt_evaluation import evaluate_prompts
 from embodied_ppo.evaluation.run_report import ReportTarget
@@ -117,12 +117,11 @@ def _evaluate_robot(
     )
     lender = None
     only_one = run.config.evaluation.env == "training"
-    if only_one and options.robustness:
-        raise ConfigError(
-            "write robustness=false: it measures many simulators, and the run was trained with"
-            " evaluation.env=training, which builds one"
-        )
-    if builds_once and not options.robustness:
+    several = bool(options.robustness or options.paired)
+    if only_one and several:
+        message = "remove robustness and paired: evaluation.env=training builds one simulator"
+        raise ConfigError(message)
+    if builds_once and not several:
         n = config.env.num_envs  # as in the training, where it may have been fixed
         lender = factory(evaluation_seeds(options.seed, n))
         factory, options = functools.partial(lend, lender), replace(options, num_envs=n)
@@ -133,6 +132,7 @@ def _evaluate_robot(
         sweep = robustness.plan(options, trained, factory, env)
         for line in sweep.lines:
             run.say(line)
+    perturbed = paired.plan(options, factory, env)
     if not options.deterministic:
         robot_policy.sampling_temperature(policy, options.temperature)  # raises without one
 
@@ -160,6 +160,7 @@ def _evaluate_robot(
                 lender.close()
         if sweep is not None:
             card = sweep.measure(result, evaluate_changed, progress.advance)
+        differences = paired.measure(perturbed, result, evaluate_changed, progress.advance)
         files = robot_evaluation.write_report(
             ReportTarget(config, run.source, run.run_dir, out, options),
             result,
@@ -167,10 +168,13 @@ def _evaluate_robot(
             task=task,
             video_episodes=options.video_episodes if options.video and not only_one else 0,
             robustness=card,
+            paired=differences,
         )
     results = {**numbers(result.metrics()), "ci95": result.intervals(), **files}
     if card is not None:
         results |= {"robustness_score": card["score"], "robustness": card}
+    if differences is not None:
+        results["paired"] = differences
     return results
 
 

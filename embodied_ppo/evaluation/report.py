@@ -22,6 +22,7 @@ from embodied_envs.base import tree
 from embodied_envs.base.intervals import Z95, wilson_interval
 from embodied_envs.base.random import TRAINING_SEEDS
 from embodied_ppo.core.guarded_files import read_object
+from embodied_ppo.evaluation import paired as paired_differences
 from embodied_ppo.evaluation import robustness as robustness_card
 from embodied_ppo.evaluation.charts import Chart, line_chart, number, percent, short
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
@@ -30,8 +31,8 @@ from embodied_ppo.training.run_files import METRICS, metric_rows
 
 FORMAT = 1
 """Version of report.json; it changes when a field changes its meaning."""
-FILES = ("report.json", "report.html", "robustness.json")
-"""Names of the files of a report; the last exists if robustness was measured."""
+FILES = ("report.json", "report.html", "robustness.json", "paired.json")
+"""Names of the files of a report; the last two exist if they were measured."""
 
 EPISODES_SHOWN = 500
 """Number of rows of the page's table of episodes; report.json has all episodes."""
@@ -67,6 +68,7 @@ class Report:
     html: Path
     content: dict[str, Any]
     robustness_json: Path | None = None
+    paired_json: Path | None = None
 
 
 def write(
@@ -87,12 +89,13 @@ def write(
     curves: Iterable[Mapping[str, Any]] = (),
     video: Video | None = None,
     robustness: Mapping[str, Any] | None = None,
+    paired: Mapping[str, Any] | None = None,
     constant_inputs: Sequence[str] = (),
     command: str = "",
 ) -> Report:
     """Write ``out``/report.json and ``out``/report.html atomically.
 
-    With ``robustness``, also ``out``/robustness.json.
+    With ``robustness`` and ``paired``, also ``out``/robustness.json and paired.json.
 
     report.json contains no date, duration or curve, so the same checkpoint and seed give the same
     bytes. The training steps are stored under the name of their unit. Numbers in ``extra`` that
@@ -117,6 +120,7 @@ def write(
         curves: Rows of the run's metrics.jsonl.
         video: Video to embed, or the reason why there is none.
         robustness: Content of robustness.json, see ``evaluation.robustness``.
+        paired: Content of paired.json, see ``evaluation.paired``.
         constant_inputs: Names of the policy's inputs that had one value in all of the training.
         command: Command that repeats the evaluation; only the page has it.
 
@@ -158,6 +162,8 @@ def write(
         robustness=robustness,
         robustness_charts=[] if robustness is None else robustness_card.charts(robustness),
         robustness_rows=[] if robustness is None else robustness_card.rows(robustness),
+        paired=paired,
+        paired_rows=[] if paired is None else paired_differences.rows(paired),
         command=command,
         video=video,
         config=json.dumps(content["config"], indent=2, ensure_ascii=False),
@@ -165,16 +171,23 @@ def write(
     )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    json_file, html_file, robustness_file = (out / name for name in FILES)
+    json_file, html_file, robustness_file, paired_file = (out / name for name in FILES)
     files = {json_file: text + "\n", html_file: page}
-    if robustness is not None:
-        files[robustness_file] = json.dumps(robustness, indent=1, allow_nan=False) + "\n"
+    for file, measured in ((robustness_file, robustness), (paired_file, paired)):
+        if measured is not None:
+            files[file] = json.dumps(measured, indent=1, allow_nan=False) + "\n"
     for file, file_text in files.items():
         # Renamed when complete: a reader sees the old file or the new one.
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.write_text(file_text, encoding="utf-8")
         temporary.replace(file)
-    return Report(json_file, html_file, content, robustness_file if robustness else None)
+    return Report(
+        json_file,
+        html_file,
+        content,
+        robustness_file if robustness else None,
+        paired_file if paired else None,
+    )
 
 
 def _measurements(results: Sequence[EvaluationResult], unit: Unit) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def write_report(
     task: TaskFiles | None = None,
     notice: Callable[[str], None] | None = None,
     robustness: Mapping[str, Any] | None = None,
+    paired: Mapping[str, Any] | None = None,
 ) -> ReportFiles:
     """Write report.json, report.html and an mp4 of an evaluation; return their paths.
 
@@ -108,6 +109,7 @@ def write_report(
         task: Files of the user's task that were executed.
         notice: Called with the reason where there is no mp4.
         robustness: Content of robustness.json.
+        paired: Content of paired.json.
     """
     config, video_file = target.config, target.run_dir / "videos" / f"{target.out.name}.mp4"
     recorded = None
@@ -151,6 +153,7 @@ def write_report(
         },
         video=recorded,
         robustness=robustness,
+        paired=paired,
         constant_inputs=constant,
         command=_command(target.options, target.source),
     )

@@ -55,6 +55,9 @@ SLOW_TO_CREATE += ("robotwin", "calvin")
 Factory: TypeAlias = functools.partial[VectorEnv]
 """``environments.make_env`` with all arguments except the seeds."""
 
+EvaluateChanged: TypeAlias = Callable[[bool, Factory, int, Callable[[Any], None]], EvaluationResult]
+"""Evaluates a policy in a changed environment, see ``RobustnessSweep.measure``."""
+
 Measured: TypeAlias = "EvaluationResult | str"
 """Episodes at one value, or the reason why it could not be simulated."""
 
@@ -214,7 +217,7 @@ def plan(
             for change in changes:
                 changed(factory, change)  # the types and bounds of options
             if changes and simulator not in SLOW_TO_CREATE:
-                _try(changed(factory, changes[-1]), nominal)
+                check_changed(changed(factory, changes[-1]), nominal)
             factors.append(f)
         except EnvError as error:
             if name in (*options.robustness_factors, *options.robustness_values):
@@ -242,7 +245,7 @@ def changed(factory: Factory, changes: Mapping[str, Any]) -> Factory:
     return functools.partial(factory, config=config)
 
 
-def _try(factory: Factory, nominal: VectorEnv) -> None:
+def check_changed(factory: Factory, nominal: VectorEnv) -> None:
     """Create one changed environment and close it.
 
     Raises:
@@ -291,7 +294,7 @@ class RobustnessSweep:
     def measure(
         self,
         result: EvaluationResult,
-        evaluate: Callable[[bool, Factory, int, Callable[[Any], None]], EvaluationResult],
+        evaluate: EvaluateChanged,
         advance: ProgressCallback,
     ) -> dict[str, Any]:
         """Return the content of robustness.json.

@@ -73,12 +73,14 @@ def write_report(
     paths: ReportFiles = {"report": str(files.html), "report_json": str(files.json)}
     if files.robustness_json is not None:
         paths["robustness_json"] = str(files.robustness_json)
+    if files.paired_json is not None:
+        paths["paired_json"] = str(files.paired_json)
     return paths
 
 
 def evaluation_options(options: EvaluationConfig | EvaluateConfig) -> dict[str, Any]:
     """Return the options with which the content of report.json can be computed again."""
-    without_effect = ("checkpoint", "out", "num_envs", "video", "robustness")
+    without_effect = ("checkpoint", "out", "num_envs", "video", "robustness", "paired")
     content = loader.dump(options)
     if isinstance(options, EvaluationConfig):
         del content["env"]  # which environments were used, not their options as in EvaluateConfig

@@ -1167,6 +1167,9 @@ RobustnessFactor: TypeAlias = Literal[
 ]
 
 
+Perturbation: TypeAlias = Literal["wording", "camera", "light", "distractor", "position"]
+
+
 @dataclass(frozen=True)
 class EvaluateConfig:
     """Options of ``embodied-ppo evaluate``; the checkpoint decides which mode's options are
@@ -1204,6 +1207,11 @@ class EvaluateConfig:
     robustness_episodes: Count | None = option(None, mode="embodied", read_if=WITH_ROBUSTNESS)
     """Number of episodes at each value, with the seeds of the first evaluated episodes; at most
     episodes. null: 20, or episodes if that is less."""
+    paired: tuple[Perturbation, ...] = option((), mode="embodied")
+    """Perturbations with which the same episodes are measured again; paired.json and the report get
+    the difference of each with its interval (docs/deploy.md). wording: unseen words; distractor:
+    other objects; position: blocks and zones up to twice as far from their cells (Tabletop).
+    camera, light: moved and turned, brightness and colours (tasks of this package)."""
     out: Text | None = None
     """Directory of the report; null: reports/ of the run."""
     device: Text = "cpu"

@@ -236,7 +236,7 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
                 raise EnvError(
                     f"pip install 'embodied-ppo[serve]': simulator=remote needs {error.name}"
                 ) from error
-            return remote_env.RemoteEnv(id, options)
+            return remote_env.ServerEnv(id, options)
         case "simpler" | "robocasa" | "robotwin" | "calvin" | "maniskill":
             return language_env.make(id, engine, options)
         case "mjlab":

@@ -191,11 +191,11 @@ def open_policy(path: str, names: Mapping[str, str], device: str = "cpu") -> Ser
         step_s=None if policy.step_s is None else policy.step_s / chunk,
         has_memory=policy.has_memory,
         names=names,
-        session=lambda: _Session(policy, chunk),
+        session=lambda: RunSession(policy, chunk),
     )
 
 
-class _Session:
+class RunSession:
     """The policy of a run with a memory of its own."""
 
     def __init__(self, policy: TrainedPolicy, chunk: int) -> None:
@@ -231,7 +231,7 @@ def _of_bundle(path: str, names: Mapping[str, str]) -> Served:
     chunked = len(outputs[0]["shape"]) > 1
     shape = outputs[0]["shape"] if chunked else [1, *outputs[0]["shape"]]
 
-    class Session:
+    class BundleSession:
         def __init__(self) -> None:
             self.policy = copy.copy(policy)
             self.reset()
@@ -250,7 +250,7 @@ def _of_bundle(path: str, names: Mapping[str, str]) -> Served:
         step_s=policy.info["control"]["step_s"],
         has_memory=bool(policy.memory),
         names=names,
-        session=Session,
+        session=BundleSession,
     )
 
 

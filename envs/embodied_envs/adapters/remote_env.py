@@ -125,7 +125,7 @@ class RemoteVector(gymnasium.vector.VectorEnv):
         self.connection.close()
 
 
-class RemoteEnv(GymnasiumEnv):
+class ServerEnv(GymnasiumEnv):
     """``GymnasiumEnv`` of the environments of an ``env_server`` at env.kwargs.address."""
 
     def __init__(self, id: str, options: AdapterOptions) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodied_envs.base.errors import check_choice
+from embodied_envs.base.errors import EnvError, check_choice
 from embodied_envs.tasks import tabletop_model
 from embodied_envs.tasks.tabletop_language import COLOURS, Combination, Split, episodes
 from embodied_envs.tasks.tabletop_model import FINGER_OPEN, HALF_EDGE
@@ -172,6 +172,8 @@ class Tabletop(Task):
         obs: ObsKind = "state",
         reward: RewardKind = "shaped",
         unseen_colour: str | None = None,
+        distractors: bool = False,
+        jitter: float = 1.0,
     ) -> None:
         """Select the episodes.
 
@@ -186,12 +188,17 @@ class Tabletop(Task):
                 0.
             unseen_colour: A colour that only the sentences of split "unseen_colour" name; None:
                 training names all colours.
+            distractors: Whether other objects lie beside the blocks and zones.
+            jitter: Factor 0 to 2 of BLOCK_JITTER and ZONE_JITTER.
 
         Raises:
             EnvError: An argument is unknown.
         """
         check_choice("env.id=Tabletop: obs", obs, OBS)
         check_choice("env.id=Tabletop: reward", reward, REWARDS)
+        if not 0 <= jitter <= 2:
+            raise EnvError(f"env.id=Tabletop: jitter={jitter} must be from 0 to 2")
+        self.distractors, self.jitter = distractors, jitter
         self.sparse = reward == "success"
         chosen = episodes(families, split, unseen_colour)
         self.obs: str = obs
@@ -203,7 +210,7 @@ class Tabletop(Task):
     # ------------------------------------------------------------------------------------ the model
     def spec(self) -> mujoco.MjSpec:
         """Return a new model of the table, the gripper, four blocks and four zones."""
-        return mujoco.MjSpec.from_string(tabletop_model.mjcf())
+        return mujoco.MjSpec.from_string(tabletop_model.mjcf(self.distractors))
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Create the tables that the functions index by kind and by combination."""
@@ -251,7 +258,7 @@ class Tabletop(Task):
         self._block_bodies = [int(body.id) for body in bodies]
         self._block_geoms = [int(body.geomadr[0]) for body in bodies]
         self._table_geom = model.geom("table").id
-        self._jitter = real([[BLOCK_JITTER]] * 4 + [[ZONE_JITTER]] * 4)
+        self._jitter = self.jitter * real([[BLOCK_JITTER]] * 4 + [[ZONE_JITTER]] * 4)
         self._low, self._high = real(LOW), real(HIGH)
         # Initial pose of the gripper: x, y, z, opening of a finger.
         self._gripper_mean = real([0.0, 0.0, 0.13, 0.018])

@@ -17,8 +17,17 @@ COLOUR_VALUES = {
 }
 
 
-def mjcf() -> str:
-    """Return the model.
+DISTRACTORS = """<geom type="sphere" size="0.02" pos="0.2 -0.27 0.02" rgba="0.6 0.2 0.7 1"
+        contype="0" conaffinity="0"/>
+    <geom type="cylinder" size="0.018 0.03" pos="0.2 0.27 0.03" rgba="0.1 0.65 0.65 1"
+        contype="0" conaffinity="0"/>
+    <geom size="0.03 0.015 0.012" pos="-0.2 0.27 0.012" rgba="0.95 0.5 0.1 1"
+        contype="0" conaffinity="0"/>"""
+"""Objects beside the grid of cells that no sentence names and nothing touches."""
+
+
+def mjcf(distractors: bool = False) -> str:
+    """Return the model, with or without DISTRACTORS.
 
     qpos is x, y, z of the gripper, its left and right finger, then 7 numbers per block; qvel is 5,
     then 6 per block. The mocap bodies are the zones. The gripper's joints are in world coordinates,
@@ -75,7 +84,7 @@ def mjcf() -> str:
             <geom class="hand" size="0.012 0.054 0.006" pos="0 0 0.044" mass="1"/>
             {fingers}
         </body>
-        {blocks}{zones}
+        {blocks}{zones}{DISTRACTORS if distractors else ""}
     </worldbody>
     <actuator>
         <position joint="x" kp="1200"/><position joint="y" kp="1200"/>

@@ -1,0 +1,172 @@
+"""Evaluation in pairs: the same episodes with and without each of several perturbations.
+
+``plan`` returns the perturbed environments, ``compare`` the content of paired.json. Episode i has
+the same seed, and so the same initial state, in both members of a pair; only the perturbation
+differs. Therefore the interval is that of the mean of the differences of episodes
+(``comparison.difference``), which is narrower than that of two independent means.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from embodied_envs import engines
+from embodied_envs.base.errors import ConfigError, EnvError
+from embodied_envs.types import VectorEnv
+from embodied_ppo.core.types import ProgressCallback
+from embodied_ppo.evaluation import comparison
+from embodied_ppo.evaluation.charts import number, percent
+from embodied_ppo.evaluation.episodes import EvaluationResult
+from embodied_ppo.evaluation.robustness import (
+    EvaluateChanged,
+    Factory,
+    changed,
+    check_changed,
+)
+from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
+
+FORMAT = 1
+"""Version of paired.json."""
+
+PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wording": ("kwargs", {"split": "unseen_wording"}),
+    "camera": ("ranges", {"camera_position": [-0.03, 0.03], "camera_angle": [-0.03, 0.03]}),
+    "light": ("ranges", {"light": [0.5, 1.5], "colour": [-0.1, 0.1]}),
+    "distractor": ("kwargs", {"distractors": True}),
+    "position": ("kwargs", {"jitter": 2.0}),
+}
+"""Name -> option of section env, and the entries that it gets. Ranges are those of
+``embodied_envs.tabletop_bench``, in m, rad and factors."""
+
+SEEN = ("camera", "light", "distractor")
+"""Perturbations that only a policy with cameras observes."""
+
+
+def plan(options: EvaluateConfig, factory: Factory, nominal: VectorEnv) -> dict[str, Factory]:
+    """Return the factory of each perturbed environment of ``options.paired``.
+
+    Args:
+        options: Options of the evaluation.
+        factory: Creates the environment without perturbation.
+        nominal: One such environment; it may be closed.
+
+    Raises:
+        ConfigError: The environment or the policy cannot have a perturbation.
+    """
+    names = options.paired
+    if not names:
+        return {}
+    if options.episodes < 2 or len({*names}) < len(names):
+        raise ConfigError(
+            f"write each name once and episodes=2 or more: paired = [{', '.join(names)}],"
+            f" episodes = {options.episodes}"
+        )
+    env: EnvConfig = factory.keywords["config"]
+    perturbed: dict[str, Factory] = {}
+    for name in names:
+        try:
+            if name in SEEN and not env.cameras:
+                raise EnvError("the policy reads no camera")
+            if name == "wording" and not nominal.instructions:
+                raise EnvError("the policy reads no sentence")
+            perturbed[name] = changed(factory, _changes(name, env))
+            check_changed(perturbed[name], nominal)
+        except EnvError as error:
+            raise ConfigError(f"remove {name} from paired: {error}") from error
+    return perturbed
+
+
+def _changes(name: str, env: EnvConfig) -> dict[str, Any]:
+    """Return the options of section env of a perturbation."""
+    option, entries = PERTURBATIONS[name]
+    if option == "kwargs":
+        return {"kwargs": {**env.kwargs, **entries}}
+    neutral = engines.neutral_ranges(list(engines.task_ranges(env.title, env.kwargs)))
+    others = dict(env.ranges) if env.randomize else neutral
+    return {"randomize": True, "ranges": {**others, **entries}}
+
+
+def measure(
+    perturbed: Mapping[str, Factory],
+    nominal: EvaluationResult,
+    evaluate: EvaluateChanged,
+    advance: ProgressCallback,
+) -> dict[str, Any] | None:
+    """Return the content of paired.json; None without perturbations.
+
+    Args:
+        perturbed: Result of ``plan``.
+        nominal: Episodes without perturbation.
+        evaluate: See ``RobustnessSweep.measure``.
+        advance: Progress callback.
+    """
+    if not perturbed:
+        return None
+    episodes, finished = len(nominal.episodes), itertools.count(1)
+    total = len(perturbed) * episodes
+    advance("paired", 0, total)
+    results = {
+        name: evaluate(True, factory, episodes, lambda _: advance("paired", next(finished), total))
+        for name, factory in perturbed.items()
+    }
+    return compare(nominal, results)
+
+
+def compare(nominal: EvaluationResult, perturbed: Mapping[str, EvaluationResult]) -> dict[str, Any]:
+    """Return the content of paired.json.
+
+    Args:
+        nominal: Episodes without perturbation.
+        perturbed: Perturbation -> the same episodes with it.
+    """
+    binary = nominal.successes is not None
+
+    def scores(result: EvaluationResult) -> comparison.Scores:
+        """Return success or return of each episode, [1, E]."""
+        values = result.successes if binary else result.returns
+        return np.array([values], dtype=np.float64)
+
+    rows = []
+    for name, result in perturbed.items():
+        d = comparison.difference(scores(nominal), scores(result), binary=binary)
+        rows.append(
+            {
+                "name": name,
+                "mean": float(scores(result).mean()),
+                "difference": d.mean,
+                "ci95": [d.low, d.high],
+                "decided": d.is_decided,
+            }
+        )
+    return {
+        "format": FORMAT,
+        "metric": "success" if binary else "return",
+        "episodes": len(nominal.episodes),
+        "seed": nominal.seed,
+        "nominal": float(scores(nominal).mean()),
+        "rows": rows,
+    }
+
+
+def rows(content: Mapping[str, Any]) -> list[list[str]]:
+    """Return a table with a header row and one row for each perturbation."""
+    show = percent if content["metric"] == "success" else number
+    table = [["perturbation", "without", "with", "difference", "95 % interval"]]
+    for r in content["rows"]:
+        interval = " to ".join(map(show, r["ci95"]))
+        values = (content["nominal"], r["mean"], r["difference"])
+        table.append([r["name"], *map(show, values), interval])
+    return table
+
+
+def undecided(content: Mapping[str, Any]) -> list[str]:
+    """Return a line for each perturbation whose interval contains 0."""
+    return [
+        f"{r['name']}: {content['episodes']} episodes show no difference, the interval contains 0"
+        for r in content["rows"]
+        if not r["decided"]
+    ]
