@@ -19,6 +19,7 @@ from embodied_envs.base import tree, watchdog
 from embodied_envs.base.action_mask import check_action_mask
 from embodied_envs.base.errors import CheckpointError, EnvError
 from embodied_envs.base.intervals import wilson_interval
+from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.base.random import TRAINING_SEEDS, sampling_key
 from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number, zero_rows
@@ -72,6 +73,8 @@ class Episode:
     kind: str | None = None
     success_at_end: bool | None = None
     """Success in the last step; ``success`` is that of any step."""
+    sentence: str | None = None
+    """Sentence of the first observation; None if the task has none."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Name -> mean over the steps of a number of the simulator (``Step.info``)."""
 
@@ -327,6 +330,7 @@ def _run_block(
         obs = env.reset()
     check_action_mask(env.id, env.action_spec, obs)
     states = [fingerprint(tree.index(obs, i)) for i in range(n)]
+    sentences = sentences_of(env, obs)
     finished: dict[int, Episode] = {}
     running = torch.ones(n, dtype=torch.bool)  # [N] whether the first episode is running
     total = torch.zeros(n, dtype=torch.float64)  # [N] sum of rewards
@@ -382,6 +386,7 @@ def _run_block(
                 ended="terminated" if bool(terminated[i]) else "truncated",
                 kind=None if step.task is None else env.task_names[int(step.task[i])],
                 success_at_end=None if at_end is None else bool(at_end[i]),
+                sentence=sentences[i] if sentences else None,
                 numbers=numbers.means(i),
             )
             if on_episode is not None:
@@ -494,6 +499,14 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
         set_instructions(policy, sentences)
         for m, flag in zip(modules, training, strict=True):
             m.training = flag
+
+
+def sentences_of(env: VectorEnv, obs: Obs) -> list[str]:
+    """Return the sentence that each environment's observation refers to, [] without any."""
+    if not env.instructions:
+        return []
+    index = obs.get(INSTRUCTION) if isinstance(obs, dict) else None
+    return [env.instructions[i] for i in ([0] * env.num_envs if index is None else index.tolist())]
 
 
 def set_instructions(policy: Policy, sentences: Sequence[str]) -> None:

@@ -224,6 +224,7 @@ def _measurements(results: Sequence[EvaluationResult], unit: Unit) -> dict[str, 
                 "success_at_end": e.success_at_end,
                 "ended": e.ended,
                 "initial_state": e.initial_state,
+                **({} if e.sentence is None else {"sentence": e.sentence}),
             }
             for r in results
             for e in r.episodes

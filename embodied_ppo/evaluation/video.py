@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import imageio.v3 as imageio
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from torch import nn
 
 from embodied_envs.types import VectorEnv
@@ -225,9 +227,12 @@ def _render(
                 rate = 1.0 / step_s
             limit = min(steps, env.max_episode_steps or steps)
             stride = max(math.ceil(rate / 30 - 1e-9), math.ceil(episodes * limit / MAX_FRAMES))
+            frame, succeeded, sentences = np.zeros(0), False, evaluate.sentences_of(env, obs)
             for t in range(steps):
                 if t % stride == 0:
                     frame = _frame(env)
+                    if sentences:
+                        frame = _captioned(frame, sentences[0])
                     if writer is None:
                         imageio.imwrite(folder / "poster.png", frame)
                         writer = encoder(folder / "video.mp4", frame.shape[:2], rate / stride)
@@ -243,10 +248,18 @@ def _render(
                     deterministic=deterministic,
                 )
                 step = env.step(action.to(env.device))
+                succeeded |= step.success is not None and bool(step.success[0])
                 if bool((step.terminated | step.truncated)[0]) or not is_finite(step.obs):
                     break
                 obs = step.obs
+                sentences = evaluate.sentences_of(env, obs)
                 memory.store(state)
+            if sentences:  # half a second with the outcome
+                last = _captioned(frame, f"{sentences[0]}: {'success' if succeeded else 'failure'}")
+                count = max(1, round(rate / stride / 2))
+                frames += count
+                for _ in range(count):
+                    writer.send(last)
             env.close()  # an open OpenGL context would block the next environment
     writer.close()
     facts = {"frames": frames, "fps": round(rate / stride, 2), "stride": stride, "step_s": step_s}
@@ -259,6 +272,16 @@ def _frame(env: VectorEnv) -> np.ndarray:
     height, width, _ = image.shape
     padding = ((0, height % 2), (0, width % 2), (0, 0))
     return np.ascontiguousarray(np.pad(image, padding, mode="edge"))
+
+
+def _captioned(frame: np.ndarray, text: str) -> np.ndarray:
+    """Return a picture uint8 [H, W, 3] with lines of text on its lower edge."""
+    image = Image.fromarray(frame)
+    lines = textwrap.wrap(text, max(8, image.width // 7))
+    top, draw = image.height - 12 * len(lines) - 4, ImageDraw.Draw(image)
+    draw.rectangle((0, top, image.width, image.height), fill="black")
+    draw.text((4, top + 1), "\n".join(lines), fill="white", spacing=1)
+    return np.array(image)
 
 
 def render_poses(

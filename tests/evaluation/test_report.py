@@ -133,7 +133,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mp4 = video.record_video(Lean(), make_env, path=folder / "video.mp4", seed=0, steps=20)
     assert mp4.path, mp4.reason
     returns, success = [float(50 + 7 * (i % 9)) for i in range(40)], [i % 4 > 0 for i in range(40)]
-    results = [result("CartPole-v1", returns, success)]
+    whole = result("CartPole-v1", returns, success)
+    sentences = ("lift <i>it</i>", "put it down") * 20
+    episodes = [replace(e, sentence=x) for e, x in zip(whole.episodes, sentences, strict=True)]
+    results = [replace(whole, episodes=tuple(episodes))]
     return report.write(folder, results, **PROVENANCE, curves=curve(), video=mp4).html
 
 
@@ -150,6 +153,7 @@ def test_page_shows_the_numbers_of_the_json(page: Path) -> None:
     assert "9f2c41aa03be" in text and "torch 2.13.0" in text and "update 20, 40,960 steps" in text
     assert "rollout/return" in text and "policy/entropy" in text
     assert "explained_variance" not in text
+    assert "lift <i>it</i> 20 50.0% put it down 20 100.0%" in text
 
 
 def test_page_is_self_contained_and_escaped(page: Path) -> None:

@@ -119,6 +119,38 @@ def test_video_shows_the_evaluated_episodes(tmp_path: Path) -> None:
     )
 
 
+class Still(Lean):
+    """Policy of Tabletop that does not move."""
+
+    def act(self, inputs: Any, *, noise: Any = None) -> Decision:
+        rows = len(inputs["instruction"])
+        return Decision(torch.zeros(rows, 4), torch.zeros(rows), torch.zeros(rows))
+
+
+def make_tabletop(seeds: list[int], **options: Any) -> Any:
+    options = {"kwargs": {"obs": "language"}, "max_episode_steps": 4, **options}
+    return embodied_envs.make("Tabletop", num_envs=len(seeds), seeds=seeds, **options)
+
+
+@pytest.mark.slow
+def test_video_of_a_language_task_shows_sentence_and_outcome(tmp_path: Path) -> None:
+    measured = evaluation.evaluate(Still(), make_tabletop, episodes=3, num_envs=3, seed=0)
+    sentences = [e.sentence for e in measured.episodes]
+    assert len(set(sentences)) == 3 and all(x and " " in x for x in sentences)
+    make = partial(make_tabletop, render=True, render_size=(120, 160))
+    recorded = video.record_video(
+        Still(), make, path=tmp_path / "video.mp4", seed=0, episodes=1, steps=50
+    )
+    assert recorded.path is not None, recorded.reason
+    _, frames = decode(recorded.path)
+    outcome = round(recorded.fps / 2)
+    assert len(frames) == recorded.frames == 4 + outcome
+    # White letters on a black strip; the outcome adds some.
+    strip = frames[:, -12:].astype(int).mean(-1)
+    assert (strip < 60).mean() > 0.5 and (strip > 180).mean() > 0.01
+    assert np.abs(strip[3] - strip[4]).max() > 100 > np.abs(strip[0] - strip[3]).max()
+
+
 @pytest.mark.parametrize(
     ("id", "options", "seconds"),
     [
