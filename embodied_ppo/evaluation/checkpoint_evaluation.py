@@ -117,7 +117,7 @@ def _evaluate_robot(
     )
     lender = None
     only_one = run.config.evaluation.env == "training"
-    several = bool(options.robustness or options.paired)
+    several = options.robustness or options.paired
     if only_one and several:
         message = "remove robustness and paired: evaluation.env=training builds one simulator"
         raise ConfigError(message)
@@ -173,9 +173,7 @@ def _evaluate_robot(
     results = {**numbers(result.metrics()), "ci95": result.intervals(), **files}
     if card is not None:
         results |= {"robustness_score": card["score"], "robustness": card}
-    if differences is not None:
-        results["paired"] = differences
-    return results
+    return results if differences is None else results | {"paired": differences}
 
 
 def _evaluate_language(

@@ -181,13 +181,8 @@ def write(
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.write_text(file_text, encoding="utf-8")
         temporary.replace(file)
-    return Report(
-        json_file,
-        html_file,
-        content,
-        robustness_file if robustness else None,
-        paired_file if paired else None,
-    )
+    optional = (file if file in files else None for file in (robustness_file, paired_file))
+    return Report(json_file, html_file, content, *optional)
 
 
 def _measurements(results: Sequence[EvaluationResult], unit: Unit) -> dict[str, Any]:
