@@ -173,6 +173,6 @@ IMPORT_cleanrl := torch
 .venv-%/ready: pyproject.toml scripts/constraints-%.txt
 	@$(call new_venv,.venv-$*)
 	.venv-$*/bin/python -m pip --disable-pip-version-check install \
-		-c scripts/constraints-$*.txt -e '.[$*]' pytest
+		-c scripts/constraints-$*.txt -e '.[$*]' pytest hypothesis
 	.venv-$*/bin/python -m pip uninstall -q -y torchvision
 	@touch $@

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from embodied_ppo.policies.vla.pi05 import use_adaptive_norms
 
@@ -109,28 +108,42 @@ def write_tokenizer(folder: Path) -> None:
 def write_checkpoint(
     folder: Path,
     *,
-    statistics: dict[str, Tensor] | None = None,
+    statistics: dict[str, Any] | None = None,
     seed: int = 0,
     kind: str = "pi0",
+    asset: str | None = None,
     **fields: Any,
 ) -> Path:
     """Write a checkpoint.
 
     Args:
         folder: Created if necessary.
-        statistics: The normaliser's tensors by lerobot's names.
+        statistics: The normaliser's tensors by lerobot's names, or openpi's norm_stats.
         seed: Of the weights.
         kind: pi0 or pi05.
+        asset: Folder of the statistics, for openpi's layout instead of lerobot's.
         **fields: Fields of transformers' PI0Config.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = tiny_model(seed, kind=kind, **fields)
+    prefix = "" if asset is None else "model."
     save_file(
-        {published_key(k): x.contiguous() for k, x in model.state_dict().items()},
+        {
+            published_key(k).removeprefix(prefix): x.contiguous()
+            for k, x in model.state_dict().items()
+        },
         folder / "model.safetensors",
     )
     config = model.config.to_dict()
-    if kind == "pi05":
+    if asset is not None:
+        sizes = {name: config[name] for name in ("vlm_config", "dit_config")}
+        config = {"action_dim": config["max_action_dim"], "action_horizon": config["chunk_size"]}
+        config |= sizes
+        file = folder / "assets" / asset / "norm_stats.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"norm_stats": statistics or {}}))
+        statistics = None
+    elif kind == "pi05":
         config |= {"type": "pi05", "normalization_mapping": QUANTILES}
         del config["model_type"]
     (folder / "config.json").write_text(json.dumps(config, default=str))

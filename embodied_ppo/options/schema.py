@@ -437,7 +437,14 @@ class ModelConfig:
     delta_actions: tuple[Natural, ...] | None = option(None, read_if=PRETRAINED_FLOW)
     """Dimensions of an action, from 0, that the checkpoint predicts relative to the number of the
     state with the same index (openpi's DeltaActions; the gripper is usually absolute). []: none;
-    null: those that lerobot's config.json declares for pi0 or pi0.5, else none."""
+    null: those of config_name, or of the directory."""
+    config_name: Text | None = option(None, read_if=PRETRAINED_FLOW)
+    """Configuration that an openpi directory was trained with, such as pi05_libero: its relative
+    actions, prompt and cameras, which the directory does not record. null: the one that the horizon
+    and the folder of the statistics identify."""
+    discrete_state_input: bool | None = option(None, read_if=PRETRAINED_FLOW)
+    """Whether the prompt of pi0.5 contains the state; null: as config_name, or the directory
+    (lerobot's: true)."""
     center_crop: bool = option(False, read_if=PRETRAINED_TOKEN)
     """OpenVLA: crop the centre of images, 90 % of their area, and resize it, as the publishers do
     to evaluate models that were fine-tuned with random crops (image_aug)."""

@@ -149,8 +149,9 @@ def log_settings(
     for line in (*_unread_options(config, env), *_image_lines(config, env)):
         messages.notice(line)
     samples = config.algorithm.horizon * config.algorithm.rollout_epoch * env.num_envs
-    if isinstance(policy, PI0) and (line := policy.memory_notice(samples)):
-        messages.notice(line)
+    if isinstance(policy, PI0):
+        for line in filter(None, (policy.size_notice, policy.memory_notice(samples))):
+            messages.notice(line)
     simulators = config.env.num_threads or "as many as there are cores"
     compiled = ", ".join(
         f"{name} from update {schedule.first_compiled_update + 1} on"

@@ -62,6 +62,7 @@ OPENVLA = {
     "model.bins": 16,
     "model.unnorm_key": "slow",
 }
+OPENPI = {**CAMERA, **FEW, "model.policy": "flow", "model.checkpoint": str(ROOT / "openpi")}
 PI0 = {**CAMERA, **FEW, "model.policy": "flow", "model.checkpoint": str(ROOT / "pi0")}
 GROUPS = {
     "env.id": "AcrobotSwingup-v1",
@@ -132,6 +133,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.unnorm_key": ("fast", OPENVLA),
     "model.center_crop": (True, OPENVLA),
     "model.delta_actions": ([0], PI0),
+    "model.config_name": ("pi05_droid", {**OPENPI, "model.config_name": "pi05_libero"}),
+    "model.discrete_state_input": (True, {**OPENPI, "model.config_name": "pi05_libero"}),
     "model.omit_stop_token": (True, OPENVLA),
     "model.lora_rank": (2, OPENVLA),
     "model.lora_alpha": (4.0, {**OPENVLA, "model.lora_rank": 2}),
@@ -209,6 +212,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def write_models() -> None:
     """Write the checkpoints that model.checkpoint names."""
     tiny_pi0_checkpoint.write_checkpoint(ROOT / "pi0")
+    tiny_pi0_checkpoint.write_checkpoint(ROOT / "openpi", kind="pi05", asset="own")
     stats = {
         name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))
     }

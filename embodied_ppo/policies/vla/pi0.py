@@ -248,6 +248,8 @@ class PI0(Flow, lora.Adapted):
     only.
     """
 
+    kind = "pi0"
+    """Type of the model in config.json."""
     trunk_class: type[PI0Trunk] = PI0Trunk
     build_model = staticmethod(pi0_files.build_model)
     """Function that builds the model of a config.json with new weights."""
@@ -296,6 +298,8 @@ class PI0(Flow, lora.Adapted):
         if published is None:
             assert folder is not None
             published = self.read(folder)
+        published = pi0_files.resolve(published, self.kind, config)
+        self.set_prompt(bool(published.discrete_state))
         sizes = published.model.config
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
         self._check_options(config, sizes)
@@ -324,10 +328,13 @@ class PI0(Flow, lora.Adapted):
             label = f"model.checkpoint={config.checkpoint}"
             self.statistics = published.action.first(self.size, "actions", label)
             check_units(action_spec, config, mapping)
-        relative = published.relative if config.delta_actions is None else config.delta_actions
-        if relative:
-            numbers = self.trunk.encoder.vector_size
-            self.trunk.relative = _relative_dimensions(relative, self.size, numbers)
+        vectors = self.trunk.encoder.vector_size
+        if published.relative:
+            self.trunk.relative = _relative_dimensions(published.relative, self.size, vectors)
+        self.size_notice = pi0_files.size_notice(
+            published, config, (len(self.trunk.names), vectors, self.size)
+        )
+        """Log line about sizes of the task that differ from those of the training, if any."""
         initial_noise = torch.randn(
             self.horizon, self.padded, generator=torch.Generator().manual_seed(0)
         )
@@ -346,6 +353,9 @@ class PI0(Flow, lora.Adapted):
         self.set_sentences(sentences)
         if folder is not None and (config.freeze_trunk or self.rank):
             self.set_base_weights(folder)
+
+    def set_prompt(self, discrete_state: bool) -> None:
+        """Select the prompt with or without the state, of which π0.5 has both."""
 
     def _check_options(self, config: ModelConfig, sizes: Any) -> None:
         """Raise ConfigError where task, options and the sizes of the checkpoint do not fit."""

@@ -5,6 +5,9 @@ The normalised state is written into the prompt as integers::
     Task: pick up the cup, State: 127 3 255;
     Action:
 
+Some models, such as openpi's pi05_libero, were trained with the prompt of π0 instead and read no
+state (``Published.discrete_state``).
+
 Names of sizes are those of ``pi0``; those of weights are lerobot's. Source: Physical Intelligence
 2025, arXiv 2504.16054; openpi and lerobot for the prompt; adaptive norms as in Peebles and Xie
 2022, arXiv 2212.09748.
@@ -189,16 +192,21 @@ class PromptTrunk(PI0Trunk):
 class PI05(PI0):
     """Flow policy on π0.5; see ``PI0``."""
 
-    trunk: PromptTrunk
-    trunk_class = PromptTrunk
+    kind = "pi05"
     state_tokens = 0
-    state_in_prefix = True
     build_model = staticmethod(build_model)
     read = staticmethod(read)
+
+    def set_prompt(self, discrete_state: bool) -> None:
+        """See ``PI0.set_prompt``."""
+        self.trunk_class = PromptTrunk if discrete_state else PI0Trunk
+        self.state_in_prefix = discrete_state
 
     def prompt_tokens(self) -> int:
         """See ``PI0.prompt_tokens``."""
         trunk = self.trunk
+        if not isinstance(trunk, PromptTrunk):
+            return super().prompt_tokens()
         numbers = trunk.state_numbers * trunk.numbers.shape[1]
         return super().prompt_tokens() + numbers + trunk.end.shape[1]
 

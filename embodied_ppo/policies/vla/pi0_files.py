@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.base.errors import ConfigError, show
+from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.checkpoint_files import (
     check_supported,
     config_errors,
@@ -25,6 +26,7 @@ from embodied_ppo.policies.checkpoint_files import (
     load_tokenizer,
     read_json,
 )
+from embodied_ppo.policies.vla import openpi_configs
 from embodied_ppo.policies.vla.published_weights import (
     Patterns,
     PublishedTensor,
@@ -35,8 +37,13 @@ from embodied_ppo.policies.vla.published_weights import (
     substitute,
 )
 
-MAX_WORDS = 48
-"""Tokens of a prompt after which lerobot and openpi cut it off."""
+MAX_WORDS = {"pi0": 48, "pi05": 200}
+"""Tokens of a prompt after which lerobot and openpi cut it off, where config.json has no number."""
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"), (False,)),
+    **dict.fromkeys(("use_visual_memory", "use_proprioceptive_memory"), (False,)),
+}
+"""Values of lerobot's options that are read here."""
 VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
 """Values of lerobot's and openpi's options for the published sizes, the defaults of PI0Config."""
 PERIODS = ("min_period", "max_period")
@@ -125,6 +132,11 @@ class Statistics(nn.Module):
         """Return x std + mean."""
         return x * self.std + self.mean
 
+    def used_size(self) -> int:
+        """Return the numbers before padding, which is always 0 in openpi's statistics."""
+        used = ((self.mean.abs() > 1e-5) | (self.std > 1e-5)).nonzero()
+        return int(used.max()) + 1 if len(used) else 0
+
     def first(self, n: int, name: str, label: str) -> Statistics:
         """Return the statistics of the first n numbers; the others are padding.
 
@@ -157,7 +169,12 @@ class Published:
         action: Statistics of the actions, None: the model uses the robot's units.
         antialias: Whether images are filtered before they are reduced to the size of the model's;
             lerobot omits this.
-        relative: Indices of the dimensions of an action that are relative to the state.
+        relative: Indices of the dimensions of an action that are relative to the state; None: the
+            directory does not record them.
+        discrete_state: Whether the prompt of π0.5 contains the state; None: the directory does not
+            record it.
+        names: Configurations of openpi that fit the directory, see ``openpi_configs``.
+        images: Number of cameras of the training, 0: not known.
         modules: Name in the policy -> name in the publisher's model. Keys of a file may differ,
             because the publisher's code renames keys of old files.
     """
@@ -167,7 +184,10 @@ class Published:
     state: Statistics | None = None
     action: Statistics | None = None
     antialias: bool = True
-    relative: tuple[int, ...] = ()
+    relative: tuple[int, ...] | None = ()
+    discrete_state: bool | None = True
+    names: Sequence[str] = ()
+    images: int = 0
     modules: Patterns = MODULES
 
 
@@ -261,15 +281,19 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
     if "num_steps" in raw:  # lerobot before 0.4
         fields.setdefault("num_inference_steps", raw["num_steps"])
-    # Sizes other than the published ones are in fields of our own.
-    return fields | {name: raw[name] for name in ("vlm_config", "dit_config") if name in raw}
+    return fields | _own_sizes(raw)
+
+
+def _own_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes other than the published ones, which are in fields of our own."""
+    return {name: raw[name] for name in ("vlm_config", "dit_config") if name in raw}
 
 
 def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of transformers for the config.json that openpi's conversion writes."""
     size = int(raw.get("action_dim", 32))
     sizes = {"max_state_dim": size, "max_action_dim": size}
-    return {"chunk_size": int(raw["action_horizon"]), **sizes}
+    return {"chunk_size": int(raw["action_horizon"]), **sizes, **_own_sizes(raw)}
 
 
 def _relative(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
@@ -302,23 +326,112 @@ def read(
     from transformers.initialization import no_init_weights
 
     folder = Path(folder)
-    _, raw = read_kind(folder, "flow")
+    kind, raw = read_kind(folder, "flow")
+    lerobot = "type" in raw
+    for name, values in SUPPORTED.items() if lerobot else ():
+        label = f"model.checkpoint={folder}: config.json has "
+        check_supported(label, name, raw.get(name, values[0]), *values)
 
     def build() -> tuple[Any, Targets]:
         with no_init_weights():
             model = build_model(raw, folder)
         return model, targets_of(model, PARAMETERS)
 
-    lerobot = "type" in raw
-    modules = MODULES if lerobot else TRANSFORMERS_MODULES
-    return Published(
+    words = raw.get("tokenizer_max_length") or MAX_WORDS[kind]
+    published = Published(
         load(folder, build, rename, optional=(UNREAD,)),
-        _tokenizer(folder, raw.get("tokenizer_max_length") or MAX_WORDS, clean=not lerobot),
+        _tokenizer(folder, words, clean=not lerobot),
         *statistics(folder, raw, mode),
         antialias=not lerobot,
-        relative=_relative(raw, folder) if lerobot else (),
-        modules=modules if lerobot or "model_type" in raw else OPENPI_MODULES,
+        modules=MODULES if lerobot else TRANSFORMERS_MODULES,
     )
+    if lerobot:
+        return replace(published, relative=_relative(raw, folder), images=camera_count(raw))
+    if "model_type" in raw:
+        return published
+    files = sorted(folder.rglob("norm_stats.json"))
+    asset = files[0].parent.name if files else None
+    names = openpi_configs.candidates(kind, raw["action_horizon"], asset)
+    unknown: dict[str, Any] = {"relative": None, "discrete_state": None, "names": names}
+    return replace(published, modules=OPENPI_MODULES, **unknown)
+
+
+def resolve(published: Published, kind: str, config: ModelConfig) -> Published:
+    """Return ``published`` with ``relative`` and ``discrete_state`` known, by option or directory.
+
+    Args:
+        published: Contents of the directory.
+        kind: pi0, pi05 or smolvla.
+        config: Options of the section ``model``.
+
+    Raises:
+        ConfigError: An option does not fit the directory, or neither says how it was trained.
+    """
+    label, name = f"model.checkpoint={config.checkpoint}", config.config_name
+    relative, state = config.delta_actions, config.discrete_state_input
+    if state is not None and kind != "pi05":
+        raise ConfigError(
+            f"remove model.discrete_state_input={show(state)}: {label} holds {kind}, whose prompt"
+            " never contains the state"
+        )
+    if name is not None and published.relative is not None:
+        raise ConfigError(
+            f"remove model.config_name={name}: {label} is no directory of openpi and records how it"
+            " was trained (model.delta_actions and model.discrete_state_input replace that)"
+        )
+    relative = published.relative if relative is None else relative
+    state = published.discrete_state if state is None else state
+    if name is None and relative is not None and (state is not None or kind != "pi05"):
+        return replace(published, relative=relative, discrete_state=bool(state))
+    names = [name] if name is not None else published.names
+    found = [openpi_configs.find(x, kind, label) for x in names]
+    if len({(c.delta, c.state) for c in found}) != 1:
+        own = "model.delta_actions=[..]" + " model.discrete_state_input=.." * (kind == "pi05")
+        raise ConfigError(
+            f"write model.config_name=NAME, the configuration of openpi that trained the model"
+            f" ({' or '.join(names) or 'none that is known fits'}), or {own} for one of your own:"
+            f" {label} does not record"
+            + (" whether the prompt contains the state, and" if kind == "pi05" else "")
+            + " which actions are relative to the state"
+        )
+    return replace(
+        published,
+        relative=found[0].delta if relative is None else relative,
+        discrete_state=found[0].state if state is None else state,
+        images=found[0].images,
+    )
+
+
+def size_notice(
+    published: Published, config: ModelConfig, task: tuple[int, int, int]
+) -> str | None:
+    """Return a log line about sizes of the training that the task does not have, None: it has all.
+
+    Args:
+        published: Contents of the directory.
+        config: Options of the section ``model``.
+        task: Cameras, numbers of a state and of an action of the task.
+    """
+    names = ("cameras", "numbers of a state", "numbers of an action")
+    moments = (published.state, published.action)
+    trained = (published.images, *(0 if x is None else x.used_size() for x in moments))
+    differences = [
+        f"{size} {name} (here {here})"
+        for name, size, here in zip(names, trained, task, strict=True)
+        if size not in (0, here)
+    ]
+    if not differences:
+        return None
+    return (
+        "set env.cameras, or use a task of its robot, if success is low:"
+        f" model.checkpoint={config.checkpoint} was trained with {', '.join(differences)}"
+    )
+
+
+def camera_count(raw: Mapping[str, Any]) -> int:
+    """Return the number of cameras in lerobot's config.json, 0 if it lists none."""
+    names = [str(name) for name in raw.get("input_features") or ()]
+    return sum(".image" in name and "empty_camera" not in name for name in names)
 
 
 # ---------------------------------------------------------------------------------------- tokenizer

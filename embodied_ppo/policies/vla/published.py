@@ -122,7 +122,7 @@ def flow_sizes(
         env: Spaces of the environment.
         chunk: Actions of a chunk.
     """
-    words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS
+    words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS["pi0"]
     with torch.device("meta"):
         model = policy_class.build_model(raw, str(config.checkpoint))
     tokenize = PromptTokenizer(_WordCounter(), words, clean=False)
@@ -132,7 +132,11 @@ def flow_sizes(
         Statistics(torch.zeros(n), torch.ones(n)) if n else None
         for n in (sum(s.shape[0] for s in vectors), env.action_spec.size // chunk)
     )
-    return Published(model, tokenize, state, action, antialias=False)
+    # Names of openpi's configurations are for its directories, which do not record these two.
+    known: Any = None if config.config_name else True
+    return Published(
+        model, tokenize, state, action, False, () if known else None, discrete_state=known
+    )
 
 
 class _WordCounter:

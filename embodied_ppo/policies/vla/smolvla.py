@@ -228,10 +228,11 @@ def read(folder: str | Path) -> Published:
         return model, pi0_files.targets_of(model, PARAMETERS)
 
     model = published_weights.load(folder, build, rename)
-    words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS
+    words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS["pi0"]
     tokenize = SentenceTokenizer(files.load_tokenizer(folder, *VLM_SIZES), words)
     stats = pi0_files.statistics(folder, raw, "MEAN_STD")
-    return Published(model, tokenize, *stats, antialias=False, modules=MODULES)
+    images = pi0_files.camera_count(raw)
+    return Published(model, tokenize, *stats, antialias=False, images=images, modules=MODULES)
 
 
 def build_model(raw: Mapping[str, Any], folder: str | Path) -> SmolVLAModel:
@@ -333,6 +334,7 @@ class SmolTrunk(PI0Trunk):
 class SmolVLA(PI0):
     """Flow policy on SmolVLA; see ``PI0``."""
 
+    kind = "smolvla"
     trunk: SmolTrunk
     trunk_class = SmolTrunk
     state_tokens = 0

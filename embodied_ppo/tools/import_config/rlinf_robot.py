@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodied_envs.base.errors import ConfigError, shorten, show
+from embodied_ppo.policies.vla import openpi_configs
 from embodied_ppo.tools.import_config.table import Answer, Reason, Source, read_table
 
 LOSSES = ("actor_critic", "actor", "decoupled_actor_critic")
@@ -15,8 +16,6 @@ LOSSES = ("actor_critic", "actor", "decoupled_actor_critic")
 POLICIES = {"openvla": "token", "openvla_oft": "token", "openpi": "flow"}
 """Their types of models -> ``model.policy``; mlp_policy is actor_critic."""
 OPENVLA = ("openvla", "openvla_oft")
-OPENPI = read_table("openpi")["names"]
-"""``config_name`` -> horizon, dimensions of delta actions, whether π0.5's prompt has the state."""
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 CAMERAS = ["agentview", "robot0_eye_in_hand"]
 """Suites and cameras of LIBERO's adapter, whose module needs torch."""
@@ -273,13 +272,13 @@ def model(value: Any, source: Source) -> Answer:
 
 
 def config_name(value: Any, source: Source) -> Answer:
-    """Map openpi's configuration to the dimensions of its delta actions."""
-    if value not in OPENPI:
-        return Reason(
-            "unknown to the importer; write model.delta_actions=[..], the dimensions to which the"
-            " state is added"
-        )
-    return {"model.delta_actions": OPENPI[value].get("delta", [])}
+    """Map the name of openpi's configuration, if it is known and computed here."""
+    if value in openpi_configs.CONFIGS and not openpi_configs.CONFIGS[value].adapts:
+        return {"model.config_name": value}
+    return Reason(
+        "unknown, or converts ALOHA's joints; write model.delta_actions=[..], to which the state is"
+        " added, and for π0.5 model.discrete_state_input"
+    )
 
 
 def precision(value: Any, source: Source) -> Answer:
@@ -299,7 +298,7 @@ def differences(source: Source) -> dict[str, str]:
     """
     continues, chunk = resets(source), chunk_size(source)
     has_env = source.get("env.train.total_num_envs") is not None
-    kind, openpi = model_type(source), source.get("actor.model.openpi.config_name")
+    kind = model_type(source)
     has_advantages = not is_grpo(source)
     has_value_head = has_advantages and kind == "openpi"
     of_prefix = bool(source.get("actor.model.openpi.value_after_vlm", False))
@@ -317,9 +316,6 @@ def differences(source: Source) -> dict[str, str]:
         "value_of_prefix": has_value_head and of_prefix,
         "value_of_expert": has_value_head and not of_prefix,
         "reward_scale": has_advantages and reward_scale(source) != 1,
-        "prompt_without_state": openpi in OPENPI
-        and openpi.startswith("pi05")
-        and not OPENPI[openpi].get("state"),
         "top_k": kind in OPENVLA and 0 < top_k < 256,
         "lora_path": lora,
         "reset_id": source.get("env.train.specific_reset_id") is not None,

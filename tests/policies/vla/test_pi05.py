@@ -101,6 +101,53 @@ def test_prompt_is_that_of_openpi(folder: Path) -> None:
         assert ids[i][ids[i] >= 0].tolist() == expected
 
 
+@pytest.mark.parametrize("kind", ["pi0", "pi05"])
+def test_openpi_directory_names_its_training(kind: str, tmp_path: Path) -> None:
+    """Horizon and folder of the statistics identify a configuration, else an option names it."""
+    sizes = {"chunk_size": 50 if kind == "pi0" else 10}
+    quantiles = {"q01": [-1.0] * 8, "q99": [1.0] * 8, "mean": [0.0] * 8, "std": [1.0] * 8}
+    statistics = {"state": quantiles, "actions": quantiles}
+    policy_class = published.FLOW_FAMILIES[kind]
+    folder = tmp_path / "openpi"
+    write_checkpoint(folder, kind=kind, asset="libero", statistics=statistics, **sizes)
+    obs = random_observations(SPEC, B, 0)
+    if kind == "pi05":
+        policy = make(folder)
+        assert policy.trunk.relative is None and not policy.state_in_prefix
+        ids = policy.encode(obs)[WORDS]
+        tokenizer = policy.trunk.tokenize.tokenizer
+        text = [SENTENCES[int(i)].replace("_", " ") + "\n" for i in obs["instruction"]]
+        assert [tokenizer.decode(row[row >= 0]) for row in ids] == [f"<bos>{x}" for x in text]
+        inputs = policy.encode(obs)
+        d = policy.act(inputs, noise=policy.noise(B, torch.Generator().manual_seed(1)))
+        check_evaluate_reproduces_act(policy, inputs, d, shape=(B, C, A), sizes=(B, 1))
+        other = policy.encode(obs | {"state": obs["state"] + 1})
+        assert torch.equal(policy.act(inputs).action, policy.act(other).action)
+        policy = make(folder, discrete_state_input=True)
+        assert policy.state_in_prefix and policy.encode(obs)[WORDS].shape[1] > ids.shape[1]
+    else:  # pi0_libero adds the state to six dimensions, of which the task has two
+        with pytest.raises(ConfigError, match=r"delta_actions=\[0, 1, 2, 3, 4, 5\]"):
+            make(folder, policy_class)
+        policy = make(folder, policy_class, delta_actions=(0,))
+        assert policy.trunk.relative.tolist() == [True, False]
+        with pytest.raises(ConfigError, match="discrete_state_input=true"):
+            make(folder, policy_class, delta_actions=(), discrete_state_input=True)
+    notice = policy.size_notice or ""
+    assert ("2 cameras (here 1)" in notice) == (kind == "pi05")  # else by option: not known
+    assert "8 numbers of a state (here 3), 8 numbers of an action (here 2)" in notice
+    (folder / "assets" / "libero").rename(folder / "assets" / "droid")
+    for options, message in (
+        ({}, r"config_name=NAME.*none that is known fits"),
+        ({"config_name": "pi05_libro"}, "did you mean pi05_libero|known are"),
+        ({"config_name": "pi0_aloha" if kind == "pi0" else "pi05_aloha"}, "adapt_to_pi"),
+        ({"config_name": "pi05_libero" if kind == "pi0" else "pi0_libero"}, f"holds {kind}"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(folder, policy_class, **options)
+    with pytest.raises(ConfigError, match="remove model"):
+        make(write_checkpoint(tmp_path / "own", kind=kind), policy_class, config_name="pi05_libero")
+
+
 def reference_velocity(model: Any, prefix: Any, x: Tensor, tau: Tensor) -> Tensor:
     """Compute the expert in float64, with loops over heads."""
     expert, embed = model.model.dit, model.embed_action_time
@@ -209,6 +256,9 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"normalization_mapping\.STATE=MIN_MAX"):
         make(other)
     config["normalization_mapping"] = {}
+    (other / "config.json").write_text(json.dumps(config | {"adapt_to_pi_aloha": True}))
+    with pytest.raises(ConfigError, match="adapt_to_pi_aloha=true"):
+        make(other)
     (other / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["5;"] = 280

@@ -37,7 +37,9 @@ def write_model(folder: Path, name: str, unnorm_key: str | None) -> Path:
     """Write a tiny checkpoint of the family of a file, for LIBERO's 8 states and 7 actions."""
     if unnorm_key is None:
         kind = "pi05" if "pi05" in name else "pi0"
-        return tiny_pi0_checkpoint.write_checkpoint(folder, kind=kind, chunk_size=10)
+        return tiny_pi0_checkpoint.write_checkpoint(
+            folder, kind=kind, asset="libero", chunk_size=10
+        )
     tiny_openvla_checkpoint.write_checkpoint(folder)
     action = {"q01": [-1.0] * 7, "q99": [1.0] * 7, "mask": [True] * 6 + [False]}
     (folder / "dataset_statistics.json").write_text(json.dumps({unnorm_key: {"action": action}}))

@@ -1,0 +1,125 @@
+"""openpi's training configurations: what openpi's directories do not record.
+
+openpi's config.json contains sizes only. Whether actions are relative to the state, whether π0.5's
+prompt contains the state, and which cameras exist is in its program, by the name of a
+configuration.
+
+Source: openpi at 15a9616, RLinf's additional names at a3816b5. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodied_envs.base.errors import ConfigError, choose
+
+
+@dataclass(frozen=True)
+class OpenPIConfig:
+    """A training configuration.
+
+    Attributes:
+        horizon: Actions of a chunk.
+        images: Number of cameras; 0: not known.
+        asset: Folder of the statistics.
+        delta: Dimensions of an action that are relative to the state.
+        state: Whether the prompt of π0.5 contains the state (``discrete_state_input``).
+        adapts: Whether ALOHA's joints and grippers are converted (``adapt_to_pi``).
+    """
+
+    horizon: int
+    images: int
+    asset: str
+    delta: tuple[int, ...] = ()
+    state: bool = False
+    adapts: bool = False
+
+
+def _droid(horizon: int, *, state: bool, joints: bool = False) -> OpenPIConfig:
+    """Return a configuration of DROID, with joint positions or velocities as actions."""
+    return OpenPIConfig(horizon, 2, "droid", tuple(range(7)) if joints else (), state)
+
+
+_ARM, _ARMS = (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12)
+_ALOHA, _ALOHA05 = (
+    OpenPIConfig(50, 3, "trossen", _ARMS, state, adapts=True) for state in (False, True)
+)
+CONFIGS: dict[str, OpenPIConfig] = {
+    "pi0_libero": OpenPIConfig(50, 2, "libero", _ARM),
+    "pi0_libero_low_mem_finetune": OpenPIConfig(50, 2, "libero", _ARM),
+    "pi05_libero": OpenPIConfig(10, 2, "libero"),
+    "pi0_droid": _droid(10, state=False),
+    "pi0_droid_jointpos_polaris": _droid(10, state=False, joints=True),
+    "pi05_droid": _droid(15, state=True),
+    "pi05_droid_jointpos_polaris": _droid(15, state=True, joints=True),
+    "pi05_droid_finetune": _droid(16, state=True),
+    "pi05_full_droid_finetune": _droid(16, state=True, joints=True),
+    **dict.fromkeys(("pi0_aloha", "pi0_aloha_towel", "pi0_aloha_tupperware"), _ALOHA),
+    "pi0_aloha_pen_uncap": _ALOHA,
+    **dict.fromkeys(("pi05_aloha", "pi05_aloha_pen_uncap"), _ALOHA05),
+    "pi0_aloha_sim": OpenPIConfig(50, 1, "aloha_sim_transfer_cube_human", adapts=True),
+    # RLinf's
+    "pi0_maniskill": OpenPIConfig(50, 1, "maniskill"),
+    "pi05_maniskill": OpenPIConfig(10, 1, "maniskill"),
+    "pi05_maniskill_sim_real_co_training": OpenPIConfig(8, 1, "pick_and_place_real"),
+    "pi05_franka": OpenPIConfig(8, 1, "real_rl"),
+    **dict.fromkeys(("pi0_metaworld", "pi05_metaworld"), OpenPIConfig(5, 1, "metaworld_mt50")),
+    **dict.fromkeys(("pi0_calvin", "pi05_calvin"), OpenPIConfig(5, 2, "InternData-Calvin_ABC")),
+    "pi0_aloha_robotwin": OpenPIConfig(50, 3, "robotwin", _ARMS),
+    "pi05_aloha_robotwin": OpenPIConfig(50, 3, "robotwin", _ARMS, state=True, adapts=True),
+    "pi0_robocasa_human": OpenPIConfig(5, 0, "robocasa_all_human"),
+    **dict.fromkeys(("pi0_robocasa365", "robocasa365"), OpenPIConfig(50, 0, "robocasa")),
+    "pi0_behavior": OpenPIConfig(50, 2, "behavior", _ARM),
+    "pi05_behavior": OpenPIConfig(32, 3, "behavior", state=True),
+    "pi05_gsenv": OpenPIConfig(5, 1, "GSEnv-PutCubeOnPlate-v0"),
+    "pi05_isaaclab_stack_cube": OpenPIConfig(10, 2, "IsaacLab-Stack-Cube-Data"),
+    "pi0_droid_polaris": _droid(10, state=False, joints=True),
+    "pi05_droid_polaris": _droid(15, state=True, joints=True),
+    "pi0_realworld": OpenPIConfig(10, 2, "realworld_franka_bin_relocation"),
+}
+"""Name of a configuration -> its values."""
+
+
+def family(name: str) -> str:
+    """Return pi0 or pi05, the kind of model of a configuration."""
+    return "pi05" if name.startswith("pi05_") else "pi0"
+
+
+def candidates(kind: str, horizon: int, asset: str | None) -> list[str]:
+    """Return the names of the configurations that a directory may have been trained with.
+
+    Args:
+        kind: pi0 or pi05.
+        horizon: Its ``action_horizon``.
+        asset: Folder of its statistics, None: it has none.
+    """
+    return [
+        name
+        for name, c in CONFIGS.items()
+        if (family(name), c.horizon, c.asset) == (kind, horizon, asset)
+    ]
+
+
+def find(name: str, kind: str, label: str) -> OpenPIConfig:
+    """Return the configuration of a name.
+
+    Args:
+        name: Its name.
+        kind: Kind of the model in the checkpoint directory.
+        label: Option and value of the directory, for messages.
+
+    Raises:
+        ConfigError: It is unknown, of another kind of model, or not computed here.
+    """
+    option = f"model.config_name={name}"
+    if name not in CONFIGS:
+        names = [x for x in CONFIGS if family(x) == kind]
+        raise ConfigError(f"{option}: {choose(name, names, 'known are ')}")
+    if family(name) != kind:
+        raise ConfigError(f"{option}: is a configuration of {family(name)}; {label} holds {kind}")
+    if CONFIGS[name].adapts:
+        raise ConfigError(
+            f"{option}: its adapt_to_pi, which converts ALOHA's joints and grippers, does not"
+            f" exist here; use another checkpoint than {label}"
+        )
+    return CONFIGS[name]
