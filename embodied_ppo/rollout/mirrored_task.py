@@ -69,7 +69,10 @@ def derive_mirror(
     """
     task_class = tasks.find(id)
     if task_class is None:
-        raise EnvError(f"env.id={id} has no mirror image: it is no subclass of Task")
+        raise EnvError(
+            "or choose a task of this package (HalfCheetah, without -v5), or your own subclass of"
+            f" embodied_envs.tasks.Task: env.id={id} is neither, so it has no mirror image"
+        )
     task = tasks.make(id, task_class, kwargs, commands, rewards)
     return MirrorSearch(id, task, compile_model(task, id)).result(names)
 

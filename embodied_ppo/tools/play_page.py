@@ -10,6 +10,7 @@ import queue
 import socket
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from embodied_ppo.tools.play_sources import Weights
 from embodied_ppo.tools.player import AGENTS, Player, Pull
 
 HOST = "127.0.0.1"
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 DRAW_S, PANEL_S, CHECKPOINT_S = 1 / 30, 0.2, 2.0
 """Intervals of pictures, of numbers and bars, and of looking for a new checkpoint, seconds."""
 VIDEO_SIZE = (720, 1280)
@@ -53,7 +55,7 @@ class Page:
         weights: Weights | None = None,
         episodes: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Start the server.
+        """Start the server; at the end the complete page can be loaded from ``address``.
 
         Args:
             player: The world to show.
@@ -78,6 +80,12 @@ class Page:
         self._server.gui.configure_theme(show_share_button=False, show_logo=False)
         self._scene = Scene(self._server, player, self._pull)
         self._add_controls()
+        self._scene.draw(player.frames[player.shown])
+        self._update_panel()
+        # The first request of the page compresses it, which takes seconds on a busy computer.
+        request = urllib.request.Request(self.address, headers={"Accept-Encoding": "gzip"})
+        with contextlib.suppress(OSError), NO_PROXY.open(request, timeout=60) as response:
+            response.read()
 
     # ------------------------------------------------------------------------------------- the loop
     def serve(self) -> None:

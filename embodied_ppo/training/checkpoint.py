@@ -327,6 +327,11 @@ def find(path: str | Path, option: str = "checkpoint") -> Path:
                 f"{option}={show_path(path)}: is no run, but holds {len(runs)}; name one, the last"
                 f" is {show_path(runs[-1])}"
             )
+        if not any((path / name).exists() for name in ("config.yaml", "checkpoints")):
+            raise CheckpointError(
+                f"name the directory of a run, such as runs/NAME/DATE-SEED, or of a checkpoint:"
+                f" {option}={show_path(path)} is no run (it has no config.yaml and no checkpoints)"
+            )
         raise CheckpointError(
             f"{option}={show_path(path)}: holds no checkpoint (checkpoints/step_*); name a run that"
             " has saved one (before the first one it was ended, or its save_every is too large)"

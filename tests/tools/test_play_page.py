@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,7 @@ def test_command_prints_the_address_and_ends_with_ctrl_c(run: Path) -> None:
     process = start("env.id=PandaPickCube", "agent=random", "--json")
     assert process.stdout
     address = json.loads(process.stdout.readline())["address"]
+    assert "</html>" in urllib.request.urlopen(address).read().decode()
     port = address.rstrip("/").rpartition(":")[2]
     second = start(run, "--port", port)
     _, error = second.communicate(timeout=120)
@@ -233,7 +235,7 @@ def test_command_prints_the_address_and_ends_with_ctrl_c(run: Path) -> None:
         (("{run}", "{run}"), "2 runs"),
         (("env.id=Go1Joystick", "agent=trained"), "agent=trained"),
         (("env.id=CartPole-v1",), "CartPole-v1"),
-        (("{empty}",), "checkpoint"),
+        (("{empty}",), "is no run"),
         (("{run}/reports/{report}", "seed=3"), "seed"),
     ],
 )

@@ -119,6 +119,11 @@ def empty_run(run_dir: Path) -> Path:
     return run_dir
 
 
+def no_run(run_dir: Path) -> Path:
+    (run_dir / "other").mkdir()
+    return run_dir / "other"
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (truncate, "policy.pt"),
     "bit flipped": (flip_a_bit, "policy.pt"),
@@ -136,7 +141,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "manifest missing": (without("manifest.json"), "manifest.json.*step_000001"),
     "manifest torn": (torn_manifest, "manifest.json"),
     "training.pt missing": (without("training.pt"), "training.pt.*step_000001"),
-    "no checkpoints": (empty_run, "run"),
+    "no checkpoints": (empty_run, "save_every"),
+    "no run": (no_run, "is no run"),
     "folder of runs": (lambda run_dir: run_dir.parent, "run"),
     "nowhere": (lambda run_dir: run_dir / "nowhere", "nowhere"),
 }

@@ -208,7 +208,7 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
             _write_info(info, out)
             difference = _set_tolerances(info, golden, out)
             if robot is not None:
-                robot_section.write_files(info, env.simulator, out)
+                robot_section.write_files(info, env.simulator, out, run.say)
     finally:
         env.close()
     if robot is not None:

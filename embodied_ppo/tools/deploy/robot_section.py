@@ -6,7 +6,7 @@ import copy
 import itertools
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -213,8 +213,10 @@ def measure(
         )
 
 
-def write_files(info: Mapping[str, Any], simulator: Any, out: Path) -> None:
-    """Write the files that run the policy on a robot."""
+def write_files(
+    info: Mapping[str, Any], simulator: Any, out: Path, say: Callable[[str], None]
+) -> None:
+    """Write the files that run the policy on a robot; ``say`` reports a missing scene."""
     for name in FILES:
         shutil.copyfile(Path(__file__).parent / name, out / name)
     (out / "observation.py").write_text(observation_source(info), encoding="utf-8")
@@ -223,7 +225,10 @@ def write_files(info: Mapping[str, Any], simulator: Any, out: Path) -> None:
         _write_scene(simulator.task.spec(), out / "scene")
     except (OSError, ValueError) as error:
         shutil.rmtree(out / "scene", ignore_errors=True)
-        warnings.warn(f"export: no scene.xml: {one_line(error)}", stacklevel=2)
+        say(
+            f"give --mujoco a scene of yours: the bundle has none, that of {info['task']} cannot be"
+            f" written: {one_line(error)}"
+        )
 
 
 def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mujoco
@@ -216,6 +217,17 @@ def test_other_scenes_get_the_gains_and_are_refused_by_name(
         if i == 0:
             spec.option.timestep, spec.joint(name).name = 0.002, "renamed"
             spec.actuators[0].target = "renamed"
+
+
+def test_a_scene_that_cannot_be_written_is_one_line(policy: Policy, tmp_path: Path) -> None:
+    class Task:
+        def spec(self) -> mujoco.MjSpec:
+            return mujoco.MjSpec.from_string("<nothing/>")
+
+    lines: list[str] = []
+    robot_section.write_files(policy.info, SimpleNamespace(task=Task()), tmp_path, lines.append)
+    assert len(lines) == 1 and "scene.xml" in lines[0] and "\n" not in lines[0]
+    assert (tmp_path / "robot_loop.py").exists() and not (tmp_path / "scene").exists()
 
 
 def test_a_task_without_parts_gets_a_stub(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
