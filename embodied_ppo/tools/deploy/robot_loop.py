@@ -27,6 +27,8 @@ START_S = 5.0
 """Longest time until the first measurement."""
 RAMP_S, MAX_TILT_DEG = 3.0, 60.0
 """Time in which the robot moves to its home posture, and largest tilt of the IMU."""
+LATE_STEPS = 3
+"""Late control steps in a row that end the loop; fewer, as on a busy computer, are logged."""
 RANGE_SHARE = 0.05
 """Largest share of the rows of a log in which a number is outside of its range in the trace."""
 RAMP, POLICY = 0, 1
@@ -100,6 +102,7 @@ class RobotLoop:
         seconds=None,
         ramp_s=RAMP_S,
         watchdog_s=None,
+        late_steps=None,
         protect=True,
         log=None,
     ):
@@ -115,6 +118,10 @@ class RobotLoop:
             watchdog_s: The loop ends before a measurement is older than this, or targets are lost
                 for so long; None: 0.1 s, and at least 5 control steps more than the delays of
                 the training.
+            late_steps: Control steps in a row that must be late (start more than 0.8 watchdog_s
+                after the one before, or find only old measurements or targets) to end the loop.
+                A function that does not return ends it after late_steps * 0.8 * watchdog_s.
+                None: LATE_STEPS.
             protect: Whether targets are limited to the joints' ranges and torque limits, and the
                 velocities of joints are limited.
             log: npz file to write at the end; None: no file.
@@ -131,6 +138,10 @@ class RobotLoop:
         self.watchdog_s = max(0.1, least + 2 * self.step_s) if watchdog_s is None else watchdog_s
         if self.watchdog_s < least:
             raise RobotError(f"--watchdog {self.watchdog_s:g}: write at least {least:g} s")
+        self.late_steps = LATE_STEPS if late_steps is None else late_steps
+        if self.late_steps < 1:
+            raise RobotError(f"--late-steps {self.late_steps}: write at least 1")
+        self.late = self.stale = self.unsent = 0  # steps in a row
         names = section["command_names"]
         self.command = np.zeros(len(names)) if command is None else np.asarray(command, float)
         if self.command.shape != (len(names),):
@@ -226,7 +237,7 @@ class RobotLoop:
     def _watch(self):
         """Stop the robot if a control step does not end."""
         while not self._done.wait(self.watchdog_s / 10):
-            if time.monotonic() - self._beat > 0.8 * self.watchdog_s:
+            if time.monotonic() - self._beat > self.late_steps * 0.8 * self.watchdog_s:
                 late_s = time.monotonic() - self._beat
                 self._finish(f"watchdog: read, write and the policy take {late_s:.3g} s or more")
                 return
@@ -245,10 +256,16 @@ class RobotLoop:
     def _run(self):
         """Run control steps; return the reason of the end."""
         robot, tick = self.robot, self.robot.now()
-        self.start = tick
+        self.start = before = tick
         while True:
-            self._beat = time.monotonic()
-            reason = self._step(robot.now()) or self.reason
+            self._beat, now = time.monotonic(), robot.now()
+            self.late = self.late + 1 if now - before > 0.8 * self.watchdog_s else 0
+            if self.late:
+                print(f"late: the last control step took {now - before:.3g} s", file=sys.stderr)
+            if self.late >= self.late_steps:
+                return f"watchdog: {self.late} control steps in a row were late"
+            before = now
+            reason = self._step(now) or self.reason
             if reason:
                 return reason
             if self.max_steps is not None and self.steps >= self.max_steps:
@@ -263,7 +280,7 @@ class RobotLoop:
         if self.robot.realtime and sys.stdin is not None and sys.stdin.isatty():
             if select.select([sys.stdin], [], [], 0)[0]:
                 return "key"
-        measured = self.robot.read()
+        before_s, measured = self.arrived_s, self.robot.read()
         fresh = measured is not None and measured["time_s"] > self.measured_s
         if fresh:
             problem = self._take(measured, now)
@@ -273,7 +290,9 @@ class RobotLoop:
             return "" if now - self.start < START_S else f"no measurement in {START_S:g} s"
         # The next step is one step later, so the loop ends now if that would be too late.
         limit = self.watchdog_s - self.step_s
-        if now - self.measured_s > limit:
+        old = now - self.measured_s > limit
+        self.stale = 0 if fresh and not old else self.stale + 1
+        if old and self.stale >= self.late_steps:
             return f"watchdog: the newest measurement is {now - self.measured_s:.3g} s old"
         problem = self._emergency()
         if problem:
@@ -305,7 +324,10 @@ class RobotLoop:
         self.targets.append((now, target))
         self._record(now, fresh, action, observation, target, written, position, velocity)
         lost = max(now - self.written_s, self.measured_s - self.arrived_s)
-        return f"watchdog: targets are lost for {lost:.3g} s" if lost > limit else ""
+        self.unsent = 0 if written and self.arrived_s > before_s else self.unsent + 1
+        if lost > limit and self.unsent >= self.late_steps:
+            return f"watchdog: targets are lost for {lost:.3g} s"
+        return ""
 
     def _take(self, measured, now):
         """Store a measurement as the state that ``observe`` reads; return what is wrong with it."""
@@ -375,6 +397,7 @@ class RobotLoop:
             "measured_s": self.measured_s,
             "phase": RAMP if observation is None else POLICY,
             "fresh": fresh,
+            "late": self.late > 0,
             "written": written,
             "action": action,
             "target": target,
@@ -431,7 +454,7 @@ def run(policy, args):
     own = [x for x in classes if x.__module__ == module.__name__]
     if len(own) != 1:
         raise RobotError(f"--loop {args.loop}: write one subclass of Robot; it has {len(own)}")
-    common.update(ramp_s=args.ramp, watchdog_s=args.watchdog)
+    common.update(ramp_s=args.ramp, watchdog_s=args.watchdog, late_steps=args.late_steps)
     reason = RobotLoop(policy, own[0](policy.info), observe, **common).run()
     if not reason.startswith(("finished", "signal", "key")):
         return [f"stopped: {reason}"]

@@ -552,6 +552,7 @@ def main(arguments=None):
     parser.add_argument("--log", metavar="NPZ", help="log that --mujoco or --loop writes")
     parser.add_argument("--ramp", type=float, default=3.0, help="s to the home posture of --loop")
     parser.add_argument("--watchdog", type=float, help="longest time without measurements, s")
+    parser.add_argument("--late-steps", type=int, help="late steps in a row that stop (default: 3)")
     args = parser.parse_args(arguments)
     try:
         policy = ExportedPolicy(args.folder, expected_hz=args.expected_hz)

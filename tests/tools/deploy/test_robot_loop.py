@@ -226,7 +226,7 @@ def test_a_scene_that_cannot_be_written_is_one_line(policy: Policy, tmp_path: Pa
 
     lines: list[str] = []
     robot_section.write_files(policy.info, SimpleNamespace(task=Task()), tmp_path, lines.append)
-    assert len(lines) == 1 and "scene.xml" in lines[0] and "\n" not in lines[0]
+    assert len(lines) == 1 and "a scene of yours" in lines[0] and "\n" not in lines[0]
     assert (tmp_path / "robot_loop.py").exists() and not (tmp_path / "scene").exists()
 
 
@@ -384,6 +384,32 @@ def test_single_lost_measurements_are_bridged(policy: Policy, tmp_path: Path) ->
     loop = run_loop(policy, Lossy(policy.info, scene(policy)), log=str(tmp_path / "log.npz"))
     assert loop.reason == "finished after 1 s"
     assert 0.1 < 1 - np.load(tmp_path / "log.npz")["fresh"].mean() < 0.9
+
+
+@pytest.mark.parametrize("pauses", [1, 3])
+def test_one_late_step_is_logged_and_three_in_a_row_stop(
+    pauses: int, policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    _, simulation, _ = load(policy)
+
+    class Busy(simulation.MujocoRobot):
+        paused = 0
+
+        def read(self) -> Any:
+            state = {**super().read(), "target": self.data.ctrl[self.actuators].copy()}
+            if self.now() > 0.5 and self.paused < pauses:
+                self.paused += 1
+                simulation.MujocoRobot.sleep(self, 0.3)  # the measurement is old, too
+            return state
+
+    device = Busy(policy.info, scene(policy))
+    loop = run_loop(policy, device, log=str(tmp_path / "log.npz"), watchdog_s=0.2, noise=1.0)
+    assert capsys.readouterr().err.count("late: the last control step took 0.3") == pauses
+    if pauses == 3:
+        assert loop.reason == "watchdog: 3 control steps in a row were late" and device.stopped
+    else:
+        assert loop.reason == "finished after 1 s"
+        assert np.load(tmp_path / "log.npz")["late"].sum() == 1
 
 
 @pytest.mark.parametrize("function", ["read", "write"])
