@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import shutil
@@ -231,10 +232,25 @@ def write_files(
         )
 
 
+@contextlib.contextmanager
+def _no_deprecation() -> Iterator[None]:
+    """Hide the warning about an attribute that Gymnasium's models have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*settotalmass")
+        yield
+
+
 def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
-    """Write a model as ``folder``/scene.xml, with its files beside it, and read it."""
+    """Write a model as ``folder``/scene.xml, with its files beside it, and read it.
+
+    Geometry that does not collide, and its meshes, are left out; masses stay.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     source, compiler = Path(spec.modelfiledir), spec.compiler
+    compiler.discardvisual = True
+    with _no_deprecation():
+        spec.compile()
+    compiler.discardvisual = False
     for kind, elements in (
         (compiler.meshdir, [*spec.meshes, *spec.hfields, *spec.skins]),
         (compiler.texturedir, spec.textures),
@@ -246,8 +262,7 @@ def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
                 element.file = name
     compiler.meshdir = compiler.texturedir = ""
     spec.modelfiledir = str(folder)
-    with warnings.catch_warnings():  # Gymnasium's models have a deprecated attribute
-        warnings.filterwarnings("ignore", message=".*settotalmass")
+    with _no_deprecation():
         spec.compile()
         (folder / "scene.xml").write_text(spec.to_xml(), encoding="utf-8")
     mujoco.MjModel.from_xml_path(str(folder / "scene.xml"))

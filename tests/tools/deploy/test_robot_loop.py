@@ -43,8 +43,9 @@ class Stand(RobotTask):
     def terminated(self, s):
         return self.fallen(s)
 """
-MESH = """<compiler meshdir="meshes"/><asset><mesh file="rock.obj"/></asset><worldbody>
-    <geom name="rock" type="mesh" mesh="rock" pos="3 3 1" contype="0" conaffinity="0"/>"""
+MESH = """<compiler meshdir="meshes"/><asset><mesh file="rock.obj"/><mesh file="moss.obj"/></asset>
+    <worldbody><geom name="rock" type="mesh" mesh="rock" pos="3 3 1"/>
+    <geom name="moss" type="mesh" mesh="moss" pos="3 3 1" contype="0" conaffinity="0"/>"""
 ROCK = "v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 2 3 4\nf 1 4 3\n"
 OPTIONS: dict[str, Any] = {
     "env.max_episode_steps": 100,
@@ -68,7 +69,8 @@ def robot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if id == "Stand":
         (folder / "quadruped.xml").write_text(QUADRUPED.replace("<worldbody>", MESH, 1))
         (folder / "meshes").mkdir()
-        (folder / "meshes" / "rock.obj").write_text(ROCK)
+        for name in ("rock.obj", "moss.obj"):
+            (folder / "meshes" / name).write_text(ROCK)
         (folder / "deployed_stand.py").write_text(TASK)
         sys.path.insert(0, str(folder))
         request.addfinalizer(lambda: sys.path.remove(str(folder)))
@@ -119,6 +121,8 @@ def test_bundle_describes_the_robot(policy: Policy) -> None:
         assert len(robot["tracking"]) == 7
         assert (policy.folder / "observation.py").read_text().count("estimator") == 1
     else:
+        # A mesh that is only seen is left out.
+        assert [x.name[-8:] for x in policy.folder.glob("scene/*.obj")] == ["rock.obj"]
         assert robot["not_measured"] == [] and len(robot["tracking"]) == 1
         assert robot["joints"][0] == "FL_roll" and robot["frame"]["body"] == "trunk"
         assert robot["frame"]["pos"] == [0, 0, 0.05]
