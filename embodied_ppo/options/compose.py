@@ -61,15 +61,18 @@ def prepare(
         ConfigError: An option is refused.
         PlacementError: The placement is refused.
         CheckpointError: The run to resume cannot be read.
+        EnvError: The task has no such term or command.
     """
     from embodied_ppo.options import loader as strict
-    from embodied_ppo.options import validation
+    from embodied_ppo.options import term_names, validation
     from embodied_ppo.options.schema import OWN_OPTIONS, Config, DemosConfig
 
     cls = OWN_OPTIONS.get(args.command, Config)
     if cls is DemosConfig:
         return strict.read(DemosConfig, _demos_layers(_layers(args, lines, Config, label), lines))
     loaded = strict.read(cls, _layers(args, lines, cls, label), partial=partial)
+    if isinstance(loaded.config, Config) and not loaded.missing and not loaded.config.resume:
+        term_names.check(loaded.config.env)
     if not check or loaded.missing:
         return loaded
     config, origin = loaded.config, loaded.origin

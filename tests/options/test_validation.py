@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from run_helpers import nested
 
-from embodied_envs.base.errors import ConfigError, show
-from embodied_ppo.options import loader, validation
-from embodied_ppo.options.schema import Config
+from embodied_envs import tasks
+from embodied_envs.base.errors import ConfigError, EnvError, show
+from embodied_ppo.options import loader, term_names, validation
+from embodied_ppo.options.schema import Config, EnvConfig
 from tests.options.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS, refused
 
 GROUPS = {"env.restart_each_rollout": True, "algorithm.group_size": 4}
@@ -226,6 +228,41 @@ def test_check_refuses_unread_defaults_only_if_explicit() -> None:
     with pytest.raises(ConfigError, match=r"desired_kl = 0\.01"):
         validation.check(Config(), explicit={"algorithm.desired_kl"})
     validation.check(Config(), explicit={"algorithm.reward_shift"})  # false switches the option off
+
+
+MINE = """
+from embodied_envs.robots.rough_terrain import RoughTerrain
+from embodied_envs.tasks.go1 import Go1Joystick as Base
+
+class Mine(RoughTerrain, Base):
+    def fast(self, before, s, action, *, limit=1.0):
+        return s["qvel"].square().sum(1)
+
+class Other(Mine):
+    assigned = Mine.fast
+
+class Computed(Mine):
+    if True:
+        def hidden(self, before, s, action): ...
+"""
+
+
+@pytest.mark.parametrize("id", ["Go1Joystick", "Go1Rough", "named_terms:Mine", "named_terms:Other"])
+def test_names_of_terms_in_the_source_are_those_of_the_task(
+    id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "named_terms.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    task_class = tasks.find(id)
+    assert task_class is not None
+    task = tasks.make(id, task_class, {})
+    terms = {name: {"weight": 1.0} for name in task.available_terms()}
+    term_names.check(EnvConfig(id=id, rewards=terms, commands=dict(task.commands)))
+    for wrong in ({"rewards": {"none": {}}}, {"commands": {"none": (0, 1)}}):
+        with pytest.raises(EnvError, match=r"\.none is unknown"):
+            term_names.check(EnvConfig(id=id, **wrong))
+    # Names that the source does not show are accepted here.
+    term_names.check(EnvConfig(id="named_terms:Computed", rewards={"hidden": {"weight": 1.0}}))
 
 
 def test_shipped_options_may_remain_unread() -> None:
