@@ -30,8 +30,7 @@ from pathlib import Path
 import numpy as np
 
 NEXT = "next_"
-"""The output of policy.onnx that is a part of the memory after a step has the name of the input
-with this in front."""
+"""An output with this in front of an input's name is that part of the memory after a step."""
 FORMAT, READ_FORMATS = 2, (1, 2)
 """Version of policy.json that `export` writes, and those that this file reads; 1 has no robot."""
 RATE_TOLERANCE = 0.02
