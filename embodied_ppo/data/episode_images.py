@@ -222,6 +222,8 @@ def _frames(path: Path, start_s: float, fps: float) -> Any:
 
     The first frame is the one at ``start_s``, of a video with ``fps`` frames per second.
     """
+    if not path.is_file():
+        raise damaged(f"{path} does not exist")
     # Half a frame earlier, because the times in a file are rounded.
     seek = ["-ss", f"{start_s - 0.5 / fps:.6f}"] if start_s else []
     return import_ffmpeg(path).read_frames(

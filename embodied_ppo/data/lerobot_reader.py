@@ -199,7 +199,9 @@ def open_folder(
     if rate is not None:
         episodes, fps = [replace(e, stride=info["fps"] / rate) for e in episodes], rate
     disk = EpisodeImages(folder, episodes, selected, float(info["fps"]))
-    if not (frames := int(disk.starts[-1])):
+    if not (frames := int(disk.starts[-1])) and exclude:
+        raise ConfigError(f"shorten cloning.exclude_episodes: it leaves no episode of {folder}")
+    if not frames:
         raise ConfigError(f"{folder}: has no episodes; record some, or choose another folder")
     _check_memory(folder, [], sum(dims.values()), frames, len(episodes))
     instructions = read_tasks(folder, info["codebase_version"])

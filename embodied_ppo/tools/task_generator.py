@@ -44,6 +44,8 @@ HINTS = {
 }
 """Pattern of MuJoCo's reason -> hint; the first counts."""
 
+MAX_GAIN = 1e6
+"""Largest kp and kd that are accepted."""
 HOLD_S = 2.0
 """Time for which the robot is held at home, s."""
 
@@ -181,7 +183,7 @@ def load(mjcf: Path, preparation: Preparation | None = None) -> mujoco.MjModel:
 def _compile(file: Path, option: str, floating: bool = False) -> tuple[Any, mujoco.MjModel]:
     """Read and compile a file. Raises EnvError with MuJoCo's reason and a hint."""
     if not file.is_file():
-        raise EnvError(f"{option} {file}: no such file")
+        raise EnvError(f"name an existing file: {option} {file}: no such file")
     try:
         spec = mujoco.MjSpec.from_file(str(file))
         if floating and (base := spec.worldbody.first_body()):
@@ -242,19 +244,19 @@ def read_gains(kp: float | None, kd: float | None, file: str | None) -> Any:
         try:
             rows = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise EnvError(f"--gains {file}: cannot be read: {one_line(error)}") from error
+            raise EnvError(f"name a readable file: --gains {file}: {one_line(error)}") from error
     valid = isinstance(rows, dict) and all(
         isinstance(row, list)
         and len(row) == 2
-        and all(isinstance(x, (int, float)) and 0 <= x < np.inf for x in row)
+        and all(isinstance(x, (int, float)) and 0 <= x <= MAX_GAIN for x in row)
         and row[0] > 0
         for row in rows.values()
     )
     if not valid or not rows:
-        option = "--kp, --kd" if file is None else f"--gains {file}"
+        option = f"--kp {kp} --kd {kd}" if file is None else f"--gains {file}"
         raise EnvError(
             f"write both --kp 40 --kd 1, or a YAML file of lines such as '*_hip: [40, 1]' (joint:"
-            f" [kp, kd], N m/rad and N m s/rad): {option} gives other values"
+            f" [kp, kd], N m/rad and N m s/rad, 0 < kp, at most {MAX_GAIN:g}): {option}"
         )
     return {str(joint): (float(row[0]), float(row[1])) for joint, row in rows.items()}
 

@@ -400,6 +400,8 @@ def test_cameras_episodes_and_rate_of_a_folder(good: Path, tmp_path: Path) -> No
     assert double.state[:, 1].tolist() == [0, 0, 1, 1, 2, 2, 3]
     with pytest.raises(ConfigError, match=r"remove 7 from cloning\.exclude_episodes"):
         open_folder(folder, cameras={}, exclude=[7])
+    with pytest.raises(ConfigError, match=r"^shorten cloning\.exclude_episodes"):
+        open_folder(folder, cameras={}, exclude=range(len(LENGTHS)))
 
 
 # --------------------------------------------------------------------------------------------- v2.1

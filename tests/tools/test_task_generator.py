@@ -412,7 +412,7 @@ def test_gains_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> N
         (["--kp", "40"], "write both --kp 40 --kd 1"),
         (["--kp", "-1", "--kd", "1"], "write both --kp 40 --kd 1"),
         (["--gains", "bad.yaml"], "or a YAML file of lines"),
-        (["--gains", "none.yaml"], "--gains none.yaml: cannot be read"),
+        (["--gains", "none.yaml"], "name a readable file: --gains none.yaml: "),
         (["--gains", "gains.yaml", "--kp", "3"], "not both"),
     ):
         assert main.main(["new-task", "b", "--mjcf", "robot.xml", *options]) == 2

@@ -39,10 +39,18 @@ def make(id: str, simulator: str, options: AdapterOptions) -> GymnasiumEnv | Tor
         spec = importlib.util.find_spec(package)
     if spec is not None:
         return (ManiSkillEnv if simulator == "maniskill" else LanguageEnv)(id, simulator, options)
+    hint = "start in the folder of RoboTwin" if simulator == "robotwin" else f"install {simulator}"
     raise EnvError(
-        f"install {simulator}: env.id={id} needs its package {package}, which this environment of"
-        " Python does not have"
+        f"{hint}: env.id={id} needs its package {package}, which Python does not find here"
     )
+
+
+def _take_sentences(kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Remove ``sentences`` from kwargs and return them. Raises EnvError for other than texts."""
+    given = kwargs.pop("sentences", None) or ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(x, str) and x for x in given):
+        raise EnvError(f"write a list of texts: env.kwargs.sentences={given!r}")
+    return tuple(given)
 
 
 class LanguageEnv(GymnasiumEnv):
@@ -56,7 +64,9 @@ class LanguageEnv(GymnasiumEnv):
         check_names("env.cameras", cameras, task_class.cameras)
         with wrap_errors(f"env.id={id}: {simulator} fails: "):
             known, extra = task_class.prepare(id, kwargs)
-        sentences = kwargs.pop("sentences", None) or known
+        sentences = _take_sentences(kwargs) or tuple(known)
+        if task_class.known_options is not None:
+            check_names("env.kwargs", list(kwargs), (*task_class.known_options, "processes"))
         if not sentences:
             raise EnvError(
                 "write env.kwargs.sentences=[..], all sentences that its episodes may have:"
@@ -67,7 +77,7 @@ class LanguageEnv(GymnasiumEnv):
         arguments = {
             "kind": simulator,
             "task": id,
-            "sentences": tuple(sentences),
+            "sentences": sentences,
             "cameras": cameras,
             "image_size": tuple(options.image_size),
             **extra,
@@ -83,7 +93,7 @@ class LanguageEnv(GymnasiumEnv):
         super().__init__(id, options, spec=spec)
         # ``make_vector`` returns Gymnasium's vector, which takes one seed per environment.
         self._has_own_vector = False
-        self.step_s, self.instructions = task_class.step_s(id), tuple(sentences)
+        self.step_s, self.instructions = task_class.step_s(id), sentences
         if len(sentences) > 1:
             named = self.obs_spec
             assert isinstance(named, dict)
@@ -106,7 +116,7 @@ class ManiSkillEnv(TorchVectorEnv):
     def __init__(self, id: str, simulator: str, options: AdapterOptions) -> None:
         kwargs = dict(options.kwargs or {})
         words = "".join(f" {x.lower()}" if x.isupper() else x for x in id.partition("-v")[0])
-        sentences = kwargs.pop("sentences", None) or (words.strip(),)
+        sentences = _take_sentences(kwargs) or (words.strip(),)
         cameras, (height, width) = tuple(options.cameras), options.image_size
         kwargs = {"obs_mode": "rgb" if cameras else "state"} | kwargs
         if cameras:
@@ -117,7 +127,7 @@ class ManiSkillEnv(TorchVectorEnv):
         make: Callable[..., Any] = _make_maniskill
         arguments = {**factory_arguments(options), "task": id, **kwargs}
         super().__init__(id, replace(options, kwargs=arguments), make=make)
-        self.instructions = tuple(sentences)[:1]
+        self.instructions = sentences[:1]
 
 
 def _make_maniskill(*, task: str, num_envs: int, seed: int, device: str, **kwargs: Any) -> Any:
@@ -127,5 +137,6 @@ def _make_maniskill(*, task: str, num_envs: int, seed: int, device: str, **kwarg
     importlib.import_module("mani_skill.envs")
     wrappers = importlib.import_module("mani_skill.vector.wrappers.gymnasium")
     backend = "physx_cpu" if device == "cpu" else "physx_cuda"
-    env = gymnasium.make(task, num_envs=num_envs, sim_backend=backend, **kwargs)
+    with wrap_errors(f"name a task and options of ManiSkill: env.id={task}: "):
+        env = gymnasium.make(task, num_envs=num_envs, sim_backend=backend, **kwargs)
     return wrappers.ManiSkillVectorEnv(env)

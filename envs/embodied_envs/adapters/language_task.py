@@ -20,7 +20,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from embodied_envs.adapters.simulator_processes import make_processes, use_egl_without_display
-from embodied_envs.base.errors import EnvError
+from embodied_envs.base.errors import EnvError, check_names
 
 
 class LanguageTask(gymnasium.Env):
@@ -39,6 +39,8 @@ class LanguageTask(gymnasium.Env):
     state_size: ClassVar[int] = 0
     action_range: ClassVar[tuple[float, int]] = (1.0, 7)
     """Largest absolute value of an action, and its size."""
+    known_options: ClassVar[tuple[str, ...] | None] = None
+    """Names of options; None: the project checks them."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class SimplerTask(LanguageTask):
     With the robot WidowX, 24 consecutive seeds are the 24 placements of the evaluation.
     """
 
-    package = "simpler_env"
+    package, known_options = "simpler_env", ()
     cameras = ("overhead_camera", "3rd_view_camera")
     sentences_of: ClassVar[dict[str, str]] = {
         "widowx_spoon_on_towel": "put the spoon on the towel",
@@ -153,6 +155,8 @@ class SimplerTask(LanguageTask):
 
     @classmethod
     def prepare(cls, task: str, options: Mapping[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:
+        known = getattr(importlib.import_module(cls.package), "ENVIRONMENTS", None)
+        check_names("env.id", [task], known or [task])
         if task in cls.sentences_of:
             return (cls.sentences_of[task],), {}
         verb = next((verb for verb in ("open", "close") if f"robot_{verb}_" in task), None)
@@ -272,7 +276,7 @@ class CalvinTask(LanguageTask):
     ``options``: dataset (a folder with validation/).
     """
 
-    package = "calvin_agent"
+    package, known_options = "calvin_agent", ("dataset",)
     cameras = ("rgb_static", "rgb_gripper")
     state_size = 15
     subtask_steps = 360
@@ -287,6 +291,11 @@ class CalvinTask(LanguageTask):
 
     @classmethod
     def prepare(cls, task: str, options: Mapping[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:
+        if not Path(options.get("dataset", "-"), "validation").is_dir():
+            raise EnvError(
+                "write env.kwargs.dataset=FOLDER, which contains CALVIN's validation/:"
+                f" env.kwargs.dataset={options.get('dataset')}"
+            )
         evaluation = importlib.import_module("calvin_agent.evaluation.multistep_sequences")
         root = importlib.import_module("calvin_agent").__file__
         conf = Path(str(root)).parents[1] / "conf"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from embodied_envs.base.errors import EnvError
+from embodied_envs.base.errors import EnvError, one_line
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def wrap_errors(prefix: str, suffix: str = "") -> Iterator[None]:
     except EnvError:
         raise
     except Exception as error:  # user code may raise any class
-        raise EnvError(f"{prefix}{type(error).__name__}: {error}{suffix}") from error
+        raise EnvError(f"{prefix}{one_line(error, kind=True)}{suffix}") from error
 
 
 def import_user_module(id: str, module: str) -> ModuleType:

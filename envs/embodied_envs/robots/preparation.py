@@ -93,7 +93,9 @@ class Preparation:
             matches = [i for i, name in names.items() if fnmatchcase(name, pattern)]
             if not matches:
                 known = ", ".join(names.values())
-                raise EnvError(f"gains: {pattern!r} matches no joint with an actuator: {known}")
+                raise EnvError(
+                    f"name joints with an actuator ({known}): gains: {pattern!r} matches none"
+                )
             servos |= dict.fromkeys(matches, gains)
         return servos
 

@@ -226,8 +226,12 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_named_simulator_has_images_sentences_and_success(name: str, install: Any) -> None:
+def test_named_simulator_has_images_sentences_and_success(
+    name: str, install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(name)
+    (tmp_path / "D" / "validation").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     id, kwargs, sentences, size, limit = CASES[name]
     env = make(id, name, kwargs=kwargs)
     assert env.instructions == sentences and env.max_episode_steps == limit
@@ -285,8 +289,17 @@ def test_errors_name_package_sentences_and_subtasks(install: Any) -> None:
         make("widowx_stack_cube", "simpler")
     with pytest.raises(EnvError, match=r"install maniskill: .* mani_skill"):
         make("PickCube-v1", "maniskill")
-    for name in ("simpler", "robocasa"):
+    for name in ("simpler", "robocasa", "calvin"):
         install(name)
+    with pytest.raises(
+        EnvError, match=r"^write env\.kwargs\.dataset=FOLDER.*: env\.kwargs\.dataset=no"
+    ):
+        make("CALVIN", "calvin", kwargs={"dataset": "no"})
+    for sentences in (3, "pick the apple", ["pick", 3]):
+        with pytest.raises(EnvError, match=r"^write a list of texts: env\.kwargs\.sentences="):
+            make("PickPlaceCounterToSink", "robocasa", kwargs={"sentences": sentences})
+    with pytest.raises(EnvError, match=r"env\.kwargs"):
+        make("widowx_stack_cube", "simpler", kwargs={"foo": 1})
     with pytest.raises(EnvError, match=r"write env\.kwargs\.sentences"):
         make("PickPlaceCounterToSink", "robocasa")
     env = make("google_robot_open_drawer", "simpler")
