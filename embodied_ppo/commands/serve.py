@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> None:
         if not all(text.partition("=")):
             raise UsageError(f"--map {text}: write NAME=INPUT")
     names = dict(text.split("=", 1) for text in args.map)
+    if len({*names.values()}) < len(args.map):
+        raise UsageError(f"write each NAME and each INPUT once: --map {' --map '.join(args.map)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def say(line: str) -> None:

@@ -145,7 +145,10 @@ def select_device(
         torch.set_num_threads(threads)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device, count = torch.device(name), torch.cuda.device_count()
+    try:
+        device, count = torch.device(name), torch.cuda.device_count()
+    except RuntimeError as error:
+        raise ConfigError(f"use auto, cpu, cuda or cuda:N: device={name}") from error
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
             f"device={name}: torch finds {count} CUDA devices; use device=cpu or auto"

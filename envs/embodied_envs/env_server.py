@@ -44,6 +44,8 @@ PROTOCOL, VERSION = "embodied-envs", 1
 LOCAL = ("127.0.0.1", "localhost", "::1")
 MAX_MESSAGE = 1 << 28
 """Largest size of a message, bytes."""
+MALFORMED = (ValueError, TypeError, KeyError, OverflowError, SyntaxError)
+"""What decoding raises for bytes that are no message."""
 NUMBERS = "biuf"
 """Kinds of numpy dtypes that are sent."""
 
@@ -63,7 +65,7 @@ def unpack(data: Any) -> dict:
     """
     try:
         message = msgpack.unpackb(data, object_hook=_decode)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except (*MALFORMED, msgpack.UnpackException) as error:
         raise ValueError(f"the message is no msgpack map of arrays ({error})") from error
     if not isinstance(message, dict):
         raise ValueError("the message is no msgpack map")
@@ -150,6 +152,7 @@ def listen(handler: Any, host: str, port: int) -> Any:
         origins=[None],  # a browser names the page that connects
         compression=None,
         max_size=MAX_MESSAGE,
+        close_timeout=1,  # a client that does not answer
     ) as server:
         try:
             yield server
@@ -253,7 +256,11 @@ def main(arguments: Any = None) -> None:
             if env is not None:
                 env.close()
 
-    with listen(handler, args.host, args.port) as server:
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(listen(handler, args.host, args.port))
+        except (OSError, OverflowError) as error:  # in use, unknown, or no port
+            parser.error(f"choose another --host or --port than {args.host}:{args.port}: {error}")
         port = server.socket.getsockname()[1]
         print(f"{name} at {args.host}:{port}; Ctrl-C ends it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

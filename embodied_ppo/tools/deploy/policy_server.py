@@ -130,6 +130,11 @@ class Served:
                 hint = choose(entry, known, "choose one of ")
                 raise ConfigError(f"--map NAME={entry}: the policy has no such input; {hint}")
         own |= given
+        if len({*own.values(), RESET, PROMPT}) < len(own) + 2:
+            raise ConfigError(
+                f"give each input a name of its own, other than {RESET} and {PROMPT}:"
+                f" --map names them {', '.join(own.values())}"
+            )
         self.inputs = {own[entry]: Input.of(entry, spec) for entry, spec in specs.items()}
         self.session = session
         described: dict[str, Any] = {
@@ -154,8 +159,10 @@ class Served:
             spec = self.metadata["observations"][missing[0]]
             raise EnvError(
                 f"send {missing[0]} ({spec['dtype']} {spec.get('shape', '')}): the request has"
-                f" {', '.join(map(str, message)) or 'nothing'}"
+                f" {', '.join(str(name)[:40] for name in list(message)[:8]) or 'nothing'}"
             )
+        if not isinstance(message.get(RESET, False), bool | np.bool_):
+            raise EnvError(f"send a boolean as {RESET}, or leave it out")
         prompt = message.get(PROMPT) if self.has_prompt else None
         if self.has_prompt and not (isinstance(prompt, str) and 0 < len(prompt) <= LONGEST_PROMPT):
             raise EnvError(f"send a text of 1 to {LONGEST_PROMPT} characters as {PROMPT}")
@@ -272,7 +279,9 @@ def serve(
         for data in connection:
             start = time.perf_counter()
             try:
-                message = unpack(data) if isinstance(data, bytes) else {}
+                if isinstance(data, str):
+                    raise EnvError("send a msgpack map as bytes, not text")
+                message = unpack(data)
                 obs, prompt = policy.read(message)
                 if message.get(RESET):
                     session.reset()

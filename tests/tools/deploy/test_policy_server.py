@@ -34,7 +34,7 @@ def request(**entries: Any) -> bytes:
     return data
 
 
-def ask(client: ClientConnection, data: bytes) -> Any:
+def ask(client: ClientConnection, data: bytes | str) -> Any:
     """Return the answer to a request; a text is a refusal."""
     client.send(data)
     answer = client.recv(timeout=60)
@@ -74,11 +74,17 @@ def test_actions_are_those_of_the_policy_and_wrong_requests_get_one_line(
         answer = ask(client, request(observation__state=obs, extra="ignored"))
         np.testing.assert_array_equal(answer["actions"], policy.act(obs)[None])
         assert answer["policy_timing"]["infer_ms"] > 0
-        wrong = {
+        wrong: dict[str, bytes | str] = {
             "observation/state": request(other=obs),
             "float64 [3]": request(observation__state=obs[:3]),
             "finite": request(observation__state=obs * np.nan),
             "msgpack": b"\xc1",
+            "bytes, not text": "hello",
+            "a boolean": request(observation__state=obs, reset=np.array([1, 0])),
+            "no msgpack map": request(observation__state=b"").replace(
+                b"\xc4\x00",
+                msgpack.packb({b"__ndarray__": True}),  # pyright: ignore
+            ),
             "not read": request(observation__state=b"").replace(
                 b"\xc4\x00",
                 msgpack.packb(  # pyright: ignore
@@ -123,6 +129,9 @@ def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path: Pa
                 assert isinstance(ask(client, request(**wrong)), str)
     with pytest.raises(ConfigError, match="did you mean front"):
         policy_server.open_policy(str(run), {"image": "fron"})
+    for name in ("observation/state", "reset", "prompt"):
+        with pytest.raises(ConfigError, match="a name of its own"):
+            policy_server.open_policy(str(run), {name: "front"})
 
 
 @pytest.mark.slow
@@ -144,6 +153,7 @@ def test_bundle_is_served_like_its_run(mlp: Path, tmp_path: Path) -> None:
         (["nowhere"], "does not exist"),
         ([".", "--port", "99999"], "whole number"),
         ([".", "--map", "front"], "NAME=INPUT"),
+        ([".", "--map", "a=front", "--map", "b=front"], "each INPUT once"),
     ],
 )
 def test_wrong_arguments_are_refused(
