@@ -537,6 +537,7 @@ ELSEWHERE = {
     ],
     "cluster/test_channels.py": ["cluster.step_timeout_s"],
     "drills/test_placement_failures.py": ["cluster.max_restarts"],
+    "evaluation/test_paired.py": ["evaluate paired"],
     "evaluation/test_robustness.py": [
         *("evaluate robustness", "evaluate robustness_factors"),
         *("evaluate robustness_values", "evaluate robustness_episodes"),
