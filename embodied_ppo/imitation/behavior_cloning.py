@@ -74,7 +74,7 @@ def clone(
 
     Args:
         policy: The policy, trained in place.
-        demos: The demonstrations. Images on disk are read as config.shuffle_buffer says.
+        demos: The demonstrations. Images on disk are read according to config.shuffle_buffer.
         config: Options of the section ``cloning``.
         seed: Seed of the split, the batches and the heads.
         notice: Receives lines for the log.

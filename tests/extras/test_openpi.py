@@ -1,4 +1,4 @@
-"""openpi's client package asks `embodied-ppo serve`, in its own environment: make test-openpi."""
+"""Requests of openpi's client to `embodied-ppo serve`, in an environment of its own."""
 
 from __future__ import annotations
 
