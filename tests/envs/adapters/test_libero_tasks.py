@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_a_group_has_one_task() -> None:
 
 def test_processes_share_a_server_without_torch() -> None:
     """They hold no torch, and less of numpy and Gymnasium than a process of their own."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    server._stop()  # another test may have started it with torch
     env = make(env_seeds(0, 0, 2), tasks=[0, 3], processes=True)
     assert [task for task, _ in scenes(env)] == [0, 3]
     for process in env._env.processes:
