@@ -16,8 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--mjcf", metavar="FILE", help="MuJoCo XML of the robot")
     source.add_argument("--urdf", metavar="FILE", help="URDF, which is converted to NAME.xml")
-    template = "what the robot does: keep its posture, follow commands, hover at or reach a target"
-    choices = ("home", "velocity", "hover", "reach")
+    template = "what the robot does: keep its posture, follow commands, hover at or reach a target,"
+    template += " or lift a cube to it"
+    choices = ("home", "velocity", "hover", "reach", "pick")
     parser.add_argument("--template", choices=choices, default="home", help=template)
     parser.add_argument("--floating", action="store_true", help="the base of the URDF can move")
     parser.add_argument("--floor", action="store_true", help="add a floor, which the file lacks")

@@ -29,11 +29,11 @@ from embodied_ppo.tools import task_templates
 CONTROL_STEP_S = 0.02
 """Duration of a decision of a new task, s."""
 
-EPISODE_S = {"home": 5.0, "velocity": 10.0, "hover": 5.0, "reach": 4.0}
+EPISODE_S = {"home": 5.0, "velocity": 10.0, "hover": 5.0, "reach": 4.0, "pick": 3.0}
 """Template -> length of an episode of a new task, s."""
 
 PHYSICS_STEP_S = 0.005
-"""Largest physics step of a new task that follows commands of velocity, s."""
+"""Least physics step of a new task with many contacts, velocity or pick, s."""
 
 HINTS = {
     "decoder": "convert a xacro first: xacro FILE > robot.urdf",
@@ -129,8 +129,8 @@ def write(
         if template == "velocity":
             # Stiff servos would need larger forces than they have for steps of a useful length.
             preparation = replace(preparation, gains=preparation.gains or "inertia")
-            if model.opt.timestep < PHYSICS_STEP_S:
-                preparation = replace(preparation, step_s=PHYSICS_STEP_S)
+        if template in ("velocity", "pick") and model.opt.timestep < PHYSICS_STEP_S:
+            preparation = replace(preparation, step_s=PHYSICS_STEP_S)
         description = _describe(source, preparation, template)
         path = Path(os.path.relpath(source.resolve(), folder.resolve())).as_posix()
         description |= {"file": mjcf.name, "name": name, "kind": class_name, "mjcf": path}
@@ -341,7 +341,9 @@ def _describe(mjcf: Path, preparation: Preparation, template: str) -> dict[str, 
         "template": template,
         "units": COMMAND_UNITS,
         "preparation": ", ".join(f"{k}={_literal(x)}" for k, x in given.items() if x),
-        "privileged": robot.base is not None or len(robot.joints) < model.njnt,
+        "privileged": robot.base is not None
+        or len(robot.joints) < model.njnt
+        or template == "pick",
         "actuators": [a.name for a in robot.actuators],
         "size": size,
         "observed": observed if robot.base is None else f"gravity, angular velocity, {observed}",

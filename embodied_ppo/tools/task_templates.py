@@ -8,6 +8,7 @@ import mujoco
 import numpy as np
 
 from embodied_envs.base.errors import EnvError
+from embodied_envs.robots.pick import find_gripper
 from embodied_envs.robots.robot_model import HINGE, Array, RobotModel
 from embodied_envs.robots.velocity import QUADRUPED, VelocityTask
 
@@ -42,10 +43,17 @@ REACH: dict[str, dict[str, float]] = {
     "joint_vel": {"weight": -0.0005},
 }
 """Those of Isaac Lab's reach tasks (032e26b), times 5."""
+PICK: dict[str, dict[str, float]] = {
+    "progress": {"weight": 10.0, "reach": 1.0, "grasp": 1.0, "lift": 1.0, "carry": 2.0},
+    "ground_contact": {"weight": -0.1},
+}
+"""Those of PandaPickCube."""
 GAIT_HZ = 1.5
 """Steps per second of each foot of a biped."""
-HALF_RANGE_M = {"hover": 1.0, "reach": 0.2}
+HALF_RANGE_M = {"hover": 1.0, "reach": 0.2, "pick": 0.15}
 """Largest distance of the target from home in x, y and z, m; of an arm at most 0.3 lengths."""
+LIFT_M = 0.1
+"""Least height of a cube's target above the ground."""
 SITES = ("grip", "tip", "tool", "attachment", "end")
 """Parts of names of sites at the end of an arm."""
 
@@ -75,8 +83,9 @@ def parts(robot: RobotModel, template: str) -> dict[str, Any]:
         if (robot.base is not None) is not hovers or len(robot.feet) > 1:
             needed = "a floating base without legs" if hovers else "a fixed base"
             raise EnvError(f"write another --template: {template} needs a robot with {needed}")
+        gripper = find_gripper(robot) if template == "pick" else None
         tip, size = _tip_of(robot), HALF_RANGE_M[template]
-        place = _position(robot, tip)
+        place = _position(robot, tip) if gripper is None else gripper.grip
         if not hovers:
             root = robot.data.xpos[min(robot.roots)]
             size = min(size, 0.3 * float(np.linalg.norm(place - root)))
@@ -89,6 +98,12 @@ def parts(robot: RobotModel, template: str) -> dict[str, Any]:
         tip_line = f'tip = "{tip}"  # site or body that moves to the target'
         parts |= {"module": "target", "base": "TargetTask", "rewards": HOVER if hovers else REACH}
         parts |= {"commands": ranges, "attributes": [tip_line], "added": 6 if hovers else 3}
+        if gripper is not None:
+            start = "\n    ".join(f"cube_{k}_m = {tuple(ranges[k])}  # its start" for k in "xy")
+            low = round(gripper.ground_m + LIFT_M, 3)
+            ranges["z"] = [low, round(low + 2 * size, 3)]
+            parts |= {"module": "pick", "base": "PickTask", "rewards": PICK, "attributes": [start]}
+            parts["added"] += 10 + robot.model.nu
     return parts
 
 

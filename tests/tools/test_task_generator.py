@@ -194,11 +194,20 @@ def test_target_templates_name_the_tip_and_targets_around_it() -> None:
     mujoco.mj_forward(model, data)
     for axis, x in zip("xyz", data.body("link7").xpos, strict=True):
         assert config["env"]["commands"][axis] == pytest.approx([x - 0.2, x + 0.2], abs=0.05)
+    task_generator.write("picker", arm, template="pick")
+    config = yaml.safe_load(Path("picker/configs/experiment/picker.yaml").read_text())["env"]
+    assert config["commands"]["x"] == [0.404, 0.704] and config["commands"]["z"] == [0.1, 0.4]
+    assert set(config["rewards"]) == {"progress", "ground_contact"}
     Path("../robots/drone.xml").write_text(DRONE)
     task_generator.write("drone", Path("../robots/drone.xml"), template="hover")
-    sys.path += ["arm", "drone"]
-    for name in ("arm:Arm", "drone:Drone"):
-        rewards = {"target": {"weight": 1, "scale_m": 0.1}, "fast_joints": {"weight": -1}}
+    sys.path += ["arm", "drone", "picker"]
+    for name in ("arm:Arm", "drone:Drone", "picker:Picker"):
+        term = (
+            {"progress": {"weight": 10}}
+            if "picker" in name
+            else {"target": {"weight": 1, "scale_m": 0.1}}
+        )
+        rewards = {**term, "fast_joints": {"weight": -1}}
         commands = {"z": [0.6, 0.6]}
         env = embodied_envs.make(
             name,

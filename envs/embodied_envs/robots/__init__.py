@@ -3,7 +3,7 @@
 Belongs here: ``robot_model`` reads a compiled model (base, home posture, actuators, feet, pairs,
 IMU); ``preparation`` completes a model (servos, floor, camera, sensors) before it is compiled;
 ``robot_task`` is a ``Task`` whose action 0 holds the home posture, ``terms`` a weighted reward;
-``velocity``, ``rough_terrain`` and ``target`` are tasks of any robot.
+``velocity``, ``rough_terrain``, ``target`` and ``pick`` are tasks of any robot.
 
 Does not belong here: tasks of one robot (``tasks``), and stepping and rendering (``physics``).
 

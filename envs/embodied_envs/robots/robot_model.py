@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import mujoco
 import numpy as np
@@ -288,19 +288,25 @@ class RobotModel:
         planes = model.geom_type == int(mujoco.mjtGeom.mjGEOM_PLANE)
         planes &= model.body_weldid[model.geom_bodyid] == 0
         planes &= np.abs(self.data.geom_xmat[:, 8] - 1) < 1e-6
-        fixed = ((model.geom_contype | model.geom_conaffinity) != 0) | planes
-        fixed &= model.body_weldid[model.geom_bodyid] == 0
         if self.base is not None:
-            point, geom = self.data.xpos[self.base].copy(), np.zeros(1, np.int32)
-            down = np.array([0.0, 0.0, -1.0])
-            while (
-                distance := mujoco.mj_ray(model, self.data, point, down, None, 1, -1, geom)
-            ) >= 0:
-                point[2] -= distance
-                if fixed[geom[0]]:
-                    return float(point[2])
-                point[2] -= 1e-6
+            surface = self.surface_below(self.data.xpos[self.base], planes)
+            if surface is not None:
+                return surface
         return float(self.data.geom_xpos[planes, 2].max()) if planes.any() else None
+
+    def surface_below(self, point: Array, others: Any = False) -> float | None:
+        """Return the height of what is fixed below a point, m: what collides, or is in ``others``
+        (bool [ngeom]); None without one."""
+        model, point, geom = self.model, point.copy(), np.zeros(1, np.int32)
+        fixed = ((model.geom_contype | model.geom_conaffinity) != 0) | others
+        fixed &= model.body_weldid[model.geom_bodyid] == 0
+        down = np.array([0.0, 0.0, -1.0])
+        while (distance := mujoco.mj_ray(model, self.data, point, down, None, 1, -1, geom)) >= 0:
+            point[2] -= distance
+            if fixed[geom[0]]:
+                return float(point[2])
+            point[2] -= 1e-6
+        return None
 
     @cached_property
     def links(self) -> dict[int, tuple[int, ...]]:

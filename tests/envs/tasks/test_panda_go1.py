@@ -101,7 +101,7 @@ def pick(
         "ctrl": torch.zeros(1, 8, dtype=torch.float64),
         "site_xpos": torch.tensor([[gripper]], dtype=torch.float64),
         "site_xmat": axes.view(1, 1, 9),
-        "mocap_pos": torch.tensor([[target]], dtype=torch.float64),
+        "command": torch.tensor([target], dtype=torch.float64),
     }
 
 
@@ -114,8 +114,12 @@ def picking() -> PandaPickCube:
 def test_panda_progress_by_hand() -> None:
     task, target = picking(), [0.6, 0.0, 0.33]
 
+    def mean(s: dict[str, Tensor]) -> float:
+        x = {k: float(v) for k, v in task.stages(s).items()}
+        return (x["reach"] + x["grasp"] + x["lift"] + 2 * x["carry"]) / 5
+
     def progress(*args: object) -> float:
-        return float(task.progress(pick(*args)))  # pyright: ignore[reportArgumentType]
+        return mean(pick(*args))  # pyright: ignore[reportArgumentType]
 
     # 20 cm above the cube: reach = 1 - tanh(1) = 0.238, the rest 0; none from below
     assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.23], target) == pytest.approx(
@@ -123,7 +127,7 @@ def test_panda_progress_by_hand() -> None:
     )
     upwards = pick([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target)
     upwards["site_xmat"] = -upwards["site_xmat"]
-    assert float(task.progress(upwards)) == 0.0
+    assert mean(upwards) == 0.0
     # around the cube: open, then closed to its width of 4 cm (2 cm each)
     assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target) == pytest.approx(0.2)
     assert progress([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target, 0.02) == pytest.approx(0.4)
@@ -141,8 +145,12 @@ def test_panda_reward_is_progress_minus_floor_penalty() -> None:
     task, target = picking(), [0.6, 0.0, 0.33]
     open_, closed = (pick([0.6, 0.0, 0.03], [0.6, 0.0, 0.03], target, x) for x in (0.04, 0.02))
     nothing = torch.zeros(1, 8, dtype=torch.float64)
-    assert float(task.reward(open_, closed, nothing)) == pytest.approx(task.gain * 0.2)
-    assert float(task.reward(closed, open_, nothing)) == pytest.approx(-task.gain * 0.2)
+    assert float(task.reward(open_, closed, nothing)) == pytest.approx(10 * 0.2)
+    assert float(task.reward(closed, open_, nothing)) == pytest.approx(-10 * 0.2)
+    task.rewards = {"progress": {"weight": 1.0, "grasp": 3.0}}  # the share of grasp is 3 / 7
+    task._terms = None
+    assert float(task.reward(open_, closed, nothing)) == pytest.approx(3 / 7)
+    task = picking()
     low = pick([0.6, 0.3, 0.03], [0.6, 0.0, 0.01], target)
     assert float(task.reward(low, low, nothing)) == pytest.approx(-0.1)
 
