@@ -35,7 +35,7 @@ def test_missing_package_is_named_with_its_installation(make: type, id: str, mes
 
 def test_spaces_of_libero_are_known_before_the_scene_is_built() -> None:
     """Otherwise the first process would build a scene only to read its spaces."""
-    vector = libero_env.make_vector(
+    vector = libero_env.make_tasks(
         2,
         tasks=[0, 3],
         max_episode_steps=5,

@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -28,9 +28,9 @@ from embodied_envs.adapters.simulator_processes import run_worker, use_egl_witho
 from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
 from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError, check_choice
-from embodied_envs.base.observation_names import ACTION_MASK
+from embodied_envs.base.observation_names import ACTION_MASK, INSTRUCTION
 from embodied_envs.registration import NAMESPACE
-from embodied_envs.types import Obs, Step
+from embodied_envs.types import ArraySpec, Obs, ObsSpec, Step
 
 _AUTORESET = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 _VECTORIZATION = ("sync", "async", "vector_entry_point")
@@ -109,6 +109,29 @@ class GymnasiumEnv(Adapter):
             raise
         self.read_obs = spaces.reader(leaves)
         """Converts observations [N, ..]."""
+
+    def _observe_sentences(
+        self, sentences: Sequence[str], read: Callable[[Any], Any] | None
+    ) -> None:
+        """Set ``instructions``, and observe their index.
+
+        Args:
+            sentences: All sentences of episodes.
+            read: Returns the index [N] from the simulator's observations. None: it is not observed.
+        """
+        self.instructions = tuple(sentences)
+        self.leaves.pop(INSTRUCTION, None)
+        if read is None:
+            return
+        named: Any = self.obs_spec
+        self.obs_spec: ObsSpec = {**named, INSTRUCTION: ArraySpec((), torch.int64)}
+        read_others: Any = spaces.reader(self.leaves)
+
+        def read_obs(obs: Any) -> Obs:
+            index = torch.as_tensor(read(obs), dtype=torch.int64, device=self.device)
+            return {**read_others(obs), INSTRUCTION: index.clone()}
+
+        self.read_obs = read_obs
 
     def reset(self) -> Obs:
         """Start new episodes in all environments."""

@@ -8,17 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from gymnasium.envs.registration import EnvSpec
 
 from embodied_envs.adapters.base import AdapterOptions, factory_arguments
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
-from embodied_envs.adapters.language_task import TASKS, make_vector
+from embodied_envs.adapters.language_task import TASKS, make_tasks
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError, check_names
 from embodied_envs.base.observation_names import INSTRUCTION
-from embodied_envs.types import ArraySpec, ObsSpec
 
 SIMULATORS = (*TASKS, "maniskill")
 """Values of env.simulator."""
@@ -74,35 +72,17 @@ class LanguageEnv(GymnasiumEnv):
             )
         state = ["state"] if task_class.state_size else []
         keys = state if options.obs_keys is None else options.obs_keys
-        arguments = {
-            "kind": simulator,
-            "task": id,
-            "sentences": sentences,
-            "cameras": cameras,
-            "image_size": tuple(options.image_size),
-            **extra,
-            **kwargs,
-        }
-        options = replace(
-            options,
-            obs_keys=[*keys, *cameras],
-            kwargs=arguments,
-        )
+        size = tuple(options.image_size)
+        kwargs = {"kind": simulator, "task": id, "cameras": cameras, "image_size": size} | kwargs
+        kwargs = {"sentences": sentences, **extra, **kwargs}
+        options = replace(options, obs_keys=[*keys, *cameras], kwargs=kwargs)
         limit = task_class.time_limit(id)
-        spec = EnvSpec(id, vector_entry_point=make_vector, max_episode_steps=limit)
+        spec = EnvSpec(id, vector_entry_point=make_tasks, max_episode_steps=limit)
         super().__init__(id, options, spec=spec)
-        # ``make_vector`` returns Gymnasium's vector, which takes one seed per environment.
-        self._has_own_vector = False
-        self.step_s, self.instructions = task_class.step_s(id), sentences
-        if len(sentences) > 1:
-            named = self.obs_spec
-            assert isinstance(named, dict)
-            self.obs_spec: ObsSpec = {**named, INSTRUCTION: ArraySpec((), torch.int64)}
-            read: Any = self.read_obs
-            self.read_obs = lambda obs: {
-                **read(obs),
-                INSTRUCTION: torch.tensor(obs["instruction"][:, 0], device=self.device),
-            }
+        # ``make_tasks`` returns Gymnasium's vector, which takes one seed per environment.
+        self._has_own_vector, self.step_s = False, task_class.step_s(id)
+        read = (lambda obs: obs[INSTRUCTION][:, 0]) if len(sentences) > 1 else None
+        self._observe_sentences(sentences, read)
 
 
 class ManiSkillEnv(TorchVectorEnv):

@@ -17,9 +17,8 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from embodied_envs.adapters.simulator_processes import make_processes, use_egl_without_display
+from embodied_envs.adapters.simulator_processes import make_vector, use_egl_without_display
 from embodied_envs.base.errors import EnvError, check_names
 
 
@@ -351,20 +350,8 @@ TASKS: dict[str, type[LanguageTask]] = {
 """Value of env.simulator -> class of its tasks."""
 
 
-def make_vector(
-    num_envs: int,
-    *,
-    kind: str,
-    max_episode_steps: int,
-    processes: bool | None = None,
-    **kwargs: Any,
+def make_tasks(
+    num_envs: int, *, kind: str, max_episode_steps: int, processes: Any = None, **kwargs: Any
 ) -> gymnasium.vector.VectorEnv:
     """Return ``num_envs`` environments; Gymnasium's vector_entry_point."""
-    maker = partial(_limited, kind=kind, max_episode_steps=max_episode_steps, **kwargs)
-    if processes or (processes is None and num_envs > 1):
-        return make_processes([maker] * num_envs)
-    return SyncVectorEnv([maker] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
-
-
-def _limited(*, kind: str, max_episode_steps: int, **kwargs: Any) -> gymnasium.Env:
-    return gymnasium.wrappers.TimeLimit(TASKS[kind](**kwargs), max_episode_steps)
+    return make_vector([partial(TASKS[kind], **kwargs)] * num_envs, max_episode_steps, processes)

@@ -22,15 +22,14 @@ from embodied_envs.adapters.libero_task import (
     CAMERAS,
     drawn_task,
     import_benchmark,
-    make_vector,
+    make_tasks,
     package_folder,
     read_scenes,
 )
 from embodied_envs.adapters.simulator_processes import discard_output
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError
-from embodied_envs.base.observation_names import INSTRUCTION
-from embodied_envs.types import ArraySpec, Box, EnvInfo, ObsSpec, Step
+from embodied_envs.types import ArraySpec, Box, EnvInfo, Step
 
 TIME_LIMITS = {
     "libero_spatial": 220,
@@ -165,20 +164,15 @@ class LiberoEnv(GymnasiumEnv):
             },
         )
         limit = TIME_LIMITS[suite]
-        spec = EnvSpec(id, vector_entry_point=make_vector, max_episode_steps=limit)
+        spec = EnvSpec(id, vector_entry_point=make_tasks, max_episode_steps=limit)
         super().__init__(id, options, spec=spec)
-        # ``make_vector`` returns Gymnasium's vector, which copies observations, takes one seed per
+        # ``make_tasks`` returns Gymnasium's vector, which copies observations, takes one seed per
         # environment and can reset single environments.
         self._has_own_vector = False
         self.task_names = tuple(names[i] for i in selected)
-        self.instructions = tuple(instructions[i] for i in selected)
         self.task = torch.tensor(task, device=self.device)
-        if len(selected) > 1:
-            named = self.obs_spec
-            assert isinstance(named, dict)
-            self.obs_spec: ObsSpec = {**named, INSTRUCTION: ArraySpec((), torch.int64)}
-            read: Any = self.read_obs
-            self.read_obs = lambda obs: {**read(obs), INSTRUCTION: self.task.clone()}
+        read = (lambda obs: self.task) if len(selected) > 1 else None
+        self._observe_sentences([instructions[i] for i in selected], read)
 
     def step(self, action: Tensor) -> Step:
         """Advance all environments by one step; ``action`` is float32 [N, 7]."""

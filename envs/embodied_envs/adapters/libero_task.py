@@ -17,11 +17,10 @@ from typing import Any, TypeAlias
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from embodied_envs.adapters.simulator_processes import (
     discard_output,
-    make_processes,
+    make_vector,
     use_egl_without_display,
 )
 from embodied_envs.base.errors import EnvError
@@ -149,7 +148,7 @@ class LiberoTask(gymnasium.Env):
         return out
 
 
-def make_vector(
+def make_tasks(
     num_envs: int,
     *,
     tasks: Sequence[int],
@@ -159,24 +158,11 @@ def make_vector(
     **kwargs: Any,
 ) -> gymnasium.vector.VectorEnv:
     """Return one environment for each of ``tasks``; Gymnasium's vector_entry_point."""
-    drawn = kwargs.get("drawn")
-    makers = [
-        partial(
-            _limited,
-            max_episode_steps=max_episode_steps,
-            task=task,
-            scenes=scenes and {i: scenes[i] for i in drawn or (task,)},
-            **kwargs,
-        )
-        for task in tasks
-    ]
-    if processes or (processes is None and num_envs > 1):
-        return make_processes(makers)
-    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.NEXT_STEP)
-
-
-def _limited(*, max_episode_steps: int, **kwargs: Any) -> gymnasium.Env:
-    return gymnasium.wrappers.TimeLimit(LiberoTask(**kwargs), max_episode_steps)
+    makers = []
+    for task in tasks:
+        own = scenes and {i: scenes[i] for i in kwargs.get("drawn") or (task,)}
+        makers.append(partial(LiberoTask, task=task, scenes=own, **kwargs))
+    return make_vector(makers, max_episode_steps, processes)
 
 
 # ------------------------------------------------------------------------------------- installation

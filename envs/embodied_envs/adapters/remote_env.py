@@ -9,19 +9,16 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 from gymnasium.envs.registration import EnvSpec
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import connect
 
 from embodied_envs import env_server
-from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
 from embodied_envs.base import watchdog
 from embodied_envs.base.errors import EnvError, ProcessLost
 from embodied_envs.base.observation_names import INSTRUCTION
-from embodied_envs.types import ArraySpec, ObsSpec
 
 ADDRESS = "127.0.0.1:8001"
 """Address of the server, where env.kwargs.address names no other."""
@@ -138,14 +135,4 @@ class ServerEnv(GymnasiumEnv):
         self._has_own_vector = not vector.partial_reset
         self.max_episode_steps = options.max_episode_steps or vector.max_episode_steps
         if vector.instructions and INSTRUCTION in self.leaves:
-            self.instructions = vector.instructions
-            named: Any = self.obs_spec
-            self.obs_spec: ObsSpec = {**named, INSTRUCTION: ArraySpec((), torch.int64)}
-            self.leaves.pop(INSTRUCTION)
-            read: Any = spaces.reader(self.leaves)
-
-            def read_obs(obs: Any) -> Any:
-                sentence = torch.as_tensor(obs[INSTRUCTION], dtype=torch.int64)
-                return {**read(obs), INSTRUCTION: sentence.to(self.device)}
-
-            self.read_obs = read_obs
+            self._observe_sentences(vector.instructions, lambda obs: obs[INSTRUCTION])

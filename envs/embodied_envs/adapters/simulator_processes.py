@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 
 SHARED = ("numpy", "scipy.spatial.transform", "cv2", "numba", "embodied_envs.adapters.libero_task")
@@ -32,15 +33,25 @@ def run_worker(*arguments: Any) -> None:
     _async_worker(*arguments)
 
 
-def make_processes(makers: Sequence[Callable[[], gymnasium.Env]]) -> AsyncVectorEnv:
-    """Return one environment per process, of functions in modules that do not load torch.
+def make_vector(
+    makers: Sequence[Callable[[], gymnasium.Env]], max_episode_steps: int, processes: bool | None
+) -> gymnasium.vector.VectorEnv:
+    """Return environments with a time limit, of functions in modules that do not load torch.
 
-    The processes are forks of one server and share the memory of SHARED.
+    With ``processes`` (None: if there are several) each has its own process. The processes are
+    forks of one server and share the memory of SHARED.
     """
+    limited, mode = [partial(_limited, x, max_episode_steps) for x in makers], AutoresetMode
+    if not (len(makers) > 1 if processes is None else processes):
+        return SyncVectorEnv(limited, autoreset_mode=mode.NEXT_STEP)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["embodied_envs.adapters.fork_server"])
-    mode = AutoresetMode.NEXT_STEP
-    return AsyncVectorEnv(makers, context="forkserver", autoreset_mode=mode, worker=run_worker)
+    options: dict[str, Any] = {"autoreset_mode": mode.NEXT_STEP, "worker": run_worker}
+    return AsyncVectorEnv(limited, context="forkserver", **options)
+
+
+def _limited(make: Callable[[], gymnasium.Env], max_episode_steps: int) -> gymnasium.Env:
+    return gymnasium.wrappers.TimeLimit(make(), max_episode_steps)
 
 
 def use_egl_without_display() -> None:
