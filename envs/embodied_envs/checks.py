@@ -69,11 +69,9 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
     Raises:
         EnvError: The contract is violated. The message states the first violation and its hint.
     """
-    factory: Factory | None = None
-    env: Any = env_or_factory
-    if callable(env_or_factory) and not isinstance(env_or_factory, VectorEnv):
-        factory = env_or_factory
-        env = factory([0, 1, 2, 3])
+    is_factory = callable(env_or_factory) and not isinstance(env_or_factory, VectorEnv)
+    factory: Any = env_or_factory if is_factory else None
+    env: Any = factory([0, 1, 2, 3]) if is_factory else env_or_factory
     kind = type(env).__name__
     if not isinstance(env, VectorEnv):
         raise EnvError(f"check_env: inherit from embodied_envs.VectorEnv: a {kind} is none")
@@ -274,11 +272,11 @@ class _Checker:
         violation = f"step() returned a {type(step).__name__}"
         require(isinstance(step, Step), violation, "it must be an embodied_envs.types.Step")
         self.check_obs(step.obs, at)
-        n = (self.env.num_envs,)
-        self.check_array(step.reward, n, torch.float32, f"reward of {at}")
+        self.check_array(step.reward, ArraySpec(()), f"reward of {at}")
         for name in ("terminated", "truncated", "mask", "success"):
             if name != "success" or step.success is not None:
-                self.check_array(getattr(step, name), n, torch.bool, f"{name} of {at}")
+                flag = ArraySpec((), torch.bool)
+                self.check_array(getattr(step, name), flag, f"{name} of {at}")
         ended, masked = step.terminated | step.truncated, ~step.mask
         if step.final_obs is not None:
             self.check_obs(step.final_obs, f"{at} (final_obs)", rows=ended)
@@ -299,28 +297,20 @@ class _Checker:
         specs, arrays = _named(self.env.obs_spec), _named(obs)
         violation = f"observation of {at} is a {type(obs).__name__} with {sorted(arrays)}"
         self.require(set(specs) == set(arrays), violation, f"obs_spec declares {sorted(specs)}")
-        for name, leaf in specs.items():
-            shape, label = (self.env.num_envs, *leaf.shape), f"observation{name} of {at}"
-            self.check_array(arrays[name], shape, leaf.dtype, label, rows)
+        for name, spec in specs.items():
+            self.check_array(arrays[name], spec, f"observation{name} of {at}", rows)
 
-    def check_array(
-        self,
-        x: Any,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        name: str,
-        rows: Tensor | None = None,
-    ) -> None:
+    def check_array(self, x: Any, spec: ArraySpec, name: str, rows: Tensor | None = None) -> None:
         """Check type, shape, device and finiteness (of ``rows`` only, if given) of one tensor."""
-        device, require = self.env.device, self.require
+        device, require, shape = self.env.device, self.require, [self.env.num_envs, *spec.shape]
         is_tensor = isinstance(x, Tensor)
         require(is_tensor, f"{name} is a {type(x).__name__}", "it must be a torch.Tensor")
-        hint = f"it must be {list(shape)}: environments first, then the spec"
-        require(tuple(x.shape) == shape, f"{name} has shape {list(x.shape)}", hint)
-        require(x.dtype == dtype, f"{name} is {x.dtype}", f"it must be {dtype}")
+        hint = f"it must be {shape}: environments first, then the spec"
+        require(list(x.shape) == shape, f"{name} has shape {list(x.shape)}", hint)
+        require(x.dtype == spec.dtype, f"{name} is {x.dtype}", f"it must be {spec.dtype}")
         valid = x.device.type == device.type and device.index in (None, x.device.index)
         require(valid, f"{name} is on {x.device}", f"it must be on env.device, {device}")
-        if dtype.is_floating_point:
+        if spec.dtype.is_floating_point:
             is_finite = torch.isfinite(x if rows is None else x[rows]).all()
             violation = f"{name} is not finite (NaN or infinity)"
             require(is_finite, violation, "find the quantity of the simulator that diverges")
@@ -328,13 +318,11 @@ class _Checker:
     def check_mask(self, mask: Tensor, awaiting: Tensor, t: int) -> None:
         """Check that exactly those rows are masked whose episode ended before without final_obs."""
         masked, expected = (x.nonzero().flatten().tolist() for x in (~mask, awaiting))
-        self.require(
-            masked == expected,
-            f"step {t} masks the environments {masked}; those whose episode ended at step {t - 1}"
-            f" with final_obs None are {expected}",
-            "return the true last observation as final_obs if the step that ends an episode also"
-            " resets, or return one masked row (mask False) that carries the reset",
-        )
+        violation = f"step {t} masks the environments {masked}; those whose episode ended at step"
+        violation += f" {t - 1} with final_obs None are {expected}"
+        hint = "return final_obs, the last observation, in the step that ends an episode and"
+        hint += " resets, or then one masked row (mask False) that resets"
+        self.require(masked == expected, violation, hint)
 
     def check_time_limit(self, lengths: Tensor, step: Step, t: int) -> None:
         """Check that truncated episodes last ``max_episode_steps``, and that none lasts longer."""
@@ -342,13 +330,10 @@ class _Checker:
         if limit is None:
             return
         wrong = lengths[(lengths > limit) | (step.truncated.cpu() & (lengths < limit))]
-        self.require(
-            not len(wrong),
-            f"an episode has {wrong[:1].tolist()} steps at step {t}, is truncated too early or goes"
-            f" on, and max_episode_steps is {limit}",
-            "set truncated in the last step of the limit, counted from the first action after a"
-            " reset; set terminated for any other end",
-        )
+        violation = f"an episode has {wrong[:1].tolist()} steps at step {t}, is truncated too early"
+        violation += f" or goes on, and max_episode_steps is {limit}"
+        hint = "set truncated in the last step of the limit, and terminated for any other end"
+        self.require(not len(wrong), violation, hint)
 
     def check_boundaries(self, run: _Run) -> list[str]:
         """Check that the observations around episode ends do not contradict each other.
@@ -357,22 +342,14 @@ class _Checker:
             Notes about what the run could not check.
         """
         repeats = [repeats for repeats, moved in run.boundaries if moved]
-        self.require(
-            len(repeats) < 2 or not all(repeats),
-            "the last observation of every episode is equal to the next episode's first one (off by"
-            " one)",
-            "return the true successor, taken before the reset, as final_obs or in the last row"
-            " before a masked one",
-        )
+        violation = "the last observation of every episode equals the next one's first (off by one)"
+        hint = "return the true successor, taken before the reset, as final_obs or in the last row"
+        self.require(len(repeats) < 2 or not all(repeats), violation, hint)
         if not run.lengths:
             steps = len(run.results) - 1
             return [f"no episode ended in {steps} steps: episode ends were not checked"]
-        if not repeats:
-            return [
-                "observations never changed within an episode: last and first observations cannot"
-                " be distinguished"
-            ]
-        return []
+        note = "observations never changed within an episode: its ends were not checked"
+        return [] if repeats else [note]
 
     # ------------------------------------------------------------------------------------- two runs
     def compare(self, first: _Run, other: _Run, circumstances: str, hint: str) -> None:
@@ -454,18 +431,16 @@ class _Checker:
 
     def check_close(self, action: Tensor) -> None:
         """Check that a second ``close`` has no effect and that ``step`` then raises EnvError."""
-        env = self.env
+        env, prefix, works = self.env, f"env.id={self.env.id}: ", True
         env.close()
-        with wrap_errors(f"env.id={env.id}: a second close() raises ", "; it must have no effect"):
+        with wrap_errors(f"{prefix}a second close() raises ", "; it must have no effect"):
             env.close()
-        prefix = f"env.id={env.id}: step() after close() raises "
-        with wrap_errors(prefix, "; raise EnvError instead"):
+        with wrap_errors(f"{prefix}step() after close() raises ", "; raise EnvError instead"):
             try:
                 env.step(action)
             except EnvError:
-                return
-        hint = "raise EnvError, because the call is a mistake"
-        self.require(False, "step() works after close()", hint)
+                works = False
+        self.require(not works, "step() works after close()", "raise EnvError, as it is a mistake")
 
 
 def _check_stability(env: VectorEnv, unstable: int, velocity: Tensor, step: Step, t: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral
 from typing import Any
 
@@ -103,37 +104,16 @@ def make(
     Raises:
         EnvError: The id is unknown, an argument is invalid or a space is not supported.
     """
+    given = dict(locals())
     check_choice("simulator", simulator, SIMULATORS)
-    options = AdapterOptions(
-        num_envs=num_envs,
-        seeds=seeds,
-        num_threads=num_threads,
-        max_episode_steps=max_episode_steps,
-        action_mapping=action_mapping,
-        obs_keys=obs_keys,
-        cameras=cameras,
-        image_size=image_size,
-        image_layout=image_layout,
-        randomize=randomize,
-        ranges=ranges,
-        commands=commands,
-        rewards=rewards,
-        render=render,
-        render_size=render_size,
-        # The simulator may change them.
-        kwargs=copy_arrays(dict(kwargs)) if isinstance(kwargs, Mapping) else kwargs,
-        device=device,
-        rebuild=rebuild,
-    )
+    if isinstance(kwargs, Mapping):
+        given["kwargs"] = copy_arrays(dict(kwargs))  # the simulator may change them
+    options = AdapterOptions(**{field.name: given[field.name] for field in fields(AdapterOptions)})
     for names, is_valid, kind in (
         ("num_envs num_threads max_episode_steps", _is_count, "a whole number, at least 1"),
         ("render_size image_size", _is_size, "(height, width), at least 1 each"),
         ("cameras obs_keys", _is_list, "a list of names"),
-        (
-            "ranges kwargs commands rewards",
-            lambda x: isinstance(x, Mapping),
-            "a dictionary, or None",
-        ),
+        ("ranges kwargs commands rewards", _is_mapping, "a dictionary, or None"),
         ("randomize", lambda x: isinstance(x, bool), "True or False"),
     ):
         for name in names.split():
@@ -167,6 +147,10 @@ def _is_count(n: Any) -> bool:
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, Sequence) and not isinstance(x, str)
+
+
+def _is_mapping(x: Any) -> bool:
+    return isinstance(x, Mapping)
 
 
 def _is_size(size: Any) -> bool:

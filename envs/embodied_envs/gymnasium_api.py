@@ -18,7 +18,6 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
-from torch import Tensor
 
 import embodied_envs
 from embodied_envs import tasks
@@ -30,7 +29,7 @@ from embodied_envs.base.errors import EnvError, check_choice, check_names
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.task import Task
-from embodied_envs.types import ArraySpec, Obs, Step
+from embodied_envs.types import ArraySpec, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
@@ -64,17 +63,22 @@ def _check_options(task: str, options: Mapping[str, Any]) -> None:
         check_names(f"{task}: option", list(options), names)
 
 
-class _Simulator:
+class _TaskSimulator:
     """A ``VectorEnv`` of a task of this package, with numpy arrays and Gymnasium's spaces."""
 
-    def __init__(self, task: str, num_envs: int, render_mode: str | None, **options: Any) -> None:
-        """Create the simulator; ``embodied_envs.make`` documents the options."""
+    def _make(
+        self, task: str, num_envs: int, render_mode: str | None, options: dict[str, Any]
+    ) -> tuple[spaces.Space, spaces.Box]:
+        """Create the simulator; return the spaces of one environment.
+
+        ``embodied_envs.make`` documents the options.
+        """
         _check_options(task, {"render_mode": render_mode} | options)
         if isinstance(size := options.get("image_size"), int):
-            options["image_size"] = (size, size)
+            options = options | {"image_size": (size, size)}
         if not isinstance(num_envs, int | np.integer):
             raise EnvError(f"{task}: num_envs={num_envs!r} must be a whole number")
-        self.env: Any = embodied_envs.make(
+        self.simulator: Any = embodied_envs.make(
             task,
             num_envs=num_envs,
             seeds=_random_seeds(num_envs),
@@ -82,45 +86,37 @@ class _Simulator:
             kwargs={name: x for name, x in options.items() if name not in MAKE_OPTIONS},
             **{name: x for name, x in options.items() if name in MAKE_OPTIONS},
         )
-        assert isinstance(self.env.simulator, MujocoEnv)
-        self.worlds = self.env.simulator
-        self.wraps = self.env is not self.worlds
-        """Whether the MujocoEnv is inside wrappers for action chunks or realism."""
-        self.instructions, self.task_names = self.env.instructions, self.env.task_names
+        self.worlds = self.simulator.simulator
+        assert isinstance(self.worlds, MujocoEnv)
+        self.render_mode = render_mode
+        self.metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES)}
+        if self.simulator.step_s:
+            self.metadata["render_fps"] = max(1, round(1 / self.simulator.step_s))
+        self.instructions, self.task_names = self.simulator.instructions, self.simulator.task_names
         self._sentences = np.array([*self.instructions, None], dtype=object)[:-1]
         self._names = np.array([*self.task_names, None], dtype=object)[:-1]
-        self.observation_space = _observation_space(self.env.obs_spec, len(self.instructions))
         mapping = options.get("action_mapping", "rescale")
-        low, high = (x.numpy() for x in policy_bounds(self.env.action_spec, mapping))
-        self.action_space = spaces.Box(low, high)
-        self.metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES)}
-        if self.env.step_s:
-            self.metadata["render_fps"] = max(1, round(1 / self.env.step_s))
+        low, high = (x.numpy() for x in policy_bounds(self.simulator.action_spec, mapping))
+        space = _observation_space(self.simulator.obs_spec, len(self.instructions))
+        return space, spaces.Box(low, high)
 
-    def reset(self, seeds: list[int] | None) -> Any:
-        """Start new episodes in all environments, the first ones of ``seeds`` if given."""
-        if seeds is not None:
-            self.env.restart(seeds)
-        return _to_numpy(self.env.reset())
-
-    def step(self, action: Any) -> Step:
+    def _step(self, action: Any) -> Step:
         """Execute ``action`` [N, A]. Raises EnvError if a number of it is not finite."""
         array = np.asarray(action, dtype=np.float32)
         if not np.isfinite(array).all():
             place = np.argwhere(~np.isfinite(array))[0].tolist()
-            raise EnvError(
-                f"{self.env.id}: step(): action {place} is {array[tuple(place)]}; actions must be"
-                " finite numbers"
+            raise self._error(
+                f"step(): action {place} is {array[tuple(place)]}; actions must be finite numbers"
             )
-        return self.env.step(torch.tensor(array, device=self.env.device))
+        return self.simulator.step(torch.tensor(array, device=self.simulator.device))
 
-    def obs_info(self, obs: Any) -> dict[str, np.ndarray]:
+    def _obs_info(self, obs: Any) -> dict[str, np.ndarray]:
         """Return the info [N] that belongs to observations: the sentence of ``instruction``."""
         if isinstance(obs, dict) and INSTRUCTION in obs and self.instructions:
             return {INSTRUCTION: self._sentences[obs[INSTRUCTION]]}
         return {}
 
-    def step_info(self, step: Step) -> dict[str, np.ndarray]:
+    def _step_info(self, step: Step) -> dict[str, np.ndarray]:
         """Return the info [N] that belongs to the executed action."""
         info = {} if step.success is None else {"success": _to_numpy(step.success)}
         if step.task is not None:
@@ -128,6 +124,14 @@ class _Simulator:
         if step.executed is not None:
             info["executed"] = _to_numpy(step.executed.sum(1))
         return info
+
+    def _check_reset(self, options: dict[str, Any] | None) -> None:
+        """Raise EnvError if ``reset`` has options."""
+        if options:
+            raise self._error(f"reset(options={options}): there are none")
+
+    def _error(self, message: str) -> EnvError:
+        return EnvError(f"{self.simulator.id}: {message}")
 
 
 def _random_seeds(num_envs: int) -> list[int]:
@@ -170,12 +174,7 @@ def _row(batch: Any, i: int) -> Any:
     return tree.map(lambda leaf: leaf[i].copy(), batch)
 
 
-def _reward(step: Step) -> Tensor:
-    """Return the reward [N]; the reward of a chunk is the sum over its actions."""
-    return step.reward.sum(1) if step.reward.ndim == 2 else step.reward
-
-
-class TaskVectorEnv(gymnasium.vector.VectorEnv):
+class TaskVectorEnv(_TaskSimulator, gymnasium.vector.VectorEnv):
     """N environments of one task: ``gym.make_vec("embodied/Tabletop-v0", num_envs=N)``.
 
     With ``autoreset_mode="same_step"``, the default, an environment whose episode ends is reset in
@@ -235,27 +234,22 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         """
         check_choice(f"{task}: autoreset_mode", autoreset_mode, [*AUTORESET, *AUTORESET.values()])
         mode = AUTORESET.get(autoreset_mode, autoreset_mode)
-        self._simulator = simulator = _Simulator(task, num_envs, render_mode, **options)
-        self.simulator = simulator.env
+        single = self._make(task, num_envs, render_mode, options)
+        self.single_observation_space, self.single_action_space = single
+        self.observation_space, self.action_space = (batch_space(x, num_envs) for x in single)
         self._next_step = mode == AutoresetMode.NEXT_STEP
         if self._next_step:
-            if simulator.wraps or type(simulator.worlds.task).carry_over is not Task.carry_over:
+            carries_over = type(self.worlds.task).carry_over is not Task.carry_over
+            if carries_over or self.simulator is not self.worlds:
                 self.simulator.close()
                 raise EnvError(
                     f"{task}: autoreset_mode=next_step is not available with action_chunk or"
                     " realism, and for tasks with carry_over; use same_step"
                 )
-            simulator.worlds.autoreset = False
+            self.worlds.autoreset = False
         self._ended = np.zeros(num_envs, dtype=bool)
         """bool [N], environments that the next step resets; used with next_step."""
-        self.num_envs, self.render_mode = num_envs, render_mode
-        self.metadata = simulator.metadata | {"autoreset_mode": mode}
-        self.single_observation_space = self._simulator.observation_space
-        self.single_action_space = self._simulator.action_space
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.instructions = self._simulator.instructions
-        self.task_names = self._simulator.task_names
+        self.num_envs, self.metadata = num_envs, self.metadata | {"autoreset_mode": mode}
         self._last_obs_info: dict[str, np.ndarray] | None = None  # None before the first reset
 
     def reset(
@@ -279,12 +273,12 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         Raises:
             EnvError: A seed is invalid.
         """
-        if options:
-            raise self._error(f"reset(options={options}): there are none")
-        simulator = self._simulator
-        obs = simulator.reset(self._seeds(seed))
+        self._check_reset(options)
+        if seed is not None:
+            self.simulator.restart(self._seeds(seed))
+        obs = _to_numpy(self.simulator.reset())
         self._ended[:] = False
-        self._last_obs_info = simulator.obs_info(obs)
+        self._last_obs_info = self._obs_info(obs)
         return obs, self._with_masks(copy_arrays(self._last_obs_info))
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -294,14 +288,16 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
             Observations [N, ..], reward float32 [N], terminated bool [N], truncated bool [N] and
             info, see the class.
         """
-        step = self._simulator.step(actions)
-        obs, reward = _to_numpy(step.obs), _to_numpy(_reward(step))
+        step = self._step(actions)
+        # The reward of a chunk is the sum over its actions.
+        reward = step.reward.sum(1) if step.reward.ndim == 2 else step.reward
+        obs, reward = _to_numpy(step.obs), _to_numpy(reward)
         terminated, truncated = _to_numpy(step.terminated), _to_numpy(step.truncated)
         acted = ~self._ended
         if self._ended.any():
             obs = _to_numpy(self.simulator.reset_where(torch.from_numpy(self._ended)))
             reward, terminated, truncated = reward * acted, terminated & acted, truncated & acted
-        obs_info, step_info = self._simulator.obs_info(obs), self._simulator.step_info(step)
+        obs_info, step_info = self._obs_info(obs), self._step_info(step)
         infos = self._with_masks(obs_info) | self._with_masks(step_info, acted)
         ended = terminated | truncated
         if self._next_step:
@@ -321,8 +317,7 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         """Return an image uint8 [H, W, 3] of each environment."""
         if self.render_mode is None:
             raise self._error('render() needs render_mode="rgb_array"')
-        physics = self._simulator.worlds.physics
-        return tuple(_to_numpy(physics.render(i)) for i in range(self.num_envs))
+        return tuple(_to_numpy(self.worlds.physics.render(i)) for i in range(self.num_envs))
 
     def close_extras(self, **kwargs: Any) -> None:
         """Free the simulation."""
@@ -335,10 +330,8 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         rows = np.ones(self.num_envs, dtype=bool) if mask is None else mask
         return {**info, **{f"_{name}": rows.copy() for name in info}}
 
-    def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int] | None:
-        """Return one seed for each environment; None if no seed is given."""
-        if seed is None:
-            return None
+    def _seeds(self, seed: int | Sequence[int | None]) -> list[int]:
+        """Return one seed for each environment."""
         given: list[Any] = [seed]
         if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
             given = list(seed)
@@ -357,19 +350,15 @@ class TaskVectorEnv(gymnasium.vector.VectorEnv):
         self._np_random, self._np_random_seed = seeding.np_random(seeds[0])
         return seeds
 
-    def _error(self, message: str) -> EnvError:
-        return EnvError(f"{self.simulator.id}: {message}")
 
-
-class TaskEnv(gymnasium.Env):
+class TaskEnv(_TaskSimulator, gymnasium.Env):
     """One environment of a task: ``gym.make("embodied/Tabletop-v0")``.
 
     Observations, actions and info are those of ``TaskVectorEnv`` without the dimension N. For
     training, ``gym.make_vec`` is faster: it steps all environments in one call.
 
     The class itself has no time limit, like the environments of Gymnasium: ``gym.make`` adds the
-    wrapper TimeLimit with ``max_episode_steps``, which counts calls of ``step``. With
-    ``action_chunk`` or ``realism``, the limit of the task, in primitive steps, also applies.
+    wrapper TimeLimit with ``max_episode_steps``, which counts calls of ``step``.
     """
 
     metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES)}  # noqa: RUF012
@@ -380,57 +369,38 @@ class TaskEnv(gymnasium.Env):
         Args:
             task: As in ``TaskVectorEnv``.
             render_mode: "rgb_array"; with None, ``render`` is not available.
-            options: As in ``TaskVectorEnv``.
+            options: As in ``TaskVectorEnv``, without ``action_chunk`` and ``realism``.
 
         Raises:
             EnvError: The task or an option is unknown or invalid.
         """
-        if "num_envs" in options:
-            raise EnvError(
-                f"{task}: num_envs={options['num_envs']!r}: gym.make makes one environment; use"
-                " gym.make_vec"
-            )
-        if options.get("action_chunk", 1) == 1 and not options.get("realism"):
-            options = {"max_episode_steps": NO_LIMIT} | options
-        self._simulator = _Simulator(task, 1, render_mode, **options)
+        for name in ("num_envs", "action_chunk", "realism"):
+            if name in options:
+                raise EnvError(f"use gym.make_vec: {task}: gym.make has no option {name}")
+        options = {"max_episode_steps": NO_LIMIT} | options
+        self.observation_space, self.action_space = self._make(task, 1, render_mode, options)
         # After the end of an episode, the simulator keeps its last state until reset(), so that
-        # render() can show it. Wrappers for chunks and realism need the reset in the same step.
-        self._simulator.worlds.autoreset = self._simulator.wraps
-        self.simulator = self._simulator.env
-        self.render_mode = render_mode
-        self.metadata = type(self).metadata | self._simulator.metadata
-        self.observation_space = self._simulator.observation_space
-        self.action_space = self._simulator.action_space
-        self.instructions = self._simulator.instructions
-        self.task_names = self._simulator.task_names
-        self._next_obs: Any = None  # first observation of an episode that has already started
+        # render() can show it.
+        self.worlds.autoreset = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Start a new episode, the first one of ``seed`` if given; ``options`` must be empty."""
         super().reset(seed=seed)
-        if options:
-            raise EnvError(f"{self.simulator.id}: reset(options={options}): there are none")
-        obs = self._next_obs
-        if seed is not None or obs is None:
-            obs = self._simulator.reset(None if seed is None else [int(seed)])
-        self._next_obs = None
-        return _row(obs, 0), self._first(self._simulator.obs_info(obs))
+        self._check_reset(options)
+        if seed is not None:
+            self.simulator.restart([int(seed)])
+        obs = _to_numpy(self.simulator.reset())
+        return _row(obs, 0), self._first(self._obs_info(obs))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute ``action`` [A] and return observation, reward, terminated, truncated, info."""
-        if self._next_obs is not None:
-            raise EnvError(f"{self.simulator.id}: the episode has ended; call reset() first")
-        step = self._simulator.step(np.asarray(action)[None])
-        terminated, truncated = bool(step.terminated[0]), bool(step.truncated[0])
-        obs: Obs = step.obs
-        if step.final_obs is not None and (terminated or truncated):
-            obs, self._next_obs = step.final_obs, _to_numpy(step.obs)
-        arrays = _to_numpy(obs)
-        info = self._simulator.obs_info(arrays) | self._simulator.step_info(step)
-        reward = float(_reward(step)[0])
-        return _row(arrays, 0), reward, terminated, truncated, self._first(info)
+        step = self._step(np.asarray(action)[None])
+        obs, info = _to_numpy(step.obs), self._step_info(step)
+        info = self._first(self._obs_info(obs) | info)
+        ends = bool(step.terminated[0]), bool(step.truncated[0])
+        return _row(obs, 0), float(step.reward[0]), *ends, info
 
     def render(self) -> np.ndarray | None:
         """Return an image, uint8 [H, W, 3]; None if ``render_mode`` is None."""

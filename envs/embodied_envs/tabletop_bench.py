@@ -112,11 +112,7 @@ def task_kwargs(measurement: str = "train", obs: str = "language") -> dict[str, 
 
 
 def make_env(
-    measurement: str,
-    seeds: list[int],
-    *,
-    action_chunk: int = 1,
-    num_threads: int = 1,
+    measurement: str, seeds: list[int], *, action_chunk: int = 1, num_threads: int = 1
 ) -> VectorEnv:
     """Return the environments of a measurement, one per seed, with images, state and sentences."""
     ranges = MEASUREMENTS[measurement].ranges
@@ -161,7 +157,6 @@ def evaluate(
     episodes: int = EPISODES,
     measurements: Iterable[str] = tuple(MEASUREMENTS),
     num_threads: int = 1,
-    on_measured: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Measure a policy; return measurement -> episodes, successes, rate and interval.
 
@@ -176,7 +171,6 @@ def evaluate(
         episodes: Episodes of each measurement; published scores have EPISODES.
         measurements: Names of MEASUREMENTS.
         num_threads: Threads of the simulator.
-        on_measured: Callback (measurement, successes, episodes).
 
     Raises:
         EnvError: A measurement is unknown, or the actions have another shape.
@@ -192,9 +186,12 @@ def evaluate(
                 successes += int(_run_block(env, policy, action_chunk).sum())
             finally:
                 env.close()
-        measured[name] = _rate(successes, episodes)
-        if on_measured is not None:
-            on_measured(name, successes, episodes)
+        measured[name] = {
+            "episodes": episodes,
+            "successes": successes,
+            "rate": successes / episodes,
+            "ci95": list(wilson_interval(successes, episodes)),
+        }
     return measured
 
 
@@ -217,16 +214,6 @@ def _run_block(env: VectorEnv, policy: BenchPolicy, action_chunk: int) -> Tensor
         running &= ~(step.terminated | step.truncated)
         obs = step.obs
     return success
-
-
-def _rate(successes: int, episodes: int) -> dict[str, Any]:
-    """Return the entry of a measurement in a result."""
-    return {
-        "episodes": episodes,
-        "successes": successes,
-        "rate": successes / episodes,
-        "ci95": list(wilson_interval(successes, episodes)),
-    }
 
 
 def rates(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
