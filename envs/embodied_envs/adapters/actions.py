@@ -51,8 +51,7 @@ def mapper(
             )
     if mapping == "none":
         return torch.clone
-    low = torch.tensor(box.low, dtype=torch.float32, device=device)
-    high = torch.tensor(box.high, dtype=torch.float32, device=device)
+    low, high = torch.tensor([box.low, box.high], dtype=torch.float32, device=device)
     if bool(((low == -1) & (high == 1)).all()):
         return lambda action: action.clamp(-1.0, 1.0)
     least, most = _float32_bounds(box, device)

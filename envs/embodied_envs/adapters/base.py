@@ -52,11 +52,8 @@ def check_kwargs(id: str, kwargs: Iterable[str], reserved: Iterable[str]) -> Non
 
 def factory_arguments(options: AdapterOptions) -> dict[str, Any]:
     """Return the arguments with which a function that creates environments is called."""
-    arguments: dict[str, Any] = {
-        "num_envs": options.num_envs,
-        "seed": options.seeds[0],
-        "device": str(options.device),
-    }
+    seed, device = options.seeds[0], str(options.device)
+    arguments: dict[str, Any] = {"num_envs": options.num_envs, "seed": seed, "device": device}
     if options.max_episode_steps is not None:
         arguments["max_episode_steps"] = options.max_episode_steps
     if options.render:
@@ -116,8 +113,8 @@ class Adapter(VectorEnv):
 
     def _set_spaces(
         self, observation_space: Any, action_space: Any, options: AdapterOptions
-    ) -> dict[str, spaces.Leaf]:
-        """Set the specs from Gymnasium's spaces; return a conversion for each observation."""
+    ) -> None:
+        """Set the specs and ``leaves`` from Gymnasium's spaces."""
         converter = spaces.ActionConverter(
             action_space, id=self.id, mapping=options.action_mapping, device=self.device
         )
@@ -134,7 +131,6 @@ class Adapter(VectorEnv):
             keep_float64=self.keeps_float64,
         )
         self._action_shape = spaces.action_shape(self.action_spec, self.num_envs)
-        return self.leaves
 
     def _check_num_envs(self, env: Any, num_envs: int) -> None:
         """Close ``env`` and raise EnvError unless it has as many environments as requested."""
@@ -143,6 +139,14 @@ class Adapter(VectorEnv):
             raise self._error(
                 f"num_envs={self.num_envs}, but its vector has {num_envs} environments; write"
                 f" env.num_envs={num_envs} (or evaluation.num_envs and episodes)"
+            )
+
+    def _check_rows(self, x: Any, size: int) -> None:
+        """Raise EnvError unless rewards or flags have one element for each environment."""
+        if size != self.num_envs:
+            raise self._error(
+                f"return reward, terminated and truncated of shape [{self.num_envs}]; one of them"
+                f" is {list(x.shape)}"
             )
 
     def _error(self, message: str) -> EnvError:

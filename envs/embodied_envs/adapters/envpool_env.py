@@ -22,28 +22,17 @@ from torch import Tensor
 from embodied_envs.adapters import envpool_scenes, spaces
 from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions, check_kwargs
 from embodied_envs.base import tree, watchdog
-from embodied_envs.base.errors import EnvError, choose
+from embodied_envs.base.errors import choose
 from embodied_envs.base.host_memory import free_memory
 from embodied_envs.types import Composite, Obs, Step
 
 _RESERVED = (
-    "num_envs",
-    "batch_size",
-    "seed",
-    "env_seed",
-    "num_threads",
-    "max_episode_steps",
+    *("num_envs", "batch_size", "seed", "env_seed", "num_threads", "max_episode_steps"),
     "render_mode",
 )
 """Arguments of envpool.make that have their own option, or that the adapter depends on."""
 
-_LARGE_MODELS = (
-    "envpool.mujoco.playground",
-    "envpool.mujoco.myosuite",
-    "envpool.mujoco.dmc",
-    "envpool.mujoco.robotics",
-    "envpool.mujoco.metaworld",
-)
+_LARGE_MODELS = ("playground", "myosuite", "dmc", "robotics", "metaworld")
 """Families whose environments each copy the robot's meshes: 8 to 170 MB (others: 1 MB)."""
 
 _FIXED_TIME_LIMIT = ("envpool.highway", "envpool.jumanji")
@@ -152,11 +141,8 @@ class EnvPoolEnv(Adapter):
         self._arguments = self._make_arguments(options)
         spec = self._spec()
         config = spec.config._asdict()
-        if config["max_num_players"] != 1:
-            raise EnvError(
-                f"env.id={id}: a game of {config['max_num_players']} players, and only"
-                " single-player tasks are supported; choose another id"
-            )
+        if (players := config["max_num_players"]) != 1:
+            raise self._error(f"choose a task with a single player; it has {players}")
         family: str = self._envpool.registration.registry.specs[id][0]
         self.step_s = envpool_scenes.step_s(id, family, config)
         self._scenes: Any = None
@@ -169,23 +155,22 @@ class EnvPoolEnv(Adapter):
         # Others are drawn in their own aspect ratio, then resized.
         if options.render and not family.startswith("envpool.mujoco"):
             del self._arguments["render_height"], self._arguments["render_width"]
-        self.max_episode_steps = self._time_limit(
-            family, config["max_episode_steps"], options.max_episode_steps
-        )
+        limit, requested = config["max_episode_steps"], options.max_episode_steps
+        self.max_episode_steps = self._time_limit(family, limit, requested)
         with warnings.catch_warnings():
             # Gymnasium warns that EnvPool's bounds are rounded to float32.
             warnings.simplefilter("ignore")
-            observation_space = spec.gymnasium_observation_space
             action_space = spec.gymnasium_action_space
-        leaves = self._set_spaces(observation_space, action_space, options)
+            self._set_spaces(spec.gymnasium_observation_space, action_space, options)
         if isinstance(self.action_spec, Composite) or spaces.is_nested(action_space):
             raise self._error("several actions at once are not supported with EnvPool")
-        self._index_arrays(spec, leaves)
+        self._index_arrays(spec)
 
         renders = options.render or has_pixels
         if _egl_error and family.startswith("envpool.mujoco") and renders:
-            raise EnvError(f"env.id={id}: no images can be rendered; {_egl_error}")
-        if family in _LARGE_MODELS and self.num_envs > _SMALL_POOL:
+            raise self._error(f"no images can be rendered; {_egl_error}")
+        is_large = family.removeprefix("envpool.mujoco.") in _LARGE_MODELS
+        if is_large and self.num_envs > _SMALL_POOL:
             self._check_memory()
 
     def reset(self) -> Obs:
@@ -221,14 +206,16 @@ class EnvPoolEnv(Adapter):
         reward, truncated = state[self._reward], state[self._trunc]
         # Some families (dm_control) repeat the last reward on the dummy row.
         reward[~acted] = 0  # a product would keep NaN
-        success = None if self._success_index is None else (state[self._success_index] != 0) & acted
+        success = None
+        if self._success_index is not None:
+            success = torch.from_numpy((state[self._success_index] != 0) & acted)
         step = Step(
             obs=self._read_obs(state),
             reward=torch.from_numpy(reward),
             terminated=torch.from_numpy(state[self._done] & ~truncated),
             truncated=torch.from_numpy(truncated),
             mask=torch.from_numpy(acted),
-            success=None if success is None else torch.from_numpy(success),
+            success=success,
             info={name: torch.from_numpy(state[i]) for name, i in self._numbers} or None,
         )
         if self.device.type == "cpu":
@@ -274,9 +261,8 @@ class EnvPoolEnv(Adapter):
         if options.max_episode_steps is not None:
             arguments["max_episode_steps"] = options.max_episode_steps
         if self._render_size is not None:
-            height, width = self._render_size
-            size = {"render_height": height, "render_width": width}
-            arguments |= {"render_mode": "rgb_array", **size}
+            arguments["render_height"], arguments["render_width"] = self._render_size
+            arguments["render_mode"] = "rgb_array"
         return arguments
 
     def _spec(self) -> Any:
@@ -294,7 +280,7 @@ class EnvPoolEnv(Adapter):
                 message = f"EnvPool has no option {option!r}; {choose(option, names, 'it has ')}"
             raise self._error(message) from error
 
-    def _index_arrays(self, spec: Any, leaves: dict[str, spaces.Leaf]) -> None:
+    def _index_arrays(self, spec: Any) -> None:
         """Store the positions of observations, rewards and flags in EnvPool's flat list of arrays.
 
         ``pool.step`` wraps ``_send`` and ``_recv`` in dictionaries. With cold CPU caches after a
@@ -305,16 +291,13 @@ class EnvPoolEnv(Adapter):
         self._elapsed, self._reward, self._done, self._trunc = (
             position[key] for key in ("elapsed_step", "reward", "done", "trunc")
         )
-        obs_position = {
-            key.replace(":", "/").replace(".", "/"): i
-            for key, i in position.items()
-            if key.startswith("obs")
-        }
-        if "" in leaves:
-            (i,), leaf = obs_position.values(), leaves[""]
+        names = {key.replace(":", "/").replace(".", "/"): i for key, i in position.items()}
+        obs_position = {name: i for name, i in names.items() if name.startswith("obs")}
+        if "" in self.leaves:
+            (i,), leaf = obs_position.values(), self.leaves[""]
             self._read_obs: Callable[[Any], Obs] = lambda state: leaf(state[i])
         else:
-            entries = [(name, obs_position[f"obs/{name}"], leaf) for name, leaf in leaves.items()]
+            entries = [(name, obs_position[f"obs/{name}"], x) for name, x in self.leaves.items()]
             self._read_obs = lambda state: {name: leaf(state[i]) for name, i, leaf in entries}
 
         inputs = spec.action_array_spec
@@ -323,16 +306,11 @@ class EnvPoolEnv(Adapter):
         self._action_dtype = inputs[action_key].dtype
         self._env_ids = np.arange(self.num_envs, dtype=np.int32)
 
-        info = {
-            key.removeprefix("info:"): i for key, i in position.items() if key.startswith("info:")
-        }
+        info = {x.removeprefix("info:"): i for x, i in position.items() if x.startswith("info:")}
         self._success_index = next((info[key] for key in SUCCESS_KEYS if key in info), None)
-        self._numbers = [
-            (name, i)
-            for name, i in info.items()
-            if list(spec.state_array_spec[f"info:{name}"].shape) == [-1]
-            and name != "players.env_id"
-        ]
+        is_number = {x: list(spec.state_array_spec[f"info:{x}"].shape) == [-1] for x in info}
+        is_number["players.env_id"] = False
+        self._numbers = [(name, i) for name, i in info.items() if is_number[name]]
 
     def _time_limit(self, family: str, limit: int, requested: int | None) -> int | None:
         """Return the time limit; raise EnvError if EnvPool would ignore the requested one."""
@@ -340,12 +318,8 @@ class EnvPoolEnv(Adapter):
             return limit if limit < _NO_LIMIT else None
         default = self._envpool.make_spec(self.id).config.max_episode_steps
         if family in _FIXED_TIME_LIMIT or default >= _NO_LIMIT:
-            reason = "it has no time limit"
-            if default < _NO_LIMIT:
-                reason = f"its limit is fixed at {default} steps"
-            raise self._error(
-                f"max_episode_steps={requested} has no effect in EnvPool ({reason}); remove it"
-            )
+            fixed = f"fixed at {default} steps" if default < _NO_LIMIT else "missing"
+            raise self._error(f"remove max_episode_steps={requested}: its time limit is {fixed}")
         return limit
 
     def _make(self, num_envs: int) -> Any:
@@ -373,9 +347,8 @@ class EnvPoolEnv(Adapter):
         needed_gb, free_gb = each_gb * self.num_envs, (free_memory() or math.inf) / 1e9
         if needed_gb > free_gb:
             raise self._error(
-                f"{self.num_envs} environments need {needed_gb:.1f} GB"
-                f" ({each_gb * 1000:.0f} MB each), {free_gb:.1f} GB are free;"
-                f" num_envs={int(free_gb / each_gb)} is the most that fits"
+                f"num_envs={int(free_gb / each_gb)} is the most that fits: {self.num_envs} need"
+                f" {needed_gb:.1f} GB ({each_gb * 1000:.0f} MB each), {free_gb:.1f} GB are free"
             )
 
 

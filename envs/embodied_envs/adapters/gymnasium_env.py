@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import gymnasium
@@ -18,12 +18,7 @@ from torch import Tensor
 
 from embodied_envs.adapters import spaces
 from embodied_envs.adapters.base import Adapter, AdapterOptions
-from embodied_envs.adapters.infos import (
-    merge_final,
-    read_numbers,
-    single_numbers,
-    to_numbers,
-)
+from embodied_envs.adapters.infos import merge_final, read_numbers, single_numbers, to_numbers
 from embodied_envs.adapters.simulator_processes import run_worker, use_egl_without_display
 from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
 from embodied_envs.base import tree
@@ -80,34 +75,25 @@ class GymnasiumEnv(Adapter):
         super().__init__(id, options)
         self._rebuild = options.rebuild
         self._done: np.ndarray | None = None  # bool [N]; None before the first reset
-
-        if spec is None:
-            spec = gymnasium.spec(_registered_name(id))
-        self._spec = spec
+        self._spec = spec = spec or gymnasium.spec(_registered_name(id))
         # Gymnasium's own tasks have float64 observations, whose numbers are small.
         self.keeps_float64 = not str(spec.entry_point).startswith("gymnasium.envs.")
         self._is_gymnasium_mujoco = str(spec.entry_point).startswith("gymnasium.envs.mujoco")
         self.max_episode_steps = options.max_episode_steps or spec.max_episode_steps
-        self._arguments = self._make_arguments(
-            spec, dict(options.kwargs or {}), options.max_episode_steps
-        )
-        self._env = self._make()
-        rate = self._env.metadata.get("render_fps")
+        self._arguments = self._make_arguments(options)
+        self._env = env = self._make()
+        rate = env.metadata.get("render_fps")
         self.step_s = 1.0 / rate if rate else None
-        first: Any = (getattr(self._env.unwrapped, "envs", None) or [None])[0]
-        if first is not None and str(spec.entry_point).startswith("gymnasium.envs."):
+        first: Any = (getattr(env.unwrapped, "envs", None) or [None])[0]
+        if first is not None and not self.keeps_float64:
             self.step_s = getattr(first.unwrapped, "dt", self.step_s)  # Pendulum shows others
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
         try:
-            leaves = self._set_spaces(
-                self._env.single_observation_space,
-                self._env.single_action_space,
-                options,
-            )
+            self._set_spaces(env.single_observation_space, env.single_action_space, options)
         except BaseException:  # processes of asynchronous environments would outlive the message
             self.close()
             raise
-        self.read_obs = spaces.reader(leaves)
+        self.read_obs = spaces.reader(self.leaves)
         """Converts observations [N, ..]."""
 
     def _observe_sentences(
@@ -182,11 +168,7 @@ class GymnasiumEnv(Adapter):
     def _column(self, x: Any) -> np.ndarray:
         """Return rewards or flags as [N]; a vector of its own may return [N, 1]."""
         x = np.asarray(x)
-        if x.size != self.num_envs:
-            raise self._error(
-                f"return reward, terminated and truncated of shape [{self.num_envs}]; one of them"
-                f" is {list(x.shape)}"
-            )
+        self._check_rows(x, x.size)
         return x.reshape(-1)
 
     def _numbers(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -222,11 +204,10 @@ class GymnasiumEnv(Adapter):
         except (gymnasium.error.Error, ImportError) as error:
             raise self._error(f"it cannot be rendered: {error}") from error
 
-    def _make_arguments(
-        self, spec: Any, kwargs: dict[str, Any], max_episode_steps: int | None
-    ) -> dict[str, Any]:
+    def _make_arguments(self, options: AdapterOptions) -> dict[str, Any]:
         """Return the arguments of ``gymnasium.make_vec``; raise EnvError for invalid kwargs."""
-        default = "sync" if spec.entry_point is not None else "vector_entry_point"
+        kwargs = dict(options.kwargs or {})
+        default = "sync" if self._spec.entry_point is not None else "vector_entry_point"
         mode = kwargs.pop("vectorization_mode", default)
         autoreset = kwargs.pop("autoreset_mode", None)
         prefix = f"env.id={self.id}: "
@@ -234,17 +215,16 @@ class GymnasiumEnv(Adapter):
         check_choice(f"{prefix}autoreset_mode", autoreset or "next_step", _AUTORESET)
         vector_kwargs = dict(kwargs.pop("vector_kwargs", None) or {})
         self._has_own_vector = mode == "vector_entry_point"
-        if self._has_own_vector:
-            if autoreset is not None:
-                raise self._error(
-                    f"autoreset_mode={autoreset!r} has no effect on the environment's own vector"
-                    " implementation; remove it, or choose vectorization_mode=sync"
-                )
-        else:
+        if not self._has_own_vector:
             # ``read_obs`` copies the observations.
             vector_kwargs |= {"copy": False, "autoreset_mode": _AUTORESET[autoreset or "next_step"]}
-        if max_episode_steps is not None:
-            kwargs["max_episode_steps"] = max_episode_steps
+        elif autoreset is not None:
+            raise self._error(
+                f"remove autoreset_mode={autoreset}, or choose vectorization_mode=sync: its own"
+                " vector implementation resets as it does"
+            )
+        if options.max_episode_steps is not None:
+            kwargs["max_episode_steps"] = options.max_episode_steps
         if self._render_size is not None:
             kwargs["render_mode"] = "rgb_array"
             if self._is_gymnasium_mujoco:
@@ -255,20 +235,16 @@ class GymnasiumEnv(Adapter):
 
     def _make(self) -> Any:
         """Build the vector environment; raise EnvError if it fails."""
-        filter_warnings = contextlib.nullcontext()
-        if self._is_gymnasium_mujoco:
-            filter_warnings = _without_mujoco_warnings()
+        quiet = _without_mujoco_warnings() if self._is_gymnasium_mujoco else nullcontext()
         context = f"env.id={self.id}: Gymnasium cannot make it with {self._arguments}: "
-        with wrap_errors(context), filter_warnings:
+        with wrap_errors(context), quiet:
             env = self._make_vector(**copy_arrays(self._arguments))
         self._check_num_envs(env, env.num_envs)
         if self._render_size is not None:
             modes = env.metadata.get("render_modes") or []
             if "rgb_array" not in modes:
                 env.close()
-                raise self._error(
-                    f"render=True needs render mode rgb_array, it has {modes or 'none'}"
-                )
+                raise self._error(f"render=True needs render mode rgb_array, it has {modes}")
             _prepare_images(env)
         return env
 
@@ -277,13 +253,8 @@ class GymnasiumEnv(Adapter):
     ) -> Any:
         """Return the environments as Gymnasium's ``make_vec`` does, each with its own memory."""
         if vectorization_mode == "vector_entry_point":
-            return gymnasium.make_vec(
-                self._spec,
-                self.num_envs,
-                vectorization_mode,
-                vector_kwargs=vector_kwargs,
-                **kwargs,
-            )
+            kwargs["vector_kwargs"] = vector_kwargs
+            return gymnasium.make_vec(self._spec, self.num_envs, vectorization_mode, **kwargs)
         makers = [functools.partial(_make_one, self._spec, kwargs)] * self.num_envs
         if vectorization_mode == "sync":
             return gymnasium.vector.SyncVectorEnv(makers, **vector_kwargs)
@@ -295,9 +266,8 @@ class GymnasiumEnv(Adapter):
         if mode not in _AUTORESET.values():
             self.close()
             raise self._error(
-                f"its vector implementation has autoreset_mode={mode}; it must"
-                ' reset ended episodes itself and declare how: metadata = {"autoreset_mode":'
-                " gymnasium.vector.AutoresetMode.NEXT_STEP} (or SAME_STEP)"
+                'write metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP} (or'
+                f" SAME_STEP) in its vector implementation, which has {mode}"
             )
         return mode
 
@@ -315,18 +285,13 @@ class GymnasiumEnv(Adapter):
         """Return ``obs`` with the rows that ended replaced by info["final_obs"]."""
         final = info.get("final_obs")
         if final is None:
-            raise self._error(
-                "it resets in the same step, and its info has no 'final_obs';"
-                " put the last observation of the episode there"
-            )
+            raise self._error("put the last observation of an episode into info['final_obs']")
         assert self._done is not None
         if isinstance(final, np.ndarray) and final.dtype == object:
-            merged = copy_arrays(obs)
+            rows, final = final, copy_arrays(obs)  # else the vector has returned a batch
             for i in np.flatnonzero(self._done):
-                _put(merged, int(i), final[i])
-        else:
-            merged = final  # some vector implementations return a batch
-        return self.read_obs(merged)
+                _put(final, int(i), rows[i])
+        return self.read_obs(final)
 
 
 def takes_seed(env: Any) -> bool:
@@ -430,7 +395,7 @@ def _prepare_images(env: Any) -> None:
             cameras.extend_floors(model)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _without_mujoco_warnings() -> Iterator[None]:
     """Suppress MuJoCo's warnings, such as that about ``settotalmass`` in Gymnasium's model files.
 

@@ -34,6 +34,7 @@ from embodied_envs.adapters.base import AdapterOptions, check_kwargs, factory_ar
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv, takes_seed
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.adapters.user_code import wrap_errors
+from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
 
 _OF_ADAPTERS = ("final_observation", "partial_reset", "vectorization_mode", "autoreset_mode")
@@ -79,13 +80,12 @@ def make(
     try:
         _check_interface(id, first)
         limit = options.max_episode_steps
-        is_batch = hasattr(first, "num_envs")
-        if is_batch and limit is not None and "max_episode_steps" not in arguments:
-            raise EnvError(
-                f"leave env.max_episode_steps={limit} out, or add the parameter max_episode_steps"
-                f" to env.id={id}, which sets its own time limit"
-            )
-        if is_batch:
+        if hasattr(first, "num_envs"):
+            if limit is not None and "max_episode_steps" not in arguments:
+                raise EnvError(
+                    f"leave env.max_episode_steps={limit} out, or add the parameter"
+                    f" max_episode_steps to env.id={id}, which sets its own time limit"
+                )
             return _adapt_batch(id, first, options, tensors=tensors)
         kwargs = options.kwargs or {}
         if kwargs.get("vectorization_mode") == "async":  # the other processes build their own
@@ -153,6 +153,9 @@ def _check_interface(id: str, env: Any) -> None:
     is_sb3 = _has(env, "step_async step_wait env_method")
     is_sb3 = is_sb3 and not isinstance(env, gymnasium.vector.VectorEnv)
     is_dm_env, reset = _has(env, "observation_spec action_spec"), getattr(env, "reset", None)
+    is_jax = _takes(reset, "key") or (_takes(reset, "rng") and not is_dm_env)
+    shimmy = "return shimmy.DmControlCompatibilityV0(env)"
+    jax = "return the GymWrapper of its package, or a gymnasium.Env around it"
     needed = "observation_space action_space reset step"
     if hasattr(env, "num_envs"):
         needed = "single_observation_space single_action_space reset step"
@@ -162,21 +165,9 @@ def _check_interface(id: str, env: Any) -> None:
         (isinstance(env, Sequence), "with several environments", f"{one}, called num_envs times"),
         (_has(env, "possible_agents"), "of PettingZoo, which has several agents", one),
         (is_sb3, "in the VecEnv API of Stable-Baselines3", one),
-        (
-            _has(env, "recv send async_reset"),
-            "of EnvPool",
-            "write env.simulator=envpool and its task as env.id",
-        ),
-        (
-            is_dm_env and not _takes(reset, "key"),
-            "in the API of dm_env",
-            "return shimmy.DmControlCompatibilityV0(env) (pip install shimmy)",
-        ),
-        (
-            is_dm_env or _takes(reset, "rng") or _takes(reset, "key"),
-            "with pure functions of JAX, as Brax and Jumanji",
-            "return the GymWrapper of its package, or a gymnasium.Env around it",
-        ),
+        (_has(env, "recv send async_reset"), "of EnvPool", "write env.simulator=envpool"),
+        (is_dm_env and not is_jax, "in the API of dm_env", f"pip install shimmy and {shimmy}"),
+        (is_dm_env or is_jax, "with pure functions of JAX, as Brax and Jumanji", jax),
         (missing, f"without {', '.join(missing)}", "return a gymnasium.Env or a VectorEnv of it"),
     )
     for applies, kind, hint in refusals:
@@ -265,22 +256,16 @@ class _Single(gymnasium.Env):
 
 def to_gymnasium(space: Any) -> Any:
     """Return a space of Gym as one of Gymnasium; other objects unchanged."""
-    if isinstance(space, spaces.Space):
-        return space
-    match type(space).__name__:
-        case "Box":
-            return spaces.Box(space.low, space.high, space.shape, np.dtype(space.dtype).type)
-        case "Discrete":
-            return spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0)))
-        case "MultiDiscrete":
-            return spaces.MultiDiscrete(space.nvec)
-        case "MultiBinary":
-            return spaces.MultiBinary(space.n)
-        case "Dict":
-            return spaces.Dict({name: to_gymnasium(x) for name, x in space.spaces.items()})
-        case "Tuple":
-            return spaces.Tuple([to_gymnasium(x) for x in space.spaces])
-    return space
+    converted = {
+        "Box": lambda: spaces.Box(space.low, space.high, space.shape, np.dtype(space.dtype).type),
+        "Discrete": lambda: spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0))),
+        "MultiDiscrete": lambda: spaces.MultiDiscrete(space.nvec),
+        "MultiBinary": lambda: spaces.MultiBinary(space.n),
+        "Dict": lambda: spaces.Dict({k: to_gymnasium(x) for k, x in space.spaces.items()}),
+        "Tuple": lambda: spaces.Tuple([to_gymnasium(x) for x in space.spaces]),
+    }
+    convert = None if isinstance(space, spaces.Space) else converted.get(type(space).__name__)
+    return space if convert is None else convert()
 
 
 # ---------------------------------------------------------------------------- legged_gym and rsl_rl
@@ -301,11 +286,9 @@ class _RslRl:
         self.num_envs, self.device = int(env.num_envs), getattr(env, "device", "cpu")
         limit = getattr(env, "max_episode_length", None)
         self.max_episode_steps = None if limit is None else int(limit)
-        obs = self._observe()
+        shapes = tree.map(lambda x: _unbounded(x.shape[1:]), self._observe())
         self.single_observation_space: Any = (
-            spaces.Dict({name: _unbounded(x.shape[1:]) for name, x in obs.items()})
-            if isinstance(obs, dict)
-            else _unbounded(obs.shape[1:])
+            spaces.Dict(shapes) if isinstance(shapes, dict) else shapes
         )
         self.single_action_space = _unbounded((int(env.num_actions),))
 

@@ -163,16 +163,13 @@ class _MjlabTask:
 
 def _set(id: str, cfg: Any, path: str, value: Any) -> None:
     """Set ``cfg.a.b`` or ``cfg.a["b"]`` for path "a.b"; raise EnvError for an unknown name."""
-    node, parent, name = cfg, cfg, ""
-    for name in path.split("."):
-        parent = node
-        if not (name in parent if isinstance(parent, dict) else hasattr(parent, name)):
-            raise EnvError(f"env.id={id}: kwargs config {path!r}: there is no {name!r}")
-        node = parent[name] if isinstance(parent, dict) else getattr(parent, name)
-    if isinstance(parent, dict):
-        parent[name] = value
-    else:
-        setattr(parent, name, value)
+    *parents, last = path.split(".")
+    for name in parents:
+        cfg = cfg.get(name) if isinstance(cfg, dict) else getattr(cfg, name, None)
+    fields = cfg if isinstance(cfg, dict) else vars(cfg)
+    if last not in fields:
+        raise EnvError(f"env.id={id}: kwargs config: there is no {path!r}")
+    fields[last] = value
 
 
 def _space(space: Any) -> spaces.Space:

@@ -61,29 +61,25 @@ def select_observations(names: Sequence[str], keys: Sequence[str] | None, *, id:
         if privileged:
             raise _undecided(groups, privileged, id)
         return list(names)
-    prefix = f"env.id={id}: env.obs_keys (or model.actor_obs, model.critic_obs)"
+    prefix, fault = f"env.id={id}: env.obs_keys (or model.actor_obs, model.critic_obs)", ""
+    unknown = [key for key in keys if not any(names_observation(key, name) for name in names)]
     if not names:
-        raise EnvError(
-            f"{prefix} names {', '.join(keys) or 'nothing'}: its observation is one array; leave"
-            " the option out"
-        )
-    if not keys:
-        raise EnvError(
-            f"{prefix}=[] selects nothing; write null for all, or some of [{','.join(groups)}]"
-        )
-    for key in keys:
-        if not any(names_observation(key, name) for name in names):
-            raise EnvError(
-                f"{prefix}: {key!r} is not in its observation; {choose(key, groups, 'it has ')}"
-            )
+        named = ", ".join(keys) or "nothing"
+        fault = f" names {named}: its observation is one array; leave the option out"
+    elif not keys:
+        fault = f"=[] selects nothing; write null for all, or some of [{','.join(groups)}]"
+    elif unknown:
+        known = choose(unknown[0], groups, "it has ")
+        fault = f": {unknown[0]!r} is not in its observation; {known}"
+    if fault:
+        raise EnvError(f"{prefix}{fault}")
     return [name for name in names if any(names_observation(key, name) for key in keys)]
 
 
 def _undecided(groups: list[str], privileged: list[str], id: str) -> EnvError:
     """Return the error for privileged observations that no option assigns to a network."""
     secret = list(dict.fromkeys(name.partition("/")[0] for name in privileged))
-    public = [group for group in groups if group not in secret]
-    actor = ",".join(public)
+    actor = ",".join(group for group in groups if group not in secret)
     if not 0 < len(actor) <= 100:
         actor = "NAME,NAME"
     return EnvError(
@@ -142,10 +138,7 @@ def observations(
     """
     flat, nested = flatten(space), is_nested(space)
     if not flat:
-        raise EnvError(
-            f"env.id={id}: its observation dictionary is empty; wrap the environment to observe"
-            " something"
-        )
+        raise EnvError(f"wrap the environment to observe something: env.id={id} observes nothing")
     if choices and any(name.startswith(f"{ACTION_MASK}/") for name in flat):
         kind = type(space[ACTION_MASK]).__name__
         raise EnvError(
@@ -157,14 +150,9 @@ def observations(
     specs: dict[str, ArraySpec] = {}
     leaves: dict[str, Leaf] = {}
     for name in select_observations(public, keys, id=id) if nested else [""]:
-        specs[name], leaves[name] = _leaf(
-            flat[name],
-            id=f"{id}, observation {name!r}" if name else id,
-            device=device,
-            new_arrays=new_arrays,
-            image_layout=image_layout,
-            keep_float64=keep_float64,
-        )
+        label = f"{id}, observation {name!r}" if name else id
+        specs[name], leaf = _leaf(flat[name], label, new_arrays, image_layout, keep_float64)
+        leaves[name] = leaf if device.type == "cpu" else _moved(leaf, device)
     if has_mask:
         mask = _mask(flat[ACTION_MASK], choices, id=id, device=device)
         specs[ACTION_MASK], leaves[ACTION_MASK] = mask
@@ -274,10 +262,7 @@ class ActionConverter:
                 numbers += zip(array.low, array.high, strict=True)
                 rounded += [] if array.dtype.is_floating_point else [label]
         if not choices and not numbers:
-            raise EnvError(
-                f"env.id={id}: action space {_short(space)} is empty; wrap the environment so that"
-                " it takes an action"
-            )
+            raise EnvError(f"wrap env.id={id} to take an action: {_short(space)} is empty")
         if rounded:
             warnings.warn(
                 f"env.id={id}: {', '.join(rounded)} is a Box of integers: the policy's numbers are"
@@ -349,14 +334,9 @@ class ActionConverter:
 def check_seeds(id: str, seeds: list[int], num_envs: int) -> None:
     """Raise EnvError unless ``seeds`` has ``num_envs`` entries in [0, 2**31)."""
     if len(seeds) != num_envs:
-        raise EnvError(
-            f"env.id={id}: {len(seeds)} seeds for {num_envs} environments; give one each"
-        )
+        raise EnvError(f"give one each: env.id={id}: {len(seeds)} seeds for {num_envs}")
     if invalid := [seed for seed in seeds if not 0 <= seed < 2**31]:
-        raise EnvError(
-            f"env.id={id}: seed {invalid[0]} is outside [0, 2**31); simulators store seeds in 32"
-            " bits"
-        )
+        raise EnvError(f"env.id={id}: seed {invalid[0]} must be in [0, 2**31), as simulators do")
 
 
 def action_shape(spec: ActionSpec, num_envs: int) -> torch.Size:
@@ -368,8 +348,7 @@ def check_action(id: str, action: Tensor, shape: torch.Size) -> None:
     """Raise EnvError for actions of another shape, which C++ simulators do not detect."""
     if action.shape != shape:
         raise EnvError(
-            f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)},"
-            " environments first"
+            f"env.id={id}: actions of shape {list(action.shape)}; it takes {list(shape)}"
         )
 
 
@@ -434,14 +413,12 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
     return torch.from_numpy(np.zeros(1, dtype)).dtype
 
 
+def _moved(convert: Leaf, device: torch.device) -> Leaf:
+    return lambda x: convert(x).to(device, non_blocking=True)
+
+
 def _leaf(
-    space: Any,
-    *,
-    id: str,
-    device: torch.device,
-    new_arrays: bool,
-    image_layout: str | None,
-    keep_float64: bool,
+    space: Any, id: str, new_arrays: bool, image_layout: str | None, keep_float64: bool
 ) -> tuple[ArraySpec, Leaf]:
     """Return spec and conversion of one array."""
     if isinstance(space, spaces.Discrete):
@@ -471,9 +448,7 @@ def _leaf(
             " Discrete, MultiBinary or MultiDiscrete, or a Dict or Tuple of them; observation space"
             f" {_short(space)} has no fixed shape"
         )
-    if device.type == "cpu":
-        return spec, convert
-    return spec, lambda x: convert(x).to(device, non_blocking=True)
+    return spec, convert
 
 
 def _range(space: Any) -> tuple[float, float]:
@@ -521,13 +496,10 @@ def flatten(space: Any, prefix: str = "") -> dict[str, Any]:
     """
     if not is_nested(space):
         return {prefix.removesuffix("/"): space}
-    entries = (
-        space.items()
-        if isinstance(space, Mapping | spaces.Dict)
-        else ((f"item{i}", leaf) for i, leaf in enumerate(space))
-    )
+    if not isinstance(space, Mapping | spaces.Dict):
+        space = {f"item{i}": leaf for i, leaf in enumerate(space)}
     flat: dict[str, Any] = {}
-    for name, leaf in entries:
+    for name, leaf in space.items():
         parts = flatten(leaf, f"{prefix}{name}/")
         if common := flat.keys() & parts.keys():
             raise EnvError(

@@ -110,18 +110,17 @@ class TorchVectorEnv(Adapter):
         self.max_episode_steps = None if limit is None else int(limit)
 
         space, self._obs_group = self._observed_space(options.obs_keys)
-        leaves = self._set_spaces(space, _attribute(self._env, "single_action_space"), options)
+        self._set_spaces(space, _attribute(self._env, "single_action_space"), options)
         self._leaf_spaces = spaces.flatten(space)
-        self._read_tensors = spaces.reader({x: partial(self._to_tensor, x) for x in leaves})
+        self._read_tensors = spaces.reader({x: partial(self._to_tensor, x) for x in self.leaves})
         self._use_previous_obs = final == "previous"
         # The last observation, kept for ``final_observation=previous``.
         self._previous_obs: Obs | None = None
         self._info_has_final_obs = False
         if self._use_previous_obs:
             warnings.warn(
-                f"env.id={id}: final_observation=previous: if the time limit ends an episode"
-                " without its last observation, the value of the observation before it is used,"
-                " which is biased by one step",
+                f"env.id={id}: final_observation=previous: the value at time limits is that of the"
+                " observation before the last one, biased by one step",
                 stacklevel=2,
             )
 
@@ -150,8 +149,7 @@ class TorchVectorEnv(Adapter):
         ended = terminated | truncated
         obs = self._read(obs)
         final_obs = self._final_obs(obs, info, ended)
-        numbers = read_numbers(info, self.num_envs)
-        last = read_numbers(info.get("final_info"), self.num_envs)
+        numbers, last = (read_numbers(x, self.num_envs) for x in (info, info.get("final_info")))
         numbers = merge_final(numbers, last, ended)  # not those of the reset that followed
         numbers = {name: x.to(self.device) for name, x in numbers.items()}
         return Step(
@@ -214,8 +212,8 @@ class TorchVectorEnv(Adapter):
         if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value):
             self.close()
             raise self._error(
-                f"its metadata has autoreset_mode={mode}; only AutoresetMode.SAME_STEP is"
-                " supported: the step that ends an episode starts the next one"
+                f"reset in the step that ends an episode: its autoreset_mode is {mode}, and only"
+                " AutoresetMode.SAME_STEP is supported"
             )
 
     def _observed_space(self, obs_keys: Sequence[str] | None) -> tuple[Any, str | None]:
@@ -243,12 +241,9 @@ class TorchVectorEnv(Adapter):
         converted = self._read(obs)
         named = tree.named(converted)
         for name, spec in tree.named(self.obs_spec).items():
-            if tuple(named[name].shape) != (self.num_envs, *spec.shape):
-                raise self._error(
-                    f"observation {name!r} has shape {list(named[name].shape)},"
-                    f" its single_observation_space has {list(spec.shape)} for each of"
-                    f" {self.num_envs} environments"
-                )
+            shape, expected = list(named[name].shape), [self.num_envs, *spec.shape]
+            if shape != expected:
+                raise self._error(f"observation {name!r} has shape {shape}, its space {expected}")
         self._keep_previous(converted)
         return converted
 
@@ -264,10 +259,8 @@ class TorchVectorEnv(Adapter):
     def _to_tensor(self, name: str, x: Any) -> Tensor:
         """Convert one entry of an observation; raise EnvError unless it is a tensor."""
         if not isinstance(x, Tensor):
-            raise self._error(
-                f"observation {name!r} is a {type(x).__name__}, not a"
-                " torch.Tensor; use simulator=gymnasium for environments of numpy arrays"
-            )
+            kind = type(x).__name__
+            raise self._error(f"use simulator=gymnasium: observation {name!r} is a {kind}")
         spec, space = tree.named(self.obs_spec)[name], self._leaf_spaces[name]
         if spec.dtype == torch.bool:  # a mask of choices
             x = x.flatten(1)
@@ -280,11 +273,7 @@ class TorchVectorEnv(Adapter):
     def _copy(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Copy [N] to ``device``, because the environment may overwrite its tensor later."""
         x = torch.as_tensor(x)
-        if x.numel() != self.num_envs:
-            raise self._error(
-                f"return reward, terminated and truncated of shape [{self.num_envs}]; one of them"
-                f" is {list(x.shape)}"
-            )
+        self._check_rows(x, x.numel())
         return x.reshape(-1).to(self.device, dtype, copy=True)
 
     def _final_obs(self, obs: Obs, info: Mapping[str, Any], ended: Tensor) -> Obs | None:
@@ -301,12 +290,10 @@ class TorchVectorEnv(Adapter):
             return previous
         if bool(ended.any()):  # synchronises with the device
             raise self._error(
-                "an episode ended, and its last observation is not in"
-                " info['final_obs'] (nor 'final_observation'), so the value of the next state is"
-                " unknown if the time limit ended it. Put it there, before the reset (Isaac Lab:"
-                " cfg.compute_final_obs=True); or set env.kwargs.final_observation=previous to use"
-                " the observation before it instead, biased by one step where episodes are"
-                " truncated"
+                "put the last observation of an episode into info['final_obs'] before the reset"
+                " (Isaac Lab: cfg.compute_final_obs=True), or set"
+                " env.kwargs.final_observation=previous to use the one before it, which biases"
+                " values at time limits by one step"
             )
         return None
 

@@ -327,7 +327,7 @@ def test_invalid_calls_are_rejected(simulator: str) -> None:
         env.load_state({})
     with pytest.raises(EnvError, match="rendering is disabled"):
         env.render()
-    with pytest.raises(EnvError, match="1 seeds for 2 environments"):
+    with pytest.raises(EnvError, match="1 seeds for 2"):
         env.restart([0])
     env.close()
     env.close()
