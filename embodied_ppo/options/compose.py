@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # hydra and torch are imported inside the functions: --help a
     from hydra.core.override_parser.types import Override
 
     from embodied_ppo.options.loader import Loaded
+    from embodied_ppo.options.schema import EvaluateConfig
 
 PROGRAM = "embodied-ppo"
 FLAGS = "command line"
@@ -65,7 +66,7 @@ def prepare(
     """
     from embodied_ppo.options import loader as strict
     from embodied_ppo.options import term_names, validation
-    from embodied_ppo.options.schema import OWN_OPTIONS, Config, DemosConfig
+    from embodied_ppo.options.schema import OWN_OPTIONS, Config, DemosConfig, EvaluateConfig
 
     cls = OWN_OPTIONS.get(args.command, Config)
     if cls is DemosConfig:
@@ -73,6 +74,9 @@ def prepare(
     loaded = strict.read(cls, _layers(args, lines, cls, label), partial=partial)
     if isinstance(loaded.config, Config) and not loaded.missing and not loaded.config.resume:
         term_names.check(loaded.config.env)
+    evaluated: Any = loaded.config
+    if cls is EvaluateConfig:
+        _check_evaluated_terms(evaluated)
     if not check or loaded.missing:
         return loaded
     config, origin = loaded.config, loaded.origin
@@ -411,6 +415,26 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
         content = guarded_files.check_fields(strict.read_yaml(file), {})
     # The run may have been moved since: resume has its directory.
     return str(file), {k: v for k, v in content.items() if k not in ("resume", "run_dir")}
+
+
+def _check_evaluated_terms(config: EvaluateConfig) -> None:
+    """Refuse terms and commands that the task of the checkpoint's run lacks, see term_names."""
+    from embodied_ppo.options import loader as strict
+    from embodied_ppo.options import term_names
+    from embodied_ppo.options.schema import EnvConfig
+
+    rewards, commands = (config.env.get(k) or {} for k in ("rewards", "commands"))
+    named = isinstance(rewards, dict) and isinstance(commands, dict) and (rewards or commands)
+    file = config_file(Path(config.checkpoint)) if named and config.checkpoint else None
+    if file is None:
+        return
+    with guarded_files.refusing_damage(file, "name another run or checkpoint"):
+        trained = strict.read_yaml(file).get("env", {})
+    is_checkpoint = file.parent.parent.name == "checkpoints"
+    run = file.parent.parent.parent if is_checkpoint else file.parent
+    copies = [] if config.allow_changed_task else [*run.glob("task/*/**/*.py")]
+    id = config.env.get("id", trained.get("id"))
+    term_names.check(EnvConfig(id=id, rewards=rewards, commands=commands), copies)
 
 
 def config_file(folder: Path) -> Path | None:

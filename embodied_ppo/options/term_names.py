@@ -16,11 +16,15 @@ PLAIN = (ast.FunctionDef, ast.Assign, ast.AnnAssign, ast.Expr, ast.Pass)
 """Statements of a class whose names are known without executing it."""
 
 
-def check(env: EnvConfig) -> None:
+def check(env: EnvConfig, copies: Collection[Path] = ()) -> None:
     """Refuse names in ``env.rewards`` and ``env.commands`` that the task's source lacks.
 
     The task checks them, too, when it is created. Here sources that do not show all names, such as
     classes with computed members, are accepted.
+
+    Args:
+        env: Options.
+        copies: Copies of the task's source that a run keeps; they count unless they differ.
 
     Raises:
         EnvError: A name is unknown; the message names those that exist.
@@ -28,7 +32,7 @@ def check(env: EnvConfig) -> None:
     if not (env.rewards or env.commands) or not isinstance(env.id, str):
         return
     try:
-        family = _family(env.id)
+        family = _family(env.id, copies)
     except (OSError, SyntaxError, ValueError, ImportError):  # reported when it is imported
         return
     if not any(c.name == "TermTask" for c in family):
@@ -71,14 +75,19 @@ def _own_classes() -> dict[str, ast.ClassDef]:
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
-def _family(id: str) -> list[ast.ClassDef]:
+def _family(id: str, copies: Collection[Path]) -> list[ast.ClassDef]:
     """Return the class of a task and its base classes; [] if one of them is not found."""
     module, _, name = id.rpartition(":")
     own, classes = set(_own_classes()), dict(_own_classes())
     if module:
-        if "." in module or not (found := importlib.util.find_spec(module)) or not found.origin:
+        if "." in module:
             return []
-        for node in ast.parse(Path(found.origin).read_bytes()).body:
+        sources = {file.read_bytes() for file in copies if file.stem == module}
+        if not copies and (spec := importlib.util.find_spec(module)) and spec.origin:
+            sources = {Path(spec.origin).read_bytes()}
+        if len(sources) != 1:
+            return []
+        for node in ast.parse(sources.pop()).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = node
                 own.discard(node.name)

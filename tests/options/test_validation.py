@@ -10,6 +10,7 @@ from run_helpers import nested
 
 from embodied_envs import tasks
 from embodied_envs.base.errors import ConfigError, EnvError, show
+from embodied_ppo.commands import main
 from embodied_ppo.options import loader, term_names, validation
 from embodied_ppo.options.schema import Config, EnvConfig
 from tests.options.test_loader import CLONING, FLOW, LANGUAGE, PUBLISHED, TOKENS, refused
@@ -247,7 +248,9 @@ class Computed(Mine):
 """
 
 
-@pytest.mark.parametrize("id", ["Go1Joystick", "Go1Rough", "named_terms:Mine", "named_terms:Other"])
+@pytest.mark.parametrize(
+    "id", ["Go1Rough", "PandaPickCube", "named_terms:Mine", "named_terms:Other"]
+)
 def test_names_of_terms_in_the_source_are_those_of_the_task(
     id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +266,34 @@ def test_names_of_terms_in_the_source_are_those_of_the_task(
             term_names.check(EnvConfig(id=id, **wrong))
     # Names that the source does not show are accepted here.
     term_names.check(EnvConfig(id="named_terms:Computed", rewards={"hidden": {"weight": 1.0}}))
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints/step_000002"])
+def test_evaluate_refuses_names_that_the_runs_copy_of_the_task_lacks(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file on the path has changed since the training."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "changed_terms.py").write_text(MINE.replace("fast", "slow"))
+    copy, run = tmp_path / "run/task/1f/files/changed_terms.py", tmp_path / "run" / place
+    copy.parent.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
+    copy.write_text(MINE)
+    (run / "config.yaml").write_text("env: {id: 'changed_terms:Mine'}")
+    evaluate = ["evaluate", f"checkpoint={run}"]
+    for option, name in (
+        ("env.rewards.slow.weight=1", "fast"),
+        ("env.commands.x=[0,1]", "lin_vel_x"),
+    ):
+        assert main.main([*evaluate, option]) == 2
+        error = capsys.readouterr().err
+        assert option.split("=")[0].removesuffix(".weight") in error and name in error
+    for option in (
+        "env.rewards.fast.weight=1",
+        "env.rewards.slow.weight=1 allow_changed_task=true",
+    ):
+        assert main.main([*evaluate, *option.split()]) == 2
+        assert "unknown" not in capsys.readouterr().err, "the folder holds no checkpoint"
 
 
 def test_shipped_options_may_remain_unread() -> None:
