@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import signal
 import sys
@@ -55,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
             print(line, file=sys.stderr, flush=True)
 
     with output.stdout_to_stderr():
+        from embodied_envs import env_server
         from embodied_ppo.tools.deploy import policy_server
 
         policy = policy_server.open_policy(args.run, names, args.device)
@@ -71,6 +71,5 @@ def run(args: argparse.Namespace) -> None:
     for name, spec in policy.metadata["observations"].items():
         say(f"observation {name}: {spec['dtype']} {spec.get('shape', '')}")
     say(f"actions: {policy.metadata['actions']['shape']}; Ctrl-C ends it")
-    with contextlib.suppress(KeyboardInterrupt):
-        listening.serve_forever()
+    env_server.serve_until_interrupt(listening)
     server.__exit__(None, None, None)

@@ -65,15 +65,19 @@ def prepare(
         EnvError: The task has no such term or command.
     """
     from embodied_ppo.options import loader as strict
-    from embodied_ppo.options import term_names, validation
+    from embodied_ppo.options import openpi_configs, term_names, validation
     from embodied_ppo.options.schema import OWN_OPTIONS, Config, DemosConfig, EvaluateConfig
 
     cls = OWN_OPTIONS.get(args.command, Config)
     if cls is DemosConfig:
         return strict.read(DemosConfig, _demos_layers(_layers(args, lines, Config, label), lines))
     loaded = strict.read(cls, _layers(args, lines, cls, label), partial=partial)
-    if isinstance(loaded.config, Config) and not loaded.missing and not loaded.config.resume:
-        term_names.check(loaded.config.env)
+    if isinstance(loaded.config, Config) and not loaded.config.resume:
+        model = loaded.config.model
+        if model.config_name is not None:
+            openpi_configs.check(model.config_name, str(model.checkpoint))
+        if not loaded.missing:
+            term_names.check(loaded.config.env)
     evaluated: Any = loaded.config
     if cls is EvaluateConfig:
         _check_evaluated_terms(evaluated)

@@ -29,7 +29,10 @@ import argparse
 import contextlib
 import importlib
 import inspect
+import socket
 import sys
+import threading
+import time
 from typing import Any
 
 import gymnasium
@@ -42,6 +45,8 @@ from websockets.sync.server import serve
 PROTOCOL, VERSION = "embodied-envs", 1
 """Name and version of the messages; the version changes with their meaning."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
+CLOSE_S = 2.0
+"""Time that clients have to close a connection, seconds."""
 MAX_MESSAGE = 1 << 28
 """Largest size of a message, bytes."""
 MALFORMED = (ValueError, TypeError, KeyError, OverflowError, SyntaxError)
@@ -127,13 +132,13 @@ def listen(handler: Any, host: str, port: int) -> Any:
 
     Web pages are refused, and /healthz is answered. Yields the server of ``websockets``.
     """
-    connections = set()
+    connections: dict[Any, threading.Thread] = {}
 
     def handle(connection: Any) -> None:
-        connections.add(connection)
+        connections[connection] = threading.current_thread()
         with contextlib.suppress(ConnectionClosed):
             handler(connection)
-        connections.discard(connection)
+        connections.pop(connection)
 
     def answer_health(connection: Any, request: Any) -> Any:
         return connection.respond(200, "OK\n") if request.path == "/healthz" else None
@@ -158,14 +163,49 @@ def listen(handler: Any, host: str, port: int) -> Any:
             yield server
         finally:
             server.shutdown()
-            for connection in list(connections):
-                connection.close(1001)
+            _close(connections)
+
+
+def _close(connections: dict[Any, threading.Thread]) -> None:
+    """End connections and their threads within seconds, or leave the threads behind."""
+    end, open_now = time.monotonic() + CLOSE_S, dict(connections)
+    closers = [threading.Thread(target=c.close, args=(1001,), daemon=True) for c in open_now]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(max(0.0, end - time.monotonic()))
+    # A message to a client that reads nothing is still being sent, and ``close`` waits for it.
+    for connection, thread in open_now.items():
+        with contextlib.suppress(OSError):
+            connection.socket.shutdown(socket.SHUT_RDWR)
+        thread.join(max(0.1, end - time.monotonic()))
+
+
+def serve_until_interrupt(server: Any) -> None:
+    """Serve until Ctrl-C. The process does not wait for the threads of connections."""
+    thread = threading.Thread(target=server.serve_forever, daemon=True)  # and so are its threads
+    with contextlib.suppress(KeyboardInterrupt):
+        thread.start()
+        thread.join()
+
+
+def resolve(target: str) -> tuple[str, Any]:
+    """Return the name in the command line and its function; None: a task of Gymnasium.
+
+    Raises ImportError or gymnasium.error.Error where there is neither.
+    """
+    module, _, name = target.rpartition(":")
+    found = getattr(importlib.import_module(module), name, None) if module else None
+    if found is None:
+        gymnasium.spec(name)
+    elif not callable(found):
+        raise ImportError(f"{name} in {module} is no function")
+    return name, found
 
 
 def make_vector(target: str, num_envs: int, kwargs: dict) -> Any:
     """Return ``num_envs`` environments of what the command line names."""
-    module, _, name = target.rpartition(":")
-    found = getattr(importlib.import_module(module), name, None) if module else None
+    name, found = resolve(target)
     vector = None if found is not None else gymnasium.spec(name).vector_entry_point
     if vector is not None and not str(vector).startswith("gymnasium."):
         return gymnasium.make_vec(name, num_envs, "vector_entry_point", **kwargs)
@@ -233,7 +273,11 @@ def main(arguments: Any = None) -> None:
     parser.add_argument("--port", type=int, default=8001, help="port (default %(default)s)")
     args = parser.parse_args(arguments)
     sys.path.append("")  # the user's module
-    name = args.target.rpartition(":")[2]
+    try:
+        name, _ = resolve(args.target)
+    except Exception as error:  # of the user's module
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        parser.error(f"name a task of Gymnasium, or module:function: {args.target}: {line}")
 
     def handler(connection: Any) -> None:
         env = None
@@ -263,8 +307,7 @@ def main(arguments: Any = None) -> None:
             parser.error(f"choose another --host or --port than {args.host}:{args.port}: {error}")
         port = server.socket.getsockname()[1]
         print(f"{name} at {args.host}:{port}; Ctrl-C ends it", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+        serve_until_interrupt(server)
 
 
 if __name__ == "__main__":

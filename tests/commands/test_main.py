@@ -604,6 +604,9 @@ def test_help_and_refusals_import_neither_torch_nor_hydra(line: str) -> None:
         "train experiment=tabletop_token cloning.dataset=nowhere",
         "train experiment=go1_joystick env.rewards.trackin_lin_vel.weight=2",
         "play env.id=Go1Rough env.commands.lin_velx=[0,1]",
+        "plan experiment=pi0_libero model.config_name=pi0_libro",
+        "train experiment=pi05_libero model.checkpoint=published/pi05 model.config_name=pi0_libero",
+        "clone experiment=pi0_libero model.checkpoint=nowhere model.config_name=pi0_aloha",
     ],
 )
 def test_refusals_before_torch_is_loaded(line: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.base.errors import ConfigError, show
+from embodied_ppo.options import openpi_configs
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.checkpoint_files import (
     check_supported,
@@ -26,7 +27,6 @@ from embodied_ppo.policies.checkpoint_files import (
     load_tokenizer,
     read_json,
 )
-from embodied_ppo.policies.vla import openpi_configs
 from embodied_ppo.policies.vla.published_weights import (
     Patterns,
     PublishedTensor,
@@ -373,11 +373,6 @@ def resolve(published: Published, kind: str, config: ModelConfig) -> Published:
         raise ConfigError(
             f"remove model.discrete_state_input={show(state)}: {label} holds {kind}, whose prompt"
             " never contains the state"
-        )
-    if name is not None and published.relative is not None:
-        raise ConfigError(
-            f"remove model.config_name={name}: {label} is no directory of openpi and records how it"
-            " was trained (model.delta_actions and model.discrete_state_input replace that)"
         )
     relative = published.relative if relative is None else relative
     state = published.discrete_state if state is None else state

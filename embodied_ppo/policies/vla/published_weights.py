@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, join_names, show
+from embodied_ppo.options import openpi_configs
 from embodied_ppo.policies.checkpoint_files import (
     check_finite,
     config_errors,
@@ -76,8 +77,7 @@ def read_kind(folder: Path, policy: str) -> tuple[str, dict[str, Any]]:
     )
     kind = raw.get("model_type") or raw.get("type")
     if kind is None and "action_horizon" in raw:  # openpi's config.json names no type
-        keys = read_headers(weight_files(folder))
-        kind = "pi05" if any("time_mlp_in" in key.split(".") for key in keys) else "pi0"
+        kind = openpi_configs.kind_of(read_headers(weight_files(folder)))
     reader = KINDS.get(str(kind))
     if reader == policy:
         return str(kind), raw

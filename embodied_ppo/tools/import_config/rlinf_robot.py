@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodied_envs.base.errors import ConfigError, shorten, show
-from embodied_ppo.policies.vla import openpi_configs
+from embodied_ppo.options import openpi_configs
 from embodied_ppo.tools.import_config.table import Answer, Reason, Source, read_table
 
 LOSSES = ("actor_critic", "actor", "decoupled_actor_critic")

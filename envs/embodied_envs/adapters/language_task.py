@@ -202,6 +202,13 @@ class RoboCasaTask(LanguageTask):
     def step_s(cls, task: str) -> float:
         return 1 / 20
 
+    @classmethod
+    def prepare(cls, task: str, options: Mapping[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:
+        importlib.import_module(cls.package)  # registers the tasks
+        kitchen = importlib.import_module("robocasa.environments.kitchen.kitchen")
+        check_names("env.id", [task], list(kitchen.REGISTERED_KITCHEN_ENVS))
+        return (), {}
+
     def _begin(self, seed: int) -> None:
         if self.sim is None:
             use_egl_without_display()

@@ -43,6 +43,8 @@ class RemoteVector(gymnasium.vector.VectorEnv):
             ProcessLost: The creation exceeds env.step_timeout_s.
         """
         self.prefix, self.num_envs = f"env.id={id}: {address}", num_envs
+        module = env_server.__name__
+        hint = f"start python -m {module} {id}, or set env.kwargs.address=HOST:PORT"
         try:
             url = f"ws://{address}"
             self.connection = connect(
@@ -50,15 +52,16 @@ class RemoteVector(gymnasium.vector.VectorEnv):
             )
             hello = env_server.unpack(self.connection.recv(timeout=GREETING_S))
         except (OSError, EOFError, ValueError, WebSocketException) as error:
-            module = env_server.__name__
             raise EnvError(
-                f"start python -m {module} {id}, or set env.kwargs.address=HOST:PORT:"
-                f" env.id={id} finds no server at {address} ({type(error).__name__}: {error})"
+                f"{hint}: env.id={id} finds no server of environments at {address}"
+                f" ({type(error).__name__}: {error})"
             ) from error
         known = (env_server.PROTOCOL, env_server.VERSION, id)
         served = tuple(hello.get(name) for name in ("protocol", "version", "id"))
         if served != known:
             self.connection.close()
+            if served[0] != env_server.PROTOCOL:
+                raise EnvError(f"{hint}: {address} is no server of environments (of a policy?)")
             raise EnvError(
                 f"{self.prefix} serves {' '.join(map(str, served))}; needed is"
                 f" {' '.join(map(str, known))}"

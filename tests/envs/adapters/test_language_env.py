@@ -167,6 +167,11 @@ FILES = {
     "robocasa": {
         "robocasa/__init__.py": "",
         "robocasa/utils/__init__.py": "",
+        "robocasa/environments/__init__.py": "",
+        "robocasa/environments/kitchen/__init__.py": "",
+        "robocasa/environments/kitchen/kitchen.py": (
+            "REGISTERED_KITCHEN_ENVS = {'PickPlaceCounterToSink': object}"
+        ),
         "robocasa/utils/env_utils.py": ROBOCASA,
     },
     "robotwin": {"envs/__init__.py": "", "envs/_base_task.py": "", "envs/lift_pot.py": ROBOTWIN},
@@ -302,6 +307,8 @@ def test_errors_name_package_sentences_and_subtasks(install: Any) -> None:
         make("widowx_stack_cube", "simpler", kwargs={"foo": 1})
     with pytest.raises(EnvError, match=r"write env\.kwargs\.sentences"):
         make("PickPlaceCounterToSink", "robocasa")
+    with pytest.raises(EnvError, match="did you mean PickPlaceCounterToSink"):
+        make("PickPlaceCounterToSin", "robocasa", kwargs={"sentences": ["pick the pear"]})
     env = make("google_robot_open_drawer", "simpler")
     assert env.instructions == ("open top drawer", "open middle drawer", "open bottom drawer")
     env.close()

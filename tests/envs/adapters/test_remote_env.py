@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from served_policies import started
@@ -26,8 +32,11 @@ class Hanging(gymnasium.Env):
     def __init__(self, hangs=True): self.hangs = hangs
     def reset(self, *, seed=None, options=None): return np.zeros(2, np.float32), {}
     def step(self, action):
-        if self.hangs: time.sleep(60)
+        if self.hangs: time.sleep(600)
         raise RuntimeError("a motor is missing")
+class Large(Hanging):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2**21,))
+    def reset(self, *, seed=None, options=None): return np.zeros(2**21, np.float32), {}
 """
 
 
@@ -114,6 +123,45 @@ def test_a_failing_or_hanging_simulator_is_one_line(address: str) -> None:
         watchdog.set_limit(None)
 
 
-def test_missing_server_is_named_with_its_command() -> None:
-    with pytest.raises(EnvError, match=r"embodied_envs\.env_server CartPole-v1"):
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "request_type"), [("Large", "reset"), ("Hanging", "step")])
+def test_interrupt_ends_the_server_of_a_frozen_client(
+    task: str, request_type: str, tmp_path: Path
+) -> None:
+    """The client reads no answer, or the simulator does not return."""
+    (tmp_path / "hanging_tasks.py").write_text(TASKS)
+    command = [sys.executable, "-m", "embodied_envs.env_server", f"hanging_tasks:{task}"]
+    path = ":".join([str(tmp_path), *sys.path])
+    server = subprocess.Popen(
+        [*command, "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert server.stdout is not None
+    address = server.stdout.readline().split()[2].rstrip(";")
+    client = connect(f"ws://{address}", max_queue=1, max_size=None, close_timeout=0.1)
+    data: dict[str, Any] = {"make": {"num_envs": 1, "kwargs": {}}}
+    data |= {"reset": {"seed": [0], "options": None}, "step": {"action": np.zeros((1, 1))}}
+    for name in ("make", *[request_type] * 8):
+        client.send(env_server.pack({"version": 1, "type": name, **data[name]}))
+    time.sleep(2)
+    server.send_signal(signal.SIGINT)
+    assert server.wait(timeout=60) == 0
+    client.close()
+
+
+def test_missing_server_is_named_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    start = r"embodied_envs\.env_server CartPole-v1"
+    with pytest.raises(EnvError, match=start):
         make("CartPole-v1", "remote", kwargs={"address": "127.0.0.1:9"})
+    greet = lambda connection: connection.send(env_server.pack({"actions": {"shape": [1]}}))
+    with env_server.listen(greet, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(EnvError, match=start):
+            address = f"127.0.0.1:{server.socket.getsockname()[1]}"
+            make("CartPole-v1", "remote", kwargs={"address": address})
+    for target in ("CartPol-v1", "no_such_module:make", "math:pi"):
+        with pytest.raises(SystemExit):
+            env_server.main([target, "--port", "0"])
+        assert f"module:function: {target}" in capsys.readouterr().err

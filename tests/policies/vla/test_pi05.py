@@ -21,6 +21,7 @@ from vla_policy_checks import (
 
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import ArraySpec, Box, ObsSpec
+from embodied_ppo.options import openpi_configs
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.vla import published
 from embodied_ppo.policies.vla.pi0 import KEYS, PI0
@@ -144,8 +145,11 @@ def test_openpi_directory_names_its_training(kind: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             make(folder, policy_class, **options)
+        for name in options.values():  # no model is loaded
+            with pytest.raises(ConfigError, match=message):
+                openpi_configs.check(name, str(folder))
     with pytest.raises(ConfigError, match="remove model"):
-        make(write_checkpoint(tmp_path / "own", kind=kind), policy_class, config_name="pi05_libero")
+        openpi_configs.check("pi05_libero", str(write_checkpoint(tmp_path / "own", kind=kind)))
 
 
 def reference_velocity(model: Any, prefix: Any, x: Tensor, tau: Tensor) -> Tensor:

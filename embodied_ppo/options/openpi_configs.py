@@ -9,7 +9,11 @@ Source: openpi at 15a9616, RLinf's additional names at a3816b5. This module impo
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from embodied_envs.base.errors import ConfigError, choose
 
@@ -100,12 +104,47 @@ def candidates(kind: str, horizon: int, asset: str | None) -> list[str]:
     ]
 
 
-def find(name: str, kind: str, label: str) -> OpenPIConfig:
+def check(name: str, checkpoint: str) -> None:
+    """Refuse a model.config_name that is unknown, or of another model than ``checkpoint``.
+
+    Only config.json and the keys of the weights are read. What cannot be read is accepted: the
+    reader of the directory reports it.
+
+    Raises:
+        ConfigError: See above.
+    """
+    label, kind, raw = f"model.checkpoint={checkpoint}", None, {}
+    if checkpoint.startswith("published/"):
+        kind = checkpoint.removeprefix("published/")
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        raw = dict(json.loads((Path(checkpoint) / "config.json").read_text()))
+        keys = [key for file in Path(checkpoint).glob("*.safetensors") for key in _keys(file)]
+        kind = kind_of(keys) if keys else None
+    if "type" in raw or "model_type" in raw:
+        raise ConfigError(
+            f"remove model.config_name={name}: {label} is no directory of openpi and records how it"
+            " was trained (model.delta_actions and model.discrete_state_input replace that)"
+        )
+    find(name, kind, label)
+
+
+def _keys(file: Path) -> list[str]:
+    """Return the keys of a safetensors file: 8 bytes of length, then JSON with the keys."""
+    with open(file, "rb") as f:
+        return list(json.loads(f.read(min(int.from_bytes(f.read(8), "little"), 10**8))))
+
+
+def kind_of(keys: Iterable[str]) -> str:
+    """Return pi0 or pi05, the kind of a model with weights of these keys."""
+    return "pi05" if any("time_mlp_in" in key.split(".") for key in keys) else "pi0"
+
+
+def find(name: str, kind: str | None, label: str) -> OpenPIConfig:
     """Return the configuration of a name.
 
     Args:
         name: Its name.
-        kind: Kind of the model in the checkpoint directory.
+        kind: Kind of the model in the checkpoint directory, None: it is not known.
         label: Option and value of the directory, for messages.
 
     Raises:
@@ -113,9 +152,9 @@ def find(name: str, kind: str, label: str) -> OpenPIConfig:
     """
     option = f"model.config_name={name}"
     if name not in CONFIGS:
-        names = [x for x in CONFIGS if family(x) == kind]
+        names = [x for x in CONFIGS if kind in (None, family(x))]
         raise ConfigError(f"{option}: {choose(name, names, 'known are ')}")
-    if family(name) != kind:
+    if kind not in (None, family(name)):
         raise ConfigError(f"{option}: is a configuration of {family(name)}; {label} holds {kind}")
     if CONFIGS[name].adapts:
         raise ConfigError(
