@@ -281,7 +281,10 @@ def check_files(config: Config) -> None:
     if clones and cloning.dataset is not None and config.resume is None:
         dataset_folder.check(cloning.dataset)
     if readers.mode_of("reward.grader") == config.mode:
-        graders.check_exists(config.reward.grader)
+        for name, term in config.reward.all_terms:
+            if term.grader is not None:
+                option = f"reward.terms.{name}.grader" if name else "reward.grader"
+                graders.check_exists(term.grader, option)
 
 
 def _resolve(

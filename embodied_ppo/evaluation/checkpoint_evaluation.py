@@ -198,7 +198,7 @@ def _evaluate_language(
         config, tokenizer, [], selected, policy, sampling.stop_ids, longest, length
     )
     with _measuring(out, progress), ExitStack() as stack:
-        rule = rewards_build.make_graders(config, selected, stack)
+        reward = rewards_build.make_reward(m, device, stack, run.say)
         engine = Engine(
             policy,
             slots=language_inputs.slots(config),
@@ -206,7 +206,6 @@ def _evaluate_language(
             decode=m.decode,
             progress=functools.partial(progress.advance, "responses"),
         )
-        reward = rewards_build.make_reward(m, rule, device, run.say)
         text = response_decoder(m.decode, sampling.stop)
         result = evaluate_prompts(
             selected, engine, reward, text, sampling, n=options.n, seed=options.seed

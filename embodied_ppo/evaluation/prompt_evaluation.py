@@ -86,7 +86,7 @@ class PromptEvaluationResult:
 
         Half are right and half wrong if there are enough. Keys: prompt, response and ground_truth
         (texts), answer (extracted from the response, or None), score, right, length (tokens),
-        stopped, data_source.
+        stopped, data_source, and reward/NAME of each other number of the grader (or None).
         """
         graded = [i for i, a in enumerate(self.answers) if not a.grade.failed]
         right = [i for i in graded if self.answers[i].grade.is_right]
@@ -122,6 +122,7 @@ class PromptEvaluationResult:
     def _sample(self, answer: Answer) -> dict[str, Any]:
         """Return an answer with its prompt, for the report."""
         prompt = self.prompts[answer.prompt]
+        names = extra_sums([a.grade for a in self.answers])
         return {
             "prompt": prompt.text,
             "response": answer.text,
@@ -132,6 +133,7 @@ class PromptEvaluationResult:
             "length": answer.length,
             "stopped": answer.stopped,
             "data_source": prompt.data_source,
+            **{f"reward/{name}": answer.grade.extra.get(name) for name in names},
         }
 
     def _statistics(self, rows: Sequence[int]) -> dict[str, float]:

@@ -950,29 +950,69 @@ class DataConfig:
     """Draw a new order in each epoch; false: the order of the files."""
 
 
+ONE_TERM = equals("reward.terms", {})
+
+
 @dataclass(frozen=True)
 class RewardModelConfig:
-    path: Text | None = None
+    path: Text | None = option(None, read_if=ONE_TERM)
     """Directory of a sequence-classification model with one label, whose output is the reward;
     null: none."""
 
 
 @dataclass(frozen=True)
+class RewardTermConfig:
+    """Entry of ``reward.terms``; the user chooses its name."""
+
+    grader: Text | None = None
+    """As reward.grader."""
+    model: Text | None = None
+    """Directory of a reward model, instead of a grader; as reward.model.path."""
+    weight: float = 1.0
+    """Factor of the score; 0: the term is measured only."""
+    timeout_s: Positive | None = None
+    """Time limit of one call with its retries, seconds; null: reward.timeout_s."""
+    retries: Natural = 2
+    """Number of times that a call of an async function that raises is repeated."""
+    concurrency: Small = 64
+    """Largest number of calls of an async function at the same time."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
-    grader: Text = "auto"
+    terms: dict[str, RewardTermConfig] = option({})
+    """Parts of the reward by name, {correct: {grader: gsm8k_numeric}, style: {grader:
+    FILE.py:style, weight: 0.2}}: the score is the sum of weight x score of each grader or model.
+    The first term states which answers are correct. Curves reward/NAME are weight x score, as are
+    the terms that algorithm.reward_groups can name. Entries are grader, model (a directory), weight
+    (1; 0: measured only), timeout_s, and of async functions retries (2) and concurrency (64). {}:
+    the reward is that of reward.grader."""
+    grader: Text = option("auto", read_if=ONE_TERM)
     """A built-in grader (exact, gsm8k_strict, gsm8k_flexible, gsm8k_numeric, math_verify), or
-    module:function or FILE.py:function with the signature of verl, which may be async; auto: that
-    of data.task or of the data source. math_verify requires all \\boxed{} of a response to contain
-    the correct answer, math_verify_last the last one, math_verify_any one of them."""
+    module:function or FILE.py:function with the signature of verl or TRL, which may be async; auto:
+    that of data.task or of the data source. math_verify requires all \\boxed{} of a response to
+    contain the correct answer, math_verify_last the last one, math_verify_any one of them."""
     workers: Annotated[int, Limit(ge=0, le=1024)] | None = None
     """Number of grading processes; 0: grade in the main process, except math_verify, which has at
     least one; null: 0 for the graders of synthetic tasks and for the other built-ins, else 2."""
     timeout_s: Positive = 10.0
-    """Time limit of one response, seconds. A response that exceeds it, or whose grader fails in
-    another way, is counted and excluded from training and from all means."""
+    """Time limit of one call of a grader, seconds: of one response, or with the signature of TRL of
+    all responses. A response whose grader exceeds it, or fails in another way, is counted and
+    excluded from training and from all means."""
     model: RewardModelConfig = section(RewardModelConfig)
     """Reward model that computes the reward instead of the grader, which then only counts correct
     responses."""
+
+    @property
+    def all_terms(self) -> tuple[tuple[str, RewardTermConfig], ...]:
+        """Name and options of each term; without ``terms`` they have no names."""
+        if self.terms:
+            return tuple(self.terms.items())
+        grader = RewardTermConfig(self.grader, retries=0)
+        if self.model.path is None:
+            return (("", grader),)
+        model = RewardTermConfig(model=self.model.path)
+        return ("", replace(grader, weight=0.0)), ("", model)
 
 
 @dataclass(frozen=True)

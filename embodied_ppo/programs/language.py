@@ -47,7 +47,7 @@ from embodied_ppo.rollout.generation.engine import Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.language_inputs import Inputs, make_engine, read_inputs
 from embodied_ppo.rollout.language_rollout import ReasoningRollout, Truncation
-from embodied_ppo.rollout.rewards.build import make_graders, make_reward
+from embodied_ppo.rollout.rewards.build import make_reward
 from embodied_ppo.rollout.rewards.graders import Graders
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Messages
@@ -87,11 +87,10 @@ def build(
     inputs = read_inputs(config, device, messages.add)
     policy = inputs.policy
 
-    # Reward: graders, or a model.
+    # Reward: graders and models.
     graders: Graders | None = None
     if "reward" in roles:
-        rule = make_graders(config, inputs.prompts, stack)
-        graders = make_reward(inputs, rule, spec.device, messages.progress)
+        graders = make_reward(inputs, spec.device, stack, messages.progress)
     # The first learner is warmed up and sends its weights to the others.
     if "actor" in roles:
         if not process.learners.rank:

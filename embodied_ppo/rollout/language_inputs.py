@@ -70,7 +70,8 @@ def read_files(
     """
     limit, r = config.algorithm.prompt_length, config.reward
     # Only built-in graders without a reward model need the correct answers.
-    needs_answer = r.model.path is None and r.grader in graders.GRADERS
+    built_in = any(term.grader in graders.GRADERS for _, term in r.all_terms)
+    needs_answer = r.model.path is None and built_in
     options = {"prompt_length": limit, "needs_answer": needs_answer}
     with _option(path, files):
         prompts, longer = load_prompts(list(files), tokenizer, config.data, **options)

@@ -98,7 +98,15 @@ def absolute(config: Config) -> Config:
     for options, function in ((PATHS, absolute_path), (SOURCES, absolute_source)):
         for option in options:
             config = changed(config, option, function)
-    return config
+    terms = {
+        name: replace(
+            term,
+            grader=term.grader and absolute_source(term.grader),
+            model=term.model and absolute_path(term.model),
+        )
+        for name, term in config.reward.terms.items()
+    }
+    return replace(config, reward=replace(config.reward, terms=terms))
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -135,6 +135,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.answer_key": ("truth", PROMPTS),
     "data.chat_template": ("never", PROMPTS),
     "data.shuffle": (False, {}),
+    "reward.terms": ({"even": {"grader": f"{FILES / 'even.py'}:other"}}, {}),
     "reward.grader": (f"{FILES / 'even.py'}:other", {}),
     "reward.model.path": (str(FILES / "reward"), {}),
     "warm_start.steps": (1, {}),

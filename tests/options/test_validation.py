@@ -118,6 +118,23 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
         "write algorithm.reward_type=chunk_level",
     ),
     ({**LANGUAGE, PARTS: TWO_PARTS}, "write algorithm.adv_type=grpo"),
+    ({**LANGUAGE, "reward.terms": {"a/b": {"grader": "exact"}}}, "use letters, digits"),
+    ({**LANGUAGE, "reward.terms": {"a": {}}}, "write reward.terms.a.grader=NAME or"),
+    ({**LANGUAGE, "reward.terms": {"a": {"grader": "exact", "weight": 0}}}, "terms.a.weight=1"),
+    (
+        {**LANGUAGE, "reward.terms": {"a": {"grader": "exact", "weight": "x"}}},
+        "reward.terms.a.weight = x .. must be a finite number",
+    ),
+    (
+        {
+            **LANGUAGE,
+            "reward.terms": {"a": {"grader": "exact", "weight": 0}, "b": {"model": "DIR"}},
+            "algorithm.adv_type": "grpo",
+            "algorithm.group_size": 2,
+            PARTS: {"g": {"terms": ["a"]}},
+        },
+        "remove a from algorithm.reward_groups.g",
+    ),
     (
         {PARTS: {"curiosity": {}}, "algorithm.curiosity.weight": 1},
         "rename algorithm.reward_groups.curiosity",

@@ -30,7 +30,7 @@ from embodied_ppo.core.types import Metrics
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.options.schema import AlgorithmConfig, KLControlConfig
 from embodied_ppo.ppo.ppo import PPO
-from embodied_ppo.rollout.rewards.graders import Grade, Sample
+from embodied_ppo.rollout.rewards.graders import Grade, Limits, Sample
 from embodied_ppo.rollout.rewards.worker_pool import GraderPool
 from tests.ppo.test_language_actor import (
     BASE,
@@ -226,9 +226,9 @@ def test_remote_graders_equal_local_graders() -> None:
         (p.data_source, text, p.ground_truth, p.extra)
         for p, text in zip(chosen, texts, strict=True)
     ]
-    local = GraderPool(fails, workers=0, timeout_s=1.0)
+    local = GraderPool(fails, workers=0, limits=Limits(1.0))
     services = ModelService(
-        device=CPU, graders=GraderPool(fails, workers=0, timeout_s=1.0), prompts=prompts
+        device=CPU, graders=GraderPool(fails, workers=0, limits=Limits(1.0)), prompts=prompts
     )
     with serving(services) as client:
         remote = RemoteGraders(client, prompts)

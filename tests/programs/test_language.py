@@ -476,6 +476,41 @@ def test_user_defined_grader(name: str, capsys: Capture) -> None:
 
 
 @pytest.mark.slow
+def test_terms_of_the_reward(capsys: Capture) -> None:
+    """A single term trains as its grader; two terms are groups, metrics and columns."""
+    Path("graders.py").write_text(GRADERS)
+    length = f"{Path('graders.py').resolve()}:sync"
+    terms = f"reward.terms={{size: {{grader: '{length}'}}}}"
+    for run_dir, option in (("grader", f"reward.grader={length}"), ("term", terms)):
+        run_command(capsys, "train", *TINY, option, f"run_dir={run_dir}", "algorithm.lr=1e-2")
+    policies = [contents(Path(run_dir), 2)[0] for run_dir in ("grader", "term")]
+    assert all(torch.equal(x, policies[1][name]) for name, x in policies[0].items())
+    for one, other in zip(rows(Path("grader")), rows(Path("term")), strict=True):
+        assert one.get("rollout/return") == other.get("rollout/return")
+    assert other["eval/reward/size"] == one["eval/return"] == other["eval/return"]
+    both = f"reward.terms={{correct: {{grader: auto}}, size: {{grader: '{length}', weight: -0.1}}}}"
+    groups = "{correct: {terms: [correct], normalize: true}, size: {terms: [size]}}"
+    train(
+        capsys,
+        both,
+        f"algorithm.reward_groups={groups}",
+        "algorithm.adv_type=grpo",
+        "algorithm.group_size=2",
+    )
+    last = rows(Path("run"))[-1]
+    assert last["rollout/success"] == last["reward/correct"] and last["reward/size"] < 0
+    total = last["reward/correct"] + last["reward/size"]
+    assert last["rollout/return"] == pytest.approx(total, abs=1e-5)
+    assert last["advantage/share/size"] > 0
+    report = json.loads(next(Path("run/reports").glob("*/report.json")).read_text())
+    assert all(s["score"] == s["reward/correct"] + s["reward/size"] for s in report["samples"])
+    stored = yaml.safe_load(Path("run/config.yaml").read_text())["reward"]["terms"]
+    assert stored["size"]["grader"] == length and "grader" not in stored
+    line = refusal(capsys, "train", *TINY, "reward.terms={a: {grader: nowhere.py}}")
+    assert "reward.terms.a.grader = nowhere.py" in line
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cause"),
     [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")],

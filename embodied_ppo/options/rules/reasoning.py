@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.core.errors import PlacementError
@@ -86,6 +87,34 @@ def check(config: Config) -> None:
         "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or engine=builtin",
     )
     _check_sizes(config)
+    _check_reward_terms(config)
+
+
+def _check_reward_terms(config: Config) -> None:
+    """Check the entries of reward.terms. Raises ConfigError."""
+    terms = config.reward.terms
+    for name, term in terms.items():
+        path = f"reward.terms.{name}"
+        refuse(
+            not re.fullmatch(r"[\w.-]+", name),
+            f"{path}: the name is part of a metric's name; use letters, digits, _, - and .",
+        )
+        refuse(
+            (term.grader is None) == (term.model is None),
+            f"write {path}.grader=NAME or {path}.model=DIRECTORY: one of them is the term",
+        )
+    refuse(
+        terms and not any(term.weight for term in terms.values()),
+        f"write reward.terms.{next(iter(terms), '')}.weight=1: the weight of every term is 0, so"
+        " that there is no reward",
+    )
+    for name, group in config.algorithm.reward_groups.items():
+        for x in () if group.terms == "rest" else group.terms:
+            refuse(
+                x in terms and not terms[x].weight,
+                f"remove {x} from algorithm.reward_groups.{name}, or write reward.terms.{x}.weight"
+                "=1: a term of weight 0 is no part of the reward",
+            )
 
 
 def _check_sizes(config: Config) -> None:

@@ -1,7 +1,8 @@
 """Graders of responses: built-in ones, loading by name, conversion of results to ``Grade``.
 
 A grader has the signature of verl's ``compute_score``: ``(data_source, solution_str, ground_truth,
-extra_info) -> float | dict``.
+extra_info) -> float | dict``, with ``prompt`` if it has a parameter of this name, or that of TRL's
+reward functions, which grade a batch: ``(prompts, completions, **columns) -> list``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ Result: TypeAlias = "tuple[Grade, str | None]"
 """Grade of a sample, and the cause if the grader failed."""
 LARGEST = 1e30
 """Bound of a score's magnitude, so that it can be stored as float32."""
+RETRY_S = 0.2
+"""Time before the first repetition of a call, which doubles for the next, seconds."""
 LARGEST_FAILED_SHARE = 0.9
 """Share of the responses of an update, or of an evaluation, up to which failures are masked."""
 BoxRule: TypeAlias = Literal["only", "last", "any"]
@@ -49,7 +52,7 @@ class Grade:
     """Result of a grader for one response.
 
     Attributes:
-        score: Reward; NaN if the grader failed.
+        score: Reward; NaN if the grader failed, or returned None: it does not apply.
         answer: Normalised answer of the response, None if the grader returns none.
         correct: Whether the answer is correct, None if the grader does not return it.
         format_ok: Whether the format is the expected one, None if the grader does not return it.
@@ -238,29 +241,34 @@ def is_cheap(spec: str | Grader) -> bool:
 
 
 # --------------------------------------------------------------------------------- graders by name
-def resolve(spec: str | Grader) -> Grader:
+def resolve(spec: str | Grader, option: str = "reward.grader") -> Grader:
     """Return the grader that ``spec`` names, to be called with keywords.
 
     Args:
         spec: Name of a built-in grader, ``module:function``, ``/path/file.py:function``,
             ``/path/file.py`` (its ``compute_score``), or a function. Worker processes need a
             function that can be pickled.
+        option: Path of the option, for messages.
 
     Raises:
         ConfigError: The grader does not exist or has another signature.
     """
-    label = f"reward.grader = {spec}"
+    label = f"{option} = {spec}"
     grader = spec
     if isinstance(spec, str):
         grader = GRADERS[spec] if spec in GRADERS else _load(spec, label)
     assert callable(grader)
     keywords = ("data_source", "solution_str", "ground_truth", "extra_info")
     try:
-        # A wrong signature is refused before the first response is graded.
-        inspect.signature(grader).bind(**dict.fromkeys(keywords))
+        # A wrong signature is refused before the first response is graded. That of TRL names
+        # columns, which only the data can lack.
+        if not is_batched(grader):
+            keywords += ("prompt",) * reads_prompt(grader)
+            inspect.signature(grader).bind(**dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{label}: {error}; it is called with the keywords {', '.join(keywords)}"
+            f"{label}: {error}; it is called with the keywords {', '.join(keywords)}, or has a"
+            " parameter completions as in TRL"
         ) from error
     if is_math_verify(grader):
         # It warns that its time limits are off.
@@ -281,7 +289,22 @@ def is_async(grader: Grader) -> bool:
     return any(map(inspect.iscoroutinefunction, (grader, method)))
 
 
-def check_exists(spec: str) -> None:
+def is_batched(grader: Grader) -> bool:
+    """Return whether a grader has the signature of TRL: one call grades a batch of responses."""
+    return "completions" in inspect.signature(grader).parameters
+
+
+def reads_prompt(grader: Grader) -> bool:
+    """Return whether a grader reads prompts: texts, or messages to which a template applies."""
+    return bool({"prompt", "completions"} & {*inspect.signature(grader).parameters})
+
+
+def kind(grader: Grader) -> tuple[bool, bool, bool]:
+    """Return whether a grader is async, grades batches and reads prompts."""
+    return is_async(grader), is_batched(grader), reads_prompt(grader)
+
+
+def check_exists(spec: str, option: str = "reward.grader") -> None:
     """Refuse a missing grader in milliseconds, before the run imports torch and transformers.
 
     Code of the user is not executed, so that a missing function is not found.
@@ -290,12 +313,11 @@ def check_exists(spec: str) -> None:
         ConfigError: The specification is invalid, or the file or package is missing.
     """
     if spec not in GRADERS:
-        _locate(spec)
+        _locate(spec, f"{option} = {spec}")
 
 
-def _locate(spec: str) -> tuple[str, str]:
+def _locate(spec: str, label: str) -> tuple[str, str]:
     """Return the module or existing file, and the name of the function."""
-    label = f"reward.grader = {spec}"
     # A file without a function means its ``compute_score``, as in verl.
     source, _, name = (spec + ":compute_score" if spec.endswith(".py") else spec).rpartition(":")
     if not source or not name:
@@ -317,7 +339,7 @@ def _locate(spec: str) -> tuple[str, str]:
 
 def _load(spec: str, label: str) -> Grader:
     """Return the function ``spec`` of a module or file; ``label`` begins messages."""
-    source, name = _locate(spec)
+    source, name = _locate(spec, label)
     try:
         if source.endswith(".py"):
             module_name = f"embodied_ppo_grader_{Path(source).stem}"
@@ -415,10 +437,10 @@ def too_late(timeout_s: float | None) -> str:
     return f"took longer than timeout_s = {timeout_s:g}"
 
 
-def _keywords(sample: Sample) -> dict[str, Any]:
+def _keywords(sample: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of a grader, which may change the dictionary."""
-    source, response, truth, extra = sample
-    return {
+    source, response, truth, extra, *prompt = sample
+    return dict(zip(("prompt",), prompt, strict=False)) | {
         "data_source": source,
         "solution_str": response,
         "ground_truth": truth,
@@ -426,7 +448,7 @@ def _keywords(sample: Sample) -> dict[str, Any]:
     }
 
 
-def grade_sample(grader: Grader, sample: Sample) -> Result:
+def grade_sample(grader: Grader, sample: Sequence[Any]) -> Result:
     """Return the grade of one sample, and the cause if the grader failed."""
     try:
         return as_grade(grader(**_keywords(sample))), None
@@ -435,38 +457,114 @@ def grade_sample(grader: Grader, sample: Sample) -> Result:
         return FAILED, _cause(error)
 
 
-async def _grade_async(grader: Grader, sample: Sample, timeout_s: float) -> Result:
-    """Return what ``grade_sample`` returns, of an async grader, which is cancelled if too late."""
-    limit = asyncio.timeout(timeout_s)
+def _columns(grader: Grader, samples: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of a grader with TRL's signature, one list for each column.
+
+    Prompts and completions are messages where a chat template made the prompt, else texts. The
+    correct answer has the names under which data sets of TRL have it.
+    """
+    sources, responses, truths, extras, prompts = map(list, zip(*samples, strict=True))
+    columns: dict[str, Any] = dict.fromkeys(("ground_truth", "answer", "solution"), truths)
+    names = dict.fromkeys(name for extra in extras for name in extra)
+    columns |= {name: [copy.deepcopy(extra.get(name)) for extra in extras] for name in names}
+    completions: list[Any] = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for text, prompt in zip(responses, prompts, strict=True)
+    ]
+    columns |= {"data_source": sources, "prompts": prompts, "completions": completions}
+    parameters = inspect.signature(grader).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return columns
+    return {name: column for name, column in columns.items() if name in parameters}
+
+
+def _results(value: Any, count: int) -> list[Result]:
+    """Return the results of ``count`` responses, from a list with a number or None of each."""
+    scores = list(value)
+    if len(scores) != count:
+        raise ValueError(f"the grader returned {len(scores)} scores of {count} responses")
+    results: list[Result] = []
+    for score in scores:
+        try:
+            results.append((Grade(math.nan) if score is None else as_grade(score), None))
+        except ValueError as error:
+            results.append((FAILED, _cause(error)))
+    return results
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a grader is called.
+
+    Attributes:
+        timeout_s: Time limit of one call, its repetitions included, seconds.
+        retries: Number of times that a call of an async grader is repeated if it raises.
+        concurrency: Largest number of calls of an async grader at the same time.
+    """
+
+    timeout_s: float
+    retries: int = 0
+    concurrency: int = 64
+
+
+async def _call_async(grader: Grader, arguments: Mapping[str, Any], limits: Limits) -> Any:
+    """Call an async grader, which is cancelled at the time limit; repeat a call that raises."""
+    async with asyncio.timeout(limits.timeout_s) as limit:
+        for attempt in range(limits.retries + 1):
+            try:
+                return await grader(**copy.deepcopy(dict(arguments)))
+            except Exception as error:
+                if attempt == limits.retries or limit.expired():
+                    raise error
+            await asyncio.sleep(RETRY_S * 2**attempt)
+
+
+async def _grade_async(grader: Grader, samples: Sequence[Any], limits: Limits) -> list[Result]:
+    """Return the results of one call of an async grader, of one sample or of a batch."""
+    batched, count = is_batched(grader), len(samples)
+    arguments = _columns(grader, samples) if batched else _keywords(samples[0])
     try:
-        async with limit:
-            result = await grader(**_keywords(sample))
-        return as_grade(result), None
+        result = await _call_async(grader, arguments, limits)
+        return _results(result, count) if batched else [(as_grade(result), None)]
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # not by the grader itself
             raise
-        return FAILED, "the grader was cancelled"
+        return [(FAILED, "the grader was cancelled")] * count
+    except TimeoutError as error:
+        # The limit has no cause of its own; a grader's own TimeoutError has its place.
+        is_late = isinstance(error.__cause__, asyncio.CancelledError)
+        return [(FAILED, too_late(limits.timeout_s) if is_late else _cause(error))] * count
     except (Exception, SystemExit) as error:
-        return FAILED, too_late(timeout_s) if limit.expired() else _cause(error)
+        return [(FAILED, _cause(error))] * count
 
 
 def grade_batch(
-    grader: Grader, samples: Sequence[Sample], timeout_s: float, runner: asyncio.Runner
+    grader: Grader, samples: Sequence[Any], limits: Limits, runner: asyncio.Runner
 ) -> list[Result]:
     """Return the grade of each sample; an async grader grades all of them at the same time.
 
     Args:
         grader: The grader.
-        samples: The samples.
-        timeout_s: Time limit of one sample of an async grader, seconds.
+        samples: The samples; for a grader that reads prompts each ends with its prompt.
+        limits: Limits of async graders.
         runner: Event loop of async graders.
     """
+    batched = is_batched(grader)
+    if not samples:
+        return []
     if not is_async(grader):
-        return [grade_sample(grader, sample) for sample in samples]
+        if not batched:
+            return [grade_sample(grader, sample) for sample in samples]
+        try:
+            return _results(grader(**_columns(grader, samples)), len(samples))
+        except (Exception, SystemExit) as error:
+            return [(FAILED, _cause(error))] * len(samples)
 
     async def gather() -> list[Result]:
-        return await asyncio.gather(*(_grade_async(grader, x, timeout_s) for x in samples))
+        calls = [samples] if batched else [[sample] for sample in samples]
+        graded = await asyncio.gather(*(_grade_async(grader, x, limits) for x in calls))
+        return [result for results in graded for result in results]
 
     return runner.run(gather())
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,16 @@ from torch.nn.utils.rnn import pad_sequence
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data.prompts import Prompt, tokenizer_class
 from embodied_ppo.policies.checkpoint_files import LOCAL, LOCAL_WEIGHTS, config_errors
-from embodied_ppo.rollout.rewards.graders import FAILED, Grade, Graders, Sample, first_failure
+from embodied_ppo.rollout.rewards.graders import FAILED, Grade, Sample, first_failure
 
 BATCH_TOKENS = 16384
 """Tokens that are scored at once, including padding."""
 
 
 # ------------------------------------------------------------------------------------------- models
-def load(path: str, *, device: torch.device | str = "cpu") -> tuple[Any, Any]:
+def load(
+    path: str, *, option: str = "reward.model.path", device: torch.device | str = "cpu"
+) -> tuple[Any, Any]:
     """Load a float32 model and its tokenizer that ``save_pretrained`` wrote to a directory.
 
     Returns:
@@ -41,7 +43,7 @@ def load(path: str, *, device: torch.device | str = "cpu") -> tuple[Any, Any]:
     Raises:
         ConfigError: A file is missing or damaged, or the model is not a reward model.
     """
-    option = f"reward.model.path={path}"
+    option = f"{option}={path}"
     if not Path(path, "config.json").is_file():
         raise ConfigError(
             f"{option}: holds no config.json; name a directory that transformers wrote "
@@ -143,7 +145,6 @@ class RewardModel:
     Attributes:
         model: Sequence classification with one label.
         tokenizer: Its tokenizer, with an eos_token_id.
-        rule: Additional grader that determines correctness, for metrics only.
         plain_text: Whether a model without a chat template reads the contents of the messages
             instead of the text that the actor's template made of them.
         foreign_tokens: Special tokens of the actor that this tokenizer lacks; responses are read
@@ -155,7 +156,6 @@ class RewardModel:
     model: Any
     tokenizer: Any
     _: KW_ONLY
-    rule: Graders | None = None
     plain_text: bool = False
     foreign_tokens: Sequence[str] = ()
     failures: int = field(default=0, init=False)
@@ -164,9 +164,7 @@ class RewardModel:
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
         """Return one grade per sample, in their order; prompts[i] belongs to samples[i].
 
-        A text that is too long for the model, or whose score is not finite, fails. With a rule, the
-        grade has the rule's answer, correctness (score at least 1 if the rule returns none), format
-        and other numbers; where only the rule fails it has none of them.
+        A text that is too long for the model, or whose score is not finite, fails.
         """
         before = f"reward.model.path={self.model.config._name_or_path}: its tokenizer refuses ("
         with config_errors(before, "); change the data or its chat template", kind=True):
@@ -187,8 +185,6 @@ class RewardModel:
                 grades[i] = Grade(score)
             else:
                 problems[i] = f"the model's score is {score}"
-        if self.rule is not None:
-            grades = self._add_rule(self.rule, grades, samples, prompts)
         self.failures += sum(problem is not None for problem in problems)
         self.last_failure = first_failure(samples, problems) or self.last_failure
         return grades
@@ -217,25 +213,5 @@ class RewardModel:
             texts = [p.text + response for p, response in pairs]
         return _encode(self.tokenizer, texts)
 
-    def _add_rule(
-        self,
-        rule: Graders,
-        grades: list[Grade],
-        samples: Sequence[Sample],
-        prompts: Sequence[Prompt],
-    ) -> list[Grade]:
-        """Add the results of the rule to the grades."""
-        before = rule.failures
-        by_rule = rule.grade(samples, prompts)
-        if rule.failures > before:
-            self.failures += rule.failures - before
-            self.last_failure = f"only the rule failed, the score is valid: {rule.last_failure}"
-        return [
-            grade if x.failed or grade.failed else replace(x, score=grade.score, correct=x.is_right)
-            for grade, x in zip(grades, by_rule, strict=True)
-        ]
-
     def close(self) -> None:
-        """Close the rule grader."""
-        if self.rule is not None:
-            self.rule.close()
+        """Do nothing: the memory is freed with the object."""

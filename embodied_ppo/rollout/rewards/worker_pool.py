@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 # Worker processes import this module and start without torch: nothing here may import it.
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.rollout.rewards import graders
-from embodied_ppo.rollout.rewards.graders import FAILED, Grade, Grader, Result, Sample
+from embodied_ppo.rollout.rewards.graders import FAILED, Grade, Grader, Limits, Result, Sample
 
 if TYPE_CHECKING:
     from embodied_ppo.data.prompts import Prompt
@@ -26,15 +26,13 @@ START_S = 120.0
 """Time limit for a worker to load its grader, seconds."""
 GRACE_S = 1.0
 """Time that a worker has to report that an async grader was too late, seconds."""
-CONCURRENCY = 64
-"""Samples that an async grader grades at the same time, in all processes."""
 
 
-def _serve(spec: str | Grader, pipe: Connection, timeout_s: float) -> None:
+def _serve(spec: str | Grader, pipe: Connection, limits: Limits, option: str) -> None:
     """Run a worker: load the grader, then grade every batch of samples.
 
-    The first message is whether the grader is async, or an error. ``timeout_s`` is the time limit
-    of one sample of an async grader; the parent ends workers whose grader is not async.
+    The first message is whether the grader is async, grades batches and reads prompts, or an error.
+    ``limits`` are those of an async grader; the parent ends workers whose grader is not async.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()  # a new process group, so that children of the grader can be killed with it
@@ -49,14 +47,14 @@ def _serve(spec: str | Grader, pipe: Connection, timeout_s: float) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
     try:
         # Loading the user's code may fail or hang; the parent waits at most START_S.
-        grader = graders.resolve(spec)
+        grader = graders.resolve(spec, option)
     except ConfigError as error:
         return pipe.send(str(error))
-    pipe.send(graders.is_async(grader))
+    pipe.send(graders.kind(grader))
     with suppress(EOFError), asyncio.Runner() as runner:
         while True:
             # One batch at a time, until the parent closes the pipe.
-            pipe.send(graders.grade_batch(grader, pipe.recv(), timeout_s, runner))
+            pipe.send(graders.grade_batch(grader, pipe.recv(), limits, runner))
 
 
 class _WorkerError(Exception):
@@ -66,10 +64,10 @@ class _WorkerError(Exception):
 class _Worker:
     """One process that grades one batch at a time. After a crash the next batch starts it again."""
 
-    def __init__(self, spec: str | Grader, timeout_s: float) -> None:
-        self.spec, self.timeout_s = spec, timeout_s
+    def __init__(self, spec: str | Grader, limits: Limits, option: str) -> None:
+        self.spec, self.limits, self.option = spec, limits, option
         self.process: Any = None
-        self.is_async = self.is_loaded = False
+        self.is_async = self.is_batched = self.reads_prompt = self.is_loaded = False
         self.batch = range(0)
         """Numbers of the samples that it grades."""
         self.deadline = 0.0
@@ -79,14 +77,14 @@ class _Worker:
         """Start the process, which then loads the grader."""
         context = multiprocessing.get_context("spawn")
         self.pipe, child = context.Pipe()
-        arguments = (self.spec, child, self.timeout_s)
+        arguments = (self.spec, child, self.limits, self.option)
         self.process = context.Process(target=_serve, args=arguments, daemon=True, name="grader")
         self.process.start()
         child.close()
         self.is_loaded = False
         self.deadline = time.monotonic() + START_S
 
-    def begin(self, batch: range, samples: Sequence[Sample]) -> None:
+    def begin(self, batch: range, samples: Sequence[Any]) -> None:
         """Send the samples of a batch; a process that has to load the grader gets them later."""
         self.batch = batch
         if self.process is None or not self.process.is_alive():
@@ -95,13 +93,14 @@ class _Worker:
         else:
             self._send(samples)
 
-    def _send(self, samples: Sequence[Sample]) -> None:
+    def _send(self, samples: Sequence[Any]) -> None:
         """Send the samples of the batch."""
         with suppress(OSError):  # the process has ended, which ``receive`` reports
             self.pipe.send([samples[i] for i in self.batch])
-        self.deadline = time.monotonic() + self.timeout_s + (GRACE_S if self.is_async else 0.0)
+        grace_s = GRACE_S if self.is_async else 0.0
+        self.deadline = time.monotonic() + self.limits.timeout_s + grace_s
 
-    def receive(self, samples: Sequence[Sample]) -> list[Result]:
+    def receive(self, samples: Sequence[Any]) -> list[Result]:
         """Return the results of the batch, none if they are not complete yet.
 
         Raises:
@@ -115,14 +114,15 @@ class _Worker:
         if message is None and time.monotonic() >= self.deadline:
             self.stop()
             load = f"took longer than {START_S:g} s to load"
-            raise _WorkerError(graders.too_late(self.timeout_s) if self.is_loaded else load)
+            late = graders.too_late(self.limits.timeout_s)
+            raise _WorkerError(late if self.is_loaded else load)
         if message is None or self.is_loaded:
             return message or []
-        # The first message of a process is whether the grader is async, or an error.
+        # The first message of a process describes the grader, or is an error.
         if isinstance(message, str):
             self.stop()
             raise _WorkerError(message)
-        self.is_async, self.is_loaded = message, True
+        (self.is_async, self.is_batched, self.reads_prompt), self.is_loaded = message, True
         if self.batch:
             self._send(samples)
         return []
@@ -153,22 +153,29 @@ class _Worker:
 class GraderPool:
     """Grades batches of samples, in worker processes or in this process."""
 
-    def __init__(self, spec: str | Grader, *, workers: int | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: str | Grader,
+        *,
+        workers: int | None,
+        limits: Limits,
+        option: str = "reward.grader",
+    ) -> None:
         """Start the workers.
 
         Args:
             spec: The grader, see ``graders.resolve``. An async grader runs on one event loop per
-                process, which grades ``CONCURRENCY`` samples at the same time in all processes.
+                process. A grader with TRL's signature gets all responses in one call.
             workers: Number of processes. 0: grade in this process; math_verify gets one process
                 nevertheless, because its parser cannot be interrupted. None: 0 for a cheap grader,
                 else 2.
-            timeout_s: Time limit of one sample, seconds. In this process it holds for async
-                graders only.
+            limits: Limits of a call. In this process they hold for async graders only.
+            option: Path of the option, for messages.
 
         Raises:
             ConfigError: The grader cannot be loaded.
         """
-        self.spec, self.timeout_s = spec, timeout_s
+        self.limits = limits
         # Cheap built-in graders run here, others in two processes.
         self.count = workers if workers is not None else 0 if graders.is_cheap(spec) else 2
         if graders.is_math_verify(spec):
@@ -179,9 +186,9 @@ class GraderPool:
         """The first failure of the last batch that had any."""
         # One event loop for all batches, because open connections belong to a loop.
         self._runner = asyncio.Runner()
-        self._local_grader = None if self.count else graders.resolve(spec)
+        self._local_grader = None if self.count else graders.resolve(spec, option)
         self._is_closed = False
-        self._workers = [_Worker(spec, timeout_s) for _ in range(self.count)]
+        self._workers = [_Worker(spec, limits, option) for _ in range(self.count)]
         try:
             for worker in self._workers:
                 worker.start()
@@ -190,21 +197,31 @@ class GraderPool:
                 worker.receive(())
         except _WorkerError as error:
             self.close()
-            label = "reward.grader = "
+            label = f"{option} = "
             label = "" if str(error).startswith(label) else f"{label}{spec}: "
             raise ConfigError(f"{label}{error}") from error
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt] = ()) -> list[Grade]:
-        """Return one grade per sample, in their order; ``prompts`` are not used."""
-        if self._local_grader is None:
-            results = self._grade_in_workers(samples)
+        """Return one grade per sample, in their order; prompts[i] belongs to samples[i].
+
+        Graders that read no prompts need none.
+        """
+        inputs: Sequence[Any] = samples
+        grader, size = self._local_grader, self.limits.concurrency
+        if graders.reads_prompt(grader) if grader else self._workers[0].reads_prompt:
+            inputs = [
+                (*sample, list(p.messages) if p.templated else p.text)
+                for sample, p in zip(samples, prompts, strict=True)
+            ]
+        if grader and graders.is_batched(grader):
+            size = max(1, len(samples))
+        results: list[Result] = []
+        if grader is None:
+            results = self._grade_in_workers(inputs)
         else:
-            results: list[Result] = []
-            for i in range(0, len(samples), CONCURRENCY):
-                batch = samples[i : i + CONCURRENCY]
-                results += graders.grade_batch(
-                    self._local_grader, batch, self.timeout_s, self._runner
-                )
+            for i in range(0, len(samples), size):
+                batch = inputs[i : i + size]
+                results += graders.grade_batch(grader, batch, self.limits, self._runner)
         causes = [cause for _, cause in results]
         self.failures += sum(cause is not None for cause in causes)
         # Remember one failure of the batch, for the log.
@@ -223,12 +240,14 @@ class GraderPool:
             worker.stop()
             worker.batch = range(0)
 
-    def _grade_in_workers(self, samples: Sequence[Sample]) -> list[Result]:
+    def _grade_in_workers(self, samples: Sequence[Any]) -> list[Result]:
         """Distribute samples to workers; return the grade and the cause of failure of each."""
-        # Several samples go to an async grader at once, and one to others.
+        # Several samples go to an async grader at once, all to one of batches, and one to others.
         size = 1
-        if any(worker.is_async for worker in self._workers):
-            size = max(1, min(CONCURRENCY, len(samples)) // self.count)
+        if self._workers[0].is_batched:
+            size = max(1, len(samples))
+        elif self._workers[0].is_async:
+            size = max(1, min(self.limits.concurrency, len(samples)) // self.count)
         rows = range(len(samples))
         batches = deque(rows[i : i + size] for i in rows[::size])
         results: list[Result] = [(FAILED, "the worker was closed")] * len(samples)

@@ -15,7 +15,7 @@ import torch
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.rollout.rewards import reward_model
-from embodied_ppo.rollout.rewards.graders import Grade, Sample
+from embodied_ppo.rollout.rewards.graders import Sample
 from embodied_ppo.rollout.rewards.reward_model import RewardModel, load
 
 transformers = pytest.importorskip("transformers")
@@ -206,46 +206,11 @@ def _without(prompt: Prompt) -> Prompt:
     return replace(prompt, text="a")
 
 
-class Rule:
-    """Grade "a" as correct; "f" fails."""
-
-    def __init__(self) -> None:
-        self.failures, self.closed = 0, False
-        self.last_failure: str | None = None
-
-    def grade(self, samples: Any, prompts: Any) -> list[Grade]:
-        return [self._grade(response) for _, response, _, _ in samples]
-
-    def _grade(self, response: str) -> Grade:
-        if response == "f":
-            self.failures, self.last_failure = self.failures + 1, "ValueError: f"
-            return Grade(0.0, failed=True)
-        return Grade(float(response == "a"), answer=response, format_ok=True)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_rule_determines_correctness_but_not_the_score() -> None:
-    rule = Rule()
-    judge = RewardModel(random_model(), characters(), rule=rule)
-    without_rule = RewardModel(judge.model, judge.tokenizer)
-    grades = judge.grade(*batch(["a", "b", "f"]))
-    assert [g.score for g in grades] == scores(without_rule, ["a", "b", "f"])
-    expected = [("a", True, True), ("b", False, True), (None, None, None)]
-    assert [(g.answer, g.correct, g.format_ok) for g in grades] == expected
-    assert not any(g.failed for g in grades) and judge.failures == 1
-    assert judge.last_failure == "only the rule failed, the score is valid: ValueError: f"
-    judge.close()
-    assert rule.closed
-    assert [g.correct for g in without_rule.grade(*batch(["a"]))] == [None]
-
-
 def test_failures_have_no_score_and_are_reported() -> None:
     model = random_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[WORDS.index("t")] = math.nan
-    judge = RewardModel(model, characters(), rule=Rule())
+    judge = RewardModel(model, characters())
     grades = judge.grade(*batch(["a", "abt", "b" * 60, "b"]))
     assert [g.failed for g in grades] == [False, True, True, False]
     assert math.isnan(grades[1].score) and math.isnan(grades[2].score)

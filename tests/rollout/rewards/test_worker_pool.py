@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import run_helpers
 
-from embodied_ppo.rollout.rewards.graders import Sample
+from embodied_ppo.rollout.rewards.graders import Limits, Sample
 from embodied_ppo.rollout.rewards.worker_pool import GraderPool
 
 GRADER_FILE = '''
@@ -89,7 +89,7 @@ def sample(response: str, truth: str = "1", **extra: Any) -> Sample:
 
 @pytest.fixture
 def pool(file: str) -> Iterator[GraderPool]:
-    pool = GraderPool(file, workers=2, timeout_s=1.0)
+    pool = GraderPool(file, workers=2, limits=Limits(1.0))
     yield pool
     before = pids(pool)
     pool.close()
@@ -169,8 +169,9 @@ def test_results_of_an_interrupted_batch_do_not_reach_the_next(pool: GraderPool)
 def test_workers_end_with_their_parent(file: str) -> None:
     """Also during a sample, and if the parent is killed."""
     code = (
+        "from embodied_ppo.rollout.rewards.graders import Limits\n"
         "from embodied_ppo.rollout.rewards.worker_pool import GraderPool\n"
-        f"pool = GraderPool({file!r}, workers=1, timeout_s=100)\n"
+        f"pool = GraderPool({file!r}, workers=1, limits=Limits(100))\n"
         "print(pool._workers[0].process.pid, flush=True)\n"
         "pool.grade([('', 'busy', '', {})])\n"
     )
@@ -186,7 +187,7 @@ def test_workers_end_with_their_parent(file: str) -> None:
 
 
 def test_async_graders_run_on_one_loop(file: str) -> None:
-    pool = GraderPool(f"{file}:asynchronous", workers=0, timeout_s=1)
+    pool = GraderPool(f"{file}:asynchronous", workers=0, limits=Limits(1))
     grades = pool.grade([sample("1"), sample("cancel"), sample("2")])
     assert [g.failed for g in grades] == [False, True, False]
     assert grades[2].score == 2 and grades[2].extra == {"loops": 1.0}
@@ -195,7 +196,7 @@ def test_async_graders_run_on_one_loop(file: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_async_graders_grade_at_the_same_time(file: str, workers: int) -> None:
-    pool = GraderPool(f"{file}:asynchronous", workers=workers, timeout_s=0.5)
+    pool = GraderPool(f"{file}:asynchronous", workers=workers, limits=Limits(0.5))
     start = time.monotonic()
     grades = pool.grade([sample("wait")] * 16 + [sample("late"), sample("raise"), sample("3")])
     assert time.monotonic() - start < 1.5  # one after another: 3.7 s
@@ -205,7 +206,7 @@ def test_async_graders_grade_at_the_same_time(file: str, workers: int) -> None:
 
 
 def test_a_crash_of_an_async_grader_costs_its_batch(file: str) -> None:
-    pool = GraderPool(f"{file}:asynchronous", workers=1, timeout_s=5)
+    pool = GraderPool(f"{file}:asynchronous", workers=1, limits=Limits(5))
     assert all(g.failed for g in pool.grade([sample("wait"), sample("exit")]))
     assert [g.score for g in pool.grade([sample("2")])] == [2]
     pool.close()
@@ -213,7 +214,7 @@ def test_a_crash_of_an_async_grader_costs_its_batch(file: str) -> None:
 
 
 def test_no_workers_grade_in_this_process(file: str) -> None:
-    pool = GraderPool(file, workers=0, timeout_s=1)
+    pool = GraderPool(file, workers=0, limits=Limits(1))
     assert pool.grade([sample("pid")])[0].extra["pid"] == os.getpid()
     grades = pool.grade([sample("3"), sample("raise"), sample("quit"), sample("nan")])
     assert [g.failed for g in grades] == [False, True, True, True]
