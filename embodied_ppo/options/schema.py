@@ -171,6 +171,9 @@ class RealismConfig:
     """Delay of actions in control steps, k or [low, high] drawn per episode. Until the first action
     arrives, the simulator executes 0 or the nearest valid value. Tasks of this package also have
     fractions, rounded to physics steps."""
+    joint_delay: Delay | PartialDelay | tuple[Delay, ...] | tuple[PartialDelay, ...] = 0
+    """Delay that each element of the action has besides action_delay, in control steps, k or
+    [low, high] drawn per episode and element; fractions as there."""
     obs_delay: Delay | tuple[Delay, ...] | dict[str, Any] = 0
     """Delay of observations in control steps, k or [low, high] drawn per episode; or a section of
     such values by name. The first observation is repeated until the second one arrives."""

@@ -67,6 +67,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("HalfCheetah", randomize(joint_offset=[0, 0.1]), "joint_offset.*reads_joints_from_state"),
     ("Go1Joystick", randomize(joint_offset=[0.1, 0]), r"env\.ranges\.joint_offset.*\[0\.1, 0\]"),
     ("toy_envs:Balance", realism(action_delay=-1), "action_delay.*-1"),
+    ("toy_envs:Balance", realism(joint_delay=[2, 1]), r"joint_delay.*\[2, 1\]"),
     ("toy_envs:Balance", realism(obs_noise={"stat": 0.1}), "stat.*state"),
     ("toy_envs:Balance", realism(obs_dropout=2), "obs_dropout.*2"),
     ("toy_envs:Balance", realism(noise=1), r"env\.realism\.noise.*obs_noise"),

@@ -108,6 +108,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"env.id": "Go1Joystick", "env.num_threads": 1},
     ),
     "env.realism.action_delay": (2, {}),
+    "env.realism.joint_delay": ([0, 2], {}),
     "env.realism.obs_delay": ([1, 3], {}),
     "env.realism.obs_noise": (0.5, {}),
     "env.realism.obs_bias": (0.5, {}),

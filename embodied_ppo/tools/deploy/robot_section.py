@@ -64,7 +64,7 @@ class MyRobot(Robot):
 
 
 def nominal_realism(realism: RealismConfig, physics_steps: int, name: str) -> RealismConfig:
-    """Return one delay of actions and observations in the middle of those of the training.
+    """Return one delay of all actions, and one of observations, in the middle of the training's.
 
     Args:
         realism: Options of the training.
@@ -74,10 +74,9 @@ def nominal_realism(realism: RealismConfig, physics_steps: int, name: str) -> Re
     late = realism.obs_delay
     if isinstance(late, Mapping):
         late = late.get(name, 0)
-    bounds = realism.action_delay
-    low, high = bounds if isinstance(bounds, tuple) else (bounds, bounds)
-    parts = 1 if float(low).is_integer() and float(high).is_integer() else physics_steps
-    action = np.floor((low + high) / 2 * parts + 0.5) / parts
+    bounds = [np.broadcast_to(x, 2) for x in (realism.action_delay, realism.joint_delay)]
+    parts = 1 if all(float(x).is_integer() for x in np.ravel(bounds)) else physics_steps
+    action = np.floor(np.sum(bounds) / 2 * parts + 0.5) / parts
     return RealismConfig(
         action_delay=int(action) if parts == 1 else float(action),
         obs_delay=int(np.floor(np.mean(late) + 0.5)),

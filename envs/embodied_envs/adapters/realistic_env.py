@@ -48,7 +48,8 @@ class Realism:
 
     Attributes:
         action_delay: (low, high) in units of 1 / ``parts`` control steps.
-        parts: 1; the physics steps of a control step where action_delay has fractions.
+        joint_delay: The same of what each element of the action has besides.
+        parts: 1; the physics steps of a control step where one of both has fractions.
         obs_delay: Delays of observations in control steps.
         obs_noise: Standard deviations, drawn per step and element.
         obs_bias: Half-widths of uniform distributions, drawn per episode and element.
@@ -59,6 +60,7 @@ class Realism:
     """
 
     action_delay: tuple[int, int] = (0, 0)
+    joint_delay: tuple[int, int] = (0, 0)
     obs_delay: tuple[Disturbance, ...] = ()
     obs_noise: tuple[Disturbance, ...] = ()
     obs_bias: tuple[Disturbance, ...] = ()
@@ -113,7 +115,7 @@ class _Reader:
 
     def realism(self) -> Realism:
         """Return the checked options."""
-        action_delay, parts = self._action_delay()
+        (action_delay, joint_delay), parts = self._action_delays()
         push_velocity = self._range("push_velocity", self.options.get("push_velocity") or 0)
         if push_velocity[1] and self.env.physics_steps is None:
             raise self._refused("push_velocity", f"{OWN_TASKS_ONLY}, such as Go1Joystick")
@@ -124,6 +126,7 @@ class _Reader:
             limit = self._range("action_rate_limit", limit, positive=True)[1]
         return Realism(
             action_delay=action_delay,
+            joint_delay=joint_delay,
             parts=parts,
             obs_delay=self._disturbances("obs_delay"),
             obs_noise=self._disturbances("obs_noise"),
@@ -133,27 +136,32 @@ class _Reader:
             push_velocity=push_velocity if push_velocity[1] else None,
         )
 
-    def _action_delay(self) -> tuple[tuple[int, int], int]:
-        """Return the bounds of the delay of actions, and their unit: parts of a control step."""
-        path, value = "action_delay", self.options.get("action_delay", 0)
-        low, high = self._range(path, value)
-        if high and has_action_mask(self.env.obs_spec):
-            reason = "a delayed choice could be one that its mask excludes; remove it"
-            raise self._refused(path, reason)
-        self._check_time_limit(path, high)
-        if low.is_integer() and high.is_integer():
-            return (int(low), int(high)), 1
-        parts = self.env.physics_steps
-        if parts is None or parts == 1:
-            raise self._refused(
-                path,
-                "write a whole number of control steps; only tasks of this package with several"
-                " physics steps per control step have fractions",
-            )
-        if round(high * parts) == 0:
-            reason = f"it is less than half a physics step; write at least {1 / parts:g}"
-            raise self._refused(path, reason)
-        return (round(low * parts), round(high * parts)), parts
+    def _action_delays(self) -> tuple[list[tuple[int, int]], int]:
+        """Return the bounds of both delays of actions, and their unit: parts of a control step."""
+        ranges: dict[str, tuple[float, float]] = {}
+        for path in ("action_delay", "joint_delay"):
+            ranges[path] = self._range(path, self.options.get(path, 0))
+            high = ranges[path][1]
+            if high and has_action_mask(self.env.obs_spec):
+                reason = "a delayed choice could be one that its mask excludes; remove it"
+                raise self._refused(path, reason)
+            if high and path == "joint_delay" and not isinstance(self.env.action_spec, Box):
+                raise self._refused(path, "its actions are discrete; remove it")
+            self._check_time_limit(path, high)
+        partial = [path for path, bounds in ranges.items() if not all(x == int(x) for x in bounds)]
+        parts = self.env.physics_steps if partial else 1
+        for path in partial:
+            if parts is None or parts == 1:
+                raise self._refused(
+                    path,
+                    "write a whole number of control steps; only tasks of this package with"
+                    " several physics steps per control step have fractions",
+                )
+            if round(ranges[path][1] * parts) == 0:
+                reason = f"it is less than half a physics step; write at least {1 / parts:g}"
+                raise self._refused(path, reason)
+        assert parts is not None
+        return [(round(low * parts), round(high * parts)) for low, high in ranges.values()], parts
 
     def _disturbances(self, option: str) -> tuple[Disturbance, ...]:
         """Return the disturbances of an option: one for all names, or one per key of a section."""
@@ -237,7 +245,8 @@ class RealisticEnv(EnvWrapper):
     delay        z_t = y_(t - d), y_0 for t < d
     dropout      the policy reads z_t, or with a probability what it read at step t - 1 (t > 0)
     delay        c_t = a_(t - k), the neutral action for t < k; a fraction of a step besides is
-                 executed by the simulator, which goes on with the control of u_(t-1) for so long
+                 executed by the simulator, which goes on with the control of u_(t-1) for so long.
+                 With joint_delay each element of the action has its own k
     rate limit   u_t = c_t clamped to u_(t-1) ± limit, u_(-1) neutral; the simulator executes u_t
 
     The neutral action is 0, moved into the bounds of the policy's actions; of discrete actions it
@@ -273,17 +282,17 @@ class RealisticEnv(EnvWrapper):
 
     def _set_actions(self, mapping: str) -> None:
         """Create the buffer of actions, the neutral action and the bounds of the rate limit."""
-        low_parts, high_parts = self.realism.action_delay
-        parts = self.realism.parts
+        bounds, parts = (self.realism.action_delay, self.realism.joint_delay), self.realism.parts
+        low_parts, high_parts = (sum(x) for x in zip(*bounds, strict=True))
         spec, steps = self.action_spec, high_parts // parts
         self.late_substeps: Tensor | None = None
-        """int64 [N], which the simulator reads: physics steps of the delay besides whole steps.
-
-        None without fractions."""
+        """int64 [N, 1] or [N, A], which the simulator reads: physics steps of the delay besides
+        whole steps. None without fractions."""
         if parts > 1:
             simulator: Any = self.env
             late = {x % parts for x in range(low_parts, high_parts + 1)}
-            self.late_substeps = simulator.use_late_control(sorted(late))
+            width = spec.size if isinstance(spec, Box) and self.realism.joint_delay[1] else 1
+            self.late_substeps = simulator.use_late_control(sorted(late), width)
         box = spec.box if isinstance(spec, Composite) else spec
         if isinstance(box, Box):
             low, high = (x.to(self.device) for x in policy_bounds(box, mapping))
@@ -384,7 +393,10 @@ class RealisticEnv(EnvWrapper):
         if len(self._actions):
             latest = torch.cat([action.unsqueeze(0), self._actions])  # [D + 1, N, ..]
             self._actions = latest[:-1]
-            command = latest[self.action_delays, self._rows]
+            if self.realism.joint_delay[1]:
+                command = latest.gather(0, self.action_delays.unsqueeze(0))[0]
+            else:
+                command = latest[self.action_delays[:, 0], self._rows]
         limit = self.realism.action_rate_limit
         if limit is None:
             return command
@@ -400,21 +412,24 @@ class RealisticEnv(EnvWrapper):
     def _draw(self) -> None:
         """Draw delays and biases of the current episodes, functions of seed and episode."""
 
-        def delays(low: float, high: float, stream: int) -> Tensor:
-            u = uniform(self._seeds, stream, self._episode, 1)[:, 0]
+        def delays(low: float, high: float, stream: int, size: int = 1) -> Tensor:
+            u = uniform(self._seeds, stream, self._episode, size)
             return int(low) + (u * int(high - low + 1)).long()
 
         stream = sampling_key("realism", "action_delay", "")
         delay = delays(*self.realism.action_delay, stream)
+        if self.realism.joint_delay[1]:
+            stream, size = sampling_key("realism", "joint_delay", ""), self.neutral_action.shape[1]
+            delay = delay + delays(*self.realism.joint_delay, stream, size)
         if self.late_substeps is not None:
             self.late_substeps.copy_(delay % self.realism.parts)
             delay = delay // self.realism.parts
         self.action_delays = delay
-        """int64 [N], delay of the actions of the current episodes, whole control steps."""
+        """int64 [N, 1] or [N, A], delay of the actions of the current episodes, whole steps."""
         self.obs_delays: dict[str, Tensor] = {}
         """Observation -> int64 [N], its delay in the current episodes, control steps."""
         for d in self.realism.obs_delay:
-            self.obs_delays |= dict.fromkeys(d.names, delays(d.low, d.high, d.stream))
+            self.obs_delays |= dict.fromkeys(d.names, delays(d.low, d.high, d.stream)[:, 0])
         self._bias = {
             name: d.high * (2 * self._uniform(d.stream, name, self._episode) - 1)
             for d in self.realism.obs_bias

@@ -180,17 +180,27 @@ class MujocoEnv(VectorEnv):
         self._begin(self._all_worlds)  # the initial ctrl depends on the offsets
         self._store_obs(self._observe(self._all_worlds))
 
-    def use_late_control(self, substeps: Sequence[int]) -> Tensor:
+    def use_late_control(self, substeps: Sequence[int], width: int = 1) -> Tensor:
         """Let the control of an action begin within the control step; call it before ``reset``.
 
         Args:
             substeps: The numbers that the returned tensor can have, below ``task.decimation``.
+            width: 1; nu: each actuator has its own number.
 
         Returns:
-            int64 [N], which the caller sets before a step: physics steps of the control step in
-            which the ctrl of the step before stays.
+            int64 [N, width], which the caller sets before a step: physics steps of the control step
+            in which the ctrl of the step before stays.
+
+        Raises:
+            EnvError: The action does not have an element for each actuator.
         """
-        self._late_substeps = torch.zeros_like(self._elapsed)
+        nu = self.s["ctrl"].shape[1]
+        if width not in (1, nu):
+            raise EnvError(
+                f"write env.realism.joint_delay in whole control steps: the action of {self.id} has"
+                f" {width} elements for {nu} actuators"
+            )
+        self._late_substeps = self._elapsed.new_zeros(len(self._elapsed), width)
         bounds = [*sorted({0, *substeps}), self.task.decimation]
         self._segments = [(a, b - a) for a, b in itertools.pairwise(bounds)]
         return self._late_substeps
@@ -452,7 +462,7 @@ class MujocoEnv(VectorEnv):
             return
         before = self.s["ctrl"].clone()
         for first, substeps in self._segments:
-            current = torch.where((late > first)[:, None], before, ctrl)
+            current = torch.where(late > first, before, ctrl)
             self.physics.step(current, substeps)
 
     def _to_device(self, result: Any) -> Any:

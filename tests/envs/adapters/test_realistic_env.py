@@ -160,6 +160,7 @@ def test_rate_limit_bounds_each_change_and_reaches_the_action() -> None:
 
 ALL = {
     "action_delay": [0, 2],
+    "joint_delay": [0, 1],
     "obs_delay": [0, 3],
     "obs_noise": 0.1,
     "obs_bias": 0.1,
@@ -217,6 +218,38 @@ def drifter(seeds: list[int], delay: Any, *, decimation: int = 4, **options: Any
         realism={"action_delay": delay},
         kwargs={"decimation": decimation, **options},
     )
+
+
+@pytest.mark.parametrize("delay", [[0, 2], [0.2, 1.9]])
+def test_each_joint_executes_its_actions_with_its_own_delay(delay: list[float]) -> None:
+    """The ctrl of each physics step of Ant: that of the element's action as late as drawn."""
+    make = {"num_envs": 3, "seeds": [1, 2, 3], "num_threads": 1}
+    realism = {"action_delay": 1, "joint_delay": delay}
+    env: Any = embodied_envs.make("Ant", **make, action_mapping="none", realism=realism)
+    env.reset()
+    simulator, parts = env.env, env.realism.parts
+    steps, executed = simulator.task.decimation, []
+    step = simulator.physics.step
+
+    def record(ctrl: Tensor, substeps: int) -> None:
+        executed.extend([ctrl.clone()] * substeps)
+        step(ctrl, substeps)
+
+    simulator.physics.step = record
+    late = env.action_delays * steps
+    if env.late_substeps is not None:
+        late = late + env.late_substeps
+    assert late.shape == (3, 8) and late.unique().numel() > 2 and int(late.min()) >= steps
+    assert int(late.max()) <= (1 + delay[1]) * steps + 0.5 and parts == (1 if delay[1] == 2 else 5)
+    actions = [a.repeat(1, 8) * torch.linspace(0.1, 0.8, 8) for a in random_actions(6, 3)]
+    for action in actions:
+        env.step(action)
+    for k, ctrl in enumerate(executed):
+        for i in range(3):
+            for j in range(8):
+                t = (k - int(late[i, j])) // steps
+                expected = float(actions[t][i, j]) if t >= 0 else 0.0
+                assert float(ctrl[i, j]) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("stage", ["velocity", "forces"])  # two engines

@@ -56,7 +56,8 @@ OPTIONS: dict[str, Any] = {
     "model.init_log_std": -3.0,
 }
 DELAYS: dict[str, Any] = {
-    "env.realism.action_delay": [0.75, 1.75],
+    "env.realism.action_delay": [0.5, 1.5],
+    "env.realism.joint_delay": [0, 0.5],
     "env.realism.obs_delay": 1,
     "env.realism.action_rate_limit": 0.3,
 }
@@ -104,7 +105,7 @@ def command_of(policy: Policy) -> list[float]:
 def test_bundle_describes_the_robot(policy: Policy) -> None:
     robot, info = policy.info["robot"], policy.info
     assert info["format"] == 2 and info["physics"]["steps"] in (4, 5)
-    assert (robot["action_delay_steps"], robot["obs_delay"]) == (1, 1)  # (0.75 + 1.75) / 2 steps
+    assert (robot["action_delay_steps"], robot["obs_delay"]) == (1, 1)  # 1 + 0.25 steps
     assert robot["action_delay_s"] == pytest.approx(1.25 * 0.02, abs=0.002)
     assert robot["action_rate_limit"] == pytest.approx([0.3] * len(info["actuators"]))
     stub = (policy.folder / "my_robot.py").read_text()
