@@ -216,6 +216,9 @@ class Batch(ValueBatch):
         ref_log_prob: Log-probability under the reference policy, None without one.
         ref_logits: Logits of the reference policy, None without one.
         mirror: Mirror images of the samples; None without ``algorithm.symmetry``.
+        positive: bool, elements of columns with a positive score, whose probability the loss
+            raises. None without ``algorithm.positive_nll_weight``.
+        positive_rows: As ``rows``, those of ``positive``.
 
     ``value``, ``advantage``, ``returns`` and ``mask`` are [.., C] where each action of a chunk has
     a value; ``value`` and ``returns`` are [.., G] where each reward group has.
@@ -230,6 +233,8 @@ class Batch(ValueBatch):
     ref_log_prob: Tensor | None = None
     ref_logits: Tensor | None = None
     mirror: MirroredSamples | None = None
+    positive: Tensor | None = None
+    positive_rows: Tensor | None = None
 
 
 MEAN_SHIFT = "mean_shift"

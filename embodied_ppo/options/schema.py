@@ -486,6 +486,10 @@ KL_LOSS = equals("algorithm.use_kl_loss", True)
 REWARD_NORM = equals("algorithm.reward_norm", "batch", "group", "running")
 GAE = equals("algorithm.adv_type", "gae")
 FILES = equals("data.task", None)
+FIXED_LAMBDA = ReadIf(
+    "algorithm.gae_lambda_value=null or length_adaptive_alpha=null",
+    lambda c: None in (c.algorithm.gae_lambda_value, c.algorithm.length_adaptive_alpha),
+)
 CRITIC_MODEL = replace(GAE, mode="reasoning")
 """A language model has a critic with GAE only, a robot policy always has a value head."""
 ENTROPY = ReadIf(
@@ -598,8 +602,15 @@ class AlgorithmConfig:
     mean of the group, for normalize_advantages=false."""
     gamma: Fraction = 0.99
     """Discount per primitive step."""
-    gae_lambda: Fraction = option(0.95, read_if=GAE)
+    gae_lambda: Fraction = option(0.95, read_if=(GAE, FIXED_LAMBDA))
     """Decay of the advantage estimator's trace."""
+    gae_lambda_value: Fraction | None = option(None, read_if=GAE)
+    """Decay of the trace of the value's targets (decoupled GAE), in every reward group. 1: the
+    targets are Monte-Carlo returns; null: gae_lambda."""
+    length_adaptive_alpha: Positive | None = option(None, mode="reasoning", read_if=GAE)
+    """Decay of the trace of the advantages by the number l of a response's tokens, 1 - 1 /
+    (length_adaptive_alpha x l), at least 0 (VAPO: 0.05); gae_lambda is then that of the value's
+    targets. null: gae_lambda for every length."""
     normalize_advantages: bool = True
     """Standardise advantages over the whole rollout, once per update."""
     popart: Annotated[float, Limit(gt=0, le=1)] | None = option(
@@ -688,6 +699,10 @@ class AlgorithmConfig:
         None, read_if=equals("algorithm.policy_loss", "clip")
     )
     """Dual clip: upper bound -A x clip_ratio_c of the loss for negative advantages A; null: off."""
+    positive_nll_weight: NonNegative = option(0.0, mode="reasoning")
+    """Weight in the loss of the negative log-likelihood of the responses whose score, before
+    normalisation and with its penalties, is above 0: the mean over their tokens in the minibatch
+    (VAPO: 0.1)."""
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
     """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is
     set)."""
@@ -780,6 +795,12 @@ class AlgorithmConfig:
     """Coefficient of the value loss."""
     critic_warmup: Natural = option(0, read_if=CRITIC_MODEL)
     """Number of first updates in which only the critic is trained."""
+    critic_warmup_variance: Annotated[float, Limit(gt=0, lt=1)] | None = option(
+        None, read_if=(CRITIC_MODEL, positive("algorithm.critic_warmup"))
+    )
+    """Explained variance of new returns (value/explained_variance) that ends critic_warmup after
+    its update. At the end of critic_warmup a checkpoint is saved, from which other runs can start
+    (initial_policy). Needs gae_lambda_value=1. null: critic_warmup updates."""
     # --- optimiser
     lr: NonNegative = 3e-4
     """Learning rate of the policy (and of a shared trunk); 0: it is not trained."""
@@ -1155,11 +1176,10 @@ class Config:
     )
     """With resume: continue although files of the user's task (env.id=module:Class), or that of
     model.network, differ from those of the checkpoint."""
-    initial_policy: Text | None = option(
-        None, mode="embodied", read_if=equals("resume", None, "auto")
-    )
-    """Run or checkpoint whose policy a new run starts from: weights and normalisers only; counters,
-    optimiser and simulators start anew. The network must be the same; null: new weights."""
+    initial_policy: Text | None = option(None, read_if=equals("resume", None, "auto"))
+    """Run or checkpoint whose policy a new run starts from: weights and normalisers only (in
+    reasoning those of the critic, too); counters, optimiser and simulators start anew. The network
+    must be the same; null: new weights."""
     teacher: Text | None = option(None, mode="embodied")
     """Run or checkpoint of the teacher of ``embodied-ppo distill``; no other command reads it."""
     save_every: Natural = 50

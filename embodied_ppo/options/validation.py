@@ -271,6 +271,13 @@ def _check_algorithm(config: Config) -> None:
         "write algorithm.adv_type=grpo, or algorithm.group_filter=null: algorithm.adv_type ="
         f" {a.adv_type} compares no groups and would learn from a biased choice of episodes",
     )
+    targets = a.gae_lambda if a.gae_lambda_value is None else a.gae_lambda_value
+    refuse(
+        a.critic_warmup_variance is not None and a.adv_type == "gae" and targets < 1,
+        f"write algorithm.gae_lambda_value=1: with {targets:g} the targets contain the critic's own"
+        " values, and algorithm.critic_warmup_variance ="
+        f" {a.critic_warmup_variance} measures returns",
+    )
     refuse(
         a.reward_shift and a.reward_scale,
         "leave both false to subtract and divide: algorithm.reward_shift = true only subtracts,"

@@ -12,6 +12,7 @@ rewards, values and flags are never used and may be NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def gae(
     mask: Tensor,
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     steps: int | Tensor = 1,
     bootstrap_type: str = "standard",
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def gae(
         truncated: bool [T, N], the time limit ended the episode.
         mask: bool [T, N].
         gamma: Discount factor γ of one simulator step.
-        gae_lambda: λ.
+        gae_lambda: λ, one number or float64 [N].
         steps: k, simulator steps that a row lasted, int or int64 [T, N].
         bootstrap_type: "standard" as above. "always" drops the factor 1 − terminated, so that
             terminations bootstrap, too; "never" makes it 1 − done, so that time limits do not. The
@@ -74,7 +75,7 @@ def gae(
     mask = mask.bool()
     done = terminated.bool() | truncated.bool()
     discount = gamma**steps  # γ^k, float or [T, N]
-    trace = (gamma * gae_lambda) ** steps  # (γλ)^k
+    trace = (gamma * gae_lambda) ** steps  # (γλ)^k, float, [N] or [T, N]
     # The recursion adds up many terms, so that an error of float32 would grow with T.
     value64 = value.double()
     bootstrap = next_value.double()
@@ -92,6 +93,21 @@ def gae(
     advantage = scan(carry, delta).masked_fill_(~mask, 0.0)
     returns = torch.where(mask, advantage + value64, value64)
     return advantage.float(), returns.float()
+
+
+@torch.no_grad()
+def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
+    """Return λ = 1 − 1/max(α·l, 1) of columns with l unmasked rows, float64 [N].
+
+    The sum of the weights λ^k of a long column, 1/(1 − λ), is then α·l, and λ = 0 up to l = 1/α.
+
+    Source: Yue et al. 2025, VAPO; the bound is that of NeMo RL.
+
+    Args:
+        mask: bool [T, N].
+        alpha: α.
+    """
+    return 1.0 - 1.0 / (alpha * mask.sum(0).double()).clamp(min=1.0)
 
 
 def scan(carry: Tensor, x: Tensor) -> Tensor:
@@ -193,12 +209,15 @@ def estimate(
     *,
     gamma: float,
     gae_lambda: float,
+    gae_lambda_value: float | None = None,
+    length_adaptive_alpha: float | None = None,
     group_size: int = 1,
     bootstrap_type: str = "standard",
 ) -> tuple[Tensor, Tensor]:
     """Return advantage and returns of the estimator named ``adv_type``, float32 [T, N].
 
-    gae                           as ``gae``
+    gae                           as ``gae``, the returns with a λ of their own if it is set
+                                  (decoupled GAE, Yuan et al. 2025, VC-PPO)
     reinforce                     return-to-go of each row (Williams 1992)
     reinforce_plus_plus           return-to-go of each row; the caller whitens it with ``normalize``
     reinforce_plus_plus_baseline  s_i − μ_g in every row; the caller whitens it (Hu et al. 2025)
@@ -215,21 +234,30 @@ def estimate(
         adv_type: One of the names above.
         t: Shaped rewards, values, flags, mask and steps [T, N]; other fields are not read.
         gamma: As in ``gae``, and so are the arguments that are not listed.
+        gae_lambda_value: λ of the returns; None: ``gae_lambda``.
+        length_adaptive_alpha: α of ``length_adaptive_lambda``, which is then the λ of the
+            advantage; None: ``gae_lambda``.
         group_size: Columns of a group, for the group-relative estimators.
     """
     flags, steps = (t.terminated, t.truncated, t.mask), 1 if t.steps is None else t.steps
-    advantage, returns = gae(
-        t.reward,
-        t.value,
-        t.next_value,
-        *flags,
+    traces = partial(
+        gae,
+        *(t.reward, t.value, t.next_value, *flags),
         gamma=gamma,
-        gae_lambda=gae_lambda if adv_type == "gae" else 1.0,
         steps=steps,
         bootstrap_type=bootstrap_type,
     )
     if adv_type == "gae":
+        policy_lambda: float | Tensor = gae_lambda
+        if length_adaptive_alpha is not None:
+            policy_lambda = length_adaptive_lambda(t.mask, length_adaptive_alpha)
+        value_lambda = gae_lambda if gae_lambda_value is None else gae_lambda_value
+        advantage, returns = traces(gae_lambda=policy_lambda)
+        # Equal λ need one pass only.
+        if isinstance(policy_lambda, Tensor) or policy_lambda != value_lambda:
+            returns = traces(gae_lambda=value_lambda)[1]
         return advantage, returns
+    returns = traces(gae_lambda=1.0)[1]
     if adv_type in ("reinforce", "reinforce_plus_plus"):
         # G_t = r_t + γ^k·(1 − done_t)·G_{t+1}: the recursion of ``gae`` with V = 0 and λ = 1.
         zero = torch.zeros_like(t.reward)

@@ -35,7 +35,8 @@ STEP_OPTIONS: tuple[str, ...] = (
     *("adam_betas", "adam_eps", "clip_ratio_c", "clip_ratio_high"),
     *("clip_ratio_low", "entropy_type", "huber_delta", "kl_loss_coef", "kl_loss_type"),
     *("logprob_type", "loss_agg_func", "max_grad_norm", "minibatch_unit", "policy_loss"),
-    *("ratio_level", "symmetry", "symmetry_coef", "value_clip", "value_loss_coef"),
+    *("positive_nll_weight", "ratio_level", "symmetry", "symmetry_coef"),
+    *("value_clip", "value_loss_coef"),
 )
 """Options of the algorithm that ``MinibatchStep`` reads.
 

@@ -56,6 +56,8 @@ def estimate(
             part,
             gamma=group.options.gamma,
             gae_lambda=group.options.gae_lambda,
+            gae_lambda_value=group.options.gae_lambda_value,
+            length_adaptive_alpha=group.options.length_adaptive_alpha,
             group_size=group.options.group_size,
             bootstrap_type=group.options.bootstrap_type,
         )

@@ -52,7 +52,8 @@ class LearnerState:
         self.config, self.notice = config, notice
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
-        # These three continue from one update to the next, and checkpoints contain them.
+        # These continue from one update to the next, and checkpoints contain them.
+        self.warmup_ended = False  # before critic_warmup, by critic_warmup_variance
         self.groups = reward_groups(config)
         self.curiosity, self.symmetry = curiosity, symmetry
         # The prediction error, whose group names no term, falls by orders of magnitude.
@@ -79,6 +80,22 @@ class LearnerState:
     def separate_critic(self) -> Critic | None:
         """The critic if it is a model of its own."""
         return None if isinstance(self.critic, SharedCritic) else self.critic
+
+    def check_warmup(self, metrics: Metrics, update: int) -> None:
+        """End the critic's warm-up after this update if its values explain enough of the returns.
+
+        Adds "value/warmup" to the metrics, 0 in the last update of the warm-up.
+        """
+        explained, limit = metrics["value/explained_variance"], self.config.critic_warmup_variance
+        assert isinstance(explained, float) and limit is not None
+        self.warmup_ended = explained >= limit
+        ends = self.warmup_ended or update + 1 >= self.config.critic_warmup
+        metrics["value/warmup"] = float(not ends)
+        if ends:
+            self.notice(
+                f"algorithm.critic_warmup: ends with update {update + 1}, explained variance"
+                f" {explained:.2f}"
+            )
 
     def adapt_coefficients(self, sums: Mapping[str, float], metrics: Metrics) -> None:
         """Adapt coefficients and learning rates to what an update has measured.
@@ -141,6 +158,7 @@ class LearnerState:
             **({"group_returns": others} if others else {}),
             **({} if self.curiosity is None else {"curiosity": self.curiosity.state()}),
             **({} if self.symmetry is None else {"symmetry": self.symmetry.state()}),
+            **({"warmup_ended": True} if self.warmup_ended else {}),
             "kl": {"coef": self.kl_coef},
             "entropy": {"coef": self.entropy_coef, "initial": self.initial_entropy_coef},
             "reference": self.actor.reference_state(),
@@ -177,6 +195,7 @@ class LearnerState:
             self.curiosity.load_state(state["curiosity"])
         if self.symmetry is not None:
             self.symmetry.load_state(state.get("symmetry"))
+        self.warmup_ended = state.get("warmup_ended", False)
         # A coefficient that is constant follows the options of the resumed run.
         if c.kl_ctrl.type == "adaptive":
             self.kl_coef = float(state["kl"]["coef"])

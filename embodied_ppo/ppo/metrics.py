@@ -88,6 +88,8 @@ def with_optimization(
     # With a KL penalty in the reward, ``rewards`` has measured this metric on the rollout.
     if c.use_kl_loss and not c.use_kl_in_reward:
         results["kl/to_reference"] = Mean(a["kl"], a["rows"])
+    if c.positive_nll_weight:
+        results["policy/positive_nll"] = Mean(a["positive_nll"], a["steps"])
     if learner.symmetry is not None:
         results["policy/symmetry_error"] = Mean(a["symmetry_error"], a["steps"])
     if learner.curiosity is not None:

@@ -108,6 +108,7 @@ class PolicyLoss(MinibatchLoss):
         names += ("count", "entropy")
         names += ("value_loss", "value_clipped", "value_difference") if has_value_head else ()
         names += ("kl",) if config.use_kl_loss else ()
+        names += ("positive_nll",) if config.positive_nll_weight else ()
         super().__init__(policy, config, names=names)
         self.length = float(config.loss_scale_factor or length)
         self.batch_dims = 2 if config.minibatch_unit == "column" else 1

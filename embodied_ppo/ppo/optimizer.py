@@ -230,11 +230,14 @@ class MinibatchOptimizer:
             if ranks.world > 1:
                 rows = ranks.all_reduce_sum(rows)
                 columns = None if columns is None else ranks.all_reduce_sum(columns)
+            counts = {"rows": rows, "columns": columns}
+            if (positive := getattr(minibatch, "positive", None)) is not None:
+                counts["positive_rows"] = ranks.all_reduce_sum(positive.sum().double())
             loss = partial(self.loss, critic_only=True) if self._critic_only else self.loss
             self.loss.compares = not self._rows
             total: Mapping[str, Tensor] = {}
             for micro in self.cutter.micro_batches(minibatch, ranks):
-                value, stats = loss(replace(micro, rows=rows, columns=columns))
+                value, stats = loss(replace(micro, **counts))
                 value.backward()  # adds to the gradients of the micro-batches before
                 stats = stats | {"loss": value.detach()}
                 total = merge_statistics(total, stats) if total else stats

@@ -45,7 +45,7 @@ class PPO(LearnerState):
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
         """Update the policy and the critic from one trajectory.
 
-        Until ``critic_warmup`` only the critic learns.
+        Until ``critic_warmup``, or until the values explain enough, only the critic learns.
 
         Args:
             trajectory: This rank's columns.
@@ -56,11 +56,13 @@ class PPO(LearnerState):
             RolloutMismatch: The first minibatch differs from the rollout, see ``agreement``.
         """
         c, optimizer = self.config, self.optimizer
-        warmup = update < c.critic_warmup
+        warmup = update < c.critic_warmup and not self.warmup_ended
         start = self.cpu_clock()
         if self.curiosity is not None:
             self.groups = self.curiosity.groups_at(self.groups, update)
         batch, results = self.prepare(trajectory)
+        if warmup and c.critic_warmup_variance is not None:
+            self.check_warmup(results, update)
         prepared = self.cpu_clock()
 
         # A separate critic minimises its own loss: here, before the policy (LocalCritic), or in
@@ -152,6 +154,7 @@ class PPO(LearnerState):
 
         # Advantages:  δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t)
         #              A_t = Σ_l (γλ)^l·δ_{t+l} until the episode ends;  R_t = A_t + V(s_t)
+        # The A of R may have another λ, and that of the policy may depend on the length.
         # Several reward groups have a V and an A each:  A ← Σ_k w_k·A_k
         advantage, returns, shares = group_advantages.estimate(
             replace(rollout, reward=reward), self.groups
@@ -178,10 +181,8 @@ class PPO(LearnerState):
 
         # What the loss of a minibatch reads, of this rank's columns.
         if is_reshaped:
-            advantage, returns = (
-                preparation.local_columns(x, ranks, like=trajectory.mask)
-                for x in (advantage, returns)
-            )
+            local = partial(preparation.local_columns, ranks=ranks, like=trajectory.mask)
+            advantage, returns = local(advantage), local(returns)
         target, mirror = reference if c.use_kl_loss else None, None
         equal = c.loss_agg_func == "trajectory-mean"
         if self.symmetry is not None:
@@ -200,6 +201,7 @@ class PPO(LearnerState):
             ref_log_prob=None if target is None else target.log_prob,
             ref_logits=target.logits if target and c.kl_loss_type == "full" else None,
             mirror=mirror,
+            positive=rewards.positive_columns(trajectory) if c.positive_nll_weight else None,
         )
         if trajectory.kept:  # freed with the batch; the caller may hold the trajectory for longer
             trajectory.kept.clear()
@@ -271,6 +273,13 @@ class PPOLoss(PolicyLoss):
         if policy.kl is not None:
             loss = loss + c.kl_loss_coef * mean(policy.kl)
             stats["kl"] = masked_sum(policy.kl.detach(), b.mask)
+        # Imitation of responses with a positive score (Yue et al. 2025, VAPO):
+        # μ·L_NLL,  L_NLL = −Σ log π(a|s) / their tokens in the minibatch
+        if b.positive is not None:
+            positive = b.positive & b.mask  # padding of the micro-batches is masked
+            nll = losses.aggregate(-policy.log_prob, positive, rows=b.positive_rows)
+            loss = loss + c.positive_nll_weight * nll
+            stats["positive_nll"] = nll.detach()
         # Symmetry loss:  c_S·|μ(M s) − M μ(s)|²
         if policy.mirror is not None:
             difference = losses.aggregate(policy.mirror.difference, b.mask, rows=b.rows)

@@ -58,6 +58,15 @@ def shape_rewards(
     return whiten_rewards(reward, t.mask) if c.whiten_rewards else reward
 
 
+@torch.no_grad()
+def positive_columns(t: Trajectory) -> Tensor:
+    """Return the unmasked entries of columns whose unshaped rewards, of all reward groups together,
+    add up to more than 0, bool [T, N].
+    """
+    total = t.reward.sum(-1) if t.reward.ndim > t.mask.ndim else t.reward
+    return t.mask & (torch.where(t.mask, total, 0.0).sum(0) > 0)
+
+
 def subtract_kl_penalty(
     reward: Tensor, distance: Tensor, mask: Tensor, coef: float
 ) -> tuple[Tensor, Metrics]:

@@ -51,6 +51,7 @@ from embodied_ppo.rollout.rewards.build import make_reward
 from embodied_ppo.rollout.rewards.graders import Graders
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Messages
+from embodied_ppo.training.run_directory import stored_config
 
 WARM_START_LR, WARM_START_BATCH = 1e-3, 128
 """Learning rate and demonstrations of each supervised step before PPO."""
@@ -94,7 +95,7 @@ def build(
     # The first learner is warmed up and sends its weights to the others.
     if "actor" in roles:
         if not process.learners.rank:
-            _warm_start_actor(spec, policy, inputs.tokenizer, messages)
+            _initialize_actor(spec, policy, inputs.tokenizer, messages)
         broadcast_weights(policy, process.learners)
 
     # Critic and reference, here or in other processes.
@@ -184,6 +185,11 @@ def _critic(
     if "critic" in process.roles:
         critic = make_critic(config, inputs.policy, device)
         assert critic is not None
+        if _has_initial_critic(spec):
+            assert spec.initial_policy is not None
+            weights = spec.initial_policy.training()["learner"]["critic_weights"]
+            name = f"initial_policy={config.initial_policy}, critic"
+            checkpoint.load_weights(critic, weights, name)
         a = critic_config(config.algorithm, config.critic)
         # The actor in this process calls it, or the server for actors in other processes.
         values = LocalCritic(
@@ -197,9 +203,17 @@ def _critic(
     # Estimators such as grpo read no values.
     if not clients:
         return None, None
-    # A critic without a model of its own starts from the weights of the actor.
-    pretrained = config.critic.model.path is not None
+    # A critic without weights of its own starts from those of the actor.
+    pretrained = config.critic.model.path is not None or _has_initial_critic(spec)
     return RemoteCritic(clients[0], device, pretrained=pretrained), None
+
+
+def _has_initial_critic(spec: RunSpec) -> bool:
+    """Return whether the critic starts from that of ``initial_policy``."""
+    source = spec.initial_policy
+    if source is None or spec.checkpoint is not None:
+        return False
+    return stored_config(source).algorithm.adv_type == "gae"
 
 
 def _reference(spec: RunSpec, roles: Sequence[str], inputs: Inputs) -> FrozenReference | None:
@@ -241,13 +255,20 @@ def _learner_options(spec: RunSpec, a: AlgorithmConfig, messages: Messages) -> d
     }
 
 
-def _warm_start_actor(
+def _initialize_actor(
     spec: RunSpec, policy: LanguagePolicy, tokenizer: Any, messages: Messages
 ) -> None:
-    """Train the actor of a new run on demonstrations before PPO, or load the result from the
-    cache.
+    """Load ``initial_policy`` where a run starts, or train on demonstrations (or load the result
+    from the cache).
+
+    Raises:
+        CheckpointError: The initial policy cannot be read, or is of another model.
     """
     config, w = spec.config, spec.config.warm_start
+    if spec.checkpoint is None and (source := spec.initial_policy) is not None:
+        checkpoint.load_weights(policy, source.policy(), f"initial_policy={config.initial_policy}")
+        others = "critic" if _has_initial_critic(spec) else "no critic, which starts as a copy"
+        messages.notice(f"initial_policy: weights of {source.path}, and {others}")
     if not w.steps or spec.checkpoint is not None:
         return
     assert config.data.task is not None

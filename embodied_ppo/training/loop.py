@@ -113,7 +113,9 @@ def train(
         last = done == schedule.updates and schedule.stop_after is None
         due = last or bool(schedule.eval_every and done % schedule.eval_every == 0)
         row = PendingRow(metrics, due and schedule.evaluates)
-        if row.evaluation_due or (schedule.save_every and done % schedule.save_every == 0):
+        saving_due = bool(schedule.save_every) and done % schedule.save_every == 0
+        # Other runs can start from the critic at the end of its warm-up.
+        if row.evaluation_due or saving_due or metrics.get("value/warmup") == 0:
             # Save before the evaluation, so that its failure does not lose the update.
             with timer("save"):
                 system.save(done, row)

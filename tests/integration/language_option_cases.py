@@ -101,6 +101,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
     "algorithm.missing_eos_penalty": (0.5, {}),
     "algorithm.ratio_level": ("sequence", {}),
+    "algorithm.length_adaptive_alpha": (0.5, {}),
+    "algorithm.positive_nll_weight": (0.5, {}),
     "algorithm.reward_groups": (
         {"score": {"weight": 0.1}},
         {**GROUPS, "algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False},

@@ -250,6 +250,40 @@ def test_gae_ignores_masked_tokens_inside_response():
     assert advantage[1].item() == pytest.approx(delta + 0.99 * 0.95 * later, rel=1e-6)
 
 
+def test_decoupled_and_length_adaptive_gae_by_hand():
+    """Two responses of 1 and 4 tokens with score 1 and values ½, γ = 1, α = ½."""
+    mask = torch.tensor([[1, 1], [0, 1], [0, 1], [0, 1]]).bool()
+    last = torch.tensor([[1, 0], [0, 0], [0, 0], [0, 1]]).bool()
+    value = torch.full((4, 2), 0.5)
+    following = torch.cat([value[1:], value[:1]])
+    x = {"reward": last.float(), "value": value, "next_value": following, "mask": mask}
+    x |= {"terminated": last, "truncated": last & False}
+    decoupled: dict[str, Any] = {"gamma": 1.0, "gae_lambda": 0.0, "gae_lambda_value": 1.0}
+    # l = 1: ½·1 < 1, so λ = 0; l = 4: λ = 1 − 1/(½·4) = ½
+    assert advantages.length_adaptive_lambda(mask, 0.5).tolist() == [0.0, 0.5]
+    advantage, returns = estimate("gae", x, **decoupled, length_adaptive_alpha=0.5)
+    # δ = 0, 0, 0, 1 − ½, and A_t = ½·A_{t+1}
+    assert advantage.T.tolist() == [[0.5, 0, 0, 0], [0.0625, 0.125, 0.25, 0.5]]
+    assert returns[mask].tolist() == [1.0] * 5  # Monte Carlo: the score
+    # Without α the advantage has λ = 0: the TD error.
+    advantage, same = estimate("gae", x, **decoupled)
+    assert advantage.T.tolist() == [[0.5, 0, 0, 0], [0, 0, 0, 0.5]] and same.equal(returns)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_length_adaptive_gae_equals_the_reference_on_ragged_batches(seed):
+    """Each response by itself, with its own λ, in float64; as in NeMo RL, which gives the same."""
+    rows = random_rows(80, 7, seed)
+    advantage, returns = estimate(
+        "gae", rows, gamma=0.99, gae_lambda=0.9, gae_lambda_value=1.0, length_adaptive_alpha=0.05
+    )
+    for n in range(7):
+        one = {name: tensor[:, n : n + 1] for name, tensor in rows.items()}
+        policy_lambda = max(0.0, 1 - 1 / max(1.0, 0.05 * int(one["mask"].sum())))
+        close(advantage[:, n : n + 1], twin(one, gamma=0.99, gae_lambda=policy_lambda)[0].float())
+        close(returns[:, n : n + 1], twin(one, gamma=0.99, gae_lambda=1.0)[1].float())
+
+
 def test_gae_before_masked_tail_uses_own_next_value():
     cut = column(reward=[1.0, 0.0], value=[2.0, 30.0], next_value=[4.0, 50.0], mask=[1, 0])
     assert advantages.gae(**cut, gamma=0.5, gae_lambda=0.9)[0].flatten().tolist() == [

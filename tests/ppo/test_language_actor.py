@@ -57,7 +57,7 @@ def experience(
         log_prob = policy.view(policy.hidden(row, place), action).log_prob
     log_prob = log_prob + noise * torch.randn(N, T + 3, generator=g)[:, :1]
     last = torch.arange(rows) == torch.tensor(LENGTH).unsqueeze(1) - 1
-    score = torch.rand(N, 1, generator=g)
+    score = torch.rand(N, 1, generator=g) - 0.4  # some are negative
     zero = torch.zeros(rows, N)
     return Trajectory(
         obs={"row": row.T, "place": place.T},
@@ -223,6 +223,23 @@ def test_loss_scale_factor_replaces_the_response_length() -> None:
     assert single[0] == pytest.approx(4 * single[1], rel=1e-5) and single[0] != 0
 
 
+def test_positive_nll_is_a_mean_over_tokens_of_responses_with_a_positive_score() -> None:
+    """A score counts with its penalties and before it is normalised."""
+    c = replace(BASE, reward_norm="batch", update_epoch=1, global_batch_size=N)
+    x, plain = (learner(replace(c, positive_nll_weight=w), columns=N) for w in (0.5, 0.0))
+    t = experience(x.policy)
+    positive = t.mask & (t.reward.sum(0) > 0)
+    assert 0 < positive.any(0).sum() < N and positive.sum() != t.mask.sum() / 2
+    nll = -float(t.log_prob[positive].mean())
+    batch = x.prepare(t)[0]
+    loss, without = (y.optimizer.loss(y.prepare(t)[0])[0].item() for y in (x, plain))
+    assert loss - without == pytest.approx(0.5 * nll, rel=1e-5)
+    none = x.optimizer.loss(replace(batch, positive=batch.mask & False))[0].item()
+    assert none == pytest.approx(without, abs=1e-7)
+    metrics = numbers(x.update(t, update=0))
+    assert metrics["policy/positive_nll"] == pytest.approx(nll, rel=1e-5)
+
+
 # ----------------------------------------------------------------------------- what changes nothing
 OPTIONS: dict[str, Any] = {
     "plain": {},
@@ -241,6 +258,12 @@ OPTIONS: dict[str, Any] = {
     },
     "sequences": {"ratio_level": "sequence", "loss_agg_func": "seq-mean-token-mean"},
     "sums": {"loss_agg_func": "seq-mean-token-sum", "entropy_bonus": 0.01},
+    "VAPO": {
+        "gae_lambda_value": 1.0,
+        "length_adaptive_alpha": 0.5,
+        "positive_nll_weight": 0.5,
+        "loss_agg_func": "seq-mean-token-sum",
+    },
 }
 
 
@@ -321,6 +344,32 @@ def test_critic_warmup_skips_actor_updates() -> None:
             for a, b in zip(before, now, strict=True)
         ]
         assert moved == [update >= 2, True]
+
+
+def test_critic_warmup_ends_when_the_critic_explains_enough() -> None:
+    c = replace(BASE, critic_warmup=4, gae_lambda_value=1.0, critic_warmup_variance=0.999)
+    critic = replace(c, lr=1e-2, update_epoch=10)
+    x = learner(c, critic_config=critic)
+    t = experience(x.policy)
+    rows = [numbers(x.update(t, update=update)) for update in range(4)]
+    explained = [row["value/explained_variance"] for row in rows]
+    # Nothing explains 99.9 %: critic_warmup is the limit.
+    assert [row["value/warmup"] for row in rows] == [1, 1, 1, 0] and max(explained) < 0.999
+    assert explained == sorted(explained)
+    limit = (explained[1] + explained[2]) / 2
+    lines: list[str] = []
+    y = learner(replace(c, critic_warmup_variance=limit), critic_config=critic, notice=lines.append)
+    before = [p.clone() for p in y.policy.parameters()]
+    rows = [numbers(y.update(t, update=update)) for update in range(3)]
+    assert [row["value/warmup"] for row in rows] == [1, 1, 0] and "update 3" in lines[0]
+    assert all(torch.equal(p, q) for p, q in zip(before, y.policy.parameters(), strict=True))
+    # A resumed learner trains the policy, too, although 4 updates were not reached.
+    resumed = learner(replace(c, critic_warmup_variance=limit), critic_config=critic)
+    resumed.load_state(copy.deepcopy(y.state()))
+    for z in (y, resumed):
+        row = numbers(z.update(t, update=3))
+        assert "value/warmup" not in row and row["policy/grad_norm"] > 0
+    assert differences(y, resumed) == 0
 
 
 def test_reference_is_frozen_and_optional() -> None:

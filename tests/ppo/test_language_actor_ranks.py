@@ -34,6 +34,7 @@ from embodied_ppo.rollout.rewards.graders import Grade, Limits, Sample
 from embodied_ppo.rollout.rewards.worker_pool import GraderPool
 from tests.ppo.test_language_actor import (
     BASE,
+    OPTIONS,
     N,
     critic_of,
     experience,
@@ -49,6 +50,7 @@ CASES: dict[str, AlgorithmConfig] = {
     "kl": replace(BASE, kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100), **KL),
     "whitened": replace(BASE, whiten_rewards=True, reward_norm="running"),
     "corrected": replace(BASE, off_policy_correction="token", off_policy_cap=1.2),
+    "VAPO": replace(BASE, **OPTIONS["VAPO"]),
     "adaptive": replace(BASE, lr_schedule="adaptive", desired_kl=1e-4, entropy_target=1.0),
 }
 WITHOUT: dict[str, AlgorithmConfig] = {

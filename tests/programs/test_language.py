@@ -353,6 +353,7 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
         "algorithm.use_kl_in_reward=true",
         "algorithm.use_kl_loss=true",
         "algorithm.entropy_target=0.5",
+        "algorithm.positive_nll_weight=0.1",
     ]
     options += ["algorithm.off_policy_correction=token", "evaluation.n=4"]
     train(capsys, *options, "evaluation.deterministic=false", "algorithm.entropy_bonus=0.01")
@@ -587,3 +588,41 @@ def test_critic_warmup_does_not_change_the_actor(capsys: Capture) -> None:
     critic = training["learner"]["critic_weights"]
     trunk = "decoder.base.embed_tokens.weight"
     assert not torch.equal(critic[trunk], fresh["model.model.embed_tokens.weight"])
+
+
+def test_value_pretraining_starts_other_runs(capsys: Capture) -> None:
+    run_command(
+        capsys,
+        "train",
+        *TINY,
+        "run_dir=pretrained",
+        "algorithm.missing_eos_penalty=1",  # a score to learn
+        "algorithm.critic_warmup=1",
+        "algorithm.critic_warmup_variance=0.9",
+    )
+    # Saved at the end of the warm-up, although save_every is not due.
+    source = Path("pretrained/checkpoints/step_000001")
+    start = [f"initial_policy={source}", "evaluation.episodes=0"]
+    fixed = ["algorithm.lr=0", "critic.lr=0", "warm_start.steps=0", "seed=1"]
+    run_command(capsys, "train", *TINY, *start, *fixed, "updates=1", "run_dir=next")
+    (policy, training), (own, own_training) = (
+        contents(Path("pretrained"), 1),
+        contents(Path("next"), 1),
+    )
+    for name, weight in policy.items():
+        assert torch.equal(weight, own[name])
+    before, after = (x["learner"]["critic_weights"] for x in (training, own_training))
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name])
+    assert before["value_head.weight"].abs().sum() > 0
+    assert "and critic" in Path("next/log.txt").read_text()
+    for options, message in (
+        ([], "write warm_start.steps=0: initial_policy = pretrained"),
+        (["warm_start.steps=0", "actor.model.architecture.hidden_size=32"], "this model needs"),
+        (["algorithm.gae_lambda_value=0.9"], "write algorithm.gae_lambda_value=1"),
+    ):
+        options = [*start, "run_dir=refused", *options]
+        if "gae_lambda_value" in options[-1]:
+            options += ["algorithm.critic_warmup=1", "algorithm.critic_warmup_variance=0.9"]
+        assert main.main(["train", *TINY, *options]) == 2 and not Path("refused").exists()
+        assert message in capsys.readouterr().err

@@ -83,6 +83,10 @@ def check(config: Config) -> None:
         " (actor.model.path=null) and rollout.engine=builtin",
     )
     refuse(
+        config.initial_policy is not None and config.warm_start.steps > 0,
+        f"write warm_start.steps=0: initial_policy = {config.initial_policy} is trained already",
+    )
+    refuse(
         r.engine == "vllm" and model.path is None,
         "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or engine=builtin",
     )
