@@ -100,9 +100,10 @@ def line_chart(
     xs = [x for values in series.values() for x, _ in values]
     ys = [y for values in series.values() for _, y in values]
     ys += [y for band in bands.values() for _, *ends in band for y in ends]
-    x_ticks = [x for x in ticks(min(0.0, *xs), max(xs)) if x <= max(xs) or max(xs) <= 0]
+    first = min(0.0, *xs)
+    x_ticks = [x for x in ticks(first, max(xs)) if first <= x and (x <= max(xs) or max(xs) <= 0)]
     y_ticks = ticks(min(ys), max(ys))
-    x_of = scale(min(0.0, *xs), max(max(xs), x_ticks[-1], 1e-9), LEFT, RIGHT)
+    x_of = scale(first, max(max(xs), x_ticks[-1], 1e-9), LEFT, RIGHT)
     y_of = scale(y_ticks[0], y_ticks[-1], BOTTOM, TOP)
     lines = []
     for label, values in series.items():

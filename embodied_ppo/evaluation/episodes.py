@@ -77,6 +77,8 @@ class Episode:
     """Sentence of the first observation; None if the task has none."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Name -> mean over the steps of a number of the simulator (``Step.info``)."""
+    tracking: Mapping[str, Sequence[tuple[float, float, int]]] = field(default_factory=dict)
+    """Command -> each of its values with the mean error and the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +390,7 @@ def _run_block(
                 success_at_end=None if at_end is None else bool(at_end[i]),
                 sentence=sentences[i] if sentences else None,
                 numbers=numbers.means(i),
+                tracking=numbers.tracking(i),
             )
             if on_episode is not None:
                 on_episode(finished[i])

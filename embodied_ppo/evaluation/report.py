@@ -37,6 +37,9 @@ FILES = ("report.json", "report.html", "robustness.json", "paired.json")
 EPISODES_SHOWN = 500
 """Number of rows of the page's table of episodes; report.json has all episodes."""
 
+COMMAND_RANGES = 8
+"""Ranges of equal width of the values of a command, in each of which its error is reported."""
+
 SAMPLE_SHOWN = 600
 """Characters of a sample's text on the page; report.json has the complete text."""
 
@@ -159,6 +162,7 @@ def write(
         steps=steps,
         language=unit == "tokens",
         charts=learning_curves(curves, unit),
+        tracking_charts=tracking_charts(content["tasks"]),
         robustness=robustness,
         robustness_charts=[] if robustness is None else robustness_card.charts(robustness),
         robustness_rows=[] if robustness is None else robustness_card.rows(robustness),
@@ -253,8 +257,10 @@ def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, 
         name: {"mean": fmean(means), "ci95": mean_interval(means)}
         for name, means in result.numbers().items()
     }
+    tracking = command_errors(result.episodes)
     return {
         **({"numbers": numbers} if numbers else {}),
+        **({"tracking": tracking} if tracking else {}),
         "episodes": len(result.episodes),
         "distinct_initial_states": result.distinct_initial_states,
         "return": _summary(result.returns, [fmean(e.return_ for e in g) for g in groups]),
@@ -264,6 +270,32 @@ def statistics(result: EvaluationResult, unit: Unit = "env_steps") -> dict[str, 
         "terminated": sum(e.ended == "terminated" for e in result.episodes),
         "truncated": sum(e.ended == "truncated" for e in result.episodes),
     }
+
+
+def command_errors(episodes: Sequence[Episode]) -> dict[str, list[dict[str, Any]]]:
+    """Return command -> its error in COMMAND_RANGES ranges of its values, without empty ones.
+
+    Mean of the steps of an episode with a value in the range, then of these episodes, with the
+    interval (null for one episode). A command with one value has one range.
+    """
+    errors = {}
+    for name in dict.fromkeys(name for e in episodes for name in e.tracking):
+        rows = [e.tracking.get(name, ()) for e in episodes]
+        values = [value for row in rows for value, _, _ in row]
+        low, width = min(values), (max(values) - min(values)) / COMMAND_RANGES
+
+        def index(value: float, low: float = low, width: float = width) -> int:
+            return min(int((value - low) / width), COMMAND_RANGES - 1) if width else 0
+
+        errors[name] = []
+        for k in range(COMMAND_RANGES):
+            inside = [[(x, n) for value, x, n in row if index(value) == k] for row in rows]
+            means = [sum(x * n for x, n in r) / sum(n for _, n in r) for r in inside if r]
+            if means:
+                bounds = [low + k * width, low + (k + 1) * width]
+                part = {"range": bounds, "mean": fmean(means), "ci95": mean_interval(means)}
+                errors[name].append(part | {"episodes": len(means)})
+    return errors
 
 
 def _by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -376,6 +408,23 @@ def learning_curves(
         if series:
             label = "environment steps" if unit == "env_steps" else unit
             charts.append(line_chart(tags[0], label, series))
+    return charts
+
+
+def tracking_charts(tasks: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
+    """Return a chart of the errors of commands for each task that has commands of two values."""
+    charts = []
+    for task, content in tasks.items():
+        series, bands = {}, {}
+        for name, parts in content.get("tracking", {}).items():
+            middle = [sum(part["range"]) / 2 for part in parts]
+            if len(parts) > 1:
+                series[name] = [(x, part["mean"]) for x, part in zip(middle, parts, strict=True)]
+                rows = zip(middle, parts, strict=True)
+                bands[name] = [(x, *part["ci95"]) for x, part in rows if part["ci95"]]
+        if series:
+            title = "absolute error" if len(tasks) == 1 else f"{task}: absolute error"
+            charts.append(line_chart(title, "command, in its unit", series, bands))
     return charts
 
 

@@ -110,7 +110,9 @@ class _Worlds:
         before = {name: s[name].clone() for name in task.before}
         ctrl = task.control(s, action)
         self.physics.step(ctrl, task.decimation)
-        terms = {f"term {k}": x for k, x in task.reward_terms(before, s, action).items()}
+        commands = {f"command_{name}" for name in task.commands}  # whose images differ
+        terms = task.reward_terms(before, s, action)
+        terms = {f"term {k}": x for k, x in terms.items() if k not in commands}
         terms["reward"] = task.reward(before, s, action)
         numbers = {name: x[:, None].numpy() for name, x in terms.items()}
         ended = task.terminated(s).double()[:, None].numpy()

@@ -176,7 +176,8 @@ class Player:
         step = self.env.step(action.to(self.env.device))
         self._memory.store(state, starts(step))
         self._obs, self.steps = step.obs, self.steps + 1
-        terms = {name: float(x.flatten()[0]) for name, x in (step.info or {}).items()}
+        info = {k: x for k, x in (step.info or {}).items() if not k.startswith("command_")}
+        terms = {name: float(x.flatten()[0]) for name, x in info.items()}
         reward = float(step.reward.double().sum())
         terminated = bool(step.terminated[0])
         self._return += reward

@@ -88,11 +88,11 @@ def measure(policy: Linear, make: Any = make_cartpole, **options: Any) -> ev.Eva
 
 # -------------------------------------------------------------------------------------- measurement
 def test_numbers_are_means_of_the_steps_of_each_episode() -> None:
-    """Of Go1Joystick: errors of commands and weighted terms, also as metrics."""
+    """Of Go1Joystick: errors of commands and weighted terms, also as metrics; errors by command."""
 
     def make(seeds: list[int]) -> Any:
-        n, limit = len(seeds), 7
-        return embodied_envs.make("Go1Joystick", num_envs=n, seeds=seeds, max_episode_steps=limit)
+        options = {"max_episode_steps": 7, "kwargs": {"resample_s": 0.04}}
+        return embodied_envs.make("Go1Joystick", num_envs=len(seeds), seeds=seeds, **options)
 
     still = Linear(torch.zeros(12, 48), discrete=False)
     result = measure(still, make, episodes=3, num_envs=2)
@@ -105,7 +105,17 @@ def test_numbers_are_means_of_the_steps_of_each_episode() -> None:
         assert result.numbers()[name] == pytest.approx(means.tolist())
     error = ev.Mean.of(result.numbers()["error_lin_vel_y"])
     assert result.metrics()["eval/error_lin_vel_y"] == error
-    assert "eval/tracking_lin_vel" not in result.metrics()
+    assert not {"eval/tracking_lin_vel", "eval/command_lin_vel_x"} & result.metrics().keys()
+    commands, errors = (
+        torch.stack([info[f"{kind}_lin_vel_y"] for info in infos]) for kind in ("command", "error")
+    )
+    for i, episode in enumerate(result.episodes):
+        rows = episode.tracking["lin_vel_y"]
+        assert len(rows) > 1 and sum(count for _, _, count in rows) == 7
+        for value, error, count in rows:
+            same = commands[:, i].double() == value
+            assert int(same.sum()) == count
+            assert error == pytest.approx(float(errors[same, i].double().mean()))
 
 
 def test_episodes_equal_those_of_a_plain_loop() -> None:

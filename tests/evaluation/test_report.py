@@ -119,6 +119,28 @@ def addresses_of(page: Path) -> list[str]:
     return re.findall('(?:src|href|poster|srcset|action)="([^"]*)"', page.read_text())
 
 
+def test_errors_of_a_command_in_ranges_of_its_value(tmp_path: Path) -> None:
+    """Ranges of -1 to 1 are .25 wide; episode 0 has (.1 · 30 + .4 · 10) / 40 = .175 in the last."""
+    rows = [[(-1.0, 0.5, 20), (0.8, 0.1, 30), (1.0, 0.4, 10)], [(0.9, 0.225, 5)], [(0.1, 0.3, 9)]]
+    whole = result("Walk", [1.0, 2.0, 3.0])
+    tracked = zip(whole.episodes, rows, strict=True)
+    episodes = tuple(replace(e, tracking={"yaw": row, "x": [(1.0, 2.0, 3)]}) for e, row in tracked)
+    written = report.write(tmp_path, [replace(whole, episodes=episodes)], **PROVENANCE)
+    tracking = written.content["tasks"]["Walk"]["tracking"]
+    yaw, (x,) = tracking["yaw"], tracking["x"]
+    assert [part["range"] for part in yaw] == [[-1, -0.75], [0, 0.25], [0.75, 1]]
+    assert [part["mean"] for part in yaw] == pytest.approx([0.5, 0.3, 0.2])
+    assert [part["episodes"] for part in yaw] == [1, 1, 2] and yaw[0]["ci95"] is None
+    low, high = yaw[2]["ci95"]  # Student's t of two values, 12.706 · .025
+    assert [low, high] == pytest.approx([0.2 - 0.3177, 0.2 + 0.3177], abs=1e-3)
+    assert x["range"] == [1, 1] and x["mean"] == 2 and x["episodes"] == 3
+    (chart,) = report.tracking_charts(written.content["tasks"])
+    (line,) = chart.lines  # no line of one range
+    assert line.label == "yaw" and [x for x, _ in line.dots] == sorted(x for x, _ in line.dots)
+    assert min(x for x, _ in (*line.dots, *chart.x_ticks)) >= 48, "within the axes"
+    assert "Error of each command by its value" in text_of(written.html)
+
+
 def text_of(page: Path) -> str:
     """Return the visible text of a page."""
     text = re.sub("(?s)<style.*?</style>|<[^>]+>", " ", page.read_text())

@@ -20,7 +20,8 @@ class TermTask(Task):
     A term is a method with the arguments ``before``, ``s`` and ``action``, which returns [N]; its
     keyword-only arguments are numbers. ``rewards`` lists terms with their weights and numbers. A
     term that it does not list, or whose weight is 0, is not computed. The weighted terms become the
-    curves ``env/<name>``, the errors of the commands ``env/error_<command>``.
+    curves ``env/<name>``, the errors of the commands ``env/error_<command>``, and the commands
+    ``env/command_<command>``, so that an evaluation reports the error in ranges of the command.
     """
 
     base_qpos: int
@@ -78,9 +79,10 @@ class TermTask(Task):
         s = {**s, **self.shared(s)}
         terms = {k: w * term(before, s, action) for k, (w, term) in self.weighted_terms().items()}
         if self.commands:
-            errors = self.command_errors(s).abs().unbind(1)
-            names = (f"error_{name}" for name in self.commands)
-            terms |= dict(zip(names, errors, strict=True))
+            values = {"error": self.command_errors(s).abs(), "command": s["command"]}
+            for kind, x in values.items():
+                names = (f"{kind}_{name}" for name in self.commands)
+                terms |= dict(zip(names, x.unbind(1), strict=True))
         return terms
 
     def total(self, terms: dict[str, Tensor]) -> Tensor:
