@@ -12,16 +12,7 @@ from torch import Tensor
 from embodied_envs.base import tree, watchdog
 from embodied_envs.base.errors import EnvError
 from embodied_envs.base.images import ImageLayout
-from embodied_envs.types import (
-    ArraySpec,
-    Box,
-    Composite,
-    Discrete,
-    EnvInfo,
-    Obs,
-    Step,
-    VectorEnv,
-)
+from embodied_envs.types import ArraySpec, Box, Composite, Discrete, EnvInfo, Obs, Step, VectorEnv
 from embodied_ppo.cluster.channels import (
     Client,
     Message,

@@ -131,10 +131,7 @@ def check_batches(config: Config, plan: Plan) -> None:
         critic_options = critic_config(a, config.critic)
         prompts["critic.global_batch_size"] = critic_options.global_batch_size
     placement.check_sequences(
-        plan,
-        prompts=a.rollout_batch_size,
-        group_size=a.group_size,
-        batches=prompts,
+        plan, prompts=a.rollout_batch_size, group_size=a.group_size, batches=prompts
     )
     # The sum over the vocabulary needs all logits [N, T, V]; k1 and k3 need one number per token.
     if full_kl(a) and plan.has("reference") and not plan.fused("actor", "reference"):

@@ -10,14 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_envs.base.errors import (
-    CheckpointError,
-    ConfigError,
-    choose,
-    shorten,
-    show,
-    show_path,
-)
+from embodied_envs.base.errors import CheckpointError, ConfigError, choose, shorten, show, show_path
 from embodied_ppo.core import guarded_files
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.config_folders import ConfigFolders, config_folders, hydra_message

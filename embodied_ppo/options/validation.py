@@ -19,12 +19,7 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options import placement
 from embodied_ppo.options.readers import mode_of, unread
 from embodied_ppo.options.reward_groups import CURIOSITY, reward_groups
-from embodied_ppo.options.rules.base import (
-    GROUP_ESTIMATORS,
-    group_comparison,
-    one_process,
-    refuse,
-)
+from embodied_ppo.options.rules.base import GROUP_ESTIMATORS, group_comparison, one_process, refuse
 from embodied_ppo.options.rules.embodied import check_task_names
 from embodied_ppo.options.rules.select import rules_of
 from embodied_ppo.options.schema import (

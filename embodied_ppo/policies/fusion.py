@@ -150,11 +150,7 @@ def _gelu_product(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-GATED_PRODUCTS = {
-    "SiLU": _silu_product,
-    "SiLUActivation": _silu_product,
-    "GELUTanh": _gelu_product,
-}
+GATED_PRODUCTS = {"SiLU": _silu_product, "SiLUActivation": _silu_product, "GELUTanh": _gelu_product}
 """Class of an activation -> function of (gate, up) that computes activation(gate) · up."""
 
 

@@ -10,11 +10,7 @@ import torch
 
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
-from embodied_ppo.options.schema import (
-    AlgorithmConfig,
-    Config,
-    CriticConfig,
-)
+from embodied_ppo.options.schema import AlgorithmConfig, Config, CriticConfig
 from embodied_ppo.policies import causal_lm
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 

@@ -13,9 +13,7 @@ from embodied_ppo.cluster.run_plan import OFFLOADING_OBSTACLE
 from embodied_ppo.cluster.worker import WorkerSpec
 from embodied_ppo.core import compile
 from embodied_ppo.options.batch_sizes import batches, total_updates
-from embodied_ppo.options.schema import (
-    Config,
-)
+from embodied_ppo.options.schema import Config
 from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.training.progress import Messages
 

@@ -193,10 +193,7 @@ def _critic(
         a = critic_config(config.algorithm, config.critic)
         # The actor in this process calls it, or the server for actors in other processes.
         values = LocalCritic(
-            critic,
-            a,
-            ranks=process.critics,
-            **_learner_options(spec, a, messages),
+            critic, a, ranks=process.critics, **_learner_options(spec, a, messages)
         )
         return values, values
     clients = process.clients.get("critic", ())

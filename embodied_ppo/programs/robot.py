@@ -22,10 +22,7 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.base.random import env_seeds
 from embodied_envs.types import EnvInfo, VectorEnv
 from embodied_ppo.cluster.channels import Exchange, Server
-from embodied_ppo.cluster.remote_envs import (
-    EnvService,
-    RemoteEnv,
-)
+from embodied_ppo.cluster.remote_envs import EnvService, RemoteEnv
 from embodied_ppo.cluster.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.compile import CompileSchedule
@@ -138,10 +135,7 @@ def build(
         broadcast_weights(policy, learners)
         if guided is not None:
             learner = DistillationLearner(
-                guided,
-                config,
-                updates=spec.updates,
-                compile_schedule=schedules.minibatches,
+                guided, config, updates=spec.updates, compile_schedule=schedules.minibatches
             )
         else:
             learner = make_learner(spec, policy, schedules.minibatches, messages, learners)

@@ -14,9 +14,7 @@ from embodied_envs.types import Composite, Discrete, VectorEnv
 from embodied_ppo.core.history import PREVIOUS_ACTIONS
 from embodied_ppo.core.mirror import Mirror
 from embodied_ppo.evaluation import episodes as evaluation
-from embodied_ppo.options.schema import (
-    Config,
-)
+from embodied_ppo.options.schema import Config
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.robot_policy import AnyPolicy
 from embodied_ppo.policies.vla.pi0 import PI0

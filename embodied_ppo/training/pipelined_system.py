@@ -28,11 +28,7 @@ class PipelinedSystem(LocalSystem):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        acting: nn.Module,
-        stop_rollout: Callable[[], None],
-        **options: Any,
+        self, *args: Any, acting: nn.Module, stop_rollout: Callable[[], None], **options: Any
     ) -> None:
         """Create a system.
 

@@ -208,11 +208,7 @@ def parent_of(config: Config, source: checkpoint.Checkpoint, run_dir: Path) -> P
 
 
 def branch(
-    home: Path,
-    source: checkpoint.Checkpoint,
-    run_dir: Path,
-    trained: Config,
-    config: Config,
+    home: Path, source: checkpoint.Checkpoint, run_dir: Path, trained: Config, config: Config
 ) -> Parent:
     """Return the record of a branch.
 

@@ -8,10 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from embodied_ppo.options.schema import (
-    Config,
-    ModelConfig,
-)
+from embodied_ppo.options.schema import Config, ModelConfig
 from embodied_ppo.policies import own_network
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_directory import stored_config

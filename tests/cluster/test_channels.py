@@ -148,11 +148,7 @@ def test_callers_without_the_secret_are_disconnected() -> None:
 
 # --------------------------------------------------------------------------------------- simulators
 TASKS: list[dict[str, Any]] = [
-    {
-        "env.id": "HalfCheetah-v4",
-        "env.num_envs": 4,
-        "env.max_episode_steps": 20,
-    },
+    {"env.id": "HalfCheetah-v4", "env.num_envs": 4, "env.max_episode_steps": 20},
     {"env.id": "toy_envs:Leveled", "env.num_envs": 4, "env.max_episode_steps": 5},
 ]
 
@@ -160,12 +156,7 @@ TASKS: list[dict[str, Any]] = [
 def rollouts(options: dict[str, Any], envs: list[VectorEnv], seed: int = 0) -> list[Rollout]:
     c = run_helpers.tiny_config(options)
     policy = robot_policy.make_policy(c, envs[0])
-    options_of_all: Any = {
-        "seed": seed,
-        "stages": len(envs),
-        "stagger": True,
-        "restart_every": 16,
-    }
+    options_of_all: Any = {"seed": seed, "stages": len(envs), "stagger": True, "restart_every": 16}
     return [Rollout(env, policy, stage=i, **options_of_all) for i, env in enumerate(envs)]
 
 

@@ -31,9 +31,7 @@ def test_first_step_of_an_episode_is_preceded_by_zeros() -> None:
     stacked = history.stack(history.empty(1, torch.device("cpu")), torch.tensor([7.0]))
     assert stacked["obs"].tolist() == [[0, 7]] and stacked[PREVIOUS_ACTIONS].tolist() == [[[0] * 3]]
     previous = history.push(
-        history.empty(1, torch.device("cpu")),
-        torch.tensor([7.0]),
-        torch.tensor([2]),
+        history.empty(1, torch.device("cpu")), torch.tensor([7.0]), torch.tensor([2])
     )
     assert history.stack(previous, torch.tensor([8.0]))[PREVIOUS_ACTIONS].tolist() == [[[0, 0, 1]]]
 

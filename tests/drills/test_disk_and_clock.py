@@ -84,9 +84,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_namespaces
-def test_full_disk_ends_the_run_and_its_checkpoints_resume(
-    tmp_path: Path,
-) -> None:
+def test_full_disk_ends_the_run_and_its_checkpoints_resume(tmp_path: Path) -> None:
     done = train_on_small_disk(
         tmp_path, "600k", "save_every=1", "keep_last=1000", "updates=400", "eval_every=0"
     )

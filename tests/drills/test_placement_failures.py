@@ -72,10 +72,7 @@ SIMULATORS, POLICY = "env rank 0", "rollout,actor rank 0"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "phase"),
-    [(SIMULATORS, "collect"), (POLICY, "update")],
-)
+@pytest.mark.parametrize(("victim", "phase"), [(SIMULATORS, "collect"), (POLICY, "update")])
 def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack)
@@ -126,9 +123,7 @@ def test_killed_learner_is_named_among_its_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_process_is_named_after_the_time_limit(
-    tmp_path: Path,
-) -> None:
+def test_stopped_process_is_named_after_the_time_limit(tmp_path: Path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack, **{"cluster.step_timeout_s": 12.0})
         processes_by_name = handles(system)

@@ -19,11 +19,7 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.programs import runs
 from tests.integration.test_placements import SMALL, rows
 
-TWO: dict[str, Any] = {
-    **SMALL,
-    "cluster.num_nodes": 2,
-    "cluster.devices_per_node": 2,
-}
+TWO: dict[str, Any] = {**SMALL, "cluster.num_nodes": 2, "cluster.devices_per_node": 2}
 
 
 @pytest.fixture

@@ -334,10 +334,7 @@ def test_waiting_for_occupied_devices_ends_after_start_timeout(
     assert occupied.wait(20)
     options = {"placement": "hybrid", "cluster__devices_per_node": 2}
     try:
-        with pytest.raises(
-            PlacementError,
-            match=r"2 CPUs.*2 s",
-        ):
+        with pytest.raises(PlacementError, match=r"2 CPUs.*2 s"):
             train(tmp_path / "run", **options)
     finally:
         remove_placement_group(occupied)

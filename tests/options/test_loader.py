@@ -559,8 +559,7 @@ def test_evaluate_needs_a_checkpoint() -> None:
 
 def test_env_options_of_evaluate_are_typed() -> None:
     config = loader.load(
-        EvaluateConfig,
-        nested({"checkpoint": "x", "env.id": "A-v1", "env.max_episode_steps": 5}),
+        EvaluateConfig, nested({"checkpoint": "x", "env.id": "A-v1", "env.max_episode_steps": 5})
     )
     assert config.env == {"id": "A-v1", "max_episode_steps": 5}
     assert "env.max_episode_steps = 0" in refused(

@@ -116,8 +116,7 @@ def test_refusals_name_path_value_limit_and_hint(
 
 def test_label_of_an_absent_node_is_refused() -> None:
     with pytest.raises(
-        PlacementError,
-        match=r"^cluster.node_groups = \{train: 1\}: 1 is no node, and there is 1 ",
+        PlacementError, match=r"^cluster.node_groups = \{train: 1\}: 1 is no node, and there is 1 "
     ):
         run_plan.plan_run(
             run_helpers.tiny_config(

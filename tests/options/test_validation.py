@@ -168,12 +168,7 @@ def test_conflicting_options_are_refused(flat: dict[str, Any], line: str) -> Non
         {"algorithm.micro_batch_size": 100},
         {"algorithm.adv_type": "grpo", **GROUPS},
         {"algorithm.policy_loss": "cispo", "algorithm.clip_ratio_low": 1.0},
-        {
-            "algorithm.group_filter": "success",
-            "algorithm.adv_type": "rloo",
-            "updates": 5,
-            **GROUPS,
-        },
+        {"algorithm.group_filter": "success", "algorithm.adv_type": "rloo", "updates": 5, **GROUPS},
         {"algorithm.reward_norm": "group", **GROUPS},
         {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.minibatch_unit": "column"},
         {"algorithm.use_kl_loss": True, "algorithm.kl_loss_type": "k1+"},

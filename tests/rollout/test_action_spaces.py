@@ -175,12 +175,7 @@ def envs(kind: str, mask: str | None = None, obs: str = "box", **extra: Any) -> 
 
 @pytest.mark.parametrize("mode", ["same_step"])
 def test_mask_without_a_possible_value_is_refused(mode: str, tmp_path: Path) -> None:
-    config = options(
-        tmp_path,
-        kind="multi",
-        mask="zero",
-        **{"env.kwargs.autoreset_mode": mode},
-    )
+    config = options(tmp_path, kind="multi", mask="zero", **{"env.kwargs.autoreset_mode": mode})
     with pytest.raises(EnvError, match="environment 0"):
         run_helpers.tiny_rollout(config).collect(8, update=0, version=0)
 

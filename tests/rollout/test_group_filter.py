@@ -20,12 +20,7 @@ from embodied_ppo.data.prompts import Sampler
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.programs import robot, runs
 from embodied_ppo.rollout import environments
-from embodied_ppo.rollout.group_filter import (
-    GroupFilter,
-    join_passes,
-    mask_groups,
-    mixed_groups,
-)
+from embodied_ppo.rollout.group_filter import GroupFilter, join_passes, mask_groups, mixed_groups
 from embodied_ppo.rollout.rewards.graders import Grade
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training.logging import numbers

@@ -202,11 +202,7 @@ ALL_ON: dict[str, Any] = {
         "algorithm.use_kl_loss": True,
         "algorithm.off_policy_correction": "token",
     },
-    **{
-        "evaluation.episodes": 32,
-        "evaluation.num_envs": 32,
-        "algorithm.horizon": 16,
-    },
+    **{"evaluation.episodes": 32, "evaluation.num_envs": 32, "algorithm.horizon": 16},
 }
 
 

@@ -35,8 +35,7 @@ def check(config: Config) -> None:
         PlacementError,
     )
     refuse(
-        config.updates is None,
-        "write updates=100: updates = null sets no length of the training",
+        config.updates is None, "write updates=100: updates = null sets no length of the training"
     )
     refuse(
         d.task is None and not d.train,
