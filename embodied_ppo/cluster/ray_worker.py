@@ -302,16 +302,11 @@ class RayWorker:
         start = self._clocks()
         return self._reply(method(self._worker(), *args, **options), start)
 
-    def call_split(
-        self,
-        method: Callable[Concatenate[Worker, P], tuple[Any, T]],
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> tuple[Any, Reply[T]]:
+    def call_split(self, method: Any, *args: Any, **options: Any) -> tuple[Any, Reply[Any]]:
         """Call a method that returns (data, result); they become two objects in Ray's store."""
-        start = self._clocks()
-        data, result = method(self._worker(), *args, **options)
-        return data, self._reply(result, start)
+        reply = self.call(method, *args, **options)
+        data, result = reply.result
+        return data, replace(reply, result=result)
 
     def _worker(self) -> Worker:
         assert self.worker is not None

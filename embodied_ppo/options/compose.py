@@ -296,14 +296,11 @@ def _resumed_run(overrides: Sequence[Override]) -> str | None:
 
 
 def _default_experiment(mode: Override | None, overrides: Sequence[Override]) -> list[str]:
-    """Return the override that replaces train.yaml's experiment by that of another mode."""
-    from embodied_ppo.options.rules.select import RULES
-
-    rules = None if mode is None else RULES.get(str(mode.value()))
-    if rules is None or rules.default_experiment is None:
+    """Return the override that replaces train.yaml's experiment by that of mode=reasoning."""
+    if mode is None or mode.value() != "reasoning":
         return []
-    own = any(o.key_or_group.startswith(rules.experiment_sections) for o in overrides)
-    return ["~experiment" if own else f"experiment={rules.default_experiment}"]
+    own = any(o.key_or_group.startswith(("actor.", "data.")) for o in overrides)
+    return ["~experiment" if own else "experiment=arithmetic"]
 
 
 def _task_name(flags: Any) -> dict[str, str] | None:

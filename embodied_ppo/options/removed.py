@@ -48,9 +48,7 @@ REMOVED: dict[str, Removed] = {
     "env.stagger": Removed("remove it, first episodes are cut at different steps", (True,)),
     "env.success_key": Removed("return the flag as success in the simulator's info", (None,)),
     "env.on_nan": Removed("remove it, up to 1 % of the steps are masked", ("reset",)),
-    "env.realism.obs_keys": Removed(
-        "write obs_delay, obs_noise, obs_bias and obs_dropout as sections, {NAME: VALUE}", (None,)
-    ),
+    "env.realism.obs_keys": Removed("write obs_delay={NAME: VALUE}, obs_noise={..}", (None,)),
     "env.realism.push_interval_s": Removed("remove it, a push follows each 5 to 10 s", ([5, 10],)),
     "model.backbone": Removed("remove it, images are read by convolutions", ("auto", "mlp", "cnn")),
     "model.hidden_gain": Removed("remove it, the gain is sqrt(2)", (1.4142135623730951,)),
@@ -90,7 +88,7 @@ REMOVED: dict[str, Removed] = {
     },
     "rollout.slots": Removed("write algorithm.rollout_micro_batch_size", (256,)),
     "rollout.stop_token_ids": Removed(
-        "write rollout.stop=[TEXT], or eos_token_id to the model's generation_config.json", ([],)
+        "write rollout.stop=[TEXT], or eos_token_id of the model", ([],)
     ),
     "rollout.overlong_penalty": Removed("remove it, the largest penalty is 1", (1,)),
     "data.suffix": Removed("write it at the end of each prompt", (None,)),
@@ -108,11 +106,11 @@ REMOVED: dict[str, Removed] = {
     "cloning.captions": Removed(_CAPTIONS),
     "cloning.caption_coef": Removed(_CAPTIONS),
     "cloning.coef": Removed(
-        "write algorithm.use_kl_loss=true, which keeps the policy close to its clone", (0,)
+        "write algorithm.use_kl_loss=true, which stays close to the clone", (0,)
     ),
     "distillation.update_epoch": Removed("remove it, there are 4 passes over a rollout", (4,)),
     "distillation.global_batch_size": Removed(
-        "remove it, a minibatch has up to 256 samples that divide the rollout", (256,)
+        "remove it, a minibatch has up to 256 samples", (256,)
     ),
     "distillation.teacher_share": Removed("write distillation.teacher_share_updates", (1.0,)),
     "cluster.start_timeout_s": Removed("remove it, a start waits 300 s"),

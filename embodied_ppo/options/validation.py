@@ -21,7 +21,7 @@ from embodied_ppo.options.readers import mode_of, unread
 from embodied_ppo.options.reward_groups import CURIOSITY, reward_groups
 from embodied_ppo.options.rules.base import GROUP_ESTIMATORS, group_comparison, one_process, refuse
 from embodied_ppo.options.rules.embodied import check_task_names
-from embodied_ppo.options.rules.select import rules_of
+from embodied_ppo.options.rules.select import CHECKS
 from embodied_ppo.options.schema import (
     ClusterConfig,
     Config,
@@ -96,7 +96,7 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
     )
     _check_placement(config)
     _check_algorithm(config)
-    rules_of(config.mode).check(config)
+    CHECKS[config.mode](config)
     _check_unread(config, explicit, config.mode)
 
 
@@ -205,12 +205,13 @@ def _check_robustness(config: EvaluateConfig) -> None:
 
 def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str]) -> None:
     """Refuse options that the checkpoint's mode does not read. Raises ConfigError."""
+    policy = "robot policy" if mode == "embodied" else "language model"
     for path in sorted({path.partition(".")[0] for path in explicit}):
         value = getattr(config, path)
         refuse(
             mode_of(path, EvaluateConfig) not in (None, mode) and value not in (*UNSET, ()),
-            f"remove {path}: {config.checkpoint} is a {rules_of(mode).policy_name}, which ignores"
-            f" {path} = {show(value)}",
+            f"remove {path}: {config.checkpoint} is a {policy}, which ignores {path} ="
+            f" {show(value)}",
         )
 
 

@@ -53,21 +53,23 @@ def compile_from(
             f" and the run has {total_updates(config)}"
         )
         return None, reason
-    # Options and machines without compiled code. If several apply, the last one is reported.
-    compile_obstacle = compile.unavailable_reason() if device.type == "cpu" else ""
-    # Compiled code has fixed shapes and reads whole minibatches and whole observations.
-    if a.micro_batch_size is not None and a.micro_batch_size < a.global_batch_size:
-        compile_obstacle = "algorithm.micro_batch_size cuts minibatches; leave it null"
-    if (a.rollout_micro_batch_size or config.env.num_envs) < config.env.num_envs // parts:
-        compile_obstacle = (
-            "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it"
-            " null"
-        )
-    if config.model.checkpoint is not None:
-        compile_obstacle = "a model of model.checkpoint is not compiled; leave it null"
-    if config.model.network is not None and config.compile == "auto":
-        # Tracing would fix a branch that depends on values.
-        compile_obstacle = "model.network is compiled with compile=always only"
+    # Options and machines without compiled code. Compiled code has fixed shapes and reads whole
+    # minibatches and whole observations, and tracing would fix a branch that depends on values.
+    micro, rows = a.micro_batch_size, a.rollout_micro_batch_size or config.env.num_envs
+    obstacles = {
+        "model.network is compiled with compile=always only": (
+            config.model.network is not None and config.compile == "auto"
+        ),
+        "a model of model.checkpoint is not compiled; leave it null": config.model.checkpoint,
+        "algorithm.rollout_micro_batch_size cuts the observations that are acted on; leave it"
+        " null": rows < config.env.num_envs // parts,
+        "algorithm.micro_batch_size cuts minibatches; leave it null": (
+            micro is not None and micro < a.global_batch_size
+        ),
+    }
+    compile_obstacle = next((text for text, holds in obstacles.items() if holds), "")
+    if not compile_obstacle and device.type == "cpu":
+        compile_obstacle = compile.unavailable_reason()
     if not compile_obstacle:
         return since, ""
     # An explicit request that is impossible is refused; otherwise a line of the log is enough.

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,14 +163,13 @@ class OpenRun:
         return written
 
     def write_summary(
-        self, measurements: Mapping[str, Any], written: Mapping[str, Any], shown: Sequence[str]
+        self, measurements: Mapping[str, Any], written: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Write summary.json; return its content.
 
         Args:
             measurements: First entries of the summary.
             written: Files of the report.
-            shown: Entries that TensorBoard shows beside the options.
         """
         spec, system = self.spec, self.system
         summary = {
@@ -184,10 +183,6 @@ class OpenRun:
             "tensorboard": str(spec.run_dir / "tensorboard") if self.log.board else None,
             **written,
         }
-        self.log.hyper_parameters(
-            loader.flat(loader.relevant(spec.config)),
-            {f"hparam/{name}": summary[name] for name in shown if name in summary},
-        )
         self.log.trackers.summary(summary, steps=system.steps)
         # Hash what a reader of the file gets: JSON has no tuples and no numbers as keys.
         plain = json.loads(json.dumps(summary))

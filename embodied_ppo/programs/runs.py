@@ -167,7 +167,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
         written = run.write_report(0)
         wall_s = round(time.perf_counter() - start_s, 3)
         measurements = {"updates": 0, "wall_s": wall_s, **run.results("final")}
-        return run.write_summary(measurements, written, ("final_return",))
+        return run.write_summary(measurements, written)
 
 
 def _check_cloning(config: Config) -> None:
@@ -339,4 +339,4 @@ class _Session:
             **run.results("initial", self.initial),
             **run.results("final"),
         }
-        return run.write_summary(measurements, written, ("final_return", f"cpu_us_per_{one}"))
+        return run.write_summary(measurements, written)

@@ -22,15 +22,14 @@ WINDOW = 5
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Healthy range of a metric. None: no limit on that side."""
+    """Healthy range of a metric, (low, high). None: no limit on that side."""
 
     tag: str
-    low: float | None
-    high: float | None
+    limits: tuple[float | None, float | None]
     below: str = ""
-    """Meaning of a value below ``low``, and the hint."""
+    """Meaning of a value below the range, and the hint."""
     above: str = ""
-    """Meaning of a value above ``high``, and the hint."""
+    """Meaning of a value above the range, and the hint."""
     slow: bool = False
     """Whether a value below ``low`` means slow training, which is no warning."""
 
@@ -39,8 +38,7 @@ RANGES: tuple[Range, ...] = (
     Range(
         # Mean of the k3 estimate of KL(old || new), nats.
         "policy/approx_kl",
-        0.002,
-        0.03,
+        (0.002, 0.03),
         below="updates hardly move the policy, as when lr_schedule ends; else raise lr",
         above="updates move the policy too far: lower lr or update_epoch, or set target_kl_stop",
         slow=True,
@@ -48,8 +46,7 @@ RANGES: tuple[Range, ...] = (
     Range(
         # Share of samples whose clipped term is the larger one, so that they give no gradient.
         "policy/clip_fraction",
-        0.05,
-        0.3,
+        (0.05, 0.3),
         below="steps are small, as when lr_schedule ends; else raise lr or update_epoch",
         above="much of the batch gives no gradient, steps are too large: lower lr or update_epoch",
         slow=True,
@@ -57,8 +54,7 @@ RANGES: tuple[Range, ...] = (
     Range(
         # Largest ratio of an action's new probability to that when it was taken.
         "policy/ratio_max",
-        None,
-        20.0,
+        (None, 20.0),
         above=(
             "some action became far more likely in one update: lower lr; in the thousands, the"
             " policy that acts is not the one that learns"
@@ -67,15 +63,14 @@ RANGES: tuple[Range, ...] = (
     Range(
         # Share of samples with a negative advantage whose loss the dual clip bounds.
         "policy/dual_clip_fraction",
-        None,
-        0.01,
+        (None, 0.01),
         above="bad actions become far more likely than they were: lower lr, or raise clip_ratio_c",
     ),
     Range(
         # 1 - Var(returns - values) / Var(returns); a constant has 0.
         "value/explained_variance",
-        -0.1,  # about 0 for an untrained critic
-        None,
+        # about 0 for an untrained critic
+        (-0.1, None),
         below=(
             "the critic is worse than a constant: check the scale of rewards (reward_norm=running),"
             " raise value_lr, or give it critic_warmup"
@@ -84,15 +79,13 @@ RANGES: tuple[Range, ...] = (
     Range(
         # Share of samples with |V - V_old| > value_clip.
         "value/clip_fraction",
-        None,
-        0.3,
+        (None, 0.3),
         above="returns are large for value_clip: scale rewards (reward_norm=running), or raise it",
     ),
     Range(
         # Advantages within a group are 0 where all of its scores are equal.
         "advantage/zero_fraction",
-        None,
-        0.5,
+        (None, 0.5),
         above=(
             "most groups have equal scores and give no gradient: write group_filter=success, choose"
             " prompts of medium difficulty, or raise group_size"
@@ -101,22 +94,19 @@ RANGES: tuple[Range, ...] = (
     Range(
         # Share of responses that end at response_length instead of a stop token.
         "rollout/truncated",
-        None,
-        0.1,
+        (None, 0.1),
         above="response_length cuts many responses: raise it, or set missing_eos_penalty",
     ),
     Range(
         # A single failure already shows a defect of the grader.
         "rollout/grader_failures",
-        None,
-        0.0,
+        (None, 0.0),
         above="the grader raises, hangs or dies: log.txt has the first cause",
     ),
     Range(
         # A simulation that diverges returns meaningless observations and rewards.
         "rollout/unstable",
-        None,
-        0.0,
+        (None, 0.0),
         above=(
             "simulations diverged and were reset: shorten the model's timestep, or soften its"
             " contacts"
@@ -125,8 +115,7 @@ RANGES: tuple[Range, ...] = (
     Range(
         # Share of the training time in which no process works on a device, mean of all devices.
         "device/idle",
-        None,
-        0.5,
+        (None, 0.5),
         above="devices wait more than they work: try another placement",
     ),
 )
@@ -163,15 +152,13 @@ def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:
         if len(values) < WINDOW:
             continue
         # The median of a window does not react to a single unusual update.
-        x = median(values[-WINDOW:])
-        if r.low is not None and x < r.low:
-            text = f"{r.tag} is {x:.3g}, below {r.low:g}: {r.below}"
-            verdicts.append(Verdict(r.tag, x, not r.slow, text))
-        elif r.high is not None and x > r.high:
-            text = f"{r.tag} is {x:.3g}, above {r.high:g}: {r.above}"
-            verdicts.append(Verdict(r.tag, x, True, text))
-        else:
-            verdicts.append(Verdict(r.tag, x, False, ""))
+        x, text, (low, high) = median(values[-WINDOW:]), "", r.limits
+        if low is not None and x < low:
+            text = f"{r.tag} is {x:.3g}, below {low:g}: {r.below}"
+        elif high is not None and x > high:
+            text = f"{r.tag} is {x:.3g}, above {high:g}: {r.above}"
+        is_slow = r.slow and low is not None and x < low
+        verdicts.append(Verdict(r.tag, x, bool(text) and not is_slow, text))
     return verdicts
 
 

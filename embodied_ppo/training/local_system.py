@@ -1,4 +1,4 @@
-"""``System`` in one process: rollout, policy and learner."""
+"""``RunSystem`` in one process: rollout, policy and learner."""
 
 from __future__ import annotations
 

@@ -305,16 +305,6 @@ class Log:
             flush=True,
         )
 
-    def hyper_parameters(self, flat: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """Write options and final results to TensorBoard's HPARAMS tab."""
-        if self.board is None:
-            return
-        # TensorBoard accepts only these types as hyperparameters.
-        plain = {
-            k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()
-        }
-        self.board.add_hparams(plain, dict(results), run_name="hparams")
-
     def table(self, tag: str, rows: Sequence[Mapping[str, Any]], *, steps: int) -> None:
         """Write rows with equal keys to trackers, and to TensorBoard's text tab.
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from embodied_ppo.core.types import Metrics, PendingRow, System
+from embodied_ppo.core.types import Metrics, PendingRow
 from embodied_ppo.training.logging import Log, Timer, peak_rss_mb
+from embodied_ppo.training.run_system import RunSystem
 
 TRAINING_PHASES = ("collect", "update", "publish")
 """Phases of the timer that count as training; evaluating and saving do not."""
@@ -45,16 +46,14 @@ class Outcome:
     Attributes:
         updates: Completed updates.
         interrupted: Whether a signal ended the loop before its last update.
-        metrics: Metrics of the last update.
     """
 
     updates: int
     interrupted: bool
-    metrics: Metrics
 
 
 def train(
-    system: System,
+    system: RunSystem,
     log: Log,
     schedule: Schedule,
     *,
@@ -78,14 +77,13 @@ def train(
             code. Measurements of speed start there.
 
     Returns:
-        Completed updates and the last metrics.
+        Completed updates, and whether the loop was interrupted.
 
     Raises:
         TrainingError: An update or the simulator failed.
     """
     timer = timer or Timer()
     pending: deque[tuple[Any, Metrics]] = deque()
-    metrics: Metrics = {}
     # Rollouts may be ahead of updates by ``max_lag``, so both are counted.
     done, saved, collected = completed_updates, completed_updates, completed_updates
     end = schedule.updates if schedule.stop_after is None else schedule.stop_after
@@ -101,7 +99,7 @@ def train(
         experience, rollout_metrics = pending.popleft()
         before = system.steps
         with timer("update"):
-            metrics = rollout_metrics | system.update(experience, update=done)
+            metrics: Metrics = rollout_metrics | system.update(experience, update=done)
         done += 1
         # From here on, rollouts act with version ``done`` of the weights.
         with timer("publish"):
@@ -121,18 +119,18 @@ def train(
                 system.save(done, row)
             saved = done
         # The row is logged last, so that an update with a row is complete.
-        metrics = evaluate_and_log(system, log, timer, row, update=done)
+        evaluate_and_log(system, log, timer, row, update=done)
         if done == completed_updates + 1:
             after_first()
     if saved != done or done == end == 0:  # an interrupt before the first update saves nothing
         system.save(done)
-    return Outcome(done, done < end, metrics)
+    return Outcome(done, done < end)
 
 
 def evaluate_and_log(
-    system: System, log: Log, timer: Timer, row: PendingRow, *, update: int
-) -> Metrics:
-    """Complete an update: evaluate if due, then log. Return all metrics of the row.
+    system: RunSystem, log: Log, timer: Timer, row: PendingRow, *, update: int
+) -> None:
+    """Complete an update: evaluate if due, then log.
 
     A resumed run calls this first if its checkpoint was saved and the row was not logged before the
     interruption.
@@ -144,4 +142,3 @@ def evaluate_and_log(
     # The row contains the duration of its own evaluation and checkpoint.
     metrics = metrics | timer.take() | {"memory/peak_gb": peak_rss_mb() / 1024}
     log.metrics(metrics, update=update, steps=system.steps)
-    return metrics

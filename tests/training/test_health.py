@@ -49,6 +49,6 @@ def test_too_few_values_are_not_judged() -> None:
 def test_ranges_equal_documentation(entry: health.Range) -> None:
     line = next(line for line in DOCS.splitlines() if line.startswith(f"| `{entry.tag}`"))
     healthy = line.split(" | ")[-1]
-    for limit, text in ((entry.low, entry.below), (entry.high, entry.above)):
+    for limit, text in zip(entry.limits, (entry.below, entry.above), strict=True):
         assert (limit is None) == (not text)
         assert limit is None or f"{limit:g}" in healthy, healthy

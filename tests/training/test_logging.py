@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ESCAPE = "\x1b"
 
 SPEED = "speed/env_steps_per_s"
-LANGUAGE_ONLY = {"samples", "hparam/cpu_us_per_token", "speed/tokens_per_s"}
+LANGUAGE_ONLY = {"samples", "speed/tokens_per_s"}
 LANGUAGE_ONLY |= {
     f"rollout/{x}" for x in ("truncated", "format", "prompt_length", "grader_failures", "epoch")
 }
@@ -222,9 +222,7 @@ def run_dir(tmp_path_factory):
 def test_tags_equal_documentation(run_dir):
     written = {tag for row in rows(run_dir) for tag in row} - {"update", "env_steps"}
     events = board(run_dir / "tensorboard")
-    written |= set(board(run_dir / "tensorboard" / "hparams").Tags()["scalars"]) | set(
-        events.Tags()["scalars"]
-    )
+    written |= set(events.Tags()["scalars"])
     assert {"env/near", "env/near/episode_sum"} <= written
     written = {re.sub(r"^env/.*?(/episode_sum)?$", r"env/<name>\1", tag) for tag in written}
     elsewhere = {

@@ -1,7 +1,7 @@
 """What each mode decides about options, before any model or simulator is loaded.
 
-Belongs here: one ``ModeRules`` per mode (combinations of options that it refuses, roles without
-use, batch sizes) and the table that maps a mode's name to them (``select``).
+Belongs here: for each mode a function that refuses combinations of options, and the tables that
+map a mode's name to what it needs (``select``).
 
 Does not belong here: which mode reads an option, which is declared in ``schema``; rules that both
 modes have, which are in ``validation``; the construction of environments, models and workers, which
@@ -10,5 +10,5 @@ reader need them, and must refuse an option within 2 seconds, before torch is lo
 
 To add a mode:
     1. Add its name to ``schema.Mode`` and its roles to ``placement.ROLES``.
-    2. Write its ``ModeRules`` in a file here and add it to the table in ``select``.
+    2. Write its ``check`` in a file here and add it to the tables in ``select``.
 """

@@ -24,7 +24,7 @@ from embodied_ppo.core import guarded_files
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options import config_folders, loader, readers, validation
 from embodied_ppo.options.removed import REMOVED
-from embodied_ppo.options.rules.select import rules_of
+from embodied_ppo.options.rules.select import REQUIRED_OPTIONS
 from embodied_ppo.options.schema import Config
 from embodied_ppo.tools.import_config import defaults, overrides
 from embodied_ppo.tools.import_config.rlinf import RLINF
@@ -69,8 +69,8 @@ class Migration:
         algorithm = "PPO" if estimator == "gae" else estimator.upper()
         name = FRAMEWORKS[self.peer].name
         tree: dict[str, Any] = {"description": f"{algorithm} as in {name}'s {file}"}
-        if overrides_of_groups := rules_of(self.mode).group_overrides:
-            tree["defaults"] = [{f"override /{k}": v} for k, v in overrides_of_groups.items()]
+        if self.mode == "reasoning":
+            tree["defaults"] = [{"override /mode": "reasoning"}, {"override /model": None}]
         for path, value in {**dict.fromkeys(self.to_write, MISSING), **self.options}.items():
             *parents, leaf = path.split(".")
             reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[leaf] = value
@@ -239,7 +239,7 @@ def convert(peer: str, file: str) -> Migration:
         ]
     different = {row["theirs"] for row in migration.differences if framework.one_row}
     migration.meaningless = [x for x in migration.meaningless if x["theirs"] not in different]
-    required = {**rules_of(migration.mode).required_options, **framework.to_write(source)}
+    required = {**REQUIRED_OPTIONS[migration.mode], **framework.to_write(source)}
     migration.to_write = {
         path: advice for path, advice in required.items() if path not in migration.options
     }

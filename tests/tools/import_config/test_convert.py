@@ -21,7 +21,7 @@ from embodied_ppo.commands import main
 from embodied_ppo.options import config_folders, loader, readers, validation
 from embodied_ppo.options.aliases import REFUSED
 from embodied_ppo.options.removed import REMOVED
-from embodied_ppo.options.rules.select import RULES
+from embodied_ppo.options.rules.select import REQUIRED_OPTIONS
 from embodied_ppo.options.schema import Config
 from embodied_ppo.tools.import_config import convert as migrate
 from embodied_ppo.tools.import_config import trl
@@ -439,5 +439,5 @@ def test_tables_name_what_exists(peer: str):
 
 
 def test_required_options_are_of_their_mode():
-    for mode, rules in RULES.items():
-        assert all(readers.mode_of(path) in (None, mode) for path in rules.required_options)
+    for mode, required in REQUIRED_OPTIONS.items():
+        assert all(readers.mode_of(path) in (None, mode) for path in required)
