@@ -523,11 +523,8 @@ def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
 def _reason(error: RayActorError) -> str:
     """Return the lines of Ray's message that contain the reason."""
     text = str(error)
-    if (
-        isinstance(error, ActorUnavailableError)
-        or "node has died" in text
-        or "node has crashed" in text
-    ):
+    node_lost = "node has died" in text or "node has crashed" in text
+    if isinstance(error, ActorUnavailableError) or node_lost:
         return NODE_LOST
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Ray's message is long; keep the sentences about the end of the process.

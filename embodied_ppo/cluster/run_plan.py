@@ -152,11 +152,8 @@ def check_compile(config: Config, plan: Plan) -> None:
         return
     residency, learners = Residency(plan), plan.processes("actor")
     reason = f"{learners} processes learn together" if learners > 1 else ""
-    if any(
-        residency.offloads(plan.group(role))
-        for role in ("rollout", "actor", "critic")
-        if plan.has(role)
-    ):
+    groups = [plan.group(role) for role in ("rollout", "actor", "critic") if plan.has(role)]
+    if any(map(residency.offloads, groups)):
         reason = OFFLOADING_OBSTACLE
     if reason:
         raise ConfigError(f"compile=always: {reason}; use compile=auto")

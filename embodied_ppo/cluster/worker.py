@@ -431,9 +431,7 @@ class Worker:
     def waited_s(self) -> float:
         """Return the wall time, in seconds so far, in which this process waited for others."""
         # A connection may have several roles and must be counted once.
-        clients = dict.fromkeys(
-            client for several in self.spec.clients.values() for client in several
-        )
+        clients = dict.fromkeys(x for clients in self.spec.clients.values() for x in clients)
         waited_s = sum(client.connection.waited_s for client in clients)
         return waited_s + (0.0 if self.server is None else self.server.exchange.waited_s)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from embodied_envs.base.observation_names import SINGLE
 from embodied_envs.types import ActionSpec, ArraySpec, Box, Composite, Obs, ObsSpec, choices_of
+from embodied_ppo.core.finite import zero_rows
 
 PREVIOUS_ACTIONS = "previous_actions"
 """Name of the observation that holds the actions, float32 [N, K - 1, A]; a choice among n is a
@@ -92,22 +93,13 @@ class ObservationHistory:
 
     def empty(self, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Return the history at the start of N episodes: zeros."""
-        previous = {
-            name: torch.zeros(
-                rows,
-                self.steps - 1,
-                *self._frame(self.specs[name]),
-                dtype=self.specs[name].dtype,
-                device=device,
-            )
-            for name in self.names
-        }
-        shape = rows, self.steps - 1, self.action_size
-        return {
-            **previous,
-            PREVIOUS_ACTIONS: torch.zeros(shape, device=device),
-            IN_EPISODE: torch.zeros(rows, self.steps - 1, device=device),
-        }
+
+        def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(rows, self.steps - 1, *shape, dtype=dtype, device=device)
+
+        specs = {name: self.specs[name] for name in self.names}
+        previous = {name: zeros(self._frame(spec), spec.dtype) for name, spec in specs.items()}
+        return {**previous, PREVIOUS_ACTIONS: zeros((self.action_size,)), IN_EPISODE: zeros(())}
 
     def stack(self, previous: Mapping[str, Tensor], obs: Obs) -> dict[str, Tensor]:
         """Return what the policy reads: the history with the newest observation."""
@@ -163,10 +155,7 @@ class ObservationHistory:
 
     def restart(self, previous: Mapping[str, Tensor], where: Tensor) -> dict[str, Tensor]:
         """Return the history with zeros in the environments where bool [N] holds."""
-        return {
-            name: x.masked_fill(where.view(-1, *[1] * (x.ndim - 1)), 0)
-            for name, x in previous.items()
-        }
+        return zero_rows(dict(previous), where)
 
     def _stored(self, name: str, x: Tensor) -> Tensor:
         """Return observations [N, ..] as one frame, [N, 1, ..]."""

@@ -83,16 +83,14 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
         float64 mean and var [*shape], scalar count.
     """
     keep = None if mask is None else mask.bool()
-    if (
-        x.numel() > BLOCK and x.ndim > 1 and x[0].numel() > 1
-    ):  # features in turn: the float64 copies would be large
+    # Features in turn: the float64 copies would be large.
+    if x.numel() > BLOCK and x.ndim > 1 and x[0].numel() > 1:
         columns = x.reshape(x.shape[0], -1).split(max(1, BLOCK // x.shape[0]), dim=1)
-        parts = [batch_moments(part, keep) for part in columns]
-        mean, var = (
-            torch.cat([part.mean for part in parts]),
-            torch.cat([part.var for part in parts]),
+        means, variances, counts = zip(
+            *(batch_moments(part, keep) for part in columns), strict=True
         )
-        return Moments(mean.view(x.shape[1:]), var.view(x.shape[1:]), parts[0].count)
+        mean, var = (torch.cat(parts).view(x.shape[1:]) for parts in (means, variances))
+        return Moments(mean, var, counts[0])
     x = x.double() if keep is None else x[keep].double()
     count = torch.tensor(float(x.shape[0]), dtype=torch.float64, device=x.device)
     if x.shape[0] == 0:

@@ -50,6 +50,8 @@ MAX_YAML_SIZE = 1 << 18
 """Largest size of a run's config.yaml, bytes; usual are a few thousand."""
 DUAL_CLIP_VALUE = "1 + 2 x clip_ratio_high"
 """Value of clip_ratio_c until all layers are merged."""
+YAML_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What PyYAML raises besides its own, for 2000-99-99, !!bool x, a deeply nested list and others."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -116,15 +118,7 @@ def plain_yaml(text: str, *, aliases: bool = False) -> Any:
     """
     try:
         return yaml.load(text, _Values if aliases else _Plain)
-    # PyYAML raises these for 2000-99-99, !!bool x, a deeply nested list and the like.
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-    ) as e:
+    except YAML_FAULTS as e:
         raise yaml.YAMLError(f"{type(e).__name__}: {e}") from e
 
 

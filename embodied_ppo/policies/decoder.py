@@ -247,11 +247,9 @@ class Decoder(InferenceModule):
             return x[0].transpose(0, 1).index_select(0, index).unflatten(0, (b, -1)).transpose(1, 2)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            query, result = (
-                (tree.query_index, tree.query_token)
-                if i == last
-                else (tree.token_node, tree.token_index)
-            )
+            query, result = tree.token_node, tree.token_index
+            if i == last:
+                query, result = tree.query_index, tree.query_token
             out = causal(i, rows(q, query), rows(k, tree.token_node), rows(v, tree.token_node))
             out = out.transpose(1, 2).flatten(0, 1).index_select(0, result)  # [n, heads, d]
             return out.transpose(0, 1).unsqueeze(0)

@@ -111,9 +111,8 @@ def beta_sample(alpha: Tensor, beta: Tensor, noise: Tensor) -> Tensor:
 
     Source: Marsaglia and Tsang 2000, "A Simple Method for Generating Gamma Variables".
     """
-    normal, uniform = noise.unflatten(-1, (2, CANDIDATES, 2, -1)).unbind(
-        -4
-    )  # [B, candidates, 2, A]
+    # [B, candidates, 2, A] each
+    normal, uniform = noise.unflatten(-1, (2, CANDIDATES, 2, -1)).unbind(-4)
     d = torch.stack([alpha, beta], dim=-2).unsqueeze(-3) - 1 / 3
     v = (1 + normal * (9 * d).rsqrt()) ** 3
     bound = 0.5 * normal.square() + d * (1 - v + v.clamp(min=1e-30).log())

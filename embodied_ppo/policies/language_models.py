@@ -54,9 +54,8 @@ def make_critic(
         with torch.random.fork_rng():
             torch.manual_seed(sampling_key(config.seed, "critic"))
             model = causal_lm.load(path, {}, section="critic.model", device=device)
-        vocabulary, needed = (
-            x.get_input_embeddings().num_embeddings for x in (model, policy.model)
-        )
+        pair = (model, policy.model)
+        vocabulary, needed = (x.get_input_embeddings().num_embeddings for x in pair)
         if vocabulary < needed:
             raise ConfigError(
                 f"critic.model: has {vocabulary} tokens, the actor {needed}; take one of the same"
@@ -74,11 +73,8 @@ def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
     KL divergence of the actor: adaptive becomes constant, adaptive_linear linear.
     """
     names = {f.name for f in fields(AlgorithmConfig)}
-    overrides = {
-        f.name: getattr(c, f.name)
-        for f in fields(c)
-        if f.name in names and getattr(c, f.name) is not None
-    }
+    values = {name: x for name, x in vars(c).items() if name in names}
+    overrides = {name: x for name, x in values.items() if x is not None}
     overrides.setdefault("loss_agg_func", "token-mean")
     critic = replace(a, **overrides)
     schedule = {"adaptive": "constant", "adaptive_linear": "linear"}.get(critic.lr_schedule)

@@ -180,9 +180,8 @@ class TokenStatistics(torch.autograd.Function):
             log_prob_factor = -by_entropy
             constant = constant + by_entropy * entropy.unsqueeze(1)
         if by_distance is not None:
-            log_prob_factor = (
-                by_distance if log_prob_factor is None else log_prob_factor + by_distance
-            )
+            others = log_prob_factor
+            log_prob_factor = by_distance if others is None else others + by_distance
             constant = constant + by_distance * distance.unsqueeze(1)
         hidden_grad = torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32)

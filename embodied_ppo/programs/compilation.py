@@ -48,11 +48,8 @@ def compile_from(
     since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
     # Code that is never used is not compiled.
     if since >= total_updates(config):
-        reason = (
-            f"compile=auto starts after {COMPILE_AFTER} optimiser steps, in update {since + 1},"
-            f" and the run has {total_updates(config)}"
-        )
-        return None, reason
+        start = f"{COMPILE_AFTER} optimiser steps, in update {since + 1}"
+        return None, f"compile=auto starts after {start}, and the run has {total_updates(config)}"
     # Options and machines without compiled code. Compiled code has fixed shapes and reads whole
     # minibatches and whole observations, and tracing would fix a branch that depends on values.
     micro, rows = a.micro_batch_size, a.rollout_micro_batch_size or config.env.num_envs

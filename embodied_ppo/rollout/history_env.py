@@ -11,6 +11,7 @@ from torch import Tensor
 
 from embodied_envs.adapters.wrapper import EnvWrapper
 from embodied_envs.types import Obs, Step, VectorEnv, starts
+from embodied_ppo.core.finite import select_rows
 from embodied_ppo.core.history import ObservationHistory, named
 
 
@@ -66,12 +67,7 @@ class HistoryEnv(EnvWrapper):
         if obs is None:
             return None
         # Environments that were not reset keep their newest observation.
-        last = named(self.raw_obs)
-        rows = {
-            name: torch.where(where.view(-1, *[1] * (x.ndim - 1)), x, last[name])
-            for name, x in named(obs).items()
-        }
-        return self._begin(where, rows)
+        return self._begin(where, select_rows(where, named(obs), named(self.raw_obs)))
 
     def state(self) -> dict[str, Any] | None:
         """See ``VectorEnv``."""

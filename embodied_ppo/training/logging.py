@@ -398,23 +398,17 @@ def start_bar(*columns: str) -> Any:
         columns: Texts between the number of a task and its remaining time.
     """
     # Imported here, because most commands show no bar.
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     # In a notebook a bar is a line that is overwritten; rich's own needs ipywidgets.
     notebook: dict[str, Any] = {"force_terminal": True, "force_jupyter": False, "width": 100}
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        *map(TextColumn, columns),
-        TimeRemainingColumn(),
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        *map(progress.TextColumn, columns),
+        progress.TimeRemainingColumn(),
         console=Console(stderr=True, **(notebook if _is_notebook() else {})),
     )
     bar.start()

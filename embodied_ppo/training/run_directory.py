@@ -352,10 +352,9 @@ def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, 
         checkpoint.remove_temporary(run_dir / "checkpoints")
         # Keep the directory that is locked: under another time or a newer run, ``locate`` would
         # name another one.
-        pinned = (
-            replace(config, run_dir=str(run_dir)) if config.resume in (None, "auto") else config
-        )
-        yield locate(pinned, say)
+        if config.resume in (None, "auto"):
+            config = replace(config, run_dir=str(run_dir))
+        yield locate(config, say)
 
 
 @contextmanager

@@ -211,10 +211,8 @@ class DecodeModel:
                 self._copy_heads(layer.bias, a.q_proj.bias, a.k_proj.bias, a.v_proj.bias)
             if layer.qk_norm is not None:
                 # The norm has d weights that all heads share; repeat them for each head.
-                q, k = (
-                    x.weight.repeat(n)
-                    for x, n in ((a.q_norm, self.queries), (a.k_norm, self.groups))
-                )
+                q = a.q_norm.weight.repeat(self.queries)
+                k = a.k_norm.weight.repeat(self.groups)
                 # rotate_half permutes the weights of a norm; the sign is already in the normalised
                 # values.
                 self._copy_heads(layer.qk_norm, q, k, None, sign=1)
@@ -224,10 +222,9 @@ class DecodeModel:
                 a.o_proj.weight.view(width, self.groups, -1, self.head_dim).transpose(1, 2)
             )
             layer.norm.copy_(layer.module.post_attention_layernorm.weight)
-            for target, source in zip(
-                layer.gate_up.chunk(2), (mlp.gate_proj.weight, mlp.up_proj.weight), strict=True
-            ):
-                target.copy_(source)
+            gate, up = layer.gate_up.chunk(2)
+            gate.copy_(mlp.gate_proj.weight)
+            up.copy_(mlp.up_proj.weight)
             layer.down.copy_(mlp.down_proj.weight)
 
     def _copy_heads(

@@ -102,9 +102,8 @@ class _Cache:
         self.keys_and_values = [
             torch.zeros(shape, dtype=self.dtype, device=weight.device) for shape in shapes
         ]
-        self.keys, self.values = zip(
-            *(x.chunk(2, dim=1) for x in self.keys_and_values), strict=True
-        )
+        halves = [x.chunk(2, dim=1) for x in self.keys_and_values]
+        self.keys, self.values = zip(*halves, strict=True)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows ``source`` to rows ``target``, both int64 [M]."""
@@ -209,10 +208,8 @@ class Engine:
         static = self._is_static()
         # Fixed shapes: room for one more round, and a multiple of the bucket of keys.
         if static:
-            width = (
-                -(-(width + cuda_graphs.ROUND_STEPS) // cuda_graphs.KEY_MULTIPLE)
-                * cuda_graphs.KEY_MULTIPLE
-            )
+            unit = cuda_graphs.KEY_MULTIPLE
+            width = -(-(width + cuda_graphs.ROUND_STEPS) // unit) * unit
         cache = self._cache
         if cache is None or cache.width < width or cache.slots < slots:
             # Free the old cache first: both together may exceed the memory.
