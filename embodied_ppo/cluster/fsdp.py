@@ -88,10 +88,8 @@ class Sharded(RankGroup):
 
     def shard_state(self, module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
         shards = module.state_dict()
-        return {
-            name: self.shard_tensor(x, shards[name]) if name in shards else x
-            for name, x in state.items()
-        }
+        own = {name: x for name, x in state.items() if name in shards}
+        return {**state, **{name: self.shard_tensor(x, shards[name]) for name, x in own.items()}}
 
     def full_state(self, state: Any) -> Any:
         def gather(x: DTensor) -> Tensor | None:

@@ -14,14 +14,7 @@ from embodied_ppo.policies import causal_lm, language_models
 from embodied_ppo.rollout import group_filter, language_inputs
 from embodied_ppo.rollout.generation import decode_model
 
-PURPOSES: tuple[str, ...] = (
-    "weights",
-    "gradients",
-    "optimiser",
-    "experience",
-    "cache",
-    "activations",
-)
+PURPOSES = ("weights", "gradients", "optimiser", "experience", "cache", "activations")
 """Purposes of the memory of a process."""
 
 
@@ -87,9 +80,8 @@ class LanguageMemoryEstimator(MemoryEstimator):
                 for purpose, size in model.items():
                     need[purpose] += size
             # Actor and critic train one after the other, so the larger activations count.
-            steps = [
-                self._step(role, learners, limit) for role in ("actor", "critic") if role in roles
-            ]
+            trained = [role for role in ("actor", "critic") if role in roles]
+            steps = (self._step(role, learners, limit) for role in trained)
             need["activations"] = max(steps, default=0)
             if "actor" in roles or rolls_out:
                 # The experience is divided over the rollouts or the learners; count the larger

@@ -106,10 +106,9 @@ def sharded_bytes(model: Any, ranks: int, *, acts: bool = False) -> dict[str, in
         return total, min(total, total - sum(units) + 2 * max(units, default=0))
 
     (weights, gathered), (gradients, gathered_gradients) = sizes(False), sizes(True)
+    buffers, whole = nbytes(list(model.buffers())), weights if acts else gathered
     return {
-        "weights": nbytes(list(model.buffers()))
-        + weights // ranks
-        + (weights if acts else gathered),
+        "weights": buffers + weights // ranks + whole,
         "gradients": gradients // ranks + gathered_gradients,
         "optimiser": 2 * gradients // ranks,
     }
@@ -161,9 +160,8 @@ def _freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
         p.grad = None
 
     # Gradients are counted apart from activations, so they are freed at once.
-    hooks = [
-        p.register_post_accumulate_grad_hook(free) for p in model.parameters() if p.requires_grad
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(free) for p in trained]
     try:
         yield with_gradient
     finally:

@@ -160,10 +160,8 @@ class ClusterProcesses:
                     for role, servers in self._servers(caller, rank).items():
                         for server in servers if role in roles else ():
                             callers_of.setdefault(server, set()).add(handle)
-        return [
-            server.call(Worker.serve, len(handles), during)
-            for server, handles in callers_of.items()
-        ]
+        numbers = {server: len(handles) for server, handles in callers_of.items()}
+        return [server.call(Worker.serve, n, during) for server, n in numbers.items()]
 
     def connections(
         self, group: Group, rank: int, env_info: EnvInfo | None, offloads: bool
@@ -192,12 +190,8 @@ class ClusterProcesses:
                 env_info=env_info,
                 tensors_move=offloads or gathers_to_act,
             ),
-            servers=[
-                (self.addresses[name], name, tuple(roles)) for name, roles in roles_of.items()
-            ],
-            process_groups={
-                name: ranks[role] for name, role in process_groups.items() if role in ranks
-            },
+            servers=[(self.addresses[name], name, tuple(x)) for name, x in roles_of.items()],
+            process_groups={k: ranks[role] for k, role in process_groups.items() if role in ranks},
             store=self.store,
             secret=self.secret,
             timeout_s=self.options.step_timeout_s,

@@ -186,13 +186,8 @@ class ClusterSystem(RunSystem):
             return
         first = self.learners[0]
         layout = self._call([first], Worker.weight_layout, frozen=frozen)[0]
-        sizes = self._call(
-            [*self.learners, *receivers],
-            Worker.prepare_weight_sync,
-            layout,
-            receivers[0].name,
-            frozen=frozen,
-        )
+        prepare, handles = Worker.prepare_weight_sync, [*self.learners, *receivers]
+        sizes = self._call(handles, prepare, layout, receivers[0].name, frozen=frozen)
         self.moved_bytes = sizes[0] * len(receivers)
         actors = zip(self.actors, self.paths, strict=True)
         members = [first, *(h for h, path in actors if path == "broadcast")]
@@ -229,18 +224,14 @@ class ClusterSystem(RunSystem):
                 calls += [self.actors[r].call(Worker.unpack, version, data) for r in ranks]
             # ipc: receivers on the device of a learner map its memory.
             if ranks := ranks_of.get("ipc"):
-                sender_of = {
-                    r: self.learners[i]
-                    for r in ranks
-                    if (i := self.plan.actor_beside(r)) is not None
-                }
+                beside = {r: self.plan.actor_beside(r) for r in ranks}
+                sender_of = {r: self.learners[i] for r, i in beside.items() if i is not None}
                 senders = list(dict.fromkeys(sender_of.values()))
                 calls += self._join_gather(senders)
                 buffers = dict(zip(senders, self._call(senders, Worker.export_ipc), strict=True))
-                calls += [
-                    self.actors[r].call(Worker.import_ipc, version, buffers[sender_of[r]])
-                    for r in ranks
-                ]
+                received = {r: buffers[sender_of[r]] for r in ranks}
+                load = Worker.import_ipc
+                calls += [self.actors[r].call(load, version, x) for r, x in received.items()]
             if self.plan.max_lag:
                 # Rollout processes are collecting for a later update; waiting for them would end
                 # the overlap.
@@ -327,10 +318,9 @@ class ClusterSystem(RunSystem):
                 finished = {call.ref for call in (*experience.collecting, *experience.serving)}
                 self._collecting = [call for call in self._collecting if call.ref not in finished]
             self._move_to_phase("update")
-            calls = [
-                h.call(Worker.update, update, *self._share_of(i, experience.data))
-                for i, h in enumerate(self.learners)
-            ]
+            shares = [self._share_of(i, experience.data) for i in range(len(self.learners))]
+            pairs = zip(self.learners, shares, strict=True)
+            calls = [h.call(Worker.update, update, *share) for h, share in pairs]
             serving = self.processes.serve(self.learners, *REQUESTS["actor"])
             replies = self._wait(calls, "update", serving)
             self.steps += sum(reply.result[1] for reply in replies)

@@ -106,10 +106,8 @@ class ModelService:
         assert self.graders is not None
         # Both processes read the same prompts, so that indices suffice.
         prompts = [self.prompts[i] for i in indices]
-        samples = [
-            (p.data_source, text, p.ground_truth, p.extra)
-            for p, text in zip(prompts, texts, strict=True)
-        ]
+        pairs = zip(prompts, texts, strict=True)
+        samples = [(p.data_source, text, p.ground_truth, p.extra) for p, text in pairs]
         # The caller counts failures, too: it decides when there are too many.
         failures_before = self.graders.failures
         grades = [astuple(grade) for grade in self.graders.grade(samples, prompts)]

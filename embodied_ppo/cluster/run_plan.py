@@ -239,17 +239,13 @@ def describe_plan(config: Config) -> dict[str, Any]:
 def plan_summary(config: Config, plan: Plan, needs: MemoryNeeds) -> dict[str, Any]:
     """Return the tables and numbers that ``embodied-ppo plan`` prints."""
     # Groups with common devices take turns.
-    time_sharing = [
-        f"{group.name} with {' and '.join(other.name for other in others)}"
-        for group in plan.groups
-        if (others := plan.sharing(group))
-    ]
+    others = {group.name: [x.name for x in plan.sharing(group)] for group in plan.groups}
+    time_sharing = [f"{name} with {' and '.join(names)}" for name, names in others.items() if names]
+    ranks = range(plan.processes("rollout"))
     return {
         "devices": plan.rows(),
         "memory": placement_memory.memory_rows(plan, needs),
-        "weights": {
-            f"rollout rank {i}": plan.weights_path(i) for i in range(plan.processes("rollout"))
-        },
+        "weights": {f"rollout rank {i}": plan.weights_path(i) for i in ranks},
         "facts": {"time sharing": time_sharing, **_update_sizes(config, plan)},
     }
 

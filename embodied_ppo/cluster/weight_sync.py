@@ -40,11 +40,8 @@ class WeightLayout:
     @staticmethod
     def of(tensors: dict[str, Tensor]) -> WeightLayout:
         """Return the layout of named tensors."""
-        entries = (
-            (name, str(x.dtype).removeprefix("torch."), tuple(x.shape))
-            for name, x in tensors.items()
-        )
-        return WeightLayout(tuple(entries))
+        types = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
+        return WeightLayout(tuple((k, types[k], tuple(x.shape)) for k, x in tensors.items()))
 
     @property
     def sizes(self) -> list[int]:

@@ -393,11 +393,8 @@ class Worker:
         rollout = states[0] if len(states) == 1 else {"processes": states}
         training = {"learner": learner, "rollout": rollout}
         self.finish_requests(*REQUESTS["actor"])
-        return str(
-            checkpoint.save(
-                Path(folder), update=update, policy=policy, training=training, **options
-            )
-        )
+        contents = {"update": update, "policy": policy, "training": training}
+        return str(checkpoint.save(Path(folder), **contents, **options))
 
     def load(self, path: str) -> None:
         """Continue from a checkpoint.

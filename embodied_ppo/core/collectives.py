@@ -166,10 +166,8 @@ class RankGroup(Ranks):
         has_gradient = torch.tensor(
             [float(p.grad is not None) for p in parameters], device=loss.device
         )
-        flat = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
-            for p in parameters
-        ]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = [x.flatten().float() for x in gradients]
         summed = self.all_reduce_sum(
             torch.cat([*flat, loss.detach().float().reshape(1), has_gradient])
         )

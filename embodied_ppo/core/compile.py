@@ -87,10 +87,8 @@ def unavailable_reason() -> str:
     except RuntimeError as error:
         return str(error)
     except OSError as error:
-        return (
-            f"{cache_folder()} cannot be written ({error.strerror}; set EMBODIED_PPO_CACHE"
-            " to another directory)"
-        )
+        reason = f"{error.strerror}; set EMBODIED_PPO_CACHE to another directory"
+        return f"{cache_folder()} cannot be written ({reason})"
 
 
 def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
@@ -418,10 +416,8 @@ class CompileSchedule:
                 start = time.perf_counter()
                 try:
                     if self._library.is_compiling():
-                        self.notice(
-                            "compile: waiting for the compiler, once; the result stays in"
-                            f" {cache_folder()}"
-                        )
+                        kept = f"the result stays in {cache_folder()}"
+                        self.notice(f"compile: waiting for the compiler, once; {kept}")
                     self._function = self._library.load()
                 finally:
                     CompileSchedule.waiting -= 1

@@ -63,11 +63,8 @@ class ObservationHistory:
         self.steps, self.action_spec, self.raw_spec = steps, action_spec, obs_spec
         self.specs = obs_spec if isinstance(obs_spec, dict) else {SINGLE: obs_spec}
         # A mask of choices is about the next action only.
-        self.names = tuple(
-            name
-            for name, spec in self.specs.items()
-            if spec.dtype != torch.bool and (names is None or name in names)
-        )
+        offered = [name for name, spec in self.specs.items() if spec.dtype != torch.bool]
+        self.names = tuple(name for name in offered if names is None or name in names)
         self.choices = choices_of(action_spec)
         columns = action_spec.size if isinstance(action_spec, Box | Composite) else 1
         self.action_size = sum(self.choices) + columns - len(self.choices)
@@ -148,10 +145,8 @@ class ObservationHistory:
             action = torch.cat([*parts, columns[:, len(parts) :].float()], dim=-1)
         latest[PREVIOUS_ACTIONS] = action.reshape(-1, 1, self.action_size)
         latest[IN_EPISODE] = torch.ones_like(previous[IN_EPISODE][:, :1])
-        return {
-            name: torch.cat([past[:, 1:], latest[name].to(past)], dim=1)
-            for name, past in previous.items()
-        }
+        pairs = {name: (past[:, 1:], latest[name].to(past)) for name, past in previous.items()}
+        return {name: torch.cat(pair, dim=1) for name, pair in pairs.items()}
 
     def restart(self, previous: Mapping[str, Tensor], where: Tensor) -> dict[str, Tensor]:
         """Return the history with zeros in the environments where bool [N] holds."""

@@ -36,12 +36,10 @@ class ConfigFolders:
 
     def members(self, group: str) -> list[str]:
         """Return the configs of a group; "" are those directly in the folders."""
-        files = {
-            file.relative_to(root / group).with_suffix("").as_posix()
-            for root in self.roots
-            for file in ((root / group).rglob("*.yaml") if group else root.glob("*.yaml"))
-        }
-        return sorted(files)
+        pattern = "**/*.yaml" if group else "*.yaml"
+        folders = [root / group for root in self.roots]
+        files = {file.relative_to(x).with_suffix("") for x in folders for file in x.glob(pattern)}
+        return sorted(file.as_posix() for file in files)
 
     def selects(self, override: Override) -> bool:
         """Return whether an override selects a member of a group, and not options of a section."""

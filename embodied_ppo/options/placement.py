@@ -382,13 +382,9 @@ def check_numbers(
     _check_processes(p, "env", "rollout")
     _check_processes(p, "rollout", "actor")
     actors, processes = p.processes("actor"), max(map(p.processes, ROLES["embodied"]))
-    _check_even(
-        "env.num_envs",
-        num_envs,
-        processes * p.stages * group_size * tasks,
-        f"{processes} processes x cluster.stages = {p.stages} x algorithm.group_size ="
-        f" {group_size}{f' x {tasks} tasks' * (tasks > 1)}",
-    )
+    parts = f"{processes} processes x cluster.stages = {p.stages} x algorithm.group_size ="
+    parts = f"{parts} {group_size}{f' x {tasks} tasks' * (tasks > 1)}"
+    _check_even("env.num_envs", num_envs, processes * p.stages * group_size * tasks, parts)
     name = "algorithm.global_batch_size"
     _check_even(name, global_batch_size, actors, f"{actors} processes of actor")
 
@@ -445,7 +441,5 @@ def _check_even(option: str, value: int, unit: int, parts: str) -> None:
 def lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a table as aligned lines of text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    cells = [[x.ljust(width) for x, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(row).rstrip() for row in cells]

@@ -34,20 +34,14 @@ class Limit:
 
     def allows(self, x: float) -> bool:
         """Return whether ``x`` is within the bounds."""
-        return (
-            (self.gt is None or x > self.gt)
-            and (self.ge is None or x >= self.ge)
-            and (self.lt is None or x < self.lt)
-            and (self.le is None or x <= self.le)
-        )
+        below = (self.gt is not None and x <= self.gt) or (self.ge is not None and x < self.ge)
+        above = (self.lt is not None and x >= self.lt) or (self.le is not None and x > self.le)
+        return not (below or above)
 
     def __str__(self) -> str:
         bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
-        return " and ".join(
-            f"{operator} {bound:,}" if isinstance(bound, int) else f"{operator} {bound:g}"
-            for operator, bound in bounds
-            if bound is not None
-        )
+        given = ((operator, bound) for operator, bound in bounds if bound is not None)
+        return " and ".join(f"{o} {b:,}" if isinstance(b, int) else f"{o} {b:g}" for o, b in given)
 
 
 @dataclass(frozen=True)
@@ -490,6 +484,7 @@ FIXED_LAMBDA = ReadIf(
     "algorithm.gae_lambda_value=null or length_adaptive_alpha=null",
     lambda c: None in (c.algorithm.gae_lambda_value, c.algorithm.length_adaptive_alpha),
 )
+SUM_NORM = "seq-mean-token-sum-norm"
 CRITIC_MODEL = replace(GAE, mode="reasoning")
 """A language model has a critic with GAE only, a robot policy always has a value head."""
 ENTROPY = ReadIf(
@@ -738,10 +733,8 @@ class AlgorithmConfig:
     loss_scale_factor: Positive | None = option(
         None,
         read_if=ReadIf(
-            "algorithm.loss_agg_func (or critic.loss_agg_func) = seq-mean-token-sum-norm",
-            lambda c: (
-                "seq-mean-token-sum-norm" in (c.algorithm.loss_agg_func, c.critic.loss_agg_func)
-            ),
+            f"algorithm.loss_agg_func (or critic.loss_agg_func) = {SUM_NORM}",
+            lambda c: SUM_NORM in (c.algorithm.loss_agg_func, c.critic.loss_agg_func),
         ),
     )
     """Constant by which seq-mean-token-sum-norm divides the sum of each column; null: horizon (in
@@ -1346,9 +1339,5 @@ class DemosConfig:
     num_threads."""
 
 
-OWN_OPTIONS: dict[str, type] = {
-    "evaluate": EvaluateConfig,
-    "demos": DemosConfig,
-    "export": ExportConfig,
-}
+OWN_OPTIONS = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}
 """Commands with options of their own; the others read those of train."""

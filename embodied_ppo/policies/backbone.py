@@ -192,15 +192,9 @@ class NatureCNN(nn.Module):
     def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
         channels, height, width = shape
-        self.layers = nn.Sequential(
-            _convolution(channels, 32, 8, 4),
-            nn.ReLU(),
-            _convolution(32, 64, 4, 2),
-            nn.ReLU(),
-            _convolution(64, 64, 3, 1),
-            nn.ReLU(),
-            nn.Flatten(),
-        )
+        sizes = (channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)
+        layers = [layer for size in sizes for layer in (_convolution(*size), nn.ReLU())]
+        self.layers = nn.Sequential(*layers, nn.Flatten())
         with torch.no_grad():
             self.features = self.layers(torch.zeros(1, channels, height, width)).shape[1]
 

@@ -144,11 +144,9 @@ def build(
     module, (_, name) = import_file(spec), _split(spec)
     cls = getattr(module, name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        names = [
-            n
-            for n, v in vars(module).items()
-            if isinstance(v, type) and issubclass(v, nn.Module) and v.__module__ == module.__name__
-        ]
+        classes = {n: v for n, v in vars(module).items() if isinstance(v, type)}
+        own = {n: v for n, v in classes.items() if v.__module__ == module.__name__}
+        names = [n for n, v in own.items() if issubclass(v, nn.Module)]
         fact = "is not in the file" if cls is None else "is no subclass of torch.nn.Module"
         raise ConfigError(f"{label}: {name} {fact}; {choose(name, names, 'networks in it: ')}")
     try:

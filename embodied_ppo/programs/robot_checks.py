@@ -151,14 +151,9 @@ def log_settings(
         for line in filter(None, (policy.size_notice, policy.memory_notice(samples))):
             messages.notice(line)
     simulators = config.env.num_threads or "as many as there are cores"
-    compiled = ", ".join(
-        f"{name} from update {schedule.first_compiled_update + 1} on"
-        for name, schedule in (
-            ("minibatches", schedules.minibatches),
-            ("acting", schedules.acting()),
-        )
-        if schedule.first_compiled_update is not None
-    )
+    parts = {"minibatches": schedules.minibatches, "acting": schedules.acting()}
+    first = {name: part.first_compiled_update for name, part in parts.items()}
+    compiled = ", ".join(f"{k} from update {x + 1} on" for k, x in first.items() if x is not None)
     # ``schedule_at`` drops a switch after the end of this execution, without a reason.
     reason = schedules.reason or "training ends before it would be used"
     compiled = compiled or f"never ({reason})"

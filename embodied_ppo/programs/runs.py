@@ -174,14 +174,9 @@ def _check_cloning(config: Config) -> None:
     """Raise ConfigError for options with which nothing can be cloned."""
     # Refuse before the directory of the run is created and locked.
     validation.check_command(config, "clone")
-    refuse(
-        config.mode == "reasoning",
-        "write train with warm_start.steps: clone does not train models of mode = reasoning",
-    )
-    refuse(
-        config.model.policy == "actor_critic",
-        "write model.policy=token, flow or gaussian: clone does not train actor_critic",
-    )
+    reasoning, small = config.mode == "reasoning", config.model.policy == "actor_critic"
+    refuse(reasoning, "write train with warm_start.steps: clone trains no mode = reasoning")
+    refuse(small, "write model.policy=token, flow or gaussian: clone trains no actor_critic")
     refuse(config.cloning.steps == 0, "write cloning.steps=1500: cloning.steps=0 trains nothing")
     continuation = "continue with PPO: embodied-ppo train resume={} run_dir=NEW"
     refuse(

@@ -46,11 +46,8 @@ def stack_divergences(divergences: Mapping[int, Divergence], mask: Tensor) -> tu
 
 def describe(reward: Tensor, obs: Obs, final_obs: Obs | None, row: int) -> str:
     """Return name and value of the first number of environment ``row`` that is not finite."""
-    return (
-        wrong_number(reward, "reward", row)
-        or wrong_number(obs, "observation", row)
-        or wrong_number(final_obs, "last observation", row)
-    )
+    named = {"reward": reward, "observation": obs, "last observation": final_obs}
+    return next(filter(None, (wrong_number(x, name, row) for name, x in named.items())), "")
 
 
 class DivergenceGuard:

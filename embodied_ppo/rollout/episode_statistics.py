@@ -108,10 +108,8 @@ class EpisodeStatistics:
             running[:, np.flatnonzero(ends)] = 0.0
         flags = at_end[counted].tolist()
         # Every counted end of an episode: (return, length, success, success at the end).
-        new = [
-            (*e, float(flag))
-            for e, flag in zip(totals.transpose(0, 2, 1)[counted].tolist(), flags, strict=True)
-        ]
+        ends = totals.transpose(0, 2, 1)[counted].tolist()
+        new = [(*e, float(flag)) for e, flag in zip(ends, flags, strict=True)]
         self.finished.extend(new)
         if self.env.id.startswith("["):  # several tasks
             tasks = torch.stack([step.task for step in steps if step.task is not None])

@@ -58,10 +58,9 @@ def collect_passes(rollouts: Sequence[Rollout], horizon: int, **index: int) -> l
 
     Arguments as of ``Rollout.collect``.
     """
-    passes = [
-        interleave([r.collecting(horizon, repeat=i, **index) for r in rollouts])
-        for i in range(rollouts[0].passes)
-    ]
+    passes = []
+    for i in range(rollouts[0].passes):
+        passes.append(interleave([r.collecting(horizon, repeat=i, **index) for r in rollouts]))
     return [join_passes(parts, rollouts[0].group_size) for parts in zip(*passes, strict=True)]
 
 

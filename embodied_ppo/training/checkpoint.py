@@ -134,11 +134,8 @@ def save(
         remove_temporary(folder)
         temporary.mkdir()
         files = {}
-        contents = {
-            CONFIG: config_text.encode(),
-            POLICY: _bytes(policy),
-            TRAINING: _bytes(training),
-        }
+        contents = {CONFIG: config_text.encode(), POLICY: _bytes(policy)}
+        contents[TRAINING] = _bytes(training)
         # Hash the data in memory, so that errors of the disk are detected on reading.
         for name, data in contents.items():
             _write(temporary / name, data)

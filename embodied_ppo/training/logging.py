@@ -97,10 +97,7 @@ def process_age_s() -> float:
 
 def numbers(metrics: Metrics) -> dict[str, float]:
     """Return tag -> number; NaN for a mean without samples."""
-    return {
-        tag: value.value if isinstance(value, Mean) else float(value)
-        for tag, value in metrics.items()
-    }
+    return {tag: x.value if isinstance(x, Mean) else float(x) for tag, x in metrics.items()}
 
 
 def finite(row: Mapping[str, float]) -> dict[str, float | None]:
@@ -146,10 +143,7 @@ class Log:
 
             self._summary = vars(summary_pb2)["Summary"]  # protobuf creates its classes at import
         except ImportError as error:
-            self.say(
-                f"no TensorBoard files are written: tensorboard is missing ({error});"
-                " pip install tensorboard. metrics.jsonl has all metrics"
-            )
+            self.say(f"pip install tensorboard for its files: it is missing ({error})")
         # No trackers, until the caller starts those of the run.
         self.trackers = Trackers()
         self._open(completed_updates)

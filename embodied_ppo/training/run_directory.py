@@ -232,11 +232,8 @@ def differences(trained: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """Return path -> (value in a stored run, value now) of the options that differ."""
     # Stored options contain absolute paths, so the new ones must, too.
     old, new = (loader.flat(loader.relevant(c)) for c in (trained, absolute(config)))
-    return {
-        path: (old[path], now)
-        for path, now in new.items()
-        if path in old and old[path] != now and path not in ("run_dir", "resume")
-    }
+    paths = new.keys() & old.keys() - {"run_dir", "resume"}
+    return {p: (old[p], now) for p, now in new.items() if p in paths and old[p] != now}
 
 
 def stored_config(source: checkpoint.Checkpoint) -> Config:
@@ -317,10 +314,7 @@ def check_resume(
     if changes := [
         f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]
     ]:
-        say(
-            f"resume: {', '.join(changes)}: results differ by rounding from those of an"
-            " uninterrupted run"
-        )
+        say(f"resume: {', '.join(changes)}: results differ by rounding from an uninterrupted run")
     # These schedules depend on the number of updates, so a longer run has other learning rates.
     schedule = config.algorithm.lr_schedule
     planned = total_updates(trained)

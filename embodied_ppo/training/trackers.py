@@ -265,11 +265,8 @@ class Trackers:
     def summary(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Store the numbers and texts of a summary."""
         # In Python a bool is an int, but it is no number of a summary.
-        values = {
-            name: value
-            for name, value in summary.items()
-            if isinstance(value, int | float | str) and not isinstance(value, bool)
-        }
+        plain = {name: x for name, x in summary.items() if isinstance(x, int | float | str)}
+        values = {name: x for name, x in plain.items() if not isinstance(x, bool)}
         self._put(lambda tracker: tracker.summary(values, steps))
 
     def _put(self, item: _Item) -> None:
@@ -303,10 +300,8 @@ def start(
         resumed: Whether the run continues the one in ``run_dir``, and then its tracked runs.
     """
     stored = _read(run_dir) if resumed else {}
-    runs = {
-        tool: TrackedRun(run_dir, config.name, options, stored.get(tool, {}).get("id"))
-        for tool in config.trackers
-    }
+    ids = {tool: stored.get(tool, {}).get("id") for tool in config.trackers}
+    runs = {tool: TrackedRun(run_dir, config.name, options, id) for tool, id in ids.items()}
     return Trackers([_TrackerThread(tool, run, say) for tool, run in runs.items()])
 
 

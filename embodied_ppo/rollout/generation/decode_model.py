@@ -193,11 +193,8 @@ class DecodeModel:
 
     def tensors(self) -> list[Tensor]:
         """Return the copied tensors."""
-        parts = [
-            x
-            for y in self.layers
-            for x in (y.heads, y.bias, y.qk_norm, y.out, y.norm, y.gate_up, y.down)
-        ]
+        names = ("heads", "bias", "qk_norm", "out", "norm", "gate_up", "down")
+        parts = [getattr(layer, name) for layer in self.layers for name in names]
         return [x for x in (*parts, self.head) if x is not None]
 
     @torch.no_grad()
