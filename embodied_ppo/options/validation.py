@@ -19,7 +19,13 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options import placement
 from embodied_ppo.options.readers import mode_of, unread
 from embodied_ppo.options.reward_groups import CURIOSITY, reward_groups
-from embodied_ppo.options.rules.base import GROUP_ESTIMATORS, group_comparison, one_process, refuse
+from embodied_ppo.options.rules.base import (
+    GROUP_ESTIMATORS,
+    group_comparison,
+    one_process,
+    refuse,
+    refuse_any,
+)
 from embodied_ppo.options.rules.embodied import check_task_names
 from embodied_ppo.options.rules.select import CHECKS
 from embodied_ppo.options.schema import (
@@ -238,56 +244,34 @@ def _check_algorithm(config: Config) -> None:
     """Refuse options of section algorithm that exclude or need each other. Raises ConfigError."""
     a, comparison = config.algorithm, group_comparison(config)
     members = "environments" if config.mode == "embodied" else "responses"
-    refuse(
-        a.clip_ratio_low >= 1 and a.policy_loss == "clip",
-        f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1, so that the bound of the"
-        " ratio 1 - clip_ratio_low is > 0; the default is algorithm.clip_ratio_low=0.2",
-    )
-    refuse(
-        a.use_kl_loss and a.kl_loss_type == "k1",
-        "write algorithm.kl_loss_type=k2, k3 or k1+: the expected gradient of k1 is zero",
-    )
-    refuse(
-        comparison is not None and a.group_size < 2,
-        f"{comparison} compares {members}: write algorithm.group_size=4, or another number >= 2;"
-        f" algorithm.group_size = {a.group_size}",
-    )
-    refuse(
-        a.adv_type == "dr_grpo" and a.normalize_advantages,
-        "write algorithm.normalize_advantages=false, or algorithm.adv_type=grpo:"
-        " algorithm.adv_type = dr_grpo divides by no standard deviation",
-    )
-    refuse(
-        a.adv_type == "dr_grpo" and a.loss_agg_func == "seq-mean-token-mean",
-        "write algorithm.loss_agg_func=seq-mean-token-sum-norm: algorithm.adv_type = dr_grpo"
-        " divides by no length, seq-mean-token-mean does",
-    )
-    refuse(
-        a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS,
-        "write algorithm.adv_type=grpo, or algorithm.group_filter=null: algorithm.adv_type ="
-        f" {a.adv_type} compares no groups and would learn from a biased choice of episodes",
-    )
+    dr_grpo, by_length = a.adv_type == "dr_grpo", a.loss_agg_func == "seq-mean-token-mean"
     targets = a.gae_lambda if a.gae_lambda_value is None else a.gae_lambda_value
-    refuse(
-        a.critic_warmup_variance is not None and a.adv_type == "gae" and targets < 1,
+    refusals: dict[str, object] = {
+        f"algorithm.clip_ratio_low = {a.clip_ratio_low:g} must be < 1, so that the bound of the"
+        " ratio 1 - clip_ratio_low is > 0; the default is"
+        " algorithm.clip_ratio_low=0.2": a.clip_ratio_low >= 1 and a.policy_loss == "clip",
+        "write algorithm.kl_loss_type=k2, k3 or k1+: the expected gradient of k1 is"
+        " zero": a.use_kl_loss and a.kl_loss_type == "k1",
+        f"{comparison} compares {members}: write algorithm.group_size=4, or another number >= 2;"
+        f" algorithm.group_size = {a.group_size}": comparison is not None and a.group_size < 2,
+        "write algorithm.normalize_advantages=false, or algorithm.adv_type=grpo: algorithm.adv_type"
+        " = dr_grpo divides by no standard deviation": dr_grpo and a.normalize_advantages,
+        "write algorithm.loss_agg_func=seq-mean-token-sum-norm: algorithm.adv_type = dr_grpo"
+        " divides by no length, seq-mean-token-mean does": dr_grpo and by_length,
+        "write algorithm.adv_type=grpo, or algorithm.group_filter=null: algorithm.adv_type ="
+        f" {a.adv_type} compares no groups and would learn from a biased choice of"
+        " episodes": a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS,
         f"write algorithm.gae_lambda_value=1: with {targets:g} the targets contain the critic's own"
-        " values, and algorithm.critic_warmup_variance ="
-        f" {a.critic_warmup_variance} measures returns",
-    )
-    refuse(
-        a.reward_shift and a.reward_scale,
+        f" values, and algorithm.critic_warmup_variance = {a.critic_warmup_variance} measures"
+        " returns": a.critic_warmup_variance is not None and a.adv_type == "gae" and targets < 1,
         "leave both false to subtract and divide: algorithm.reward_shift = true only subtracts,"
-        " algorithm.reward_scale = true only divides",
-    )
-    refuse(
-        a.reward_shift and a.reward_norm == "running",
-        "write algorithm.reward_norm=batch: running subtracts no mean, reward_shift = true does",
-    )
-    refuse(
-        len(a.adam_betas) != 2,
+        " algorithm.reward_scale = true only divides": a.reward_shift and a.reward_scale,
+        "write algorithm.reward_norm=batch: running subtracts no mean, reward_shift = true"
+        " does": a.reward_shift and a.reward_norm == "running",
         f"algorithm.adam_betas = {show(a.adam_betas)} must be two numbers; write"
-        " algorithm.adam_betas=[0.9,0.999]",
-    )
+        " algorithm.adam_betas=[0.9,0.999]": len(a.adam_betas) != 2,
+    }
+    refuse_any(refusals)
     _check_reward_groups(config)
     _check_popart(config)
     for name, level in (("logprob_type", a.logprob_type), ("entropy_type", a.entropy_type)):

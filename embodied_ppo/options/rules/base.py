@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.options.schema import Config
@@ -21,6 +21,12 @@ def refuse(condition: object, message: str, error: type[ValueError] = ConfigErro
     """Raise an error if a combination of options is impossible."""
     if condition:
         raise error(message)
+
+
+def refuse_any(refusals: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first message of message -> condition whose condition holds."""
+    for message, condition in refusals.items():
+        refuse(condition, message)
 
 
 def one_process(config: Config) -> bool:

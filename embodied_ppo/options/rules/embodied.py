@@ -17,6 +17,7 @@ from embodied_ppo.options.rules.base import (
     nearest_values,
     one_process,
     refuse,
+    refuse_any,
 )
 from embodied_ppo.options.schema import Config, EnvConfig
 
@@ -53,44 +54,37 @@ def check(config: Config) -> None:
 
 def _check_sequences(config: Config) -> None:
     """Refuse groups, losses and ratios of sequences that do not exist. Raises ConfigError."""
-    a, restarts = config.algorithm, config.env.restart_each_rollout
-    columns, comparison = a.minibatch_unit == "column", group_comparison(config)
-    refuse(
-        comparison is not None and not restarts,
-        f"write env.restart_each_rollout=true: {comparison} needs groups that start together",
+    a, chunk, continues = (
+        config.algorithm,
+        config.env.action_chunk,
+        not config.env.restart_each_rollout,
     )
-    refuse(
-        a.loss_agg_func == "trajectory-mean" and not restarts,
-        "write env.restart_each_rollout=true (or loss_agg_func=token-mean): else a column holds"
-        " parts of several episodes, and algorithm.loss_agg_func = trajectory-mean weighs each one",
-    )
-    refuse(
-        a.loss_agg_func.startswith("seq-") and not columns,
-        "write algorithm.minibatch_unit=column (or loss_agg_func=token-mean): minibatches of steps"
-        f" cut the sequences of algorithm.loss_agg_func = {a.loss_agg_func}",
-    )
-    refuse(
-        a.ratio_level == "sequence" and not columns,
-        "write algorithm.minibatch_unit=column (or ratio_level=chunk): minibatches of steps cut the"
-        " episodes of algorithm.ratio_level = sequence",
-    )
-    refuse(
-        a.ratio_level == "sequence" and not restarts,
-        "write env.restart_each_rollout=true (or ratio_level=chunk): else a column holds parts of"
-        " several episodes, and algorithm.ratio_level = sequence is a mean over one",
-    )
-    chunk = config.env.action_chunk
+    steps, comparison = a.minibatch_unit == "step", group_comparison(config)
+    by_sequence, by_chunk = a.ratio_level == "sequence", a.ratio_level == "chunk"
     one_entry = a.logprob_type == "chunk_level" or (chunk == 1 and a.logprob_type == "action_level")
-    refuse(
-        a.ratio_level == "chunk" and one_entry,
+    filtered = a.group_filter is not None and config.teacher is None
+    refusals: dict[str, object] = {
+        f"write env.restart_each_rollout=true: {comparison} needs groups that start"
+        " together": comparison is not None and continues,
+        "write env.restart_each_rollout=true (or loss_agg_func=token-mean): else a column holds"
+        " parts of several episodes, and algorithm.loss_agg_func = trajectory-mean weighs each"
+        " one": a.loss_agg_func == "trajectory-mean" and continues,
+        "write algorithm.minibatch_unit=column (or loss_agg_func=token-mean): minibatches of steps"
+        " cut the sequences of algorithm.loss_agg_func ="
+        f" {a.loss_agg_func}": a.loss_agg_func.startswith("seq-") and steps,
+        "write algorithm.minibatch_unit=column (or ratio_level=chunk): minibatches of steps cut the"
+        " episodes of algorithm.ratio_level = sequence": by_sequence and steps,
+        "write env.restart_each_rollout=true (or ratio_level=chunk): else a column holds parts of"
+        " several episodes, and algorithm.ratio_level = sequence is a mean over"
+        " one": by_sequence and continues,
         "write algorithm.logprob_type=token_level (or ratio_level=token): algorithm.ratio_level ="
-        f" chunk is a mean, and env.action_chunk = {chunk} with {a.logprob_type} has one entry",
-    )
-    refuse(
-        a.group_filter is not None and config.updates is None and config.teacher is None,
+        f" chunk is a mean, and env.action_chunk = {chunk} with {a.logprob_type} has one"
+        " entry": by_chunk and one_entry,
         "write updates=100: updates = null, and env_steps sets no number of updates where"
-        f" algorithm.group_filter = {a.group_filter} collects a varying number of steps",
-    )
+        f" algorithm.group_filter = {a.group_filter} collects a varying number of"
+        " steps": filtered and config.updates is None,
+    }
+    refuse_any(refusals)
 
 
 def check_task_names(env: EnvConfig) -> None:
@@ -150,13 +144,13 @@ def _check_process(config: Config) -> None:
             f"remove cluster.stages = {stages}: {name} needs all environments in one stage",
         )
     cameras = f"env.cameras = {show(config.env.cameras)} are rendered in the thread of simulators"
-    for unsupported, reason in (
-        (not one_process(config), f"placement = {config.placement} overlaps by cluster.max_lag=1"),
-        (config.teacher is not None, "distill labels each rollout while it is collected"),
-        (bool(config.env.cameras), cameras),
-        (config.model.checkpoint is not None, "there would be two copies of model.checkpoint"),
-    ):
-        refuse(pipeline and unsupported, f"write pipeline=false: {reason}")
+    obstacles = {
+        f"placement = {config.placement} overlaps by cluster.max_lag=1": not one_process(config),
+        "distill labels each rollout while it is collected": config.teacher is not None,
+        cameras: config.env.cameras,
+        "there would be two copies of model.checkpoint": config.model.checkpoint is not None,
+    }
+    refuse_any({f"write pipeline=false: {k}": pipeline and x for k, x in obstacles.items()})
     refuse(
         pipeline and a.off_policy_correction is None,
         "write algorithm.off_policy_correction=token: with pipeline = true rollouts are one update"
@@ -187,55 +181,42 @@ def _check_evaluation_env(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     """Refuse options of section model that exclude each other. Raises ConfigError."""
-    model, a = config.model, config.algorithm
-    small = model.policy == "actor_critic"
-    refuse(
-        not small and not model.shared_backbone,
-        f"remove model.shared_backbone = false: model.policy={model.policy} has one trunk",
-    )
-    refuse(
-        model.policy == "flow" and model.flow_noise == "learned" and model.flow_chain == "one",
-        "write model.flow_chain=sum: with model.flow_noise=learned every step is stochastic",
-    )
-    refuse(
-        model.width % WIDTH_UNIT,
-        f"write model.width={max(1, round(model.width / WIDTH_UNIT)) * WIDTH_UNIT}:"
-        f" model.width = {model.width} must be a multiple of {WIDTH_UNIT}",
-    )
-    eps = model.obs_eps
-    refuse(
-        isinstance(eps, tuple) and (len(eps) != 2 or not any(eps)),
-        f"model.obs_eps = {show(eps)} must be a number, or two of which one is > 0; write"
-        " model.obs_eps=1e-8",
-    )
-    for unsupported, reason in (
-        (not small, f"model.policy = {model.policy} has no mirror image"),
-        (config.teacher is not None, "distill imitates its teacher"),
-        (bool(config.env.cameras), f"env.cameras = {show(config.env.cameras)} are not mirrored"),
-        (len(config.env.ids) > 1, f"env.id = {config.env.title} is more than one task"),
-    ):
-        refuse(a.symmetry is not None and unsupported, f"write algorithm.symmetry=null: {reason}")
-    recurrent = small and model.recurrent is not None
-    refuse(
-        a.rpo_alpha is not None and a.use_kl_loss,
-        "write algorithm.use_kl_in_reward=true and algorithm.use_kl_loss=false:"
-        f" algorithm.rpo_alpha = {a.rpo_alpha} shifts the means of the loss",
-    )
-    refuse(
-        recurrent and a.minibatch_unit != "column",
-        "write algorithm.minibatch_unit=column: gradients of model.recurrent ="
-        f" {model.recurrent} pass through whole columns",
-    )
+    model, a, env, eps = config.model, config.algorithm, config.env, config.model.obs_eps
     low, initial, high = model.min_log_std, model.init_log_std, model.max_log_std
-    refuse(
-        not low < high,
-        f"model.min_log_std = {low:g} must be < model.max_log_std = {high:g}; defaults: -5 and 2",
-    )
-    refuse(
-        not low <= initial <= high,
+    small, learned = model.policy == "actor_critic", model.flow_noise == "learned"
+    one_step = model.policy == "flow" and model.flow_chain == "one"
+    recurrent = small and model.recurrent is not None
+    width = max(1, round(model.width / WIDTH_UNIT)) * WIDTH_UNIT
+    refusals: dict[str, object] = {
+        f"remove model.shared_backbone = false: model.policy={model.policy} has one"
+        " trunk": not small and not model.shared_backbone,
+        "write model.flow_chain=sum: with model.flow_noise=learned every step is"
+        " stochastic": learned and one_step,
+        f"write model.width={width}: model.width = {model.width} must be a multiple of"
+        f" {WIDTH_UNIT}": model.width % WIDTH_UNIT,
+        f"model.obs_eps = {show(eps)} must be a number, or two of which one is > 0; write"
+        " model.obs_eps=1e-8": isinstance(eps, tuple) and (len(eps) != 2 or not any(eps)),
+        "write algorithm.use_kl_in_reward=true and algorithm.use_kl_loss=false: algorithm.rpo_alpha"
+        f" = {a.rpo_alpha} shifts the means of the"
+        " loss": a.rpo_alpha is not None and a.use_kl_loss,
+        f"write algorithm.minibatch_unit=column: gradients of model.recurrent = {model.recurrent}"
+        " pass through whole columns": recurrent and a.minibatch_unit != "column",
+        f"model.min_log_std = {low:g} must be < model.max_log_std = {high:g}; defaults: -5 and"
+        " 2": not low < high,
         f"model.init_log_std = {initial:g} must be >= model.min_log_std = {low:g} and <="
-        f" model.max_log_std = {high:g}; move it inside",
+        f" model.max_log_std = {high:g}; move it inside": not low <= initial <= high,
+    }
+    obstacles = {
+        f"model.policy = {model.policy} has no mirror image": not small,
+        "distill imitates its teacher": config.teacher is not None,
+        f"env.cameras = {show(env.cameras)} are not mirrored": env.cameras,
+        f"env.id = {env.title} is more than one task": len(env.ids) > 1,
+    }
+    symmetric = a.symmetry is not None
+    refuse_any(
+        {f"write algorithm.symmetry=null: {k}": symmetric and x for k, x in obstacles.items()}
     )
+    refuse_any(refusals)
 
 
 def _check_observations(config: Config) -> None:

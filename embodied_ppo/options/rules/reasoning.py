@@ -14,6 +14,7 @@ from embodied_ppo.options.rules.base import (
     nearest_multiples,
     nearest_values,
     refuse,
+    refuse_any,
 )
 from embodied_ppo.options.schema import Config
 
@@ -24,71 +25,46 @@ def check(config: Config) -> None:
     Raises ConfigError, PlacementError.
     """
     a, d, e, r = config.algorithm, config.data, config.evaluation, config.rollout
-    model, stages = config.actor.model, config.cluster.stages
-    refuse(
-        a.loss_type != "actor",
-        f"write algorithm.loss_type=actor: {a.loss_type} is the loss of a model with a value head",
-    )
+    model, stages, vllm = config.actor.model, config.cluster.stages, config.rollout.engine == "vllm"
     refuse(
         stages > 1,
         f"write cluster.stages=1: mode=reasoning has no simulators for cluster.stages = {stages}",
         PlacementError,
     )
-    refuse(
-        config.updates is None, "write updates=100: updates = null sets no length of the training"
-    )
-    refuse(
-        d.task is None and not d.train,
-        "write data.train=[FILE.jsonl] or data.task=arithmetic: data.train = [] has no prompts",
-    )
-    refuse(
-        d.task is None and not d.eval,
-        "write data.eval=[FILE.jsonl] with held-out prompts: data.eval = []",
-    )
-    refuse(
-        model.path is None and not model.architecture,
+    from_files, new_model = d.task is None, model.path is None
+    no_eval = from_files and not d.eval
+    refusals: dict[str, object] = {
+        f"write algorithm.loss_type=actor: {a.loss_type} is the loss of a model with a value"
+        " head": a.loss_type != "actor",
+        "write updates=100: updates = null sets no length of the training": config.updates is None,
+        "write data.train=[FILE.jsonl] or data.task=arithmetic: data.train = [] has no"
+        " prompts": from_files and not d.train,
+        "write data.eval=[FILE.jsonl] with held-out prompts: data.eval = []": no_eval,
         "write actor.model.path=DIRECTORY as transformers writes it, or actor.model.architecture"
-        " (experiment=arithmetic has one): actor.model.path = null",
-    )
-    refuse(
-        d.task is None and model.path is None and config.actor.tokenizer is None,
-        "write actor.tokenizer=DIRECTORY: a new model for files of prompts needs one, not null",
-    )
-    refuse(
-        a.ratio_level == "chunk",
-        "write algorithm.ratio_level=sequence (a response) or token: only robots have a chunk",
-    )
-    refuse(
-        a.loss_agg_func == "trajectory-mean",
-        "write algorithm.loss_agg_func=seq-mean-token-mean: trajectory-mean is for robots",
-    )
-    refuse(
-        r.overlong_buffer >= a.response_length,
+        " (experiment=arithmetic has one): actor.model.path ="
+        " null": new_model and not model.architecture,
+        "write actor.tokenizer=DIRECTORY: a new model for files of prompts needs one, not"
+        " null": from_files and new_model and config.actor.tokenizer is None,
+        "write algorithm.ratio_level=sequence (a response) or token: only robots have a"
+        " chunk": a.ratio_level == "chunk",
+        "write algorithm.loss_agg_func=seq-mean-token-mean: trajectory-mean is for"
+        " robots": a.loss_agg_func == "trajectory-mean",
         f"lower rollout.overlong_buffer = {r.overlong_buffer} below algorithm.response_length ="
-        f" {a.response_length}",
-    )
-    refuse(
-        e.n > 1 and e.deterministic,
-        f"write evaluation.deterministic=false: else all evaluation.n = {e.n} responses are equal",
-    )
-    refuse(
-        config.compile == "always" and (a.micro_batch_tokens or a.micro_batch_size),
+        f" {a.response_length}": r.overlong_buffer >= a.response_length,
+        f"write evaluation.deterministic=false: else all evaluation.n = {e.n} responses are"
+        " equal": e.n > 1 and e.deterministic,
         "remove algorithm.micro_batch_tokens and algorithm.micro_batch_size, or write"
-        " compile=never: minibatches of compile = always have one shape",
-    )
-    refuse(
-        (r.engine == "vllm" or model.path is not None) and config.warm_start.steps > 0,
+        " compile=never: minibatches of compile = always have one"
+        " shape": config.compile == "always" and (a.micro_batch_tokens or a.micro_batch_size),
         f"write warm_start.steps=0: {config.warm_start.steps} steps are for a new model"
-        " (actor.model.path=null) and rollout.engine=builtin",
-    )
-    refuse(
-        config.initial_policy is not None and config.warm_start.steps > 0,
-        f"write warm_start.steps=0: initial_policy = {config.initial_policy} is trained already",
-    )
-    refuse(
-        r.engine == "vllm" and model.path is None,
-        "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or engine=builtin",
-    )
+        " (actor.model.path=null) and"
+        " rollout.engine=builtin": (vllm or not new_model) and config.warm_start.steps,
+        f"write warm_start.steps=0: initial_policy = {config.initial_policy} is trained"
+        " already": config.initial_policy is not None and config.warm_start.steps,
+        "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or"
+        " engine=builtin": vllm and new_model,
+    }
+    refuse_any(refusals)
     _check_sizes(config)
     _check_reward_terms(config)
 
