@@ -69,11 +69,8 @@ class Reservation:
         """Connect to the cluster of RAY_ADDRESS, or start Ray on this machine."""
         hardware = self.plan.hardware
         address = os.environ.get("RAY_ADDRESS")
-        ray_options: dict[str, Any] = {
-            "include_dashboard": False,
-            "log_to_driver": False,
-            "logging_level": "ERROR",
-        }
+        ray_options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+        ray_options["logging_level"] = "ERROR"
         try:
             if address:
                 host, _, port = address.rpartition(":")

@@ -483,10 +483,9 @@ def _is_consequence(error: RayError) -> bool:
     """
     # Only an error raised by a task can be a consequence; the end of an actor counts as a cause.
     text = str(error)
+    gone = "the process is gone" in text or "gloo/transport" in text
     return isinstance(error, RayTaskError) and (
-        "the process is gone" in text
-        or "gloo/transport" in text
-        or isinstance(error.cause, dist.DistStoreError)
+        gone or isinstance(error.cause, dist.DistStoreError)
     )
 
 

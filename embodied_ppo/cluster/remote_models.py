@@ -112,11 +112,8 @@ class ModelService:
         failures_before = self.graders.failures
         grades = [astuple(grade) for grade in self.graders.grade(samples, prompts)]
         failed = self.graders.failures - failures_before
-        return {
-            "grades": grades,
-            "failed": failed,
-            "failure": self.graders.last_failure if failed else None,
-        }
+        failure = self.graders.last_failure if failed else None
+        return {"grades": grades, "failed": failed, "failure": failure}
 
     def _learn(self, batch: ValueBatch, update: int) -> dict[str, Any]:
         """Train the critic while the caller trains its actor."""

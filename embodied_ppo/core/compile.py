@@ -126,11 +126,9 @@ def fingerprint(program: Any, example: Sequence[Tensor]) -> str:
         repr({k: v for k, v in vars(program).items() if k not in parts}),
     ]
     for name, m in modules.items():  # not repr(m): it may contain counters of the module
-        options = {
-            k: sorted(v) if isinstance(v, set | frozenset) else v  # a set has no fixed order
-            for k, v in vars(m).items()
-            if not k.startswith("_")
-        }
+        public = {k: v for k, v in vars(m).items() if not k.startswith("_")}
+        # A set has no fixed order.
+        options = {k: sorted(v) if isinstance(v, set | frozenset) else v for k, v in public.items()}
         entries.append(f"{name} {type(m).__qualname__} {options}")
     entries += [f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}" for x in example]
     digest.update("\n".join(entries).encode())

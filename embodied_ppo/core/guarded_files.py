@@ -142,11 +142,9 @@ def parse_row(line: bytes) -> dict[str, float | None]:
     row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError("is not a JSON object")
-    return {
-        tag: x if x is None or abs(x) <= sys.float_info.max else None
-        for tag, x in row.items()
-        if x is None or isinstance(x, int | float)
-    }
+    numbers = {tag: x for tag, x in row.items() if x is None or isinstance(x, int | float)}
+    limit = sys.float_info.max
+    return {tag: x if x is None or abs(x) <= limit else None for tag, x in numbers.items()}
 
 
 def update_of(row: Mapping[str, Any]) -> int:

@@ -138,10 +138,8 @@ class ObservationHistory:
         latest = {name: self._stored(name, values[name]) for name in self.names}
         if self.choices:
             columns = action if action.ndim > 1 else action.unsqueeze(-1)
-            parts = [
-                (columns[:, d : d + 1] == torch.arange(n, device=action.device)).float()
-                for d, n in enumerate(self.choices)
-            ]
+            values = [torch.arange(n, device=action.device) for n in self.choices]
+            parts = [(columns[:, d : d + 1] == x).float() for d, x in enumerate(values)]
             action = torch.cat([*parts, columns[:, len(parts) :].float()], dim=-1)
         latest[PREVIOUS_ACTIONS] = action.reshape(-1, 1, self.action_size)
         latest[IN_EPISODE] = torch.ones_like(previous[IN_EPISODE][:, :1])

@@ -166,10 +166,8 @@ def _builtin(value: Any) -> Any:
         return value
     if isinstance(value, os.PathLike) or type(value).__module__ == "torch":
         return str(value)
-    raise ConfigError(
-        "write a number, text, path, list or mapping: an option cannot be of type"
-        f" {type(value).__name__}"
-    )
+    kind = type(value).__name__
+    raise ConfigError(f"write a number, text, path, list or mapping: an option cannot be a {kind}")
 
 
 def _demos_layers(
@@ -181,10 +179,8 @@ def _demos_layers(
 
     modes = [options["mode"] for _, options in layers if "mode" in options]
     if modes and modes[-1] != "embodied":
-        raise ConfigError(
-            f"mode = {modes[-1]}: demos records a robot's expert; write experiment=tabletop_token,"
-            " or another robot's"
-        )
+        example = "write experiment=tabletop_token, or another robot's"
+        raise ConfigError(f"mode = {modes[-1]}: demos records a robot's expert; {example}")
     own = {path for path in describe(DemosConfig) if not path.startswith("env.")}
     readable = {*own, *(f"env.{name}" for name in DEMOS_ENV)}
     *files, (label, flags) = layers
@@ -321,10 +317,7 @@ def _delete(merged: Any, override: Override) -> None:
     parent, _, leaf = override.key_or_group.rpartition(".")
     section = OmegaConf.select(merged, parent) if parent else merged
     if not OmegaConf.is_dict(section) or leaf not in section:
-        raise ConfigError(
-            f"{override.input_line}: no file sets {override.key_or_group}, so it cannot be removed;"
-            " leave it out"
-        )
+        raise ConfigError(f"leave out {override.input_line}: no file sets {override.key_or_group}")
     del section[leaf]
 
 
@@ -449,10 +442,7 @@ def parse(lines: Sequence[str], folders: ConfigFolders) -> list[Override]:
         if override.is_interval_sweep():
             raise ConfigError(f"write one value: {line} is an interval")
         if override.is_sweep_override():
-            raise ConfigError(
-                f"{line} names several values; add --multirun, or give one (a list is written"
-                " [a,b])"
-            )
+            raise ConfigError(f"{line} names several values; add --multirun, or write [a,b]")
         if override.is_hydra_override():
             raise ConfigError(f"remove {line}: hydra.* is for --multirun")
         if folders.selects(override) and override.value() is not None:

@@ -249,10 +249,8 @@ def _canonical(
         aliases[raw] = ", ".join(targets)
         if raw == DUAL_CLIP:
             if not isinstance(value, bool):
-                raise ConfigError(
-                    f"{raw} = {show(value)}{_at(label)} must be true or false; or set"
-                    f" {targets[0]}=3.0"
-                )
+                fact = f"{raw} = {show(value)}{_at(label)} must be true or false"
+                raise ConfigError(f"{fact}; or set {targets[0]}=3.0")
             value = DUAL_CLIP_VALUE if value else None
     elif raw in REFUSED:
         raise ConfigError(f"{raw} = {show(value)}{_at(label)} is refused: {REFUSED[raw]}")
@@ -291,10 +289,8 @@ def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -
     """Return the options of section env that ``evaluate`` changes, typed."""
     part = read(Config, [(label, {"env": mapping})])
     if "env.num_envs" in part.origin:
-        raise ConfigError(
-            f"env.num_envs = {show(part.config.env.num_envs)}{_at(label)} is ignored here; set"
-            " num_envs"
-        )
+        number = show(part.config.env.num_envs)
+        raise ConfigError(f"env.num_envs = {number}{_at(label)} is ignored here; set num_envs")
     aliases.update(part.aliases)
     return {
         path.removeprefix("env."): _plain(attrgetter(path)(part.config)) for path in part.origin

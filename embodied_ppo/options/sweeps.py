@@ -80,10 +80,8 @@ def sweep_jobs(args: argparse.Namespace) -> tuple[Path, list[SweepJob]]:
             )
     values = [_values(o) if o.is_sweep_override() else (str(o.input_line),) for o in listed]
     if math.prod(map(len, values)) > MAX_SWEEP:
-        raise ConfigError(
-            f"write fewer values: these are {math.prod(map(len, values))} runs, and the limit is"
-            f" {MAX_SWEEP}"
-        )
+        number = math.prod(map(len, values))
+        raise ConfigError(f"write fewer values: these are {number} runs, the limit is {MAX_SWEEP}")
     runs: list[tuple[list[str], dict[str, str], Loaded]] = []
     run_dirs: dict[str, int] = {}
     for number, combination in enumerate(itertools.product(*values)):
@@ -101,10 +99,8 @@ def sweep_jobs(args: argparse.Namespace) -> tuple[Path, list[SweepJob]]:
             raise type(e)(f"job {number} ({text}): {e}") from e
         folder = loaded.config.run_dir
         if folder is not None and run_dirs.setdefault(folder, number) != number:
-            raise ConfigError(
-                f"run_dir = {folder} is that of job {run_dirs[folder]} and of job {number}; leave"
-                " run_dir out"
-            )
+            jobs_of = f"job {run_dirs[folder]} and of job {number}"
+            raise ConfigError(f"run_dir = {folder} is that of {jobs_of}; leave run_dir out")
         # With the seed last, folders of runs that differ in the seed only are next to each other.
         options = dict(sorted(differing.items(), key=lambda pair: pair[0] == "seed"))
         runs.append((lines, options, loaded))

@@ -195,12 +195,8 @@ _GAUSSIAN = Numbers(
     *(gaussian_noise, gaussian_sample, gaussian_mode, gaussian_log_prob),
     *(gaussian_entropy, gaussian_kl),
 )
-NUMBERS = {
-    "auto": _GAUSSIAN,
-    "gaussian": _GAUSSIAN,
-    "squashed_gaussian": _GAUSSIAN,
-    "beta": Numbers(beta_noise, beta_sample, beta_mean, beta_log_prob, beta_entropy, beta_kl),
-}
+_BETA = Numbers(beta_noise, beta_sample, beta_mean, beta_log_prob, beta_entropy, beta_kl)
+NUMBERS = dict.fromkeys(("auto", "gaussian", "squashed_gaussian"), _GAUSSIAN) | {"beta": _BETA}
 """Value of ``model.distribution`` -> distribution of numbers, before the tanh if it has one."""
 
 

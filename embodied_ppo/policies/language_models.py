@@ -24,10 +24,8 @@ def make_policy(config: Config, tokenizer: Any, device: torch.device) -> Languag
     vocabulary = model.get_input_embeddings().num_embeddings
     needed = max(tokenizer.get_vocab().values()) + 1
     if needed > vocabulary:
-        raise ConfigError(
-            f"actor.model: has {vocabulary} tokens, the tokenizer has {needed}; use the tokenizer"
-            " of this model"
-        )
+        fact = f"actor.model: has {vocabulary} tokens, the tokenizer has {needed}"
+        raise ConfigError(f"{fact}; use the tokenizer of this model")
     policy = LanguagePolicy(
         model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype)
     )
@@ -57,10 +55,8 @@ def make_critic(
         pair = (model, policy.model)
         vocabulary, needed = (x.get_input_embeddings().num_embeddings for x in pair)
         if vocabulary < needed:
-            raise ConfigError(
-                f"critic.model: has {vocabulary} tokens, the actor {needed}; take one of the same"
-                " family"
-            )
+            fact = f"critic.model: has {vocabulary} tokens, the actor {needed}"
+            raise ConfigError(f"{fact}; take one of the same family")
     critic = LanguageCritic(model, compute=getattr(torch, m.dtype))
     critic.decoder.recompute = m.gradient_checkpointing
     return critic

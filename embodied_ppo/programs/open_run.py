@@ -152,11 +152,9 @@ class OpenRun:
             return {}
         # An evaluation with a report follows the checkpoint of its update.
         assert self.system.saved is not None
-        written = self.built.write_report(
-            self.system.result,
-            checkpoint.open_checkpoint(self.system.saved),
-            self.spec.run_dir / "reports" / f"step_{update:06d}",
-        )
+        source = checkpoint.open_checkpoint(self.system.saved)
+        folder = self.spec.run_dir / "reports" / f"step_{update:06d}"
+        written = self.built.write_report(self.system.result, source, folder)
         if written.get("video"):
             video = str(written["video"])
             self.log.trackers.video("evaluation", video, steps=self.system.steps)

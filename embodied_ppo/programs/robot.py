@@ -104,10 +104,8 @@ def build(
         stack.callback(env.close)
     # Stages save time only if one of them simulates while the policy acts on another.
     if len(envs) > 1 and not envs[0].is_asynchronous:
-        messages.notice(
-            f"cluster.stages={process.stages}: no overlap, {config.env.title} simulates in the"
-            " thread of the policy"
-        )
+        cause = f"{config.env.title} simulates in the thread of the policy"
+        messages.notice(f"cluster.stages={process.stages}: no overlap, {cause}")
 
     # Policy, for the spaces of the environments here or in another process.
     spaces = envs[0].info if envs else process.env_info or _describe_simulators(spec, messages)

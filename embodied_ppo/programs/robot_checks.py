@@ -157,7 +157,5 @@ def log_settings(
     # ``schedule_at`` drops a switch after the end of this execution, without a reason.
     reason = schedules.reason or "training ends before it would be used"
     compiled = compiled or f"never ({reason})"
-    messages.notice(
-        f"threads: {torch.get_num_threads()} for tensors, {simulators} for simulators; compiled"
-        f" code: {compiled}"
-    )
+    threads = f"{torch.get_num_threads()} for tensors, {simulators} for simulators"
+    messages.notice(f"threads: {threads}; compiled code: {compiled}")

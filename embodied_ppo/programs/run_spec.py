@@ -173,11 +173,8 @@ def decide(
     config = replace(absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False)
     text = yaml.safe_dump(loader.relevant(config), sort_keys=False)
     # Every checkpoint records what its results depend on besides the options.
-    info: dict[str, Any] = {
-        "versions": versions(),
-        "config_hash": config_hash(config),
-        "arithmetic": arithmetic(config, device),
-    }
+    info: dict[str, Any] = {"versions": versions(), "config_hash": config_hash(config)}
+    info["arithmetic"] = arithmetic(config, device)
     if config.mode != "reasoning":
         info["env_id"] = config.env.title
     if task is not None:

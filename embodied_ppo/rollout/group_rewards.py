@@ -77,9 +77,7 @@ class GroupRewards:
     def _check_numbers(self, terms: Mapping[str, Tensor], total: Tensor, reward: Tensor) -> None:
         """Refuse terms [.., N] that are infinite, or without a rest not the whole reward."""
         magnitude = 1 + sum((x.abs() for x in terms.values()), torch.zeros_like(total))
-        wrong = (total - reward).abs() > TOLERANCE * magnitude
-        if self.has_rest:
-            wrong = torch.zeros_like(wrong)
+        wrong = ((total - reward).abs() > TOLERANCE * magnitude) & (not self.has_rest)
         if not bool((wrong | ~magnitude.isfinite()).any()):
             return
         for name, x in terms.items():

@@ -136,11 +136,7 @@ def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[in
     """
     model = policy.model
     # Published models declare end tokens in different places; chat models often have a second one.
-    declared = [
-        tokenizer.eos_token_id,
-        model.config.eos_token_id,
-        model.generation_config.eos_token_id,
-    ]
+    declared = [x.eos_token_id for x in (tokenizer, model.config, model.generation_config)]
     ids = set[Any]()
     # Each place has one id, a list of ids, or None.
     for value in declared:

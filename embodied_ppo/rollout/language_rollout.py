@@ -314,11 +314,9 @@ class ReasoningRollout:
         """Return rollout/* and reward/* of one batch; scores are those of valid responses."""
         # One transfer from the device for all counts.
         n = float(len(prompts))
-        length, truncated, *penalty_sums = read_numbers(
-            generation.length.sum(),
-            (~generation.stopped).sum(),
-            *(penalty.sum() for penalty in penalties.values()),
-        )
+        counts = generation.length.sum(), (~generation.stopped).sum()
+        sums = (penalty.sum() for penalty in penalties.values())
+        length, truncated, *penalty_sums = read_numbers(*counts, *sums)
         valid = [g for g in grades if not g.failed]
         count, score = float(len(valid)), float(torch.tensor([g.score for g in valid]).sum())
         # Parts of the reward, so that penalties can be told from the grader's score.

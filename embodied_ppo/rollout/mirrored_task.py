@@ -82,15 +82,8 @@ class _Worlds:
 
     def __init__(self, task: Task, model: mujoco.MjModel, relief: mujoco.MjModel) -> None:
         self.task, fields = copy.deepcopy(task), (*task.fields, *task.privileged_fields)
-        self.physics = BatchPhysics(
-            model,
-            STATES,
-            1,
-            fields=fields,
-            stage=task.stage,
-            cameras=Cameras(model),
-            randomization=Randomization(model, {}),
-        )
+        parts = {"cameras": Cameras(model), "randomization": Randomization(model, {})}
+        self.physics = BatchPhysics(model, STATES, 1, fields=fields, stage=task.stage, **parts)
         self.task.bind(relief, self.physics.device, self.physics.dtype)
         self.s: dict[str, Tensor] = dict(self.physics.fields)
 
@@ -166,10 +159,8 @@ class MirrorSearch:
         observations = self._find_observations(names)
         measured.update(self._compare_step(observations))
         self._check()
-        parts = [
-            f"{x:.2g} in {name} ({cause.removeprefix('observation ')})"
-            for name, (x, cause) in measured.items()
-        ]
+        causes = {name: cause.removeprefix("observation ") for name, (_, cause) in measured.items()}
+        parts = [f"{x:.2g} in {name} ({causes[name]})" for name, (x, _) in measured.items()]
         line = (
             f"symmetry: {len(self.state.robot.pairs)} pairs of joints; two mirrorings are the"
             f" identity; a mirrored step differs by {', '.join(parts)}"
@@ -321,10 +312,8 @@ class MirrorSearch:
             if not best <= REFUSE:
                 raise self._error(f"{label(i)} has no image; the nearest differs by {best:.2g}")
             # Of equal numbers, that itself, else the first without a partner.
-            fits = [
-                (k != 0, j != i, index[j] >= 0, j)
-                for k, j in zip(*np.nonzero(error <= best + 1e-4), strict=True)
-            ]
+            places = zip(*np.nonzero(error <= best + 1e-4), strict=True)
+            fits = [(k != 0, j != i, index[j] >= 0, j) for k, j in places]
             flipped, _, _, j = min(fits)
             if len(fits) > 1 and np.ptp(y[:, i]) <= EXACT * np.abs(y[:, i]).max():
                 self.constant.append(label(i))

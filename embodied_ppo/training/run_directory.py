@@ -319,10 +319,8 @@ def check_resume(
     schedule = config.algorithm.lr_schedule
     planned = total_updates(trained)
     if schedule in ("linear", "cosine", "adaptive_linear") and planned != updates:
-        say(
-            f"resume: the run had {planned} updates, now {updates}: lr_schedule={schedule} covers"
-            " the new number"
-        )
+        change = f"the run had {planned} updates, now {updates}"
+        say(f"resume: {change}: lr_schedule={schedule} covers the new number")
     if source.update > updates:
         raise ConfigError(
             f"updates={updates}: the checkpoint {source.path} has completed {source.update}; set"

@@ -218,10 +218,8 @@ def resume(
             if len(states) == world or rollout.one_state:
                 rollout.load_state(states[0 if rollout.one_state else rank], notice=notice)
             else:
-                notice(
-                    f"resume: number of processes that simulate was {len(states)}, is {world}; all"
-                    " episodes start again"
-                )
+                change = f"number of processes that simulate was {len(states)}, is {world}"
+                notice(f"resume: {change}; all episodes start again")
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{source.path / checkpoint.TRAINING}: does not fit this run"

@@ -193,10 +193,6 @@ class StaticDecode:
                 for x, old in zip(state, before, strict=True):
                     x.copy_(old)
 
-            self.graphs[key], _ = record_graph(
-                partial(self.step, n, width, sampling),
-                self.last.device,
-                warm_up=warm_up,
-                pool=self._pool,
-            )
+            step, device = partial(self.step, n, width, sampling), self.last.device
+            self.graphs[key], _ = record_graph(step, device, warm_up=warm_up, pool=self._pool)
         return self.graphs[key].replay

@@ -122,11 +122,9 @@ class VllmEngine:
             "detokenize": bool(sampling.stop),
             "logprobs": 0,  # of the sampled token only
         }
-        requests = self.llm.generate(
-            [{"prompt_token_ids": list(p)} for p in prompts],
-            [self._params(**options, seed=int(x * 2**53)) for x in u.tolist()],
-            use_tqdm=False,
-        )
+        ids = [{"prompt_token_ids": list(p)} for p in prompts]
+        parameters = [self._params(**options, seed=int(x * 2**53)) for x in u.tolist()]
+        requests = self.llm.generate(ids, parameters, use_tqdm=False)
         token = torch.full((n, t), self.pad_id, dtype=torch.int64)
         log_prob, length = torch.zeros(n, t), torch.zeros(n, dtype=torch.int64)
         stopped = torch.zeros(n, dtype=torch.bool)
