@@ -56,7 +56,8 @@ class LanguageMemoryEstimator(MemoryEstimator):
             copies, _ = group_filter.peak_copies(a.rollout_batch_size, a.group_filter_rounds)
         needs: MemoryNeeds = {}
         for group in placed.groups:
-            need, roles = dict.fromkeys(PURPOSES, 0), group.roles
+            need: dict[str, int] = dict.fromkeys(PURPOSES, 0)
+            roles = group.roles
             rolls_out, models = "rollout" in roles, list[dict[str, int]]()
             if rolls_out:
                 # One row of the cache for each response that is decoded at the same time.
