@@ -1,4 +1,4 @@
-"""``ClusterSystem``: the training loop's ``RunSystem`` over processes of a Ray cluster."""
+"""``ClusterSystem``: the training loop's ``System`` over processes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RemoteExperience:
 
 
 class ClusterSystem(RunSystem):
-    """``RunSystem`` whose roles are in several processes.
+    """``System`` whose roles are in several processes.
 
     Methods raise the first error of any process.
     """

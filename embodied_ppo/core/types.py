@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Generator, Tensor, nn
 
@@ -410,3 +411,47 @@ class PendingRow:
 
     metrics: Metrics
     evaluation_due: bool
+
+
+class System(Protocol):
+    """Rollout, learner and evaluation in some placement, as the training loop calls them."""
+
+    unit: Literal["env_steps", "tokens"]
+    """Unit in which experience is counted."""
+    steps: int
+    """Experience used for learning so far, in ``unit``."""
+
+    def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
+        """Collect ``horizon`` steps in each environment.
+
+        Returns:
+            A handle of the experience, whose tensors do not pass through the driver, and metrics.
+        """
+        ...
+
+    def update(self, experience: Any, *, update: int) -> Metrics:
+        """Update the learner with the result of ``collect``."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """Copy the learner's weights to every policy process, bit for bit."""
+
+    def evaluate(self, update: int) -> Metrics:
+        """Measure the policy.
+
+        The score is written into the checkpoint that was saved before, after the same update.
+        """
+        ...
+
+    def save(self, update: int, row: PendingRow | None = None) -> Path:
+        """Write a checkpoint and return its path.
+
+        Args:
+            update: Number of the update.
+            row: Metrics that a resumed run logs for this update if this run ends before logging
+                them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release processes and memory."""

@@ -1,4 +1,4 @@
-"""``RunSystem`` in one process: rollout, policy and learner."""
+"""``System`` in one process: rollout, policy and learner."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from embodied_ppo.core.types import Metrics, PendingRow
+from embodied_ppo.core.types import Metrics, PendingRow, System
 from embodied_ppo.training.logging import Log, Timer, peak_rss_mb
-from embodied_ppo.training.run_system import RunSystem
 
 TRAINING_PHASES = ("collect", "update", "publish")
 """Phases of the timer that count as training; evaluating and saving do not."""
@@ -53,7 +52,7 @@ class Outcome:
 
 
 def train(
-    system: RunSystem,
+    system: System,
     log: Log,
     schedule: Schedule,
     *,
@@ -128,7 +127,7 @@ def train(
 
 
 def evaluate_and_log(
-    system: RunSystem, log: Log, timer: Timer, row: PendingRow, *, update: int
+    system: System, log: Log, timer: Timer, row: PendingRow, *, update: int
 ) -> None:
     """Complete an update: evaluate if due, then log.
 

@@ -1,4 +1,4 @@
-"""``RunSystem`` in one process that collects the next rollout while the learner trains."""
+"""``System`` in one process that collects the next rollout while the learner trains."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from embodied_envs.base.errors import CheckpointError
 from embodied_ppo.core.collectives import Ranks
-from embodied_ppo.core.types import Learner, Metrics, PendingRow, Trajectory
+from embodied_ppo.core.types import Learner, Metrics, PendingRow, System, Trajectory
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.logging import finite, numbers
 
@@ -74,8 +74,8 @@ class Records:
     info: Mapping[str, Any]
 
 
-class RunSystem(ABC):
-    """Rollout, learner and evaluation in some placement, as the training loop calls them."""
+class RunSystem(System, ABC):
+    """A system with evaluation results and checkpoints."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
@@ -93,26 +93,6 @@ class RunSystem(ABC):
         """Called with the result of every evaluation."""
         self.session: Callable[[], Mapping[str, Any]] = dict
         """Returns entries of the manifest that change while the run trains."""
-
-    @abstractmethod
-    def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
-        """Collect ``horizon`` steps in each environment.
-
-        Returns:
-            A handle of the experience, whose tensors do not pass through the driver, and metrics.
-        """
-
-    @abstractmethod
-    def update(self, experience: Any, *, update: int) -> Metrics:
-        """Update the learner with the result of ``collect``."""
-
-    @abstractmethod
-    def publish(self, version: int) -> None:
-        """Copy the learner's weights to every policy process, bit for bit."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release processes and memory."""
 
     @abstractmethod
     def cpu_s(self) -> dict[str, float]:
