@@ -26,15 +26,15 @@ class Range:
     Attributes:
         fields: MjModel fields.
         operation: "scale" multiplies by x, "add" adds x.
-        per_element: Whether each element (for example a body) has its own x; else a world has one.
         columns: Columns of the last dimension that change, of all fields or of each; (): all.
+        per_element: Whether each element (for example a body) has its own x; else a world has one.
         of_base: Whether only the floating base of the robot changes.
     """
 
     fields: tuple[str, ...]
     operation: Literal["scale", "add"]
-    per_element: bool
     columns: tuple[slice, ...] = ()
+    per_element: bool = True
     of_base: bool = False
 
     def column(self, field: str) -> slice:
@@ -43,33 +43,27 @@ class Range:
         return columns[self.fields.index(field) % len(columns)]
 
 
+SERVO = ("actuator_gainprm", "actuator_biasprm")
+"""Fields with the gains of position servos."""
+
 RANGES: dict[str, Range] = {
-    "mass": Range(("body_mass", "body_inertia"), "scale", per_element=True),
-    "friction": Range(("geom_friction",), "scale", per_element=True, columns=(slice(1),)),
-    "damping": Range(("dof_damping",), "scale", per_element=True),
-    "gains": Range(("actuator_gainprm", "actuator_biasprm"), "scale", per_element=True),
-    "kp": Range(
-        ("actuator_gainprm", "actuator_biasprm"),
-        "scale",
-        per_element=True,
-        columns=(slice(0, 1), slice(1, 2)),
-    ),
-    "kd": Range(("actuator_biasprm",), "scale", per_element=True, columns=(slice(2, 3),)),
-    "armature": Range(("dof_armature",), "scale", per_element=True),
-    "friction_loss": Range(("dof_frictionloss",), "scale", per_element=True),
-    "payload": Range(("body_mass",), "add", per_element=True, of_base=True),
-    "com": Range(("body_ipos",), "add", per_element=True, of_base=True),
-    "motor_strength": Range(
-        ("actuator_gainprm", "actuator_biasprm", "actuator_forcerange", "jnt_actfrcrange"),
-        "scale",
-        per_element=True,
-    ),
-    "joint_offset": Range(("actuator_biasprm",), "add", per_element=True),
+    "mass": Range(("body_mass", "body_inertia"), "scale"),
+    "friction": Range(("geom_friction",), "scale", (slice(1),)),
+    "damping": Range(("dof_damping",), "scale"),
+    "gains": Range(SERVO, "scale"),
+    "kp": Range(SERVO, "scale", (slice(0, 1), slice(1, 2))),
+    "kd": Range(("actuator_biasprm",), "scale", (slice(2, 3),)),
+    "armature": Range(("dof_armature",), "scale"),
+    "friction_loss": Range(("dof_frictionloss",), "scale"),
+    "payload": Range(("body_mass",), "add", of_base=True),
+    "com": Range(("body_ipos",), "add", of_base=True),
+    "motor_strength": Range((*SERVO, "actuator_forcerange", "jnt_actfrcrange"), "scale"),
+    "joint_offset": Range(("actuator_biasprm",), "add"),
     "gravity": Range(("opt.gravity",), "scale", per_element=False),
-    "camera_position": Range(("cam_pos",), "add", per_element=True),
-    "camera_angle": Range(("cam_quat",), "add", per_element=True),
-    "light": Range(("light_diffuse",), "scale", per_element=True),
-    "colour": Range(("geom_rgba", "mat_rgba"), "add", per_element=True, columns=(slice(3),)),
+    "camera_position": Range(("cam_pos",), "add"),
+    "camera_angle": Range(("cam_quat",), "add"),
+    "light": Range(("light_diffuse",), "scale"),
+    "colour": Range(("geom_rgba", "mat_rgba"), "add", (slice(3),)),
 }
 """Name of the option -> what it changes. The numbers are uniform between the two bounds.
 
@@ -267,25 +261,26 @@ def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[floa
 
     Raises EnvError.
     """
-    linear_gains = [int(mujoco.mjtGain.mjGAIN_FIXED), int(mujoco.mjtGain.mjGAIN_AFFINE)]
-    no_bias, affine_bias = int(mujoco.mjtBias.mjBIAS_NONE), int(mujoco.mjtBias.mjBIAS_AFFINE)
-    prefix = f"env.ranges.motor_strength={list(ranges['motor_strength'])}"
-    for i in range(len(model.actuator_gaintype)):
-        bias, name = int(model.actuator_biastype[i]), model.actuator(i).name or f"actuator{i}"
-        if model.actuator_gaintype[i] not in linear_gains or bias not in (no_bias, affine_bias):
-            raise EnvError(
-                f"{prefix}: actuator {name} is no motor or servo (its gain or bias is not linear,"
-                " as that of a muscle); remove it"
-            )
+    gains, biases = mujoco.mjtGain, mujoco.mjtBias
+    is_linear = np.isin(
+        model.actuator_gaintype, [int(gains.mjGAIN_FIXED), int(gains.mjGAIN_AFFINE)]
+    )
+    is_linear &= np.isin(
+        model.actuator_biastype, [int(biases.mjBIAS_NONE), int(biases.mjBIAS_AFFINE)]
+    )
     limited = model.jnt_actfrclimited.astype(bool)
     counts = np.bincount(model.actuator_trnid[_drives_joint(model), 0], minlength=model.njnt)
     shared = np.flatnonzero(limited & (counts != 1))
-    if shared.size or model.tendon_actfrclimited.any():
+    fault = ""
+    if not is_linear.all():
+        i = int(is_linear.argmin())
+        fault = f"actuator {model.actuator(i).name or i} has no linear gain and bias, as a muscle"
+    elif shared.size or model.tendon_actfrclimited.any():
         part = model.joint(int(shared[0])).name if shared.size else "a tendon"
-        raise EnvError(
-            f"{prefix}: the limit actuatorfrcrange of {part} is not that of one actuator; use the"
-            " actuators' forcerange in the model, or remove it"
-        )
+        fault = f"the limit actuatorfrcrange of {part} is not that of one actuator (forcerange)"
+    if fault:
+        value = list(ranges["motor_strength"])
+        raise EnvError(f"remove env.ranges.motor_strength={value}: {fault}")
 
 
 def _rotate(quat: Tensor, angles: Tensor) -> Tensor:

@@ -71,11 +71,8 @@ def _pop_warp_capacities(kwargs: dict[str, Any], id: str, engine: str) -> dict[s
     capacities = {name: value for name, value in popped.items() if value is not None}
     for name, value in capacities.items():
         check_count(f"env.id={id}: env.kwargs.{name}", value, 1)
-    if capacities and engine != "warp":
-        raise EnvError(
-            f"env.id={id}: env.kwargs.{next(iter(capacities))} is read by simulator=warp only;"
-            " remove it, or write null"
-        )
+        if engine != "warp":
+            raise EnvError(f"remove env.kwargs.{name}: env.id={id} reads it with simulator=warp")
     return capacities
 
 
@@ -123,9 +120,8 @@ def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
         )
     if "joint_offset" in all_ranges and not task.reads_joints_from_state:
         raise EnvError(
-            f"env.id={id}: env.ranges.joint_offset={show(all_ranges['joint_offset'])}: only tasks"
-            " with the attribute reads_joints_from_state have it, such as Go1Joystick and"
-            " PandaPickCube; remove it"
+            f"remove env.ranges.joint_offset={show(all_ranges['joint_offset'])}: env.id={id} lacks"
+            " the attribute reads_joints_from_state of Go1Joystick and PandaPickCube"
         )
     render_size = options.render_size if options.render else None
     cameras = tuple(options.cameras)

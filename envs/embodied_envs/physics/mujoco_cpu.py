@@ -24,6 +24,13 @@ try:
 except ImportError:  # before 3.17
     Batch = None
 
+STAGES = {
+    "none": int(mujoco.mjtStage.mjSTAGE_NONE),
+    "velocity": int(mujoco.mjtStage.mjSTAGE_VEL),
+    "forces": int(mujoco.mjtStage.mjSTAGE_ACC),
+}
+"""``Task.stage`` -> the last stage that is computed after a control step."""
+
 
 class BatchPhysics:
     """``Physics`` in float64 on CPU threads; the tensors are views of the simulator's memory."""
@@ -61,11 +68,12 @@ class BatchPhysics:
         self.model, self.cameras, self.randomization = model, cameras, randomization
         self.random_size = randomization.size
         use_batch = stage != "forces" and Batch is not None
-        self.worlds = (_Batch if use_batch else _Threads)(model, num_envs, num_threads, stage)
+        self.worlds: Any = (Batch if use_batch else _Threads)(model, num_envs, num_threads)
+        self._stage = STAGES[stage]
         arrays: dict[str, np.ndarray] = {}
         for name in dict.fromkeys([*STATE_FIELDS, *fields]):
             if hasattr(mujoco.MjData, name):
-                arrays[name] = self.worlds.data(name)
+                arrays[name] = self.worlds.bind(name)
             elif not hasattr(model, name):
                 raise EnvError(f"MuJoCo has no field {name!r} in MjData or MjModel")
             elif name in randomization.fields:
@@ -81,18 +89,19 @@ class BatchPhysics:
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
         self.fields["ctrl"].copy_(ctrl)
-        self.worlds.step(substeps)
+        self.worlds.step(nstep=substeps, stage=self._stage)
 
     def reset(self, mask: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
         """See ``Physics``; ``u`` is [N, random_size]."""
-        ids = mask.nonzero().flatten().numpy()
+        ids = mask.nonzero().flatten().numpy().astype(np.int32)
         if not ids.size:
             return
         if self.varied:
             for name, value in self.randomization.sample(u[mask]).items():
                 self.varied[name][ids] = value.numpy()
             self.worlds.set_const(ids)
-        self.worlds.reset(ids)
+        # The state becomes the model's default; derived fields stay as they are.
+        self.worlds.reset(ids, stage=STAGES["none"])
         for name, value in values.items():
             self.fields[name][mask] = value[mask]
         self.worlds.forward(ids)
@@ -123,7 +132,7 @@ class BatchPhysics:
 
         Derived fields are those of the state: with stage none, not those one physics step ago.
         """
-        ids = np.arange(len(self.fields["qpos"]))
+        ids = np.arange(len(self.fields["qpos"]), dtype=np.int32)
         for k, x in self.varied.items():
             x[:] = state[f"model/{k}"].numpy()
         if self.varied:
@@ -145,53 +154,18 @@ class BatchPhysics:
     def close(self) -> None:
         """Free renderer and worlds."""
         self.cameras.close()
-        self.worlds.close()
-
-
-class _Batch:
-    """Worlds of ``mujoco.batch``, which share one model."""
-
-    def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int, stage: str) -> None:
-        assert Batch is not None
-        self.batch = Batch(model, num_envs, num_threads)
-        self.stage = int(
-            mujoco.mjtStage.mjSTAGE_VEL if stage == "velocity" else mujoco.mjtStage.mjSTAGE_NONE
-        )
-
-    def data(self, name: str) -> np.ndarray:
-        """Return a view [N, ..] of an MjData field; only STATE_FIELDS may be written."""
-        return self.batch.bind(name)
-
-    def expand(self, name: str) -> np.ndarray:
-        """Give each world its own value of an MjModel field and return a view [N, ..]."""
-        return self.batch.expand(name)
-
-    def step(self, substeps: int) -> None:
-        self.batch.step(nstep=substeps, stage=self.stage)
-
-    def reset(self, ids: np.ndarray) -> None:
-        """Set the state to the model's defaults; derived fields stay as they are."""
-        self.batch.reset(ids.astype(np.int32), stage=int(mujoco.mjtStage.mjSTAGE_NONE))
-
-    def forward(self, ids: np.ndarray) -> None:
-        self.batch.forward(ids.astype(np.int32))
-
-    def set_const(self, ids: np.ndarray) -> None:
-        """Compute the model's constants that depend on expanded fields."""
-        self.batch.set_const(ids.astype(np.int32))
-
-    def close(self) -> None:
-        del self.batch
+        del self.worlds
 
 
 class _Threads:
-    """One MjData per world, stepped by threads, because ``mj_step`` releases Python's lock.
+    """The methods of ``mujoco.batch.Batch`` with one MjData per world, stepped by threads.
 
-    Stage "forces" needs it: ``mujoco.batch`` does not compute contact forces.
+    ``mj_step`` releases Python's lock. Stage "forces" needs this class: ``mujoco.batch`` does not
+    compute contact forces.
     """
 
-    def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int, stage: str) -> None:
-        self.model, self.stage = model, stage
+    def __init__(self, model: mujoco.MjModel, num_envs: int, num_threads: int) -> None:
+        self.model = model
         self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
         self.models = [model] * num_envs
         self.arrays: dict[str, np.ndarray] = {}
@@ -200,7 +174,7 @@ class _Threads:
         self.pool = ThreadPoolExecutor(num_threads)
         self.blocks = [b for b in np.array_split(np.arange(num_envs), num_threads) if b.size]
 
-    def data(self, name: str) -> np.ndarray:
+    def bind(self, name: str) -> np.ndarray:
         array = np.stack([np.asarray(getattr(d, name), dtype=np.float64) for d in self.datas])
         self.arrays[name] = array
         if name != "time":
@@ -215,17 +189,17 @@ class _Threads:
             self.varied[name] = np.stack([model_field(m, name) for m in self.models])
         return self.varied[name]
 
-    def step(self, substeps: int) -> None:
-        list(self.pool.map(lambda ids: [self._step(i, substeps) for i in ids], self.blocks))
+    def step(self, *, nstep: int, stage: int) -> None:
+        list(self.pool.map(lambda ids: [self._step(i, nstep, stage) for i in ids], self.blocks))
 
-    def _step(self, i: int, substeps: int) -> None:
+    def _step(self, i: int, substeps: int, stage: int) -> None:
         m, d = self.models[i], self.datas[i]
         d.ctrl[:] = self.arrays["ctrl"][i]
         d.qvel[:] = self.arrays["qvel"][i]  # which a push has changed
         mujoco.mj_step(m, d, nstep=substeps)
-        if self.stage == "velocity":
+        if stage == STAGES["velocity"]:
             mujoco.mj_step1(m, d)
-        elif self.stage == "forces":
+        elif stage == STAGES["forces"]:
             mujoco.mj_rnePostConstraint(m, d)
         self._export(i)
 
@@ -235,7 +209,7 @@ class _Threads:
             row[...] = view
         self.arrays["time"][i] = self.datas[i].time
 
-    def reset(self, ids: np.ndarray) -> None:
+    def reset(self, ids: np.ndarray, stage: int) -> None:
         for i in ids:
             mujoco.mj_resetData(self.models[i], self.datas[i])
             self._export(i)
@@ -256,9 +230,6 @@ class _Threads:
             for name, x in self.varied.items():
                 model_field(self.models[i], name)[...] = x[i]
             mujoco.mj_setConst(self.models[i], self.datas[i])
-
-    def close(self) -> None:
-        self.pool.shutdown()
 
 
 def _warn(text: str) -> None:

@@ -250,11 +250,8 @@ class MujocoEnv(VectorEnv):
 
     def state(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
-        state: dict[str, Any] = {
-            "physics": self.physics.state(),
-            "obs": tree.map(Tensor.clone, self._last_obs),
-        }
-        return state | tree.map(Tensor.clone, self._buffers())
+        state = tree.map(Tensor.clone, {"obs": self._last_obs, **self._buffers()})
+        return {"physics": self.physics.state(), **state}
 
     def _buffers(self) -> dict[str, Any]:
         """Return the tensors besides those of the engine that the next step depends on."""
@@ -359,12 +356,9 @@ class MujocoEnv(VectorEnv):
             self._pushes.apply(self._seeds, self._episode, self._elapsed)
         self._advance_physics(ctrl)
         self._elapsed += 1
-        if task.step_noise:
-            # One stream per environment: the counter holds episode and step.
-            steps = self._elapsed + (self._episode << 32)
-            u = physics.uniform(self._seeds, _STEP, steps, task.step_noise)
-        else:
-            u = action.new_empty(self.num_envs, 0)
+        # One stream per environment: the counter holds episode and step.
+        steps = self._elapsed + (self._episode << 32)
+        u = physics.uniform(self._seeds, _STEP, steps, task.step_noise)
         result = self._evaluate(action, u)
         ended = result.terminated | result.truncated
         if self.cameras_enabled:
@@ -484,13 +478,8 @@ class MujocoEnv(VectorEnv):
 
         The first are the task's, the second the randomised model's.
         """
-        task_size, model_size = self.task.reset_noise, self.physics.random_size
-        if task_size + model_size == 0:
-            empty = torch.empty(
-                self.num_envs, 0, dtype=self.physics.dtype, device=self._seeds.device
-            )
-            return empty, empty
-        u = self.physics.uniform(self._seeds, _RESET, self._episode, task_size + model_size)
+        task_size, size = self.task.reset_noise, self.physics.random_size + self.task.reset_noise
+        u = self.physics.uniform(self._seeds, _RESET, self._episode, size)
         return u[:, :task_size].contiguous(), u[:, task_size:]
 
     def _begin(self, mask: Tensor) -> None:

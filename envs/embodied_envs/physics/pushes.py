@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import mujoco
-import numpy as np
 import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.engine import Physics
-from embodied_envs.robots.robot_model import driven_dofs
+from embodied_envs.robots.robot_model import FREE, RobotModel
 
 STREAM = 2
 """Stream of random numbers, see ``base.random``; ``MujocoEnv`` uses 0 and 1."""
@@ -94,14 +93,11 @@ def base_dof(model: mujoco.MjModel, id: str) -> int:
     Raises:
         EnvError: There is no such joint, or there are several.
     """
-    driven = model.body_rootid[model.dof_bodyid[driven_dofs(model)]]
-    free = np.flatnonzero(model.jnt_type == int(mujoco.mjtJoint.mjJNT_FREE))
-    bases = [int(j) for j in free if model.jnt_bodyid[j] in driven]
-    if len(bases) == 1:
-        return int(model.jnt_dofadr[bases[0]])
-    count = len(bases)
-    fault = f"its model has {count} robots with a free joint" if bases else "its robot is fixed"
-    raise EnvError(
-        f"env.id={id}: env.realism.push_velocity needs one robot whose root is a free joint, and"
-        f" {fault}; Go1Joystick, Go1Rough, Ant and Humanoid have one, otherwise remove it"
-    )
+    robot = RobotModel(model)
+    count = sum(int(body) in robot.roots for body in model.jnt_bodyid[model.jnt_type == FREE])
+    if count != 1:
+        raise EnvError(
+            f"remove env.realism.push_velocity: env.id={id} has {count} robots whose root is a free"
+            " joint, and pushes need one"
+        )
+    return robot.base_dof

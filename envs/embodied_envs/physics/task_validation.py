@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters.user_code import wrap_errors
-from embodied_envs.base.errors import EnvError
+from embodied_envs.base.errors import EnvError, nearest
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.tasks.task import Task
 
@@ -79,7 +78,7 @@ class TaskValidator:
             start = reset()
         if not isinstance(start, Mapping):
             raise self._error(
-                f".reset() is {type(start).__name__}; it must be a dictionary of tensors"
+                f".reset() is {type(start).__name__}; make it a dictionary of tensors"
             )
         fields = self.physics.fields
         for name, x in start.items():
@@ -88,12 +87,10 @@ class TaskValidator:
                 self._tensor(label, x, tuple(fields[name].shape), self.physics.dtype)
                 continue
             if name in fields:
+                raise self._error(f": rename its variable {name!r}, the name of a MuJoCo field")
+            if similar := nearest(name, INITIAL_FIELDS, cutoff=0.8):
                 raise self._error(
-                    f": its variable {name!r} has the name of a MuJoCo field; rename it"
-                )
-            if similar := difflib.get_close_matches(name, INITIAL_FIELDS, n=1, cutoff=0.8):
-                raise self._error(
-                    f".{label} is not a MuJoCo field; did you mean {similar[0]!r}? If it is a"
+                    f".{label} is not a MuJoCo field; did you mean {similar!r}? If it is a"
                     " variable of your task, choose a less similar name"
                 )
             self._tensor(label, x, (self.n, *getattr(x, "shape", (0,))[1:]), None)
@@ -129,10 +126,7 @@ class TaskValidator:
         with self._calling("groups"):
             groups: dict[str, Any] = dict(self.task.groups())
         if taken := {STATE, PRIVILEGED} & set(groups):
-            raise self._error(
-                f".groups()[{taken.pop()!r}]: the name is that of another observation; choose a"
-                " different one"
-            )
+            raise self._error(f".groups()[{taken.pop()!r}] is another observation; rename it")
         if self.task.has_privileged():
             groups = {PRIVILEGED: self.task.privileged} | groups
         for name in set(names) & set(groups):
@@ -155,9 +149,7 @@ class TaskValidator:
         for name, x in values.items():
             label = f"{function}()[{name!r}]"
             if name not in start:
-                raise self._error(
-                    f".{label}: reset() returns no such variable; return it from reset()"
-                )
+                raise self._error(f".{label}: reset() returns no such variable; return it there")
             # The results of ``advance`` are copied into the variables, in any dtype.
             kind = None if function == "advance" else start[name].dtype
             self._tensor(label, x, tuple(start[name].shape), kind)
@@ -207,6 +199,4 @@ class TaskValidator:
                     self._tensor(label, x, (n, *shape[1:]), None)
         for name, x in original.items():
             if not torch.equal(x.nan_to_num(), s[name].nan_to_num()):
-                raise self._error(
-                    f": a function writes into s[{name!r}]; let it compute a new tensor"
-                )
+                raise self._error(f": a function writes into s[{name!r}]; compute a new tensor")

@@ -27,9 +27,7 @@ def resolve_devices(device: torch.device | str) -> tuple[torch.device, Any]:
     wp.init()
     if device.type == "cuda":
         if not wp.is_cuda_available():
-            raise EnvError(
-                "warp cannot use this CUDA driver (driver 580 or newer); use simulator=mujoco"
-            )
+            raise EnvError("use simulator=mujoco: warp needs a CUDA driver of version 580 or newer")
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
     return device, wp.device_from_torch(device)
@@ -42,14 +40,12 @@ def adapt_model(model: mujoco.MjModel) -> mujoco.MjModel:
         EnvError: The model has features with an internal state that a reset would not clear.
     """
     model = copy.copy(model)
-    if model.opt.enableflags & int(mujoco.mjtEnableBit.mjENBL_SLEEP):
-        raise EnvError(
-            "bodies that sleep (flag sleep) are not supported on a GPU; use simulator=mujoco"
-        )
-    if getattr(model, "nhistory", 0):
-        raise EnvError(
-            "actuators and sensors with a delay are not supported on a GPU; use simulator=mujoco"
-        )
+    for has_feature, feature in (
+        (model.opt.enableflags & int(mujoco.mjtEnableBit.mjENBL_SLEEP), "flag sleep"),
+        (getattr(model, "nhistory", 0), "actuators and sensors with a delay"),
+    ):
+        if has_feature:
+            raise EnvError(f"use simulator=mujoco: {feature} are not supported on a GPU")
     # mujoco_warp has neither feature.
     bits = (mujoco.mjtDisableBit.mjDSBL_AUTORESET, mujoco.mjtDisableBit.mjDSBL_MIDPHASE)
     model.opt.disableflags &= ~sum(int(b) for b in bits)

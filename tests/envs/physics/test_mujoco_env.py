@@ -114,7 +114,7 @@ def test_threads_and_batch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_threads": 2,
     }
     batch = make(**options)
-    assert isinstance(batch.physics.worlds, mujoco_cpu._Batch)
+    assert isinstance(batch.physics.worlds, mujoco_cpu.Batch)
     monkeypatch.setattr(mujoco_cpu, "Batch", None)
     threads = make(**options)
     assert isinstance(threads.physics.worlds, mujoco_cpu._Threads)
