@@ -66,9 +66,7 @@ class ObservationReader:
         if is_nested:
             values = {name: spaces.entry(obs, name) for name in self._specs}
         if is_nested != is_dict or any(name and x is None for name, x in values.items()):
-            given = "one array"
-            if is_nested:
-                given = ", ".join(spaces.flatten(obs)) or "nothing"
+            given = (", ".join(spaces.flatten(obs)) or "nothing") if is_nested else "one array"
             wanted = ", ".join(self._specs) if is_dict else "one array"
             raise EnvError(f"env.id={self.id}: obs is {given}; the policy reads {wanted}")
         converted = {n: self._convert(n, values[n], spec) for n, spec in self._specs.items()}
@@ -109,13 +107,11 @@ class ObservationReader:
         is_batched = x.ndim == dims + 1
         self._check_choice(name, x)
         if (is_batched or x.ndim == dims) and (leaf is None or x.dtype.kind in "biuf"):
-            rows = x if is_batched else x[None]
-            tensor = leaf(rows) if leaf is not None else torch.as_tensor(rows)
+            tensor = (leaf or torch.as_tensor)(x if is_batched else x[None])
             is_image = spec.dtype == torch.uint8
             if tensor.shape[1:] == spec.shape and (not is_image or tensor.dtype == torch.uint8):
                 return tensor.to(spec.dtype), is_batched
-        entry = f"obs[{name!r}]" if name else "obs"
-        kind = str(spec.dtype).removeprefix("torch.")
+        entry, kind = f"obs[{name!r}]" if name else "obs", str(spec.dtype).removeprefix("torch.")
         raise EnvError(
             f"env.id={self.id}: {entry} is {x.dtype} {list(x.shape)}; the policy reads {kind}"
             f" {list(spec.shape)}, or [N, ..] of them"

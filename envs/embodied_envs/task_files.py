@@ -139,8 +139,8 @@ class TaskFiles:
         """
         if not self.complete:
             raise EnvError(
-                f"env.id={self.id}: cannot be imported here, and the run keeps no complete copy;"
-                " set PYTHONPATH"
+                f"set PYTHONPATH: env.id={self.id} cannot be imported here, and the run keeps no"
+                " complete copy"
             )
         assert self.store is not None
         _install(self, self.store / "files")
@@ -168,10 +168,7 @@ class TaskFiles:
                 f"env.id={self.id}: {path} is not the file that the run began with (task"
                 f" {self.hash}), and the run's copy is not readable here; put the same file there"
             )
-        say(
-            f"task: executing the run's copies in {stored.store}: the originals are changed or"
-            " missing here"
-        )
+        say(f"task: executing the run's copies in {stored.store}: originals changed or missing")
         return stored.use_copies()
 
 
@@ -222,10 +219,8 @@ def select(
         stored.use_originals(changed=True)
         return collect(id, kwargs)
     stored.use_copies()
-    cause, hint = f"{id} cannot be imported from here", ""
-    if changed:
-        cause = f"{names} changed since training"
-        hint = "; allow_changed_task=true executes the changed files"
+    cause = f"{names} changed since training" if changed else f"{id} cannot be imported from here"
+    hint = "; allow_changed_task=true executes the changed files" if changed else ""
     say(f"task: {cause}; executing the run's copies in {stored.store}{hint}")
     return stored
 
@@ -248,20 +243,16 @@ def read(store: Path) -> TaskFiles | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{manifest}: is not a manifest ({error!r}); remove {store}"
+            f"remove {store}: {MANIFEST} is not a manifest ({error!r})"
         ) from error
     for name in (*(name for name, *_ in rows), cwd or "."):
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(
-                f"{manifest}: {name!r} lies outside of the folder; remove {store}"
-            )
+            raise CheckpointError(f"remove {store}: {name!r} lies outside of the folder")
     files = []
     for name, digest, module, is_copied in rows:
         path = store / "files" / name
         if is_copied and _digest(path) != digest:
-            raise CheckpointError(
-                f"{path}: is not the file that the run wrote (sha256); remove {store}"
-            )
+            raise CheckpointError(f"remove {store}: {path} is not what the run wrote (sha256)")
         files.append(File(name, digest, module, path.read_bytes() if is_copied else None))
     return TaskFiles(id, root, tuple(files), cwd, store)
 
@@ -284,9 +275,7 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
             queue.append(path.absolute())
             relative |= not path.is_absolute()
     # Path -> dotted name of a Python source.
-    modules: dict[Path, str | None] = {
-        Path(os.path.realpath(path)): name for name, path in sources.items()
-    }
+    modules: dict[Path, Any] = {Path(os.path.realpath(x)): name for name, x in sources.items()}
     for path in sources.values():
         queue += files_named_in_source(path)
     while queue and len(modules) < MAX_FILES:
@@ -302,10 +291,9 @@ def collect(id: str, kwargs: Mapping[str, Any]) -> TaskFiles | None:
     main = next(iter(modules)) if sources else None
     files, size = [], 0
     for path in sorted(modules, key=lambda x: (x != main, x.suffix not in (".py", ".xml"), str(x))):
-        data = None
-        if size + path.stat().st_size <= MAX_COPIED_BYTES:
-            data = path.read_bytes()
-            size += len(data)
+        fits = size + path.stat().st_size <= MAX_COPIED_BYTES
+        data = path.read_bytes() if fits else None
+        size += len(data or b"")
         digest = _digest(path) if data is None else hashlib.sha256(data).hexdigest()
         files.append(File(path.relative_to(root).as_posix(), str(digest), modules[path], data))
     task = TaskFiles(id, root, tuple(files), cwd.relative_to(root).as_posix() if relative else None)
@@ -410,7 +398,7 @@ def _loaded_models(id: str, kwargs: Mapping[str, Any]) -> tuple[list[Path], bool
         tasks.make(id, task_class, options).spec()
     calls = spec_file.call_args_list + model_file.call_args_list
     names = [str(x) for call in calls for x in call.args[:1] or [call.kwargs.get("filename")]]
-    paths = [Path(name).absolute() for name in names if os.path.isfile(Path(name))]
+    paths = [Path(name).absolute() for name in names if os.path.isfile(name)]
     return paths, any(not os.path.isabs(name) for name in names)
 
 

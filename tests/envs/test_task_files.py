@@ -193,9 +193,7 @@ def test_damaged_copies_are_rejected(project: Path, tmp_path: Path) -> None:
     assert task.store is not None
     manifest = task.store / task_files.MANIFEST
     (task.store / "files/arm.py").write_text("import os")
-    with pytest.raises(
-        CheckpointError, match=r"arm.py: is not the file that the run wrote \(sha256\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"arm.py is not what the run wrote \(sha256\)"):
         task_files.read(task.store)
     content = json.loads(manifest.read_text())
     content["files"][0]["name"] = "../arm.py"

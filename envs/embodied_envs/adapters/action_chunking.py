@@ -30,10 +30,7 @@ class ChunkedActions(EnvWrapper):
 
     def __init__(self, env: VectorEnv, chunk: int) -> None:
         if not isinstance(env.action_spec, Box):
-            raise EnvError(
-                f"env.id={env.id}: env.action_chunk={chunk}: its actions are discrete; use"
-                " action_chunk=1"
-            )
+            raise EnvError(f"remove env.action_chunk={chunk}: env.id={env.id} has discrete actions")
         super().__init__(env)
         self.chunk = chunk
         self.size = env.action_spec.size
@@ -103,10 +100,8 @@ class ChunkedActions(EnvWrapper):
         if active.device.type != "cpu" or bool(is_reset.any()):
             first_obs = self.env.reset_where(is_reset)
             if first_obs is None:
-                raise EnvError(
-                    f"env.id={self.id}: env.action_chunk={self.chunk}: it cannot reset single"
-                    " environments"
-                )
+                name = f"env.action_chunk={self.chunk}"
+                raise EnvError(f"remove {name}: env.id={self.id} cannot reset single environments")
             obs = tree.where(is_reset, first_obs, obs)
         success = at_end = None
         if last.success is not None:

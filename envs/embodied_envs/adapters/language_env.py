@@ -66,10 +66,7 @@ class LanguageEnv(GymnasiumEnv):
         if task_class.known_options is not None:
             check_names("env.kwargs", list(kwargs), (*task_class.known_options, "processes"))
         if not sentences:
-            raise EnvError(
-                "write env.kwargs.sentences=[..], all sentences that its episodes may have:"
-                f" env.id={id} of {simulator} draws them"
-            )
+            raise EnvError(f"write env.kwargs.sentences=[..]: env.id={id} draws one of several")
         state = ["state"] if task_class.state_size else []
         keys = state if options.obs_keys is None else options.obs_keys
         size = tuple(options.image_size)

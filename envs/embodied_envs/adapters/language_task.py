@@ -317,10 +317,8 @@ class CalvinTask(LanguageTask):
             folder = Path(self.options["dataset"], "validation")
             table = importlib.import_module("calvin_env.envs.play_table_env")
             self.sim = table.get_env(folder, show_gui=False)
-            load = importlib.import_module("omegaconf").OmegaConf.load
-            tasks = load(
-                Path(self.options["conf"], "callbacks/rollout/tasks/new_playtable_tasks.yaml")
-            )
+            file = Path(self.options["conf"], "callbacks/rollout/tasks/new_playtable_tasks.yaml")
+            tasks = importlib.import_module("omegaconf").OmegaConf.load(file)
             self.oracle = importlib.import_module("hydra").utils.instantiate(tasks)
         initial, names = self.options["chains"][seed % len(self.options["chains"])]
         utils = importlib.import_module("calvin_agent.evaluation.utils")
@@ -349,9 +347,7 @@ class CalvinTask(LanguageTask):
 
 
 TASKS: dict[str, type[LanguageTask]] = {
-    "simpler": SimplerTask,
-    "robocasa": RoboCasaTask,
-    "robotwin": RoboTwinTask,
+    **{"simpler": SimplerTask, "robocasa": RoboCasaTask, "robotwin": RoboTwinTask},
     "calvin": CalvinTask,
 }
 """Value of env.simulator -> class of its tasks."""

@@ -219,11 +219,10 @@ class MultiTaskEnv(VectorEnv):
                 info[name] = self._join(values, torch.nan)
             else:  # numbers of all environments together
                 info[name] = torch.cat([x.flatten() for x in values if x is not None])
-        kinds = [torch.zeros_like(rows) for _, rows in self.parts]
-        kinds = [
-            x if step.task is None else step.task for x, step in zip(kinds, steps, strict=True)
-        ]
-        task = self._first_name + self._join(kinds)
+        kinds = [step.task for step in steps]
+        task = self._first_name.clone()
+        if any(kind is not None for kind in kinds):
+            task += self._join(kinds)
         return Step(self._join_obs([s.obs for s in steps]), task=task, info=info or None, **joined)
 
     @property

@@ -101,12 +101,10 @@ def decide(
     if order is None and layout is None and is_bytes and len(shape) == 3 and not large:
         order = "CHW"  # too small for a convolution, so that the order does not matter
     if order is None:
+        values = "hwc or chw (channels last or first)" if layout is None else "null"
         raise EnvError(
-            f"{name} has shape {list(shape)}, and its channels are not clear; write"
-            " env.image_layout=hwc or chw if they are last or first"
-            if layout is None
-            else f"{name} has shape {list(shape)}, which is no image of env.image_layout={layout};"
-            " write env.image_layout=null, or wrap the environment"
+            f"write env.image_layout={values}, or wrap the environment: {name} has shape"
+            f" {list(shape)}, whose channels are not clear with env.image_layout={layout or 'null'}"
         )
     if not is_bytes and len(shape) > 2:
         _, height, width = ImageLayout(order).shape(shape)

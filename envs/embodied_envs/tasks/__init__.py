@@ -60,10 +60,7 @@ def find(id: str) -> type[Task] | None:
     if issubclass(value, Task):
         return value
     if hasattr(value, "observe") and hasattr(value, "spec"):
-        raise EnvError(
-            f"env.id={id}: {name} is written like a task but is no subclass of"
-            " embodied_envs.tasks.Task"
-        )
+        raise EnvError(f"inherit from embodied_envs.tasks.Task: env.id={id} is like a task")
     return None
 
 
@@ -79,15 +76,10 @@ def hint(id: str) -> str:
         return f"; if a module of yours registers it with Gymnasium, write env.id=module:{name}"
     if module not in sys.modules:
         return ""
-    classes = [
-        member
-        for member, x in vars(sys.modules[module]).items()
-        if isinstance(x, type) and issubclass(x, Task) and x is not Task
-    ]
-    return (
-        f"; {module} has no {name!r}, it has"
-        f" {', '.join(classes) or 'no subclass of embodied_envs.tasks.Task'}"
-    )
+    members = vars(sys.modules[module]).items()
+    classes = [k for k, x in members if isinstance(x, type) and issubclass(x, Task) and x != Task]
+    known = ", ".join(classes) or "no subclass of embodied_envs.tasks.Task"
+    return f"; {module} has no {name!r}, it has {known}"
 
 
 def make(

@@ -99,11 +99,8 @@ def record(
     Raises:
         EnvError: An option is invalid, or the expert succeeds in fewer than 10 % of the episodes.
     """
-    if task_kwargs.get("obs", "language") != "language":
-        raise EnvError(
-            f"env.kwargs.obs={task_kwargs['obs']!r}: demonstrations are of obs=language; leave"
-            " it out"
-        )
+    if (obs := task_kwargs.get("obs", "language")) != "language":
+        raise EnvError(f"leave env.kwargs.obs={obs!r} out: demonstrations are of obs=language")
     env = embodied_envs.make(
         Tabletop.id,
         num_envs=num_envs,
@@ -127,10 +124,8 @@ def record(
                 if done == episodes:
                     return
             elif attempts >= 100 and done < 0.1 * attempts:
-                raise EnvError(
-                    f"env.id={Tabletop.id}: the expert succeeded in {done} of {attempts} episodes;"
-                    f" lower noise={noise}"
-                )
+                count = f"{done} of {attempts} episodes"
+                raise EnvError(f"lower noise={noise}: the expert succeeded in {count}")
     finally:
         env.close()
 
@@ -167,8 +162,7 @@ def _run_episodes(
         # Read before the step: a world that ends starts the next episode in the same step.
         instruction, kind = env.s["instruction"].tolist(), env.s["kind"].tolist()
         for i in range(n):
-            seen = {name: obs[name][i] for name in ("state", *cameras)}
-            frames[i].append((seen, action[i]))
+            frames[i].append(({name: obs[name][i] for name in ("state", *cameras)}, action[i]))
         is_noisy = torch.rand(n, 1, generator=generator) < noise
         noisy_action = 2 * torch.rand(n, 4, generator=generator) - 1
         step = env.step(torch.where(is_noisy, noisy_action, action))

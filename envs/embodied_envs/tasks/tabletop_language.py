@@ -224,14 +224,9 @@ def episodes(
     check_choice(f"{prefix}split", split, SPLITS)
     check_choice(f"{prefix}unseen_colour", unseen_colour, (None, *COLOURS))
     if split == "unseen_colour" and unseen_colour is None:
-        raise EnvError(
-            "env.id=Tabletop: split='unseen_colour' needs the colour; write unseen_colour=yellow"
-        )
+        raise EnvError(f"{prefix}split='unseen_colour' needs it; write unseen_colour=yellow")
     if isinstance(families, str) or (families is not None and not families):
-        raise EnvError(
-            f"env.id=Tabletop: families={families!r} must be a list of names, or null for all of"
-            " them"
-        )
+        raise EnvError(f"{prefix}families={families!r} must be a list of names, or null for all")
     names = list(FAMILIES) if families is None else list(families)
     check_names(f"{prefix}families", names, FAMILIES)
     chosen: dict[Combination, tuple[str, ...]] = {}
@@ -240,9 +235,8 @@ def episodes(
         held = [c for c in combinations(name) if _group(c, unseen_colour) == _GROUPS[split]]
         if not held:
             raise EnvError(
-                f"env.id=Tabletop: family {name!r} has no episode of split={split!r} with"
-                f" unseen_colour={unseen_colour!r}, because its sentences have one argument; leave"
-                " it out of families"
+                f"{prefix}leave {name!r} out of families: its sentences have one argument, so that"
+                f" split={split!r} with unseen_colour={unseen_colour!r} has none"
             )
         for c in held:
             chosen[c] = tuple(wording.format(**c.words()) for wording in wordings)
