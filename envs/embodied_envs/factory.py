@@ -126,9 +126,7 @@ def make(
     try:
         torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise EnvError(
-            f"env.id={id}: device={device!r} is unknown; use cpu, cuda or cuda:N"
-        ) from error
+        raise EnvError(f"env.id={id}: device={device!r}: use cpu, cuda or cuda:N") from error
     spaces.check_seeds(id, seeds, num_envs)
     if ranges and not randomize:
         raise EnvError(f"env.id={id}: ranges={dict(ranges)} have no effect without randomize=true")
@@ -187,9 +185,7 @@ def is_users_simulator(id: str) -> bool:
 def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
     """Create the environments with the first simulator that has the task."""
     if simulator != "remote" and (name := own_name(id)) is not None:
-        raise EnvError(
-            f"env.id={id} is the name of a task of ours at Gymnasium; write env.id={name}"
-        )
+        raise EnvError(f"env.id={id} is our task's name at Gymnasium; write env.id={name}")
     engine = simulator_of(id, simulator, options.device)
     if engine in ("mujoco", "warp") and tasks.find(id) is not None:
         from embodied_envs.physics.make import make as make_own  # MuJoCo takes half a second
@@ -202,14 +198,10 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
         ("rewards", options.rewards),
     ):
         if value:
-            raise EnvError(
-                f"env.id={id}: {name}={value} is for our own tasks: {', '.join(tasks.OWN)}"
-            )
-    if options.num_threads is not None and engine != "envpool":
-        raise EnvError(
-            f"env.id={id}: num_threads={options.num_threads} is an option of EnvPool and of our"
-            " engine; remove it"
-        )
+            own = ", ".join(tasks.OWN)
+            raise EnvError(f"env.id={id}: {name}={value} is for our own tasks: {own}")
+    if (threads := options.num_threads) is not None and engine != "envpool":
+        raise EnvError(f"remove num_threads={threads}: env.id={id} is not of EnvPool or our own")
     match engine:
         case "libero":
             return libero_env.LiberoEnv(id, options)

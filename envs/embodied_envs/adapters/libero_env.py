@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from gymnasium.envs.registration import EnvSpec
@@ -31,13 +30,8 @@ from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError
 from embodied_envs.types import ArraySpec, Box, EnvInfo, Step
 
-TIME_LIMITS = {
-    "libero_spatial": 220,
-    "libero_object": 280,
-    "libero_goal": 300,
-    "libero_10": 520,
-    "libero_90": 400,
-}
+TIME_LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300}
+TIME_LIMITS |= {"libero_10": 520, "libero_90": 400}
 """Suite -> control steps (1/20 s) of an episode.
 
 The values are those of OpenVLA (run_libero_eval.py) and openpi (examples/libero/main.py). The
@@ -45,17 +39,9 @@ longest demonstrations have 193, 254, 270, 505 and 373 steps.
 """
 SENTENCE = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 """Stand-in for the sentences of a suite where LIBERO's package is missing."""
-_ASSETS = (
-    "articulated_objects",
-    "scenes",
-    "stable_hope_objects",
-    "stable_scanned_objects",
-    "textures",
-    "turbosquid_objects",
-)
-_DOWNLOAD = (
-    "hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets"
-)
+_ASSETS = ("articulated_objects", "scenes", "stable_hope_objects", "stable_scanned_objects")
+_ASSETS += ("textures", "turbosquid_objects")
+_DOWNLOAD = "hf download lerobot/libero-assets --repo-type dataset --local-dir"
 
 
 def has_task(id: str) -> bool:
@@ -202,21 +188,16 @@ def _find_assets(id: str, assets: str | None) -> Path:
     missing = [name for name in _ASSETS if known is None or not (known / name).is_dir()]
     state = f"{folders[-1]} is missing" if known is None else f"{known} lacks {missing[0]}"
     raise EnvError(
-        f"download LIBERO's meshes and textures (206 MB): {_DOWNLOAD} (elsewhere: write"
-        f" env.kwargs.assets=FOLDER); env.id={id}: {state}"
+        f"download LIBERO's meshes and textures (206 MB): {_DOWNLOAD} ~/.cache/libero/assets"
+        f" (elsewhere: write env.kwargs.assets=FOLDER); env.id={id}: {state}"
     )
-
-
-def _benchmark(id: str, assets: Path) -> Any:
-    """Import libero.libero.benchmark; raise EnvError if it fails."""
-    hint = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
-    with wrap_errors(f"env.id={id}: hf-libero cannot be imported (", f"); {hint}"):
-        return import_benchmark(id, assets)
 
 
 def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:
     """Return names and instructions of a suite's tasks, in the benchmark's order."""
-    benchmark = _benchmark(id, assets)
+    hint = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
+    with wrap_errors(f"env.id={id}: hf-libero cannot be imported (", f"); {hint}"):
+        benchmark = import_benchmark(id, assets)
     with discard_output(stderr=True):
         suite = benchmark.get_benchmark_dict()[id.removeprefix("libero/")]()
     tasks = [suite.get_task(i) for i in range(suite.n_tasks)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embodied_envs.base.errors import EnvError, check_names
 from embodied_envs.physics.domain_randomization import model_field
-from embodied_envs.robots.robot_model import driven_dofs
+from embodied_envs.robots.robot_model import FREE, SLIDE, driven_dofs
 
 MAX_GEOMS = 2000
 """Largest number of shapes in one image."""
@@ -127,17 +127,15 @@ class Cameras:
         known = [model.camera(i).name for i in range(model.ncam)]
         check_names("env.cameras", names, known)
         self._ids = [known.index(n) for n in names]
-        modes = mujoco.mjtCamLight
-        outside = model.body_weldid[model.cam_bodyid] == 0
+        modes, outside = mujoco.mjtCamLight, model.body_weldid[model.cam_bodyid] == 0
         self._follow: tuple[int, float] | None = None
-        if render_size is not None:
-            body = travelling_body(model)
-            if body is not None:
-                # A camera that only turns towards the robot (targetbody) loses it.
-                follows = (int(modes.mjCAMLIGHT_TRACK), int(modes.mjCAMLIGHT_TRACKCOM))
-                outside = np.isin(model.cam_mode, follows)
-            if body is not None or (model.nu and not outside.any()):
-                self._follow = body or 0, 3.5 * robot_radius(model, body or 0)
+        body = None if render_size is None else travelling_body(model)
+        if body is not None:
+            # A camera that only turns towards the robot (targetbody) loses it.
+            follows = (int(modes.mjCAMLIGHT_TRACK), int(modes.mjCAMLIGHT_TRACKCOM))
+            outside = np.isin(model.cam_mode, follows)
+        if body is not None or (render_size is not None and model.nu and not outside.any()):
+            self._follow = body or 0, 3.5 * robot_radius(model, body or 0)
         self._render_camera = int(outside.argmax()) if outside.any() else -1
         self._source = model
         self._canvases: dict[tuple[int, int], _Canvas] = {}
@@ -150,15 +148,12 @@ class Cameras:
             worlds: POSE_FIELDS and the MjModel fields that differ between worlds, [N, ..].
             mask: bool [N].
         """
-        images = {
-            name: torch.zeros(len(mask), 3, *self.size, dtype=torch.uint8) for name in self.names
-        }
-        arrays = [x.numpy() for x in images.values()]
+        arrays = {x: np.zeros((len(mask), 3, *self.size), dtype=np.uint8) for x in self.names}
         for i in mask.nonzero().flatten().tolist():
             canvas = self._pose(worlds, i, self.size)
-            for camera, array in zip(self._ids, arrays, strict=True):
+            for camera, array in zip(self._ids, arrays.values(), strict=True):
                 array[i] = canvas.draw(self._model, self._data, camera).transpose(2, 0, 1)
-        return images
+        return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
     def render(self, worlds: Mapping[str, np.ndarray], world: int = 0) -> Tensor:
         """Return uint8 [H, W, 3] of one world from the first camera that is not mounted on a link.
@@ -224,15 +219,11 @@ def travelling_body(model: mujoco.MjModel) -> int | None:
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
     driven = driven_dofs(model)
-    roots = model.body_rootid[model.dof_bodyid[driven]]
-    for j in range(model.njnt):
-        body, dof = int(model.jnt_bodyid[j]), int(model.jnt_dofadr[j])
-        slides = model.jnt_type[j] == int(mujoco.mjtJoint.mjJNT_SLIDE)
-        slides = slides and not model.jnt_limited[j] and dof not in driven
-        slides = slides and abs(data.xaxis[j][2]) < 0.5
-        if body in roots and (slides or model.jnt_type[j] == int(mujoco.mjtJoint.mjJNT_FREE)):
-            return body
-    return None
+    travels = (model.jnt_type == SLIDE) & (model.jnt_limited == 0) & (abs(data.xaxis[:, 2]) < 0.5)
+    travels &= ~np.isin(model.jnt_dofadr, driven)
+    travels |= model.jnt_type == FREE
+    travels &= np.isin(model.jnt_bodyid, model.body_rootid[model.dof_bodyid[driven]])
+    return int(model.jnt_bodyid[travels][0]) if travels.any() else None
 
 
 def robot_radius(model: mujoco.MjModel, root: int) -> float:

@@ -34,10 +34,8 @@ class JointOffsets:
         """
         self._randomization, self._encoders = randomization, randomization.encoders
         if not self._encoders.joints:
-            raise EnvError(
-                f"env.ranges.joint_offset={list(randomization.ranges['joint_offset'])}: the model"
-                " has no hinge joint with an actuator; remove it"
-            )
+            value = list(randomization.ranges["joint_offset"])
+            raise EnvError(f"remove env.ranges.joint_offset={value}: no actuator moves a hinge")
         n, model = physics.fields["qpos"].shape[0], physics.model
 
         def zeros(width: int) -> Tensor:

@@ -115,11 +115,11 @@ def control_of_action(
     """
     finite = torch.isfinite(low) & torch.isfinite(high)
     size = PROBE * torch.where(finite, high - low, torch.ones_like(low))
-    n, ctrl = next(iter(state.values())).shape[0], state["ctrl"]
+    ctrl = state["ctrl"]
     if ctrl.shape[1] != len(low):
         return None
     other = {k: x + 0.125 if x.is_floating_point() else x for k, x in state.items()}
-    size = size.to(ctrl)
+    n, size = len(ctrl), size.to(ctrl)
 
     def control(s: Mapping[str, Tensor], action: Tensor) -> Tensor:
         return task.control(s, action.repeat(n, 1))

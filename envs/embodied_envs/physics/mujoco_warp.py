@@ -123,8 +123,6 @@ class WarpPhysics:
         self.device, self._warp_device = resolve_devices(device)
         self._on_cpu = self.device.type == "cpu"
         self.host_readable = self._on_cpu
-        self.records_kernels = self._on_cpu
-        """Whether each group of kernels is a graph; on a GPU the whole control step is one."""
         self.model, self.cameras, self.randomization = adapt_model(model), cameras, randomization
         self.random_size, self.stage, self.num_envs = randomization.size, stage, num_envs
         self._graphs: dict[Hashable, Any] = {}
@@ -152,15 +150,12 @@ class WarpPhysics:
         self._varies_mass = "body_mass" in varied or "body_inertia" in varied
         batched = [k for k in varied if k != "opt.gravity"]
         batched += _MASS_CONSTANTS if self._varies_mass else ()
+        n, sizes = self.num_envs, {"nconmax": self._nconmax, "njmax": self._njmax}
         try:
-            m = mjw.put_model(self.model, batch_sizes=dict.fromkeys(batched, self.num_envs))
-            d = mjw.make_data(
-                self.model, nworld=self.num_envs, nconmax=self._nconmax, njmax=self._njmax
-            )
+            m = mjw.put_model(self.model, batch_sizes=dict.fromkeys(batched, n))
+            d = mjw.make_data(self.model, nworld=n, **sizes)
         except (NotImplementedError, ValueError) as error:  # a feature that mujoco_warp lacks
-            raise EnvError(
-                f"mujoco_warp cannot simulate this model ({error}); use simulator=mujoco"
-            ) from error
+            raise EnvError(f"use simulator=mujoco: mujoco_warp refuses it ({error})") from error
         m.opt.warn_overflow = 0  # no printed warnings, because ``_check_overflow`` raises
         if "opt.gravity" in varied:
             gravity = np.tile(self.model.opt.gravity, (self.num_envs, 1))
@@ -176,22 +171,20 @@ class WarpPhysics:
         self._host_counts = torch.zeros(5, dtype=torch.int32, pin_memory=not self._on_cpu)
         """Copy of ``_peak_counts`` on the host."""
         sensors = (m.sensor_contact_pos_adr, m.sensor_limitpos_adr, m.sensor_limitvel_adr)
-        columns = [
-            int(self.model.sensor_adr[i]) + j
-            for i in np.concatenate([x.numpy() for x in sensors])
-            for j in range(int(self.model.sensor_dim[i]))
-        ]
+        ids = np.concatenate([x.numpy() for x in sensors])
+        owner = np.repeat(np.arange(self.model.nsensor), self.model.sensor_dim)
+        columns = np.flatnonzero(np.isin(owner, ids))
         self._constraint_columns = wp.array(columns, dtype=int)
         """Columns of sensordata that need constraints (contacts, limits); 0 without any."""
         self.randomization.to(self.device, self.dtype)
-        base = self.randomization.base
-        self.varied = {
-            k: self._view(model_field(m, k), model_field(self.model, k).shape, k) for k in varied
-        }
+        base, shapes = (
+            self.randomization.base,
+            {k: model_field(self.model, k).shape for k in varied},
+        )
+        self.varied = {k: self._view(model_field(m, k), shape, k) for k, shape in shapes.items()}
         # mujoco_warp adds the damping of actuators to that of joints.
-        self._actuator_damping = {
-            k: x[:1] - base[k] for k, x in self.varied.items() if k == "dof_damping"
-        }
+        damping = {k: x for k, x in self.varied.items() if k == "dof_damping"}
+        self._actuator_damping = {k: x[:1] - base[k] for k, x in damping.items()}
 
     def _field(self, name: str, host: mujoco.MjData) -> Tensor:
         """Return a field of MjData or MjModel in MuJoCo's shape, [N, ..]."""
@@ -305,11 +298,9 @@ class WarpPhysics:
     def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
         """See ``Physics``. One kernel instead of the 44 of ``base.random.uniform``."""
         out = torch.empty(len(seed), size, dtype=self.dtype, device=self.device)
-        arrays = [wp.from_torch(x) for x in (seed, count, out)]
+        key, arrays = wp.uint64(random.stream_key(stream)), map(wp.from_torch, (seed, count, out))
         with self.scope():
-            wp.launch(
-                warp_kernels.uniform, out.shape, [wp.uint64(random.stream_key(stream)), *arrays]
-            )
+            wp.launch(warp_kernels.uniform, out.shape, [key, *arrays])
         return out
 
     # --------------------------------------------------------------------------------------- images
@@ -337,19 +328,18 @@ class WarpPhysics:
 
         It has no sites, tendons and reflections.
         """
-        height, width = self.cameras.size
+        size, n = (self.cameras.size[1], self.cameras.size[0]), self.num_envs
         # mujoco_warp returns the images in the order of the model's cameras.
         self._camera_order = sorted(self.cameras.names, key=lambda n: self.model.camera(n).id)
+        images = {"render_rgb": True, "render_depth": False, "render_seg": False}
         with wp.ScopedDevice(self._warp_device):
             context = mjw.create_render_context(
                 self.model,
-                nworld=self.num_envs,
-                cam_res=(width, height),
+                nworld=n,
+                cam_res=size,
                 cam_active=self._camera_order,
-                render_rgb=True,
-                render_depth=False,
-                render_seg=False,
                 render_skybox=True,
+                **images,
             )
         self._pixels = wp.to_torch(context.rgb_data).view(torch.uint8)
         return context
@@ -418,7 +408,8 @@ class WarpPhysics:
     def _launch(self, name: Hashable, kernels: Callable[[], None]) -> None:
         """Run ``kernels``, which launches warp kernels only, on torch's current stream."""
         with self.scope():
-            if not self.records_kernels or name not in self._graphs:  # the first call compiles
+            # On a GPU the whole control step is one graph. The first call compiles.
+            if not self._on_cpu or name not in self._graphs:
                 kernels()
                 self._graphs.setdefault(name, None)
                 return
@@ -498,10 +489,7 @@ class _CapturedStep:
             try:
                 self._capture(action)
             except RuntimeError as error:
-                warnings.warn(
-                    f"no CUDA graph of steps or resets, which are slower without it ({error})",
-                    stacklevel=2,
-                )
+                warnings.warn(f"no CUDA graph of steps: they are slower ({error})", stacklevel=2)
         if self.graph is None:
             with highest_matmul_precision():
                 result = self.step(action)

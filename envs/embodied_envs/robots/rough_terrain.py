@@ -84,9 +84,7 @@ class RoughTerrain(VelocityCommands):
         plane = mujoco.mjtGeom.mjGEOM_PLANE
         floor = next((geom for geom in spec.worldbody.geoms if geom.type == plane), None)
         if floor is None:
-            raise EnvError(
-                f"env.id={self.id}: terrain replaces a floor, and the model has no plane"
-            )
+            raise EnvError(f"env.id={self.id}: terrain replaces a floor, and there is no plane")
         floor.name = floor.name or "floor"
         self.terrain.add_to(spec, floor.name)
         return spec

@@ -230,24 +230,18 @@ class Tabletop(Task):
         self._lower, self._upper = real(bounds).unbind(2)
         # One row per combination.
         rules = [RULES[c.family] for c in cs]
-        arrays = [_combination_arrays(c) for c in cs]
-        self._table = integer([x.table for x in arrays])
-        self._place_weights = real([x.place_weights for x in arrays])
-        self._offset = real([x.offset for x in arrays])
-        self._height = real([x.height for x in arrays])
-        self._point_weights = real([x.point_weights for x in arrays])
+        pairs, tables, *arrays = zip(*map(_combination_arrays, cs), strict=True)
+        self._table = integer(tables)
+        self._place_weights, self._offset, self._height, self._point_weights = map(real, arrays)
         # qpos: gripper 0:5, then [x, y, z, quaternion] of each block; qvel likewise with 6 each.
-        poses = [[range(5 + 7 * i, 12 + 7 * i) for i in x.blocks] for x in arrays]
+        poses = [[range(5 + 7 * i, 12 + 7 * i) for i in pair] for pair in pairs]
         self._xyz = integer([[0, 1, 2] + [i for pose in pair for i in pose[:3]] for pair in poses])
         self._quaternions = integer([[i for pose in pair for i in pose[3:]] for pair in poses])
-        self._velocities = integer(
-            [[5 + 6 * x + i for x in a.blocks for i in range(3)] for a in arrays]
-        )
+        self._velocities = integer([[5 + 6 * x + i for x in p for i in range(3)] for p in pairs])
         self._direction = real([_direction_vector(c) for c in cs])
         self._weight = real([WEIGHTS[rule.method] for rule in rules])
-        self._goal_weights = real(
-            [(0.5, 0.5) if "b_flat" in rule.bounds else (1.0, 0.0) for rule in rules]
-        )
+        has_b = [[1.0 if "b_flat" in rule.bounds else 0.0] for rule in rules]
+        self._goal_weights = real([1.0, 0.0]) + real(has_b) * real([-0.5, 0.5])
         self._pushed = torch.tensor([[rule.method == "push"] for rule in rules], device=device)
         self._one_hot = real([[c.family == name for name in RULES] + _one_hot(c) for c in cs])
         # The same for all.

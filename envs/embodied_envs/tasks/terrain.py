@@ -16,6 +16,8 @@ from torch import Tensor
 from embodied_envs.base.errors import EnvError, check_count, check_names
 from embodied_envs.base.random import uniform
 
+NAME = "terrain"
+"""Name of the height field and its geom."""
 KINDS = ("flat", "slopes", "stairs", "rough")
 CELL_M = 0.05
 """Distance of two height samples. A riser of the stairs is one cell wide."""
@@ -87,42 +89,31 @@ class Terrain:
         return heights
 
     # ------------------------------------------------------------------------------------ the model
-    def add_to(self, spec: mujoco.MjSpec, floor: str = "floor", name: str = "terrain") -> None:
-        """Add the height field as a geom of the world, with the floor's material and contacts.
+    def add_to(self, spec: mujoco.MjSpec, floor: str = "floor") -> None:
+        """Add the geom "terrain" to the world, with the floor's material and contacts.
 
         Args:
             spec: The model.
             floor: Name of the geom of the floor, a plane at z = 0.
-            name: Name of the new geom.
         """
         rows, columns = self.heights.shape
         top = float(self.heights.max())
         half = [0.5 * CELL_M * (columns - 1), 0.5 * CELL_M * (rows - 1)]
         data = (self.heights / top).ravel().tolist()
-        spec.add_hfield(name=name, nrow=rows, ncol=columns, size=[*half, top, 0.1], userdata=data)
-        plane = spec.geom(floor)
-        geom = spec.worldbody.add_geom(
-            name=name, type=mujoco.mjtGeom.mjGEOM_HFIELD, hfieldname=name, material=plane.material
-        )
-        for x in ("contype", "conaffinity", "condim", "priority", "friction", "margin", "gap"):
-            setattr(geom, x, getattr(plane, x))
-        for x in ("solmix", "solimp", "rgba", "group"):
+        spec.add_hfield(name=NAME, nrow=rows, ncol=columns, size=[*half, top, 0.1], userdata=data)
+        plane, kind = spec.geom(floor), mujoco.mjtGeom.mjGEOM_HFIELD
+        geom = spec.worldbody.add_geom(name=NAME, type=kind, hfieldname=NAME)
+        contact = "contype conaffinity condim priority friction margin gap solmix solimp"
+        for x in f"{contact} material rgba group".split():
             setattr(geom, x, getattr(plane, x))
         # Once the centre of a foot is below the surface, MuJoCo pushes it towards the sides of the
         # nearest triangle's prism, and it stays in the ground. The stiffest contact that is stable
         # (2 timesteps instead of 20 ms) prevents that.
         geom.solref = [2 * spec.option.timestep, 1.0]
 
-    def bind(
-        self,
-        model: mujoco.MjModel,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        name: str = "terrain",
-    ) -> None:
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Create the tensors from the heights of ``model``, which are float32."""
-        field = model.hfield(name)
+        field = model.hfield(NAME)
         rows, columns = int(field.nrow[0]), int(field.ncol[0])
         heights = field.data.astype(np.float64).ravel() * field.size[2]
         half = field.size[:2]
