@@ -26,6 +26,7 @@ from embodied_ppo.evaluation.robustness import (
     Factory,
     changed,
     check_changed,
+    with_ranges,
 )
 from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
 
@@ -86,8 +87,7 @@ def _changes(name: str, env: EnvConfig) -> dict[str, Any]:
     if option == "kwargs":
         return {"kwargs": {**env.kwargs, **entries}}
     neutral = engines.neutral_ranges(list(engines.task_ranges(env.title, env.kwargs)))
-    others = dict(env.ranges) if env.randomize else neutral
-    return {"randomize": True, "ranges": {**others, **entries}}
+    return with_ranges(env, neutral, entries)
 
 
 def measure(
@@ -133,15 +133,8 @@ def compare(nominal: EvaluationResult, perturbed: Mapping[str, EvaluationResult]
     rows = []
     for name, result in perturbed.items():
         d = comparison.difference(scores(nominal), scores(result), binary=binary)
-        rows.append(
-            {
-                "name": name,
-                "mean": float(scores(result).mean()),
-                "difference": d.mean,
-                "ci95": [d.low, d.high],
-                "decided": d.is_decided,
-            }
-        )
+        row = {"name": name, "mean": float(scores(result).mean()), "difference": d.mean}
+        rows.append(row | {"ci95": [d.low, d.high], "decided": d.is_decided})
     return {
         "format": FORMAT,
         "metric": "success" if binary else "return",

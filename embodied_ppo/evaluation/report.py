@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +26,11 @@ from embodied_ppo.evaluation import robustness as robustness_card
 from embodied_ppo.evaluation.charts import Chart, line_chart, number, percent, short
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
 from embodied_ppo.evaluation.video import Video
+from embodied_ppo.training.run_directory import replace_text
 from embodied_ppo.training.run_files import METRICS, metric_rows
 
 FORMAT = 1
 """Version of report.json; it changes when a field changes its meaning."""
-FILES = ("report.json", "report.html", "robustness.json", "paired.json")
-"""Names of the files of a report; the last two exist if they were measured."""
 
 EPISODES_SHOWN = 500
 """Number of rows of the page's table of episodes; report.json has all episodes."""
@@ -65,13 +63,12 @@ CURVES: tuple[tuple[str, ...], ...] = (
 # ------------------------------------------------------------------------------------------- report
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Files of a report, and the content of report.json."""
+    """Files of a report, the content of report.json, and kind -> path of all files."""
 
     json: Path
     html: Path
     content: dict[str, Any]
-    robustness_json: Path | None = None
-    paired_json: Path | None = None
+    files: dict[str, str | None]
 
 
 def write(
@@ -144,18 +141,16 @@ def write(
     }
     if results[0].diverged:
         content["overall"]["diverged"] = results[0].diverged
-    if options:
-        content["evaluation"] = tree.map(_json_value, dict(options))
-    if task is not None:
-        content["task_files"] = dict(task)
     if unit == "tokens":
         del content["seeds"]  # no simulator
-    if extra:
-        content["numbers"] = {name: x if math.isfinite(x) else None for name, x in extra.items()}
-    if constant_inputs:
-        content["constant_inputs"] = list(constant_inputs)
-    if samples:
-        content["samples"] = [dict(s) for s in samples]
+    optional = {
+        "evaluation": tree.map(_json_value, dict(options)),
+        "task_files": task,
+        "numbers": {name: x if math.isfinite(x) else None for name, x in extra.items()},
+        "constant_inputs": list(constant_inputs),
+        "samples": [dict(s) for s in samples],
+    }
+    content |= {name: x for name, x in optional.items() if x}
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     page = template("report.html.j2").render(
         report=json.loads(text),
@@ -175,18 +170,15 @@ def write(
     )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    json_file, html_file, robustness_file, paired_file = (out / name for name in FILES)
-    files = {json_file: text + "\n", html_file: page}
-    for file, measured in ((robustness_file, robustness), (paired_file, paired)):
+    texts = {"report": ("report.html", page), "report_json": ("report.json", text + "\n")}
+    for name, measured in (("robustness", robustness), ("paired", paired)):
         if measured is not None:
-            files[file] = json.dumps(measured, indent=1, allow_nan=False) + "\n"
-    for file, file_text in files.items():
-        # Renamed when complete: a reader sees the old file or the new one.
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        temporary.write_text(file_text, encoding="utf-8")
-        temporary.replace(file)
-    optional = (file if file in files else None for file in (robustness_file, paired_file))
-    return Report(json_file, html_file, content, *optional)
+            measured_text = json.dumps(measured, indent=1, allow_nan=False) + "\n"
+            texts[f"{name}_json"] = f"{name}.json", measured_text
+    for name, file_text in texts.values():
+        replace_text(out / name, file_text)
+    files: dict[str, str | None] = {kind: str(out / name) for kind, (name, _) in texts.items()}
+    return Report(out / "report.json", out / "report.html", content, files)
 
 
 def _measurements(results: Sequence[EvaluationResult], unit: Unit) -> dict[str, Any]:

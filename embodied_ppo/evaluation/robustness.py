@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from embodied_envs import engines
 from embodied_envs.base.errors import ConfigError, EnvError
@@ -58,38 +58,21 @@ Factory: TypeAlias = functools.partial[VectorEnv]
 EvaluateChanged: TypeAlias = Callable[[bool, Factory, int, Callable[[Any], None]], EvaluationResult]
 """Evaluates a policy in a changed environment, see ``RobustnessSweep.measure``."""
 
-Measured: TypeAlias = "EvaluationResult | str"
-"""Episodes at one value, or the reason why it could not be simulated."""
-
 
 # ------------------------------------------------------------------------------------------- values
-@dataclass(frozen=True, slots=True)
-class Property:
-    """A property of the environment that can be changed.
-
-    Attributes:
-        section: Section of env whose option of the same name sets it: ranges of the domain
-            randomisation, which are factors, or realism, where 0 means none.
-        unit: Unit of its values.
-        values: Standard values.
-    """
-
-    section: Literal["ranges", "realism"]
-    unit: str
-    values: tuple[float, ...]
-
-
-PROPERTIES: dict[str, Property] = {
-    "mass": Property("ranges", "factor", (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2)),
-    "friction": Property("ranges", "factor", (0.25, 0.5, 0.75, 1, 1.5, 2)),
-    "motor_strength": Property("ranges", "factor", (0.5, 0.6, 0.7, 0.85, 1, 1.2)),
-    "action_delay": Property("realism", "control steps", (0, 1, 2, 3, 4, 6)),
-    "obs_delay": Property("realism", "control steps", (0, 1, 2, 3, 4, 6)),
-    "obs_noise": Property("realism", "unit of the observation", (0, 0.01, 0.03, 0.1, 0.3)),
-    "obs_dropout": Property("realism", "probability", (0, 0.1, 0.2, 0.4, 0.6)),
-    "push_velocity": Property("realism", "m/s", (0, 0.25, 0.5, 1, 1.5, 2)),
+RANGES = ("mass", "friction", "motor_strength")
+"""Properties that ranges of the domain randomisation set; options of realism set the others."""
+PROPERTIES: dict[str, tuple[str, tuple[float, ...]]] = {
+    "mass": ("factor", (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2)),
+    "friction": ("factor", (0.25, 0.5, 0.75, 1, 1.5, 2)),
+    "motor_strength": ("factor", (0.5, 0.6, 0.7, 0.85, 1, 1.2)),
+    "action_delay": ("control steps", (0, 1, 2, 3, 4, 6)),
+    "obs_delay": ("control steps", (0, 1, 2, 3, 4, 6)),
+    "obs_noise": ("unit of the observation", (0, 0.01, 0.03, 0.1, 0.3)),
+    "obs_dropout": ("probability", (0, 0.1, 0.2, 0.4, 0.6)),
+    "push_velocity": ("m/s", (0, 0.25, 0.5, 1, 1.5, 2)),
 }
-"""Name of the factor -> what it changes."""
+"""Property of the environment -> unit and standard values: factors, or what 0 switches off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +117,32 @@ def factor(
             nominal environment is not randomised.
         below: Values other than ``values`` are less than this (delays: an episode's time limit).
     """
-    p = PROPERTIES[name]
+    unit, standard = PROPERTIES[name]
     nominal, in_training = (_bounds(name, e, task_ranges) for e in (env, trained))
-    if values is None:
-        scored = [v for v in p.values if v < below]
-        swept = {v for v in (*scored, *in_training) if v < below}
-    else:
-        scored, swept = values, set(values)
+    scored = values or [v for v in standard if v < below]
+    swept = {*scored, *(v for v in in_training if v < below and values is None)}
     if nominal[0] == nominal[1]:
         swept.add(nominal[0])
     settings: dict[float, Mapping[str, Any]] = {}
     for value in map(_plain, sorted(swept)):
         if nominal == (value, value):
             settings[value] = {}
-        elif p.section == "ranges":
-            others = dict(env.ranges) if env.randomize else dict(neutral)
-            settings[value] = {"randomize": True, "ranges": {**others, name: [value, value]}}
+        elif name in RANGES:
+            settings[value] = with_ranges(env, neutral, {name: [value, value]})
         else:
             settings[value] = {f"realism.{name}": value}
-    return Factor(name, p.unit, settings, tuple(map(_plain, scored)), in_training)
+    return Factor(name, unit, settings, tuple(map(_plain, scored)), in_training)
+
+
+def with_ranges(
+    env: EnvConfig, neutral: Mapping[str, Any], ranges: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of section env that add ``ranges`` to those of an environment.
+
+    ``neutral`` are ranges that change nothing; they replace the task's where it is not randomised.
+    """
+    others = env.ranges if env.randomize else neutral
+    return {"randomize": True, "ranges": {**others, **ranges}}
 
 
 def _plain(x: float) -> float:
@@ -164,11 +154,11 @@ def _bounds(
     name: str, env: EnvConfig, task_ranges: Mapping[str, Sequence[float]]
 ) -> tuple[float, float]:
     """Return the lowest and highest value that ``name`` takes in an environment."""
-    if PROPERTIES[name].section == "ranges":
-        ranges = {**task_ranges, **env.ranges} if env.randomize else {}
-        value: Any = ranges.get(name, 1.0)
-    else:
+    value: Any = 1.0
+    if name not in RANGES:
         value = getattr(env.realism, name) or 0.0
+    elif env.randomize:
+        value = {**task_ranges, **env.ranges}.get(name, 1.0)
     # One number, a range of numbers, or one of both for each observation.
     values = list(value.values()) if isinstance(value, Mapping) else [value]
     numbers = [float(x) for v in values for x in (v if isinstance(v, list | tuple) else [v])]
@@ -322,54 +312,29 @@ class RobustnessSweep:
 
         advance("robustness", 0, total)
         untrained = run({}, trained=False) if needs_floor else None
-        measured = measure(self.factors, nominal, run)
-        return card(
-            self.factors, measured, nominal=nominal, untrained=untrained, left_out=self.left_out
-        )
+        return card(self.factors, nominal, run, untrained=untrained, left_out=self.left_out)
 
 
-def measure(
-    factors: Iterable[Factor],
+# -------------------------------------------------------------------------------------------- card
+def card(
+    factors: Sequence[Factor],
     nominal: EvaluationResult,
     evaluate: Callable[[Mapping[str, Any]], EvaluationResult],
-) -> dict[str, list[Measured]]:
-    """Evaluate the policy at each value; return factor -> episodes in the order of its settings.
+    *,
+    untrained: EvaluationResult | None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Evaluate the policy at each value; return the content of robustness.json.
+
+    The definitions are in the module's docstring.
 
     Args:
         factors: Factors to measure.
         nominal: Episodes in the nominal environment.
         evaluate: Returns episodes with the same seeds in a changed environment. An EnvError becomes
             the reason why the value is not measured.
-    """
-
-    def result(changes: Mapping[str, Any]) -> Measured:
-        if not changes:
-            return nominal
-        try:
-            return evaluate(changes)
-        except EnvError as error:
-            return str(error)
-
-    return {f.name: [result(changes) for changes in f.settings.values()] for f in factors}
-
-
-# -------------------------------------------------------------------------------------------- card
-def card(
-    factors: Sequence[Factor],
-    measured: Mapping[str, Sequence[Measured]],
-    *,
-    nominal: EvaluationResult,
-    untrained: EvaluationResult | None,
-    left_out: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Return the content of robustness.json; the definitions are in the module's docstring.
-
-    Args:
-        factors: Factors that were measured.
-        measured: Result of ``measure``.
-        nominal: Episodes in the nominal environment.
-        untrained: Episodes of the untrained policy there; None: p_0 is 0.
-        left_out: Name of a factor -> why it was not measured.
+        untrained: Episodes of the untrained policy in the nominal environment; None: p_0 is 0.
+        left_out: Name of a factor -> why it is not measured.
     """
     metric = "return" if nominal.successes is None else "success"
     p_n = _performance(nominal, metric)
@@ -380,37 +345,28 @@ def card(
         no_score = f"its success rate is {top:.1%}, below {LEAST_SUCCESS:.0%}"
     elif p_0 is not None and (top <= floor or (p_n["ci95"] and p_n["ci95"][0] < floor)):
         no_score = f"its return {number(top)} is not above {number(floor)} of the untrained policy"
-    threshold = None if no_score else floor + (top - floor) / 2
+
+    def point(value: float, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the performance at a value."""
+        p, retained, error = {"mean": None, "ci95": None}, None, None
+        try:
+            p = _performance(evaluate(changes), metric) if changes else p_n
+        except EnvError as e:
+            error = str(e)
+        if p["mean"] is not None and no_score is None:
+            retained = min(1.0, max(0.0, (p["mean"] - floor) / (top - floor)))
+        options = {f"env.{path}": x for path, x in changes.items()}
+        return {"value": value, "options": options, **p, "retained": retained, "error": error}
+
     rows = []
     for f in factors:
-        points = []
-        for (value, changes), result in zip(f.settings.items(), measured[f.name], strict=True):
-            error = result if isinstance(result, str) else None
-            p = {"mean": None, "ci95": None}
-            if not isinstance(result, str):
-                p = _performance(result, metric)
-            retained = None
-            if p["mean"] is not None and threshold is not None:
-                retained = min(1.0, max(0.0, (p["mean"] - floor) / (top - floor)))
-            options = {f"env.{path}": x for path, x in changes.items()}
-            points.append(
-                {"value": value, "options": options, **p, "retained": retained, "error": error}
-            )
+        points = [point(value, changes) for value, changes in f.settings.items()]
         scored = [p for p in points if p["value"] in f.scored]
-        rows.append(
-            {
-                "name": f.name,
-                "unit": f.unit,
-                "trained": f.trained,
-                "standard_values": list(f.scored),
-                "points": points,
-                "below_half": [
-                    p["value"] for p in points if p["retained"] is not None and p["retained"] < 0.5
-                ],
-                "score": _mean(p["retained"] for p in scored),
-                "mean": _mean(p["mean"] for p in scored),
-            }
-        )
+        half = [p["value"] for p in points if p["retained"] is not None and p["retained"] < 0.5]
+        row = {"name": f.name, "unit": f.unit, "trained": f.trained}
+        row |= {"standard_values": list(f.scored), "points": points, "below_half": half}
+        row |= {"score": _mean(p["retained"] for p in scored)}
+        rows.append(row | {"mean": _mean(p["mean"] for p in scored)})
     return {
         "format": FORMAT,
         "metric": metric,
@@ -419,7 +375,7 @@ def card(
         "deterministic": nominal.deterministic,
         "nominal": p_n,
         "untrained": p_0,
-        "threshold": threshold,
+        "threshold": None if no_score else floor + (top - floor) / 2,
         "no_score": no_score,
         "score": _mean(row["score"] for row in rows),
         "factors": rows,
@@ -452,11 +408,6 @@ def charts(content: Mapping[str, Any]) -> list[Chart]:
     return result
 
 
-def _label(x: float) -> str:
-    """Format a value: 0.7 · 2 · 1.23."""
-    return f"{x:.3g}"
-
-
 def rows(content: Mapping[str, Any]) -> list[list[str]]:
     """Return a table with a header row and one row for each factor.
 
@@ -471,8 +422,8 @@ def rows(content: Mapping[str, Any]) -> list[list[str]]:
     table = [["factor", "trained", "below half", "score", f"mean {content['metric']}", "by value"]]
     for f in content["factors"]:
         score = "-" if f["score"] is None else f"{f['score']:.2f}"
-        trained = " to ".join(dict.fromkeys(map(_label, f["trained"])))
-        below = ", ".join(map(_label, f["below_half"])) or "-"
-        points = " ".join(f"{_label(p['value'])}:{form(p['mean'], '!')}" for p in f["points"])
+        trained = " to ".join(dict.fromkeys(f"{x:.3g}" for x in f["trained"]))
+        below = ", ".join(f"{x:.3g}" for x in f["below_half"]) or "-"
+        points = " ".join(f"{p['value']:.3g}:{form(p['mean'], '!')}" for p in f["points"])
         table.append([f["name"], trained, below, score, form(f["mean"]), points])
     return table

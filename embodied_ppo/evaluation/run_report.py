@@ -56,7 +56,7 @@ def write_report(
         sections: Further arguments of ``report.write``.
     """
     source = target.source
-    files = report.write(
+    return report.write(
         target.out,
         results,
         checkpoint=source.path.name,
@@ -69,13 +69,7 @@ def write_report(
         curves=report.rows(target.run_dir),
         options=evaluation_options(target.options),
         **sections,
-    )
-    paths: ReportFiles = {"report": str(files.html), "report_json": str(files.json)}
-    if files.robustness_json is not None:
-        paths["robustness_json"] = str(files.robustness_json)
-    if files.paired_json is not None:
-        paths["paired_json"] = str(files.paired_json)
-    return paths
+    ).files
 
 
 def evaluation_options(options: EvaluationConfig | EvaluateConfig) -> dict[str, Any]:

@@ -71,8 +71,7 @@ def card() -> dict[str, Any]:
     f = robustness.factor("action_delay", env(), env(), values=[0, 1, 2, 3])
     nominal = result(99, 101)
     returns = iter([result(79, 81), result(39, 41), result(100, 100)])
-    measured = robustness.measure([f], nominal, lambda changes: next(returns))
-    return robustness.card([f], measured, nominal=nominal, untrained=result(10, 30))
+    return robustness.card([f], nominal, lambda changes: next(returns), untrained=result(10, 30))
 
 
 def test_score_by_hand() -> None:
@@ -92,13 +91,10 @@ def test_score_by_hand() -> None:
 def test_a_policy_that_has_learned_nothing_has_no_score() -> None:
     f = robustness.factor("obs_noise", env(), env(), values=[0])
     for returns, untrained in (((10, 30), (20, 20)), ((19, 21), (30, 30))):
-        nominal = result(*returns)
-        content = robustness.card(
-            [f], {"obs_noise": [nominal]}, nominal=nominal, untrained=result(*untrained)
-        )
+        content = robustness.card([f], result(*returns), result, untrained=result(*untrained))
         assert "its return 20 is not above" in content["no_score"] and content["score"] is None
     failing = result(1, 1, 1, success=[True, False, False])
-    content = robustness.card([f], {"obs_noise": [failing]}, nominal=failing, untrained=None)
+    content = robustness.card([f], failing, result, untrained=None)
     assert content["no_score"] == "its success rate is 33.3%, below 50%"
 
 
@@ -106,12 +102,7 @@ def test_success_rate_has_a_floor_of_0() -> None:
     f = robustness.factor("obs_noise", env(), env(), values=[0, 1])
     nominal = result(*[1] * 8, success=[True] * 8)
     half = result(*[0] * 8, success=[True, False, False, False] * 2)
-    content = robustness.card(
-        [f],
-        robustness.measure([f], nominal, lambda changes: half),
-        nominal=nominal,
-        untrained=None,
-    )
+    content = robustness.card([f], nominal, lambda changes: half, untrained=None)
     assert content["metric"] == "success" and content["threshold"] == 0.5
     points = content["factors"][0]["points"]
     assert [p["retained"] for p in points] == [1, 0.25]
@@ -124,8 +115,7 @@ def test_value_that_cannot_be_simulated_has_a_reason() -> None:
     def refuse(changes: Any) -> EvaluationResult:
         raise EnvError("too late")
 
-    measured = robustness.measure([f], result(20, 20), refuse)
-    content = robustness.card([f], measured, nominal=result(20, 20), untrained=result(0, 0))
+    content = robustness.card([f], result(20, 20), refuse, untrained=result(0, 0))
     assert content["factors"][0]["points"][1]["error"] == "too late"
     assert robustness.rows(content)[1][-1] == "0:20 1:!"
 
