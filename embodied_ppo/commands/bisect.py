@@ -46,15 +46,10 @@ def print_result(result: Mapping[str, Any]) -> None:
             f"{condition}: never held; the {result['extreme']} {metric} is {value:.6g} at update"
             f" {update}"
         )
-        for note in result["notes"]:
-            print(f"note: {note}")
-        return
-    print(f"{condition}: first held in update {update}, where it is {value:.6g}")
-    if (minibatch := result["minibatch"]) is not None:
-        print(
-            f"first minibatch: {minibatch['number']} of {minibatch['count']} (epoch"
-            f" {minibatch['epoch']}, minibatch {minibatch['position']}), where it is"
-            f" {minibatch['value']:.6g}"
-        )
+    else:
+        print(f"{condition}: first held in update {update}, where it is {value:.6g}")
+    if (m := result.get("minibatch")) is not None:
+        place = f"{m['number']} of {m['count']} (epoch {m['epoch']}, minibatch {m['position']})"
+        print(f"first minibatch: {place}, where it is {m['value']:.6g}")
     for note in result["notes"]:
         print(f"note: {note}")

@@ -113,9 +113,9 @@ def _evaluation(
     if (Path(path) / "report.json").is_file():
         if lines:
             raise UsageError(f"remove {lines[0]}: a report is replayed with its own options")
-        from embodied_ppo.tools.play_sources import options_of_report
+        from embodied_ppo.tools.play_sources import read_report
 
-        return options_of_report(Path(path))
+        return read_report(Path(path))
     given = [*override_lines("evaluate", {"checkpoint": path}), *lines]
     compose = argparse.Namespace(command="evaluate", config_name=None, config_dir=args.config_dir)
     return prepare(compose, given, label=FLAGS).config, {}

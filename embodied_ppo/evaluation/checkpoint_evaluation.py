@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +68,23 @@ def report_dir(config: EvaluateConfig, source: checkpoint.Checkpoint, run_dir: P
     suffix = f"-{digest(changed)[:6]}" if changed else ""
     name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
     return run_dir / "reports" / name
+
+
+def options_of_report(content: Mapping[str, Any], source: Path, **options: Any) -> EvaluateConfig:
+    """Return the options with which the evaluation of a report is repeated, without a video.
+
+    Args:
+        content: Its report.json.
+        source: The checkpoint.
+        options: Values of options that the report may lack.
+
+    Raises:
+        KeyError, TypeError, ValueError: The report is damaged.
+    """
+    names = loader.dump(EvaluateConfig())
+    options |= {name: x for name, x in dict(content["evaluation"]).items() if name in names}
+    options |= {"seed": content["seed"], "video": False, "checkpoint": str(source)}
+    return loader.load(EvaluateConfig, options, source="the report's options")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     "==": operator.eq,
-    "!=": operator.ne,
+    "!=": lambda x, number: x < number or x > number,
     ">": operator.gt,
     "<": operator.lt,
+    "nonfinite": lambda x, _: not math.isfinite(x),
 }
-CONDITION = re.compile(r"\s*(\S+?)\s*(>=|<=|==|!=|>|<)\s*(\S+)\s*")
-NONFINITE = re.compile(r"\s*(\S+)\s+nonfinite\s*")
+"""Operators; NaN fulfils "nonfinite" only."""
+CONDITION = re.compile(r"\s*(\S+?)\s*(>=|<=|==|!=|>|<|(?<=\s)nonfinite)\s*(\S*)\s*")
 STATISTICS = {
     "policy/loss": ("policy_loss", None),
     "policy/approx_kl": ("approx_kl", "count"),
@@ -51,7 +53,7 @@ class Condition:
 
     Attributes:
         metric: Tag of metrics.jsonl.
-        operator: Key of OPERATORS, or "nonfinite".
+        operator: Key of OPERATORS.
         number: Right-hand side; NaN with "nonfinite".
     """
 
@@ -60,31 +62,24 @@ class Condition:
     number: float
 
     def holds(self, value: float) -> bool:
-        """Return whether the condition holds for a value; NaN fulfils "nonfinite" only."""
-        if self.operator == "nonfinite":
-            return not math.isfinite(value)
-        return not math.isnan(value) and OPERATORS[self.operator](value, self.number)
+        """Return whether the condition holds for a value."""
+        return OPERATORS[self.operator](value, self.number)
 
     def __str__(self) -> str:
-        if self.operator == "nonfinite":
-            return f"{self.metric} nonfinite"
-        return f"{self.metric} {self.operator} {self.number:g}"
+        number = "" if self.operator == "nonfinite" else f" {self.number:g}"
+        return f"{self.metric} {self.operator}{number}"
 
 
 def parse_condition(text: str) -> Condition:
     """Parse NAME OPERATOR NUMBER, or NAME nonfinite. Raises ConfigError."""
-    if match := NONFINITE.fullmatch(text):
-        return Condition(match[1], "nonfinite", math.nan)
     if match := CONDITION.fullmatch(text):
-        try:
-            number = float(match[3])
-        except ValueError:
-            number = math.nan
-        if not math.isnan(number):
-            return Condition(match[1], match[2], number)
+        with suppress(ValueError):
+            number = float(match[3] or "nan")
+            if (match[2] == "nonfinite" and not match[3]) or not math.isnan(number):
+                return Condition(match[1], match[2], number)
     raise ConfigError(
         f"condition {text!r}: is not NAME OPERATOR NUMBER, with an operator of"
-        f" {' '.join(OPERATORS)}, or NAME nonfinite; write for example"
+        f" {' '.join([*OPERATORS][:-1])}, or NAME nonfinite; write for example"
         ' "policy/approx_kl > 0.1", in quotes'
     )
 
@@ -153,9 +148,8 @@ def _failure(source_run: Path) -> list[str]:
     except (OSError, ValueError, IndexError):
         return []
     _, failed, cause = last.partition(" failed: ")
-    if not failed:
-        return []
-    return [f"the run failed in an update that has no metrics, which is not searched: {cause}"]
+    note = f"the run failed in an update that has no metrics, which is not searched: {cause}"
+    return [note] if failed else []
 
 
 def _closest(condition: Condition, values: Mapping[int, float]) -> tuple[int, str]:
@@ -193,11 +187,5 @@ def _locate(condition: Condition, repeated: Replay) -> tuple[dict[str, Any] | No
         number = min(range(len(values)), key=lambda i: abs(values[i] - condition.number))
     epoch = repeated.minibatches[number].epoch
     before = sum(m.epoch < epoch for m in repeated.minibatches)
-    minibatch = {
-        "number": number + 1,
-        "epoch": epoch + 1,
-        "position": number - before + 1,
-        "count": len(values),
-        "value": values[number],
-    }
-    return minibatch, notes
+    position = {"number": number + 1, "epoch": epoch + 1, "position": number - before + 1}
+    return {**position, "count": len(values), "value": values[number]}, notes

@@ -18,8 +18,7 @@ from embodied_envs.types import VectorEnv
 from embodied_ppo.core.devices import select_device
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import report, robot_evaluation
-from embodied_ppo.evaluation.checkpoint_evaluation import evaluated_config
-from embodied_ppo.options import loader
+from embodied_ppo.evaluation.checkpoint_evaluation import evaluated_config, options_of_report
 from embodied_ppo.options.schema import Config, EvaluateConfig
 from embodied_ppo.policies.robot_policy import sampling_temperature
 from embodied_ppo.rollout.environments import make_env
@@ -112,7 +111,7 @@ def play_run(
         env.close()
 
 
-def options_of_report(folder: Path) -> tuple[EvaluateConfig, dict[str, Any]]:
+def read_report(folder: Path) -> tuple[EvaluateConfig, dict[str, Any]]:
     """Return the options of the evaluation in a report of a run, and its report.json.
 
     Raises:
@@ -120,12 +119,8 @@ def options_of_report(folder: Path) -> tuple[EvaluateConfig, dict[str, Any]]:
     """
     try:
         content = report.read(folder / "report.json")
-        names = loader.dump(EvaluateConfig())
-        options = {k: x for k, x in dict(content["evaluation"]).items() if k in names}
-        options |= {"seed": content["seed"], "video": False}
-        run_dir = folder.resolve().parents[1]
-        options["checkpoint"] = str(run_dir / "checkpoints" / str(content["checkpoint"]))
-        return loader.load(EvaluateConfig, options, source="the report's options"), content
+        source = folder.resolve().parents[1] / "checkpoints" / str(content["checkpoint"])
+        return options_of_report(content, source), content
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         reason = one_line(error, kind=True)
         raise CheckpointError(f"{folder}: is no report of an evaluation ({reason})") from error

@@ -14,7 +14,7 @@ import random
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
@@ -34,8 +34,7 @@ from embodied_ppo.api import Run, path_text, whole_number
 from embodied_ppo.core.devices import select_device
 from embodied_ppo.core.guarded_files import as_json
 from embodied_ppo.evaluation import checkpoint_evaluation, report
-from embodied_ppo.options import loader
-from embodied_ppo.options.schema import Config, EvaluateConfig
+from embodied_ppo.options.schema import Config
 from embodied_ppo.tools import recorded_files, reexecution
 from embodied_ppo.tools.recorded_files import RunFiles
 from embodied_ppo.tools.reexecution import Difference
@@ -152,7 +151,10 @@ class _Verification:
             for name, value in settings.items()
             if now[key].get(name) != value
         ]
-        self._add_check("settings", bool(changed), ", ".join(changed) or "as in the run")
+        result, detail = (
+            ("different", ", ".join(changed)) if changed else ("equal", "as in the run")
+        )
+        self.checks.append({"check": "settings", "result": result, "detail": detail})
         if self.updates == 0:
             self.notes.append("no update was executed again (--updates 0)")
         else:
@@ -164,15 +166,11 @@ class _Verification:
 
     def _check(self, name: str, differences: Iterable[Difference], detail: str) -> None:
         """Record the result of a check, with ``detail`` if there is no difference."""
-        differences = list(differences)
-        self.differences += differences
-        if differences:
-            more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
-            detail = f"{differences[0]}{more}"
-        self._add_check(name, bool(differences), detail)
-
-    def _add_check(self, name: str, is_different: bool, detail: str) -> None:
-        result = "different" if is_different else "equal"
+        found, result = list(differences), "equal"
+        self.differences += found
+        if found:
+            more = f", and {len(found) - 1} more" if found[1:] else ""
+            result, detail = "different", f"{found[0]}{more}"
         self.checks.append({"check": name, "result": result, "detail": detail})
 
     # ------------------------------------------------------------------------------------ execution
@@ -272,7 +270,8 @@ class _Verification:
             try:
                 self.record.read(file)
                 stored = report.read(file)
-                update, options = stored["update"], dict(stored["evaluation"])
+                update = stored["update"]
+                stored["evaluation"]  # every version of reports has it
             except (OSError, ValueError, KeyError, TypeError) as error:
                 yield Difference(name, f"is no report ({one_line(error, kind=True)})")
                 continue
@@ -284,7 +283,7 @@ class _Verification:
                 continue
             self.progress.say(f"repeating the evaluation of {name}")
             source, config = self.record.checkpoints[update], self.record.configs[update]
-            again = _evaluate(source, options, config)
+            again = _evaluate(source, stored, config)
             self.evaluations += 1
             # Options and versions are not results.
             for key in ("config", "versions", "evaluation", "checkpoint"):
@@ -320,22 +319,15 @@ class _Verification:
         return json.loads(as_json(content))  # numbers that are not finite become null
 
 
-def _evaluate(source: Path, recorded: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Evaluate a checkpoint with the options that a report recorded; return its report.json."""
-    names = loader.dump(EvaluateConfig())
+def _evaluate(source: Path, stored: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Evaluate a checkpoint with the options of a report; return its report.json."""
+    run = {"device": config.device, "threads": config.threads}
     with tempfile.TemporaryDirectory(prefix="embodied-ppo-verify-") as folder:
-        options = {
-            "num_envs": config.evaluation.num_envs,
-            "device": config.device,
-            "threads": config.threads,
-            **{name: value for name, value in recorded.items() if name in names},
-            "video": False,
-            "checkpoint": str(source),
-            "out": folder,
-        }
-        evaluation = loader.load(EvaluateConfig, options, source="the report's options")
+        options = checkpoint_evaluation.options_of_report(
+            stored, source, num_envs=config.evaluation.num_envs, out=folder, **run
+        )
         with highest_matmul_precision():
-            results = checkpoint_evaluation.evaluate(evaluation, quiet=True)
+            results = checkpoint_evaluation.evaluate(options, quiet=True)
         return report.read(Path(results["report_json"]))
 
 

@@ -23,7 +23,7 @@ from embodied_ppo.commands import main
 from embodied_ppo.evaluation.video import RenderProcess
 from embodied_ppo.options.schema import EvaluateConfig
 from embodied_ppo.tools.play_page import Page
-from embodied_ppo.tools.play_sources import options_of_report, play_run
+from embodied_ppo.tools.play_sources import play_run, read_report
 
 pytestmark = pytest.mark.slow
 SOFTWARE_RENDERER = ("--use-angle=swiftshader", "--enable-unsafe-swiftshader")
@@ -61,7 +61,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture
 def page(run: Path, browser: Browser, tmp_path: Path) -> Iterator[Page]:
     """Serve the page of the report of the run, which the browser shows."""
-    options, report = options_of_report(next((run / "reports").iterdir()))
+    options, report = read_report(next((run / "reports").iterdir()))
     with play_run(options) as (player, weights):
         served = Page(
             player, title="Go1", video_dir=tmp_path, weights=weights, episodes=report["episodes"]
