@@ -16,7 +16,7 @@ HOST, PORT = "127.0.0.1", 8000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN | BUNDLE", help="a run, a checkpoint, or an export")
+    parser.add_argument("run", metavar="RUN", help="a run or a checkpoint")
     parser.add_argument("--host", default=HOST, help="address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port",
@@ -55,9 +55,10 @@ def run(args: argparse.Namespace) -> None:
 
     with output.stdout_to_stderr():
         from embodied_envs import env_server
+        from embodied_ppo.evaluation.trained_policy import load_policy
         from embodied_ppo.tools.deploy import policy_server
 
-        policy = policy_server.open_policy(args.run, names, args.device)
+        policy = policy_server.Served(load_policy(args.run, device=args.device), names)
         server = policy_server.serve(policy, host=args.host, port=args.port, say=say)
         try:
             listening = server.__enter__()

@@ -24,7 +24,7 @@ from embodied_envs.base.random import TRAINING_SEEDS, sampling_key
 from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number, zero_rows
 from embodied_ppo.core.recurrent_state import EpisodeMemory
-from embodied_ppo.core.types import Decision, Mean, Metrics, Policy
+from embodied_ppo.core.types import Mean, Metrics, Policy
 from embodied_ppo.evaluation.step_numbers import StepNumbers
 from embodied_ppo.rollout.divergence import describe
 
@@ -426,12 +426,13 @@ def act(
     t: int,
     seed: int,
     deterministic: bool,
+    size: int = GROUP,
 ) -> tuple[Tensor, Tensor]:
     """Return actions [N, ..] for observations [N, ..] of N episodes at step t.
 
     The episodes have the numbers ``first_episode`` to ``first_episode`` + N - 1.
 
-    The policy is called with GROUP rows on its own device. Rows of episodes outside this block
+    The policy is called with ``size`` rows on its own device. Rows of episodes outside this block
     repeat the observation of the nearest row, and their actions are dropped. The actions
     are returned on this device.
 
@@ -453,35 +454,29 @@ def act(
     generator = Generator(device=own_device)
     actions: list[Tensor] = []
     states: list[Tensor] = []
-    for group in range(first_episode // GROUP, (first_episode + n - 1) // GROUP + 1):
-        start = group * GROUP
+    for group in range(first_episode // size, (first_episode + n - 1) // size + 1):
+        start = group * size
         # The episodes of the group that are in this block are low .. high - 1.
-        low, high = max(first_episode, start), min(first_episode + n, start + GROUP)
-        rows = torch.arange(start, start + GROUP).clamp(low, high - 1) - first_episode
+        low, high = max(first_episode, start), min(first_episode + n, start + size)
+        rows = torch.arange(start, start + size).clamp(low, high - 1) - first_episode
         inputs = tree.map(
             lambda x, rows=rows: x[rows.to(x.device)].to(own_device), memory.attach(obs)
         )
         noise = None
         if not deterministic:
             generator.manual_seed(sampling_key(seed, "evaluate", group, t))
-            noise = policy.noise(GROUP, generator)
+            noise = policy.noise(size, generator)
         decision = policy.act(policy.encode(inputs), noise=noise)
-        check_decision(decision)
+        if not is_finite(decision.action) or bool(decision.log_prob.isnan().any()):
+            raise CheckpointError(
+                "use an earlier checkpoint: the policy's action is not finite for finite"
+                " observations, so its weights are too large"
+            )
         own = slice(low - start, high - start)
         actions.append(decision.action[own])
         if decision.memory is not None:
             states.append(decision.memory[own])
     return torch.cat(actions), torch.cat(states) if states else memory.state
-
-
-def check_decision(decision: Decision) -> None:
-    """Raise CheckpointError where an action, or the probability of a choice, is not a number."""
-    if is_finite(decision.action) and not bool(decision.log_prob.isnan().any()):
-        return
-    raise CheckpointError(
-        "use an earlier checkpoint: the policy's action is not finite for finite observations, so"
-        " its weights are too large"
-    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from embodied_envs.base import tree
 from embodied_envs.base.errors import ConfigError, EnvError
@@ -20,7 +20,7 @@ from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number
 from embodied_ppo.core.recurrent_state import EpisodeMemory, memory_size
 from embodied_ppo.core.types import Policy
 from embodied_ppo.evaluation import robot_evaluation
-from embodied_ppo.evaluation.episodes import GROUP, check_decision, policy_device
+from embodied_ppo.evaluation.episodes import GROUP, act, policy_device
 from embodied_ppo.options.schema import RealismConfig
 from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.history_env import HistoryEnv
@@ -62,10 +62,7 @@ class TrainedPolicy:
         self.obs_spec = env.obs_spec if self.history is None else self.history.raw_spec
         self.action_spec, self.step_s = env.action_spec, env.step_s
         self._read, self._to_simulator = ObservationReader(env), env.to_simulator
-        self._generator = Generator(device=policy_device(network)).manual_seed(seed)
-        # ``evaluate`` computes GROUP rows at a time, and the last bits of a matrix product depend
-        # on their number. For a large model the rows cost more than equal bits are worth.
-        self._rows = GROUP if run.config.model.policy == "actor_critic" else None
+        self._seed, self._calls = seed, 0
 
     @property
     def has_memory(self) -> bool:
@@ -82,7 +79,7 @@ class TrainedPolicy:
         Raises:
             EnvError: ``where`` has another length than the last observations.
         """
-        if where is None or self._memory is None:
+        if where is None or self._memory is None or not self.has_memory:
             self._memory = None
             return
         marks = torch.as_tensor(where, dtype=torch.bool, device=self._memory.start.device)
@@ -95,12 +92,10 @@ class TrainedPolicy:
         if self.history is not None:
             self._previous = self.history.restart(self._previous, marks)
 
-    def _remembered(self, obs: Obs) -> Obs:
-        """Return observations [N, ..] with what the policy remembers of its N episodes."""
-        if not self.has_memory:
-            return obs
+    def _with_history(self, obs: Obs) -> tuple[Obs, EpisodeMemory]:
+        """Return observations [N, ..] with those before them, and the memory of the N episodes."""
         n, device = len(next(tree.leaves(obs))), policy_device(self.network)
-        if self._memory is None:
+        if self._memory is None or not self.has_memory:
             self._memory = EpisodeMemory(self.network, n, device)
             if self.history is not None:
                 self._previous = self.history.empty(n, device)
@@ -111,7 +106,7 @@ class TrainedPolicy:
             )
         if self.history is not None:
             obs = self.history.stack(self._previous, obs)
-        return self._memory.attach(obs)
+        return obs, self._memory
 
     @overload
     def act(self, obs: Tensor | dict[str, Tensor], *, deterministic: bool = True) -> Tensor: ...
@@ -153,24 +148,16 @@ class TrainedPolicy:
             row = int((~finite_rows(inputs)).nonzero()[0])
             raise EnvError(f"act: {wrong_number(inputs, 'observation', row)}; pass finite numbers")
         first = next(tree.leaves(inputs))
-        device, n = policy_device(self.network), len(first)
-        size = self._rows or n
+        device = policy_device(self.network)
         observed: Obs = tree.map(lambda x: x.to(device), inputs)
-        inputs = self._remembered(observed)
-        actions: list[Tensor] = []
-        states: list[Tensor] = []
-        for start in range(0, n, size):
-            rows = torch.arange(start, start + size).clamp(max=n - 1)
-            part = tree.map(lambda x, rows=rows: x[rows.to(device)], inputs)
-            noise = None if deterministic else self.network.noise(size, self._generator)
-            decision = self.network.act(self.network.encode(part), noise=noise)
-            check_decision(decision)
-            actions.append(decision.action)
-            if decision.memory is not None:
-                states.append(decision.memory)
-        action = torch.cat(actions)[:n]
-        if self._memory is not None:
-            self._memory.store(torch.cat(states)[:n] if states else self._memory.state)
+        inputs, memory = self._with_history(observed)
+        # The last bits of a matrix product depend on the number of rows. For a large model the rows
+        # of an evaluation cost more than equal bits are worth.
+        size = GROUP if self.config.model.policy == "actor_critic" else len(first)
+        numbers = {"first_episode": 0, "t": self._calls, "seed": self._seed, "size": size}
+        action, state = act(self.network, inputs, memory, **numbers, deterministic=deterministic)
+        self._calls += 1
+        memory.store(state)
         if self.history is not None:
             self._previous = self.history.push(self._previous, observed, action)
         is_tensor = any(isinstance(x, Tensor) for x in _values(obs))

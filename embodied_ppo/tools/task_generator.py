@@ -135,7 +135,7 @@ def write(
         path = Path(os.path.relpath(source.resolve(), folder.resolve())).as_posix()
         description |= {"file": mjcf.name, "name": name, "kind": class_name, "mjcf": path}
         for file, template_file in files.items():
-            text = _templates().get_template(template_file).render(description)
+            text = source_templates().get_template(template_file).render(description)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -153,7 +153,8 @@ def write(
     return NewTask((*converted, *files), tuple(description["assumed"]), commands)
 
 
-def _templates() -> jinja2.Environment:
+def source_templates() -> jinja2.Environment:
+    """Return the templates of sources that this package writes for users."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodied_ppo.tools", "templates"),
         undefined=jinja2.StrictUndefined,

@@ -1,4 +1,4 @@
-"""Serve a policy to robots and simulators over websockets: `embodied-ppo serve`.
+"""Serve the policy of a run to robots and simulators over websockets: `embodied-ppo serve`.
 
 The protocol is that of openpi, so that its client package works unchanged
 (github.com/Physical-Intelligence/openpi, docs/remote_inference.md and packages/openpi-client). Each
@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,21 +29,19 @@ import torch
 
 from embodied_envs.base import tree
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, choose, one_line
-from embodied_envs.base.images import ImageLayout, decide
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.env_server import listen, pack, unpack
-from embodied_envs.types import ArraySpec, Box
+from embodied_envs.types import Box
 from embodied_ppo.core.version import __version__
 from embodied_ppo.evaluation.episodes import set_instructions
-from embodied_ppo.evaluation.trained_policy import TrainedPolicy, load_policy
-from embodied_ppo.tools.deploy import run_policy
+from embodied_ppo.evaluation.trained_policy import TrainedPolicy
 
 VERSION = 1
 """Version of the metadata; it changes when an entry changes its meaning."""
 PREFIX, PROMPT, RESET = "observation/", "prompt", "reset"
 LONGEST_PROMPT = 1000
 """Largest length of a prompt, characters."""
-REFUSED = (EnvError, CheckpointError, ConfigError, run_policy.BundleError, ValueError)
+REFUSED = (EnvError, CheckpointError, ConfigError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -54,38 +51,27 @@ class Input:
     Attributes:
         entry: Name in the policy's observations; "" if they are one array.
         shape, dtype: What the client sends: the channels of an image are last.
-        layout: How the policy reads it as an image; None: it is a vector.
+        channels_first: Whether the policy reads an image with the channels in front.
     """
 
     entry: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    layout: ImageLayout | None
-
-    @classmethod
-    def of(cls, entry: str, spec: ArraySpec) -> Input:
-        """Return the array that a client sends for an entry of the policy's observations."""
-        dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
-        shape, layout = tuple(spec.shape), spec.layout
-        if layout is not None and layout.order == "CHW":
-            shape = (*shape[1:], shape[0])
-        return cls(entry, shape, dtype, layout)
+    channels_first: bool
 
     def read(self, name: str, value: Any) -> np.ndarray:
         """Return a client's array as the policy reads it. Raises EnvError for another one."""
-        expected = f"{self.dtype} {list(self.shape)}"
         x = np.asarray(value) if isinstance(value, np.ndarray | np.generic | float | int) else None
         fits = x is not None and x.shape == self.shape and x.dtype.kind in "biuf"
         if x is None or not fits or (self.dtype == np.uint8 and x.dtype != np.uint8):
             actual = type(value).__name__ if x is None else f"{x.dtype} {list(x.shape)}"
-            raise EnvError(f"send {expected} as {name}: it is {actual}")
-        if self.layout is not None and self.layout.order == "CHW":
-            x = np.moveaxis(x, -1, 0)
+            raise EnvError(f"send {self.dtype} {list(self.shape)} as {name}: it is {actual}")
+        x = np.moveaxis(x, -1, 0) if self.channels_first else x
         return np.ascontiguousarray(x, dtype=self.dtype)
 
 
 class Served:
-    """A policy of a run or of a bundle, as a server needs it.
+    """A policy of a run as a server needs it.
 
     Attributes:
         inputs: Name for the client -> array.
@@ -93,64 +79,64 @@ class Served:
         metadata: Sent to each client: the observations and actions with shape, dtype and bounds.
     """
 
-    def __init__(
-        self,
-        specs: Mapping[str, ArraySpec],
-        *,
-        task: str,
-        actions: Mapping[str, Any],
-        step_s: float | None,
-        has_memory: bool,
-        names: Mapping[str, str],
-        session: Callable[[], Any],
-    ) -> None:
+    def __init__(self, policy: TrainedPolicy, names: Mapping[str, str]) -> None:
         """Describe the policy.
 
         Args:
-            specs: Its observations; one array has the name "".
-            task: Task of the training.
-            actions: Entry "actions" of the metadata.
-            step_s: Control period, seconds.
-            has_memory: Whether actions depend on earlier steps of the episode.
+            policy: The policy.
             names: The client's name -> name of an observation, where it is not ``PREFIX`` and that.
-            session: Returns a policy with a memory of its own, with ``act`` and ``reset``.
 
         Raises:
             ConfigError: ``names`` has an observation that the policy does not read.
         """
-        specs = dict(specs)
+        self.policy, self.chunk = policy, policy.config.env.action_chunk
+        specs = dict(tree.named(policy.obs_spec))
         self.has_prompt = specs.pop(INSTRUCTION, None) is not None
         own = {entry: PREFIX + (entry or "state") for entry in specs}
         given = {entry.removeprefix(PREFIX): name for name, entry in names.items()}
         if set(specs) == {""} and "state" in given:
             given[""] = given.pop("state")
-        for entry in given:
-            if entry not in own:
-                known = [name.removeprefix(PREFIX) for name in own.values()]
-                hint = choose(entry, known, "choose one of ")
-                raise ConfigError(f"--map NAME={entry}: the policy has no such input; {hint}")
+        if unknown := [entry for entry in given if entry not in own]:
+            known = [name.removeprefix(PREFIX) for name in own.values()]
+            hint = choose(unknown[0], known, "choose one of ")
+            raise ConfigError(f"--map NAME={unknown[0]}: the policy has no such input; {hint}")
         own |= given
         if len({*own.values(), RESET, PROMPT}) < len(own) + 2:
             raise ConfigError(
                 f"give each input a name of its own, other than {RESET} and {PROMPT}:"
                 f" --map names them {', '.join(own.values())}"
             )
-        self.inputs = {own[entry]: Input.of(entry, spec) for entry, spec in specs.items()}
-        self.session = session
+        self.inputs = {}
+        for entry, spec in specs.items():
+            shape, first = tuple(spec.shape), spec.layout is not None and spec.layout.order == "CHW"
+            shape = (*shape[1:], shape[0]) if first else shape
+            dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+            self.inputs[own[entry]] = Input(entry, shape, dtype, first)
         described: dict[str, Any] = {
             name: {"shape": list(x.shape), "dtype": str(x.dtype)} for name, x in self.inputs.items()
         }
         if self.has_prompt:
             described[PROMPT] = {"dtype": "str"}
+        actions: dict[str, Any] = {"shape": [self.chunk], "dtype": "int64"}
+        if isinstance(spec := policy.action_spec, Box):
+            size = spec.size // self.chunk  # the bounds of a chunk repeat those of one action
+            actions = {"shape": [self.chunk, size], "dtype": "float32"}
+            actions |= {"low": list(spec.low[:size]), "high": list(spec.high[:size])}
         self.metadata = {
             "version": VERSION,
             "server": f"embodied-ppo {__version__}",
-            "task": task,
+            "task": policy.config.env.title,
             "observations": described,
-            "actions": dict(actions),
-            "step_s": step_s,
-            "has_memory": has_memory,
+            "actions": actions,
+            "step_s": None if policy.step_s is None else policy.step_s / self.chunk,
+            "has_memory": policy.has_memory,
         }
+
+    def session(self) -> TrainedPolicy:
+        """Return the policy with a memory of its own; the network is shared."""
+        policy = copy.copy(self.policy)
+        policy.reset()
+        return policy
 
     def read(self, message: Mapping[str, Any]) -> tuple[Any, str | None]:
         """Return the observation of a request and its prompt. Raises EnvError."""
@@ -169,96 +155,14 @@ class Served:
         arrays = {x.entry: x.read(name, message[name]) for name, x in self.inputs.items()}
         return (arrays[""] if set(arrays) == {""} else arrays), prompt
 
-
-# ---------------------------------------------------------------------------------------- policies
-def open_policy(path: str, names: Mapping[str, str], device: str = "cpu") -> Served:
-    """Return the policy of a run, a checkpoint or a bundle.
-
-    Args:
-        path: Its directory.
-        names: See ``Served``.
-        device: Device of a run's policy.
-
-    Raises:
-        CheckpointError, ConfigError, EnvError: It cannot be used.
-    """
-    if (Path(path) / "policy.json").is_file():
-        return _of_bundle(path, names)
-    policy = load_policy(path, device=device)
-    chunk, spec = policy.config.env.action_chunk, policy.action_spec
-    actions: dict[str, Any] = {"shape": [chunk], "dtype": "int64"}
-    if isinstance(spec, Box):
-        size = spec.size // chunk  # the bounds of a chunk repeat those of one action
-        actions = {"shape": [chunk, size], "dtype": "float32"}
-        actions |= {"low": list(spec.low[:size]), "high": list(spec.high[:size])}
-    return Served(
-        tree.named(policy.obs_spec),
-        task=policy.config.env.title,
-        actions=actions,
-        step_s=None if policy.step_s is None else policy.step_s / chunk,
-        has_memory=policy.has_memory,
-        names=names,
-        session=lambda: RunSession(policy, chunk),
-    )
-
-
-class RunSession:
-    """The policy of a run with a memory of its own."""
-
-    def __init__(self, policy: TrainedPolicy, chunk: int) -> None:
-        self.policy, self.chunk = copy.copy(policy), chunk  # the network is shared
-        self.reset()
-
-    def reset(self) -> None:
-        self.policy.reset()
-
-    def act(self, obs: Any, prompt: str | None) -> Any:
+    def act(self, session: TrainedPolicy, obs: Any, prompt: str | None) -> Any:
         """Return actions [C, A], or choices [C]."""
         obs = tree.map(torch.as_tensor, obs)
         if prompt is not None:
-            set_instructions(self.policy.network, (prompt,))
+            set_instructions(session.network, (prompt,))
             obs = {**obs, INSTRUCTION: torch.tensor(0)}
-        action = self.policy.act(obs)
-        return tree.map(lambda x: np.asarray(x if self.chunk > 1 else x[None]), action)
-
-
-def _of_bundle(path: str, names: Mapping[str, str]) -> Served:
-    """Return the policy of a bundle; its trace is replayed first."""
-    try:
-        policy = run_policy.Policy(path)
-    except run_policy.BundleError as error:
-        raise CheckpointError(str(error)) from error
-    specs: dict[str, ArraySpec] = {}
-    for name, x in policy.inputs.items():
-        shape, dtype = tuple(x["shape"]), getattr(torch, x["dtype"])
-        image = decide(shape, dtype) if dtype == torch.uint8 else None
-        specs["" if len(policy.inputs) == 1 else name] = ArraySpec(shape, dtype, image)
-    outputs = [x for x in policy.info["outputs"] if x["role"] == "action"]
-    actions = {k: outputs[0].get(k) for k in ("dtype", "low", "high", "names")}
-    chunked = len(outputs[0]["shape"]) > 1
-    shape = outputs[0]["shape"] if chunked else [1, *outputs[0]["shape"]]
-
-    class BundleSession:
-        def __init__(self) -> None:
-            self.policy = copy.copy(policy)
-            self.reset()
-
-        def reset(self) -> None:
-            self.policy.reset()
-
-        def act(self, obs: Any, prompt: str | None) -> Any:
-            action = self.policy.act(obs)
-            return tree.map(lambda x: np.asarray(x) if chunked else np.asarray(x)[None], action)
-
-    return Served(
-        specs,
-        task=policy.info["task"],
-        actions={"shape": shape, **actions},
-        step_s=policy.info["control"]["step_s"],
-        has_memory=bool(policy.memory),
-        names=names,
-        session=BundleSession,
-    )
+        chunked = self.chunk > 1
+        return tree.map(lambda x: np.asarray(x if chunked else x[None]), session.act(obs))
 
 
 # ------------------------------------------------------------------------------------------ server
@@ -287,7 +191,7 @@ def serve(
                     session.reset()
                 with one_at_a_time:
                     began = time.perf_counter()
-                    actions = session.act(obs, prompt)
+                    actions = policy.act(session, obs, prompt)
                     infer_ms = 1000 * (time.perf_counter() - began)
                 timing = {"infer_ms": infer_ms}
                 if previous_s:

@@ -18,6 +18,7 @@ import numpy as np
 from embodied_envs.base.errors import ConfigError, one_line
 from embodied_ppo.options.schema import RealismConfig
 from embodied_ppo.tools.deploy import run_policy
+from embodied_ppo.tools.task_generator import source_templates
 
 TRACKED = 3
 """Episodes of each command in the evaluation of the tracking error."""
@@ -35,32 +36,6 @@ TRACKS = {
     "ang_vel_yaw": "base_angular_velocity z",
 }
 """Command -> the number that follows it."""
-STUB = '''"""Your robot for {task}: python run_policy.py --loop my_robot.py"""
-
-from robot_loop import Robot
-
-JOINTS = {joints}
-ACTUATORS = {actuators}
-SENSORS = {sensors}
-
-
-class MyRobot(Robot):
-    def read(self):
-        # return {{  # the newest measurement, at once; robot_loop.py has units and frames
-        #     "time_s": ...,  # when it was measured, on the clock of now()
-{keys}
-        # }}
-        raise NotImplementedError("my_robot.py: write read()")
-
-    def write(self, target, kp, kd):
-        # {units}, in the order of ACTUATORS
-        raise NotImplementedError("my_robot.py: write write()")
-
-    def stop(self):
-        pass  # kp = 0 and kd > 0 in all motors
-
-    # now() and sleep() are those of the computer's clock.
-'''
 
 
 def nominal_realism(realism: RealismConfig, physics_steps: int, name: str) -> RealismConfig:
@@ -219,8 +194,14 @@ def write_files(
     """Write the files that run the policy on a robot; ``say`` reports a missing scene."""
     for name in FILES:
         shutil.copyfile(Path(__file__).parent / name, out / name)
-    (out / "observation.py").write_text(observation_source(info), encoding="utf-8")
-    (out / "my_robot.py").write_text(robot_source(info), encoding="utf-8")
+    (spec,) = [x for x in info["inputs"] if x["role"] == "observation"]
+    units = spec["unit"] if isinstance(spec["unit"], list) else itertools.repeat(spec["unit"])
+    numbers = list(zip(spec["names"] or [], units, strict=False))
+    sources = source_templates()
+    sources.filters["rows"] = lambda values: pformat(list(values), width=90, compact=True)
+    for name in ("observation.py", "my_robot.py"):
+        text = sources.get_template(f"{name}.j2").render(info, spec=spec, numbers=numbers)
+        (out / name).write_text(text, encoding="utf-8")
     try:
         _write_scene(simulator.task.spec(), out / "scene")
     except (OSError, ValueError) as error:
@@ -265,62 +246,3 @@ def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
         spec.compile()
         (folder / "scene.xml").write_text(spec.to_xml(), encoding="utf-8")
     mujoco.MjModel.from_xml_path(str(folder / "scene.xml"))
-
-
-# ------------------------------------------------------------------------------- generated sources
-def observation_source(info: Mapping[str, Any]) -> str:
-    """Return the source of observation.py: the function, or a stub with names and units."""
-    (spec,) = [x for x in info["inputs"] if x["role"] == "observation"]
-    units = spec["unit"] if isinstance(spec["unit"], list) else itertools.repeat(spec["unit"])
-    numbers = zip(spec["names"] or [], units, strict=False)
-    constants, body = [f"JOINTS = {_literal(info['robot']['joints'])}"], ["    parts = ["]
-    for part in info["observation_parts"]:
-        quantity, value = part["quantity"], f'        state["{part["quantity"]}"]'
-        if part["offset"]:
-            constants.append(f"HOME = np.array({_literal(list(part['offset']))})")
-            value += " - HOME"
-        hint = "  # from your estimator, no robot measures it" if quantity == "velocity" else ""
-        body.append(f"{value},{hint}")
-    body += ["    ]", f'    return np.concatenate(parts).astype("{spec["dtype"]}")']
-    if not info["observation_parts"]:
-        hint = f"write observe() in observation.py: {info['task']} declares no observation_parts"
-        body = [f"    raise NotImplementedError({hint!r})"]
-    return "\n".join(
-        [
-            f'"""Observation of {info["task"]} for robots: numpy only."""',
-            "",
-            "import numpy as np",
-            "",
-            *constants,
-            "",
-            "",
-            "def observe(state):",
-            f'    """Return the observation, {spec["dtype"]} {spec["shape"]}.',
-            "",
-            "    ``state`` has what ``Robot.read`` returns, and besides",
-            "    gravity      [3], direction of gravity in the IMU's frame, from the quaternion",
-            "    command      [C], last_action [A], phase [2]: those of the loop",
-            '    """',
-            *(f"    # {i}: {name}, {unit or '-'}" for i, (name, unit) in enumerate(numbers)),
-            *body,
-            "",
-        ]
-    )
-
-
-def robot_source(info: Mapping[str, Any]) -> str:
-    """Return the source of my_robot.py, the stub of the functions that every robot needs."""
-    section = info["robot"]
-    hints = {"velocity": "  # no robot measures it: estimate it, for example from legs and IMU"}
-    return STUB.format(
-        task=info["task"],
-        joints=_literal(section["joints"]),
-        actuators=_literal([actuator["name"] for actuator in info["actuators"]]),
-        sensors=_literal(section["sensors"]),
-        keys="\n".join(f'        #     "{k}": ...,{hints.get(k, "")}' for k in section["reads"]),
-        units=" and ".join(sorted({a["unit"] for a in info["actuators"] if a["unit"]})),
-    )
-
-
-def _literal(values: list[Any]) -> str:
-    return pformat(values, width=90, compact=True)

@@ -19,7 +19,7 @@ from embodied_envs import env_server
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.commands import main
 from embodied_ppo.evaluation.trained_policy import load_policy
-from embodied_ppo.tools.deploy import policy_export, policy_server
+from embodied_ppo.tools.deploy import policy_server
 
 
 def request(**entries: Any) -> bytes:
@@ -104,13 +104,13 @@ def test_actions_are_those_of_the_policy_and_wrong_requests_get_one_line(
 @pytest.mark.slow
 def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path: Path) -> None:
     run = write_pi0(tmp_path / "pi0")
-    served = policy_server.open_policy(str(run), {"observation/image": "front"})
+    policy = load_policy(str(run))
+    served = policy_server.Served(policy, {"observation/image": "front"})
     names = {"observation/image", "observation/state", "prompt"}
     assert set(served.metadata["observations"]) == names
     generator = np.random.default_rng(0)
     image = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
     state = generator.normal(size=12).astype(np.float32)
-    policy = load_policy(str(run))
     sentences = list(policy.network.sentences)  # pyright: ignore[reportAttributeAccessIssue]
     with policy_server.serve(served, host="127.0.0.1", port=0, say=print) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -128,23 +128,10 @@ def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path: Pa
             for wrong in (rest, {**rest, "prompt": 3}, {**first, "prompt": "x"}):
                 assert isinstance(ask(client, request(**wrong)), str)
     with pytest.raises(ConfigError, match="did you mean front"):
-        policy_server.open_policy(str(run), {"image": "fron"})
+        policy_server.Served(policy, {"image": "fron"})
     for name in ("observation/state", "reset", "prompt"):
         with pytest.raises(ConfigError, match="a name of its own"):
-            policy_server.open_policy(str(run), {name: "front"})
-
-
-@pytest.mark.slow
-def test_bundle_is_served_like_its_run(mlp: Path, tmp_path: Path) -> None:
-    policy_export.export(str(mlp), str(tmp_path / "bundle"))
-    bundle = policy_server.open_policy(str(tmp_path / "bundle"), {"joints": "state"})
-    run = policy_server.open_policy(str(mlp), {"joints": "state"})
-    obs, prompt = bundle.read({"joints": np.linspace(-1, 1, 17)})
-    actions = [x.session().act(obs, prompt) for x in (bundle, run)]
-    np.testing.assert_allclose(*actions, atol=1e-5)
-    for key in ("observations", "task", "step_s"):
-        assert bundle.metadata[key] == run.metadata[key]
-    assert bundle.metadata["actions"]["shape"] == [1, 6]
+            policy_server.Served(policy, {name: "front"})
 
 
 @pytest.mark.parametrize(
