@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -41,27 +41,34 @@ NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
+Rows: TypeAlias = "list[dict[str, Any]]"
+
+
 @dataclass
 class Migration:
-    """The result of a conversion; ``options`` is the experiment, path -> value."""
+    """The result of a conversion.
+
+    Attributes:
+        options: The experiment, path -> value.
+        mapped: {theirs, value, ours: {path: value}, default: not in the file, the source's default}
+        meaningless: {theirs, value, why}
+        refused: {theirs, value, why}: our option exists and does not accept this value.
+        unknown: {theirs, value, why}
+        differences: {theirs, value, why}: options that train differently here.
+        to_write: Our options that a run needs and the file does not set -> what to write.
+        conflict: The error of our validation about the options together.
+    """
 
     peer: str
     mode: str
     options: dict[str, Any] = field(default_factory=dict)
-    mapped: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, ours: {path: value}, default: not in the file, the source's default}"""
-    meaningless: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, why}"""
-    refused: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, why}: our option exists and does not accept this value."""
-    unknown: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, why}"""
-    differences: list[dict[str, Any]] = field(default_factory=list)
-    """{theirs, value, why}: options that train differently here."""
+    mapped: Rows = field(default_factory=list)
+    meaningless: Rows = field(default_factory=list)
+    refused: Rows = field(default_factory=list)
+    unknown: Rows = field(default_factory=list)
+    differences: Rows = field(default_factory=list)
     to_write: dict[str, str] = field(default_factory=dict)
-    """Our options that a run needs and the file does not set -> what to write."""
     conflict: str | None = None
-    """The error of our validation about the options together."""
 
     def text(self, file: str) -> str:
         """Return the experiment as YAML."""
@@ -92,21 +99,17 @@ def read(file: str, peer: str) -> Source:
         ConfigError: There is no such file, or it holds no options.
     """
     path, label = Path(file), shorten(file, 90)
+    hint = f"name a YAML file with {FRAMEWORKS[peer].name}'s options: {label}"
     if not path.is_file():
-        raise ConfigError(
-            f"name a YAML file with {FRAMEWORKS[peer].name}'s options: {label} does not exist"
-        )
+        raise ConfigError(f"{hint} does not exist")
     try:
         content = _content(guarded_files.read_text(path, defaults.LARGEST_FILE))
     except (yaml.YAMLError, ValueError, OSError) as e:
-        raise ConfigError(
-            f"correct {label}: it is not plain YAML ({shorten(one_line(e), 120)})"
-        ) from e
+        reason = shorten(one_line(e), 120)
+        raise ConfigError(f"correct {label}: it is not plain YAML ({reason})") from e
     if not isinstance(content, Mapping) or not content:
         kind = {str: "text", list: "a list"}.get(type(content), "a value") if content else "nothing"
-        raise ConfigError(
-            f"name a YAML file with {FRAMEWORKS[peer].name}'s options: {label} holds {kind}"
-        )
+        raise ConfigError(f"{hint} holds {kind}")
     content = defaults.with_members(content, path.parent)
     if defaults.exceeds_limit(content):
         raise ConfigError(

@@ -38,11 +38,6 @@ SHARED: dict[str, Rule] = {
 }
 
 
-def by_name(*functions: Any) -> dict[str, Rule]:
-    """Return functions by their names."""
-    return {function.__name__: function for function in functions}
-
-
 def adam_betas(section: str = "") -> Rule:
     """Map the two decays of AdamW in ``section``, of which one may be unset."""
 

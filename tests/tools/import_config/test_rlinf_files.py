@@ -21,7 +21,7 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.commands import main
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config
-from embodied_ppo.tools.import_config import convert, rlinf_robot
+from embodied_ppo.tools.import_config import convert, rlinf
 
 FOLDER = Path(__file__).parent
 FILES: dict[str, dict[str, Any]] = json.loads(
@@ -166,5 +166,5 @@ def test_defaults_beside_the_file_are_followed(tmp_path: Path) -> None:
 
 
 def test_names_of_the_adapter() -> None:
-    assert set(rlinf_robot.SUITES) == set(libero_env.TIME_LIMITS)
-    assert tuple(rlinf_robot.CAMERAS) == libero_env.CAMERAS
+    assert set(rlinf.SUITES) == set(libero_env.TIME_LIMITS)
+    assert tuple(rlinf.CAMERAS) == libero_env.CAMERAS
