@@ -59,9 +59,14 @@ def supervise(run: Callable[[], int]) -> int:
     return FAILED
 
 
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Let the kernel send a signal to this process when its parent has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+
+
 def _supervised(run: Callable[[], int], parent: int) -> int:
     """Call ``run`` in the child process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call above
         os._exit(FAILED)
     watchdog.supervised = True

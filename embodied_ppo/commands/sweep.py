@@ -6,27 +6,30 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
-from embodied_ppo.commands import arguments, compare, output
+from embodied_ppo.commands import arguments, compare, output, supervisor
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
 from embodied_ppo.core import guarded_files
 from embodied_ppo.options.compose import PROGRAM, override_lines, prepare
 from embodied_ppo.options.schema import Config
 from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
-from embodied_ppo.tools.process_pool import POLL_S, ProcessPool, last_line, train_command
 from embodied_ppo.training.progress import Interrupts
 from embodied_ppo.training.run_directory import locked, replace_text
 from embodied_ppo.training.run_files import SWEEP
 
+POLL_S = 0.2
+"""Seconds between two checks whether a process has ended."""
 FORMAT = 1
 """Version of sweep.json. Increase it when the meaning of a field changes."""
 COMPARISON = "comparison"
@@ -67,12 +70,8 @@ class Sweep:
             {"overrides": list(job.lines), "options": job.options, "folder": self.name(job)}
             for job in self.jobs
         ]
-        content = {
-            "format": FORMAT,
-            "working_directory": str(self.working_directory),
-            "flags": self.flags,
-            "runs": runs,
-        }
+        content = {"format": FORMAT, "working_directory": str(self.working_directory)}
+        content |= {"flags": self.flags, "runs": runs}
         replace_text(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
 
@@ -129,12 +128,10 @@ def _read(path: str) -> Sweep:
             raise ValueError(f"lists no run of format {FORMAT}")
         os.chdir(content["working_directory"])
     flags = content["flags"]
-    chosen = dict(zip(flags[::2], flags[1::2], strict=False))
-    args = argparse.Namespace(
-        command="train",
-        config_dir=chosen.get("--config-dir"),
-        config_name=chosen.get("--config-name"),
-    )
+    chosen = {"config_dir": None, "config_name": None}
+    for flag, value in zip(flags[::2], flags[1::2], strict=False):
+        chosen[flag.removeprefix("--").replace("-", "_")] = value
+    args = argparse.Namespace(command="train", **chosen)
     jobs = []
     for number, row in enumerate(rows):
         # Folders inside that of the sweep are relative to it, so that it can be moved.
@@ -187,7 +184,7 @@ def _train(sweep: Sweep, args: argparse.Namespace) -> int:
     size = max(1, min(args.jobs or _most_jobs(config), len(waiting)))
     devices: list[str | None] = [*_cuda_devices(config)] or [None]
     free_devices = [devices[i % len(devices)] for i in range(size)]
-    running: dict[str, tuple[SweepJob, str | None]] = {}
+    running: dict[int, tuple[subprocess.Popen[bytes], str | None]] = {}
     codes: dict[int, int] = {}
 
     def say(line: str) -> None:
@@ -200,35 +197,65 @@ def _train(sweep: Sweep, args: argparse.Namespace) -> int:
         if job not in waiting and (summary := _summary(job)):
             output.print_result(_result(job, summary), args)
     try:
-        with Interrupts(), ProcessPool(size) as pool:
+        with Interrupts(), _ending(running):
             while waiting or running:
-                for name, code in pool.ended().items():
-                    job, device = running.pop(name)
+                for number, (process, device) in [*running.items()]:
+                    if (code := process.poll()) is None:
+                        continue
+                    del running[number]
                     free_devices.append(device)
-                    codes[job.number] = _finish(job, code, sweep, args)
+                    job = sweep.jobs[number]
+                    codes[number] = _finish(job, code, sweep, args)
                     finished = total - len(waiting) - len(running)
                     if summary := _summary(job):
-                        say(f"{name}: {_results_line(summary)}  ({finished} of {total} runs)")
-                while waiting and pool.free:
+                        result = f"{sweep.name(job)}: {_results_line(summary)}"
+                        say(f"{result}  ({finished} of {total} runs)")
+                while waiting and free_devices:
                     job, device = waiting.pop(0), free_devices.pop(0)
-                    name = sweep.name(job)
-                    running[name] = job, device
-                    lines = [x for x in job.lines if x.partition("=")[0].lstrip("+") != "run_dir"]
-                    pool.start(
-                        name,
-                        train_command(job.folder, sweep.flags, lines),
-                        sweep.log(job),
-                        environment={} if device is None else {"CUDA_VISIBLE_DEVICES": device},
-                        folder=sweep.working_directory,
-                    )
+                    running[job.number] = _start(job, sweep, device), device
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
-        print(
-            f"interrupted; continue with {PROGRAM} train --multirun resume={sweep.folder}",
-            file=sys.stderr,
-        )
+        hint = f"continue with {PROGRAM} train --multirun resume={sweep.folder}"
+        print(f"interrupted; {hint}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     return next((code for _, code in sorted(codes.items()) if code), 0)
+
+
+def _start(job: SweepJob, sweep: Sweep, device: str | None) -> subprocess.Popen[bytes]:
+    """Start a run in a process of its own, or continue it from its newest checkpoint."""
+    (folder,) = override_lines("train", {"run_dir": str(job.folder.absolute())})
+    lines = [x for x in job.lines if x.partition("=")[0].lstrip("+") != "run_dir"]
+    arguments = [*sweep.flags, *lines, folder]
+    if any((job.folder / "checkpoints").glob("step_[0-9]*")):
+        arguments = [folder.replace("run_dir=", "resume=", 1)]
+    program = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--json", "--quiet"]
+    with sweep.log(job).open("ab") as log:
+        return subprocess.Popen(
+            [*program, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
+            cwd=sweep.working_directory,
+            # Ctrl-C in the terminal would be a second signal, see ``_ending``.
+            start_new_session=True,
+            preexec_fn=supervisor.end_with_parent if sys.platform == "linux" else None,
+        )
+
+
+@contextmanager
+def _ending(running: Mapping[int, tuple[subprocess.Popen[bytes], str | None]]) -> Iterator[None]:
+    """Send one signal to each process at the end of the block, and wait until all have ended.
+
+    At the first signal a training run saves a checkpoint; at a second one it stops at once.
+    """
+    try:
+        yield
+    finally:
+        for process, _ in running.values():
+            process.send_signal(signal.SIGTERM)
+        for process, _ in running.values():
+            process.wait()
 
 
 def _finish(job: SweepJob, code: int, sweep: Sweep, args: argparse.Namespace) -> int:
@@ -239,8 +266,8 @@ def _finish(job: SweepJob, code: int, sweep: Sweep, args: argparse.Namespace) ->
         if args.json:
             output.print_result(_result(job, summary), args)
         return 0
-    cause = last_line(log, code).removeprefix("error: ")
-    lines = _result(job, {})["overrides"]
+    last = (log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
+    lines, cause = _result(job, {})["overrides"], last.removeprefix("error: ")
     print(f"error: job {job.number} ({lines}) failed: {cause}; see {log}", file=sys.stderr)
     return code if code > 0 else FAILED
 

@@ -176,11 +176,7 @@ def compare_lines(
     if len(methods[0].by_task()) > 1:
         content = _content_of_tasks(methods, metric, options, references)
         profiles = {row["label"]: row["profile"] for row in content["methods"]}
-        curves = {label: [(x, y) for x, y, _, _ in points] for label, points in profiles.items()}
-        bands = {
-            label: [(x, *ends) for x, _, *ends in points] for label, points in profiles.items()
-        }
-        charts = [line_chart("Share of runs above τ", "normalized score τ", curves, bands)]
+        charts = [_chart("Share of runs above τ", "normalized score τ", profiles)]
     else:
         _set_scores(methods, metric)
         content = _content(methods, metric, options)
@@ -344,29 +340,17 @@ def _content(
     binary = metric == "success" and all(set(np.unique(a.scores)) <= {0.0, 1.0} for a in methods)
     reference_run, rows = methods[0].runs[0], []
     for method in methods:
-        rows.append(
-            {
-                "label": method.label,
-                "mean": float(method.scores.mean()),
-                "ci95": list(comparison.mean_interval(method.scores, binary=binary)),
-                "interquartile_mean": comparison.interquartile_mean(method.scores.mean(1)),
-                "interquartile_mean_ci95": list(
-                    comparison.interquartile_mean_interval(method.scores)
-                ),
-                "runs": [
-                    {
-                        "run": str(trained_run.run_dir),
-                        "checkpoint": trained_run.source.path.name,
-                        "seed": trained_run.config.seed,
-                        "update": trained_run.source.update,
-                        "mean": float(scores.mean()),
-                    }
-                    for trained_run, scores in zip(method.runs, method.scores, strict=True)
-                ],
-            }
-        )
-    differences = []
-    for a, b in ((methods[0], method) for method in methods[1:]):
+        runs, scores = [], method.scores
+        for x, mean in zip(method.runs, scores.mean(1).tolist(), strict=True):
+            run = {"run": str(x.run_dir), "checkpoint": x.source.path.name, "mean": mean}
+            runs.append(run | {"seed": x.config.seed, "update": x.source.update})
+        row = {"label": method.label, "mean": float(scores.mean()), "runs": runs}
+        row["ci95"] = list(comparison.mean_interval(scores, binary=binary))
+        row["interquartile_mean"] = comparison.interquartile_mean(scores.mean(1))
+        row["interquartile_mean_ci95"] = [*comparison.interquartile_mean_interval(scores)]
+        rows.append(row)
+    differences, a = [], methods[0]
+    for b in methods[1:]:
         result = comparison.difference(a.scores, b.scores, binary=binary)
         differences.append(_entry(a, b, result, comparison.win_rate(a.scores, b.scores)))
     return {
@@ -441,13 +425,12 @@ def _content_of_tasks(
             if task not in references:
                 raise ConfigError(f"references: add {task}: [LOW, HIGH]; it has no such task")
             ends = references[task]
-        ranges[task] = [float(x) for x in ends]
-        if not ranges[task][1] > ranges[task][0]:
+        low, high = ranges[task] = [float(x) for x in ends]
+        if not high > low:
             raise ConfigError(
-                f"name references of {task}, LOW below HIGH, instead of {ranges[task]}"
+                f"name references of {task}, LOW below HIGH, instead of {low}, {high}"
             )
         for runs, method in zip(scores, compared, strict=True):
-            low, high = ranges[task]
             runs.append((method.scores.mean(1) - low) / (high - low))
     every = np.concatenate([x for runs in scores for x in runs])
     thresholds = np.linspace(min(0.0, every.min()), max(1.0, every.max()), 51).tolist()
@@ -455,45 +438,37 @@ def _content_of_tasks(
     for i, (method, runs) in enumerate(zip(methods, scores, strict=True)):
         method.scores = np.concatenate(runs)[:, None]
         result = comparison.interquartile_mean_of_tasks(runs)
-        rows.append(
-            {
-                "label": method.label,
-                "mean": float(method.scores.mean()),
-                "interquartile_mean": result.mean,
-                "interquartile_mean_ci95": [result.low, result.high],
-                "profile": comparison.performance_profile(runs, thresholds),
-                "runs": [run for content in contents for run in content["methods"][i]["runs"]],
-            }
-        )
+        row = {"label": method.label, "mean": float(method.scores.mean())}
+        row["runs"] = [run for content in contents for run in content["methods"][i]["runs"]]
+        row |= {"interquartile_mean": result.mean}
+        row["interquartile_mean_ci95"] = [result.low, result.high]
+        rows.append(row | {"profile": comparison.performance_profile(runs, thresholds)})
         if i:
             result = comparison.difference_of_tasks(scores[0], runs)
             rate = comparison.improvement_probability(scores[0], runs)
             differences.append(_entry(methods[0], method, result, rate))
     common = {k: v for k, v in contents[0].items() if k not in ("methods", "differences", "task")}
-    name = "success" if metric == "success" else "normalized return"
-    return common | {
-        "task": f"{len(tasks)} tasks",
-        "metric": name,
-        "methods": rows,
-        "differences": differences,
-        "references": ranges,
-        "tasks": contents,
-    }
+    common["metric"] = "success" if metric == "success" else "normalized return"
+    common |= {"task": f"{len(tasks)} tasks", "tasks": contents, "references": ranges}
+    return common | {"methods": rows, "differences": differences}
 
 
 # ------------------------------------------------------------------------------------------- charts
+CURVES = {
+    "Return in training": ("rollout/return",),
+    "Success rate in training": ("rollout/success",),
+    "Return of evaluations": ("eval/return",),
+    "Success rate of evaluations": ("eval/success", "eval/accuracy"),
+}
+"""Title of a chart -> tags of metrics.jsonl, of which a run has one."""
+
+
 def _curves(methods: Sequence[ComparedMethod], mode: str) -> list[Chart]:
     """Return charts of the learning curves: median over runs of each method, with interval."""
-    unit = "tokens" if mode == "reasoning" else "env_steps"
+    unit, label = ("tokens",) * 2 if mode == "reasoning" else ("env_steps", "environment steps")
     charts = []
-    for title, tags in (
-        ("Return in training", ("rollout/return",)),
-        ("Success rate in training", ("rollout/success",)),
-        ("Return of evaluations", ("eval/return",)),
-        ("Success rate of evaluations", ("eval/success", "eval/accuracy")),
-    ):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        bands: dict[str, list[tuple[float, float, float]]] = {}
+    for title, tags in CURVES.items():
+        curves = {}
         for method in methods:
             points = [
                 [
@@ -504,12 +479,16 @@ def _curves(methods: Sequence[ComparedMethod], mode: str) -> list[Chart]:
                 ]
                 for trained_run in method.runs
             ]
-            curve = comparison.median_curve(points)
-            if len(curve) > 1:
-                lines[method.label] = [(x, y) for x, y, _, _ in curve]
-                if len(method.runs) > 1:
-                    bands[method.label] = [(x, low, high) for x, _, low, high in curve]
-        if lines:
-            label = "tokens" if unit == "tokens" else "environment steps"
-            charts.append(line_chart(title, label, lines, bands))
+            if len(curve := comparison.median_curve(points)) > 1:
+                curves[method.label] = curve
+        if curves:
+            single = {method.label for method in methods if len(method.runs) == 1}
+            charts.append(_chart(title, label, curves, single))
     return charts
+
+
+def _chart(title: str, x_label: str, curves: Mapping[str, Any], single: Any = ()) -> Chart:
+    """Return a chart of points (x, y, low, high); curves of ``single`` runs have no interval."""
+    lines = {label: [(x, y) for x, y, _, _ in points] for label, points in curves.items()}
+    bands = {k: [(x, *ends) for x, _, *ends in v] for k, v in curves.items() if k not in single}
+    return line_chart(title, x_label, lines, bands)
