@@ -155,11 +155,9 @@ class Exported(nn.Module):
 
 def check_packages() -> None:
     """Raise ConfigError where a package of the extra ``export`` is missing."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"export needs {' and '.join(missing)}: pip install 'embodied-ppo[export]'"
-        )
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        names = " and ".join(missing)
+        raise ConfigError(f"export needs {names}: pip install 'embodied-ppo[export]'")
 
 
 def write(run: TrainedRun, out: Path) -> dict[str, Any]:
@@ -231,24 +229,17 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
         run_policy.Policy(str(out))
     except run_policy.BundleError as error:
         raise TrainingError(f"out={out}: {error}; report this") from error
-    return {
-        "action_difference": difference,
-        "recorded_steps": len(golden["episode"]),
-        "rate_hz": info["control"]["rate_hz"],
-    }
+    rate_hz, steps = info["control"]["rate_hz"], len(golden["episode"])
+    return {"action_difference": difference, "recorded_steps": steps, "rate_hz": rate_hz}
 
 
 def _make_env(
     run: TrainedRun, config: EnvConfig, task: TaskFiles | None, episodes: int
 ) -> VectorEnv:
     """Return environments with the seeds of an evaluation."""
-    return environments.make_env(
-        evaluation.evaluation_seeds(0, episodes),
-        config=config,
-        device=select_device("auto", 0),
-        task=task,
-        model=run.config.model,
-    )
+    seeds, device = evaluation.evaluation_seeds(0, episodes), select_device("auto", 0)
+    model = run.config.model
+    return environments.make_env(seeds, config=config, device=device, task=task, model=model)
 
 
 def _hold(env: VectorEnv, values: dict[str, Tensor]) -> None:
@@ -295,10 +286,8 @@ def _record(
         episode = torch.where(ended, episode + env.num_envs, episode)
         obs = step.obs
         memory.store(state, starts(step))
-    arrays = {
-        name: torch.stack([row[name] for row in steps], 1).flatten(0, 1).numpy()
-        for name in steps[0]
-    }
+    stacked = {name: torch.stack([row[name] for row in steps], 1) for name in steps[0]}
+    arrays = {name: x.flatten(0, 1).numpy() for name, x in stacked.items()}
     mask = arrays.pop("mask")
     return {name: x[mask] for name, x in arrays.items()}
 
@@ -311,9 +300,8 @@ def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) 
     names = [*specs, *exported.memory]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of the TorchScript exporter, which needs no onnxscript
+            # Those of the TorchScript exporter, which needs no onnxscript.
+            warnings.simplefilter("ignore")
             torch.onnx.export(
                 exported,
                 tuple(arrays),
@@ -381,38 +369,25 @@ def _describe(
     mechanism = env.simulator.mechanism()
     names: list[tuple[str, str | None]] = mechanism.pop("observation_names", [])
     manifest, config = run.source.manifest, run.config
+    structure = exported.converter.structure
+    origin = {"name": config.name, "seed": config.seed, "config_hash": manifest["config_hash"]}
+    source = {"name": run.source.path.name, "update": run.source.update}
+    source |= {"env_steps": manifest["env_steps"]}
+    rate_hz = None if step_s is None else 1 / step_s
+    seeds = evaluation.evaluation_seeds(0, env.num_envs)
     return {
         "format": run_policy.FORMAT,
         "task": env.id,
         "inputs": _inputs(exported, specs, names, env) + _memory(exported, ""),
         "outputs": _outputs(env, exported, mechanism) + _memory(exported, run_policy.NEXT),
-        "action_structure": tree.map(
-            lambda name: exported.actions[name], exported.converter.structure
-        ),
-        "control": {
-            "step_s": step_s,
-            "rate_hz": None if step_s is None else 1 / step_s,
-            "action_chunk": exported.policy.chunk,
-        },
+        "action_structure": tree.map(lambda name: exported.actions[name], structure),
+        "control": {"step_s": step_s, "rate_hz": rate_hz, "action_chunk": exported.policy.chunk},
         "action_mapping": config.env.action_mapping if exported.policy.numbers else "none",
         **mechanism,
         "realism": loader.dump(config.env)["realism"],
-        "golden": {
-            "seeds": evaluation.evaluation_seeds(0, env.num_envs),
-            "rows": len(golden["episode"]),
-        },
-        "run": {
-            "name": config.name,
-            "seed": config.seed,
-            "config_hash": manifest["config_hash"],
-            "task_hash": manifest.get("task_hash"),
-        },
-        "checkpoint": {
-            "name": run.source.path.name,
-            "update": run.source.update,
-            "env_steps": manifest["env_steps"],
-            "sha256": manifest["files"]["policy.pt"]["sha256"],
-        },
+        "golden": {"seeds": seeds, "rows": len(golden["episode"])},
+        "run": {**origin, "task_hash": manifest.get("task_hash")},
+        "checkpoint": {**source, "sha256": manifest["files"]["policy.pt"]["sha256"]},
         "requires": {"opset": OPSET, "onnxruntime": LEAST_ONNXRUNTIME},
         "versions": versions() | {name: version(name) for name in PACKAGES},
     }

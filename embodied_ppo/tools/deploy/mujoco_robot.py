@@ -62,14 +62,14 @@ class MujocoRobot(Robot):
         self.frames = []
         names = [model.body(i).name for i in range(model.nbody)]
         for prefix, frame in (("", self.section["frame"]), ("base_", self.section["base"])):
-            if frame is not None:
-                if frame["body"] not in names:
-                    known = ", ".join(names)
-                    raise RobotError(f"scene: has no body {frame['body']}; it has {known}")
-                rotation = np.zeros(9)
-                mujoco.mju_quat2Mat(rotation, np.array(frame["quat"]))
-                index = names.index(frame["body"])
-                self.frames.append((prefix, index, frame, rotation.reshape(3, 3)))
+            if frame is None:
+                continue
+            if frame["body"] not in names:
+                known = ", ".join(names)
+                raise RobotError(f"scene: has no body {frame['body']}; it has {known}")
+            rotation, index = np.zeros(9), names.index(frame["body"])
+            mujoco.mju_quat2Mat(rotation, np.array(frame["quat"]))
+            self.frames.append((prefix, index, frame, rotation.reshape(3, 3)))
         self.delay = round(self.section["action_delay_s"] / model.opt.timestep)
         self.reset()
 
@@ -256,9 +256,8 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
         low, high = trained.min(0) - TRACKING_TOLERANCE, trained.max(0) + TRACKING_TOLERANCE
         for name, x, a, b in zip(names, error, low, high):
             if x < a or x > b:  # False for NaN
-                findings.append(
-                    f"command {text}: error of {name} {x:.3f} is not in {a:.3f}..{b:.3f}"
-                )
+                wrong = f"error of {name} {x:.3f} is not in {a:.3f}..{b:.3f}"
+                findings.append(f"command {text}: {wrong}")
         if alive < 0.9 * min(duration, trained_s):
             findings.append(f"command {text}: ends after {alive:g} s, trainer {trained_s:g} s")
     return findings

@@ -10,9 +10,7 @@ import torch
 
 from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_envs.base.random import env_seeds
-from embodied_envs.types import VectorEnv
 from embodied_ppo.evaluation import language_evaluation, robot_evaluation
-from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import causal_lm, peft_files, robot_policy
 from embodied_ppo.policies.checkpoint_files import copy_permissions
 from embodied_ppo.policies.vla.pi0 import PI0
@@ -52,13 +50,8 @@ def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
             measurements = bundle.write(run, folder)
         else:
             measurements = _write_vla(run, folder, adapter=adapter)
-    size = sum(file.stat().st_size for file in folder.rglob("*"))
-    return {
-        "checkpoint": str(source.path),
-        "out": str(folder),
-        "mb": round(size / 1e6, 1),
-        **measurements,
-    }
+    mb = round(sum(file.stat().st_size for file in folder.rglob("*")) / 1e6, 1)
+    return {"checkpoint": str(source.path), "out": str(folder), "mb": mb, **measurements}
 
 
 def check(run: TrainedRun, *, adapter: bool) -> None:
@@ -114,39 +107,22 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
                 peft_files.save(trained, source, out, rank=rank, alpha=alpha)
             else:
                 policy.export(config.model.checkpoint, out)
-        exported = _read_exported(config, env, out, adapter=adapter)
+        if adapter:
+            exported: Any = robot_policy.make_policy(config, env)
+            peft_files.load_into(exported.published_parameters(), out)
+        else:
+            model = replace(config.model, checkpoint=str(out), lora_rank=0)
+            exported = robot_policy.make_policy(replace(config, model=model), env)
         if isinstance(policy, PI0):
-            assert isinstance(exported, PI0)
             # The directory has no normaliser of states where the run computed its own.
             exported.trunk.encoder.load_state_dict(policy.trunk.encoder.state_dict())
             action = exported.act(exported.encode(obs)).action
             return {"action_difference": float((action - before.action).abs().max())}
-        assert isinstance(exported, CheckpointVLA)
         after = exported.evaluate(exported.encode(obs), before.action, before.replay)
     finally:
         env.close()
     difference = (after.log_prob - expected.log_prob).detach().abs().max()
     return {"logit_difference": float(difference)}
-
-
-def _read_exported(
-    config: Config, env: VectorEnv, out: Path, *, adapter: bool
-) -> robot_policy.AnyPolicy:
-    """Return the policy that ``_write_vla`` has written.
-
-    Args:
-        config: Options of the run.
-        env: The run's environment.
-        out: The written directory.
-        adapter: Whether it holds adapters only.
-    """
-    if not adapter:
-        model = replace(config.model, checkpoint=str(out), lora_rank=0)
-        return robot_policy.make_policy(replace(config, model=model), env)
-    policy = robot_policy.make_policy(config, env)
-    assert isinstance(policy, CheckpointVLA | PI0)
-    peft_files.load_into(policy.published_parameters(), out)
-    return policy
 
 
 def _write_language_model(run: TrainedRun, out: Path) -> dict[str, Any]:

@@ -335,10 +335,9 @@ class RobotLoop:
         sizes = {"joint_positions": len(self.section["joints"]), "quaternion": 4}
         sizes.update(joint_velocities=sizes["joint_positions"], angular_velocity=3, velocity=3)
         sizes.update(command=len(self.command), target=len(self.offset))
-        for key in self.section["reads"]:
-            if key not in state:
-                hint = "; estimate it, no robot measures it" if key == "velocity" else ""
-                return f"read() returns no {key!r}, which the policy observes{hint}"
+        if missing := [key for key in self.section["reads"] if key not in state]:
+            hint = "; estimate it, no robot measures it" if missing[0] == "velocity" else ""
+            return f"read() returns no {missing[0]!r}, which the policy observes{hint}"
         for key, x in state.items():
             if key in sizes and x.shape != (sizes[key],):
                 return f"read(): {key} has shape {x.shape}, not ({sizes[key]},)"
@@ -392,17 +391,10 @@ class RobotLoop:
 
     def _record(self, now, fresh, action, observation, target, written, position, velocity):
         """Append a row of the log."""
-        row = {
-            "time_s": now,
-            "measured_s": self.measured_s,
-            "phase": RAMP if observation is None else POLICY,
-            "fresh": fresh,
-            "late": self.late > 0,
-            "written": written,
-            "action": action,
-            "target": target,
-            "torque": self.kp * (target - position) - self.kd * velocity,
-        }
+        row = {"time_s": now, "measured_s": self.measured_s, "action": action, "target": target}
+        row.update(fresh=fresh, late=self.late > 0, written=written)
+        row["phase"] = RAMP if observation is None else POLICY
+        row["torque"] = self.kp * (target - position) - self.kd * velocity
         state = {"command": self.command, "last_action": self.neutral, **self.state}
         row.update({f"state/{k}": x for k, x in state.items()})
         ((name, spec),) = self.policy.inputs.items()

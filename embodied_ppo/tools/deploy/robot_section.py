@@ -161,9 +161,8 @@ def measure(
         own = rows["episode"] == i
         measured = list(states({k: x[own] for k, x in rows.items()}))
         state = {k: np.stack([x[k] for x in measured]) for k in measured[0]}
-        row = tracking.setdefault(
-            tuple(command), {"command": list(command), "errors": [], "seconds": []}
-        )
+        empty = {"command": list(command), "errors": [], "seconds": []}
+        row = tracking.setdefault(tuple(command), empty)
         row["errors"].append(simulation.tracking_error(robot, command, state, step_s))
         row["seconds"].append(len(measured) * step_s)
     robot["tracking"] = list(tracking.values())
@@ -182,10 +181,8 @@ def measure(
         difference = np.abs(observe(state | {"sensors": np.nan * state["sensors"]} | nan) - row)
         wrong |= difference > 1e-4 * (1 + np.abs(row))  # not NaN
     if wrong.any():
-        names = ", ".join(np.array(spec["names"])[wrong])
-        raise ConfigError(
-            f"correct {info['task']}.observation_parts: observe() has other values of {names}"
-        )
+        hint, names = f"correct {info['task']}.observation_parts", np.array(spec["names"])[wrong]
+        raise ConfigError(f"{hint}: observe() has other values of {', '.join(names)}")
 
 
 def write_files(
@@ -206,10 +203,8 @@ def write_files(
         _write_scene(simulator.task.spec(), out / "scene")
     except (OSError, ValueError) as error:
         shutil.rmtree(out / "scene", ignore_errors=True)
-        say(
-            f"give --mujoco a scene of yours: the bundle has none, that of {info['task']} cannot be"
-            f" written: {one_line(error)}"
-        )
+        reason = f"that of {info['task']} cannot be written: {one_line(error)}"
+        say(f"give --mujoco a scene of yours: the bundle has none, {reason}")
 
 
 @contextlib.contextmanager

@@ -142,10 +142,8 @@ class ExportedPolicy:
 
     def initial_memory(self, size):
         """Return the memory at the start of ``size`` episodes: zeros."""
-        return {
-            name: np.zeros((size, *spec["shape"]), spec["dtype"])
-            for name, spec in self.memory.items()
-        }
+        specs = self.memory.items()
+        return {name: np.zeros((size, *x["shape"]), x["dtype"]) for name, x in specs}
 
     def outputs_of(self, arrays):
         """Return every output for batches of observations, and of the memory if there is one."""
@@ -153,9 +151,8 @@ class ExportedPolicy:
         outputs = dict(zip(names, map(np.asarray, self.session.run(names, arrays))))
         for name, x in outputs.items():
             if not np.isfinite(x).all():
-                raise BundleError(
-                    f"export an earlier checkpoint: output {name!r} of policy.onnx is not finite"
-                )
+                hint = "export an earlier checkpoint"
+                raise BundleError(f"{hint}: output {name!r} of policy.onnx is not finite")
         return outputs
 
     def outputs_of_trace(self, arrays, episode=None):
@@ -170,18 +167,16 @@ class ExportedPolicy:
         for t in range(len(next(iter(arrays.values())))):  # rows of an episode are consecutive
             if t == 0 or episode[t] != episode[t - 1]:
                 state = self.initial_memory(1)
-            outputs = self.outputs_of(
-                {**{name: x[t : t + 1] for name, x in arrays.items()}, **state}
-            )
+            row = {name: x[t : t + 1] for name, x in arrays.items()}
+            outputs = self.outputs_of({**row, **state})
             state = {name: outputs.pop(NEXT + name) for name in self.memory}
             steps.append(outputs)
         return {name: np.concatenate([x[name] for x in steps]) for name in steps[0]}
 
     def _check_observation(self, observation):
         """Return {name: array with a batch dimension}, and whether the caller has given one."""
-        is_tuple = isinstance(observation, (tuple, list)) and any(
-            name.startswith("item0") for name in self.inputs
-        )
+        has_items = any(name.startswith("item0") for name in self.inputs)
+        is_tuple = isinstance(observation, (tuple, list)) and has_items
         if not isinstance(observation, dict) and not is_tuple:
             if len(self.inputs) > 1:
                 raise BundleError(f"observation: pass a dictionary of {', '.join(self.inputs)}")
@@ -240,20 +235,17 @@ class ExportedPolicy:
         known = [*keys, *self.actions, "time_s"]
         unknown = [k for k in given if k not in known and k not in self.golden]
         if unknown or not set(given) & set(known):
-            raise BundleError(
-                f"recording: {unknown or 'nothing'} is not known; write {', '.join(known)}"
-            )
+            names = ", ".join(known)
+            raise BundleError(f"recording: {unknown or 'nothing'} is not known; write {names}")
         findings = []
         if "time_s" in given:
             findings += self._check_rate("time_s", 1 / float(np.median(np.diff(given["time_s"]))))
         reference = self.golden
         if set(keys) <= set(given):
-            arrays = {
-                spec["name"]: np.asarray(
-                    aligned(key, self.golden[key], given[key])[1], spec["dtype"]
-                )
-                for key, spec in keys.items()
-            }
+            arrays = {}
+            for key, spec in keys.items():
+                _, values = aligned(key, self.golden[key], given[key])
+                arrays[spec["name"]] = np.asarray(values, spec["dtype"])
             reference = {**self.golden, **self.outputs_of_trace(arrays)}
         for key, spec in {**keys, **self.actions}.items():
             if key not in given:
@@ -276,16 +268,11 @@ class ExportedPolicy:
         """Return the finding of a control rate that differs from that of the training."""
         step_s = self.info["control"]["step_s"]
         if step_s is None:
-            return [
-                "control rate: unknown, the simulator of the training reports none; leave out"
-                f" {source}"
-            ]
+            return [f"control rate: unknown, the training's simulator has none; leave out {source}"]
         if abs(rate_hz * step_s - 1) <= RATE_TOLERANCE:
             return []
-        return [
-            f"control rate: {source} is {rate_hz:.4g} Hz, and the policy was trained at"
-            f" {1 / step_s:.4g} Hz"
-        ]
+        trained = f"the policy was trained at {1 / step_s:.4g} Hz"
+        return [f"control rate: {source} is {rate_hz:.4g} Hz, and {trained}"]
 
     # ---------------------------------------------------------------------------------------- files
     def _read_info(self):
@@ -294,10 +281,8 @@ class ExportedPolicy:
             if not (self.folder / name).is_file():
                 raise BundleError(f"{self.folder}: has no {name}; copy the whole folder")
         info = json.loads((self.folder / "policy.json").read_text(encoding="utf-8"))
-        if info.get("format") not in READ_FORMATS:
-            raise BundleError(
-                f"policy.json: format {info.get('format')}; use the run_policy.py of its folder"
-            )
+        if (version := info.get("format")) not in READ_FORMATS:
+            raise BundleError(f"policy.json: format {version}; use the run_policy.py of its folder")
         return info
 
     def _open_session(self):
@@ -318,11 +303,9 @@ class ExportedPolicy:
             ("input", session.get_inputs(), {**self.inputs, **self.memory}),
             ("output", session.get_outputs(), self.outputs),
         ):
-            names = [node.name for node in nodes]
-            if names != list(specs):
-                raise BundleError(
-                    f"policy.onnx: {kind}s are {names}, and policy.json has {list(specs)}"
-                )
+            names, known = [node.name for node in nodes], list(specs)
+            if names != known:
+                raise BundleError(f"policy.onnx: {kind}s are {names}, and policy.json has {known}")
         return session
 
 
@@ -383,9 +366,8 @@ def read_array(name, value, spec):
     if dtype.kind == "f" and not np.isfinite(x).all():
         names = dimension_names(spec)
         wrong = np.flatnonzero(~np.isfinite(x).all(0).reshape(-1))[:8]
-        raise BundleError(
-            f"observation {name!r}: not finite in {', '.join(names[i] for i in wrong)}"
-        )
+        places = ", ".join(names[i] for i in wrong)
+        raise BundleError(f"observation {name!r}: not finite in {places}")
     first = 0
     for choice, n in enumerate(spec.get("choices", ())):  # of a mask
         if not x[:, first : first + n].any(-1).all():
@@ -518,12 +500,9 @@ def describe_image(key, expected, actual):
     if actual.dtype != np.uint8:
         return [f"{key}: dtype {actual.dtype}; images must be uint8, 0 to 255"]
     difference = np.abs(actual.astype(np.float64) - expected).mean()
-    if difference <= 2:
-        return []
-    return [
-        f"{key}: differs by {difference:.1f} of 255 on average; compare the order of channels and"
-        " the orientation"
-    ]
+    hint = "compare the order of channels and the orientation"
+    line = f"{key}: differs by {difference:.1f} of 255 on average; {hint}"
+    return [line] if difference > 2 else []
 
 
 def read_recording(path):
