@@ -11,9 +11,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,16 +38,13 @@ count [1].
 """
 
 
-@dataclass(frozen=True)
-class _Episode:
+class _Episode(NamedTuple):
     """An episode of the incomplete file; fields as the arguments of ``Writer.add``."""
 
     images: Mapping[str, np.ndarray]
     numbers: Mapping[str, np.ndarray]
     instruction: str
-
-    def __len__(self) -> int:
-        return len(self.numbers[ACTION])
+    length: int
 
 
 class Writer:
@@ -112,7 +108,7 @@ class Writer:
     @property
     def frames(self) -> int:
         """Number of frames, including those of the incomplete file."""
-        return sum(row["length"] for row in self._rows) + sum(map(len, self._pending))
+        return sum(row["length"] for row in self._rows) + sum(e.length for e in self._pending)
 
     def add(
         self,
@@ -135,10 +131,9 @@ class Writer:
         """
         numbers = {STATE: state.astype(np.float32), ACTION: action.astype(np.float32)}
         for name, x in numbers.items():
-            check_finite(
-                x, name, lambda row: f"{self.folder}: episode {self.episodes}, frame {row}"
-            )
-        self._pending.append(_Episode(images, numbers, instruction))
+            place = f"{self.folder}: episode {self.episodes}, frame"
+            check_finite(x, name, lambda row, place=place: f"{place} {row}")
+        self._pending.append(_Episode(images, numbers, instruction, len(action)))
         if len(self._pending) == self._per_file:
             self._finish()
 
@@ -191,9 +186,8 @@ class Writer:
                     f" {expected.get(key)}; choose another folder, or the options of the first"
                     " recording"
                 )
-        self._tasks = {
-            text: index for index, text in lerobot_reader.read_tasks(self.folder, VERSION).items()
-        }
+        tasks = lerobot_reader.read_tasks(self.folder, VERSION)
+        self._tasks = {text: index for index, text in tasks.items()}
         self._rows = lerobot_reader.episode_rows(self.folder)
         with reading(f"{self.folder}/meta/episodes (written by other software?)"):
             for row in self._rows:
@@ -225,17 +219,15 @@ class Writer:
         for episode in episodes:
             self._tasks.setdefault(episode.instruction, len(self._tasks))
             rows.append(self._episode_row(episode, len(self._rows) + len(rows), start))
-            start += len(episode)
+            start += episode.length
         for name, size in self._cameras.items():
             with _replacing(self._path(VIDEO_PATH, name)) as part:
                 _encode(part, [episode.images[name] for episode in episodes], size, self._fps)
         lengths = [row["length"] for row in rows]
         frame = np.concatenate([np.arange(length) for length in lengths])
+        numbers = [episode.numbers for episode in episodes]
         columns = {
-            **{
-                name: np.concatenate([episode.numbers[name] for episode in episodes])
-                for name in (STATE, ACTION)
-            },
+            **{name: np.concatenate([x[name] for x in numbers]) for name in (STATE, ACTION)},
             "timestamp": (frame / self._fps).astype(np.float32),
             "frame_index": frame,
             "episode_index": np.repeat([row["episode_index"] for row in rows], lengths),
@@ -262,7 +254,7 @@ class Writer:
             number: Its index in the data set.
             start: Its first frame in the file.
         """
-        indices, length, first = self._file_indices(), len(episode), self.frames + start
+        indices, length, first = self._file_indices(), episode.length, self.frames + start
         times = {"from_timestamp": start / self._fps, "to_timestamp": (start + length) / self._fps}
         row: dict[str, Any] = {"episode_index": number, "tasks": [episode.instruction]}
         row["length"] = length
@@ -370,21 +362,16 @@ def _tasks_table(tasks: Mapping[str, int]) -> Any:
     """Return a table that pandas reads with the sentences as its index, as LeRobot expects."""
     import pyarrow
 
-    task_index = pyarrow.array(list(tasks.values()), pyarrow.int64())
-    table = pyarrow.table(
-        {"task_index": task_index, "task": pyarrow.array(list(tasks), pyarrow.string())}
-    )
+    index = pyarrow.array(list(tasks.values()), pyarrow.int64())
+    sentences = pyarrow.array(list(tasks), pyarrow.string())
+    table = pyarrow.table({"task_index": index, "task": sentences})
     columns = [
         {"name": name, "field_name": name, "pandas_type": pandas, "numpy_type": numpy}
         | {"metadata": None}
         for name, pandas, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
     ]
-    metadata = {
-        "index_columns": ["task"],
-        "column_indexes": [],
-        "columns": columns,
-        "pandas_version": "2.2.0",
-    }
+    metadata = {"index_columns": ["task"], "column_indexes": [], "pandas_version": "2.2.0"}
+    metadata["columns"] = columns
     return table.replace_schema_metadata({"pandas": json.dumps(metadata)})
 
 

@@ -197,30 +197,21 @@ def _measurements(results: Sequence[EvaluationResult], unit: Unit) -> dict[str, 
         },
         "overall": {
             "episodes": len(episodes),
-            "distinct_initial_states": len(
-                {(r.task, e.initial_state) for r in results for e in r.episodes}
-            ),
+            "distinct_initial_states": sum(r.distinct_initial_states for r in results),
             "success": _success(episodes, unit),
             "success_at_end": _success_at_end(episodes),
         },
         "tasks": {r.task: statistics(r, unit) for r in results},
-        "episodes": [
-            {
-                "task": r.task,
-                "index": e.index,
-                "seed": e.seed,
-                "return": e.return_,
-                "length": e.length,
-                "success": e.success,
-                "success_at_end": e.success_at_end,
-                "ended": e.ended,
-                "initial_state": e.initial_state,
-                **({} if e.sentence is None else {"sentence": e.sentence}),
-            }
-            for r in results
-            for e in r.episodes
-        ],
+        "episodes": [{"task": r.task, **_episode(e)} for r in results for e in r.episodes],
     }
+
+
+def _episode(e: Episode) -> dict[str, Any]:
+    """Return the row of an episode."""
+    fields = ("length", "success", "success_at_end", "ended", "initial_state")
+    row = {"index": e.index, "seed": e.seed, "return": e.return_}
+    row |= {name: getattr(e, name) for name in fields}
+    return row if e.sentence is None else row | {"sentence": e.sentence}
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -300,10 +291,9 @@ def _by_prompt(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 def _success(episodes: Sequence[Episode], unit: Unit) -> dict[str, Any] | None:
     """Return the success rate with its interval; None if a task does not report success."""
-    successes = [e.success for e in episodes if e.success is not None]
-    if len(successes) < len(episodes):
+    if any(e.success is None for e in episodes):
         return None
-    count = sum(successes)
+    count = sum(bool(e.success) for e in episodes)
     z = Z95 * math.sqrt(_design_effect(episodes) if unit == "tokens" else 1.0)
     return {
         "count": count,
@@ -315,8 +305,8 @@ def _success(episodes: Sequence[Episode], unit: Unit) -> dict[str, Any] | None:
 
 def _success_at_end(episodes: Sequence[Episode]) -> float | None:
     """Return the rate of success in the last step; None if a task does not report success."""
-    flags = [e.success_at_end for e in episodes if e.success_at_end is not None]
-    return sum(flags) / len(episodes) if len(flags) == len(episodes) else None
+    flags = [e.success_at_end for e in episodes]
+    return None if None in flags else sum(map(bool, flags)) / len(flags)
 
 
 def _design_effect(episodes: Sequence[Episode]) -> float:

@@ -32,6 +32,10 @@ GB = 1e9
 BACKENDS = ("egl", "osmesa", "glfw")
 INSTALL = "pip install -c scripts/constraints.txt -e "
 REINSTALL = "pip install --force-reinstall --no-deps "
+OLDER_CUDA = (
+    "a newer NVIDIA driver; without root an older CUDA: pip install --force-reinstall torch"
+    " --index-url https://download.pytorch.org/whl/cu126"
+)
 State = Literal["ok", "problem", "absent"]
 
 
@@ -74,18 +78,17 @@ def check_packages(extra: str) -> str:
     from packaging.requirements import Requirement  # Hydra and Ray need it, too
 
     missing, other = [], []
-    for line in requires("embodied-ppo") or []:
-        requirement = Requirement(line)
-        marker = requirement.marker
-        if (marker is None) != (extra == "") or (marker and not marker.evaluate({"extra": extra})):
+    for r in map(Requirement, requires("embodied-ppo") or []):
+        if (r.marker is None) != (extra == "") or (
+            r.marker and not r.marker.evaluate({"extra": extra})
+        ):
             continue
         try:
-            installed = version(requirement.name)
+            installed = version(r.name)
+            if not r.specifier.contains(installed, prereleases=True):
+                other.append(f"{r.name} {installed} (works with {r.specifier})")
         except PackageNotFoundError:
-            missing.append(requirement.name)
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            other.append(f"{requirement.name} {installed} (works with {requirement.specifier})")
+            missing.append(r.name)
     if missing or other:
         result = [f"not installed: {', '.join(missing)}"] if missing else []
         state = "absent" if extra and not other else "problem"
@@ -108,18 +111,12 @@ def check_torch() -> str:
         name = torch.cuda.get_device_name(i)
         gpus.append(f"{name} ({free / GB:.1f} of {total / GB:.1f} GB free)")
     if not gpus and (driver := driver_gpus()):
-        result += f"; the driver has {driver}, torch finds none"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None and visible.strip() in ("", "-1"):
+        fix = f"{REINSTALL}torch --index-url https://pypi.org/simple"
+        if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
             fix = "unset CUDA_VISIBLE_DEVICES"
         elif cuda:
-            fix = (
-                "a newer NVIDIA driver; without root an older CUDA: pip install --force-reinstall"
-                " torch --index-url https://download.pytorch.org/whl/cu126"
-            )
-        else:
-            fix = f"{REINSTALL}torch --index-url https://pypi.org/simple"
-        raise CheckFailed(result, fix)
+            fix = OLDER_CUDA
+        raise CheckFailed(f"{result}; the driver has {driver}, torch finds none", fix)
     return f"{result}; {', '.join(gpus) or 'no NVIDIA GPU: device=cpu'}"
 
 
@@ -165,8 +162,7 @@ def check_mujoco() -> str:
     except RuntimeError as error:  # it refuses $MUJOCO_GL
         raise CheckFailed(one_line(error), "unset MUJOCO_GL") from error
 
-    model = mujoco.MjModel.from_xml_string(SCENE)
-    data = mujoco.MjData(model)
+    data = mujoco.MjData(model := mujoco.MjModel.from_xml_string(SCENE))
     while data.time < 0.1:
         mujoco.mj_step(model, data)
     fall = 1 - data.qpos[2]
@@ -178,8 +174,7 @@ def render_frame() -> str:
     """Render the scene with the backend of $MUJOCO_GL."""
     import mujoco
 
-    model = mujoco.MjModel.from_xml_string(SCENE)
-    data = mujoco.MjData(model)
+    data = mujoco.MjData(model := mujoco.MjModel.from_xml_string(SCENE))
     mujoco.mj_forward(model, data)
     renderer = mujoco.Renderer(model, height=48, width=64)
     renderer.update_scene(data)
@@ -240,14 +235,9 @@ def cache_folder() -> Path:
 
 
 # ------------------------------------------------------------------------------------------- table
-COMPILER_FIX = (
-    "apt-get install g++; without root: conda install -c conda-forge gxx; export"
-    " CXX=$CONDA_PREFIX/bin/g++"
-)
-RENDERING_FIX = (
-    "apt-get install libegl1 libgl1-mesa-dri; without root: conda install -c conda-forge libegl"
-    " mesalib"
-)
+CONDA = "without root: conda install -c conda-forge"
+COMPILER_FIX = f"apt-get install g++; {CONDA} gxx; export CXX=$CONDA_PREFIX/bin/g++"
+RENDERING_FIX = f"apt-get install libegl1 libgl1-mesa-dri; {CONDA} libegl mesalib"
 CACHE_FIX = "export EMBODIED_PPO_CACHE=/another/disk"
 TEMPORARY_FIX = "export TMPDIR=/another/disk; files of earlier runs in /tmp/ray may be deleted"
 SHARED_MEMORY_FIX = "in Docker: docker run --shm-size 8g IMAGE"

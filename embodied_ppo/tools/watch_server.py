@@ -47,11 +47,8 @@ SILENT_S = 60.0
 RUN_OPTIONS = ("run_dir", "resume")
 """Options that differ between any two runs."""
 
-CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".json": "application/json",
-    ".mp4": "video/mp4",
-}
+CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
+CONTENT_TYPES |= {".mp4": "video/mp4", ".txt": "text/plain; charset=utf-8"}
 SERVED = re.compile(r"(videos|reports/[^/.][^/\0]*)/[^/.][^/\0]*\.(html|json|mp4)")
 """Files of a run that the server sends."""
 
@@ -59,6 +56,15 @@ REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; sandbox"
 )
 """Content-Security-Policy of a report, which is one file without scripts."""
+
+
+HEADERS = {
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Headers of every response."""
 
 
 # ----------------------------------------------------------------------------------------- runs
@@ -112,16 +118,13 @@ def branches(runs: Mapping[str, Path]) -> dict[str, dict[str, Any] | None]:
     names = {folder.resolve(): run for run, folder in runs.items()}
     found: dict[str, dict[str, Any] | None] = {}
     for run, folder in runs.items():
-        parent = None
+        found[run] = None
         with contextlib.suppress(CheckpointError):  # damaged
-            parent = read_parent(folder, follow_links=False)
-        path = None if parent is None else parent.path(folder)
-        found[run] = parent and {
-            "run": None if path is None else names.get(path),
-            "name": Path(parent.run).name,
-            "update": parent.update,
-            "options": [[name, show(a), show(b)] for name, (a, b) in parent.options.items()],
-        }
+            if parent := read_parent(folder, follow_links=False):
+                path, options = parent.path(folder), parent.options.items()
+                place = {"run": path and names.get(path), "name": Path(parent.run).name}
+                changed = [[name, show(a), show(b)] for name, (a, b) in options]
+                found[run] = {**place, "update": parent.update, "options": changed}
     return found
 
 
@@ -148,13 +151,9 @@ def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
     totals = [int(x) for line in lines for x in re.findall(r", updates \d+ to (\d+), in ", line)]
     completed = None
     summary = run / "summary.json"
-    with (
-        guarded_files.refusing_damage(summary, "remove summary.json"),
-        contextlib.suppress(FileNotFoundError),
-    ):
-        completed = guarded_files.read_object(
-            summary, {"updates": int}, limit=MAX_FILE_SIZE, follow_links=False
-        )["updates"]
+    limits, absent = {"limit": MAX_FILE_SIZE, "follow_links": False}, FileNotFoundError
+    with guarded_files.refusing_damage(summary, "remove it"), contextlib.suppress(absent):
+        completed = guarded_files.read_object(summary, {"updates": int}, **limits)["updates"]
     updates = [int(update) for row in rows if (update := row.get("update")) is not None]
     update = max(updates, default=None)
     total = totals[-1] if totals else None
@@ -238,9 +237,7 @@ def _mark(f: BinaryIO, end: int) -> str:
 def _rows(block: bytes) -> tuple[list[dict[str, Any]], int]:
     """Return the rows (null: not finite), and the number of lines that are not rows."""
     rows, broken = [], 0
-    for line in block.split(b"\n"):
-        if not line:
-            continue
+    for line in filter(None, block.split(b"\n")):
         try:
             rows.append(guarded_files.parse_row(line))
         except ValueError:
@@ -331,8 +328,7 @@ class Handler(BaseHTTPRequestHandler):
         query = parse_qs(url.query)
         match url.path:
             case "/":
-                page, policy = self.server.page, self.server.policy
-                self._send(HTTPStatus.OK, page, CONTENT_TYPES[".html"], policy)
+                self._send(self.server.page, ".html", self.server.policy)
             case "/runs":
                 runs = find_runs(self.server.roots)
                 parents = branches(runs)
@@ -385,33 +381,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: HTTPStatus, message: str) -> None:
         """Send a line of text."""
-        self._send(status, message.encode(errors="replace"), "text/plain; charset=utf-8")
+        self._send(message.encode(errors="replace"), ".txt", status=status)
 
     def _json(self, value: Any) -> None:
         """Send a value as JSON."""
-        self._send(HTTPStatus.OK, guarded_files.as_json(value).encode(), CONTENT_TYPES[".json"])
+        self._send(guarded_files.as_json(value).encode(), ".json")
 
     def _send(
-        self, status: HTTPStatus, body: bytes, kind: str, policy: str = "default-src 'none'"
+        self, body: bytes, suffix: str, policy: str = "default-src 'none'", status: int = 200
     ) -> None:
         """Send a complete response."""
-        self._head(status, len(body), kind, policy)
+        self._head(status, len(body), CONTENT_TYPES[suffix], policy)
         self.wfile.write(body)
 
-    def _head(self, status: HTTPStatus, size: int, kind: str, policy: str, **more: str) -> None:
+    def _head(self, status: int, size: int, kind: str, policy: str, **more: str) -> None:
         """Send the headers of a response of ``size`` bytes."""
         self.send_response(status)
-        headers = {
-            "Content-Type": kind,
-            "Content-Length": str(size),
-            "Content-Security-Policy": policy,
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-store",
-            **more,
-        }
-        for name, value in headers.items():
+        own = {"Content-Type": kind, "Content-Length": str(size), "Content-Security-Policy": policy}
+        for name, value in {**own, **HEADERS, **more}.items():
             self.send_header(name, value)
         self.end_headers()
 
