@@ -104,13 +104,13 @@ def test_actions_are_those_of_the_policy_and_wrong_requests_get_one_line(
 @pytest.mark.slow
 def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path: Path) -> None:
     run = write_pi0(tmp_path / "pi0")
-    policy = load_policy(str(run))
-    served = policy_server.Served(policy, {"observation/image": "front"})
+    served = policy_server.Served(load_policy(str(run)), {"observation/image": "front"})
     names = {"observation/image", "observation/state", "prompt"}
     assert set(served.metadata["observations"]) == names
     generator = np.random.default_rng(0)
     image = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
     state = generator.normal(size=12).astype(np.float32)
+    policy = load_policy(str(run))
     sentences = list(policy.network.sentences)  # pyright: ignore[reportAttributeAccessIssue]
     with policy_server.serve(served, host="127.0.0.1", port=0, say=print) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
