@@ -31,13 +31,8 @@ READABLE = (VERSION, "v2.1", "v2.0")
 """Versions that are read."""
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
 """Names of features; CAMERA is followed by the name of a camera."""
-INFO = {
-    "codebase_version": str,
-    "features": dict,
-    "fps": float,
-    "data_path": str,
-    "total_episodes": int,
-}
+INFO = {"codebase_version": str, "features": dict, "fps": float, "data_path": str}
+INFO |= {"total_episodes": int}
 """Fields of meta/info.json of all versions, and their types."""
 MAX_FPS = 100_000
 """Largest accepted number of frames per second."""
@@ -189,11 +184,8 @@ def open_folder(
         selected = _cameras(features, cameras)
     videos = [camera.feature for camera in selected.values() if camera.is_video]
     episodes = _episodes(folder, info, videos)
-    if unknown := sorted(set(exclude) - {episode.index for episode in episodes}):
-        raise ConfigError(
-            f"remove {unknown[0]} from cloning.exclude_episodes: {folder} has no episode"
-            f" {unknown[0]}"
-        )
+    for i in sorted(set(exclude) - {episode.index for episode in episodes}):
+        raise ConfigError(f"remove {i} from cloning.exclude_episodes: {folder} has no episode {i}")
     episodes = [episode for episode in episodes if episode.index not in exclude][:limit]
     fps = float(info["fps"])
     if rate is not None:
@@ -356,9 +348,8 @@ def _locate_v2(
     """Return an episode of version 2.0 or 2.1."""
     index, length = row["episode_index"], row["length"]
     fields = {"episode_chunk": index // info.get("chunks_size", CHUNK), "episode_index": index}
-    videos_at = {
-        key: (_path(folder, info["video_path"], video_key=key, **fields), 0) for key in videos
-    }
+    paths = {key: _path(folder, info["video_path"], video_key=key, **fields) for key in videos}
+    videos_at = {key: (path, 0) for key, path in paths.items()}
     return EpisodeLocation(index, length, _path(folder, info["data_path"], **fields), videos_at)
 
 
@@ -405,9 +396,8 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
         rows = read_rows(path)
     with reading(path):
         # A pandas index without a name has the default name of pandas.
-        return {
-            int(row["task_index"]): str(row.get("task") or row["__index_level_0__"]) for row in rows
-        }
+        texts = [str(row.get("task") or row["__index_level_0__"]) for row in rows]
+        return {int(row["task_index"]): text for row, text in zip(rows, texts, strict=True)}
 
 
 def _check_memory(

@@ -31,10 +31,8 @@ The value of ``reward_model`` (verl) has a key ``ground_truth``.
 """
 
 
-UNREAD_KEYS = (
-    *("image", "images", "video", "videos", "audio", "audios"),
-    *("system", "history", "tools"),
-)
+UNREAD_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+UNREAD_KEYS += ("system", "history", "tools")
 """Keys of a row whose contents are not read: media, which no language model of this package reads,
 and texts before the prompt, whose layouts differ among trainers.
 """
@@ -86,19 +84,16 @@ def files_of(paths: Paths) -> list[Path]:
         elif path.is_dir():
             inside = sorted(p for pattern in ("*.jsonl", "*.parquet") for p in path.glob(pattern))
             if not inside:
-                raise ConfigError(
-                    f"{path}: a directory without *.jsonl and *.parquet; name another directory or"
-                    " a file"
-                )
+                hint = "name another directory or a file"
+                raise ConfigError(f"{path}: a directory without *.jsonl and *.parquet; {hint}")
             files += inside
         else:
             names = sorted(p.name for p in path.parent.glob("*.*"))
             hint = choose(path.name, names[:20], "in its folder: ")
             raise ConfigError(f"{path}: is neither a file nor a directory; {hint}")
     if not files:
-        raise ConfigError(
-            "no data file is named; name .jsonl, .json or .parquet files, or a directory of them"
-        )
+        hint = "name .jsonl, .json or .parquet files, or a directory of them"
+        raise ConfigError(f"no data file is named; {hint}")
     return files
 
 
@@ -164,15 +159,11 @@ def read_rows(
         before, keys, gsm8k = len(rows), (prompt_key, answer_key), False
         for location, item in _items(path):
             if not isinstance(item, dict):
-                raise ConfigError(
-                    f"{location}: {brief(item)} is no object; write {{'prompt': .., 'ground_truth':"
-                    " ..}"
-                )
+                hint = "write {'prompt': .., 'ground_truth': ..}"
+                raise ConfigError(f"{location}: {brief(item)} is no object; {hint}")
             # All rows of a file have the keys of the first one; others could hold something else.
-            keys = (
-                keys[0] or _first_key(item, PROMPT_KEYS),
-                keys[1] or _first_key(item, ANSWER_KEYS),
-            )
+            found = _first_key(item, PROMPT_KEYS), _first_key(item, ANSWER_KEYS)
+            keys = (keys[0] or found[0], keys[1] or found[1])
             if len(rows) == before and answer_key is None and keys == ("question", "answer"):
                 gsm8k = "####" in str(item["answer"])
             rows.append(_row(item, location, path.stem, keys, gsm8k, needs_answer))
@@ -196,9 +187,8 @@ def _value(item: Mapping[str, Any], location: str, option: str, key: str | None)
     if key is None or item.get(key) is None:
         hint = choose(key or "", list(item), "its keys: ")
         problem = f"has no {option} = {key}" if key else f"has no known {option}"
-        raise ConfigError(
-            f"{location}: {problem} (or it is null); name one with {option}=KEY; {hint}"
-        )
+        name = f"name one with {option}=KEY"
+        raise ConfigError(f"{location}: {problem} (or it is null); {name}; {hint}")
     return item[key]
 
 
@@ -275,10 +265,8 @@ def _prompt(value: Any, location: str) -> Any:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        raise ConfigError(
-            f"{location} = {brief(value)} must be a text or messages"
-            " [{'role': .., 'content': ..}]"
-        )
+        expected = "a text or messages [{'role': .., 'content': ..}]"
+        raise ConfigError(f"{location} = {brief(value)} must be {expected}")
     return _messages_of(value, location)
 
 

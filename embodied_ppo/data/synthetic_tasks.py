@@ -150,14 +150,7 @@ _TASKS = (
     # 57+68+90=  ->  521;512#215: partial sums, the least significant digit first, then the total,
     # the most significant digit first.
     Task(
-        "scratchpad",
-        12,
-        0.575,
-        20_000,
-        1_000,
-        _twos_and_threes,
-        _running_sums,
-        _after_mark,
+        *("scratchpad", 12, 0.575, 20_000, 1_000, _twos_and_threes, _running_sums, _after_mark),
         re.compile("[^#]*#[0-9]+"),
     ),
 )
@@ -208,13 +201,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words: Any = Tokenizer(models.WordLevel({c: i for i, c in enumerate(VOCABULARY)}))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words.decoder = decoders.Fuse()
-    pad, bos, eos = VOCABULARY[:3]
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), VOCABULARY, strict=False))
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token=pad,
-        bos_token=bos,
-        eos_token=eos,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=words, clean_up_tokenization_spaces=False, **names
     )
 
 

@@ -158,25 +158,21 @@ def resolve_loss(config: DistillationConfig, student: ActorCritic, teacher: Acto
     Raises:
         ConfigError: The loss is not defined for the distributions of student and teacher.
     """
-    if student.composite is not None:
-        raise ConfigError(
-            "distill a task whose action is one Box or one Discrete: distillation does not support"
-            " several choices at once"
-        )
-    discrete = student.kind == "categorical"
-    loss = config.loss
+    discrete, loss = student.kind == "categorical", config.loss
     if loss == "auto":
-        return "kl" if discrete else "mse"
-    if loss == "mse" and discrete:
-        raise ConfigError(
-            "distillation.loss = mse: the task's actions are discrete; write distillation.loss=kl,"
-            " nll or auto"
-        )
-    if loss == "kl" and student.kind != teacher.kind:
-        raise ConfigError(
-            f"distillation.loss = kl: the teacher's distribution is {teacher.kind}, the student's"
-            f" {student.kind}; write model.distribution={teacher.kind}, or distillation.loss=mse"
-        )
+        loss = "kl" if discrete else "mse"
+    refusals = {
+        "distill a task whose action is one Box or one Discrete: distillation does not support"
+        " several choices at once": student.composite is not None,
+        "distillation.loss = mse: the task's actions are discrete; write distillation.loss=kl, nll"
+        " or auto": loss == "mse" and discrete,
+        f"distillation.loss = kl: the teacher's distribution is {teacher.kind}, the student's"
+        f" {student.kind}; write model.distribution={teacher.kind}, or"
+        " distillation.loss=mse": config.loss == "kl" and student.kind != teacher.kind,
+    }
+    for message, is_wrong in refusals.items():
+        if is_wrong:
+            raise ConfigError(message)
     return loss
 
 

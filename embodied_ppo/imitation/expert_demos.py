@@ -20,7 +20,7 @@ from embodied_envs.base.errors import ConfigError, EnvError, TrainingError, one_
 from embodied_ppo.core import compile, guarded_files
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data import dataset_folder, episode_images
-from embodied_ppo.data.lerobot_reader import Demonstrations, open_folder, read_info
+from embodied_ppo.data.lerobot_reader import open_folder, read_info
 from embodied_ppo.data.lerobot_writer import SAFE, Writer
 from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
 from embodied_ppo.options import loader
@@ -54,14 +54,9 @@ def demonstrations(
     if c.dataset is not None:
         return Path(c.dataset)
     recording_env(DemosConfig(out="cache", env=env))  # raises for what cannot be recorded
-    request = {
-        "kwargs": env.kwargs,
-        "cameras": env.cameras,
-        "size": env.image_size,
-        "randomize": env.randomize,
-        # A continued recording has other episodes than one recorded without interruption.
-        "episodes": c.episodes,
-    }
+    request = {"kwargs": env.kwargs, "cameras": env.cameras, "size": env.image_size}
+    # A continued recording has other episodes than one recorded without interruption.
+    request |= {"randomize": env.randomize, "episodes": c.episodes}
     name = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:20]
     folder = compile.cache_folder() / "demonstrations" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -84,30 +79,22 @@ def recording_env(config: DemosConfig) -> EnvConfig:
     Raises:
         ConfigError: The options cannot be recorded.
     """
-    env = config.env
-    if not config.out:
-        raise ConfigError("out = '' must name a folder to record into; write out=demos/reach")
-    if env.id != "Tabletop":
-        raise ConfigError(
-            f"env.id = {env.id}: has no expert to record; write experiment=tabletop_token"
-            " (env.id=Tabletop), or bring demonstrations of your own as cloning.dataset=FOLDER"
-            " (LeRobot's layout)"
-        )
-    if not env.cameras:
-        raise ConfigError(
-            "env.cameras = []: demonstrations are of what cameras see; write env.cameras=[front],"
-            " or experiment=tabletop_token"
-        )
-    if env.kwargs.get("obs", "language") != "language":
-        raise ConfigError(
-            f"env.kwargs.obs = {show(env.kwargs['obs'])}: demonstrations are of obs=language; write"
-            " env.kwargs.obs=language"
-        )
-    if env.randomize and env.ranges:
-        raise ConfigError(
-            f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own"
-            " ranges; take them away (~env.ranges), or write env.randomize=false"
-        )
+    env, obs = config.env, config.env.kwargs.get("obs", "language")
+    refusals = {
+        "out = '' must name a folder to record into; write out=demos/reach": not config.out,
+        f"env.id = {env.id}: has no expert to record; write experiment=tabletop_token"
+        " (env.id=Tabletop), or bring demonstrations of your own as cloning.dataset=FOLDER"
+        " (LeRobot's layout)": env.id != "Tabletop",
+        "env.cameras = []: demonstrations are of what cameras see; write env.cameras=[front], or"
+        " experiment=tabletop_token": not env.cameras,
+        f"env.kwargs.obs = {show(obs)}: demonstrations are of obs=language; write"
+        " env.kwargs.obs=language": obs != "language",
+        f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own ranges;"
+        " take them away (~env.ranges), or write env.randomize=false": env.randomize and env.ranges,
+    }
+    for message, is_wrong in refusals.items():
+        if is_wrong:
+            raise ConfigError(message)
     return replace(env, simulator="mujoco", kwargs={**env.kwargs, "obs": "language"})
 
 
@@ -171,25 +158,19 @@ def record(
                     families[demo.family] += 1
                     advance(writer.episodes, config.episodes)
     except (OSError, ConfigError, EnvError) as error:
-        if not isinstance(error, OSError):
-            message, hint = str(error), "."
-        else:
+        message, hint, is_refusal = str(error), ".", not isinstance(error, OSError)
+        if isinstance(error, OSError):
             message = f"{folder}: cannot be written ({error.strerror or one_line(error)})"
             hint = "; is the disk full?"
         if families:  # recording had begun, so this is not a refusal of the options
             raise TrainingError(f"{message}{hint} {SAFE}") from error
-        if isinstance(error, OSError):
-            raise ConfigError(f"{message}; choose another folder") from error
-        raise
-    return {
-        "folder": str(folder),
-        "episodes": writer.episodes,
-        "frames": writer.frames,
-        "found": existing,
-        "recorded": writer.episodes - existing,
-        "expert_success": outcomes[True] / outcomes.total() if outcomes else None,
-        "families": dict(sorted(families.items())),
-    }
+        if is_refusal:
+            raise
+        raise ConfigError(f"{message}; choose another folder") from error
+    counts = {"episodes": writer.episodes, "frames": writer.frames, "found": existing}
+    success = outcomes[True] / outcomes.total() if outcomes else None
+    new = {"recorded": writer.episodes - existing, "expert_success": success}
+    return {"folder": str(folder), **counts, **new, "families": dict(sorted(families.items()))}
 
 
 def record_demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
@@ -212,10 +193,8 @@ def record_demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
                     interrupts.uninterrupted,
                 )
         except KeyboardInterrupt:
-            bar.say(
-                f"interrupted; finished demonstrations are safe in {config.out}; the same command"
-                " continues"
-            )
+            safe = f"finished demonstrations are safe in {config.out}"
+            bar.say(f"interrupted; {safe}; the same command continues")
             raise SystemExit(130) from None
         if not summary["recorded"]:
             held = f"{config.out} holds {summary['episodes']} demonstrations"
@@ -230,13 +209,8 @@ def _check_request(config: DemosConfig, *, exists: bool) -> None:
         ConfigError: The options differ.
     """
     path, env = Path(config.out) / REQUEST, config.env
-    request = {
-        "env.id": env.id,
-        "env.kwargs": env.kwargs,
-        "env.randomize": env.randomize,
-        "noise": config.noise,
-        "seed": config.seed,
-    }
+    request = {"env.id": env.id, "env.kwargs": env.kwargs, "env.randomize": env.randomize}
+    request |= {"noise": config.noise, "seed": config.seed}
     if not exists:
         path.write_text(json.dumps(request, indent=1) + "\n")
         return
@@ -280,19 +254,16 @@ def clone(
     folder = demonstrations(config, notice, advance)
     dataset_folder.check(folder)
     rate = _resampling_rate(config, folder, rate)
-    weights = policy.state_dict()
-    path = (
-        compile.cache_folder()
-        / "cloned"
-        / f"{_clone_name(policy, config, folder, rate)}.safetensors"
-    )
+    weights, name = policy.state_dict(), _clone_name(policy, config, folder, rate)
+    path = compile.cache_folder() / "cloned" / f"{name}.safetensors"
 
     def train() -> dict[str, float]:
-        demos = _open(policy, config, folder, rate)
-        notice(
-            f"cloning: {len(demos.state):,} frames of {len(demos.episode.unique()):,}"
-            f" demonstrations in {folder}"
-        )
+        shapes = {n: channels_first_shape(x) for n, x in policy.trunk.encoder.images.items()}
+        cameras = {name: (shape[1], shape[2]) for name, shape in shapes.items()}
+        options = {"limit": c.episodes, "exclude": c.exclude_episodes}
+        demos = open_folder(folder, cameras=cameras, rate=rate, **options)
+        frames, count = len(demos.state), len(demos.episode.unique())
+        notice(f"cloning: {frames:,} frames of {count:,} demonstrations in {folder}")
         assert demos.disk is not None
         for name, camera in demos.disk.cameras.items():
             if camera.stored != camera.size:
@@ -306,20 +277,6 @@ def clone(
     return supervised_finetuning.compute_or_load(
         weights, path, train, label="cloning", work=work, notice=notice
     )[1]
-
-
-def _open(
-    policy: behavior_cloning.Family, config: Config, folder: Path, rate: float | None
-) -> Demonstrations:
-    """Open the demonstrations, with the cameras that the policy reads in its sizes."""
-    shapes = {n: channels_first_shape(x) for n, x in policy.trunk.encoder.images.items()}
-    return open_folder(
-        folder,
-        limit=config.cloning.episodes,
-        cameras={name: (shape[1], shape[2]) for name, shape in shapes.items()},
-        exclude=config.cloning.exclude_episodes,
-        rate=rate,
-    )
 
 
 def _resampling_rate(config: Config, folder: Path, rate: float | None) -> float | None:
