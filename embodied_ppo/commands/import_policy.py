@@ -39,43 +39,28 @@ def run(args: argparse.Namespace) -> None:
         )
     library, file, *lines = args.overrides
     if library not in NAMES:
-        raise UsageError(
-            f"import-policy {library}: no such library; {choose(library, list(NAMES), 'known: ')}"
-        )
-    import_options = {
-        key: value
-        for key, _, value in (line.partition("=") for line in lines)
-        if key in IMPORT_OPTIONS
-    }
-    if import_options.get("critic", "new") != "new":
-        raise UsageError(
-            f"critic={import_options['critic']}: must be new; remove it to import the critic"
-        )
-    for line in lines:
-        if "=" not in line:
-            raise UsageError(f"{line} is not of the form option=value")
+        hint = choose(library, list(NAMES), "known: ")
+        raise UsageError(f"import-policy {library}: no such library; {hint}")
+    if malformed := [line for line in lines if "=" not in line]:
+        raise UsageError(f"{malformed[0]} is not of the form option=value")
+    own = dict(x.split("=", 1) for x in lines if x.partition("=")[0] in IMPORT_OPTIONS)
+    if own.get("critic", "new") != "new":
+        raise UsageError(f"critic={own['critic']}: must be new; remove it to import the critic")
     lines = [line for line in lines if line.partition("=")[0] not in IMPORT_OPTIONS]
     loaded = prepare(args, lines, check=False)
     from embodied_ppo.tools.import_policy.imported_run import import_policy
 
-    normalizer = import_options.get("normalizer")
+    options = {"critic": "critic" not in own, "quiet": args.quiet}
+    options["normalizer"] = Path(own["normalizer"]) if "normalizer" in own else None
     with output.stdout_to_stderr():
-        result = import_policy(
-            loaded,
-            library,
-            Path(file),
-            normalizer=None if normalizer is None else Path(normalizer),
-            critic="critic" not in import_options,
-            quiet=args.quiet,
-        )
+        result = import_policy(loaded, library, Path(file), **options)
     output.print_result(result, args, print_import)
 
 
 def print_import(result: Mapping[str, Any]) -> None:
     """Print the options that follow from the file, the notes and the next commands."""
-    output.table(
-        [["option", "from the file"], *([k, show(v)] for k, v in result["options"].items())]
-    )
+    options = [[name, show(value)] for name, value in result["options"].items()]
+    output.table([["option", "from the file"], *options])
     print()
     for note in result["notes"]:
         print(f"note: {note}")

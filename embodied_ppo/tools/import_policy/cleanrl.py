@@ -41,9 +41,8 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     actor, critic = state.mlp(name), state.mlp("critic")
     state.finish()
     if not actor or not critic:
-        raise ConfigError(
-            f"name a file of CleanRL: {label} has no layers {name}.<i> and critic.<i>"
-        )
+        problem = f"has no layers {name}.<i> and critic.<i>"
+        raise ConfigError(f"name a file of CleanRL: {label} {problem}")
     if normalizer is None and log_std is not None:
         raise ConfigError(
             "write normalizer=FILE, of np.savez(FILE, mean=rms.mean, var=rms.var, count=rms.count)"

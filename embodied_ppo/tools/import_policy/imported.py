@@ -111,19 +111,14 @@ class ImportedPolicy:
             )
         if self.critic is not None:
             check_chain(self.critic, "value function", self.label)
-            problem = self.critic_problem
+            problem, reads = self.critic_problem, self.critic[0].inputs
             if self.critic[-1].outputs != 1:
                 problem = f"has {self.critic[-1].outputs} outputs, and ours has one"
-            elif self.critic[0].inputs != self.actor[0].inputs:
-                problem = (
-                    f"reads {self.critic[0].inputs} numbers and the policy {self.actor[0].inputs},"
-                    " other observations whose names are not in the file"
-                )
+            elif reads != self.actor[0].inputs:
+                problem = f"reads {reads} numbers and the policy {self.actor[0].inputs}"
             if problem is not None:
-                raise ConfigError(
-                    "write critic=new to import the policy only: the value function of"
-                    f" {self.label} {problem}"
-                )
+                hint = "write critic=new to import the policy only"
+                raise ConfigError(f"{hint}: the value function of {self.label} {problem}")
         layers = [*self.actor, *(self._critic(normalized_rewards=False) or ())]
         values = [x for layer in layers for x in (layer.weight, layer.bias)]
         for x in [*values, *([] if self.log_std is None else [self.log_std])]:
@@ -198,9 +193,8 @@ class ImportedPolicy:
         if self.activation is None:
             return given or self.default_activation
         if given not in (None, self.activation):
-            raise ConfigError(
-                f"remove model.activation = {given}: {self.label} has {self.activation}"
-            )
+            reason = f"{self.label} has {self.activation}"
+            raise ConfigError(f"remove model.activation = {given}: {reason}")
         return self.activation
 
     # -------------------------------------------------------------------------------------- weights
@@ -280,10 +274,8 @@ class ImportedPolicy:
 def check_finite(x: Tensor, label: str) -> None:
     """Raise ConfigError unless all numbers are finite as float32, the type of our weights."""
     if not bool(x.float().isfinite().all()):
-        raise ConfigError(
-            f"use an earlier checkpoint: {label} contains NaN, infinity, or numbers that exceed"
-            " float32"
-        )
+        problem = "contains NaN, infinity, or numbers that exceed float32"
+        raise ConfigError(f"use an earlier checkpoint: {label} {problem}")
 
 
 def log_std_of(std: Tensor, label: str) -> Tensor:
@@ -309,10 +301,8 @@ def number(value: Any, label: str, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         result = math.nan
     if not 0 <= result < math.inf:
-        raise ConfigError(
-            f"use another checkpoint: {name} of {label} is no finite number >= 0:"
-            f" {shown(str(value), 30)}"
-        )
+        problem = f"is no finite number >= 0: {shown(str(value), 30)}"
+        raise ConfigError(f"use another checkpoint: {name} of {label} {problem}")
     return result
 
 
@@ -334,10 +324,8 @@ def running_statistics(
     """
     arrays = [np.asarray(value) for value in (mean, spread)]
     if any(x.dtype.kind not in "iuf" for x in arrays) or arrays[0].size != arrays[1].size:
-        raise ConfigError(
-            "use the statistics of one training: mean and deviation of"
-            f" {label} are no arrays of as many numbers"
-        )
+        problem = f"mean and deviation of {label} are no arrays of as many numbers"
+        raise ConfigError(f"use the statistics of one training: {problem}")
     mean, spread = (torch.from_numpy(x.astype(np.float64)).flatten() for x in arrays)
     if bool((spread < 0).any()):
         raise ConfigError(f"use another checkpoint: a deviation of {label} is negative")

@@ -53,20 +53,16 @@ def import_policy(
     Raises:
         ConfigError, EnvError: The file, or an option, is refused; nothing was written.
     """
-    if loaded.config.mode != "embodied":
-        raise ConfigError(
-            f"remove mode = {loaded.config.mode}: import-policy reads policies of robots"
-        )
+    if (mode := loaded.config.mode) != "embodied":
+        raise ConfigError(f"remove mode = {mode}: import-policy reads policies of robots")
     policy = libraries.read(library, path, normalizer, critic=critic)
     config, derived = _with_imported_options(loaded, policy)
     explicit = loaded.deliberate(GIVEN)
     validation.check(config, explicit)
     for option in ("resume", "initial_policy", "teacher"):
-        if getattr(config, option) is not None:
-            raise ConfigError(
-                f"remove {option} = {shorten(str(getattr(config, option)), 60)}: import-policy"
-                " writes a new run and does not read it"
-            )
+        if (value := getattr(config, option)) is not None:
+            reason = "import-policy writes a new run and does not read it"
+            raise ConfigError(f"remove {option} = {shorten(str(value), 60)}: {reason}")
     if config.placement != "local" or config.cluster.component_placement:
         raise ConfigError(
             "write placement=local, and the placement when training goes on: train resume=RUN"
@@ -123,10 +119,8 @@ def _with_imported_options(
     fixed["model.activation"] = policy.checked_activation(given.get("model.activation"))
     for option, value in fixed.items():
         if option in given and given[option] != value:
-            raise ConfigError(
-                f"remove {option} = {shorten(show(given[option]), 60)}: {policy.label} has"
-                f" {shorten(show(value), 60)}"
-            )
+            written, stored = (shorten(show(x), 60) for x in (given[option], value))
+            raise ConfigError(f"remove {option} = {written}: {policy.label} has {stored}")
     free = {path: x for path, x in policy.suggested_options().items() if path not in given}
     derived = fixed | free
     for option, value in derived.items():
@@ -139,19 +133,14 @@ def _import_notes(policy: ImportedPolicy, config: Config, explicit: Any) -> list
     """Return what the user should know about an imported policy."""
     notes = ["the state of the optimiser is not imported; training starts with a new one"]
     if policy.activation is None and "model.activation" not in explicit:
-        notes.append(
-            f"model.activation={config.model.activation} is the library's default; the file does"
-            " not contain it"
-        )
+        default = f"model.activation={config.model.activation} is the library's default"
+        notes.append(f"{default}; the file does not contain it")
     if policy.normalizer is None:
         notes.append("the file has no normaliser: the policy reads observations as they are")
+    gamma = config.algorithm.gamma
     if policy.critic is None:
-        notes.append(
-            "the value function is new; let it learn first with algorithm.critic_warmup=10"
-        )
-    elif policy.gamma is not None and policy.gamma != config.algorithm.gamma:
-        notes.append(
-            f"the value function was trained with gamma={policy.gamma:g}, and algorithm.gamma ="
-            f" {config.algorithm.gamma:g}"
-        )
+        notes.append("the value function is new; train it first with algorithm.critic_warmup=10")
+    elif policy.gamma not in (None, gamma):
+        trained = f"the value function was trained with gamma={policy.gamma:g}"
+        notes.append(f"{trained}, and algorithm.gamma = {gamma:g}")
     return notes

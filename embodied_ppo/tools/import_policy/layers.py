@@ -75,11 +75,11 @@ class StateDict:
     def finish(self) -> None:
         """Raise ConfigError if a tensor remains, which no network of ours contains."""
         if layers := [*dict.fromkeys(name.rpartition(".")[0] or name for name in self.tensors)]:
-            more = f" ({len(layers):,} in all)" if layers[3:] else ""
-            raise ConfigError(
-                f"name a policy of linear layers: {self.label} has layers that no network of ours"
-                f" contains: {shown(', '.join(layers[:3]))}{more}"
+            names = shown(", ".join(layers[:3])) + (
+                f" ({len(layers):,} in all)" * (len(layers) > 3)
             )
+            problem = f"has layers that no network of ours contains: {names}"
+            raise ConfigError(f"name a policy of linear layers: {self.label} {problem}")
 
 
 def check_chain(network: list[Linear], what: str, label: str) -> None:

@@ -39,15 +39,11 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     label = untrusted_files.label_of(path)
     data, weights = _open(path, label)
     if data.get("use_sde"):
-        raise ConfigError(
-            f"name a policy without gSDE: {label} was trained with use_sde=True, which cannot be"
-            " imported"
-        )
-    space = data.get("observation_space")
-    if isinstance(space, Mapping) and "Dict" in str(space.get(":type:")):
-        raise ConfigError(
-            f"name a policy that reads one vector: {label} reads a dictionary of observations"
-        )
+        reason = "was trained with use_sde=True, which cannot be imported"
+        raise ConfigError(f"name a policy without gSDE: {label} {reason}")
+    if "Dict" in _type(data, "observation_space"):
+        reason = "reads a dictionary of observations"
+        raise ConfigError(f"name a policy that reads one vector: {label} {reason}")
     # Stable-Baselines3 sets this attribute only if the environment is a VecNormalize.
     wrapped = data.get("_last_original_obs") is not None
     if wrapped and normalizer is None:
@@ -58,8 +54,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     statistics, scale = read_normalizer(normalizer)
     state = StateDict(untrusted_files.tensors(weights, label, "policy.pth"), label)
     actor = [*state.mlp("mlp_extractor.policy_net"), state.linear("action_net")]
-    actions = data.get("action_space")
-    if isinstance(actions, Mapping) and "MultiBinary" in str(actions.get(":type:")):
+    if "MultiBinary" in _type(data, "action_space"):
         # One logit l for each element: p(1) = sigmoid(l), which are the logits (0, l) of a choice.
         head = actor[-1]
         weight, bias = (
@@ -70,8 +65,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     critic = [*state.mlp("mlp_extractor.value_net"), state.linear("value_net")]
     log_std = state.take("log_std")
     state.finish()
-    gamma = data.get("gamma")
-    valid_gamma = isinstance(gamma, float) and 0 <= gamma <= 1
+    gamma: Any = data.get("gamma")
     return ImportedPolicy(
         label,
         actor,
@@ -82,8 +76,14 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         activation=_activation(data, label),
         default_activation="tanh",
         action_mapping="clip",
-        gamma=gamma if valid_gamma else None,
+        gamma=gamma if isinstance(gamma, float) and 0 <= gamma <= 1 else None,
     )
+
+
+def _type(data: Mapping[str, Any], name: str) -> str:
+    """Return the type of an entry that is written beside its pickle, "" without one."""
+    entry = data.get(name)
+    return str(entry.get(":type:")) if isinstance(entry, Mapping) else ""
 
 
 def _open(path: Path, label: str) -> tuple[Mapping[str, Any], Any]:
@@ -113,8 +113,6 @@ def _activation(data: Mapping[str, Any], label: str) -> str | None:
         return "tanh" if known else None
     name = str(text).removesuffix(">").removesuffix("'").rpartition(".")[2]
     if name not in ACTIVATIONS:
-        raise ConfigError(
-            f"name a policy with {', '.join(ACTIVATIONS)}: the activation of {label} is"
-            f" {untrusted_files.shown(str(text))}"
-        )
+        known, actual = ", ".join(ACTIVATIONS), untrusted_files.shown(str(text))
+        raise ConfigError(f"name a policy with {known}: the activation of {label} is {actual}")
     return ACTIVATIONS[name]

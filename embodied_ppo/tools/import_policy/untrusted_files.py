@@ -62,10 +62,8 @@ def refusing_damage(label: str) -> Iterator[None]:
     except ConfigError:
         raise
     except DAMAGED as error:
-        raise ConfigError(
-            f"copy the file again: {label} is damaged, or another kind of file"
-            f" ({shown(one_line(error, kind=True), 80)})"
-        ) from error
+        problem = f"is damaged, or another kind of file ({shown(one_line(error, kind=True), 80)})"
+        raise ConfigError(f"copy the file again: {label} {problem}") from error
 
 
 def refuse_name(label: str, name: str) -> ConfigError:
@@ -86,9 +84,8 @@ def read_bytes(path: Path, label: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"name a file: {label} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ConfigError(
-            f"save the weights without optimiser and data: {label} {one_line(error)}"
-        ) from error
+        hint = "save the weights without optimiser and data"
+        raise ConfigError(f"{hint}: {label} {one_line(error)}") from error
 
 
 def read_archive(data: bytes, label: str) -> dict[str, bytes]:
@@ -101,10 +98,8 @@ def read_archive(data: bytes, label: str) -> dict[str, bytes]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         if any(m.compress_type != zipfile.ZIP_STORED for m in members):
-            raise ConfigError(
-                "save it again with the library, which writes uncompressed archives:"
-                f" {label} is compressed"
-            )
+            hint = "save it again with the library, which writes uncompressed archives"
+            raise ConfigError(f"{hint}: {label} is compressed")
         return {m.filename: archive.read(m) for m in members}
 
 
@@ -214,22 +209,16 @@ def tensors(value: Any, label: str, name: str) -> dict[str, Tensor]:
         ConfigError: An entry is no tensor, or no floating-point one; a single whole number is
             accepted, which counts something.
     """
+    hint = "name a checkpoint of a policy"
     if not isinstance(value, Mapping) or not value:
-        raise ConfigError(
-            f"name a checkpoint of a policy: {shown(name)} of {label} holds no named tensors"
-        )
+        raise ConfigError(f"{hint}: {shown(name)} of {label} holds no named tensors")
+    tensors: dict[str, Tensor] = {}
     for key, x in value.items():
         where = f"{shown(str(key))} in {shown(name)} of {label}"
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.device.type != "cpu":
-            raise ConfigError(
-                f"name a checkpoint of a policy: {where} is a {type(x).__name__} and no dense"
-                " tensor"
-            )
+            raise ConfigError(f"{hint}: {where} is a {type(x).__name__} and no dense tensor")
         if not x.is_floating_point() and (x.numel() != 1 or x.dtype == torch.bool):
-            raise ConfigError(
-                f"save the weights as floating-point numbers: {where} has the type {x.dtype}"
-            )
-    return {
-        str(key): (x if x.dtype == torch.float64 else x.float()).detach()
-        for key, x in value.items()
-    }
+            hint = "save the weights as floating-point numbers"
+            raise ConfigError(f"{hint}: {where} has the type {x.dtype}")
+        tensors[str(key)] = (x if x.dtype == torch.float64 else x.float()).detach()
+    return tensors
