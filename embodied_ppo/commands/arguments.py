@@ -33,9 +33,8 @@ class Parser(argparse.ArgumentParser):
 def add_config_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the arguments of a command that reads a configuration."""
     add_override_arguments(parser, command)
-    parser.add_argument(
-        "--config-name", metavar="NAME", help="primary config (default: the command's)"
-    )
+    primary = "primary config (default: the command's)"
+    parser.add_argument("--config-name", metavar="NAME", help=primary)
 
 
 def add_override_arguments(
@@ -44,12 +43,14 @@ def add_override_arguments(
     """Add option=value, --config-dir, --json and --quiet."""
     see = meaning or f"see `{PROGRAM} config{f' {command}' if command in PRIMARY else ''}`"
     parser.add_argument("overrides", nargs="*", type=quoted, metavar=metavar, help=see)
-    parser.add_argument(
-        "--config-dir",
-        metavar="DIR",
-        help="folder of your own configs; searched before the shipped configs",
-    )
+    folder = "folder of your own configs; searched before the shipped configs"
+    parser.add_argument("--config-dir", metavar="DIR", help=folder)
     add_output_arguments(parser)
+
+
+def add_port(parser: argparse.ArgumentParser) -> None:
+    """Add --port of a page."""
+    parser.add_argument("--port", type=int, default=0, help="of the page (default: a free one)")
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:

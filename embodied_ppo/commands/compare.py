@@ -19,12 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs, checkpoints, or folders of runs that differ in their seed; then options of"
         " `embodied-ppo config evaluate` (for example episodes, seed, out)",
     )
-    parser.add_argument(
-        "--metric",
-        choices=("auto", "return", "success"),
-        default="auto",
-        help="score of an episode; auto: success if the task reports it",
-    )
+    score = "score of an episode; auto: success if the task reports it"
+    choices = ("auto", "return", "success")
+    parser.add_argument("--metric", choices=choices, default="auto", help=score)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,14 +47,8 @@ def print_comparison(content: Mapping[str, Any]) -> None:
     for method in content["methods"]:
         low, high = method["interquartile_mean_ci95" if several else "ci95"]
         interval, centre = f"{low:.4g} to {high:.4g}", f"{method['interquartile_mean']:.4g}"
-        rows.append(
-            [
-                method["label"],
-                str(len(method["runs"])),
-                f"{method['mean']:.4g}",
-                *((centre, interval) if several else (interval, centre)),
-            ]
-        )
+        cells = [method["label"], str(len(method["runs"])), f"{method['mean']:.4g}"]
+        rows.append([*cells, *((centre, interval) if several else (interval, centre))])
     output.table(rows)
     rows = [["difference", "mean", "95 %", "runs won"]]
     for d in content["differences"]:
@@ -76,13 +67,12 @@ def print_comparison(content: Mapping[str, Any]) -> None:
     if content["options"]:
         print()
         head = ["option", *(method["label"] for method in content["methods"])]
-        options = [[row["option"], *map(_cell, row["values"])] for row in content["options"]]
+        options = [
+            [row["option"], *("not read" if x is None else x for x in row["values"])]
+            for row in content["options"]
+        ]
         output.table([head, *options])
     print()
     for difference in content["differences"]:
         print(difference["verdict"])
     print(f"page: {content['page']}")
-
-
-def _cell(value: str | None) -> str:
-    return "not read" if value is None else value

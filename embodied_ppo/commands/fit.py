@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_config_arguments(parser, "fit")
-    parser.add_argument(
-        "--devices",
-        type=arguments.whole(1, 1024),
-        metavar="N",
-        required=True,
-        help="number of devices of one machine",
-    )
+    number = {"type": arguments.whole(1, 1024), "metavar": "N", "required": True}
+    parser.add_argument("--devices", **number, help="number of devices of one machine")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -18,15 +18,10 @@ NO_COUNTERPART = "no counterpart"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="FRAMEWORK FILE",
-        help="rlinf, verl, roll or trl; its YAML or overrides",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="experiment to write, a new file (default: stdout)"
-    )
+    source = "rlinf, verl, roll or trl; its YAML or overrides"
+    parser.add_argument("overrides", nargs="*", metavar="FRAMEWORK FILE", help=source)
+    out = "experiment to write, a new file (default: stdout)"
+    parser.add_argument("--out", metavar="FILE", help=out)
     arguments.add_output_arguments(parser)
 
 
@@ -62,14 +57,10 @@ def print_migration(migration: Mapping[str, Any]) -> None:
         return [[option(row), row["why"]] for row in migration[name]]
 
     peer, conflict = migration["peer"], migration["conflict"]
-    mapped = [
-        [
-            option(row) + (f" (default of {peer})" if row["default"] else ""),
-            f"{path} = {show(value)}",
-        ]
-        for row in migration["mapped"]
-        for path, value in row["ours"].items()
-    ]
+    mapped = []
+    for row in migration["mapped"]:
+        theirs = option(row) + (f" (default of {peer})" if row["default"] else "")
+        mapped += [[theirs, f"{path} = {show(value)}"] for path, value in row["ours"].items()]
     sections = [
         (f"mapped: {peer} -> embodied_ppo", mapped),
         ("differences that remain", reasons("differences")),

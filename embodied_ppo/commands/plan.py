@@ -21,15 +21,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_config_arguments(parser, "plan")
-    parser.add_argument(
-        "--devices",
-        type=arguments.whole(1, 1024),
-        metavar="N",
-        help="plan for N GPUs of a machine that may be another one",
-    )
-    parser.add_argument(
-        "--device-gb", type=float, metavar="GB", help="memory of each of these GPUs"
-    )
+    machine = "plan for N GPUs of a machine that may be another one"
+    parser.add_argument("--devices", type=arguments.whole(1, 1024), metavar="N", help=machine)
+    memory = "memory of each of these GPUs"
+    parser.add_argument("--device-gb", type=float, metavar="GB", help=memory)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -73,10 +68,8 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     counts = ", ".join(f"{name} ({transports.count(name)})" for name in dict.fromkeys(transports))
     rows = [["weight transfer", counts]]
     for name, value in plan["facts"].items():
-        if isinstance(value, list):
-            rows.append([name, ", ".join(value) or "none"])
-        else:
-            rows.append([name, f"{value:,}"])
+        text = (", ".join(value) or "none") if isinstance(value, list) else f"{value:,}"
+        rows.append([name, text])
     output.table(rows)
     if "command" in plan:
         print(f"\n{plan['command']}")
@@ -88,10 +81,8 @@ def _plan_machine(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     from embodied_ppo.cluster.run_plan import plan_summary
     from embodied_ppo.tools import memory_fit
 
-    c = config.cluster
-    cluster = replace(
-        c, num_nodes=1, devices_per_node=args.devices, device_memory_gb=args.device_gb
-    )
+    machine = {"devices_per_node": args.devices, "device_memory_gb": args.device_gb}
+    cluster = replace(config.cluster, num_nodes=1, **machine)
     config = replace(config, device="cuda", cluster=cluster)
     if config.placement == "local" and args.devices > 1 and not cluster.component_placement:
         config = replace(config, placement="fused")

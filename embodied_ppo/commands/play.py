@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" episode=N (the first one, default 0), and the options {', '.join(READ)} and env.* of"
         " `embodied-ppo config evaluate`. Without a run: options of train, such as env.id=TASK",
     )
-    parser.add_argument(
-        "--port", type=int, default=0, help="port of the page (default: a free one)"
-    )
+    arguments.add_port(parser)
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own configs")
     arguments.add_output_arguments(parser)
 
@@ -50,9 +48,8 @@ def run(args: argparse.Namespace) -> None:
     own = dict(line.split("=", 1) for line in lines if line.startswith(("agent=", "episode=")))
     lines = [line for line in lines if not line.startswith(("agent=", "episode="))]
     if len(runs) > 1 or not (runs or lines):
-        raise UsageError(
-            f"{len(runs)} runs: write embodied-ppo play RUN, or, without a run, env.id=TASK"
-        )
+        hint = "write embodied-ppo play RUN, or, without a run, env.id=TASK"
+        raise UsageError(f"{len(runs)} runs: {hint}")
     agent = own.get("agent", "trained" if runs else "zero")
     if agent not in (AGENTS if runs else AGENTS[1:]):
         hint = "use trained, zero or random" if runs else "without a run use zero or random"
@@ -94,11 +91,9 @@ def _announce(args: argparse.Namespace, address: str) -> None:
     if not args.quiet:
         port = address.rstrip("/").rpartition(":")[2]
         host = f"{os.environ.get('USER', 'USER')}@{socket.gethostname()}"
-        print(
-            f"over SSH: run on your machine: ssh -L {port}:127.0.0.1:{port} {host}\nCtrl-C ends it",
-            file=sys.stderr,
-            flush=True,
-        )
+        tunnel = f"ssh -L {port}:127.0.0.1:{port} {host}"
+        hint = f"over SSH: run on your machine: {tunnel}\nCtrl-C ends it"
+        print(hint, file=sys.stderr, flush=True)
 
 
 def _evaluation(

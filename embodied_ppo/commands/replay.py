@@ -23,9 +23,8 @@ def run(args: argparse.Namespace) -> None:
     path, values, lines = arguments.split_run(args.items, "replay", ("update", "out"))
     update = arguments.whole_number(values, "update", "replay")
     if not values.get("out"):
-        raise UsageError(
-            "no out; write out=DIR, the folder for the tensors (embodied_ppo.replay returns them)"
-        )
+        hint = "write out=DIR, the folder for the tensors (embodied_ppo.replay returns them)"
+        raise UsageError(f"no out; {hint}")
     arguments.refuse_lines(lines, "replay")
     from embodied_ppo.tools.update_replay import replay
 

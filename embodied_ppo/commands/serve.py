@@ -18,19 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run", metavar="RUN", help="a run or a checkpoint")
     parser.add_argument("--host", default=HOST, help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port",
-        type=arguments.whole(0, 65535),
-        default=PORT,
-        help="port, 0: a free one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--map",
-        action="append",
-        default=[],
-        metavar="NAME=INPUT",
-        help="the client sends the policy's INPUT as NAME: --map observation/image=front",
-    )
+    port = "port, 0: a free one (default: %(default)s)"
+    parser.add_argument("--port", type=arguments.whole(0, 65535), default=PORT, help=port)
+    renamed = "the client sends the policy's INPUT as NAME: --map observation/image=front"
+    names = {"action": "append", "default": [], "metavar": "NAME=INPUT"}
+    parser.add_argument("--map", **names, help=renamed)
     parser.add_argument("--device", default="cpu", help="auto, cpu, cuda, cuda:N (default: cpu)")
     arguments.add_output_arguments(parser)
 

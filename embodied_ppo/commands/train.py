@@ -12,24 +12,12 @@ from embodied_ppo.options.compose import GIVEN
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     arguments.add_config_arguments(parser, "train")
-    parser.add_argument(
-        "-m",
-        "--multirun",
-        action="store_true",
-        help="one run per combination of a=1,2 b=3,4, then compare; resume=FOLDER continues",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=arguments.whole(1, 1024),
-        metavar="N",
-        help="with --multirun: runs at the same time (default: one per core or CUDA device)",
-    )
-    parser.add_argument(
-        "--no-compare",
-        dest="compare",
-        action="store_false",
-        help="with --multirun: do not compare the methods at the end",
-    )
+    combined = "one run per combination of a=1,2 b=3,4, then compare; resume=FOLDER continues"
+    parser.add_argument("-m", "--multirun", action="store_true", help=combined)
+    jobs = "with --multirun: runs at the same time (default: one per core or CUDA device)"
+    parser.add_argument("--jobs", type=arguments.whole(1, 1024), metavar="N", help=jobs)
+    silent = "with --multirun: do not compare the methods at the end"
+    parser.add_argument("--no-compare", dest="compare", action="store_false", help=silent)
 
 
 def run(args: argparse.Namespace) -> int | None:

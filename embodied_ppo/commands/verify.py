@@ -19,14 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the directory of a run; then seed=N, which chooses the updates (default 0), and out=DIR"
         " for certificate.json (default: RUN)",
     )
-    parser.add_argument(
-        "--updates",
-        metavar="N | all",
-        type=_number,
-        default=5,
-        help="number of updates to execute again, in intervals between two checkpoints; 0: only"
-        " files and reports are verified (default: 5)",
+    meaning = (
+        "number of updates to execute again, in intervals between two checkpoints; 0: only files"
+        " and reports are verified (default: 5)"
     )
+    parser.add_argument("--updates", metavar="N | all", type=_number, default=5, help=meaning)
 
 
 def _number(text: str) -> int | str:
@@ -60,9 +57,7 @@ def print_certificate(content: Mapping[str, Any]) -> None:
     for note in content["notes"]:
         print(f"note: {note}")
     executed, total = content["executed_updates"], content["completed_updates"]
-    repeated = content["evaluations"]
-    print(
-        f"verdict: {content['verdict']} ({executed} of {total} updates executed again, {repeated}"
-        f" {'evaluation' if repeated == 1 else 'evaluations'} repeated)"
-    )
+    repeated = f"{content['evaluations']} evaluation{'s' * (content['evaluations'] != 1)} repeated"
+    done = f"{executed} of {total} updates executed again, {repeated}"
+    print(f"verdict: {content['verdict']} ({done})")
     print(f"certificate: {show(content['certificate'])}")

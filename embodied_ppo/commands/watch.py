@@ -12,12 +12,9 @@ from embodied_ppo.tools.watch_server import listen
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=0, help="port of the page (default: a free one)"
-    )
+    runs = "run directories, or folders of runs (default: runs)"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=runs)
+    arguments.add_port(parser)
     arguments.add_output_arguments(parser)
 
 
