@@ -122,17 +122,10 @@ def _evaluate_robot(
     env_config, allow = config.env, options.allow_changed_task
     num_envs = environments.evaluated_envs(env_config, options.num_envs)
     options = replace(options, num_envs=num_envs)
-    task = robot_evaluation.evaluated_task(run, env_config, allow=allow)
     builds_once = environments.builds_once(run.config)
-    factory = functools.partial(
-        environments.make_env,
-        config=env_config,
-        device=device,
-        task=task,
-        model=config.model,
-        rebuild=not builds_once,
-    )
-    lender = None
+    rebuild = not builds_once
+    factory = robot_evaluation.env_factory(run, config, device, allow=allow, rebuild=rebuild)
+    task, lender = factory.keywords["task"], None
     only_one = run.config.evaluation.env == "training"
     several = options.robustness or options.paired
     if only_one and several:

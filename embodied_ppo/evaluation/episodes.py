@@ -135,10 +135,10 @@ class EvaluationResult:
 
     def numbers(self) -> dict[str, list[float]]:
         """Return name -> mean of each episode that has this number of the simulator."""
-        names = dict.fromkeys(name for e in self.episodes for name in e.numbers)
-        return {
-            name: [e.numbers[name] for e in self.episodes if name in e.numbers] for name in names
-        }
+        numbers: dict[str, list[float]] = {}
+        for name, x in (item for e in self.episodes for item in e.numbers.items()):
+            numbers.setdefault(name, []).append(x)
+        return numbers
 
     def metrics(self) -> Metrics:
         """Return eval/return, eval/length and, if reported, eval/success with its variants, and the
@@ -151,12 +151,10 @@ class EvaluationResult:
             metrics["eval/diverged"] = float(self.diverged)
         if self.successes is not None:
             metrics["eval/success"] = Mean.of(map(float, self.successes))
-            at_end = [
-                float(e.success_at_end) for e in self.episodes if e.success_at_end is not None
-            ]
-            if len(at_end) == len(self.episodes):
+            at_end = [e.success_at_end for e in self.episodes]
+            if None not in at_end:
                 metrics["eval/success_once"] = metrics["eval/success"]
-                metrics["eval/success_at_end"] = Mean.of(at_end)
+                metrics["eval/success_at_end"] = Mean.of(float(bool(x)) for x in at_end)
         errors = {k: x for k, x in self.numbers().items() if k.startswith("error_")}
         metrics |= {f"eval/{name}": Mean.of(means) for name, means in errors.items()}
         for kind, part in self.kinds().items():
@@ -342,9 +340,7 @@ def _run_block(
     limit = env.max_episode_steps + 1 if env.max_episode_steps else MAX_STEPS
     memory = EpisodeMemory(policy, n, policy_device(policy))
     numbers = StepNumbers(n)
-    act_in_block = functools.partial(
-        act, policy, first_episode=first_episode, seed=seed, deterministic=deterministic
-    )
+    acting = {"first_episode": first_episode, "seed": seed, "deterministic": deterministic}
 
     def leave_out(obs: Obs, reward: Tensor, final_obs: Obs | None, ended: Tensor, t: int) -> Obs:
         """End the episodes in which a number is not finite; return finite observations."""
@@ -358,7 +354,7 @@ def _run_block(
 
     obs = leave_out(obs, total, None, ~running, 0)
     for t in range(limit):
-        action, state = act_in_block(obs, memory, t=t)
+        action, state = act(policy, obs, memory, t=t, **acting)
         with watchdog.stepping:
             step = env.step(action.to(env.device))
         check_action_mask(env.id, env.action_spec, step.obs, step)

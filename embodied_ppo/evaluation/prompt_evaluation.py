@@ -109,15 +109,10 @@ class PromptEvaluationResult:
 
     def _episode(self, index: int, answer: Answer) -> Episode:
         """Return an answer as an episode of the report."""
-        return Episode(
-            index=index,
-            seed=self.seed,
-            initial_state=hashlib.sha256(self.prompts[answer.prompt].text.encode()).hexdigest(),
-            return_=answer.grade.score,
-            length=answer.length,
-            success=answer.grade.is_right,
-            ended="terminated" if answer.stopped else "truncated",
-        )
+        state = hashlib.sha256(self.prompts[answer.prompt].text.encode()).hexdigest()
+        grade, ended = answer.grade, "terminated" if answer.stopped else "truncated"
+        outcome = grade.score, answer.length, grade.is_right, ended
+        return Episode(index, self.seed, state, *outcome)
 
     def _sample(self, answer: Answer) -> dict[str, Any]:
         """Return an answer with its prompt, for the report."""
@@ -164,11 +159,9 @@ class PromptEvaluationResult:
             }
             # A grader without extracted answers allows no majority vote.
             if all(a.grade.answer is not None or not a.grade.is_right for a in graded):
-                votes = [
-                    majority([a.grade.answer for a in g], [a.grade.is_right for a in g])
-                    for g in groups
-                ]
-                statistics[f"maj@{self.n}"] = _mean([float(x) for x in votes])
+                votes = [[(a.grade.answer, a.grade.is_right) for a in g] for g in groups]
+                right = [float(majority(*zip(*vote, strict=True))) for vote in votes]
+                statistics[f"maj@{self.n}"] = _mean(right)
         return statistics
 
 

@@ -73,6 +73,21 @@ def evaluated_task(run: TrainedRun, env: EnvConfig, *, allow: bool) -> TaskFiles
     return None if task is None else task.without_data(run.run_dir)
 
 
+def env_factory(
+    run: TrainedRun, config: Config, device: torch.device, *, allow: bool, **options: Any
+) -> functools.partial[VectorEnv]:
+    """Return the function that creates environments for an evaluation of a run from seeds.
+
+    Args:
+        config: Options of the run, with the evaluated environment.
+        allow: See ``evaluated_task``.
+        options: Further arguments of ``make_env``.
+    """
+    task = evaluated_task(run, config.env, allow=allow)
+    common = {"config": config.env, "device": device, "task": task, "model": config.model}
+    return functools.partial(make_env, **common, **options)
+
+
 def _command(options: EvaluationConfig | EvaluateConfig, source: checkpoint.Checkpoint) -> str:
     """Return the command that repeats an evaluation."""
     default, given = loader.flat(loader.dump(EvaluateConfig())), loader.flat(loader.dump(options))
@@ -114,18 +129,12 @@ def write_report(
     config, video_file = target.config, target.run_dir / "videos" / f"{target.out.name}.mp4"
     recorded = None
     if video_episodes:
+        first_seed, device = evaluation.evaluation_seeds(result.seed, 1)[0], torch.device("cpu")
+        common = {"config": config.env, "device": device, "task": task, "model": config.model}
+        how = {**common, "first_seed": first_seed, "render": True, "size": VIDEO_SIZE}
         recorded = video.record_video(
             policy,
-            functools.partial(
-                _filmed_env,
-                first_seed=evaluation.evaluation_seeds(result.seed, 1)[0],
-                config=config.env,
-                device=torch.device("cpu"),
-                render=True,
-                size=VIDEO_SIZE,
-                task=task,
-                model=config.model,
-            ),
+            functools.partial(_filmed_env, **how),
             path=video_file,
             seed=result.seed,
             deterministic=result.deterministic,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, overload
@@ -209,9 +208,7 @@ def policy_of(
         )
     env_config = replace(environments.evaluation_env(run.config), realism=RealismConfig())
     config = replace(run.config, env=env_config)
-    task = robot_evaluation.evaluated_task(run, config.env, allow=allow_changed_task)
-    factory = functools.partial(
-        environments.make_env, config=config.env, device=device, task=task, model=config.model
-    )
-    policy, env = robot_evaluation.restore(run, config, factory, allow=allow_changed_task)
+    allow = allow_changed_task
+    factory = robot_evaluation.env_factory(run, config, device, allow=allow)
+    policy, env = robot_evaluation.restore(run, config, factory, allow=allow)
     return TrainedPolicy(policy.eval(), run, env, seed=seed)

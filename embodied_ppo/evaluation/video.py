@@ -105,16 +105,9 @@ def record_video(
     if isinstance(policy, nn.Module) and evaluate.policy_device(policy).type != "cpu":
         policy = copy.deepcopy(policy).cpu()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".video") as folder:
+        acting = seed, deterministic, temperature
         render = functools.partial(
-            _render,
-            policy,
-            make_env,
-            Path(folder),
-            seed=seed,
-            deterministic=deterministic,
-            temperature=temperature,
-            episodes=episodes,
-            steps=steps,
+            _render, policy, make_env, Path(folder), *acting, episodes=episodes, steps=steps
         )
         if not (reason := _run_in_process(render, Path(folder), deadline_s)):
             facts = json.loads(Path(folder, "video.json").read_text())
@@ -205,10 +198,10 @@ def _render(
     policy: Policy,
     make_env: Callable[[list[int]], VectorEnv],
     folder: Path,
-    *,
     seed: int,
     deterministic: bool,
     temperature: float | None,
+    *,
     episodes: int,
     steps: int,
 ) -> None:
@@ -228,6 +221,7 @@ def _render(
             limit = min(steps, env.max_episode_steps or steps)
             stride = max(math.ceil(rate / 30 - 1e-9), math.ceil(episodes * limit / MAX_FRAMES))
             frame, succeeded, sentences = np.zeros(0), False, evaluate.sentences_of(env, obs)
+            acting = {"first_episode": index, "seed": seed, "deterministic": deterministic}
             for t in range(steps):
                 if t % stride == 0:
                     frame = _frame(env)
@@ -238,15 +232,7 @@ def _render(
                         writer = encoder(folder / "video.mp4", frame.shape[:2], rate / stride)
                     writer.send(frame)
                     frames += 1
-                action, state = evaluate.act(
-                    policy,
-                    obs,
-                    memory,
-                    first_episode=index,
-                    t=t,
-                    seed=seed,
-                    deterministic=deterministic,
-                )
+                action, state = evaluate.act(policy, obs, memory, t=t, **acting)
                 step = env.step(action.to(env.device))
                 succeeded |= step.success is not None and bool(step.success[0])
                 if bool((step.terminated | step.truncated)[0]) or not is_finite(step.obs):

@@ -63,9 +63,8 @@ def fit(config: Config, devices: int) -> FittedRecipe:
         PlacementError: Even the smallest micro-batch does not fit. The message lists the memory.
     """
     if config.resume is not None:
-        raise ConfigError(
-            f"resume = {config.resume}: fit writes a recipe; remove it here, give it to train"
-        )
+        hint = "remove it here, give it to train"
+        raise ConfigError(f"resume = {config.resume}: fit writes a recipe; {hint}")
     # A recipe for a GPU may be written on a machine without one.
     if config.device.startswith("cuda"):
         device = torch.device("cuda")
@@ -73,26 +72,19 @@ def fit(config: Config, devices: int) -> FittedRecipe:
         device = select_device(config.device, config.threads)
     placed, plan, placement_reason = _fit_placement(config, devices, device)
     if plan.hardware.memory is None:
-        raise ConfigError(
-            f"device = {config.device}: there is none here to measure; write"
-            " cluster.device_memory_gb=24"
-        )
+        hint = "write cluster.device_memory_gb=24"
+        raise ConfigError(f"device = {config.device}: there is none here to measure; {hint}")
     fitted, needs, batch_reason = _fit_memory(placed, plan)
     # The memory of a device is an input of fit, which train does not need.
     original, fitted = (
         replace(c, cluster=replace(c.cluster, device_memory_gb=0.0)) for c in (config, fitted)
     )
     before, after = (loader.flat(loader.dump(c)) for c in (original, fitted))
-    changes = [
-        Change(
-            path,
-            before.get(path),
-            after.get(path),
-            placement_reason if path.startswith(("placement", "cluster")) else batch_reason,
-        )
-        for path in dict.fromkeys((*before, *after))
-        if before.get(path) != after.get(path)
-    ]
+    changes = []
+    for path in dict.fromkeys((*before, *after)):
+        if (old := before.get(path)) != (new := after.get(path)):
+            placed = path.startswith(("placement", "cluster"))
+            changes.append(Change(path, old, new, placement_reason if placed else batch_reason))
     learners, used = plan.processes("actor"), plan.hardware.total
     notes = [f"uses {used} of {devices} devices"] if used < devices else []
     moved = (original.placement, original.cluster) != (fitted.placement, fitted.cluster)

@@ -97,14 +97,8 @@ def play_run(
     try:
         with evaluation.evaluation_mode(policy, temperature):
             evaluation.set_instructions(policy, env.instructions)
-            player = Player(
-                env,
-                policy,
-                seed=options.seed,
-                episode=episode,
-                deterministic=options.deterministic,
-                agent=agent,
-            )
+            acting = {"seed": options.seed, "deterministic": options.deterministic}
+            player = Player(env, policy, episode=episode, agent=agent, **acting)
             follows = Path(options.checkpoint).resolve() == run_dir.resolve()
             yield player, Weights(run, policy, follow=follows)
     finally:

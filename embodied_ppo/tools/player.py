@@ -194,15 +194,9 @@ class Player:
     def _act(self) -> tuple[Tensor, Tensor]:
         """Return the action [1, ..] of the agent, and the policy's state after it."""
         if self.agent == "trained" and self.policy is not None:
-            return evaluation.act(
-                self.policy,
-                self._obs,
-                self._memory,
-                first_episode=self.episode,
-                t=self.steps,
-                seed=self.seed,
-                deterministic=self.deterministic,
-            )
+            acting = {"seed": self.seed, "deterministic": self.deterministic, "t": self.steps}
+            inputs = self.policy, self._obs, self._memory
+            return evaluation.act(*inputs, first_episode=self.episode, **acting)
         spec = self.env.action_spec
         if isinstance(spec, Discrete):
             high = spec.n if self.agent == "random" else 1
