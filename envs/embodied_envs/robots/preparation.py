@@ -28,8 +28,10 @@ ITERATIONS = 20
 FOUND = 1 << int(mujoco.mjtConDataField.mjCONDATA_FOUND)
 SOLE = "robot_sole_"
 """Sites that ``prepare`` adds at the sole of each foot."""
-GYRO, CONTACT, CONTACTS = "robot_gyro", "robot_contact_", "robot_contacts"
-"""Sensors that ``prepare`` adds: the gyroscope, the contacts of each foot and of the robot."""
+GYRO, FORCE = "robot_gyro", "robot_force_"
+CONTACT, CONTACTS = "robot_contact_", "robot_contacts"
+"""Sensors that ``prepare`` adds: the gyroscope; the force on each foot, in the last physics step;
+the number of contacts of each foot and of the robot, after it."""
 
 
 @dataclass(frozen=True)
@@ -177,31 +179,33 @@ def _add_sensors(
     bodies[body].add_site(name=IMU, size=[0.005] * 3, group=5, **place)
     kind, objects, fields = mujoco.mjtSensor, mujoco.mjtObj, mujoco.mjtConDataField
     spec.add_sensor(name=GYRO, type=kind.mjSENS_GYRO, objtype=objects.mjOBJ_SITE, objname=IMU)
-    data, world = FOUND | 1 << int(fields.mjCONDATA_FORCE), (objects.mjOBJ_BODY, "world")
+    force, world = 1 << int(fields.mjCONDATA_FORCE), (objects.mjOBJ_BODY, "world")
     for n, foot in enumerate(robot.feet):
         if not bodies[foot.body].name:
             bodies[foot.body].name = f"robot_foot_{n}"
         sole = robot.sole(foot) - robot.data.xpos[foot.body]
         place = {"pos": sole @ robot.data.xmat[foot.body].reshape(3, 3)}
         bodies[foot.body].add_site(name=f"{SOLE}{n}", size=[0.005] * 3, group=5, **place)
-        # The sum of all contacts' forces, in the world's frame.
         part = objects.mjOBJ_BODY, bodies[foot.body].name
-        _count_contacts(spec, f"{CONTACT}{n}", part, world, [data, 3, 1])
+        # The sum of all contacts' forces, in the world's frame. A sensor with forces would count
+        # the contacts of the physics step before.
+        _add_contacts(spec, f"{FORCE}{n}", part, world, [force, 3, 1])
+        _add_contacts(spec, f"{CONTACT}{n}", part, world)
     root = bodies[robot.base]
     root.name = root.name or "robot_base"
-    _count_contacts(spec, CONTACTS, (objects.mjOBJ_XBODY, root.name), world)  # the whole robot
+    _add_contacts(spec, CONTACTS, (objects.mjOBJ_XBODY, root.name), world)  # the whole robot
     for name, (one, other) in contacts.items():
-        _count_contacts(spec, name, (objects.mjOBJ_GEOM, one), (objects.mjOBJ_GEOM, other))
+        _add_contacts(spec, name, (objects.mjOBJ_GEOM, one), (objects.mjOBJ_GEOM, other))
 
 
-def _count_contacts(
+def _add_contacts(
     spec: mujoco.MjSpec,
     name: str,
     one: tuple[mujoco.mjtObj, str],
     other: tuple[mujoco.mjtObj, str],
     fields: Sequence[int] = (FOUND, 0, 1),
 ) -> None:
-    """Add a sensor of contacts; its first number is how many there are."""
+    """Add a sensor of contacts; by default it counts them."""
     sensor = spec.add_sensor(name=name, type=mujoco.mjtSensor.mjSENS_CONTACT)
     (sensor.objtype, sensor.objname), (sensor.reftype, sensor.refname) = one, other
     sensor.intprm = fields

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.robots.observation_parts import MEASURED_SENSORS, Part
-from embodied_envs.robots.preparation import CONTACT, CONTACTS, GYRO, Preparation
+from embodied_envs.robots.preparation import CONTACT, CONTACTS, FORCE, GYRO, Preparation
 from embodied_envs.robots.robot_model import IMU, RobotModel
 from embodied_envs.robots.terms import TermTask
 from embodied_envs.tasks.task import State
@@ -105,8 +105,11 @@ class RobotTask(TermTask):
         self.start, self.limits, self.spread = tensor(start), tensor(limits), tensor(spread)
         measured = np.repeat(np.isin(model.sensor_type, list(MEASURED_SENSORS)), model.sensor_dim)
         self.measured_sensors, self.weight = index(np.flatnonzero(measured)), robot.weight
-        feet = [int(model.sensor(f"{CONTACT}{n}").adr[0]) for n in range(len(robot.feet))]
-        self.foot_force = index(np.reshape([[at + 1, at + 2, at + 3] for at in feet], (-1, 3)))
+        force, contact = (
+            np.array([model.sensor(f"{name}{n}").adr[0] for n in range(len(robot.feet))], int)
+            for name in (FORCE, CONTACT)
+        )
+        self.foot_force, self.foot_contact = index(force[:, None] + range(3)), index(contact)
         names = [*self.preparation.contacts, *([CONTACTS] if self.floats else [])]
         self.contacts = {name: int(model.sensor(name).adr[0]) for name in names}
         self.nq, self.na, self.reset_noise = model.nq, model.na, model.nq + model.nv
@@ -137,12 +140,15 @@ class RobotTask(TermTask):
         return RobotModel(model, self.preparation.key).parts()
 
     def foot_forces(self, s: State) -> Tensor:
-        """Return the force of the ground on each foot as a share of the weight, [N, feet]."""
+        """Return the force of the ground on each foot in the last physics step, [N, feet].
+
+        It is a share of the weight.
+        """
         return s["sensordata"][:, self.foot_force].norm(dim=2) / self.weight
 
     def down(self, s: State) -> Tensor:
         """Return bool [N, feet], whether each foot touches the ground."""
-        return s["sensordata"][:, self.foot_force[:, 0] - 1] > 0
+        return s["sensordata"][:, self.foot_contact] > 0
 
     def touches(self, s: State, name: str) -> Tensor:
         """Return the number of contacts of a pair of ``Preparation.contacts``, [N]."""

@@ -299,8 +299,7 @@ class VelocityTask(RobotTask, VelocityCommands):
 
     def undesired_contacts(self, before: State, s: State, action: Tensor) -> Tensor:
         """Number of contacts of the ground with other parts of the robot than its feet."""
-        feet = s["sensordata"][:, self.foot_force[:, 0] - 1].sum(1)
-        return self.touches(s, CONTACTS) - feet
+        return self.touches(s, CONTACTS) - s["sensordata"][:, self.foot_contact].sum(1)
 
     def feet_phase(
         self, before: State, s: State, action: Tensor, *, height_m: float = 0.12

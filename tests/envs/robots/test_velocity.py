@@ -188,6 +188,31 @@ def test_contacts_of_feet_and_other_parts() -> None:
     env.close()
 
 
+def test_contacts_are_those_of_the_state_after_each_step() -> None:
+    """Feet that land or lift off in the last physics step are no undesired contacts."""
+    env = make()
+    env.reset()
+    task, model, random = env.task, env.physics.model, torch.Generator().manual_seed(0)
+    assert isinstance(task, VelocityTask)
+    data, feet = mujoco.MjData(model), [foot.body for foot in task.robot.feet]
+    landed = 0
+    for _ in range(40):
+        env.step(2 * torch.rand(env.num_envs, 8, generator=random) - 1)
+        down, undesired = task.down(env.s), task.undesired_contacts(env.s, env.s, env.s["ctrl"])
+        for i in range(env.num_envs):
+            data.qpos[:] = env.s["qpos"][i].numpy()
+            mujoco.mj_forward(model, data)
+            touching = model.geom_bodyid[data.contact.geom[: data.ncon]]
+            bodies = touching[(touching == 0).any(1)].max(1)
+            bodies = bodies[model.body_rootid[bodies] == task.robot.base]
+            touching = model.body_weldid[bodies]
+            assert int(undesired[i]) == sum(body not in feet for body in touching)
+            assert down[i].tolist() == [foot in touching for foot in feet]
+            landed += int(down[i].sum())
+    assert 0 < landed < 40 * 4 * env.num_envs
+    env.close()
+
+
 def test_curriculum_of_commands_follows_the_errors() -> None:
     env = make(n=3, kwargs={"command_curriculum": True})
     task = env.task
