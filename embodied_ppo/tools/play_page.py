@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import viser
+from viser._messages import RunJavascriptMessage
 
 from embodied_envs.base.errors import CheckpointError, EnvError, one_line
 from embodied_envs.physics.cameras import Cameras
@@ -35,6 +36,24 @@ VIDEO_SIZE = (720, 1280)
 """(height, width) of exported videos, pixels."""
 VIDEO_FPS = 30
 SPEEDS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0, "2": 2.0}
+AXES = (1, 0, 2, 3)
+"""Axis of a gamepad that sets each command, in their order: forward and to the left by the left
+stick, turning by the right one. Up and left are negative."""
+GAMEPAD = """
+let last = "axes";
+setInterval(() => {
+  const pad = [...navigator.getGamepads()].find(x => x && x.connected);
+  const axes = pad ? pad.axes.map(x => Math.abs(x) < 0.1 ? 0 : +x.toFixed(2)) : [];
+  const text = ["axes", ...axes].join(" ");
+  const field = [...document.querySelectorAll("input")].find(x => x.value.startsWith("axes"));
+  if (text === last || !field) return;
+  last = text;
+  Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set.call(field, text);
+  field.dispatchEvent(new Event("input", {bubbles: true}));
+}, 50);
+"""
+"""Writes the axes of the first gamepad into the field "Gamepad", as if a user wrote them; the
+library sends no other events of a browser."""
 PUSHES = {"forward": (1.0, 0.0), "back": (-1.0, 0.0), "left": (0.0, 1.0), "right": (0.0, -1.0)}
 
 
@@ -219,6 +238,11 @@ class Page:
                 slider = gui.add_slider(f"{name}{unit}", low, high, step, max(low, min(high, 0.0)))
                 self._on_change(slider, functools.partial(self._set_command, slider))
                 self._sliders.append(slider)
+            axes = gui.add_text(
+                "Gamepad", "axes", hint="Sets the commands once a button is pressed"
+            )
+            self._on_change(axes, self._read_gamepad)
+            gui._websock_interface.queue_message(RunJavascriptMessage(GAMEPAD))
             gui.add_markdown("Arrows: command blue, velocity green.")
             stop = gui.add_button("Zero")
             self._on_click(stop, self._zero_command)
@@ -247,6 +271,18 @@ class Page:
     def _set_command(self, slider: Any, value: float) -> None:
         """Hold the command that a user has set, and the others as they are."""
         slider.value = value  # the panel may have shown the task's command in the meantime
+        self._set_drive(True)
+
+    def _read_gamepad(self, text: str) -> None:
+        """Hold the commands that a gamepad's axes set; 0 if it was removed."""
+        try:
+            axes = [float(x) for x in text.split()[1:]]
+        except ValueError:  # written by a user
+            return
+        for slider, axis in zip(self._sliders, AXES, strict=False):
+            x = -axes[axis] if axis < len(axes) else 0.0
+            zero = max(slider.min, min(slider.max, 0.0))
+            slider.value = zero + abs(x) * ((slider.max if x > 0 else slider.min) - zero)
         self._set_drive(True)
 
     def _zero_command(self) -> None:

@@ -141,6 +141,22 @@ def test_robot_is_driven_pushed_and_dragged(page: Page, browser: Browser) -> Non
     wait(lambda: player.pull is None)
 
 
+def test_gamepad_sets_the_commands(page: Page, browser: Browser) -> None:
+    """A stick half up and to the left: half the largest velocities; removed: zero."""
+    player, pads = page.player, "navigator.getGamepads = () => [{}]"
+    assert player.held is None
+    pad = "null, {connected: true, axes: [-0.5, -0.5, 0.05, 0]}"
+    browser.evaluate(pads.format(pad))
+    wait(lambda: player.held is not None)
+    wait(lambda: player.held == pytest.approx([0.5, 0.25, 0.0], abs=0.01))
+    wait(lambda: player.frames[-1].command == pytest.approx([0.5, 0.25, 0.0], abs=0.01))
+    browser.evaluate(pads.format("{connected: true, axes: [0, 1, 1, 0]}"))
+    wait(lambda: player.held == pytest.approx([-0.8, 0.0, -1.0], abs=0.01))
+    browser.evaluate(pads.format("null"))
+    wait(lambda: player.held == [0.0, 0.0, 0.0])
+    assert not [p for p in browser.problems if "exception" in p.lower()]
+
+
 def test_replay_equals_the_report_and_is_exported(
     page: Page, browser: Browser, tmp_path: Path
 ) -> None:
