@@ -123,6 +123,7 @@ class Trajectory:
             changes, see ``PI0.encode``. The learner empties the dictionary. None: nothing is kept.
         collected: int64 [T, N], whose sum is the number of collected environment steps or tokens,
             including those of groups that were dropped. None: count those of the trajectory.
+        grades: float64 [1, N, K], see ``rollout.recorded_responses``. None: nothing is recorded.
 
     Where each action of a chunk has a value (reward_type=action_level), ``value``, ``next_value``,
     ``reward``, ``terminated``, ``truncated`` and ``mask`` are [T, N, C]. The mask then ends with
@@ -146,6 +147,7 @@ class Trajectory:
     steps: Tensor | None = None
     kept: dict[str, Tensor] | None = None
     collected: Tensor | None = None
+    grades: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from embodied_ppo.rollout.generation.engine import Engine
 from embodied_ppo.rollout.language_rollout import response_decoder
 from embodied_ppo.rollout.rewards import build as rewards_build
 from embodied_ppo.rollout.rewards.graders import refuse_failures
-from embodied_ppo.training import checkpoint
+from embodied_ppo.training import checkpoint, generations
 from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_directory import digest, report_write_errors
@@ -229,4 +229,6 @@ def _evaluate_language(
             )
         target = ReportTarget(config, run.source, run.run_dir, out, options)
         files = language_evaluation.write_report(target, result)
+        if (dump := config.rollout.dump) is not None:
+            generations.write(out / f"{generations.FOLDER}.jsonl", result.lines(dump))
     return {**numbers(result.metrics()), **files}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -18,6 +18,7 @@ from embodied_ppo.evaluation.episodes import Episode, EvaluationResult
 from embodied_ppo.rollout.generation.engine import Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums
+from embodied_ppo.training import generations
 
 EVALUATION_SAMPLES = 1 << 40
 """First sample number of evaluations; those of training are smaller."""
@@ -30,11 +31,17 @@ class Answer:
     prompt: int
     """Index of the prompt in the evaluation's prompts."""
     text: str
-    length: int
-    """Tokens."""
+    tokens: Sequence[int]
+    log_prob: Sequence[float]
+    """Log-probability of each token, of the sampling distribution."""
     stopped: bool
     """Whether the response ended before the limit of tokens."""
     grade: Grade
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,18 @@ class PromptEvaluationResult:
         share = min(len(right), max(count // 2, count - len(wrong)))
         indices = sorted(_evenly_spaced(right, share) + _evenly_spaced(wrong, count - share))
         return [self._sample(self.answers[i]) for i in indices]
+
+    def lines(self, dump: str) -> Iterator[dict[str, Any]]:
+        """Yield the lines of ``training.generations``; ``dump``: "sample" or "all"."""
+        for i in generations.selected([self.prompts[a.prompt].index for a in self.answers], dump):
+            a, grade = self.answers[i], self.answers[i].grade
+            numbers = {
+                "score": grade.score,
+                "terms": grade.extra,
+                "log_prob": a.log_prob,
+            }
+            texts = {"right": None if grade.failed else grade.is_right, "response": a.text}
+            yield generations.entry(self.prompts[a.prompt], numbers, **texts, tokens=list(a.tokens))
 
     def _graded(self, prompt: int) -> list[Answer]:
         """Return the answers to a prompt that could be graded."""
@@ -201,14 +220,16 @@ def evaluate_prompts(
     samples = EVALUATION_SAMPLES + torch.arange(len(repeated))
     generation = generator.generate([p.ids for p in repeated], sampling, seed=seed, samples=samples)
     lengths = generation.length.tolist()
-    texts = [text(row[:k]) for row, k in zip(generation.token.tolist(), lengths, strict=True)]
+    tokens = generation.token.tolist()
+    texts = [text(row[:k]) for row, k in zip(tokens, lengths, strict=True)]
     responses = [
         (p.data_source, t, p.ground_truth, p.extra) for p, t in zip(repeated, texts, strict=True)
     ]
     grades = graders.grade(responses, repeated)
-    stopped = generation.stopped.tolist()
+    stopped, log_probs = generation.stopped.tolist(), generation.log_prob.tolist()
     answers = [
-        Answer(i // n, texts[i], lengths[i], stopped[i], grade) for i, grade in enumerate(grades)
+        Answer(i // n, texts[i], tokens[i][:k], log_probs[i][:k], stopped[i], grade)
+        for i, (k, grade) in enumerate(zip(lengths, grades, strict=True))
     ]
     return PromptEvaluationResult(prompts, answers, n, sampling, seed)
 

@@ -944,6 +944,10 @@ class RolloutConfig:
     overlong_buffer: Natural = 0
     """Number of last tokens before response_length over which a penalty, which is subtracted
     from the score, rises linearly from 0 to 1 (DAPO); 0: no penalty."""
+    dump: Literal["sample", "all"] | None = None
+    """Write responses of each update and evaluation to RUN/generations as JSON lines, which
+    ``embodied-ppo watch`` shows: all of them, or as a sample those to the 8 first prompts of each;
+    null: none."""
 
 
 @dataclass(frozen=True)

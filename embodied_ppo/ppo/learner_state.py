@@ -10,7 +10,7 @@ import torch
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.core.collectives import Ranks
-from embodied_ppo.core.types import Mean, Metrics, UpdateObserver
+from embodied_ppo.core.types import Batch, Mean, Metrics, Trajectory, UpdateObserver
 from embodied_ppo.options.reward_groups import reward_groups
 from embodied_ppo.ppo import schedules
 from embodied_ppo.ppo.curiosity import RECENT_ROLLOUTS, Curiosity
@@ -52,6 +52,8 @@ class LearnerState:
         self.config, self.notice = config, notice
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
+        self.record: Callable[[Trajectory, Batch, int], None] | None = None
+        """Called with each rollout, its batch with advantages, and the number of the update."""
         # These continue from one update to the next, and checkpoints contain them.
         self.warmup_ended = False  # before critic_warmup, by critic_warmup_variance
         self.groups = reward_groups(config)

@@ -63,6 +63,8 @@ class PPO(LearnerState):
         batch, results = self.prepare(trajectory)
         if warmup and c.critic_warmup_variance is not None:
             self.check_warmup(results, update)
+        if self.record is not None:
+            self.record(trajectory, batch, update)
         prepared = self.cpu_clock()
 
         # A separate critic minimises its own loss: here, before the policy (LocalCritic), or in

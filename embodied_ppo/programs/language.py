@@ -46,7 +46,12 @@ from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.rollout.generation.engine import Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.language_inputs import Inputs, make_engine, read_inputs
-from embodied_ppo.rollout.language_rollout import ReasoningRollout, Truncation
+from embodied_ppo.rollout.language_rollout import (
+    ReasoningRollout,
+    Truncation,
+    response_decoder,
+)
+from embodied_ppo.rollout.recorded_responses import ResponseRecorder
 from embodied_ppo.rollout.rewards.build import make_reward
 from embodied_ppo.rollout.rewards.graders import Graders
 from embodied_ppo.training import checkpoint
@@ -145,6 +150,7 @@ def build(
             **_learner_options(spec, a, messages),
         )
         hooks["initialize_models"] = learner.initialize
+        learner.record = _recorder(spec, process, inputs)
 
     # A worker offloads the weights of its policy. In a process that neither acts nor learns, critic
     # and reference take this place.
@@ -166,6 +172,21 @@ def build(
         ],
     )
     return worker, {}
+
+
+def _recorder(spec: RunSpec, process: WorkerSpec, inputs: Inputs) -> ResponseRecorder | None:
+    """Return what writes the responses of updates to files, if rollout.dump asks for it."""
+    config, ranks = spec.config, process.learners
+    if config.rollout.dump is None:
+        return None
+    return ResponseRecorder(
+        spec.run_dir,
+        config.rollout.dump,
+        inputs.train,
+        response_decoder(inputs.decode, config.rollout.stop),
+        tuple(config.reward.terms),
+        part=ranks.rank if ranks.world > 1 else None,
+    )
 
 
 def _write_report(
@@ -331,6 +352,7 @@ def make_rollout(
             overlong_buffer=config.rollout.overlong_buffer,
         ),
         reward_groups=rollout_groups(a) if a.reward_groups else (),
+        recorded_terms=tuple(config.reward.terms) if config.rollout.dump is not None else None,
         rank=rank,
         world=world,
         notice=notice,

@@ -17,7 +17,7 @@ from embodied_ppo.options.rules.base import refuse
 from embodied_ppo.options.schema import Config
 from embodied_ppo.programs.open_run import OpenRun, open_run, started
 from embodied_ppo.programs.run_spec import budget_options
-from embodied_ppo.training import checkpoint, loop
+from embodied_ppo.training import checkpoint, generations, loop
 from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Timer, numbers, peak_rss_mb, process_age_s
 
@@ -258,11 +258,16 @@ class _Session:
         """CPU seconds of the first update by phase, and "steps"."""
 
     def _log_samples(self, result: Any) -> None:
-        """Log a table of responses; the evaluation of a robot has none."""
+        """Log a table of responses and write them; the evaluation of a robot has none."""
+        spec, system = self.run.spec, self.run.system
         # Only evaluations of prompts have responses to show.
-        rows = result.samples() if self.run.spec.config.mode == "reasoning" else []
-        if rows:
-            self.run.log.table("samples", rows, steps=self.run.system.steps)
+        if spec.config.mode != "reasoning":
+            return
+        if rows := result.samples():
+            self.run.log.table("samples", rows, steps=system.steps)
+        if (dump := spec.config.rollout.dump) is not None:
+            file = generations.file_of(spec.run_dir, "eval", system.version)
+            generations.write(file, result.lines(dump))
 
     def evaluate_before(self) -> None:
         """Evaluate the initial policy, or complete the update that a resumed run has not logged."""

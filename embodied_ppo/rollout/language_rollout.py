@@ -22,6 +22,7 @@ from embodied_ppo.rollout.generation.engine import Generation, Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.group_filter import GroupFilter
 from embodied_ppo.rollout.group_rewards import GroupRewards
+from embodied_ppo.rollout.recorded_responses import grade_columns
 from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums, refuse_failures
 
 
@@ -94,6 +95,7 @@ class ReasoningRollout:
         shuffle: bool = True,
         truncation: Truncation | None = None,
         reward_groups: Sequence[RewardGroup] = (),
+        recorded_terms: Sequence[str] | None = None,
         rank: int = 0,
         world: int = 1,
         notice: Callable[[str], None] = lambda text: None,
@@ -115,6 +117,7 @@ class ReasoningRollout:
             shuffle: Whether to shuffle the prompts in every epoch.
             truncation: Treatment of truncated responses.
             reward_groups: Groups of the score, each with a reward of its own; empty: none.
+            recorded_terms: Terms of the reward in ``Trajectory.grades``; None: it has no grades.
             rank: Index of this process, which takes an equal part of ``batch``.
             world: Number of rollout processes.
             notice: Function that shows a message to the user.
@@ -125,7 +128,7 @@ class ReasoningRollout:
         self.text = response_decoder(decode, sampling.stop)
         self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
         self.truncation, self.notice = truncation or Truncation(), notice
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.recorded_terms = rank, world, recorded_terms
         self.group_rewards = GroupRewards(reward_groups, "the grader") if reward_groups else None
         self.filter: GroupFilter | None = None
         if filter_rounds:
@@ -301,6 +304,9 @@ class ReasoningRollout:
             truncated=torch.zeros_like(last.T),
             mask=mask.T.contiguous(),
             version=torch.full((t, n), version, device=device),
+            grades=None
+            if self.recorded_terms is None
+            else grade_columns(prompts, grades, self.recorded_terms).to(device),
         )
         return trajectory, {name: penalty * valid for name, penalty in penalties.items()}
 

@@ -22,7 +22,8 @@ from embodied_envs.base.errors import one_line, show, show_path
 from embodied_ppo.core import guarded_files
 from embodied_ppo.core.errors import CheckpointError, UsageError
 from embodied_ppo.options import loader
-from embodied_ppo.training import health
+from embodied_ppo.tools import generations_page
+from embodied_ppo.training import generations, health
 from embodied_ppo.training.run_files import METRICS, find_runs, read_parent
 
 HOST = "127.0.0.1"
@@ -83,6 +84,7 @@ def status(run: Path) -> dict[str, Any]:
         age_s: Seconds since the run wrote a file.
         health: Verdicts of ``health.judge``.
         video, report: Newest video and report, as arguments of /file.
+        generations: Whether /generations has responses.
         rows, config: Time of change and size of metrics.jsonl and config.yaml.
     """
     names = (METRICS, "log.txt", "summary.json", "config.yaml")
@@ -96,6 +98,7 @@ def status(run: Path) -> dict[str, Any]:
             "age_s": age,
             "video": _newest(run, "videos/*.mp4"),
             "report": _newest(run, "reports/*/report.html"),
+            "generations": any((run / generations.FOLDER).glob("*.jsonl")),
             "rows": stamps[METRICS],
             "config": stamps["config.yaml"],
         }
@@ -302,7 +305,9 @@ class Refused(Exception):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handle requests: /, /runs, /data?run&from&mark, /diff?run&run..., /file?run&name."""
+    """Handle requests: /, /runs, /data?run&from&mark, /diff?run&run..., /file?run&name,
+    /generations?run&at&other&show&q&page.
+    """
 
     protocol_version = "HTTP/1.1"
     server: WatchServer  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -343,6 +348,12 @@ class Handler(BaseHTTPRequestHandler):
                 self._json(read_rows(run / METRICS, int(start), mark))
             case "/diff":
                 self._json(differences(self._runs(query)))
+            case "/generations":
+                run = self._runs(query)[0]
+                page = generations_page.render(query["run"][0], run.name, run, query).encode()
+                policy = f"default-src 'none'; style-src {_digest(page, b'style')}; img-src data:;"
+                policy += " base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+                self._send(page, ".html", policy)
             case "/file":
                 self._file(self._runs(query)[0], query.get("name", [""])[0])
             case _:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from embodied_envs.base import watchdog
 from embodied_ppo.core.compile import CompileSchedule
 from embodied_ppo.core.types import Mean, Metrics
+from embodied_ppo.training import generations
 from embodied_ppo.training.health import HealthMonitor
 from embodied_ppo.training.metrics_digest import MetricsDigest
 from embodied_ppo.training.run_files import METRICS, metric_rows
@@ -172,6 +173,7 @@ class Log:
         temporary.write_bytes(b"".join(line + b"\n" for line in lines))
         temporary.replace(path)
         self._rows: TextIO = open(path, "a", buffering=1)  # noqa: SIM115
+        generations.drop(self.run_dir, completed_updates)
         # A run that was killed after a checkpoint may not have logged the row of its update.
         is_logged = bool(completed_updates and self.row(completed_updates))
         self.digest = MetricsDigest(self.run_dir, completed_updates, is_logged=is_logged)

@@ -213,7 +213,7 @@ def prompt_result(temperature: float = 1.0) -> PromptEvaluationResult:
             grade = Grade(
                 float(right), answer=str(70 + i) if right else None, correct=right, format_ok=True
             )
-            answers.append(Answer(i, text, 40 + 10 * j, j != 3, grade))
+            answers.append(Answer(i, text, [1] * (40 + 10 * j), (), j != 3, grade))
     return PromptEvaluationResult(
         prompts, answers, 4, Sampling(70, temperature=temperature), seed=3
     )

@@ -161,6 +161,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "algorithm.logprob_forward_micro_batch_size": (3, {}, "memory only"),
     "algorithm.micro_batch_tokens": (40, {}, "memory and speed only"),
     "actor.model.gradient_checkpointing": (True, {}, "memory only"),
+    "rollout.dump": ("all", {}, "the run writes further files, and trains as before"),
     "reward.workers": (1, {}, "a grader gives the same grades in any process"),
     "reward.timeout_s": (20.0, {}, "no grader takes that long"),
 }

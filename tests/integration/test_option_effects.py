@@ -525,6 +525,7 @@ ELSEWHERE = {
     "commands/test_supervisor.py": ["env.step_timeout_s"],
     "extras/test_vllm.py": ["rollout.gpu_memory_utilization"],
     "rollout/rewards/test_worker_pool.py": ["reward.timeout_s"],
+    "tools/test_generations_page.py": ["rollout.dump"],
     "imitation/test_behavior_cloning.py": [
         f"cloning.{x}"
         for x in ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr")

@@ -221,4 +221,4 @@ def test_failures_have_no_score_and_are_reported() -> None:
     judge.grade(*batch(["a"]))
     judge.grade(*batch(["b" * 60]))
     assert judge.failures == 3
-    assert judge.last_failure.endswith("): the text has 65 tokens, the model's limit is 64")
+    assert str(judge.last_failure).endswith("): the text has 65 tokens, the model's limit is 64")
